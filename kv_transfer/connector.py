@@ -1,0 +1,129 @@
+"""The connector contract: how KV blocks leave one instance and reach another.
+
+A connector knows blocks, keys and bytes, and nothing of the engine. The whole contract is the seven methods of
+`Connector`; `store`, `load` and `match` return a `concurrent.futures.Future` at once, so the engine thread never waits on
+I/O. Authors of a plain key-value transport derive from `kv_transfer.threaded.ThreadedConnector` instead, which brings the
+futures, the block headers and the checksums, and asks for blocking `put`, `get`, `contains` and `delete` only.
+
+Rules that every connector keeps:
+  1. A block that `load` reports as loaded holds exactly the bytes that were stored under that key in this namespace.
+     Anything else (missing, torn, foreign, stale, corrupt) is reported, never written as if it were right.
+  2. A block is visible to `match` and `load` only after all of its bytes are.
+  3. `match` counts leading keys: a key after the first missing one does not count.
+  4. Between `store` and its result the block's bytes are read, between `load` and its result they are written: the
+     caller keeps the block ids reserved until the future is done, whatever else happens.
+  5. A future always completes, within the connector's time-out, and does not raise for a fault of the store:
+     faults are per-block outcomes. It raises only for a defect of the program.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from pdserve.keys import Layout
+
+API_VERSION = 1
+
+
+class Outcome(StrEnum):
+    """What became of one block."""
+
+    OK = "ok"
+    MISSING = "missing"  # load: the store does not have it (any more)
+    CORRUPT = "corrupt"  # load: header or checksum do not fit: torn, foreign, older layout, flipped bits
+    FULL = "full"  # store: no room
+    UNAVAILABLE = "unavailable"  # the store did not answer in time, or not at all
+
+
+@dataclass(frozen=True)
+class Result:
+    """The end of a store or load: one outcome per block, in the order of the call.
+
+    Attributes:
+        outcomes: one per block.
+        seconds: from the call until the bytes were where they belong.
+        ticket: what the loading side needs to find the blocks, for connectors without a store in between; else empty.
+    """
+
+    outcomes: list[Outcome]
+    seconds: float
+    ticket: bytes = b""
+
+    @property
+    def leading(self) -> int:
+        """How many blocks from the first on went well."""
+        for i, outcome in enumerate(self.outcomes):
+            if outcome is not Outcome.OK:
+                return i
+        return len(self.outcomes)
+
+
+@dataclass(frozen=True)
+class PoolMemory:
+    """A pool as a connector sees it.
+
+    Attributes:
+        rows: the pool's bytes, uint8 of shape [num_blocks, block_bytes], C-contiguous, in host memory.
+        layout: what the bytes mean; its namespace goes into every block header.
+    """
+
+    rows: npt.NDArray[np.uint8]
+    layout: Layout
+
+
+@dataclass
+class Stats:
+    """Cumulative counts since `attach`, by direction ("store", "load")."""
+
+    bytes: dict[str, int] = field(default_factory=lambda: {"store": 0, "load": 0})
+    blocks: dict[str, int] = field(default_factory=lambda: {"store": 0, "load": 0})
+    seconds: dict[str, float] = field(default_factory=lambda: {"store": 0.0, "load": 0.0})
+    failures: dict[tuple[str, Outcome], int] = field(default_factory=dict)  # (direction, outcome) → blocks
+
+
+class Connector(ABC):
+    """One instance's door to the KV store. Made by `kv_transfer.registry.connect(url)`.
+
+    `store`, `load`, `match` and `release` may be called from any one thread and return within a millisecond.
+    """
+
+    API_VERSION: ClassVar[int] = API_VERSION
+    scheme: ClassVar[str]
+
+    @abstractmethod
+    def attach(self, memory: PoolMemory) -> None:
+        """Binds the pool; called once, before anything else.
+
+        Raises:
+            SetupError: the store cannot be used at all (not there, no room, made for other blocks).
+        """
+
+    @abstractmethod
+    def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
+        """Copies pool rows `block_ids` out under `keys`, and keeps them at least `lease_s` seconds where it can."""
+
+    @abstractmethod
+    def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
+        """Copies the blocks under `keys` into pool rows `block_ids`. A failed row's bytes are undefined afterwards."""
+
+    @abstractmethod
+    def match(self, keys: Sequence[bytes]) -> Future[int]:
+        """How many leading keys a `load` would find now. 0 where the store does not answer."""
+
+    @abstractmethod
+    def release(self, keys: Sequence[bytes]) -> None:
+        """Ends the lease of these keys early: the caller has what it wanted and the store may evict them."""
+
+    @abstractmethod
+    def stats(self) -> Stats:
+        """A snapshot of the counts."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Waits for what is under way, then lets go of everything. The store's content stays for other instances."""

@@ -1,0 +1,97 @@
+"""Every setting of every command: each default is written here, once, and each flag is derived from its field.
+
+`flag("…")` gives a field its default and its line of help. The command line turns `max_num_seqs` into `--max-num-seqs`.
+"""
+
+from dataclasses import MISSING, dataclass, field
+from typing import Any
+
+DEFAULT_CONNECTOR = "shm://pdserve"
+DEFAULT_PORT = 8000
+DEFAULT_CONTROL_PORT = 8001
+
+
+def flag(help: str, default: Any = MISSING) -> Any:
+    """A dataclass field with its line of help."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    model: str = flag("a local directory, a hub id, or `demo` for the bundled model", "demo")
+    served_model_name: str = flag("the name that clients use; empty: the value of --model", "")
+
+    @property
+    def name(self) -> str:
+        return self.served_model_name or self.model
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(ModelConfig):
+    dtype: str = flag("of weights and KV: auto (the checkpoint's), float32, bfloat16, float16", "auto")
+    device: str = flag("auto, cpu, cuda, cuda:1, …", "auto")
+    block_size: int = flag("tokens in a KV block", 16)
+    num_blocks: int | None = flag("KV blocks in the pool; default: what the memory allows", None)
+    kv_cache_memory: str | None = flag("bytes for the pool, such as 4GiB; default: see --gpu-memory-utilization", None)
+    gpu_memory_utilization: float = flag("share of the GPU's memory for weights, activations and pool together", 0.9)
+    max_model_len: int | None = flag("prompt plus output tokens at most; default: the model's context", None)
+    max_num_seqs: int = flag("sequences in the running batch at most", 64)
+    max_num_batched_tokens: int = flag("tokens in one step at most: the chunk of a chunked prefill", 2048)
+    kernel: str = flag("attention kernel: auto, reference", "auto")
+    threads: int | None = flag("CPU threads of this instance; default: torch's", None)
+    seed: int = flag("for requests that do not bring a seed", 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceConfig(EngineConfig):
+    router: str = flag("control addresses of the routers to serve, host:port, comma separated", f"127.0.0.1:{DEFAULT_CONTROL_PORT}")
+    connector: str = flag("where KV blocks go: memory://, shm://name?size=1GiB, file:///path, redis://host:6379/0", DEFAULT_CONNECTOR)
+    instance_id: str = flag("shown in metrics and timelines; default: role, host and pid", "")
+    metrics_port: int | None = flag("serve this instance's own Prometheus metrics here; default: only through the router", None)
+    lease_seconds: float = flag("how long stored KV waits to be loaded before the store may evict it", 60.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig(ModelConfig):
+    host: str = flag("address that clients reach", "127.0.0.1")
+    port: int = flag("port for clients", DEFAULT_PORT)
+    control_host: str = flag("address that instances reach", "127.0.0.1")
+    control_port: int = flag("port for instances", DEFAULT_CONTROL_PORT)
+    policy: str = flag("how P and D are picked: round_robin, least_loaded", "least_loaded")
+    lease_seconds: float = flag("an instance silent for this long is dropped", 1.5)
+    handover_timeout_seconds: float = flag("a hand-over that makes no progress for this long ends in a 503", 60.0)
+    max_body_bytes: int = flag("request bodies larger than this get a 413", 4 * 1024 * 1024)
+    max_n: int = flag("choices that one request may ask for, over all its prompts", 64)
+    timelines: int = flag("how many finished requests /debug/requests remembers", 1000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpConfig(EngineConfig):
+    prefill: int = flag("prefill instances", 1)
+    decode: int = flag("decode instances", 1)
+    both: int = flag("instances that do both", 0)
+    connector: str = flag("where KV blocks go; see `pdserve connector list`", DEFAULT_CONNECTOR)
+    host: str = flag("address that clients reach", "127.0.0.1")
+    port: int = flag("port for clients", DEFAULT_PORT)
+    control_port: int = flag("port for instances; 0 takes a free one", 0)
+    policy: str = flag("how P and D are picked: round_robin, least_loaded", "least_loaded")
+
+
+def parse_size(text: str) -> int:
+    """Bytes from `4GiB`, `512M`, `1048576`. K, M, G, T are powers of 1024, with or without `iB` or `B`.
+
+    Raises:
+        ValueError: not a size.
+    """
+    number = text.strip().rstrip("Bb").rstrip("i").rstrip()
+    factor = 1
+    if number and number[-1].upper() in "KMGT":
+        factor = 1024 ** ("KMGT".index(number[-1].upper()) + 1)
+        number = number[:-1]
+    try:
+        size = int(float(number) * factor)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a size; write bytes, or such as 512MiB or 4GiB") from None
+    if size <= 0:
+        raise ValueError(f"{text!r} must be more than 0 bytes")
+    return size

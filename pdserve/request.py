@@ -1,0 +1,66 @@
+"""What a client asks for, as plain data: the sampling parameters and the prompt's tokens."""
+
+import math
+from dataclasses import dataclass, field
+
+from pdserve.errors import BadRequest
+
+MAX_STOP_TOKEN_IDS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn and when to stop.
+
+    Attributes:
+        max_tokens: tokens to generate at most, 1 or more.
+        min_tokens: no stop token before this many.
+        temperature: 0 is greedy.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
+        min_p: drop tokens less likely than this times the likeliest, in [0, 1].
+        seed: token i of the output is a pure function of (logits, seed, i).
+        stop_token_ids: end with one of these; it is kept in the output's ids, as EOS is.
+        ignore_eos: go on past EOS.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def validate(self) -> None:
+        """Raises BadRequest with the field's name and what would be right."""
+        _require(self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
+        _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "from 0 to max_tokens", self.min_tokens)
+        _require(_between(self.temperature, 0, 100), "temperature", "a number from 0 to 100", self.temperature)
+        _require(0 <= self.top_k < 2**31, "top_k", "0 (off) or a positive whole number", self.top_k)
+        _require(_between(self.top_p, 0, 1) and self.top_p > 0, "top_p", "above 0 and at most 1", self.top_p)
+        _require(_between(self.min_p, 0, 1), "min_p", "from 0 to 1", self.min_p)
+        _require(0 <= self.seed < 2**63, "seed", "from 0 to 2^63 - 1", self.seed)
+        count = len(self.stop_token_ids)
+        _require(count <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids", count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt to be continued once. The router makes it; instances see its tokens and sampling only."""
+
+    request_id: str
+    prompt: list[int] = field(repr=False)
+    sampling: SamplingParams
+    salt: str = ""
+
+
+def _between(value: float, low: float, high: float) -> bool:
+    return math.isfinite(value) and low <= value <= high
+
+
+def _require(holds: bool, name: str, right: str, value: object) -> None:
+    if not holds:
+        raise BadRequest(f"{name} must be {right}, not {value}", kind="invalid_parameter", param=name)
