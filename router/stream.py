@@ -1,0 +1,59 @@
+"""The stream of one request's tokens, as the HTTP side sees it: the seam between text (api) and tokens (dispatch)."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdserve.request import Request
+from pdserve.router.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """New tokens, and on the last chunk why it is the last: stop (EOS or a stop token, kept as last id) or length."""
+
+    token_ids: list[int]
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What the serving instances agree on."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+
+class TokenStream(Protocol):
+    """Tokens of one request. Iterating ends after the chunk with a finish reason, or raises RequestError."""
+
+    timeline: Timeline
+
+    def __aiter__(self) -> AsyncIterator[Chunk]: ...
+
+    def cancel(self) -> None:
+        """Frees the request's blocks everywhere. Harmless when it is over already; may be called at any time."""
+
+
+class Backend(Protocol):
+    """What the HTTP side needs of the fleet. `dispatch.Dispatcher` is the real one."""
+
+    def model(self) -> ModelInfo | None:
+        """None until the first instance has registered."""
+
+    def ready(self) -> tuple[bool, str]:
+        """Whether a request could be served now, and the reason in words if not."""
+
+    def open(self, request: Request) -> TokenStream:
+        """Starts the request.
+
+        Raises:
+            RequestError: nobody can serve it, or it can never fit.
+        """
+
+    def instances(self) -> list[dict[str, object]]:
+        """One dict per registered instance, for /debug/instances."""
+
+    def timeline(self, request_id: str) -> Timeline | None: ...

@@ -1,0 +1,102 @@
+"""What happened to one request and when, on the router's clock: served at /debug/requests/{id}, source of the metrics."""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from pdserve.lifetime import Stage
+
+
+@dataclass
+class Moved:
+    """KV that one side of the hand-over moved."""
+
+    blocks: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        rate = self.bytes / self.seconds / 1e9 if self.seconds else 0.0
+        return {"blocks": self.blocks, "bytes": self.bytes, "seconds": self.seconds, "gb_per_s": rate}
+
+
+@dataclass
+class Timeline:
+    """The stamps and counts of one request.
+
+    Attributes:
+        stamps: seconds on the router's monotonic clock, one per stage reached.
+        computed_tokens, local_hit_tokens, loaded_tokens: where the prompt's KV came from: computed on the instance that
+            prefilled, found in its pool, or loaded by it from the KV store.
+        stored, loaded: what prefill wrote to the KV store, and what decode read from it.
+    """
+
+    request_id: str
+    stamps: dict[Stage, float] = field(default_factory=dict)
+    prefill_instance: str = ""
+    decode_instance: str = ""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    computed_tokens: int = 0
+    local_hit_tokens: int = 0
+    loaded_tokens: int = 0
+    stored: Moved = field(default_factory=Moved)
+    loaded: Moved = field(default_factory=Moved)
+    finish_reason: str = ""  # stop, length, cancelled, error
+    error: str = ""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that prefill did not have to compute."""
+        return self.local_hit_tokens + self.loaded_tokens
+
+    def stamp(self, stage: Stage, at: float) -> None:
+        """Keeps the first stamp of each stage."""
+        self.stamps.setdefault(stage, at)
+
+    def span(self, start: Stage, end: Stage) -> float | None:
+        """Seconds between two stages, None unless both were reached."""
+        if start not in self.stamps or end not in self.stamps:
+            return None
+        return max(0.0, self.stamps[end] - self.stamps[start])
+
+    def as_dict(self) -> dict[str, object]:
+        """For /debug/requests/{id}: stages in milliseconds since `received`, in order of time."""
+        start = min(self.stamps.values(), default=0.0)
+        ordered = sorted(self.stamps.items(), key=lambda item: item[1])
+        return {
+            "request_id": self.request_id,
+            "prefill_instance": self.prefill_instance,
+            "decode_instance": self.decode_instance,
+            "finish_reason": self.finish_reason,
+            "error": self.error,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "prompt_tokens_by_source": {
+                "computed": self.computed_tokens,
+                "local_hit": self.local_hit_tokens,
+                "loaded": self.loaded_tokens,
+            },
+            "stored": self.stored.as_dict(),
+            "loaded": self.loaded.as_dict(),
+            "stages_ms": {stage.value: round((at - start) * 1e3, 3) for stage, at in ordered},
+        }
+
+
+class TimelineLog:
+    """The latest timelines by request id; the oldest goes when there are more than `capacity`."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._timelines: OrderedDict[str, Timeline] = OrderedDict()
+
+    def add(self, timeline: Timeline) -> None:
+        self._timelines[timeline.request_id] = timeline
+        while len(self._timelines) > self._capacity:
+            self._timelines.popitem(last=False)
+
+    def get(self, request_id: str) -> Timeline | None:
+        return self._timelines.get(request_id)
+
+    def latest(self, count: int) -> list[Timeline]:
+        """The newest first."""
+        return list(reversed(self._timelines.values()))[:count]
