@@ -1,0 +1,133 @@
+"""Paged attention in plain torch: the truth that every other kernel must equal.
+
+Decoding sequences (one new token each) are computed together: one gather of their blocks per layer, padded to the longest.
+Prefilling sequences are computed one by one, in slices of query rows so that scores stay small. Shape legend: see batch.py.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from pdserve.kernels.batch import PagedBatch
+
+MAX_SCORES = 1 << 24  # elements of one score matrix over all heads: 64 MiB in float32
+
+
+def write_kv(cache_N2GBD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, slots_T: torch.Tensor) -> None:
+    """Puts the K and V of each new token into its slot of one layer's cache."""
+    block_size = cache_N2GBD.shape[3]
+    blocks_T, offsets_T = slots_T // block_size, slots_T % block_size
+    cache_N2GBD[blocks_T, 0, :, offsets_T] = k_TGD
+    cache_N2GBD[blocks_T, 1, :, offsets_T] = v_TGD
+
+
+def attend(
+    q_THD: torch.Tensor,
+    cache_N2GBD: torch.Tensor,
+    batch: PagedBatch,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention of every new token over its own sequence, [T, H, D]."""
+    out_THD = torch.empty_like(q_THD)
+    starts = _starts(batch.query_lens)
+    decoding = [s for s, length in enumerate(batch.query_lens) if length == 1]
+    if decoding:
+        rows = torch.tensor([starts[s] for s in decoding], device=q_THD.device)
+        out_THD[rows] = _attend_decoding(q_THD[rows], cache_N2GBD, batch, decoding, scale, window, softcap)
+    for s, length in enumerate(batch.query_lens):
+        if length > 1:
+            span = slice(starts[s], starts[s] + length)
+            blocks = batch.tables_SM[s, : -(-batch.kv_lens[s] // batch.block_size)]
+            k_GLD, v_GLD = _gather(cache_N2GBD, blocks[None])
+            kv_len = batch.kv_lens[s]
+            out_THD[span] = _attend_one(q_THD[span], k_GLD[0], v_GLD[0], kv_len, scale, window, softcap)
+    return out_THD
+
+
+def _starts(lengths: list[int]) -> list[int]:
+    starts, total = [], 0
+    for length in lengths:
+        starts.append(total)
+        total += length
+    return starts
+
+
+def _gather(cache_N2GBD: torch.Tensor, tables_SM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of whole sequences in order, each [S, G, M·B, D]."""
+    seqs, blocks = tables_SM.shape
+    _, _, heads, block_size, size = cache_N2GBD.shape
+    kv_SM2GBD = cache_N2GBD[tables_SM]
+    kv_2SGLD = kv_SM2GBD.permute(2, 0, 3, 1, 4, 5).reshape(2, seqs, heads, blocks * block_size, size)
+    return kv_2SGLD[0], kv_2SGLD[1]
+
+
+def _attend_decoding(
+    q_SHD: torch.Tensor,
+    cache_N2GBD: torch.Tensor,
+    batch: PagedBatch,
+    rows: list[int],
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    widest = -(-max(batch.kv_lens[s] for s in rows) // batch.block_size)
+    k_SGLD, v_SGLD = _gather(cache_N2GBD, batch.tables_SM[rows, :widest])
+    lengths_S1 = batch.kv_lens_S[rows][:, None]
+    positions_L = torch.arange(k_SGLD.shape[2], device=q_SHD.device)
+    seen_SL = positions_L < lengths_S1
+    if window is not None:
+        seen_SL &= positions_L >= lengths_S1 - window
+    # What the mask hides may be uninitialised memory, and 0 × NaN is NaN.
+    v_SGLD = v_SGLD.masked_fill(~(positions_L < lengths_S1)[:, None, :, None], 0)
+    return _softmax_attention(q_SHD[:, :, None], k_SGLD, v_SGLD, seen_SL[:, None, None], scale, softcap)[:, :, 0]
+
+
+def _attend_one(
+    q_THD: torch.Tensor,
+    k_GLD: torch.Tensor,
+    v_GLD: torch.Tensor,
+    kv_len: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    k_GLD, v_GLD = k_GLD[:, :kv_len], v_GLD[:, :kv_len]
+    tokens, heads, _ = q_THD.shape
+    rows = max(1, MAX_SCORES // (heads * kv_len))
+    first = kv_len - tokens  # position of the first new token
+    slices = []
+    for start in range(0, tokens, rows):
+        stop = min(start + rows, tokens)
+        seen_TL = _causal(first + start, first + stop, kv_len, window, q_THD.device)
+        q_HTD = q_THD[start:stop].transpose(0, 1)
+        out_HTD = _softmax_attention(q_HTD[None], k_GLD[None], v_GLD[None], seen_TL, scale, softcap)[0]
+        slices.append(out_HTD.transpose(0, 1))
+    return torch.cat(slices)
+
+
+def _causal(start: int, stop: int, kv_len: int, window: int | None, device: torch.device) -> torch.Tensor:
+    q_T1 = torch.arange(start, stop, device=device)[:, None]
+    k_L = torch.arange(kv_len, device=device)
+    seen_TL = k_L <= q_T1
+    if window is not None:
+        seen_TL &= k_L > q_T1 - window
+    return seen_TL
+
+
+def _softmax_attention(
+    q_SHTD: torch.Tensor,
+    k_SGLD: torch.Tensor,
+    v_SGLD: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    if softcap is None:
+        return F.scaled_dot_product_attention(q_SHTD, k_SGLD, v_SGLD, attn_mask=seen, scale=scale, enable_gqa=True)
+    repeats = q_SHTD.shape[1] // k_SGLD.shape[1]
+    k_SHLD, v_SHLD = k_SGLD.repeat_interleave(repeats, 1), v_SGLD.repeat_interleave(repeats, 1)
+    scores_SHTL = (q_SHTD @ k_SHLD.transpose(-1, -2)) * scale
+    scores_SHTL = softcap * torch.tanh(scores_SHTL / softcap)
+    scores_SHTL = scores_SHTL.masked_fill(~seen, float("-inf"))
+    return (torch.softmax(scores_SHTL.float(), dim=-1).to(q_SHTD.dtype)) @ v_SHLD

@@ -1,0 +1,115 @@
+"""The block pool: which block is free, shared or cached. It hands out block ids and knows no bytes.
+
+A block is in exactly one of three states:
+    free     nobody refers to it, nothing worth keeping
+    cached   nobody refers to it, but its key is known: a prefix hit revives it, an allocation may evict it (oldest first)
+    held     one or more holders (sequences, transfers under way)
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+
+
+class NoFreeBlocks(Exception):
+    """The pool cannot give that many blocks now."""
+
+
+class BlockPool:
+    """Reference counts, content keys and an LRU of cached blocks. Every operation is constant time per block."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        assert num_blocks > 0 and block_size > 0
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._refs = [0] * num_blocks
+        self._free: deque[int] = deque(range(num_blocks))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._block_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that an allocation could take: free or cached."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - self.num_free
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def match(self, keys: Sequence[bytes]) -> list[int]:
+        """Block ids of the leading keys that the pool has, held or cached. Takes no reference."""
+        blocks: list[int] = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Adds a reference to each block, reviving cached ones."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                assert block in self._cached, f"block {block} is free and cannot be held"
+                del self._cached[block]
+            self._refs[block] += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes `count` blocks with one reference each, evicting cached ones when the free ones run out.
+
+        Raises:
+            NoFreeBlocks: fewer than `count` are free or cached; nothing was taken.
+        """
+        if count > self.num_free:
+            raise NoFreeBlocks(f"{count} blocks asked for, {self.num_free} of {self.num_blocks} free")
+        blocks = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
+        for block in blocks:
+            self._refs[block] = 1
+        return blocks
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drops one reference of each. Blocks without holders are cached if their key is known, else free.
+
+        The last block is released first, so that the tail of a prefix is evicted before its head.
+        """
+        for block in reversed(blocks):
+            assert self._refs[block] > 0, f"block {block} released more often than held"
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                if block in self._key_of:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
+
+    def register(self, block: int, key: bytes) -> None:
+        """Makes a held block, now full and final, findable by its key. The first block with a key keeps it."""
+        assert self._refs[block] > 0, f"block {block} registered while nobody holds it"
+        if key not in self._block_of and block not in self._key_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def clear_cache(self) -> None:
+        """Forgets every cached block. Held blocks lose their keys too."""
+        self._free.extend(self._cached)
+        self._cached.clear()
+        self._block_of.clear()
+        self._key_of.clear()
+
+    def check_integrity(self) -> None:
+        """Asserts that every block is in exactly one state and that keys and blocks agree."""
+        free, cached = set(self._free), set(self._cached)
+        held = {block for block, refs in enumerate(self._refs) if refs > 0}
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not free & cached and not held & (free | cached), "a block is in two states"
+        assert len(free) + len(cached) + len(held) == self.num_blocks, "a block is lost"
+        assert all(refs >= 0 for refs in self._refs)
+        assert {key: block for block, key in self._key_of.items()} == self._block_of, "keys and blocks disagree"
+        assert cached <= self._key_of.keys() and not free & self._key_of.keys()
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        del self._block_of[self._key_of.pop(block)]
+        return block

@@ -1,0 +1,162 @@
+"""Loads a checkpoint of any decoder that transformers knows, with our paged attention in it, and describes it."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import xxhash
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from pdserve.config import EngineConfig
+from pdserve.engine import paged_model
+from pdserve.errors import SetupError
+from pdserve.keys import Layout
+from pdserve.model_path import resolve_model
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded model and what the engine needs to know of it.
+
+    Attributes:
+        model: the transformers module, in eval mode, on its device.
+        layout: of one KV block, hence the namespace of its keys.
+        context: positions that the model was made for.
+        eos_token_ids: generation ends with one of these.
+    """
+
+    model: torch.nn.Module
+    layout: Layout
+    context: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    device: torch.device
+    dtype: torch.dtype
+
+
+def load(config: EngineConfig) -> Checkpoint:
+    """Loads `config.model`.
+
+    Raises:
+        SetupError: no such model, an unsupported architecture, a device that is not there.
+    """
+    path = _local_directory(config.model)
+    device = _device(config.device)
+    hf_config = _hf_config(path)
+    dtype = _dtype(config.dtype, hf_config)
+    model = _load_model(path, hf_config, dtype, device)
+    text = hf_config.get_text_config()
+    layout = Layout(
+        model_fingerprint=fingerprint(path),
+        num_layers=text.num_hidden_layers,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        block_size=config.block_size,
+        dtype=str(dtype).removeprefix("torch."),
+        itemsize=dtype.itemsize,
+    )
+    return Checkpoint(
+        model=model,
+        layout=layout,
+        context=text.max_position_embeddings,
+        vocab_size=text.vocab_size,
+        eos_token_ids=_eos_token_ids(path, text),
+        device=device,
+        dtype=dtype,
+    )
+
+
+def fingerprint(path: Path) -> str:
+    """A digest of config.json and of all weights. Instances with different digests never exchange KV."""
+    digest = xxhash.xxh3_128()
+    for file in [path / "config.json", *sorted(path.glob("*.safetensors"))]:
+        with file.open("rb") as handle:
+            while chunk := handle.read(1 << 24):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _local_directory(name: str) -> Path:
+    resolved = resolve_model(name)
+    if isinstance(resolved, Path):
+        path = resolved
+    else:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+        try:
+            path = Path(snapshot_download(resolved, allow_patterns=FILES))
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise SetupError(f"model {name!r} is no local directory, and the hub did not give it: {reason}") from error
+    if not (path / "config.json").is_file():
+        raise SetupError(f"{path} holds no checkpoint: config.json is missing")
+    if not any(path.glob("*.safetensors")):
+        raise SetupError(f"{path} holds no *.safetensors: other formats are not loaded")
+    return path
+
+
+def _device(name: str) -> torch.device:
+    cuda = torch.cuda.is_available()
+    device = torch.device(("cuda" if cuda else "cpu") if name == "auto" else name)
+    if device.type not in ("cpu", "cuda"):
+        raise SetupError(f"device {name!r} is not supported; use cpu or cuda")
+    if device.type == "cuda" and not cuda:
+        raise SetupError(f"device {name!r} asked for, but torch {torch.__version__} sees no GPU; use --device cpu")
+    return device
+
+
+def _dtype(name: str, hf_config: Any) -> torch.dtype:
+    if name == "auto":
+        dtype = getattr(hf_config.get_text_config(), "dtype", None)
+        return dtype if isinstance(dtype, torch.dtype) else torch.float32
+    if name not in DTYPES:
+        raise SetupError(f"dtype {name!r} is not supported; use auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _hf_config(path: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (ValueError, OSError, KeyError) as error:
+        raise SetupError(f"{path}/config.json: {str(error).strip().splitlines()[0]}") from error
+
+
+def _load_model(path: Path, hf_config: Any, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+    paged_model.register()
+    kind = (hf_config.architectures or [hf_config.model_type])[0]
+    unsupported = f"architecture {kind} is not supported"
+    if type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise SetupError(f"{unsupported}: transformers {transformers.__version__} has no causal language model for it")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=paged_model.NAME, use_safetensors=True
+        )
+    except ValueError as error:
+        raise SetupError(f"{unsupported}: {str(error).strip().splitlines()[0]}") from error
+    return model.to(device).eval().requires_grad_(False)  # type: ignore[no-any-return]
+
+
+def _eos_token_ids(path: Path, text_config: Any) -> frozenset[int]:
+    ids = text_config.eos_token_id
+    if (path / "generation_config.json").is_file():
+        ids = GenerationConfig.from_pretrained(path).eos_token_id
+    return frozenset([ids] if isinstance(ids, int) else ids or [])
+
+
+def cpu_memory_available() -> int:
+    """Bytes that this process may still take: what the machine has free, or what its container's limit leaves."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []:
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        available = min(available, int(limit.read_text()) - int(used.read_text()))
+    return max(available, 0)

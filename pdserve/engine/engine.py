@@ -1,0 +1,115 @@
+"""The engine: schedule, run, postprocess. One sequence is a prompt being continued; roles decide what happens around it."""
+
+from dataclasses import dataclass, field
+
+from pdserve.config import EngineConfig
+from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.checkpoint import Checkpoint, load
+from pdserve.engine.model_runner import ModelRunner
+from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.sequence import Sequence
+from pdserve.errors import SetupError
+from pdserve.keys import root_key
+from pdserve.request import SamplingParams
+
+
+@dataclass
+class StepResult:
+    """What one step did.
+
+    Attributes:
+        advanced: sequences that have more KV than before.
+        sampled: those of them that got a new token (appended to their tokens already).
+        computed_tokens: over all sequences.
+    """
+
+    advanced: list[Sequence] = field(default_factory=list)
+    sampled: dict[Sequence, int] = field(default_factory=dict)
+    computed_tokens: int = 0
+
+
+class Engine:
+    """One model, one pool. Not thread-safe: the engine thread owns it."""
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint | None = None) -> None:
+        """Loads `config.model` unless a checkpoint is given.
+
+        Raises:
+            SetupError: the model cannot be loaded, or there is no room for its KV.
+        """
+        self.checkpoint = checkpoint or load(config)
+        self.runner = ModelRunner(self.checkpoint, config)
+        self.pool = BlockPool(self.runner.num_blocks, config.block_size)
+        self.scheduler = Scheduler(
+            self.pool, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+        )
+        self.max_model_len = _max_model_len(self.checkpoint, config, self.runner.num_blocks)
+        self.layout = self.checkpoint.layout
+
+    def new_sequence(self, request_id: str, prompt: list[int], sampling: SamplingParams, salt: str = "") -> Sequence:
+        """A sequence that is not queued yet.
+
+        Raises:
+            ValueError: it is empty, or could never fit.
+        """
+        if not prompt:
+            raise ValueError("the prompt is empty")
+        if len(prompt) + sampling.max_tokens > self.max_model_len:
+            raise ValueError(
+                f"{len(prompt)} prompt tokens and {sampling.max_tokens} output tokens are more than the "
+                f"{self.max_model_len} that fit"
+            )
+        if min(prompt) < 0 or max(prompt) >= self.checkpoint.vocab_size:
+            raise ValueError(f"token ids go from 0 to {self.checkpoint.vocab_size - 1}")
+        stops = frozenset(sampling.stop_token_ids)
+        return Sequence(
+            request_id=request_id,
+            tokens=list(prompt),
+            num_prompt=len(prompt),
+            sampling=sampling,
+            root=root_key(self.layout.namespace, salt=salt),
+            block_size=self.layout.block_size,
+            stop_token_ids=stops if sampling.ignore_eos else stops | self.checkpoint.eos_token_ids,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return any(True for _ in self.scheduler.sequences())
+
+    def add(self, seq: Sequence) -> None:
+        self.scheduler.add(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Drops a sequence, finished or not; its blocks lose this holder."""
+        self.scheduler.remove(seq)
+
+    def step(self) -> StepResult:
+        """Schedule, run, postprocess. Whoever owns a finished sequence removes it."""
+        plan = self.scheduler.schedule().tokens
+        tokens = self.runner.step(plan)
+        for seq, count in plan.items():
+            seq.num_computed += count
+            self.register_full_blocks(seq)
+        for seq, token in tokens.items():
+            seq.tokens.append(token)
+        return StepResult(list(plan), tokens, sum(plan.values()))
+
+    def register_full_blocks(self, seq: Sequence) -> None:
+        """Makes the full blocks that a sequence has computed or loaded findable by others."""
+        full = seq.num_computed // seq.block_size
+        if full > seq.num_registered:
+            keys = seq.full_keys()
+            for i in range(seq.num_registered, full):
+                self.pool.register(seq.block_ids[i], keys[i])
+            seq.num_registered = full
+
+
+def _max_model_len(checkpoint: Checkpoint, config: EngineConfig, num_blocks: int) -> int:
+    """Tokens of the longest request: what the model, the flag and the pool all allow."""
+    capacity = num_blocks * config.block_size
+    asked = config.max_model_len
+    if asked is not None and asked > checkpoint.context:
+        raise SetupError(f"--max-model-len {asked} is more than the model's context of {checkpoint.context}")
+    if asked is not None and asked > capacity:
+        raise SetupError(f"--max-model-len {asked} does not fit into {num_blocks} blocks of {config.block_size} tokens")
+    return min(asked or checkpoint.context, capacity)

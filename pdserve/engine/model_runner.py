@@ -1,0 +1,134 @@
+"""Holds the pool's memory and runs the model over one step's batch. The only part of the engine that owns tensors."""
+
+import torch
+
+from pdserve.config import EngineConfig, parse_size
+from pdserve.engine.checkpoint import Checkpoint, cpu_memory_available
+from pdserve.engine.paged_model import UnsupportedAttention
+from pdserve.engine.sampler import sample
+from pdserve.engine.sequence import Sequence
+from pdserve.errors import SetupError
+from pdserve.kernels.batch import PagedBatch
+from pdserve.request import SamplingParams
+
+_GREEDY = SamplingParams(temperature=0)
+CPU_SHARE = 0.25  # of the free memory, when nothing else is asked for: two instances and a desktop fit beside it
+
+
+class ModelRunner:
+    """`num_blocks` and the pool [N, L, 2, G, B, D] are set once the memory has been measured."""
+
+    def __init__(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
+        self.checkpoint = checkpoint
+        self.device = checkpoint.device
+        self.block_size = config.block_size
+        self._check_architecture()
+        if self.device.type == "cuda":
+            self._profile(config)
+        self.num_blocks = _num_blocks(checkpoint, config)
+        self.pool_NL2GBD = self._new_pool(self.num_blocks)
+
+    def _new_pool(self, num_blocks: int) -> torch.Tensor:
+        layout = self.checkpoint.layout
+        shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        return torch.zeros(shape, dtype=self.checkpoint.dtype, device=self.device)
+
+    @torch.inference_mode()
+    def step(self, tokens: dict[Sequence, int]) -> dict[Sequence, int]:
+        """Computes `tokens[seq]` more tokens of each sequence; the next token of those that have all their KV then."""
+        if not tokens:
+            return {}
+        seqs = list(tokens)
+        ids, positions = [], []
+        for seq, count in tokens.items():
+            ids += seq.tokens[seq.num_computed : seq.num_computed + count]
+            positions += range(seq.num_computed, seq.num_computed + count)
+        complete = [seq for seq in seqs if tokens[seq] == seq.num_missing]
+        ends = dict(zip(seqs, torch.tensor(list(tokens.values())).cumsum(0).tolist(), strict=True))
+        last = torch.tensor([ends[seq] - 1 for seq in complete], dtype=torch.long, device=self.device)
+        batch = self._batch(seqs, list(tokens.values()), positions)
+        logits_SV = self._forward(ids, positions, batch, last)
+        return dict(zip(complete, sample(logits_SV, complete), strict=True)) if complete else {}
+
+    def _forward(self, ids: list[int], positions: list[int], batch: PagedBatch, last: torch.Tensor) -> torch.Tensor:
+        """Logits [S, V] of the tokens at `last`. At least one row is computed: models take no empty selection."""
+        keep = last if len(last) else torch.zeros(1, dtype=torch.long, device=self.device)
+        output = self.checkpoint.model(
+            input_ids=torch.tensor([ids], device=self.device),
+            position_ids=torch.tensor([positions], device=self.device),
+            logits_to_keep=keep,
+            use_cache=False,
+            paged=batch,
+        )
+        logits_SV: torch.Tensor = output.logits[0]
+        return logits_SV
+
+    def _batch(self, seqs: list[Sequence], counts: list[int], positions: list[int]) -> PagedBatch:
+        kv_lens = [seq.num_computed + count for seq, count in zip(seqs, counts, strict=True)]
+        tables = torch.zeros((len(seqs), max(len(seq.block_ids) for seq in seqs)), dtype=torch.long)
+        for row, seq in enumerate(seqs):
+            tables[row, : len(seq.block_ids)] = torch.tensor(seq.block_ids)
+        owners = torch.repeat_interleave(torch.arange(len(seqs)), torch.tensor(counts))
+        at = torch.tensor(positions)
+        slots = tables[owners, at // self.block_size] * self.block_size + at % self.block_size
+        return PagedBatch(
+            pool_NL2GBD=self.pool_NL2GBD,
+            slots_T=slots.to(self.device),
+            tables_SM=tables.to(self.device),
+            query_lens=counts,
+            kv_lens=kv_lens,
+            kv_lens_S=torch.tensor(kv_lens, device=self.device),
+        )
+
+    @torch.inference_mode()
+    def _check_architecture(self) -> None:
+        """Runs two tokens through the model with a pool of one block, and sees that every layer attended to them.
+
+        Raises:
+            SetupError: a layer keeps state elsewhere than in KV, or asks for attention that the kernels do not do.
+        """
+        self.pool_NL2GBD = self._new_pool(1).fill_(float("nan"))
+        probe = Sequence("probe", [0, 0], 2, _GREEDY, b"", self.block_size, block_ids=[0])
+        kind = type(self.checkpoint.model).__name__
+        try:
+            self._forward(probe.tokens, [0, 1], self._batch([probe], [2], [0, 1]), torch.tensor([1], device=self.device))
+        except (UnsupportedAttention, TypeError) as error:
+            raise SetupError(f"architecture {kind} is not supported: {error}") from error
+        if self.pool_NL2GBD[0, :, :, :, :2].isnan().any():
+            raise SetupError(f"architecture {kind} is not supported: not all of its layers use the attention interface")
+
+    @torch.inference_mode()
+    def _profile(self, config: EngineConfig) -> None:
+        """Runs the largest step once, so that the memory left afterwards is what the pool may take."""
+        count = min(config.max_num_batched_tokens, self.checkpoint.context)
+        blocks = -(-count // self.block_size)
+        self.pool_NL2GBD = self._new_pool(blocks)
+        probe = Sequence("probe", [0] * count, count, _GREEDY, b"", self.block_size, block_ids=list(range(blocks)))
+        self.step({probe: count})
+        del self.pool_NL2GBD
+
+
+def _num_blocks(checkpoint: Checkpoint, config: EngineConfig) -> int:
+    """How many blocks the pool gets: what was asked for, or what the measured memory allows."""
+    if config.num_blocks is not None:
+        count = config.num_blocks
+    else:
+        useful = config.max_num_seqs * -(-checkpoint.context // config.block_size)
+        count = min(_pool_bytes(checkpoint, config) // checkpoint.layout.block_bytes, useful)
+    if count < 2:
+        raise SetupError(
+            f"no room for KV: a block takes {checkpoint.layout.block_bytes} bytes and {count} would fit; "
+            "give --kv-cache-memory or --num-blocks, or a smaller --max-num-batched-tokens"
+        )
+    return count
+
+
+def _pool_bytes(checkpoint: Checkpoint, config: EngineConfig) -> int:
+    if config.kv_cache_memory is not None:
+        return parse_size(config.kv_cache_memory)
+    if checkpoint.device.type == "cpu":
+        return int(cpu_memory_available() * CPU_SHARE)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(checkpoint.device)
+    peak = torch.cuda.max_memory_allocated(checkpoint.device) - torch.cuda.memory_allocated(checkpoint.device)
+    return int(free - total * (1 - config.gpu_memory_utilization) - peak)

@@ -1,0 +1,55 @@
+"""Puts paged attention into a transformers model: no model code of our own, any decoder that honours the interface.
+
+The batch travels as a keyword argument of the forward (`paged=`), through the model's layers, to `attention_forward`.
+"""
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from pdserve.kernels.attention import AttentionOptions, paged_attention
+from pdserve.kernels.batch import PagedBatch
+
+NAME = "pdserve_paged"
+
+
+class UnsupportedAttention(Exception):
+    """The model asks its attention for something that the paged kernels do not do."""
+
+
+def register() -> None:
+    """Makes `attn_implementation=NAME` known to transformers. May be called again."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, _no_mask)
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    q_1HTD: torch.Tensor,
+    k_1GTD: torch.Tensor,
+    v_1GTD: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged: PagedBatch,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The signature that transformers calls; the result is [1, T, H, D]."""
+    if kwargs.get("s_aux") is not None:
+        raise UnsupportedAttention("attention sinks")
+    if k_1GTD.shape[1:2] + k_1GTD.shape[3:] != paged.pool_NL2GBD.shape[3:6:2] or k_1GTD.shape != v_1GTD.shape:
+        raise UnsupportedAttention("layers whose key and value heads differ in number or size")
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    options = AttentionOptions(
+        scale=scaling if scaling is not None else q_1HTD.shape[-1] ** -0.5, window=sliding_window, softcap=softcap
+    )
+    q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (q_1HTD, k_1GTD, v_1GTD))
+    return paged_attention(q_THD, k_TGD, v_TGD, layer, paged, options)[None], None
+
+
+def _no_mask(*args: object, **kwargs: object) -> None:
+    """The kernel knows who sees whom from the batch; there is no mask to build."""

@@ -1,0 +1,138 @@
+"""The scheduler: how many tokens of which sequences the next step computes.
+
+One budget of tokens per step, shared by all: a decoding sequence asks for 1 token, a prefilling one for its next chunk, a
+preempted one for what it lost. Nothing else tells them apart. Sequences that run come first, in order of arrival; those
+that hold blocks already (KV loaded, waiting for a place in the batch) next; new ones last. When a running sequence needs a
+block and none is free, the latest arrival gives up its blocks and computes them again later (prefix hits permitting).
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.sequence import Sequence
+
+
+@dataclass
+class Schedule:
+    """One step: tokens to compute per sequence (in batch order), and who lost their blocks for it."""
+
+    tokens: dict[Sequence, int] = field(default_factory=dict)
+    preempted: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        assert max_num_seqs > 0 and max_num_batched_tokens > 0
+        self.pool = pool
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.loaded: deque[Sequence] = deque()  # hold all the blocks that their next step needs
+        self.running: list[Sequence] = []
+        self.prefix_queries = 0  # tokens looked up
+        self.prefix_hits = 0  # tokens found
+        self.num_preemptions = 0
+
+    def add(self, seq: Sequence) -> None:
+        """Queues a sequence. If it holds blocks, these must be enough for all of its tokens."""
+        if seq.block_ids:
+            assert len(seq.block_ids) >= self.pool.blocks_for(len(seq))
+            self.loaded.append(seq)
+        else:
+            self.waiting.append(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Takes a finished or aborted sequence out and releases its blocks."""
+        for queue in (self.running, self.loaded, self.waiting):
+            if seq in queue:
+                queue.remove(seq)
+        self.release(seq)
+
+    def release(self, seq: Sequence) -> None:
+        self.pool.release(seq.block_ids)
+        seq.block_ids = []
+        seq.num_computed = seq.num_registered = 0
+
+    def schedule(self) -> Schedule:
+        """Decides the next step. At least one sequence is in it whenever there is one that can run."""
+        step = Schedule()
+        budget = self._schedule_running(step, self.max_num_batched_tokens)
+        if not step.preempted:
+            self._admit(step, budget)
+        return step
+
+    def sequences(self) -> Iterator[Sequence]:
+        yield from self.running
+        yield from self.loaded
+        yield from self.waiting
+
+    def take_prefix_hits(self, seq: Sequence) -> None:
+        """Gives a sequence without blocks the leading full blocks that the pool has; one token is left to compute."""
+        assert not seq.block_ids
+        usable = (len(seq) - 1) // self.pool.block_size
+        hits = self.pool.match(seq.full_keys()[:usable])
+        self.pool.hold(hits)
+        seq.block_ids = hits
+        seq.num_computed = len(hits) * self.pool.block_size
+        seq.num_registered = len(hits)
+        self.prefix_queries += len(seq)
+        self.prefix_hits += seq.num_computed
+
+    def _schedule_running(self, step: Schedule, budget: int) -> int:
+        for seq in list(self.running):
+            if budget == 0:
+                break
+            if seq in step.preempted or not self._grow(seq, step):
+                continue
+            step.tokens[seq] = min(seq.num_missing, budget)
+            budget -= step.tokens[seq]
+        return budget
+
+    def _grow(self, seq: Sequence, step: Schedule) -> bool:
+        """Gives a running sequence the blocks for all its tokens; False if it had to be preempted itself."""
+        need = self.pool.blocks_for(len(seq)) - len(seq.block_ids)
+        while need > self.pool.num_free:
+            victim = self.running[-1]
+            self._preempt(victim)
+            step.preempted.append(victim)
+            if victim is seq:
+                return False
+        if need > 0:
+            seq.block_ids += self.pool.allocate(need)
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.release(seq)
+        self.waiting.appendleft(seq)
+        seq.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def _admit(self, step: Schedule, budget: int) -> None:
+        while budget > 0 and len(self.running) < self.max_num_seqs:
+            if self.loaded:
+                seq = self.loaded.popleft()
+            elif self.waiting and self._reserve(self.waiting[0]):
+                seq = self.waiting.popleft()
+            else:
+                return
+            seq.admitted = True
+            self.running.append(seq)
+            step.tokens[seq] = min(seq.num_missing, budget)
+            budget -= step.tokens[seq]
+
+    def _reserve(self, seq: Sequence) -> bool:
+        """Prefix hits plus new blocks for all tokens of a waiting sequence, or nothing."""
+        self.take_prefix_hits(seq)
+        need = self.pool.blocks_for(len(seq)) - len(seq.block_ids)
+        if need > self.pool.num_free:
+            self.prefix_queries -= len(seq)
+            self.prefix_hits -= seq.num_computed
+            self.release(seq)
+            return False
+        seq.block_ids += self.pool.allocate(need)
+        if not seq.admitted:
+            seq.num_local_hit = seq.num_computed
+        return True

@@ -1,0 +1,70 @@
+"""One sequence in the engine: its tokens, how many of them have KV, and the blocks that hold it. Plain data."""
+
+from dataclasses import dataclass, field
+
+from pdserve.keys import block_keys
+from pdserve.request import SamplingParams
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A prompt being continued.
+
+    Attributes:
+        tokens: prompt, then output.
+        num_prompt: how many of them are the prompt.
+        num_computed: how many leading tokens have their KV in `block_ids`.
+        keys: content keys of the full blocks of `tokens`, as far as they have been derived.
+        stop_token_ids: generation ends with one of these (EOS included, unless it is ignored).
+        num_local_hit, num_loaded: tokens whose KV came from this pool, or from the KV store, at first admission.
+    """
+
+    request_id: str
+    tokens: list[int]
+    num_prompt: int
+    sampling: SamplingParams
+    root: bytes
+    block_size: int
+    stop_token_ids: frozenset[int] = frozenset()
+    block_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    keys: list[bytes] = field(default_factory=list)
+    num_registered: int = 0  # leading blocks that the pool knows by key
+    num_local_hit: int = 0
+    num_loaded: int = 0
+    num_preemptions: int = 0
+    admitted: bool = False  # it has been in the running batch
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens without KV: 1 while decoding, more while prefilling or after a preemption."""
+        return len(self.tokens) - self.num_computed
+
+    def full_keys(self) -> list[bytes]:
+        """Keys of all full blocks of `tokens`."""
+        done = len(self.keys)
+        if (done + 1) * self.block_size <= len(self.tokens):
+            parent = self.keys[-1] if self.keys else self.root
+            self.keys += block_keys(parent, self.tokens[done * self.block_size :], self.block_size)
+        return self.keys
+
+    def prompt_keys(self) -> list[bytes]:
+        """Keys of all blocks of the prompt, a partial last one included."""
+        full = self.full_keys()[: self.num_prompt // self.block_size]
+        rest = self.tokens[len(full) * self.block_size : self.num_prompt]
+        return full + block_keys(full[-1] if full else self.root, rest, self.block_size, partial=True)
+
+    def finish_reason(self) -> str | None:
+        """`stop` after a stop token, `length` after max_tokens, else None."""
+        if self.num_output == 0:
+            return None
+        if self.tokens[-1] in self.stop_token_ids and self.num_output >= self.sampling.min_tokens:
+            return "stop"
+        return "length" if self.num_output >= self.sampling.max_tokens else None

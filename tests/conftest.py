@@ -1,0 +1,121 @@
+"""Fixtures for all tests: small checkpoints of real architectures, made once per session, and a tokenizer that fits."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+CONTEXT = 1024
+VOCAB = 260  # 256 bytes, 2 special tokens, 2 unused
+EOS = 256
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.15,  # far enough from ties: greedy choices differ by more than rounding does
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    "pad_token_id": EOS,
+    "tie_word_embeddings": False,
+}
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "mistral": ("MistralConfig", {"sliding_window": 48}),
+    "gemma2": ("Gemma2Config", {"sliding_window": 48, "query_pre_attn_scalar": 16}),
+    "gemma3": ("Gemma3TextConfig", {"sliding_window": 48, "query_pre_attn_scalar": 16}),
+    "olmo2": ("Olmo2Config", {}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1},
+    ),
+}
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def _save_tokenizer(path: Path) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: i for i, symbol in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.add_special_tokens(["<|end|>", "<|pad|>", "<|user|>", "<|assistant|>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|end|>",
+        "pad_token": "<|pad|>",
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """checkpoint("llama", seed=0, dtype="float32") → a directory that transformers and pdserve load."""
+    made: dict[tuple[str, int, str], Path] = {}
+
+    def make(architecture: str, seed: int = 0, dtype: str = "float32") -> Path:
+        key = (architecture, seed, dtype)
+        if key not in made:
+            name, extra = ARCHITECTURES[architecture]
+            config = getattr(transformers, name)(**{**SHAPE, **extra})
+            torch.manual_seed(seed)
+            model = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
+            path = tmp_path_factory.mktemp(f"{architecture}-{seed}-{dtype}")
+            model.save_pretrained(path)
+            _save_tokenizer(path)
+            made[key] = path
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def generate() -> Callable[[Path, list[list[int]], int], list[list[int]]]:
+    """generate(path, prompts, new_tokens) → transformers' own greedy continuation of each, EOS ignored."""
+
+    def run(path: Path, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+        model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+        outputs = []
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            output = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+            outputs.append(output[0, len(prompt) :].tolist())
+        return outputs
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """24 prompts around the borders of blocks and chunks."""
+    generator = torch.Generator().manual_seed(7)
+    lengths = [1, 2, 15, 16, 17, 31, 32, 33, 100, 700] * 2 + [1, 16, 33, 100]
+    return [torch.randint(0, 256, (length,), generator=generator).tolist() for length in lengths]

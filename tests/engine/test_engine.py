@@ -1,0 +1,64 @@
+"""The engine alone: greedy float32 output equals transformers' generate, token for token."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.config import EngineConfig
+from pdserve.engine.engine import Engine
+from pdserve.engine.sequence import Sequence
+from pdserve.request import SamplingParams
+
+Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
+
+
+def run(engine: Engine, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[list[int]]:
+    seqs = [engine.new_sequence(str(i), p, s) for i, (p, s) in enumerate(zip(prompts, sampling, strict=True))]
+    for seq in seqs:
+        engine.add(seq)
+    finish(engine)
+    return [seq.tokens[seq.num_prompt :] for seq in seqs]
+
+
+def finish(engine: Engine) -> None:
+    steps = 0
+    while engine.has_work:
+        result = engine.step()
+        assert result.advanced, "a step did nothing while there was work"
+        done: list[Sequence] = [seq for seq in result.sampled if seq.finish_reason()]
+        for seq in done:
+            engine.remove(seq)
+        engine.pool.check_integrity()
+        steps += 1
+    assert engine.pool.num_held == 0
+
+
+def greedy(max_tokens: int, **kwargs: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "olmo2", "qwen3_moe"]
+)
+def test_equals_generate(
+    architecture: str, checkpoint: Callable[..., Path], generate: Generate, prompts: list[list[int]]
+) -> None:
+    path = checkpoint(architecture)
+    expected = generate(path, prompts, 32)
+    roomy = Engine(EngineConfig(model=str(path), num_blocks=400, max_num_batched_tokens=256))
+    assert run(roomy, prompts, [greedy(32)] * len(prompts)) == expected
+    assert run(roomy, prompts, [greedy(32)] * len(prompts)) == expected, "with a warm prefix cache"
+    assert roomy.scheduler.prefix_hits > 1000
+
+
+def test_equals_generate_while_preempting(
+    checkpoint: Callable[..., Path], generate: Generate, prompts: list[list[int]]
+) -> None:
+    path = checkpoint("llama")
+    small = [p for p in prompts if len(p) <= 100]
+    expected = generate(path, small, 32)
+    tight = Engine(EngineConfig(model=str(path), num_blocks=24, max_num_batched_tokens=64, max_model_len=200))
+    assert run(tight, small, [greedy(32)] * len(small)) == expected
+    assert tight.scheduler.num_preemptions > 0
