@@ -1,0 +1,94 @@
+"""Text to token ids and back, and the chat template: a thin layer over the model's own tokenizer."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from pdserve.errors import BadRequest, SetupError
+from pdserve.model_path import resolve_model
+
+
+class Tokenizer:
+    """The tokenizer of one model.
+
+    Text goes straight to the Rust tokenizer: transformers' own `encode` changes its truncation settings on each call,
+    which is slower and not safe from two threads.
+
+    Attributes:
+        vocab_size: ids that it knows; the model may have some more, which decode to nothing.
+        eos_token_ids: what the tokenizer calls the end of a text.
+        silent_ids: special tokens, which `decode` leaves out of the text.
+    """
+
+    def __init__(self, model: str | Path) -> None:
+        """`model` is what `--model` takes: a directory, a hub id, or `demo`.
+
+        Raises:
+            SetupError: nothing there, or no tokenizer in it.
+        """
+        path = resolve_model(str(model))
+        self._hf = _load(path)
+        self._rust: tokenizers.Tokenizer = self._hf.backend_tokenizer
+        self._rust.no_truncation()
+        self._rust.no_padding()
+        self.vocab_size: int = len(self._hf)
+        eos = self._hf.eos_token_id
+        self.eos_token_ids: frozenset[int] = frozenset() if eos is None else frozenset([eos])
+        added = self._rust.get_added_tokens_decoder()
+        self.silent_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids, with those that the model wants around a text (such as BOS) if `special`.
+
+        Raises:
+            BadRequest: the text holds half a surrogate pair, which is no Unicode character.
+        """
+        try:
+            ids: list[int] = self._rust.encode(text, add_special_tokens=special).ids
+        except TypeError:  # what the Rust side says to a str that has no UTF-8 form
+            message = "the text holds half of a surrogate pair, which is not a character"
+            raise BadRequest(message, kind="invalid_unicode") from None
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of the ids; bytes that form no character become U+FFFD, ids past the vocabulary nothing."""
+        return self._rust.decode(ids, skip_special_tokens=skip_special)
+
+    def token(self, token_id: int) -> str:
+        """The token as the vocabulary spells it; empty for ids past it."""
+        return self._rust.id_to_token(token_id) or ""
+
+    def render_chat(self, messages: Sequence[dict[str, str]], *, generation_prompt: bool = True) -> list[int]:
+        """The conversation through the model's chat template, up to where the assistant begins to speak.
+
+        Raises:
+            BadRequest: the model has no chat template, or the template refuses the messages.
+        """
+        if not self._hf.chat_template:
+            message = "this model has no chat template, so it cannot chat; use /v1/completions"
+            raise BadRequest(message, kind="no_chat_template", param="messages")
+        try:
+            text = self._hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation_prompt)
+        except TemplateError as error:
+            message = f"the model's chat template refuses these messages: {error}"
+            raise BadRequest(message, kind="invalid_messages", param="messages") from error
+        assert isinstance(text, str)
+        return self.encode(text, special=False)
+
+
+def _load(path: Path | str) -> PreTrainedTokenizerFast:
+    if isinstance(path, Path) and not any(path.glob("*token*")) and not any(path.glob("vocab*")):
+        raise SetupError(f"no tokenizer in {path}: there is no tokenizer.json")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # tokenizers raises plain Exception for a damaged file
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise SetupError(f"no usable tokenizer in {path}: {reason}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise SetupError(
+            f"no usable tokenizer in {path}: it needs a tokenizer.json, and has {type(tokenizer).__name__}"
+        )
+    return tokenizer
