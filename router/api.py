@@ -1,0 +1,261 @@
+"""The HTTP side of the router: OpenAI's endpoints, and those that operators and newcomers look into.
+
+    POST /v1/completions, /v1/chat/completions      GET /health, /ready, /metrics, /version
+    GET  /v1/models, /v1/models/{id}                GET /debug/requests, /debug/requests/{id}, /debug/instances
+    POST /tokenize, /detokenize
+
+A request has one id: the response's `id` field, its `X-Request-Id` header (the client's own, if it sent one) and what
+/debug/requests/{id} answers to are the same. When it asks for several choices, choice i is `{id}-{i}`.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import TypeVar
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from pdserve import __version__
+from pdserve.config import RouterConfig
+from pdserve.errors import BadRequest, NotFound, RequestError, Unavailable
+from pdserve.router import openai
+from pdserve.router.middleware import BodyLimit, InternalError, RequestId, error_response, json_response
+from pdserve.router.respond import CLIENT_GONE, EventStream, Generation, answer
+from pdserve.router.stream import Backend, ModelInfo
+from pdserve.router.timeline import Timeline
+from pdserve.router.tokenizer import Tokenizer
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+LATEST = 50
+LARGE_BODY = 32 * 1024  # from here on, tokenizing would keep other streams waiting: a thread does it
+
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+
+Result = TypeVar("Result")
+
+
+class UnsupportedMediaType(BadRequest):
+    status = 415
+
+
+class MethodNotAllowed(BadRequest):
+    status = 405
+
+
+def create_app(
+    config: RouterConfig,
+    tokenizer: Tokenizer,
+    backend: Backend,
+    metrics_text: Callable[[], bytes],
+    latest_timelines: Callable[[int], list[Timeline]],
+    lifespan: Lifespan | None = None,
+) -> FastAPI:
+    """The app; `metrics_text` is the body of /metrics, `latest_timelines(count)` that of /debug/requests."""
+    app = FastAPI(
+        title="pdserve", lifespan=lifespan, redirect_slashes=False, openapi_url=None, docs_url=None, redoc_url=None
+    )
+    _add_errors(app)
+    _Generations(config, tokenizer, backend).add_to(app)
+    _Models(config, tokenizer, backend).add_to(app)
+    _Operations(backend, metrics_text, latest_timelines, config.max_n).add_to(app)
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    app.add_middleware(RequestId)  # outermost: errors have their id too
+    return app
+
+
+class _Generations:
+    """/v1/completions and /v1/chat/completions."""
+
+    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, backend: Backend) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._backend = backend
+        self._running: set[str] = set()
+
+    def add_to(self, app: FastAPI) -> None:
+        app.add_api_route("/v1/completions", self._completions, methods=["POST"])
+        app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
+
+    async def _completions(self, request: Request) -> Response:
+        return await self._generate(request, self._completion_plan)
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._generate(request, self._chat_plan)
+
+    def _completion_plan(self, raw: bytes, request_id: str) -> openai.Plan:
+        body = openai.shape(openai.CompletionBody, openai.parse_json(raw))
+        return openai.completion_plan(body, request_id, self._tokenizer, self._model(), self._config.max_n)
+
+    def _chat_plan(self, raw: bytes, request_id: str) -> openai.Plan:
+        body = openai.shape(openai.ChatBody, openai.parse_json(raw))
+        return openai.chat_plan(body, request_id, self._tokenizer, self._model(), self._config.max_n)
+
+    def _model(self) -> ModelInfo:
+        info = self._backend.model()
+        if info is None:
+            raise Unavailable("no instance has registered yet", kind="no_instances", retry_after_s=1)
+        return info
+
+    async def _generate(self, request: Request, make_plan: Callable[[bytes, str], openai.Plan]) -> Response:
+        raw = await _json_body(request)
+        plan = await _aside(raw, lambda: make_plan(raw, request.state.request_id))
+        generation = Generation(plan, self._tokenizer, self._backend, self._running)
+        return EventStream(generation) if plan.stream else await answer(generation, request.receive)
+
+
+class _Models:
+    """/v1/models, /tokenize and /detokenize: what can be asked of the model without generating."""
+
+    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, backend: Backend) -> None:
+        self._name = config.name
+        self._tokenizer = tokenizer
+        self._backend = backend
+        self._created = int(time.time())
+
+    def add_to(self, app: FastAPI) -> None:
+        app.add_api_route("/v1/models", self._list, methods=["GET"])
+        app.add_api_route("/v1/models/{model:path}", self._one, methods=["GET"])
+        app.add_api_route("/tokenize", self._tokenize, methods=["POST"])
+        app.add_api_route("/detokenize", self._detokenize, methods=["POST"])
+
+    async def _list(self) -> Response:
+        return json_response({"object": "list", "data": self._cards()})
+
+    async def _one(self, model: str) -> Response:
+        for card in self._cards():
+            if card["id"] == model:
+                return json_response(card)
+        raise NotFound(f"the model {model!r} does not exist", kind="model_not_found", param="model")
+
+    def _cards(self) -> list[dict[str, object]]:
+        """The served model, once an instance serves it."""
+        info = self._backend.model()
+        if info is None:
+            return []
+        card = {"id": info.name, "object": "model", "created": self._created, "owned_by": "pdserve"}
+        return [{**card, "max_model_len": info.max_model_len}]
+
+    async def _tokenize(self, request: Request) -> Response:
+        raw = await _json_body(request)
+        return json_response(await _aside(raw, lambda: self._tokens(raw)))
+
+    def _tokens(self, raw: bytes) -> dict[str, object]:
+        body = openai.shape(openai.TokenizeBody, openai.parse_json(raw))
+        openai.check_model(body.model, self._name)
+        ids = openai.tokens_of(body, self._tokenizer)
+        info = self._backend.model()
+        strings = [self._tokenizer.token(token_id) for token_id in ids] if body.return_token_strs else None
+        length = None if info is None else info.max_model_len
+        return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": strings}
+
+    async def _detokenize(self, request: Request) -> Response:
+        body = openai.shape(openai.DetokenizeBody, openai.parse_json(await _json_body(request)))
+        openai.check_model(body.model, self._name)
+        openai.check_ids(body.tokens, self._tokenizer.vocab_size, "tokens")
+        return json_response({"prompt": self._tokenizer.decode(body.tokens, skip_special=False)})
+
+
+class _Operations:
+    """What operators, probes and newcomers ask."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        metrics_text: Callable[[], bytes],
+        latest_timelines: Callable[[int], list[Timeline]],
+        max_n: int,
+    ) -> None:
+        self._backend = backend
+        self._metrics_text = metrics_text
+        self._latest_timelines = latest_timelines
+        self._max_n = max_n
+
+    def add_to(self, app: FastAPI) -> None:
+        app.add_api_route("/health", self._health, methods=["GET"])
+        app.add_api_route("/ready", self._ready, methods=["GET"])
+        app.add_api_route("/metrics", self._metrics, methods=["GET"])
+        app.add_api_route("/version", self._version, methods=["GET"])
+        app.add_api_route("/debug/requests", self._requests, methods=["GET"])
+        app.add_api_route("/debug/requests/{request_id}", self._request, methods=["GET"])
+        app.add_api_route("/debug/instances", self._instances, methods=["GET"])
+
+    async def _health(self) -> Response:
+        return json_response({"status": "alive"})
+
+    async def _ready(self) -> Response:
+        ready, reason = self._backend.ready()
+        if not ready:
+            raise Unavailable(f"not ready: {reason}", kind="not_ready", retry_after_s=1)
+        return json_response({"status": "ready"})
+
+    async def _metrics(self) -> Response:
+        return Response(self._metrics_text(), media_type=METRICS_TYPE)
+
+    async def _version(self) -> Response:
+        return json_response({"version": __version__})
+
+    async def _requests(self) -> Response:
+        return json_response({"requests": [timeline.as_dict() for timeline in self._latest_timelines(LATEST)]})
+
+    async def _request(self, request_id: str) -> Response:
+        timeline = self._backend.timeline(request_id)
+        if timeline is not None:
+            return json_response(timeline.as_dict())
+        found = [self._backend.timeline(f"{request_id}-{i}") for i in range(self._max_n)]
+        choices = [choice.as_dict() for choice in found if choice is not None]
+        if not choices:
+            message = "no request with this id is remembered"
+            raise NotFound(message, kind="request_not_found", param="request_id")
+        return json_response({"request_id": request_id, "choices": choices})
+
+    async def _instances(self) -> Response:
+        return json_response({"instances": self._backend.instances()})
+
+
+async def _json_body(request: Request) -> bytes:
+    """The body, if it says that it is JSON. What `curl -d` says by itself, and nothing at all, pass for JSON too."""
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind not in ("", "application/json", "application/x-www-form-urlencoded") and not kind.endswith("+json"):
+        message = "the body must be JSON, with Content-Type: application/json"
+        raise UnsupportedMediaType(message, kind="unsupported_content_type", param="Content-Type")
+    return await request.body()
+
+
+async def _aside(raw: bytes, work: Callable[[], Result]) -> Result:
+    """Parses and tokenizes in a thread if there is much of it: other streams must not wait."""
+    return await asyncio.to_thread(work) if len(raw) >= LARGE_BODY else work()
+
+
+def _add_errors(app: FastAPI) -> None:
+    async def ours(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        return error_response(error)
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        response = error_response(_of_http(request, error))
+        response.headers.update(error.headers or {})
+        return response
+
+    async def gone(_: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
+    async def bug(_: Request, error: Exception) -> Response:
+        return error_response(InternalError())  # starlette raises it again, which brings the traceback into the log
+
+    app.add_exception_handler(RequestError, ours)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(ClientDisconnect, gone)
+    app.add_exception_handler(Exception, bug)
+
+
+def _of_http(request: Request, error: HTTPException) -> RequestError:
+    if error.status_code == 405:
+        return MethodNotAllowed(f"this path does not take {request.method}", kind="method_not_allowed")
+    assert error.status_code == 404, error
+    return NotFound("there is no such path; try /v1/models or /v1/completions", kind="not_found")

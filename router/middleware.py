@@ -1,0 +1,105 @@
+"""Around every request: its id, the limit of its body, and errors in OpenAI's format."""
+
+import json
+import re
+import secrets
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pdserve.errors import BadRequest, RequestError, TooLarge
+
+ID_HEADER = "x-request-id"
+ID_FORM = re.compile(r"[A-Za-z0-9._-]{1,128}")
+ID_PREFIX = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
+DRAIN_FACTOR = 8
+
+
+def to_json(data: object) -> bytes:
+    """JSON in UTF-8. Half a surrogate pair, quoted from a client's text, stays the escape that it came as."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+
+
+def json_response(data: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(to_json(data), status, headers, media_type="application/json")
+
+
+def error_data(error: RequestError) -> dict[str, object]:
+    """OpenAI's error object, as a body or as an event in a stream."""
+    fields = {"message": str(error), "type": error.openai_type, "param": error.param, "code": error.kind}
+    return {"error": fields}
+
+
+def error_response(error: RequestError) -> Response:
+    headers: dict[str, str] = {}
+    if error.status == 429 or error.retry_after_s is not None:
+        headers["Retry-After"] = str(error.retry_after_s or 1)
+    if error.status == 413:
+        headers["Connection"] = "close"  # what is left of the body must not be taken for the next request
+    return json_response(error_data(error), error.status, headers)
+
+
+class InternalError(RequestError):
+    """A mistake of ours; the log has the traceback."""
+
+    def __init__(self) -> None:
+        super().__init__("the router made a mistake; its log has the details", kind="internal_error")
+
+
+class RequestId:
+    """Gives each request its id, the client's own or a new one, and each response the header with it.
+
+    The endpoints find it in `request.state.request_id`.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(ID_HEADER)
+        if given is not None and not ID_FORM.fullmatch(given):
+            message = "X-Request-Id must have 1 to 128 characters out of A-Z, a-z, 0-9, '.', '_' and '-'"
+            refusal = BadRequest(message, kind="invalid_request_id", param="X-Request-Id")
+            await error_response(refusal)(scope, receive, send)
+            return
+        request_id = given or ID_PREFIX.get(scope["path"], "req-") + secrets.token_hex(12)
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[ID_HEADER] = request_id
+            await send(message)
+
+        await self.app(scope, receive, send_with_id)
+
+
+class BodyLimit:
+    """Raises TooLarge where the body is read, as soon as it is longer than the limit, announced or not.
+
+    The rest is read and thrown away, up to a few times the limit: a client that is still sending would otherwise see a
+    broken connection instead of the answer.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        received = 0
+
+        async def limited() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received <= self.max_bytes:
+                return message
+            while message.get("more_body", False) and received < DRAIN_FACTOR * self.max_bytes:
+                message = await receive()
+                received += len(message.get("body", b""))
+            raise TooLarge(f"the body is larger than {self.max_bytes} bytes", kind="body_too_large")
+
+        await self.app(scope, limited if scope["type"] == "http" else receive, send)

@@ -1,0 +1,501 @@
+"""What clients send and get: OpenAI's completions and chat completions with vLLM's extra parameters.
+
+Nothing is ignored silently. A field that is not known is refused with a suggestion; one that OpenAI or vLLM know and
+this router cannot do yet is accepted only at the value at which it changes nothing. `user`, `metadata`,
+`safety_identifier`, `prompt_cache_key` and `store: false` are accepted and have no effect: they are labels for
+OpenAI's own books.
+
+The models here give a body its shape; `completion_plan` and `chat_plan` check it against the served model and turn it
+into one `Request` per choice.
+"""
+
+import difflib
+import json
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from pdserve.errors import BadRequest, NotFound
+from pdserve.request import Request, SamplingParams
+from pdserve.router.stream import ModelInfo
+from pdserve.router.tokenizer import Tokenizer
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+DEFAULT_COMPLETION_TOKENS = 16
+
+# Field → the values at which it changes nothing. Absent is always fine, and so is null.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (True,),
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "frequency_penalty": (0, 0.0),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "kv_transfer_params": (),
+    "length_penalty": (1, 1.0),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),  # without tools it has nothing to say
+    "prediction": (),
+    "presence_penalty": (0, 0.0),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "repetition_penalty": (1, 1.0),
+    "request_id": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+INSTEAD = {
+    "request_id": "send it in the X-Request-Id header",
+    "best_of": "ask for n choices and pick one yourself",
+}
+# What an assistant message of an earlier answer may carry when a client sends it back.
+NEUTRAL_IN_MESSAGE: dict[str, tuple[object, ...]] = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "reasoning": (),
+    "reasoning_content": (),
+    "refusal": (),
+    "tool_calls": ([],),
+}
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class SamplingBody(Body):
+    """What completions and chat have in common. None is the default, as if the field were absent.
+
+    `top_k` of -1 is vLLM's other word for 0: keep all.
+    """
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class CompletionBody(SamplingBody):
+    prompt: Any = None  # a string, token ids, or a list of either: `_prompts` says in words what is wrong
+
+
+class Message(Body):
+    role: str
+    content: Any = None
+    name: str | None = None
+
+
+class ChatBody(SamplingBody):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+
+
+class TokenizeBody(Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[int]
+
+
+Shape = TypeVar("Shape", bound=Body)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One HTTP request, understood: `requests` holds the `n` choices of the first prompt, then of the next.
+
+    Attributes:
+        id: the response's id, the X-Request-Id header, and what /debug/requests/{id} answers to.
+    """
+
+    id: str
+    chat: bool
+    model: str
+    prompts: list[list[int]] = field(repr=False)
+    requests: list[Request]
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+def parse_json(raw: bytes) -> dict[str, Any]:
+    """The body's object.
+
+    Raises:
+        BadRequest: not JSON, not an object, or a number that JSON does not know (NaN, Infinity).
+    """
+    if not raw.strip():
+        raise BadRequest("the body is empty; it must be a JSON object", kind="invalid_json")
+    try:
+        body = json.loads(raw, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise BadRequest("the body is nested too deeply", kind="invalid_json") from None
+    except ValueError as error:  # malformed, not UTF-8, or a whole number of thousands of digits
+        raise BadRequest(f"the body is not valid JSON: {error}", kind="invalid_json") from None
+    if not isinstance(body, dict):
+        raise BadRequest(f"the body must be a JSON object, not {_json_type(body)}", kind="invalid_json")
+    return body
+
+
+def shape(model: type[Shape], body: dict[str, Any]) -> Shape:
+    """The body in the shape of `model`.
+
+    Raises:
+        BadRequest: a field is unknown, not supported, missing or of the wrong type; it names the field.
+    """
+    known = set(model.model_fields)
+    fields = _without_neutral(body, known, NEUTRAL, "") if issubclass(model, SamplingBody) else body
+    messages = fields.get("messages")
+    if "messages" in known and isinstance(messages, list):
+        own = set(Message.model_fields)
+        fields = {**fields, "messages": [_neutral_message(item, own, i) for i, item in enumerate(messages)]}
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        _refuse(error.errors(include_url=False)[0], known)
+
+
+def completion_plan(body: CompletionBody, request_id: str, tokenizer: Tokenizer, info: ModelInfo, max_n: int) -> Plan:
+    """Raises BadRequest or NotFound with a sentence for everything that this model cannot do."""
+    check_model(body.model, info.name)
+    texts = _prompts(body.prompt)
+    n = _choices(body.n, len(texts), max_n)
+    prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in texts]
+    for prompt in prompts:
+        check_ids(prompt, info.vocab_size)
+    left = info.max_model_len - max(map(len, prompts))
+    max_tokens = body.max_tokens
+    if max_tokens is None:
+        max_tokens = max(1, min(DEFAULT_COMPLETION_TOKENS, left))
+    return _plan(body, request_id, prompts, n, max_tokens, info, chat=False)
+
+
+def chat_plan(body: ChatBody, request_id: str, tokenizer: Tokenizer, info: ModelInfo, max_n: int) -> Plan:
+    """Raises BadRequest or NotFound with a sentence for everything that this model cannot do."""
+    check_model(body.model, info.name)
+    n = _choices(body.n, 1, max_n)
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        message = "max_tokens (deprecated) and max_completion_tokens contradict each other; send the latter only"
+        raise BadRequest(message, kind="invalid_parameter", param="max_tokens")
+    prompt = tokenizer.render_chat(chat_messages(body.messages))
+    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    if max_tokens is None:
+        max_tokens = max(1, info.max_model_len - len(prompt))
+    return _plan(body, request_id, [prompt], n, max_tokens, info, chat=True)
+
+
+def check_model(asked: str | None, served: str) -> None:
+    """Raises NotFound unless the request names the served model, or none."""
+    if asked is not None and asked != served:
+        message = f"the model {_quote(asked)} does not exist; this router serves {served!r}"
+        raise NotFound(message, kind="model_not_found", param="model")
+
+
+def check_ids(ids: Iterable[int], vocab_size: int, param: str = "prompt") -> None:
+    """Raises BadRequest for the first id that the model does not know."""
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            message = f"{param} holds the token id {token_id}; this model knows 0 to {vocab_size - 1}"
+            raise BadRequest(message, kind="invalid_token_id", param=param)
+
+
+def tokens_of(body: TokenizeBody, tokenizer: Tokenizer) -> list[int]:
+    """The ids of a text or, through the chat template, of messages."""
+    if (body.prompt is None) == (body.messages is None):
+        raise BadRequest("send either prompt or messages", kind="invalid_parameter", param="prompt")
+    if body.messages is not None:
+        prompted = _or(body.add_generation_prompt, True)
+        return tokenizer.render_chat(chat_messages(body.messages), generation_prompt=prompted)
+    assert body.prompt is not None
+    return tokenizer.encode(body.prompt, special=_or(body.add_special_tokens, True))
+
+
+def chat_messages(messages: Iterable[Message]) -> list[dict[str, str]]:
+    """The messages as chat templates want them: text parts joined by line breaks, OpenAI's `developer` as `system`."""
+    rendered: list[dict[str, str]] = []
+    for index, message in enumerate(messages):
+        if message.role not in ("system", "developer", "user", "assistant"):
+            text = f"messages[{index}].role must be system, developer, user or assistant, not {_quote(message.role)}"
+            raise BadRequest(text, kind="invalid_messages", param="messages")
+        role = "system" if message.role == "developer" else message.role
+        names = {} if message.name is None else {"name": message.name}
+        rendered.append({"role": role, "content": _content(message.content, index), **names})
+    if not rendered:
+        raise BadRequest("messages must hold at least one message", kind="invalid_messages", param="messages")
+    return rendered
+
+
+def _plan(
+    body: SamplingBody, request_id: str, prompts: list[list[int]], n: int, max_tokens: int, info: ModelInfo, chat: bool
+) -> Plan:
+    sampling = _sampling(body, max_tokens, info)
+    for prompt in prompts:
+        _check_context(len(prompt), max_tokens, info.max_model_len)
+    options = _stream_options(body)
+    return Plan(
+        id=request_id,
+        chat=chat,
+        model=info.name,
+        prompts=prompts,
+        requests=_requests(request_id, prompts, n, sampling, _salt(body)),
+        stops=_stops(body.stop),
+        include_stop=bool(body.include_stop_str_in_output),
+        stream=bool(body.stream),
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.continuous_usage_stats),
+        return_token_ids=bool(body.return_token_ids),
+    )
+
+
+def _sampling(body: SamplingBody, max_tokens: int, info: ModelInfo) -> SamplingParams:
+    default = SamplingParams()
+    stop_ids = tuple(body.stop_token_ids or ())
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=_or(body.min_tokens, default.min_tokens),
+        temperature=_or(body.temperature, default.temperature),
+        top_k=0 if body.top_k == -1 else _or(body.top_k, default.top_k),
+        top_p=_or(body.top_p, default.top_p),
+        min_p=_or(body.min_p, default.min_p),
+        seed=secrets.randbits(63) if body.seed is None else body.seed,
+        stop_token_ids=stop_ids,
+        ignore_eos=bool(body.ignore_eos),
+    )
+    sampling.validate()
+    check_ids(stop_ids, info.vocab_size, "stop_token_ids")
+    return sampling
+
+
+def _requests(request_id: str, prompts: list[list[int]], n: int, sampling: SamplingParams, salt: str) -> list[Request]:
+    """Choice i of each prompt draws with seed + i, so a prompt gets the same answers alone and in a batch."""
+    several = len(prompts) * n > 1
+    requests: list[Request] = []
+    for prompt in prompts:
+        for i in range(n):
+            params = vars(sampling) | {"seed": (sampling.seed + i) % 2**63}
+            own_id = f"{request_id}-{len(requests)}" if several else request_id
+            requests.append(Request(request_id=own_id, prompt=prompt, sampling=SamplingParams(**params), salt=salt))
+    return requests
+
+
+def _prompts(prompt: object) -> list[str | list[int]]:
+    """OpenAI's four forms of a prompt as a list of texts or token ids."""
+    if isinstance(prompt, str):
+        prompts: list[str | list[int]] = [prompt]
+    elif isinstance(prompt, list) and prompt and all(_is_int(item) for item in prompt):
+        prompts = [prompt]
+    elif isinstance(prompt, list) and all(_is_prompt(item) for item in prompt):
+        prompts = prompt
+    else:
+        message = "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+        raise BadRequest(message, kind="invalid_prompt", param="prompt")
+    if not prompts or not all(prompts):
+        raise BadRequest("the prompt is empty", kind="invalid_prompt", param="prompt")
+    return prompts
+
+
+def _is_int(item: object) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)
+
+
+def _is_prompt(item: object) -> bool:
+    return isinstance(item, str) or (isinstance(item, list) and all(_is_int(element) for element in item))
+
+
+def _choices(n: int | None, prompts: int, max_n: int) -> int:
+    n = _or(n, 1)
+    if n < 1:
+        raise BadRequest(f"n must be at least 1, not {n}", kind="invalid_parameter", param="n")
+    if n * prompts > max_n:
+        asked = f"{n} choices" if prompts == 1 else f"{prompts} prompts with {n} choices each"
+        message = f"{asked} are more than the {max_n} choices that one request may ask for"
+        raise BadRequest(message, kind="too_many_choices", param="n")
+    return n
+
+
+def _check_context(prompt: int, max_tokens: int, context: int) -> None:
+    if prompt == 0:
+        raise BadRequest("the prompt is empty: it has no tokens", kind="invalid_prompt", param="prompt")
+    if prompt + max_tokens <= context:
+        return
+    asked = f"the prompt has {prompt}, which leaves no room for an answer"
+    if prompt < context:
+        asked = f"you asked for {prompt + max_tokens} ({prompt} in the prompt, {max_tokens} for the answer)"
+    message = f"this model's context is {context} tokens; {asked}"
+    raise BadRequest(message, kind="context_length_exceeded", param="prompt" if prompt >= context else "max_tokens")
+
+
+def _stream_options(body: SamplingBody) -> StreamOptions:
+    if body.stream_options is not None and not body.stream:
+        message = "stream_options has a meaning only with stream: true"
+        raise BadRequest(message, kind="invalid_parameter", param="stream_options")
+    return body.stream_options or StreamOptions()
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if len(stops) > MAX_STOPS:
+        message = f"stop may hold at most {MAX_STOPS} strings, not {len(stops)}"
+        raise BadRequest(message, kind="invalid_parameter", param="stop")
+    if not all(0 < len(text) <= MAX_STOP_CHARS for text in stops):
+        message = f"a stop string must have 1 to {MAX_STOP_CHARS} characters"
+        raise BadRequest(message, kind="invalid_parameter", param="stop")
+    return tuple(stops)
+
+
+def _salt(body: SamplingBody) -> str:
+    if body.cache_salt == "":
+        message = "cache_salt must not be empty; leave it out to share the cache with everybody"
+        raise BadRequest(message, kind="invalid_parameter", param="cache_salt")
+    return body.cache_salt or ""
+
+
+def _content(content: object, index: int) -> str:
+    if isinstance(content, str):
+        return content
+    where = f"messages[{index}].content"
+    if not isinstance(content, list):
+        message = f"{where} must be a string or a list of text parts, not {_json_type(content)}"
+        raise BadRequest(message, kind="invalid_messages", param="messages")
+    return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+
+
+def _part(part: object, where: str) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        if set(part) == {"type", "text"}:
+            return str(part["text"])
+        extra = _quote(min(set(part) - {"type", "text"}))
+        raise BadRequest(f"{where} has an unknown field {extra}", kind="unknown_field", param="messages")
+    kind = _quote(str(part.get("type"))) if isinstance(part, dict) else _json_type(part)
+    message = f'{where} must be a text part, {{"type": "text", "text": "…"}}; {kind} is not supported'
+    raise BadRequest(message, kind="unsupported_content", param="messages")
+
+
+def _without_neutral(
+    body: Mapping[str, Any], known: set[str], neutral: Mapping[str, tuple[object, ...]], prefix: str
+) -> dict[str, Any]:
+    for name, value in body.items():
+        if name in known or name not in neutral or value is None or _is_one_of(value, neutral[name]):
+            continue
+        may = ["leave it out", *(f"send {json.dumps(right)}" for right in neutral[name])]
+        hint = INSTEAD.get(name, " or ".join(may))
+        message = f"{prefix}{name} is not supported; {hint}"
+        raise BadRequest(message, kind="unsupported_parameter", param=f"{prefix}{name}")
+    return {name: value for name, value in body.items() if name in known or name not in neutral}
+
+
+def _neutral_message(item: object, known: set[str], index: int) -> object:
+    if not isinstance(item, dict):
+        return item
+    return _without_neutral(item, known, NEUTRAL_IN_MESSAGE, f"messages[{index}].")
+
+
+def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
+    """Python's `==`, without taking 0 for False."""
+    return any(type(value) is type(right) and value == right for right in neutral)
+
+
+def _refuse(error: ErrorDetails, known: set[str]) -> NoReturn:
+    name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in error["loc"]).lstrip(".")
+    top = str(error["loc"][0])
+    if error["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(name, sorted(known), n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise BadRequest(f"unknown field {_quote(name)}{hint}", kind="unknown_field", param=name[:100])
+    if error["type"] == "missing":
+        raise BadRequest(f"{name} is required", kind="missing_field", param=name)
+    if top == "stop":
+        raise BadRequest("stop must be a string or a list of strings", kind="invalid_parameter", param=top)
+    if error["type"] == "finite_number":
+        raise BadRequest(f"{name} must be a finite number", kind="invalid_parameter", param=name)
+    what = error["msg"].removeprefix("Input should be ")
+    message = f"{name} must be {what}, not {_json_type(error['input'])}"
+    raise BadRequest(message, kind="invalid_parameter", param=name)
+
+
+def _quote(text: str) -> str:
+    """The client's own words in an error message, which they must not flood."""
+    return repr(text if len(text) <= 100 else text[:100] + "…")
+
+
+def _json_type(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise BadRequest(f"the body holds {name}, which is not a number in JSON", kind="invalid_json")
+
+
+Value = TypeVar("Value")
+
+
+def _or(value: Value | None, default: Value) -> Value:
+    return default if value is None else value

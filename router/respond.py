@@ -1,0 +1,271 @@
+"""From token streams to the response: the choices of one request, run side by side and worded as OpenAI words them.
+
+`Generation` owns the token streams of a request. However it ends (the answer complete, an error, the client gone),
+`close` cancels what still runs, so that no instance works for nobody.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pdserve.errors import BadRequest, RequestError, Unavailable
+from pdserve.router.detokenizer import TextStream
+from pdserve.router.middleware import InternalError, error_data, json_response, to_json
+from pdserve.router.openai import Plan
+from pdserve.router.stream import Backend, TokenStream
+from pdserve.router.tokenizer import Tokenizer
+
+Json = dict[str, object]
+CLIENT_GONE = 499  # nginx's number; nobody reads it but the access log
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is new in one choice."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+
+
+Emit = Callable[[Delta], Awaitable[None]]
+
+
+@dataclass
+class Choice:
+    index: int
+    stream: TokenStream
+    text: TextStream
+    tokens: int = 0
+
+    async def run(self, emit: Emit) -> None:
+        """Emits until the end of the choice, which a stop string may bring before the end of its tokens."""
+        async for chunk in self.stream:
+            text, token_ids = self.text.push(chunk)
+            self.tokens += len(token_ids)
+            await emit(Delta(self.index, text, token_ids, self.text.finish_reason))
+            if self.text.finish_reason is not None:
+                if chunk.finish_reason is None:
+                    self.stream.cancel()
+                return
+        raise Unavailable("the tokens ended without a reason", kind="incomplete_stream")
+
+
+class Generation:
+    """The choices of one request, from the moment that the backend has accepted them all."""
+
+    def __init__(self, plan: Plan, tokenizer: Tokenizer, backend: Backend, running: set[str]) -> None:
+        """`running` holds the ids of all requests that run; two of one id could not be told apart.
+
+        Raises:
+            RequestError: the id runs already, or the backend refuses a choice; nothing is left running then.
+        """
+        self.plan = plan
+        self.choices: list[Choice] = []
+        self._running = running
+        self._ids = {request.request_id for request in plan.requests}
+        if not self._ids.isdisjoint(running):
+            message = f"a request with the id {plan.id!r} is running already"
+            raise BadRequest(message, kind="duplicate_request_id", param="X-Request-Id")
+        running |= self._ids
+        try:
+            self._open(tokenizer, backend)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, tokenizer: Tokenizer, backend: Backend) -> None:
+        plan = self.plan
+        for index, request in enumerate(plan.requests):
+            min_tokens = request.sampling.min_tokens
+            text = TextStream(tokenizer, plan.stops, include_stop=plan.include_stop, min_tokens=min_tokens)
+            self.choices.append(Choice(index, backend.open(request), text))
+
+    async def run(self, emit: Emit) -> None:
+        """Emits what the choices bring, in the order in which it comes. The first error ends all of them."""
+        tasks = [asyncio.create_task(choice.run(emit)) for choice in self.choices]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            await _stop(tasks)
+
+    def close(self) -> None:
+        """Cancels the choices that are not over."""
+        for choice in self.choices:
+            if choice.text.finish_reason is None:
+                choice.stream.cancel()
+        self._running -= self._ids
+
+    def usage(self) -> Json:
+        """Tokens so far. The prompt of several choices counts once, and as cached only what none of them computed."""
+        prompts, choices = self.plan.prompts, self.choices
+        n = len(choices) // len(prompts)
+        cached = 0
+        for i in range(len(prompts)):
+            cached += min(choice.stream.timeline.cached_tokens for choice in choices[i * n : (i + 1) * n])
+        prompt_tokens = sum(map(len, prompts))
+        completion_tokens = sum(choice.tokens for choice in choices)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+async def answer(generation: Generation, receive: Receive) -> Response:
+    """The whole answer at once, or nothing if the client leaves before."""
+    plan = generation.plan
+    texts: list[list[str]] = [[] for _ in plan.requests]
+    token_ids: list[list[int]] = [[] for _ in plan.requests]
+    reasons: list[str | None] = [None for _ in plan.requests]
+
+    async def collect(delta: Delta) -> None:
+        texts[delta.index].append(delta.text)
+        token_ids[delta.index] += delta.token_ids
+        reasons[delta.index] = delta.finish_reason
+
+    try:
+        finished = await unless_disconnected(receive, generation.run(collect))
+    finally:
+        generation.close()
+    if not finished:
+        return Response(status_code=CLIENT_GONE)
+    whole = [Delta(i, "".join(texts[i]), token_ids[i], reasons[i]) for i in range(len(plan.requests))]
+    return json_response(_whole_body(generation, whole))
+
+
+class EventStream(Response):
+    """Server-sent events. The status line waits for the first token, so that an error before it has its own status.
+
+    An error after it is an event of its own, on which OpenAI's client raises; `[DONE]` follows, for readers that wait
+    for it.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, generation: Generation) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._generation = generation
+        self._started = False
+        self._prompt_ids_due = generation.plan.return_token_ids
+        self._sending = asyncio.Lock()  # choices send side by side, and some send twice in a row
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_disconnected(receive, self._stream(send))
+        finally:
+            self._generation.close()
+
+    async def _stream(self, send: Send) -> None:
+        plan, usage = self._generation.plan, self._generation.usage
+        unspoken = set(range(len(plan.requests)))
+
+        async def emit(delta: Delta) -> None:
+            events = []
+            if plan.chat and delta.index in unspoken:
+                events.append(_event(plan, [_role(delta.index)]))
+            unspoken.discard(delta.index)
+            events.append(_event(plan, [_part(plan, delta)]))
+            await self._send(send, [self._with_extras(event) for event in events])
+
+        try:
+            await self._generation.run(emit)
+            if plan.include_usage:
+                await self._send(send, [{**_event(plan, []), "usage": usage()}])
+        except Exception as error:
+            if not self._started:
+                raise
+            told = error if isinstance(error, RequestError) else InternalError()
+            await self._send(send, [error_data(told)])
+            if told is not error:
+                raise
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    def _with_extras(self, event: Json) -> Json:
+        plan = self._generation.plan
+        if self._prompt_ids_due:
+            event["prompt_token_ids"] = _prompt_token_ids(plan)
+            self._prompt_ids_due = False
+        if plan.include_usage or plan.continuous_usage:
+            event["usage"] = self._generation.usage() if plan.continuous_usage else None
+        return event
+
+    async def _send(self, send: Send, events: list[Json]) -> None:
+        async with self._sending:
+            if not self._started:
+                self._started = True
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            body = b"".join(b"data: " + to_json(event) + b"\n\n" for event in events)
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[None, None, None]) -> bool:
+    """Does the work, but stops it at once when the client goes away. Whether it was done to its end."""
+    worker = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not worker.done():
+            return False
+        worker.result()
+        return True
+    finally:
+        await _stop([worker, watcher])
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _stop(tasks: list[asyncio.Task[None]]) -> None:
+    """Cancels what runs and waits for it; the errors are the caller's, who has them from the first that failed."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _whole_body(generation: Generation, choices: list[Delta]) -> Json:
+    plan = generation.plan
+    kind = "chat.completion" if plan.chat else "text_completion"
+    body = {**_head(plan, kind), "choices": [_whole(plan, choice) for choice in choices], "usage": generation.usage()}
+    if plan.return_token_ids:
+        body["prompt_token_ids"] = _prompt_token_ids(plan)
+    return body
+
+
+def _head(plan: Plan, kind: str) -> Json:
+    return {"id": plan.id, "object": kind, "created": plan.created, "model": plan.model}
+
+
+def _event(plan: Plan, choices: list[Json]) -> Json:
+    return {**_head(plan, "chat.completion.chunk" if plan.chat else "text_completion"), "choices": choices}
+
+
+def _role(index: int) -> Json:
+    return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+
+def _whole(plan: Plan, choice: Delta) -> Json:
+    message = {"role": "assistant", "content": choice.text, "refusal": None}
+    return _choice(plan, choice, {"message": message} if plan.chat else {"text": choice.text})
+
+
+def _part(plan: Plan, delta: Delta) -> Json:
+    return _choice(plan, delta, {"delta": {"content": delta.text}} if plan.chat else {"text": delta.text})
+
+
+def _choice(plan: Plan, choice: Delta, text: Json) -> Json:
+    ids = {"token_ids": choice.token_ids} if plan.return_token_ids else {}
+    return {"index": choice.index, **text, "logprobs": None, "finish_reason": choice.finish_reason, **ids}
+
+
+def _prompt_token_ids(plan: Plan) -> list[int] | list[list[int]]:
+    """The prompt's ids; of several prompts, a list of them."""
+    return plan.prompts[0] if len(plan.prompts) == 1 else plan.prompts
