@@ -18,7 +18,7 @@ def resolve_model(name: str) -> Path | str:
             raise SetupError(f"the bundled demo model is not there: {DEMO}")
         return DEMO
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return path
     if not name or name[0] in "./~" or name.count("/") > 1:
         raise SetupError(f"no such model directory: {name or '(empty name)'}")

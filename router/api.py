@@ -11,7 +11,6 @@ A request has one id: the response's `id` field, its `X-Request-Id` header (the 
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
@@ -33,9 +32,8 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LATEST = 50
 LARGE_BODY = 32 * 1024  # from here on, tokenizing would keep other streams waiting: a thread does it
 
-Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
-
+MakePlan = Callable[[bytes, openai.Origin], openai.Plan]
 Result = TypeVar("Result")
 
 
@@ -53,12 +51,9 @@ def create_app(
     backend: Backend,
     metrics_text: Callable[[], bytes],
     latest_timelines: Callable[[int], list[Timeline]],
-    lifespan: Lifespan | None = None,
 ) -> FastAPI:
     """The app; `metrics_text` is the body of /metrics, `latest_timelines(count)` that of /debug/requests."""
-    app = FastAPI(
-        title="pdserve", lifespan=lifespan, redirect_slashes=False, openapi_url=None, docs_url=None, redoc_url=None
-    )
+    app = FastAPI(title="pdserve", redirect_slashes=False, openapi_url=None, docs_url=None, redoc_url=None)
     _add_errors(app)
     _Generations(config, tokenizer, backend).add_to(app)
     _Models(config, tokenizer, backend).add_to(app)
@@ -75,7 +70,6 @@ class _Generations:
         self._config = config
         self._tokenizer = tokenizer
         self._backend = backend
-        self._running: set[str] = set()
 
     def add_to(self, app: FastAPI) -> None:
         app.add_api_route("/v1/completions", self._completions, methods=["POST"])
@@ -87,13 +81,13 @@ class _Generations:
     async def _chat(self, request: Request) -> Response:
         return await self._generate(request, self._chat_plan)
 
-    def _completion_plan(self, raw: bytes, request_id: str) -> openai.Plan:
+    def _completion_plan(self, raw: bytes, origin: openai.Origin) -> openai.Plan:
         body = openai.shape(openai.CompletionBody, openai.parse_json(raw))
-        return openai.completion_plan(body, request_id, self._tokenizer, self._model(), self._config.max_n)
+        return openai.completion_plan(body, origin, self._tokenizer, self._model(), self._config.max_n)
 
-    def _chat_plan(self, raw: bytes, request_id: str) -> openai.Plan:
+    def _chat_plan(self, raw: bytes, origin: openai.Origin) -> openai.Plan:
         body = openai.shape(openai.ChatBody, openai.parse_json(raw))
-        return openai.chat_plan(body, request_id, self._tokenizer, self._model(), self._config.max_n)
+        return openai.chat_plan(body, origin, self._tokenizer, self._model(), self._config.max_n)
 
     def _model(self) -> ModelInfo:
         info = self._backend.model()
@@ -101,10 +95,11 @@ class _Generations:
             raise Unavailable("no instance has registered yet", kind="no_instances", retry_after_s=1)
         return info
 
-    async def _generate(self, request: Request, make_plan: Callable[[bytes, str], openai.Plan]) -> Response:
+    async def _generate(self, request: Request, make_plan: MakePlan) -> Response:
         raw = await _json_body(request)
-        plan = await _aside(raw, lambda: make_plan(raw, request.state.request_id))
-        generation = Generation(plan, self._tokenizer, self._backend, self._running)
+        origin = openai.Origin(request.state.request_id, time.monotonic())
+        plan = await _aside(raw, lambda: make_plan(raw, origin))
+        generation = Generation(plan, self._tokenizer, self._backend)
         return EventStream(generation) if plan.stream else await answer(generation, request.receive)
 
 

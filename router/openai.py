@@ -14,7 +14,7 @@ import json
 import secrets
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -163,6 +163,14 @@ class DetokenizeBody(Body):
 Shape = TypeVar("Shape", bound=Body)
 
 
+@dataclass(frozen=True)
+class Origin:
+    """The id of an HTTP request, and when its body was there on the monotonic clock."""
+
+    request_id: str
+    received: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """One HTTP request, understood: `requests` holds the `n` choices of the first prompt, then of the next.
@@ -222,7 +230,7 @@ def shape(model: type[Shape], body: dict[str, Any]) -> Shape:
         _refuse(error.errors(include_url=False)[0], known)
 
 
-def completion_plan(body: CompletionBody, request_id: str, tokenizer: Tokenizer, info: ModelInfo, max_n: int) -> Plan:
+def completion_plan(body: CompletionBody, origin: Origin, tokenizer: Tokenizer, info: ModelInfo, max_n: int) -> Plan:
     """Raises BadRequest or NotFound with a sentence for everything that this model cannot do."""
     check_model(body.model, info.name)
     texts = _prompts(body.prompt)
@@ -234,10 +242,10 @@ def completion_plan(body: CompletionBody, request_id: str, tokenizer: Tokenizer,
     max_tokens = body.max_tokens
     if max_tokens is None:
         max_tokens = max(1, min(DEFAULT_COMPLETION_TOKENS, left))
-    return _plan(body, request_id, prompts, n, max_tokens, info, chat=False)
+    return _plan(body, origin, prompts, n, max_tokens, info, chat=False)
 
 
-def chat_plan(body: ChatBody, request_id: str, tokenizer: Tokenizer, info: ModelInfo, max_n: int) -> Plan:
+def chat_plan(body: ChatBody, origin: Origin, tokenizer: Tokenizer, info: ModelInfo, max_n: int) -> Plan:
     """Raises BadRequest or NotFound with a sentence for everything that this model cannot do."""
     check_model(body.model, info.name)
     n = _choices(body.n, 1, max_n)
@@ -248,7 +256,7 @@ def chat_plan(body: ChatBody, request_id: str, tokenizer: Tokenizer, info: Model
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if max_tokens is None:
         max_tokens = max(1, info.max_model_len - len(prompt))
-    return _plan(body, request_id, [prompt], n, max_tokens, info, chat=True)
+    return _plan(body, origin, [prompt], n, max_tokens, info, chat=True)
 
 
 def check_model(asked: str | None, served: str) -> None:
@@ -293,18 +301,18 @@ def chat_messages(messages: Iterable[Message]) -> list[dict[str, str]]:
 
 
 def _plan(
-    body: SamplingBody, request_id: str, prompts: list[list[int]], n: int, max_tokens: int, info: ModelInfo, chat: bool
+    body: SamplingBody, origin: Origin, prompts: list[list[int]], n: int, max_tokens: int, info: ModelInfo, chat: bool
 ) -> Plan:
     sampling = _sampling(body, max_tokens, info)
     for prompt in prompts:
         _check_context(len(prompt), max_tokens, info.max_model_len)
     options = _stream_options(body)
     return Plan(
-        id=request_id,
+        id=origin.request_id,
         chat=chat,
         model=info.name,
         prompts=prompts,
-        requests=_requests(request_id, prompts, n, sampling, _salt(body)),
+        requests=_requests(origin, prompts, n, sampling, _salt(body)),
         stops=_stops(body.stop),
         include_stop=bool(body.include_stop_str_in_output),
         stream=bool(body.stream),
@@ -333,16 +341,19 @@ def _sampling(body: SamplingBody, max_tokens: int, info: ModelInfo) -> SamplingP
     return sampling
 
 
-def _requests(request_id: str, prompts: list[list[int]], n: int, sampling: SamplingParams, salt: str) -> list[Request]:
+def _requests(origin: Origin, prompts: list[list[int]], n: int, sampling: SamplingParams, salt: str) -> list[Request]:
     """Choice i of each prompt draws with seed + i, so a prompt gets the same answers alone and in a batch."""
-    several = len(prompts) * n > 1
-    requests: list[Request] = []
-    for prompt in prompts:
-        for i in range(n):
-            params = vars(sampling) | {"seed": (sampling.seed + i) % 2**63}
-            own_id = f"{request_id}-{len(requests)}" if several else request_id
-            requests.append(Request(request_id=own_id, prompt=prompt, sampling=SamplingParams(**params), salt=salt))
-    return requests
+    choices = [(prompt, i) for prompt in prompts for i in range(n)]
+    return [
+        Request(
+            request_id=origin.request_id if len(choices) == 1 else f"{origin.request_id}-{index}",
+            prompt=prompt,
+            sampling=replace(sampling, seed=(sampling.seed + i) % 2**63),
+            salt=salt,
+            received=origin.received,
+        )
+        for index, (prompt, i) in enumerate(choices)
+    ]
 
 
 def _prompts(prompt: object) -> list[str | list[int]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pdserve.errors import BadRequest, RequestError, Unavailable
+from pdserve.errors import RequestError, Unavailable
 from pdserve.router.detokenizer import TextStream
 from pdserve.router.middleware import InternalError, error_data, json_response, to_json
 from pdserve.router.openai import Plan
@@ -58,32 +58,18 @@ class Choice:
 class Generation:
     """The choices of one request, from the moment that the backend has accepted them all."""
 
-    def __init__(self, plan: Plan, tokenizer: Tokenizer, backend: Backend, running: set[str]) -> None:
-        """`running` holds the ids of all requests that run; two of one id could not be told apart.
-
-        Raises:
-            RequestError: the id runs already, or the backend refuses a choice; nothing is left running then.
-        """
+    def __init__(self, plan: Plan, tokenizer: Tokenizer, backend: Backend) -> None:
+        """Raises RequestError, with nothing left running, if the backend refuses one of them."""
         self.plan = plan
         self.choices: list[Choice] = []
-        self._running = running
-        self._ids = {request.request_id for request in plan.requests}
-        if not self._ids.isdisjoint(running):
-            message = f"a request with the id {plan.id!r} is running already"
-            raise BadRequest(message, kind="duplicate_request_id", param="X-Request-Id")
-        running |= self._ids
         try:
-            self._open(tokenizer, backend)
+            for index, request in enumerate(plan.requests):
+                min_tokens = request.sampling.min_tokens
+                text = TextStream(tokenizer, plan.stops, include_stop=plan.include_stop, min_tokens=min_tokens)
+                self.choices.append(Choice(index, backend.open(request), text))
         except BaseException:
             self.close()
             raise
-
-    def _open(self, tokenizer: Tokenizer, backend: Backend) -> None:
-        plan = self.plan
-        for index, request in enumerate(plan.requests):
-            min_tokens = request.sampling.min_tokens
-            text = TextStream(tokenizer, plan.stops, include_stop=plan.include_stop, min_tokens=min_tokens)
-            self.choices.append(Choice(index, backend.open(request), text))
 
     async def run(self, emit: Emit) -> None:
         """Emits what the choices bring, in the order in which it comes. The first error ends all of them."""
@@ -98,7 +84,6 @@ class Generation:
         for choice in self.choices:
             if choice.text.finish_reason is None:
                 choice.stream.cancel()
-        self._running -= self._ids
 
     def usage(self) -> Json:
         """Tokens so far. The prompt of several choices counts once, and as cached only what none of them computed."""

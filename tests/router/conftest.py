@@ -1,0 +1,248 @@
+"""A small tokenizer, a backend that is a fake, and the app on top of both."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from pdserve.config import RouterConfig
+from pdserve.errors import RequestError
+from pdserve.lifetime import Stage
+from pdserve.request import Request
+from pdserve.router.api import create_app
+from pdserve.router.stream import Chunk, ModelInfo
+from pdserve.router.timeline import Timeline, TimelineLog
+from pdserve.router.tokenizer import Tokenizer
+
+CONTEXT = 256
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('the system message must come first') }}{% endif %}"
+    "<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+def _byte_level() -> RustTokenizer:
+    tokenizer = RustTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|end|>", "<|start|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the capital of France is Paris", "hello world, the quick brown fox"] * 20, trainer)
+    return tokenizer
+
+
+def _byte_fallback() -> RustTokenizer:
+    """As Llama 2's: ▁ for spaces, the first of which the decoder trims, and <0xE6> for bytes."""
+    pieces = [f"<0x{byte:02X}>" for byte in range(256)] + list("▁abcdehlortw") + ["▁the", "▁cat", "▁▁"]
+    vocab = {piece: i for i, piece in enumerate(["<unk>", *pieces])}
+    tokenizer = RustTokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    return tokenizer
+
+
+def _save(tokenizer: RustTokenizer, path: Path, settings: dict[str, str]) -> Path:
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    settings = {"eos_token": "<|end|>", "chat_template": TEMPLATE}
+    return _save(_byte_level(), tmp_path_factory.mktemp("byte-level"), settings)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_dir: Path) -> Tokenizer:
+    return Tokenizer(tokenizer_dir)
+
+
+@pytest.fixture(scope="session")
+def fallback_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Bytes as fallback, no EOS, no chat template."""
+    return Tokenizer(_save(_byte_fallback(), tmp_path_factory.mktemp("byte-fallback"), {}))
+
+
+@dataclass
+class Script:
+    """What the fake backend answers: the chunks of choice i are `chunks[i % len(chunks)]`.
+
+    Attributes:
+        error: raised after the chunks, or by `open` if `error_at_open`.
+        hang: after the chunks, wait for ever (for a cancel).
+        pause: seconds between chunks.
+    """
+
+    chunks: list[list[Chunk]] = field(default_factory=list)
+    error: Exception | None = None
+    error_at_open: bool = False
+    hang: bool = False
+    pause: float = 0.0
+    cached_tokens: int = 0
+
+
+class ScriptedStream:
+    """A fake TokenStream."""
+
+    def __init__(self, request: Request, chunks: list[Chunk], script: Script) -> None:
+        self.timeline = Timeline(request.request_id, prompt_tokens=len(request.prompt))
+        self.timeline.stamp(Stage.RECEIVED, time.monotonic())
+        self.cancelled = False
+        self._chunks = chunks
+        self._script = script
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        self.timeline.local_hit_tokens = self._script.cached_tokens
+        for chunk in self._chunks:
+            await asyncio.sleep(self._script.pause)
+            yield chunk
+        if self._script.error is not None:
+            raise self._script.error
+        if self._script.hang:
+            await asyncio.Event().wait()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class ScriptedBackend:
+    """A fake Backend: no instances, no model; it says what its script says, and remembers what it was asked."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.script = Script()
+        self.info: ModelInfo | None = ModelInfo("demo", CONTEXT, vocab_size, frozenset([0]))
+        self.not_ready = ""
+        self.requests: list[Request] = []
+        self.streams: list[ScriptedStream] = []
+        self.log = TimelineLog(100)
+
+    def model(self) -> ModelInfo | None:
+        return self.info
+
+    def ready(self) -> tuple[bool, str]:
+        return not self.not_ready, self.not_ready
+
+    def open(self, request: Request) -> ScriptedStream:
+        self.requests.append(request)
+        if self.script.error is not None and self.script.error_at_open:
+            raise self.script.error
+        chunks = self.script.chunks[len(self.streams) % len(self.script.chunks)] if self.script.chunks else []
+        stream = ScriptedStream(request, chunks, self.script)
+        self.streams.append(stream)
+        self.log.add(stream.timeline)
+        return stream
+
+    def instances(self) -> list[dict[str, object]]:
+        return [{"instance_id": "p0", "role": "prefill"}]
+
+    def timeline(self, request_id: str) -> Timeline | None:
+        return self.log.get(request_id)
+
+    def plays(self, ids: list[int], finish_reason: str | None = "length", **script: object) -> None:
+        """One token per chunk, the same for every choice."""
+        chunks = [Chunk([token_id]) for token_id in ids]
+        if finish_reason is not None:
+            chunks[-1] = Chunk(chunks[-1].token_ids, finish_reason)
+        self.script = Script(chunks=[chunks], **script)  # type: ignore[arg-type]
+
+    def fails(self, error: RequestError, **script: object) -> None:
+        self.script = Script(error=error, **script)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def backend(tokenizer: Tokenizer) -> ScriptedBackend:
+    backend = ScriptedBackend(tokenizer.vocab_size)
+    backend.plays(tokenizer.encode(" Paris."))
+    return backend
+
+
+@pytest.fixture
+def app(tokenizer: Tokenizer, backend: ScriptedBackend) -> FastAPI:
+    config = RouterConfig(model="demo", max_body_bytes=20_000, max_n=8)
+    return create_app(config, tokenizer, backend, lambda: b"pdserve_up 1\n", backend.log.latest)
+
+
+class Client:
+    """A client of the app inside this process, in plain function calls."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+
+    def request(self, method: str, path: str, **options: object) -> httpx.Response:
+        return asyncio.run(self._request(method, path, options))
+
+    def get(self, path: str) -> httpx.Response:
+        return self.request("GET", path)
+
+    def post(self, path: str, body: object, **options: object) -> httpx.Response:
+        return self.request("POST", path, json=body, **options)
+
+    async def _request(self, method: str, path: str, options: dict[str, object]) -> httpx.Response:
+        transport = httpx.ASGITransport(self._app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            return await client.request(method, path, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def client(app: FastAPI) -> Client:
+    return Client(app)
+
+
+@pytest.fixture
+def url(app: FastAPI) -> Iterator[str]:
+    """A real server on a free port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            wait_until(lambda: server.started)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(10)
+    assert not thread.is_alive()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def eventually() -> Callable[..., None]:
+    return wait_until
+
+
+@pytest.fixture
+def events() -> Callable[[httpx.Response], list[dict[str, object]]]:
+    """The events of a stream, which must end with [DONE]."""
+
+    def read(response: httpx.Response) -> list[dict[str, object]]:
+        assert response.headers["content-type"].startswith("text/event-stream"), response.text
+        lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+        assert lines.pop() == "[DONE]"
+        return [json.loads(line) for line in lines]
+
+    return read
