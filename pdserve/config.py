@@ -39,15 +39,34 @@ class EngineConfig(ModelConfig):
     max_num_batched_tokens: int = flag("tokens in one step at most: the chunk of a chunked prefill", 2048)
     kernel: str = flag("attention kernel: auto, reference", "auto")
     threads: int | None = flag("CPU threads of this instance; default: torch's", None)
-    seed: int = flag("for requests that do not bring a seed", 0)
+    seed: int = flag("of the instance's own random state; requests bring theirs", 0)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a setting that can never work."""
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "max_model_len", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"--gpu-memory-utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}"
+            )
+        if self.kv_cache_memory is not None:
+            parse_size(self.kv_cache_memory)
 
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceConfig(EngineConfig):
-    router: str = flag("control addresses of the routers to serve, host:port, comma separated", f"127.0.0.1:{DEFAULT_CONTROL_PORT}")
-    connector: str = flag("where KV blocks go: memory://, shm://name?size=1GiB, file:///path, redis://host:6379/0", DEFAULT_CONNECTOR)
+    router: str = flag(
+        "control addresses of the routers to serve, host:port, comma separated", f"127.0.0.1:{DEFAULT_CONTROL_PORT}"
+    )
+    connector: str = flag(
+        "where KV blocks go: memory://, shm://name?size=1GiB, file:///path, redis://host:6379/0", DEFAULT_CONNECTOR
+    )
     instance_id: str = flag("shown in metrics and timelines; default: role, host and pid", "")
-    metrics_port: int | None = flag("serve this instance's own Prometheus metrics here; default: only through the router", None)
+    metrics_port: int | None = flag(
+        "serve this instance's own Prometheus metrics here; default: only through the router", None
+    )
     lease_seconds: float = flag("how long stored KV waits to be loaded before the store may evict it", 60.0)
 
 

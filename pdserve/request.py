@@ -55,6 +55,7 @@ class Request:
     prompt: list[int] = field(repr=False)
     sampling: SamplingParams
     salt: str = ""
+    received: float | None = None  # on the monotonic clock, when the router got the body
 
 
 def _between(value: float, low: float, high: float) -> bool:

@@ -54,8 +54,8 @@ def _save_tokenizer(path: Path) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: i for i, symbol in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|end|>", "<|pad|>", "<|user|>", "<|assistant|>"])
     tokenizer.save(str(path / "tokenizer.json"))
     settings = {
@@ -79,7 +79,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             name, extra = ARCHITECTURES[architecture]
             config = getattr(transformers, name)(**{**SHAPE, **extra})
             torch.manual_seed(seed)
-            model = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
+            model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            model = model.to(getattr(torch, dtype))
             path = tmp_path_factory.mktemp(f"{architecture}-{seed}-{dtype}")
             model.save_pretrained(path)
             _save_tokenizer(path)
@@ -94,7 +95,7 @@ def generate() -> Callable[[Path, list[list[int]], int], list[list[int]]]:
     """generate(path, prompts, new_tokens) → transformers' own greedy continuation of each, EOS ignored."""
 
     def run(path: Path, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-        model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()  # type: ignore[no-untyped-call]
         outputs = []
         for prompt in prompts:
             ids = torch.tensor([prompt])

@@ -140,7 +140,8 @@ def _load_model(path: Path, hf_config: Any, dtype: torch.dtype, device: torch.de
         )
     except ValueError as error:
         raise SetupError(f"{unsupported}: {str(error).strip().splitlines()[0]}") from error
-    return model.to(device).eval().requires_grad_(False)  # type: ignore[no-any-return]
+    loaded: torch.nn.Module = model.eval().requires_grad_(False)  # type: ignore[no-untyped-call]
+    return loaded.to(device)
 
 
 def _eos_token_ids(path: Path, text_config: Any) -> frozenset[int]:

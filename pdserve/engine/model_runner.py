@@ -39,7 +39,8 @@ class ModelRunner:
         if not tokens:
             return {}
         seqs = list(tokens)
-        ids, positions = [], []
+        ids: list[int] = []
+        positions: list[int] = []
         for seq, count in tokens.items():
             ids += seq.tokens[seq.num_computed : seq.num_computed + count]
             positions += range(seq.num_computed, seq.num_computed + count)
@@ -91,7 +92,9 @@ class ModelRunner:
         probe = Sequence("probe", [0, 0], 2, _GREEDY, b"", self.block_size, block_ids=[0])
         kind = type(self.checkpoint.model).__name__
         try:
-            self._forward(probe.tokens, [0, 1], self._batch([probe], [2], [0, 1]), torch.tensor([1], device=self.device))
+            self._forward(
+                probe.tokens, [0, 1], self._batch([probe], [2], [0, 1]), torch.tensor([1], device=self.device)
+            )
         except (UnsupportedAttention, TypeError) as error:
             raise SetupError(f"architecture {kind} is not supported: {error}") from error
         if self.pool_NL2GBD[0, :, :, :, :2].isnan().any():

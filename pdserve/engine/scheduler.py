@@ -68,17 +68,24 @@ class Scheduler:
         yield from self.loaded
         yield from self.waiting
 
-    def take_prefix_hits(self, seq: Sequence) -> None:
-        """Gives a sequence without blocks the leading full blocks that the pool has; one token is left to compute."""
+    def reserve(self, seq: Sequence, usable: int, num_tokens: int) -> bool:
+        """Gives a sequence without blocks room for `num_tokens`: prefix hits among its first `usable` full blocks, new
+        blocks for the rest. False, and nothing taken, if the pool has not that many."""
         assert not seq.block_ids
-        usable = (len(seq) - 1) // self.pool.block_size
         hits = self.pool.match(seq.full_keys()[:usable])
         self.pool.hold(hits)
-        seq.block_ids = hits
+        need = self.pool.blocks_for(num_tokens) - len(hits)
+        if need > self.pool.num_free:
+            self.pool.release(hits)
+            return False
+        seq.block_ids = hits + self.pool.allocate(need)
         seq.num_computed = len(hits) * self.pool.block_size
         seq.num_registered = len(hits)
+        if not seq.admitted:
+            seq.num_local_hit = seq.num_computed
         self.prefix_queries += len(seq)
         self.prefix_hits += seq.num_computed
+        return True
 
     def _schedule_running(self, step: Schedule, budget: int) -> int:
         for seq in list(self.running):
@@ -124,15 +131,4 @@ class Scheduler:
             budget -= step.tokens[seq]
 
     def _reserve(self, seq: Sequence) -> bool:
-        """Prefix hits plus new blocks for all tokens of a waiting sequence, or nothing."""
-        self.take_prefix_hits(seq)
-        need = self.pool.blocks_for(len(seq)) - len(seq.block_ids)
-        if need > self.pool.num_free:
-            self.prefix_queries -= len(seq)
-            self.prefix_hits -= seq.num_computed
-            self.release(seq)
-            return False
-        seq.block_ids += self.pool.allocate(need)
-        if not seq.admitted:
-            seq.num_local_hit = seq.num_computed
-        return True
+        return self.reserve(seq, usable=(len(seq) - 1) // self.pool.block_size, num_tokens=len(seq))

@@ -1,0 +1,190 @@
+"""The decode role: reserve, load, admit, run, release.
+
+    submit ─► reserve blocks for the prompt and one more token, in order of arrival (local prefix hits are kept)
+           ─► load what each HandOver announces, chunk by chunk ─► once nothing is missing, or no more will come:
+           join the running batch with the first token ─► one token per step ─► finished: blocks are released
+
+A block that cannot be loaded is computed here, with everything after it. A request without a hand-over (phase BOTH) goes
+straight to the engine.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from pdserve.engine.engine import Engine
+from pdserve.engine.sequence import Sequence
+from pdserve.job import Desk, Job
+from pdserve.kv_transfer.connector import Connector, Result
+from pdserve.lifetime import Stage
+from pdserve.proto import pdserve_pb2 as pb
+
+
+@dataclass(eq=False)
+class _Decode:
+    """What the role remembers of one job.
+
+    Attributes:
+        available: leading blocks of the prompt that are in the KV store.
+        requested: leading blocks that are here, or for which a load was started.
+        broken: the first block that a load did not bring, or None.
+        final: no more blocks will become available.
+        reserved, started: it has its blocks; it has joined the engine.
+    """
+
+    job: Job
+    available: int = 0
+    requested: int = 0
+    broken: int | None = None
+    final: bool = False
+    first_token: int | None = None
+    tickets: list[bytes] = field(default_factory=list)
+    reserved: bool = False
+    started: bool = False
+
+
+class Decoder:
+    def __init__(self, engine: Engine, connector: Connector, desk: Desk) -> None:
+        self._engine = engine
+        self._connector = connector
+        self._desk = desk
+        self._decodes: dict[Job, _Decode] = {}
+        self._unreserved: deque[_Decode] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have no blocks yet."""
+        return len(self._unreserved)
+
+    def submit(self, job: Job) -> None:
+        decode = self._decodes[job] = _Decode(job)
+        if job.phase == pb.BOTH:
+            decode.started = True
+            self._engine.add(job.seq)
+        else:
+            job.keys = job.seq.prompt_keys()
+            self._unreserved.append(decode)
+            self.reserve()
+
+    def hand_over(self, job: Job, message: pb.HandOver) -> None:
+        """What is in the store by now, the first token, or that no more will come."""
+        decode = self._decodes.get(job)
+        if decode is None or decode.started:
+            return
+        decode.available = max(decode.available, message.num_blocks)
+        decode.tickets += message.tickets
+        decode.final = decode.final or message.final
+        if message.HasField("first_token"):
+            decode.first_token = message.first_token
+        self._proceed(decode)
+
+    def reserve(self) -> None:
+        """Gives blocks to the requests that wait for them, first come first served. Call it when blocks were freed."""
+        # A preempted sequence comes first, or newcomers would take every block that it waits for.
+        while self._unreserved and not self._engine.scheduler.waiting:
+            decode = self._unreserved[0]
+            seq = decode.job.seq
+            if not self._engine.scheduler.reserve(seq, seq.num_prompt // seq.block_size, seq.num_prompt + 1):
+                return
+            self._unreserved.popleft()
+            decode.reserved = True
+            decode.requested = seq.num_registered
+            decode.job.stamp(Stage.RESERVED, self._desk.now())
+            self._proceed(decode)
+
+    def advanced(self, job: Job, sampled: bool, step_started: float) -> None:
+        """After a step that computed part of this sequence."""
+        seq, now = job.seq, self._desk.now()
+        if job.phase == pb.BOTH:
+            job.stamp(Stage.PREFILL_STARTED, step_started)
+        if not sampled:
+            return
+        if seq.num_output == 1:
+            job.stamp(Stage.FIRST_TOKEN, now)
+            job.tell_sources()
+        job.stamp(Stage.DECODE_STARTED, now)
+        job.news().token_ids.append(seq.tokens[-1])
+        self._desk.count("generation_tokens", 1)
+        reason = seq.finish_reason()
+        if reason is not None:
+            job.finish(reason, now)
+            self._end(self._decodes[job])
+
+    def cancel(self, job: Job) -> None:
+        """Stops; blocks that a load is writing to are let go when it ends."""
+        decode = self._decodes.get(job)
+        if decode is not None:
+            job.over = True
+            self._end(decode)
+
+    def _proceed(self, decode: _Decode) -> None:
+        """Starts the next load or, if nothing is missing or will come, the decoding."""
+        if not decode.reserved or decode.started or decode.job.over:
+            return
+        if decode.broken is None and decode.available > decode.requested:
+            self._load(decode)
+        if decode.job.transfers > 0:
+            return
+        complete = decode.requested == len(decode.job.keys) and decode.first_token is not None
+        if decode.final or (complete and decode.broken is None):
+            self._start(decode)
+
+    def _load(self, decode: _Decode) -> None:
+        job, first, stop = decode.job, decode.requested, decode.available
+        blocks = job.seq.block_ids[first:stop]
+        self._engine.pool.hold(blocks)
+        decode.requested = stop
+        job.transfers += 1
+        future = self._connector.load(job.keys[first:stop], blocks, tickets=tuple(decode.tickets))
+        self._desk.when_done(future, lambda result: self._loaded(decode, first, blocks, result))
+
+    def _loaded(self, decode: _Decode, first: int, blocks: list[int], result: Result) -> None:
+        job = decode.job
+        job.transfers -= 1
+        self._engine.pool.release(blocks)
+        if job.over:
+            self._end(decode)
+            return
+        job.moved(result, self._engine.layout.block_bytes)
+        if result.leading < len(blocks):
+            broken = first + result.leading
+            decode.broken = broken if decode.broken is None else min(broken, decode.broken)
+        self._proceed(decode)
+
+    def _start(self, decode: _Decode) -> None:
+        """Joins the engine with the KV that is here; what is missing is computed like a preempted sequence's."""
+        job, seq = decode.job, decode.job.seq
+        here = decode.requested if decode.broken is None else decode.broken
+        seq.num_computed = min(here * seq.block_size, seq.num_prompt)
+        if decode.first_token is not None:
+            seq.tokens.append(decode.first_token)
+        elif seq.num_computed == seq.num_prompt:
+            self._reopen_prompt(seq)
+        seq.num_loaded = max(0, seq.num_computed - seq.num_local_hit)
+        decode.started = seq.admitted = True
+        self._engine.register_full_blocks(seq)
+        self._connector.release(job.keys)
+        job.stamp(Stage.KV_READY, self._desk.now())
+        self._engine.add(seq)
+
+    def _reopen_prompt(self, seq: Sequence) -> None:
+        """Prefill died before it could say the first token: the prompt's end is computed again for its logits."""
+        if seq.num_prompt % seq.block_size:
+            seq.num_computed -= 1
+            return
+        # The last block is full and may be shared: it makes way for the spare one, which nobody else can see.
+        self._engine.pool.release([seq.block_ids.pop(seq.num_prompt // seq.block_size - 1)])
+        seq.num_computed -= seq.block_size
+        seq.num_registered = min(seq.num_registered, seq.num_computed // seq.block_size)
+
+    def _end(self, decode: _Decode) -> None:
+        """Releases the sequence's blocks; the job is forgotten when no load is under way any more."""
+        job = decode.job
+        if job not in self._decodes:
+            return
+        if decode in self._unreserved:
+            self._unreserved.remove(decode)
+        if job.seq.block_ids or decode.started:
+            self._engine.remove(job.seq)
+        if job.transfers == 0:
+            del self._decodes[job]
+            self._desk.close_job(job)

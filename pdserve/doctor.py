@@ -1,0 +1,96 @@
+"""`pdserve doctor`: what this machine can run, and what is missing for what."""
+
+import importlib.util
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: is it here, what exactly, and what it is good for."""
+
+    what: str
+    found: bool
+    detail: str
+    needed_for: str
+
+
+def findings() -> list[Finding]:
+    """Looks, and changes nothing."""
+    return [_python(), _torch(), _gpu(), *_packages(), _compiler(), _shared_memory(), _redis()]
+
+
+def doctor() -> None:
+    """Prints the findings as a table."""
+    table = Table(show_edge=False, pad_edge=False)
+    for column in ("", "what", "here", "needed for"):
+        table.add_column(column)
+    for finding in findings():
+        mark = "[green]✓[/green]" if finding.found else "[yellow]–[/yellow]"
+        table.add_row(mark, finding.what, finding.detail, finding.needed_for)
+    Console().print(table)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _python() -> Finding:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return Finding("machine", True, f"Python {platform.python_version()}, {platform.machine()}, {cores} cores", "all")
+
+
+def _torch() -> Finding:
+    import torch
+
+    return Finding("torch", True, f"{torch.__version__}, {torch.get_num_threads()} threads", "instances")
+
+
+def _gpu() -> Finding:
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding("GPU", False, "torch sees none", "--device cuda; on the CPU everything runs, slower")
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return Finding("GPU", True, ", ".join(names), "--device cuda")
+
+
+def _packages() -> list[Finding]:
+    wanted = {
+        "flash_attn": ("flash-attn", "attention on GPUs with it (not used yet)"),
+        "triton": ("triton", "attention kernels on GPUs (not used yet)"),
+        "nixl": ("nixl", "nixl:// over RDMA or NVLink (not there yet)"),
+        "redis": ("redis", "redis://"),
+        "hiredis": ("hiredis", "redis:// at full speed"),
+    }
+    rows = []
+    for module, (package, use) in wanted.items():
+        found = importlib.util.find_spec(module) is not None
+        rows.append(Finding(package, found, _version(package) or "not installed", use))
+    return rows
+
+
+def _compiler() -> Finding:
+    path = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    return Finding("C++ compiler", path is not None, path or "none on the path", "CPU kernels (not used yet)")
+
+
+def _shared_memory() -> Finding:
+    if not os.path.isdir("/dev/shm"):
+        return Finding("/dev/shm", False, "not there", "shm://; use file:// or redis:// instead")
+    free = shutil.disk_usage("/dev/shm").free
+    return Finding("/dev/shm", free > 64 << 20, f"{free / 2**30:.1f} GiB free", "shm:// between instances on one host")
+
+
+def _redis() -> Finding:
+    path = shutil.which("redis-server") or shutil.which("valkey-server")
+    return Finding("redis-server", path is not None, path or "none on the path", "a local server for redis://")

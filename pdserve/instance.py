@@ -1,0 +1,212 @@
+"""One instance: a model, a pool, a connector, and the engine thread's loop around them.
+
+Whatever happens elsewhere (frames from routers, finished transfers) reaches the engine thread as a callable in its inbox;
+between two steps it runs them all. News for the routers leaves as one frame per step and router. Every instance can do
+every phase; its role only tells routers what to ask of it.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+from pdserve.config import InstanceConfig
+from pdserve.counters import series
+from pdserve.decode.decoder import Decoder
+from pdserve.engine.engine import Engine
+from pdserve.job import Job
+from pdserve.kv_transfer.connector import Connector, PoolMemory
+from pdserve.kv_transfer.registry import connect
+from pdserve.kv_transfer.staging import host_rows
+from pdserve.prefill.prefiller import Prefiller
+from pdserve.proto import pdserve_pb2 as pb
+from pdserve.request import SamplingParams
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+LOAD_INTERVAL_S = 0.1  # between two snapshots of the load while steps follow each other
+Send = Callable[[str, pb.InstanceFrame], None]
+
+
+class Instance:
+    """`run` is the engine thread; `submit`, `hand_over`, `cancel` and `drop_link` may be called from any thread.
+
+    Args:
+        send: called on the engine thread with (link, frame); must not block.
+        connector: instead of the one that `config.connector` names.
+    """
+
+    def __init__(self, config: InstanceConfig, send: Send, connector: Connector | None = None) -> None:
+        self.engine = Engine(config)
+        self.connector = connector or connect(config.connector)
+        self.connector.attach(PoolMemory(host_rows(self.engine.runner.pool_NL2GBD), self.engine.layout))
+        self.prefiller = Prefiller(self.engine, self.connector, self, config.lease_seconds)
+        self.decoder = Decoder(self.engine, self.connector, self)
+        self.load = pb.Heartbeat()
+        self._send = send
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._jobs: dict[tuple[str, str], Job] = {}
+        self._by_sequence: dict[object, Job] = {}
+        self._outgoing: dict[Job, None] = {}
+        self._counts: dict[str, float] = {}
+        self._stopping = False
+        self._load_published = 0.0
+        self._publish_load()
+
+    # ---- from other threads -----------------------------------------------------------------------------------
+
+    def submit(self, link: str, message: pb.Submit) -> None:
+        received = self.now()
+        self._inbox.put(lambda: self._submit(link, message, received))
+
+    def hand_over(self, link: str, message: pb.HandOver) -> None:
+        self._inbox.put(lambda: self._with_job(link, message.request_id, lambda j: self.decoder.hand_over(j, message)))
+
+    def cancel(self, link: str, request_id: str) -> None:
+        self._inbox.put(lambda: self._with_job(link, request_id, self._cancel))
+
+    def drop_link(self, link: str) -> None:
+        """The router is gone: nobody wants the output of its requests any more."""
+        self._inbox.put(lambda: self._cancel_all(link))
+
+    def stop(self) -> None:
+        """Makes `run` return after the current step, with every transfer finished."""
+        self._inbox.put(lambda: setattr(self, "_stopping", True))
+
+    # ---- the engine thread ------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        while not self._stopping:
+            self.turn(wait=not self.engine.has_work)
+        for job in list(self._jobs.values()):
+            self._cancel(job)
+        self.connector.close()
+
+    def turn(self, *, wait: bool) -> None:
+        """Everything in the inbox (waiting for something to be there if asked to), one step, and the news of both."""
+        self._run_inbox(wait)
+        self.decoder.reserve()
+        started = self.now()
+        result = self.engine.step()
+        for seq in result.advanced:
+            job = self._by_sequence[seq]
+            role = self.prefiller if job.phase == pb.PREFILL else self.decoder
+            role.advanced(job, seq in result.sampled, started)
+        if result.advanced:
+            self.count("engine_steps", 1)
+        self._flush()
+        if not self.engine.has_work or started - self._load_published > LOAD_INTERVAL_S:
+            self._load_published = started
+            self._publish_load()
+
+    def _run_inbox(self, wait: bool) -> None:
+        if wait:
+            self._inbox.get()()
+        try:
+            while True:
+                self._inbox.get_nowait()()
+        except Empty:
+            return
+
+    def _submit(self, link: str, message: pb.Submit, received: float) -> None:
+        sampling = SamplingParams(
+            max_tokens=message.sampling.max_tokens,
+            min_tokens=message.sampling.min_tokens,
+            temperature=message.sampling.temperature,
+            top_k=message.sampling.top_k,
+            top_p=message.sampling.top_p,
+            min_p=message.sampling.min_p,
+            seed=message.sampling.seed,
+            stop_token_ids=tuple(message.sampling.stop_token_ids),
+            ignore_eos=message.sampling.ignore_eos,
+        )
+        try:
+            seq = self.engine.new_sequence(message.request_id, list(message.prompt), sampling, message.salt)
+        except ValueError as error:
+            refusal = pb.Output(request_id=message.request_id, error=pb.Error(kind="rejected", message=str(error)))
+            self._send(link, pb.InstanceFrame(step=pb.Step(outputs=[refusal])))
+            return
+        job = Job(link=link, seq=seq, phase=message.phase, received=received)
+        self._jobs[link, message.request_id] = self._by_sequence[seq] = job
+        role = self.prefiller if job.phase == pb.PREFILL else self.decoder
+        role.submit(job)
+
+    def _with_job(self, link: str, request_id: str, then: Callable[[Job], None]) -> None:
+        job = self._jobs.get((link, request_id))
+        if job is not None:
+            then(job)
+
+    def _cancel(self, job: Job) -> None:
+        job.output = None
+        role = self.prefiller if job.phase == pb.PREFILL else self.decoder
+        role.cancel(job)
+
+    def _cancel_all(self, link: str) -> None:
+        for job in list(self._jobs.values()):
+            if job.link == link:
+                self._cancel(job)
+
+    def _flush(self) -> None:
+        """Sends what happened since the last frame, one frame per router."""
+        frames: dict[str, pb.InstanceFrame] = {}
+        for job in [*self._jobs.values(), *self._outgoing]:
+            if job.output is not None:
+                frames.setdefault(job.link, pb.InstanceFrame()).step.outputs.append(job.output)
+                job.output = None
+        self._outgoing.clear()
+        for link, frame in frames.items():
+            self._send(link, frame)
+
+    def _publish_load(self) -> None:
+        """Replaces the snapshot that heartbeats carry. Attribute assignment is atomic; nobody changes a snapshot."""
+        scheduler, pool = self.engine.scheduler, self.engine.pool
+        waiting = len(scheduler.waiting) + self.decoder.num_waiting
+        load = pb.Heartbeat(
+            waiting=waiting,
+            running=len(self._jobs) - waiting,
+            free_blocks=pool.num_free,
+            work_tokens=sum(seq.num_missing for seq in scheduler.sequences()),
+            counters=self._counts | self._measure(),
+        )
+        load.counters["num_requests_waiting"] = load.waiting
+        load.counters["num_requests_running"] = load.running
+        self.load = load
+
+    def _measure(self) -> dict[str, float]:
+        scheduler, pool, stats = self.engine.scheduler, self.engine.pool, self.connector.stats()
+        measured: dict[str, float] = {
+            "prefix_cache_queries": scheduler.prefix_queries,
+            "prefix_cache_hits": scheduler.prefix_hits,
+            "num_preemptions": scheduler.num_preemptions,
+            "kv_cache_blocks": pool.num_blocks,
+            "kv_cache_blocks_held": pool.num_held,
+            "kv_cache_usage_perc": pool.num_held / pool.num_blocks,
+        }
+        scheme = self.connector.scheme
+        for direction in ("store", "load"):
+            labels = {"connector": scheme, "direction": direction}
+            measured[series("kv_transfer_bytes", **labels)] = stats.bytes[direction]
+            measured[series("kv_transfer_seconds", **labels)] = stats.seconds[direction]
+            measured[series("kv_transfer_blocks", **labels)] = stats.blocks[direction]
+        for (direction, outcome), blocks in stats.failures.items():
+            labels = {"connector": scheme, "direction": direction, "kind": outcome.value}
+            measured[series("kv_transfer_failures", **labels)] = blocks
+        return measured
+
+    # ---- what the roles need (pdserve.job.Desk) ---------------------------------------------------------------
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def when_done(self, future: Future[T], then: Callable[[T], None]) -> None:
+        future.add_done_callback(lambda done: self._inbox.put(lambda: then(done.result())))
+
+    def close_job(self, job: Job) -> None:
+        del self._jobs[job.link, job.seq.request_id], self._by_sequence[job.seq]
+        self._outgoing[job] = None
+
+    def count(self, name: str, value: float, **labels: str) -> None:
+        key = series(name, **labels)
+        self._counts[key] = self._counts.get(key, 0) + value

@@ -1,0 +1,82 @@
+"""One request on one instance: its sequence, who asked, and the news that the next frame will carry."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from pdserve.engine.sequence import Sequence
+from pdserve.kv_transfer.connector import Outcome, Result
+from pdserve.lifetime import Stage
+from pdserve.proto import pdserve_pb2 as pb
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Job:
+    """Lives from Submit until nothing of the request is left on the instance.
+
+    Attributes:
+        link: the router that asked.
+        keys: content keys of the prompt's blocks, the partial last one included.
+        output: news since the last frame, or None.
+        transfers: stores or loads under way; they hold blocks until they are done.
+        over: the router has been told how it ended, or does not want to know.
+    """
+
+    link: str
+    seq: Sequence
+    phase: "pb.Phase"
+    received: float
+    keys: list[bytes] = field(default_factory=list)
+    output: pb.Output | None = None
+    stamped: set[Stage] = field(default_factory=set)
+    transfers: int = 0
+    moved_blocks: int = 0
+    moved_seconds: float = 0.0
+    over: bool = False
+
+    def news(self) -> pb.Output:
+        if self.output is None:
+            self.output = pb.Output(request_id=self.seq.request_id)
+        return self.output
+
+    def stamp(self, stage: Stage, now: float) -> None:
+        if stage not in self.stamped:
+            self.stamped.add(stage)
+            self.news().stamps.add(stage=stage.value, seconds=now - self.received)
+
+    def moved(self, result: Result, block_bytes: int) -> None:
+        """Adds a transfer to the request's totals."""
+        self.moved_blocks += result.outcomes.count(Outcome.OK)
+        self.moved_seconds += result.seconds
+        self.news().moved.CopyFrom(
+            pb.Moved(blocks=self.moved_blocks, bytes=self.moved_blocks * block_bytes, seconds=self.moved_seconds)
+        )
+
+    def tell_sources(self) -> None:
+        """Reports where the KV of the prompt came from."""
+        seq = self.seq
+        computed = seq.num_prompt - seq.num_local_hit - seq.num_loaded
+        self.news().tokens.CopyFrom(pb.Tokens(computed=computed, local_hit=seq.num_local_hit, loaded=seq.num_loaded))
+
+    def finish(self, reason: str, now: float) -> None:
+        self.stamp(Stage.FINISHED, now)
+        self.news().finish_reason = reason
+        self.over = True
+
+
+class Desk(Protocol):
+    """What a role needs of the instance that it works in."""
+
+    def now(self) -> float:
+        """Seconds, monotonic."""
+
+    def when_done(self, future: Future[T], then: Callable[[T], None]) -> None:
+        """Calls `then(result)` on the engine thread once the future is done."""
+
+    def close_job(self, job: Job) -> None:
+        """Nothing of the job is left; forgets it once its last news is sent."""
+
+    def count(self, name: str, value: float, **labels: str) -> None: ...

@@ -1,0 +1,107 @@
+"""The asyncio side of an instance: one stream to each router, heartbeats on it, and a new attempt when it breaks.
+
+The engine thread hands frames over with `send`; frames from the router become calls of `Instance`.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+
+from pdserve.instance import Instance
+from pdserve.proto import pdserve_pb2 as pb
+from pdserve.proto.pdserve_pb2_grpc import RouterStub
+
+log = logging.getLogger(__name__)
+
+PROTOCOL_VERSION = 1
+HEARTBEAT_S = 0.4
+RETRY_S = (0.1, 0.2, 0.5, 1.0)  # between attempts to reach a router; the last one repeats
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+
+
+class Links:
+    """All streams of one instance. `send` may be called from the engine thread; everything else runs on the loop."""
+
+    def __init__(self, routers: list[str]) -> None:
+        self._routers = routers
+        self._loop = asyncio.get_running_loop()
+        self._outboxes: dict[str, asyncio.Queue[pb.InstanceFrame]] = {}
+
+    def send(self, link: str, frame: pb.InstanceFrame) -> None:
+        """Queues a frame. Frames for a link that has gone are dropped: its router has dropped the requests too."""
+        self._loop.call_soon_threadsafe(self._put, link, frame)
+
+    def _put(self, link: str, frame: pb.InstanceFrame) -> None:
+        if link in self._outboxes:
+            self._outboxes[link].put_nowait(frame)
+
+    async def run(self, instance: Instance, hello: pb.Hello) -> None:
+        """Serves every router until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for address in self._routers:
+                group.create_task(self._serve_forever(address, instance, hello))
+
+    async def _serve_forever(self, address: str, instance: Instance, hello: pb.Hello) -> None:
+        attempt = 0
+        for connection in range(2**62):
+            link = f"{address}#{connection}"
+            self._outboxes[link] = asyncio.Queue()
+            try:
+                async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+                    async for frame in self._attach(channel, link, instance, hello):
+                        attempt = 0
+                        self._receive(address, link, frame, instance)
+                log.warning("router %s closed the stream", address)
+            except grpc.aio.AioRpcError as error:
+                refused = error.code() == grpc.StatusCode.FAILED_PRECONDITION
+                if refused or attempt in (0, 10):
+                    log.warning("router %s: %s", address, error.details() if refused else "not reachable, trying on")
+            finally:
+                del self._outboxes[link]
+                instance.drop_link(link)
+            await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
+            attempt += 1
+
+    async def _attach(
+        self, channel: grpc.aio.Channel, link: str, instance: Instance, hello: pb.Hello
+    ) -> AsyncIterator[pb.RouterFrame]:
+        stub = RouterStub(channel)  # type: ignore[no-untyped-call]
+        async for frame in stub.Attach(self._frames(link, instance, hello)):
+            yield frame
+
+    async def _frames(self, link: str, instance: Instance, hello: pb.Hello) -> AsyncIterator[pb.InstanceFrame]:
+        """What goes to the router: Hello, then steps as they come, and a heartbeat whenever there was none for a while."""
+        yield pb.InstanceFrame(hello=hello)
+        outbox = self._outboxes[link]
+        beat = self._loop.time()
+        while True:
+            if self._loop.time() >= beat:
+                yield pb.InstanceFrame(heartbeat=instance.load)
+                beat = self._loop.time() + HEARTBEAT_S
+            try:
+                async with asyncio.timeout_at(beat):
+                    frame = await outbox.get()
+            except TimeoutError:
+                continue
+            yield frame
+
+    def _receive(self, address: str, link: str, frame: pb.RouterFrame, instance: Instance) -> None:
+        match frame.WhichOneof("frame"):
+            case "welcome":
+                log.info("attached to router %s at %s", frame.welcome.router_id, address)
+            case "submit":
+                instance.submit(link, frame.submit)
+            case "hand_over":
+                instance.hand_over(link, frame.hand_over)
+            case "cancel":
+                instance.cancel(link, frame.cancel.request_id)
+            case other:
+                log.warning("router %s sent a frame of an unknown kind (%s)", address, other)

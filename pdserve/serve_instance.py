@@ -1,0 +1,111 @@
+"""The process of one instance: load, attach to the routers, serve until told to stop."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+
+import torch
+from prometheus_client import REGISTRY, start_http_server
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from pdserve.config import InstanceConfig
+from pdserve.counters import families
+from pdserve.errors import SetupError
+from pdserve.instance import Instance
+from pdserve.link import PROTOCOL_VERSION, Links
+from pdserve.proto import pdserve_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+
+def serve(role: str, config: InstanceConfig) -> None:
+    """Runs an instance in this process until SIGTERM or SIGINT.
+
+    Raises:
+        SetupError: the model, the memory, the connector or a port is not there.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    asyncio.run(_serve(role, config))
+
+
+async def _serve(role: str, config: InstanceConfig) -> None:
+    links = Links([address.strip() for address in config.router.split(",") if address.strip()])
+    started = time.monotonic()
+    instance = Instance(config, links.send)
+    if config.metrics_port is not None:
+        _serve_metrics(config.metrics_port, instance)
+    hello = _hello(role, config, instance)
+    log.info("%s", describe(hello, time.monotonic() - started))
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    thread = threading.Thread(target=_run_engine, args=(instance,), name="engine")
+    thread.start()
+    serving = asyncio.create_task(links.run(instance, hello))
+    await stop.wait()
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    instance.stop()
+    await asyncio.to_thread(thread.join)
+
+
+def _run_engine(instance: Instance) -> None:
+    """A defect in the engine must not leave a process that looks alive: routers learn of its death at once."""
+    try:
+        instance.run()
+    except BaseException:
+        log.exception("the engine stopped on an error; the instance ends")
+        logging.shutdown()
+        os._exit(70)
+
+
+def _hello(role: str, config: InstanceConfig, instance: Instance) -> pb.Hello:
+    engine = instance.engine
+    return pb.Hello(
+        instance_id=config.instance_id or f"{role}-{socket.gethostname()}-{os.getpid()}",
+        role=role,
+        model=config.name,
+        namespace=engine.layout.namespace,
+        epoch=time.time_ns(),
+        block_size=engine.layout.block_size,
+        num_blocks=engine.pool.num_blocks,
+        block_bytes=engine.layout.block_bytes,
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.checkpoint.vocab_size,
+        connector=instance.connector.scheme,
+        device=str(engine.checkpoint.device),
+        dtype=engine.layout.dtype,
+        kernel=config.kernel if config.kernel != "auto" else "reference",
+        eos_token_ids=sorted(engine.checkpoint.eos_token_ids),
+        protocol_version=PROTOCOL_VERSION,
+    )
+
+
+def describe(hello: pb.Hello, seconds: float) -> str:
+    """One line for people: what this instance is."""
+    gib = hello.num_blocks * hello.block_bytes / 2**30
+    return (
+        f"{hello.instance_id}: {hello.model} in {hello.dtype} on {hello.device}, {hello.kernel} kernel, "
+        f"{hello.num_blocks} blocks of {hello.block_size} tokens ({gib:.2f} GiB), over {hello.connector}://, "
+        f"ready in {seconds:.1f} s"
+    )
+
+
+def _serve_metrics(port: int, instance: Instance) -> None:
+    class Counts(Collector):
+        def collect(self) -> list[Metric]:
+            return families([({}, dict(instance.load.counters))])
+
+    REGISTRY.register(Counts())
+    try:
+        start_http_server(port)
+    except OSError as error:
+        raise SetupError(f"--metrics-port {port}: {error.strerror}") from error

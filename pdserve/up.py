@@ -1,0 +1,39 @@
+"""`pdserve up`: a whole deployment on this machine until Ctrl-C."""
+
+import signal
+import threading
+
+from pdserve.config import UpConfig
+from pdserve.deployment import Deployment
+
+TEND_S = 0.2
+
+
+def up(config: UpConfig) -> None:
+    """Serves until SIGINT or SIGTERM.
+
+    Raises:
+        SetupError: it cannot start.
+    """
+    stop = threading.Event()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda *_: stop.set())
+    with Deployment(config, say=lambda line: print(line, flush=True)) as deployment:
+        kinds = [(config.prefill, "prefill"), (config.decode, "decode"), (config.both, "both")]
+        parts = " + ".join(f"{count} {kind}" for count, kind in kinds if count)
+        print(f"starting a router and {parts} on {config.model} over {deployment.connector}", flush=True)
+        while not stop.is_set() and not deployment.poll_ready():
+            stop.wait(TEND_S)
+        if not stop.is_set():
+            print(
+                f"ready on {deployment.url}  (Ctrl-C stops)\n\n  {curl_line(deployment.url, config.name)}\n", flush=True
+            )
+        while not stop.wait(TEND_S):
+            deployment.tend()
+        print("stopping", flush=True)
+
+
+def curl_line(url: str, model: str) -> str:
+    """A request to copy and paste."""
+    body = f'{{"model":"{model}","prompt":"The capital of France is","max_tokens":8,"temperature":0}}'
+    return f"curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"

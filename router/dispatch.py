@@ -1,0 +1,325 @@
+"""From a request to its stream of tokens: picks P and D, runs the hand-over machine, keeps the timeline."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+
+from pdserve.config import RouterConfig
+from pdserve.errors import BadRequest, RequestError, Unavailable
+from pdserve.handover import Action, Event, HandOver
+from pdserve.lifetime import Stage
+from pdserve.proto import pdserve_pb2 as pb
+from pdserve.request import Request
+from pdserve.router.fleet import Fleet, Member
+from pdserve.router.metrics import Metrics
+from pdserve.router.policy import POLICIES, Candidate
+from pdserve.router.stream import Chunk, ModelInfo
+from pdserve.router.timeline import Moved, Timeline, TimelineLog
+
+log = logging.getLogger(__name__)
+
+
+class Flight:
+    """One request under way: a TokenStream for the HTTP side, fed by the dispatcher."""
+
+    def __init__(self, dispatcher: "Dispatcher", request: Request, prefill: Member, decode: Member | None) -> None:
+        now = time.monotonic()
+        self.request = request
+        self.prefill = prefill
+        self.decode = decode  # None: prefill does everything
+        self.machine = HandOver(now, dispatcher.config.handover_timeout_seconds, split=decode is not None)
+        self.timeline = Timeline(request.request_id, prompt_tokens=len(request.prompt))
+        self.timeline.prefill_instance = prefill.id
+        self.timeline.decode_instance = (decode or prefill).id
+        self.submitted = now
+        self.last_token_at: float | None = None
+        self._dispatcher = dispatcher
+        self._chunks: asyncio.Queue[Chunk | RequestError] = asyncio.Queue()
+
+    @property
+    def last_member(self) -> Member:
+        """The instance that produces the output's end."""
+        return self.decode or self.prefill
+
+    def put(self, item: Chunk | RequestError) -> None:
+        self._chunks.put_nowait(item)
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        while True:
+            item = await self._chunks.get()
+            if isinstance(item, RequestError):
+                raise item
+            yield item
+            if item.finish_reason is not None:
+                return
+
+    def cancel(self) -> None:
+        self._dispatcher.handle(self, Event.CANCELLED)
+
+
+class Dispatcher:
+    """Implements `stream.Backend` over a fleet. One event loop, no locks."""
+
+    def __init__(self, config: RouterConfig, fleet: Fleet, metrics: Metrics) -> None:
+        self.config = config
+        self.fleet = fleet
+        self.flights: dict[str, Flight] = {}
+        self.timelines = TimelineLog(config.timelines)
+        self._metrics = metrics
+        self._policy = POLICIES[config.policy]
+        self._turn = 0
+        fleet.listener = self
+
+    # ---- for the HTTP side (stream.Backend) -------------------------------------------------------------------
+
+    def model(self) -> ModelInfo | None:
+        hellos = [member.hello for member in self.fleet.members.values()]
+        if not hellos:
+            return None
+        return ModelInfo(
+            name=self.config.name,
+            max_model_len=min(hello.max_model_len for hello in hellos),
+            vocab_size=hellos[0].vocab_size,
+            eos_token_ids=frozenset(hellos[0].eos_token_ids),
+        )
+
+    def ready(self) -> tuple[bool, str]:
+        prefill, decode = (self.fleet.serving(role, "both") for role in ("prefill", "decode"))
+        missing = [name for name, members in (("prefill", prefill), ("decode", decode)) if not members]
+        return not missing, f"no {' and no '.join(missing)} instance is registered" if missing else "ready"
+
+    def open(self, request: Request) -> Flight:
+        now = time.monotonic()
+        prefill, decode = self._route(request)
+        if request.request_id in self.flights:
+            raise BadRequest(f"request id {request.request_id!r} is in use", kind="duplicate_request_id")
+        flight = Flight(self, request, prefill, decode)
+        flight.timeline.stamp(Stage.RECEIVED, request.received or now)
+        flight.timeline.stamp(Stage.ADMITTED, now)
+        flight.timeline.stamp(Stage.ROUTED, time.monotonic())
+        self.flights[request.request_id] = flight
+        self.timelines.add(flight.timeline)
+        if decode is None:
+            # One output token needs no decode instance at all.
+            phase = pb.PREFILL if prefill.hello.role == "prefill" else pb.BOTH
+            self._submit(flight, prefill, phase)
+        else:
+            self._submit(flight, decode, pb.DECODE)
+            self._submit(flight, prefill, pb.PREFILL)
+        return flight
+
+    def instances(self) -> list[dict[str, object]]:
+        now = time.monotonic()
+        return [
+            {
+                "instance_id": member.id,
+                "role": member.hello.role,
+                "model": member.hello.model,
+                "device": member.hello.device,
+                "dtype": member.hello.dtype,
+                "kernel": member.hello.kernel,
+                "connector": member.hello.connector,
+                "block_size": member.hello.block_size,
+                "num_blocks": member.hello.num_blocks,
+                "free_blocks": member.load.free_blocks,
+                "running": member.load.running,
+                "waiting": member.load.waiting,
+                "requests": len(member.requests),
+                "last_heard_seconds": round(now - member.heard, 3),
+            }
+            for member in sorted(self.fleet.members.values(), key=lambda m: m.id)
+        ]
+
+    def timeline(self, request_id: str) -> Timeline | None:
+        return self.timelines.get(request_id)
+
+    # ---- for the fleet (fleet.Listener) -----------------------------------------------------------------------
+
+    def on_output(self, member: Member, output: pb.Output) -> None:
+        flight = self.flights.get(output.request_id)
+        if flight is None or output.request_id not in member.requests:
+            return  # it is over, or this instance has been given up
+        self._note(flight, member, output)
+        if output.HasField("error"):
+            error = RequestError(output.error.message, kind=output.error.kind)
+            self._member_failed(flight, member, error)
+        elif member is flight.decode or flight.decode is None:
+            self._on_decode(flight, member, output)
+        else:
+            self._on_prefill(flight, member, output)
+
+    def on_lost(self, member: Member) -> None:
+        for request_id in list(member.requests):
+            flight = self.flights.get(request_id)
+            if flight is not None:
+                error = Unavailable(f"instance {member.id} was lost while it served the request", kind="instance_lost")
+                self._member_failed(flight, member, error)
+        member.requests.clear()
+
+    async def watch(self) -> None:
+        """Ends requests that make no progress."""
+        while True:
+            await asyncio.sleep(min(1.0, self.config.handover_timeout_seconds / 4))
+            now = time.monotonic()
+            for flight in list(self.flights.values()):
+                if flight.machine.late(now):
+                    state = flight.machine.state
+                    message = f"no progress for {self.config.handover_timeout_seconds} s while {state}"
+                    self.handle(flight, Event.LATE, Unavailable(message, kind="timeout"))
+
+    # ---- the hand-over ----------------------------------------------------------------------------------------
+
+    def handle(self, flight: Flight, event: Event, error: RequestError | None = None) -> None:
+        """Runs one event through the flight's machine and carries out what it says."""
+        for action in flight.machine.handle(event, time.monotonic()):
+            match action:
+                case Action.FINALIZE:
+                    assert flight.decode is not None
+                    self._hand_over(flight, pb.HandOver(final=True))
+                    self._metrics.fallbacks.labels(kind=error.kind if error else event.value).inc()
+                case Action.CANCEL_PREFILL:
+                    self._let_go(flight, flight.prefill)
+                case Action.CANCEL_DECODE if flight.decode is not None:
+                    self._let_go(flight, flight.decode)
+                case Action.FAIL:
+                    assert error is not None
+                    flight.timeline.error = str(error)
+                    flight.put(error)
+        if flight.machine.ended:
+            self._end(flight, event)
+
+    def _on_prefill(self, flight: Flight, member: Member, output: pb.Output) -> None:
+        message = pb.HandOver(
+            num_blocks=output.stored.num_blocks, final=output.stored.final, tickets=output.stored.tickets
+        )
+        if output.token_ids:
+            message.first_token = output.token_ids[0]
+            member.requests[flight.request.request_id] = 0
+        if not output.finish_reason and (output.token_ids or output.HasField("stored")):
+            self._hand_over(flight, message)
+        if output.token_ids:
+            self.handle(flight, Event.FIRST_TOKEN)
+            self._emit(flight, output)
+        if output.finish_reason:
+            self._release(flight.request.request_id, member)
+            self.handle(flight, Event.FINISHED)
+        elif output.stored.final:
+            self._release(flight.request.request_id, member)
+            self.handle(flight, Event.STORED)
+
+    def _on_decode(self, flight: Flight, member: Member, output: pb.Output) -> None:
+        if output.token_ids:
+            member.requests[flight.request.request_id] = 0
+            self.handle(flight, Event.DECODED)
+            self._emit(flight, output)
+        if output.finish_reason:
+            self._release(flight.request.request_id, member)
+            self.handle(flight, Event.FINISHED)
+
+    def _member_failed(self, flight: Flight, member: Member, error: RequestError) -> None:
+        split_prefill = flight.decode is not None and member is flight.prefill
+        self._release(flight.request.request_id, member)
+        self.handle(flight, Event.PREFILL_FAILED if split_prefill else Event.DECODE_FAILED, error)
+
+    def _emit(self, flight: Flight, output: pb.Output) -> None:
+        now = time.monotonic()
+        timeline = flight.timeline
+        timeline.output_tokens += len(output.token_ids)
+        if flight.last_token_at is None:
+            timeline.stamp(Stage.FIRST_TOKEN, now)
+        else:
+            self._metrics.inter_token.observe((now - flight.last_token_at) / max(1, len(output.token_ids)))
+        flight.last_token_at = now
+        timeline.finish_reason = output.finish_reason
+        flight.put(Chunk(list(output.token_ids), output.finish_reason or None))
+
+    def _note(self, flight: Flight, member: Member, output: pb.Output) -> None:
+        """Takes stamps and counts into the timeline; instances stamp in seconds since they got the request."""
+        timeline = flight.timeline
+        for stamp in output.stamps:
+            stage = Stage(stamp.stage)
+            if stage is not Stage.FINISHED or member is flight.last_member or output.finish_reason:
+                timeline.stamp(stage, flight.submitted + stamp.seconds)
+        if output.HasField("tokens"):
+            timeline.computed_tokens = output.tokens.computed
+            timeline.local_hit_tokens = output.tokens.local_hit
+            timeline.loaded_tokens = output.tokens.loaded
+        if output.HasField("moved"):
+            moved = Moved(output.moved.blocks, output.moved.bytes, output.moved.seconds)
+            if member is flight.decode:
+                timeline.loaded = moved
+            else:
+                timeline.stored = moved
+
+    def _end(self, flight: Flight, event: Event) -> None:
+        """Forgets the flight. Every way out of a request comes through here, once."""
+        timeline, request_id = flight.timeline, flight.request.request_id
+        if self.flights.pop(request_id, None) is None:
+            return
+        for member in (flight.prefill, flight.decode):
+            if member is not None:
+                self._release(request_id, member)
+        timeline.stamp(Stage.FINISHED, time.monotonic())
+        if event is not Event.FINISHED:
+            timeline.finish_reason = "cancelled" if event is Event.CANCELLED else "error"
+        self._metrics.finished(timeline)
+
+    # ---- to the instances -------------------------------------------------------------------------------------
+
+    def _route(self, request: Request) -> tuple[Member, Member | None]:
+        """The prefill and the decode instance; None for decode when the first does it all.
+
+        Raises:
+            Unavailable: there is none of a kind.
+        """
+        decoders, prefillers = self.fleet.serving("decode", "both"), self.fleet.serving("prefill", "both")
+        if not decoders or not prefillers:
+            raise Unavailable(self.ready()[1], kind="no_instance", retry_after_s=1)
+        self._turn += 1
+        if request.sampling.max_tokens == 1:
+            return self._pick(prefillers), None
+        decode = self._pick(decoders)
+        if decode.hello.role == "both":
+            return decode, None
+        return self._pick(prefillers), decode
+
+    def _pick(self, members: list[Member]) -> Member:
+        candidates = [Candidate(m.id, len(m.requests), sum(m.requests.values()), m.load.free_blocks) for m in members]
+        return self.fleet.members[self._policy(candidates, self._turn).instance_id]
+
+    def _submit(self, flight: Flight, member: Member, phase: "pb.Phase") -> None:
+        request, sampling = flight.request, flight.request.sampling
+        member.requests[request.request_id] = 0 if phase == pb.DECODE else len(request.prompt)
+        message = pb.Submit(
+            request_id=request.request_id,
+            phase=phase,
+            prompt=request.prompt,
+            salt=request.salt,
+            sampling=pb.Sampling(
+                max_tokens=sampling.max_tokens,
+                min_tokens=sampling.min_tokens,
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                min_p=sampling.min_p,
+                seed=sampling.seed,
+                stop_token_ids=sampling.stop_token_ids,
+                ignore_eos=sampling.ignore_eos,
+            ),
+        )
+        member.send(pb.RouterFrame(submit=message))
+
+    def _hand_over(self, flight: Flight, message: pb.HandOver) -> None:
+        if flight.decode is not None:
+            message.request_id = flight.request.request_id
+            flight.decode.send(pb.RouterFrame(hand_over=message))
+
+    def _let_go(self, flight: Flight, member: Member) -> None:
+        """Tells an instance that nobody wants more of this request, unless it has said itself that it is done."""
+        if flight.request.request_id in member.requests:
+            member.send(pb.RouterFrame(cancel=pb.Cancel(request_id=flight.request.request_id)))
+            self._release(flight.request.request_id, member)
+
+    def _release(self, request_id: str, member: Member) -> None:
+        member.requests.pop(request_id, None)

@@ -1,0 +1,161 @@
+"""The instances that serve this router: they dial in, say Hello, and stay as long as they are heard.
+
+The gRPC side of the router. What an instance says is handed to a `Listener`; what it is told goes through `Member.send`.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import grpc
+
+from pdserve.errors import SetupError
+from pdserve.proto import pdserve_pb2 as pb
+from pdserve.proto.pdserve_pb2_grpc import RouterServicer, add_RouterServicer_to_server
+
+log = logging.getLogger(__name__)
+
+PROTOCOL_VERSION = 1
+ROLES = ("prefill", "decode", "both")
+SERVER_OPTIONS = [
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.so_reuseport", 0),  # a second router on the port is an error, not a silent share
+]
+
+
+@dataclass(eq=False)
+class Member:
+    """One attached instance.
+
+    Attributes:
+        load: its last heartbeat.
+        heard: when its last frame came, on the router's monotonic clock.
+        requests: ids of the router's requests that it works on → prompt tokens that it has yet to compute.
+    """
+
+    hello: pb.Hello
+    heard: float
+    load: pb.Heartbeat = field(default_factory=pb.Heartbeat)
+    requests: dict[str, int] = field(default_factory=dict)
+    outbox: asyncio.Queue[pb.RouterFrame | None] = field(default_factory=asyncio.Queue)
+    attached: float = field(default_factory=time.time)
+
+    @property
+    def id(self) -> str:
+        return self.hello.instance_id
+
+    def send(self, frame: pb.RouterFrame) -> None:
+        self.outbox.put_nowait(frame)
+
+
+class Listener(Protocol):
+    def on_output(self, member: Member, output: pb.Output) -> None: ...
+
+    def on_lost(self, member: Member) -> None: ...
+
+
+class Fleet(RouterServicer):
+    """Registry and gRPC servicer. Everything runs on one event loop."""
+
+    def __init__(self, router_id: str, model: str, lease_seconds: float) -> None:
+        self.members: dict[str, Member] = {}
+        self.listener: Listener | None = None
+        self.num_lost = 0
+        self._router_id = router_id
+        self._model = model
+        self._lease_seconds = lease_seconds
+
+    def serving(self, *roles: str) -> list[Member]:
+        return [member for member in self.members.values() if member.hello.role in roles]
+
+    async def Attach(self, frames: AsyncIterator[pb.InstanceFrame], context: Any) -> AsyncIterator[pb.RouterFrame]:
+        """The one RPC: lives as long as the instance does."""
+        first = await anext(aiter(frames))
+        refusal = self._refusal(first)
+        if refusal:
+            log.warning("refused %s: %s", first.hello.instance_id or context.peer(), refusal)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
+        member = self._join(first.hello)
+        reader = asyncio.create_task(self._read(member, frames))
+        try:
+            yield pb.RouterFrame(welcome=pb.Welcome(router_id=self._router_id, lease_seconds=self._lease_seconds))
+            while (frame := await member.outbox.get()) is not None:
+                yield frame
+        finally:
+            reader.cancel()
+            self._leave(member, "its stream ended")
+
+    async def watch(self) -> None:
+        """Drops instances whose lease has run out: frozen, or behind a network that swallows frames."""
+        while True:
+            await asyncio.sleep(self._lease_seconds / 6)
+            now = time.monotonic()
+            for member in list(self.members.values()):
+                if now - member.heard > self._lease_seconds:
+                    self._leave(member, f"not heard for {self._lease_seconds} s")
+
+    def _refusal(self, frame: pb.InstanceFrame) -> str:
+        """Why an instance may not serve here, or nothing."""
+        hello = frame.hello
+        if frame.WhichOneof("frame") != "hello" or hello.protocol_version != PROTOCOL_VERSION:
+            return f"this router speaks control protocol {PROTOCOL_VERSION}, the instance {hello.protocol_version}"
+        if hello.role not in ROLES:
+            return f"role {hello.role!r} is unknown; there are {', '.join(ROLES)}"
+        if hello.model != self._model:
+            return f"this router serves {self._model!r}, the instance {hello.model!r}: set --served-model-name alike"
+        for other in self.members.values():
+            if other.id != hello.instance_id and other.hello.namespace != hello.namespace:
+                return f"its weights, dtype, block size or KV layout differ from those of {other.id}"
+        return ""
+
+    def _join(self, hello: pb.Hello) -> Member:
+        if hello.instance_id in self.members:
+            self._leave(self.members[hello.instance_id], "a new process took its name")
+        member = self.members[hello.instance_id] = Member(hello, heard=time.monotonic())
+        log.info("%s joined as %s with %d blocks", member.id, hello.role, hello.num_blocks)
+        return member
+
+    def _leave(self, member: Member, reason: str) -> None:
+        if self.members.get(member.id) is not member:
+            return
+        del self.members[member.id]
+        self.num_lost += 1
+        log.warning("%s left: %s; %d requests were with it", member.id, reason, len(member.requests))
+        member.outbox.put_nowait(None)
+        assert self.listener is not None
+        self.listener.on_lost(member)
+
+    async def _read(self, member: Member, frames: AsyncIterator[pb.InstanceFrame]) -> None:
+        async for frame in frames:
+            member.heard = time.monotonic()
+            if self.members.get(member.id) is not member:
+                return
+            if frame.WhichOneof("frame") == "heartbeat":
+                member.load = frame.heartbeat
+            else:
+                assert self.listener is not None
+                for output in frame.step.outputs:
+                    self.listener.on_output(member, output)
+        member.outbox.put_nowait(None)
+
+
+async def serve(fleet: Fleet, host: str, port: int) -> tuple[grpc.aio.Server, int]:
+    """Starts the control server; port 0 takes a free one.
+
+    Raises:
+        SetupError: the port is taken.
+    """
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    add_RouterServicer_to_server(fleet, server)  # type: ignore[no-untyped-call]
+    try:
+        bound = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as error:
+        raise SetupError(
+            f"control port {host}:{port} is in use or not ours to take; choose another --control-port"
+        ) from error
+    await server.start()
+    return server, bound

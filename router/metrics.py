@@ -1,0 +1,77 @@
+"""The router's Prometheus metrics: the lifetime stamps as histograms, and what the instances count, with their labels."""
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from pdserve.counters import families
+from pdserve.lifetime import SPANS
+from pdserve.router.fleet import Fleet
+from pdserve.router.timeline import Timeline
+
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120)
+
+
+class Metrics:
+    """One registry per router, so that several can live in one process (as in tests)."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.registry = CollectorRegistry()
+        self._spans = {
+            name: Histogram(
+                f"pdserve_{name}_seconds",
+                f"from {start.value} to {end.value}",
+                buckets=SECONDS,
+                registry=self.registry,
+            )
+            for name, (start, end) in SPANS.items()
+        }
+        self.inter_token = Histogram(
+            "pdserve_inter_token_latency_seconds",
+            "between two tokens of one request",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self._requests = Counter(
+            "pdserve_requests_total", "requests by how they ended", ["finish_reason"], registry=self.registry
+        )
+        self._prompt_tokens = Counter("pdserve_prompt_tokens_total", "of finished requests", registry=self.registry)
+        self._output_tokens = Counter(
+            "pdserve_output_tokens_total", "sent to clients or dropped with them", registry=self.registry
+        )
+        self.fallbacks = Counter(
+            "pdserve_handover_fallbacks_total",
+            "hand-overs that decode had to complete by computing, by what happened to prefill",
+            ["kind"],
+            registry=self.registry,
+        )
+        lost = Gauge("pdserve_instances_lost", "instances that left since the start", registry=self.registry)
+        lost.set_function(lambda: fleet.num_lost)
+        self.registry.register(_FleetCounts(fleet))
+
+    def finished(self, timeline: Timeline) -> None:
+        """Takes a request's complete timeline into the histograms."""
+        for name, (start, end) in SPANS.items():
+            seconds = timeline.span(start, end)
+            if seconds is not None:
+                self._spans[name].observe(seconds)
+        self._requests.labels(finish_reason=timeline.finish_reason or "stop").inc()
+        self._prompt_tokens.inc(timeline.prompt_tokens)
+        self._output_tokens.inc(timeline.output_tokens)
+
+    def text(self) -> bytes:
+        """The exposition format."""
+        return generate_latest(self.registry)
+
+
+class _FleetCounts(Collector):
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def collect(self) -> Iterable[Metric]:
+        return families(
+            ({"instance": member.id, "role": member.hello.role}, dict(member.load.counters))
+            for member in self._fleet.members.values()
+        )

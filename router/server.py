@@ -1,0 +1,65 @@
+"""The process of one router: the HTTP server and the control server on one event loop, from start to end."""
+
+import asyncio
+import logging
+import secrets
+import socket
+
+import uvicorn
+
+from pdserve.config import RouterConfig
+from pdserve.errors import SetupError
+from pdserve.router import fleet as fleet_module
+from pdserve.router.api import create_app
+from pdserve.router.dispatch import Dispatcher
+from pdserve.router.fleet import Fleet
+from pdserve.router.metrics import Metrics
+from pdserve.router.policy import POLICIES
+from pdserve.router.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+def serve(config: RouterConfig) -> None:
+    """Runs a router in this process until SIGTERM or SIGINT.
+
+    Raises:
+        SetupError: a port is taken, the tokenizer is not there, the policy is unknown.
+    """
+    if config.policy not in POLICIES:
+        raise SetupError(f"--policy {config.policy} is unknown; there are {', '.join(POLICIES)}")
+    listening = _listen(config.host, config.port)
+    tokenizer = Tokenizer(config.model)
+    asyncio.run(_serve(config, tokenizer, listening))
+
+
+async def _serve(config: RouterConfig, tokenizer: Tokenizer, listening: socket.socket) -> None:
+    fleet = Fleet(f"router-{secrets.token_hex(4)}", config.name, config.lease_seconds)
+    metrics = Metrics(fleet)
+    dispatcher = Dispatcher(config, fleet, metrics)
+    control, control_port = await fleet_module.serve(fleet, config.control_host, config.control_port)
+    app = create_app(config, tokenizer, dispatcher, metrics.text, dispatcher.timelines.latest)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5))
+    log.info("router: clients on port %d, instances on port %d", listening.getsockname()[1], control_port)
+    watches = [asyncio.create_task(watch) for watch in (fleet.watch(), dispatcher.watch())]
+    try:
+        await server.serve(sockets=[listening])
+    finally:
+        for watch in watches:
+            watch.cancel()
+        await asyncio.gather(*watches, return_exceptions=True)
+        await control.stop(grace=0.5)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Binds before anything slow is loaded, so that a taken port is known at once. TCP_NODELAY is uvicorn's default."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except OSError as error:
+        raise SetupError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
+        ) from error
+    return listening
