@@ -21,6 +21,7 @@ Space is reserved when the slab is made, so a full /dev/shm is an error at start
 
 import errno
 import logging
+import math
 import mmap
 import os
 import struct
@@ -60,6 +61,8 @@ _WORD = struct.Struct("<Q")
 
 _RECORD_BYTES: Final = 128
 _RECORD = struct.Struct("<QddQ96x")  # word (owner and state), lease's end, last use, holders
+_SET = struct.Struct("<" + _WAYS * "Qdd104x")
+_SET_SLOTS: Final = range(_WAYS)
 _LEASE = struct.Struct("<ddQ")
 _LEASE_AT: Final = 8
 _USED_AT: Final = 16
@@ -128,15 +131,14 @@ class Slab:
         # Populating maps all pages now. Otherwise each first touch of a page is a fault, which halves the first copies.
         self._map = mmap.mmap(fd, geometry.total, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         flat = np.frombuffer(self._map, np.uint8, geometry.slots * geometry.stride, geometry.payload_at)
-        self._payloads: Row | None = flat.reshape(geometry.slots, geometry.stride)[:, : geometry.block_bytes]
+        self._payloads: Row = flat.reshape(geometry.slots, geometry.stride)[:, : geometry.block_bytes]
 
     def close(self) -> None:
-        self._payloads = None  # the last view; the map cannot be closed under it
+        del self._payloads  # the last view; the map cannot be closed under it
         self._map.close()
         os.close(self._fd)  # and with it the byte that says we are alive
 
     def payload(self, slot: int) -> Row:
-        assert self._payloads is not None
         row: Row = self._payloads[slot]
         return row
 
@@ -189,7 +191,9 @@ class Slab:
 
     def claim(self, name: bytes) -> int | None:
         """A slot to write into, or None if all that this name may use are leased or being written."""
-        slot = min(self._candidates(name), default=(0.0, 0.0, None))[2]
+        slot = self._free_slot(name)
+        if slot is None:
+            slot = self._stale_slot(name)
         if slot is not None:
             self._set_word(slot, _WRITING)
             self._writing.add(slot)
@@ -218,20 +222,26 @@ class Slab:
         self._set_word(slot, _FREE)
         self._writing.discard(slot)
 
-    def _candidates(self, name: bytes) -> Iterator[tuple[float, float, int]]:
-        """Slots that may be taken, the best one lowest: a free one, one left by the dead, the least recently used."""
+    def _free_slot(self, name: bytes) -> int | None:
+        """A free slot in the emptier set."""
+        one, other = ((start, self._records(start)[::_RECORD_BYTES]) for start in self._starts(name))
+        start, states = max(one, other, key=lambda both: both[1].count(_FREE))
+        at = states.find(_FREE)
+        return start + at if at >= 0 else None
+
+    def _stale_slot(self, name: bytes) -> int | None:
+        """A slot left by the dead, or else the least recently used one without a lease."""
         now = time.monotonic()
+        oldest, found = math.inf, None
         for start in self._starts(name):
-            records = list(_RECORD.iter_unpack(self._records(start)))
-            taken = sum(word & 0xFF != _FREE for word, *_ in records)
-            for slot, (word, lease_end, used, _) in enumerate(records, start):
-                state, owner = word & 0xFF, word >> _STATE_BITS
-                if state == _FREE:
-                    yield 0.0, taken, slot
-                elif state == _READY and lease_end <= now:
-                    yield 2.0, used, slot
-                elif state == _WRITING and not self._being_written(slot, owner):
-                    yield 1.0, 0.0, slot
+            values = _SET.unpack(self._records(start))
+            for slot, word, lease_end, used in zip(_SET_SLOTS, values[::3], values[1::3], values[2::3], strict=True):
+                if word & 0xFF == _WRITING:
+                    if not self._being_written(start + slot, word >> _STATE_BITS):
+                        return start + slot
+                elif lease_end <= now and used < oldest:
+                    oldest, found = used, start + slot
+        return found
 
     def _being_written(self, slot: int, owner: int) -> bool:
         if owner == self._user:

@@ -73,9 +73,7 @@ class Fence:
         return first
 
 
-class Outgoing:
-    """A block on its way out, as `put_many` sees it. One that is never marked ends as UNAVAILABLE."""
-
+class _Block:
     __slots__ = ("_fence", "_index", "_operation", "_row", "_seal", "key")
 
     def __init__(self, operation: "_Operation[Any]", index: int, key: bytes, row: Row, seal: Seal) -> None:
@@ -85,6 +83,15 @@ class Outgoing:
         self._row = row
         self._seal = seal
         self.key = key
+
+
+B = TypeVar("B", bound=_Block)
+
+
+class Outgoing(_Block):
+    """A block on its way out, as `put_many` sees it. One that is never marked ends as UNAVAILABLE."""
+
+    __slots__ = ()
 
     def read(self) -> tuple[bytes, memoryview]:
         """Header and payload, for transports that send from the row itself.
@@ -116,18 +123,10 @@ class Outgoing:
         self._operation.outcomes[self._index] = outcome
 
 
-class Incoming:
+class Incoming(_Block):
     """A block to be loaded, as `get_many` sees it. One that is never marked ends as UNAVAILABLE."""
 
-    __slots__ = ("_fence", "_index", "_operation", "_row", "_seal", "key")
-
-    def __init__(self, operation: "_Operation[Any]", index: int, key: bytes, row: Row, seal: Seal) -> None:
-        self._operation = operation
-        self._fence = operation.fence
-        self._index = index
-        self._row = row
-        self._seal = seal
-        self.key = key
+    __slots__ = ()
 
     def accept(self, header: bytes, *parts: Buffer | Row) -> Outcome:
         """Checks what the store gave for this key, and copies it into the row: OK or CORRUPT, which it also marks.
@@ -148,13 +147,14 @@ class Incoming:
         self._operation.outcomes[self._index] = Outcome.CORRUPT
 
     def _copy(self, header: bytes, parts: Sequence[Buffer | Row]) -> bool:
-        if not self._seal.fits(header, self.key) or sum(len(part) for part in parts) != len(self._row):
+        if not self._seal.fits(header, self.key) or sum(map(len, parts)) != len(self._row):
             return False
         start = 0
         with self._fence:
             for part in parts:
-                self._row[start : start + len(part)] = np.frombuffer(part, dtype=np.uint8)
-                start += len(part)
+                source = part if isinstance(part, np.ndarray) else np.frombuffer(part, np.uint8)
+                self._row[start : start + len(source)] = source
+                start += len(source)
             return intact(header, self._row)
 
 
@@ -268,20 +268,14 @@ class BatchedConnector(Connector):
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
         self._check(keys, block_ids)
         operation = _Operation("store", len(keys), self.timeout, self._finish_transfer)
-        blocks = [
-            Outgoing(operation, i, key, self.memory.rows[row], self.seal)
-            for i, (key, row) in enumerate(zip(keys, block_ids, strict=True))
-        ]
-        return self._submit(operation, lambda: self.put_many(blocks, lease_s))
+        pairs = list(zip(keys, block_ids, strict=True))
+        return self._submit(operation, lambda: self.put_many(self._blocks(Outgoing, operation, pairs), lease_s))
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
         self._check(keys, block_ids)
         operation = _Operation("load", len(keys), self.timeout, self._finish_transfer)
-        blocks = [
-            Incoming(operation, i, key, self.memory.rows[row], self.seal)
-            for i, (key, row) in enumerate(zip(keys, block_ids, strict=True))
-        ]
-        return self._submit(operation, lambda: self._get_and_heal(operation, blocks))
+        pairs = list(zip(keys, block_ids, strict=True))
+        return self._submit(operation, lambda: self._get_and_heal(operation, self._blocks(Incoming, operation, pairs)))
 
     def match(self, keys: Sequence[bytes]) -> Future[int]:
         operation: _Operation[int] = _Operation("match", 0, self.timeout, lambda done: done.matched)
@@ -344,6 +338,10 @@ class BatchedConnector(Connector):
             self._complaints.add(f"{operation.kind} failed: {type(fault).__name__}: {fault}", kind=type(fault).__name__)
         except Exception as defect:  # noqa: BLE001 - a defect of the program belongs to the caller, not to this thread
             operation.fail(defect)
+
+    def _blocks(self, kind: type[B], operation: "_Operation[Any]", pairs: Sequence[tuple[bytes, int]]) -> list[B]:
+        rows = self.memory.rows
+        return [kind(operation, i, key, rows[row], self.seal) for i, (key, row) in enumerate(pairs)]
 
     def _get_and_heal(self, operation: _Operation[Result], blocks: Sequence[Incoming]) -> None:
         self.get_many(blocks)
