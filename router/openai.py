@@ -80,6 +80,7 @@ INSTEAD = {
     "request_id": "send it in the X-Request-Id header",
     "best_of": "ask for n choices and pick one yourself",
 }
+ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "messages": "prompt"}
 # What an assistant message of an earlier answer may carry when a client sends it back.
 NEUTRAL_IN_MESSAGE: dict[str, tuple[object, ...]] = {
     "annotations": ([],),
@@ -207,6 +208,8 @@ def parse_json(raw: bytes) -> dict[str, Any]:
         raise BadRequest("the body is nested too deeply", kind="invalid_json") from None
     except ValueError as error:  # malformed, not UTF-8, or a whole number of thousands of digits
         raise BadRequest(f"the body is not valid JSON: {error}", kind="invalid_json") from None
+    if b"\\u" in raw and not _is_unicode(body):
+        raise BadRequest("the body holds half of a surrogate pair, which is not a character", kind="invalid_unicode")
     if not isinstance(body, dict):
         raise BadRequest(f"the body must be a JSON object, not {_json_type(body)}", kind="invalid_json")
     return body
@@ -477,8 +480,7 @@ def _refuse(error: ErrorDetails, known: set[str]) -> NoReturn:
     name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in error["loc"]).lstrip(".")
     top = str(error["loc"][0])
     if error["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(name, sorted(known), n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = _suggestion(name, known) if name == top else ""
         raise BadRequest(f"unknown field {_quote(name)}{hint}", kind="unknown_field", param=name[:100])
     if error["type"] == "missing":
         raise BadRequest(f"{name} is required", kind="missing_field", param=name)
@@ -491,6 +493,11 @@ def _refuse(error: ErrorDetails, known: set[str]) -> NoReturn:
     raise BadRequest(message, kind="invalid_parameter", param=name)
 
 
+def _suggestion(name: str, known: set[str]) -> str:
+    close = [ALIASES[name]] if name in ALIASES else difflib.get_close_matches(name, sorted(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
 def _quote(text: str) -> str:
     """The client's own words in an error message, which they must not flood."""
     return repr(text if len(text) <= 100 else text[:100] + "…")
@@ -499,6 +506,14 @@ def _quote(text: str) -> str:
 def _json_type(value: object) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
+
+
+def _is_unicode(body: object) -> bool:
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -41,16 +41,8 @@ class Tokenizer:
         self.silent_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids, with those that the model wants around a text (such as BOS) if `special`.
-
-        Raises:
-            BadRequest: the text holds half a surrogate pair, which is no Unicode character.
-        """
-        try:
-            ids: list[int] = self._rust.encode(text, add_special_tokens=special).ids
-        except TypeError:  # what the Rust side says to a str that has no UTF-8 form
-            message = "the text holds half of a surrogate pair, which is not a character"
-            raise BadRequest(message, kind="invalid_unicode") from None
+        """Token ids, with those that the model wants around a text (such as BOS) if `special`."""
+        ids: list[int] = self._rust.encode(text, add_special_tokens=special).ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:

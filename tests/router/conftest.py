@@ -194,7 +194,7 @@ class Client:
         return self.request("GET", path)
 
     def post(self, path: str, body: object, **options: object) -> httpx.Response:
-        return self.request("POST", path, json=body, **options)
+        return self.request("POST", path, content=json.dumps(body).encode(), **options)
 
     async def _request(self, method: str, path: str, options: dict[str, object]) -> httpx.Response:
         transport = httpx.ASGITransport(self._app, raise_app_exceptions=False)

@@ -32,11 +32,6 @@ def test_it_knows_its_vocabulary(tokenizer: Tokenizer, fallback_tokenizer: Token
     assert tokenizer.token(tokenizer.vocab_size) == ""
 
 
-def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(BadRequest, match="half of a surrogate pair"):
-        tokenizer.encode("\ud83d")
-
-
 def test_chat_goes_through_the_template(tokenizer: Tokenizer) -> None:
     ids = tokenizer.render_chat([{"role": "user", "content": "hello"}])
     text = "<|start|>user\nhello<|end|><|start|>assistant\n"
@@ -58,7 +53,7 @@ def test_no_template_no_chat(fallback_tokenizer: Tokenizer) -> None:
 
 
 def test_a_directory_without_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match="no tokenizer in .*: there is no tokenizer.json") as caught:
+    with pytest.raises(SetupError, match=r"no tokenizer in .*: there is no tokenizer\.json") as caught:
         Tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
 
