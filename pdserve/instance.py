@@ -17,9 +17,9 @@ from pdserve.counters import series
 from pdserve.decode.decoder import Decoder
 from pdserve.engine.engine import Engine
 from pdserve.job import Job
-from pdserve.kv_transfer.connector import Connector, PoolMemory
+from pdserve.kv_transfer.connector import Connector
 from pdserve.kv_transfer.registry import connect
-from pdserve.kv_transfer.staging import host_rows
+from pdserve.kv_transfer.staging import attach_pool
 from pdserve.prefill.prefiller import Prefiller
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams
@@ -40,8 +40,8 @@ class Instance:
 
     def __init__(self, config: InstanceConfig, send: Send, connector: Connector | None = None) -> None:
         self.engine = Engine(config)
-        self.connector = connector or connect(config.connector)
-        self.connector.attach(PoolMemory(host_rows(self.engine.runner.pool_NL2GBD), self.engine.layout))
+        pool = self.engine.runner.pool_NL2GBD
+        self.connector = attach_pool(connector or connect(config.connector), pool, self.engine.layout)
         self.prefiller = Prefiller(self.engine, self.connector, self, config.lease_seconds)
         self.decoder = Decoder(self.engine, self.connector, self)
         self.load = pb.Heartbeat()

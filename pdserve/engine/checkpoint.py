@@ -130,6 +130,7 @@ def _hf_config(path: Path) -> Any:
 
 def _load_model(path: Path, hf_config: Any, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
     paged_model.register()
+    transformers.utils.logging.disable_progress_bar()
     kind = (hf_config.architectures or [hf_config.model_type])[0]
     unsupported = f"architecture {kind} is not supported"
     if type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:

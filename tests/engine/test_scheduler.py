@@ -1,0 +1,128 @@
+"""The scheduler: budgets are kept, nothing starves, nothing leaks, whatever arrives and leaves."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.scheduler import Schedule, Scheduler
+from pdserve.engine.sequence import Sequence
+from pdserve.request import SamplingParams
+
+BLOCK = 4
+
+
+def sequence(name: str, prompt: list[int], max_tokens: int = 4) -> Sequence:
+    return Sequence(name, list(prompt), len(prompt), SamplingParams(max_tokens=max_tokens), b"root", BLOCK)
+
+
+def scheduler(num_blocks: int, max_num_seqs: int = 8, budget: int = 16) -> Scheduler:
+    return Scheduler(BlockPool(num_blocks, BLOCK), max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+
+
+def run_step(sched: Scheduler) -> tuple[Schedule, list[Sequence]]:
+    """What the engine does with a schedule, without a model: every new token is 7."""
+    plan = sched.schedule()
+    finished = []
+    for seq, count in plan.tokens.items():
+        seq.num_computed += count
+        for i in range(seq.num_registered, seq.num_computed // BLOCK):
+            sched.pool.register(seq.block_ids[i], seq.full_keys()[i])
+            seq.num_registered = i + 1
+        if seq.num_missing == 0:
+            seq.tokens.append(7)
+            if seq.finish_reason():
+                finished.append(seq)
+    for seq in finished:
+        sched.remove(seq)
+    return plan, finished
+
+
+def test_a_long_prompt_is_chunked_while_others_decode() -> None:
+    sched = scheduler(64, budget=8)
+    short, long = sequence("short", [1, 2, 3]), sequence("long", list(range(20)))
+    sched.add(short)
+    run_step(sched)
+    sched.add(long)
+    plan, _ = run_step(sched)
+    assert plan.tokens == {short: 1, long: 7}
+    plan, _ = run_step(sched)
+    assert plan.tokens == {short: 1, long: 7}
+
+
+def test_the_latest_arrival_is_preempted_and_finishes_later() -> None:
+    sched = scheduler(4)
+    first, second = sequence("first", [1] * 7, 6), sequence("second", [2] * 7, 6)
+    sched.add(first)
+    sched.add(second)
+    preempted, order = [], []
+    for _ in range(60):
+        plan, finished = run_step(sched)
+        preempted += plan.preempted
+        order += finished
+    assert preempted and set(preempted) == {second}
+    assert order == [first, second]
+
+
+def test_loaded_sequences_go_before_new_ones() -> None:
+    sched = scheduler(8, max_num_seqs=1)
+    new, loaded = sequence("new", [1, 2, 3]), sequence("loaded", [4, 5, 6])
+    sched.add(new)
+    assert sched.reserve(loaded, 0, 4)
+    sched.add(loaded)
+    assert list(sched.schedule().tokens) == [loaded]
+
+
+def test_a_warm_prefix_is_not_computed_again_and_leaves_one_token() -> None:
+    sched = scheduler(32)
+    for _ in range(2):
+        seq = sequence("a", list(range(8)), 1)
+        sched.add(seq)
+        plan, _ = run_step(sched)
+    assert plan.tokens[seq] == 4, "the last of the two full blocks is computed, for its logits"
+    assert sched.prefix_hits == 4 and sched.prefix_queries == 16
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    num_blocks=st.integers(6, 30),
+    max_num_seqs=st.integers(1, 6),
+    budget=st.integers(1, 24),
+    arrivals=st.lists(
+        st.tuples(st.integers(0, 12), st.integers(1, 14), st.integers(1, 8), st.integers(0, 2), st.booleans()),
+        min_size=1,
+        max_size=12,
+    ),
+)
+def test_random_arrivals_and_aborts(
+    num_blocks: int, max_num_seqs: int, budget: int, arrivals: list[tuple[int, int, int, int, bool]]
+) -> None:
+    """Each arrival: (at step, prompt tokens, output tokens, prefix family, aborted some steps later)."""
+    sched = scheduler(num_blocks, max_num_seqs, budget)
+    pending = sorted(enumerate(arrivals), key=lambda item: item[1][0])
+    live: set[Sequence] = set()
+    aborts: list[tuple[int, Sequence]] = []
+    for step in range(1500):
+        while pending and pending[0][1][0] <= step:
+            i, (_, prompt, output, family, abort) = pending.pop(0)
+            seq = sequence(str(i), [family] * prompt, output)
+            sched.add(seq)
+            live.add(seq)
+            if abort:
+                aborts.append((step + 2, seq))
+        for at, seq in list(aborts):
+            if at <= step and seq in live:
+                sched.remove(seq)
+                live.discard(seq)
+        plan, finished = run_step(sched)
+        live -= set(finished)
+        assert sum(plan.tokens.values()) <= budget
+        assert len(sched.running) <= max_num_seqs
+        assert all(count > 0 for count in plan.tokens.values())
+        sched.pool.check_integrity()
+        held = {block for seq in live for block in seq.block_ids}
+        assert held == {b for seq in sched.sequences() for b in seq.block_ids}
+        assert sched.pool.num_held == len(held)
+        if not live and not pending:
+            break
+    assert not live, "a sequence starved"
+    assert sched.pool.num_held == 0
