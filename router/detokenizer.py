@@ -74,7 +74,10 @@ class Detokenizer:
 
 
 class StopMatcher:
-    """Ends the text before the first of the stop strings (or after it, if `include`)."""
+    """Ends the text before the stop string that is complete first (or after it, if `include`).
+
+    Of several that end at the same character the longest counts, so the tokens in which text comes make no difference.
+    """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = tuple(stops)
@@ -85,11 +88,11 @@ class StopMatcher:
     def push(self, text: str) -> str:
         """What of the text so far cannot be part of a stop string any more. Sets `matched` when one is complete."""
         text = self._held + text
-        hits = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        hits = [(text.find(stop) + len(stop), stop) for stop in self._stops if stop in text]
         if hits:
-            at, self.matched = min(hits, key=lambda hit: (hit[0], len(hit[1])))
+            end, self.matched = min(hits, key=lambda hit: (hit[0], -len(hit[1])))
             self._held = ""
-            return text[: at + len(self.matched)] if self._include else text[:at]
+            return text[:end] if self._include else text[: end - len(self.matched)]
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -458,8 +458,8 @@ def _without_neutral(
     for name, value in body.items():
         if name in known or name not in neutral or value is None or _is_one_of(value, neutral[name]):
             continue
-        may = ["leave it out", *(f"send {json.dumps(right)}" for right in neutral[name])]
-        hint = INSTEAD.get(name, " or ".join(may))
+        may = f"leave it out or send {json.dumps(neutral[name][0])}" if neutral[name] else "leave it out"
+        hint = INSTEAD.get(name, may)
         message = f"{prefix}{name} is not supported; {hint}"
         raise BadRequest(message, kind="unsupported_parameter", param=f"{prefix}{name}")
     return {name: value for name, value in body.items() if name in known or name not in neutral}

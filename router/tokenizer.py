@@ -18,7 +18,7 @@ class Tokenizer:
     which is slower and not safe from two threads.
 
     Attributes:
-        vocab_size: ids that it knows; the model may have some more, which decode to nothing.
+        vocab_size: all ids that it knows are below; the model may have some more, which decode to nothing.
         eos_token_ids: what the tokenizer calls the end of a text.
         silent_ids: special tokens, which `decode` leaves out of the text.
     """
@@ -34,7 +34,7 @@ class Tokenizer:
         self._rust: tokenizers.Tokenizer = self._hf.backend_tokenizer
         self._rust.no_truncation()
         self._rust.no_padding()
-        self.vocab_size: int = len(self._hf)
+        self.vocab_size = max(self._rust.get_vocab().values()) + 1  # its length is less when ids are left out
         eos = self._hf.eos_token_id
         self.eos_token_ids: frozenset[int] = frozenset() if eos is None else frozenset([eos])
         added = self._rust.get_added_tokens_decoder()

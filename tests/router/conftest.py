@@ -49,9 +49,9 @@ def _byte_level() -> RustTokenizer:
 
 
 def _byte_fallback() -> RustTokenizer:
-    """As Llama 2's: ▁ for spaces, the first of which the decoder trims, and <0xE6> for bytes."""
+    """As Llama 2's: ▁ for spaces, the first of which the decoder trims, and <0xE6> for bytes. There is no id 1."""
     pieces = [f"<0x{byte:02X}>" for byte in range(256)] + list("▁abcdehlortw") + ["▁the", "▁cat", "▁▁"]
-    vocab = {piece: i for i, piece in enumerate(["<unk>", *pieces])}
+    vocab = {"<unk>": 0} | {piece: i for i, piece in enumerate(pieces, start=2)}
     tokenizer = RustTokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(parts)
@@ -215,7 +215,7 @@ def url(app: FastAPI) -> Iterator[str]:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
-            wait_until(lambda: server.started)
+            wait_until(lambda: server.started, seconds=30)
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import socket
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 import pytest
+from fastapi import FastAPI
 
 from pdserve import __version__
 from pdserve.errors import BadRequest, Overloaded, RequestError, Unavailable
@@ -390,6 +392,22 @@ def test_a_client_that_leaves_frees_all_its_choices(
     eventually(lambda: all(stream.cancelled for stream in backend.streams), seconds=1.0)
     assert time.monotonic() - left < 1.0
     assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_a_client_that_leaves_while_it_sends_is_no_error(app: FastAPI, backend: ScriptedBackend) -> None:
+    messages = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": [], "query_string": b""}
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 499
+    assert backend.requests == []
 
 
 def test_tokens_arrive_one_by_one(url: str, backend: ScriptedBackend) -> None:

@@ -77,6 +77,13 @@ def test_text_through_byte_fallback_equals_decode(fallback_tokenizer: Tokenizer)
     check()
 
 
+def test_ids_without_a_token_say_nothing(fallback_tokenizer: Tokenizer) -> None:
+    """And they are no context: the space after them is not the first."""
+    cat = fallback_tokenizer.encode("▁a")
+    ids = [*cat, 1, *cat, fallback_tokenizer.vocab_size, *cat]
+    assert "".join(pieces(fallback_tokenizer, ids)) == fallback_tokenizer.decode(ids) == "a a a"
+
+
 def test_an_incomplete_character_comes_out_at_the_end(tokenizer: Tokenizer) -> None:
     out = pieces(tokenizer, byte_ids(tokenizer, b"a\xf0\x9f"))
     assert out == ["a", "", "", "\ufffd"]
@@ -116,6 +123,8 @@ def stopped(stops: list[str], parts: list[str], include: bool = False) -> tuple[
         (["bc", "abcd"], list("abcd"), ("a", "bc")),
         (["\n\n", "."], ["a\n", "b. c"], ("a\nb", ".")),
         (["x", "xy"], ["axy"], ("a", "x")),
+        (["d", "bcd"], ["abcd"], ("a", "bcd")),
+        (["abcd", "bc"], ["abcd"], ("a", "bc")),
         ([], ["a", "b"], ("ab", None)),
     ],
 )
@@ -137,13 +146,11 @@ def test_only_what_may_be_a_stop_string_is_held_back() -> None:
 def test_stop_strings_end_the_text_where_the_first_is_complete(stops: list[str], parts: list[str]) -> None:
     """Against the definition: read character by character, and stop when the text read ends with a stop string."""
     text = "".join(parts)
-    ends = [end for end in range(1, len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
-    out, matched = stopped(stops, list(text))
-    if not ends:
-        assert (out, matched) == (text, None)
-        return
-    assert matched in stops
-    assert out == text[: ends[0] - len(matched)]
+    complete = [(end, stop) for end in range(len(text) + 1) for stop in stops if text[:end].endswith(stop)]
+    end, matched = min(complete, key=lambda hit: (hit[0], -len(hit[1])), default=(len(text), None))
+    assert stopped(stops, parts) == (text[: end - len(matched or "")], matched)
+    if matched is not None:
+        assert stopped(stops, parts, include=True) == (text[:end], matched)
 
 
 def run(stream: TextStream, chunks: list[Chunk]) -> tuple[str, list[int]]:

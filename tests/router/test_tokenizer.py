@@ -27,6 +27,7 @@ def test_it_knows_its_vocabulary(tokenizer: Tokenizer, fallback_tokenizer: Token
     assert tokenizer.eos_token_ids == {0}
     assert tokenizer.silent_ids == {0, 1}
     assert fallback_tokenizer.eos_token_ids == frozenset()
+    assert fallback_tokenizer.token(fallback_tokenizer.vocab_size - 1) == "▁▁", "ids that are left out count"
     assert tokenizer.decode([tokenizer.vocab_size + 7]) == ""
     assert tokenizer.token(0) == "<|end|>"
     assert tokenizer.token(tokenizer.vocab_size) == ""
