@@ -51,6 +51,13 @@ class MemoryConnector(ThreadedConnector):
             self._store.leases[name] = time.monotonic() + lease_s
             self._store.bytes += len(value)
 
+    def renew(self, name: str, lease_s: float) -> bool:
+        with self._store.lock:
+            if name not in self._store.values:
+                return False
+            self._store.leases[name] = max(self._store.leases.get(name, 0.0), time.monotonic() + lease_s)
+            return True
+
     def get(self, name: str) -> Buffer | None:
         with self._store.lock:
             value = self._store.values.get(name)

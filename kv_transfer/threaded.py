@@ -389,6 +389,10 @@ class ThreadedConnector(BatchedConnector):
     def put(self, name: str, header: bytes, payload: memoryview, lease_s: float) -> None:
         """Stores a value so that it is either there as a whole or not at all. Raises `Full` if there is no room."""
 
+    def renew(self, name: str, lease_s: float) -> bool:
+        """Prolongs the lease of a value that is there. False, as by default, makes the caller put it again."""
+        return False
+
     @abstractmethod
     def get(self, name: str) -> Buffer | None:
         """The value, or None. It is copied into the pool once, straight from the buffer returned here."""
@@ -402,8 +406,12 @@ class ThreadedConnector(BatchedConnector):
 
     def put_many(self, blocks: Sequence[Outgoing], lease_s: float) -> None:
         for block in blocks:
+            name = self._name(block.key)
+            if self.renew(name, lease_s):
+                block.present()
+                continue
             try:
-                self.put(self._name(block.key), *block.read(), lease_s)
+                self.put(name, *block.read(), lease_s)
                 block.stored()
             except Full:
                 block.failed(Outcome.FULL)

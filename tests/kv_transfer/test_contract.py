@@ -1,0 +1,261 @@
+"""Every rule of the connector contract, for every connector."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import wait
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pdserve.keys import Layout
+from pdserve.kv_transfer.connector import Outcome
+from pdserve.kv_transfer.header import HEADER_BYTES, Seal
+
+KiB = 1024
+MiB = 1024 * KiB
+
+# Imported modules cannot be shared between test files; these are the fixtures' types.
+Attach = Callable[..., Any]
+LayoutOf = Callable[..., Layout]
+NewKeys = Callable[[int], list[bytes]]
+HandsOf = Callable[[str, Layout], Any]
+
+CHANGED_HEADER_BYTES = {
+    "magic": 0,
+    "header version": 8,
+    "layout version": 12,
+    "namespace": 16,
+    "key": 32,
+    "length": 48,
+    "checksum": 56,
+}
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "room"), [(4 * KiB, "4MiB"), (32 * KiB, "4MiB"), (1_835_008, "64MiB"), (4 * MiB, "160MiB")]
+)
+def test_scattered_blocks_come_back_bit_exact(
+    url: str, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys, block_bytes: int
+) -> None:
+    layout = layout_of(block_bytes)
+    source, target = attach(url, layout, blocks=12), attach(url, layout, blocks=12)
+    before = target.rows.copy()
+    keys, out, into = new_keys(7), [11, 0, 5, 2, 9, 1, 7], [3, 8, 0, 11, 6, 4, 10]
+
+    assert source.store(keys, out).outcomes == [Outcome.OK] * 7
+    assert target.load(keys, into).outcomes == [Outcome.OK] * 7
+
+    np.testing.assert_array_equal(target.rows[into], source.rows[out])
+    untouched = [row for row in range(12) if row not in into]
+    np.testing.assert_array_equal(target.rows[untouched], before[untouched])
+
+
+def test_match_counts_leading_keys_only(url: str, attach: Attach, new_keys: NewKeys) -> None:
+    instance, keys = attach(url), new_keys(6)
+    assert instance.match(keys) == 0
+    instance.store(keys[:3] + keys[4:], [0, 1, 2, 4, 5])
+    assert instance.match(keys) == 3
+    assert instance.match(keys[4:]) == 2
+    instance.store([keys[3]], [3])
+    assert instance.match(keys) == 6
+    assert instance.match([]) == 0
+
+
+def test_missing_blocks_are_reported_one_by_one(url: str, attach: Attach, new_keys: NewKeys) -> None:
+    instance, keys = attach(url), new_keys(4)
+    instance.store([keys[0], keys[2]], [0, 2])
+    result = instance.load(keys, [8, 9, 10, 11])
+    assert result.outcomes == [Outcome.OK, Outcome.MISSING, Outcome.OK, Outcome.MISSING]
+    assert result.leading == 1
+    np.testing.assert_array_equal(instance.rows[[8, 10]], instance.rows[[0, 2]])
+
+
+@pytest.mark.parametrize("where", [0, 2048, 4095])
+def test_a_flipped_byte_is_corrupt_and_heals_with_the_next_store(
+    url: str, attach: Attach, hands: HandsOf, new_keys: NewKeys, where: int
+) -> None:
+    instance, keys = attach(url), new_keys(3)
+    instance.store(keys, [0, 1, 2])
+    store = hands(url, instance.layout)
+    value = bytearray(store.read(keys[1]))
+    value[HEADER_BYTES + where] ^= 1
+    store.write(keys[1], bytes(value))
+
+    assert instance.load(keys, [8, 9, 10]).outcomes == [Outcome.OK, Outcome.CORRUPT, Outcome.OK]
+    assert instance.match(keys) == 1  # nobody is sent after it again
+
+    instance.store(keys, [0, 1, 2])
+    assert instance.load(keys, [8, 9, 10]).outcomes == [Outcome.OK] * 3
+    np.testing.assert_array_equal(instance.rows[8:11], instance.rows[0:3])
+
+
+@pytest.mark.parametrize("field", CHANGED_HEADER_BYTES)
+def test_a_header_that_differs_in_any_field_is_never_believed(
+    url: str, attach: Attach, hands: HandsOf, new_keys: NewKeys, field: str
+) -> None:
+    instance, (key,) = attach(url), new_keys(1)
+    instance.store([key], [0])
+    store = hands(url, instance.layout)
+    value = bytearray(store.read(key))
+    value[CHANGED_HEADER_BYTES[field]] ^= 1
+    store.write(key, bytes(value))
+    # In shared memory the header is the name: with another key or namespace in it, nothing is found at all.
+    assert instance.load([key], [8]).outcomes[0] in (Outcome.CORRUPT, Outcome.MISSING)
+
+
+def test_a_foreign_namespace_neither_matches_nor_loads(
+    url: str, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys
+) -> None:
+    ours, theirs = attach(url, layout_of(4096, "ours")), attach(url, layout_of(4096, "theirs"))
+    keys = new_keys(2)
+    assert theirs.store(keys, [0, 1]).leading == 2
+    assert ours.match(keys) == 0
+    assert ours.load(keys, [0, 1]).outcomes == [Outcome.MISSING] * 2
+    # Both can hold the same key, each its own bytes.
+    ours.store(keys, [0, 1])
+    assert (ours.load(keys, [4, 5]).leading, theirs.load(keys, [4, 5]).leading) == (2, 2)
+    np.testing.assert_array_equal(ours.rows[4:6], ours.rows[0:2])
+    np.testing.assert_array_equal(theirs.rows[4:6], theirs.rows[0:2])
+
+
+def test_foreign_bytes_under_the_right_name_are_refused(
+    url: str, attach: Attach, hands: HandsOf, layout_of: LayoutOf, new_keys: NewKeys
+) -> None:
+    instance, (key,) = attach(url), new_keys(1)
+    instance.store([key], [0])
+    payload = bytes(4096)
+    hands(url, instance.layout).write(key, Seal(layout_of(4096, "theirs")).pack(key, payload) + payload)
+    assert instance.load([key], [8]).outcomes[0] in (Outcome.CORRUPT, Outcome.MISSING)
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file", "redis"], indirect=True)
+@pytest.mark.parametrize("length", [0, 10, 64, 1000, HEADER_BYTES + 4095, HEADER_BYTES + 4097])
+def test_values_of_a_wrong_length_are_refused(
+    url: str, attach: Attach, hands: HandsOf, new_keys: NewKeys, length: int
+) -> None:
+    instance, keys = attach(url), new_keys(2)
+    instance.store(keys, [0, 1])
+    store = hands(url, instance.layout)
+    store.write(keys[0], (store.read(keys[0]) + b"x")[:length])
+    assert instance.load(keys, [8, 9]).outcomes == [Outcome.CORRUPT, Outcome.OK]
+
+
+def test_storing_again_moves_no_bytes(url: str, attach: Attach, new_keys: NewKeys) -> None:
+    instance, keys = attach(url), new_keys(4)
+    instance.store(keys, [0, 1, 2, 3])
+    once = instance.connector.stats().bytes["store"]
+    assert instance.store(keys, [0, 1, 2, 3]).outcomes == [Outcome.OK] * 4
+    assert once == 4 * 4096
+    assert instance.connector.stats().bytes["store"] == once
+
+
+def test_one_key_twice_in_one_store(url: str, attach: Attach, new_keys: NewKeys) -> None:
+    instance, (key,) = attach(url), new_keys(1)
+    instance.rows[1] = instance.rows[0]
+    assert instance.store([key, key], [0, 1]).outcomes == [Outcome.OK] * 2
+    assert instance.load([key, key], [8, 9]).outcomes == [Outcome.OK] * 2
+    np.testing.assert_array_equal(instance.rows[8:10], instance.rows[0:2])
+
+
+def test_release_keeps_or_drops_but_never_breaks(url: str, attach: Attach, new_keys: NewKeys) -> None:
+    instance, keys = attach(url), new_keys(2)
+    instance.store(keys, [0, 1])
+    instance.connector.release(keys)
+    instance.connector.release(new_keys(3))
+    instance.connector.release(keys)
+    result = instance.load(keys, [8, 9])
+    for i, outcome in enumerate(result.outcomes):
+        assert outcome in (Outcome.OK, Outcome.MISSING)
+        if outcome is Outcome.OK:
+            np.testing.assert_array_equal(instance.rows[8 + i], instance.rows[i])
+
+
+def test_stats_count_blocks_bytes_and_failures(url: str, attach: Attach, new_keys: NewKeys) -> None:
+    instance, keys = attach(url), new_keys(5)
+    instance.store(keys[:3], [0, 1, 2])
+    instance.load(keys, [4, 5, 6, 7, 8])
+    stats = instance.connector.stats()
+    assert stats.blocks == {"store": 3, "load": 3}
+    assert stats.bytes == {"store": 3 * 4096, "load": 3 * 4096}
+    assert stats.failures == {("load", Outcome.MISSING): 2}
+    assert stats.seconds["store"] > 0 and stats.seconds["load"] > 0
+    stats.blocks["store"] = 99  # a snapshot
+    assert instance.connector.stats().blocks["store"] == 3
+
+
+@pytest.mark.parametrize("room", ["192MiB"])
+def test_close_waits_for_what_is_under_way(url: str, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys) -> None:
+    layout = layout_of(MiB)
+    source, keys = attach(url, layout, blocks=32), new_keys(32)
+    futures = [source.connector.store([key], [row], lease_s=60) for row, key in enumerate(keys)]
+    source.connector.close()
+    assert all(future.done() for future in futures)
+    target = attach(url, layout, blocks=32)
+    assert target.load(keys, range(32)).leading == 32
+    np.testing.assert_array_equal(target.rows, source.rows)
+
+
+@pytest.mark.parametrize("room", ["192MiB"])
+def test_calls_return_before_the_work_is_done(url: str, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys) -> None:
+    instance, keys = attach(url, layout_of(4 * MiB), blocks=16), new_keys(16)
+    started = time.perf_counter()
+    futures = [instance.connector.store(keys, range(16), lease_s=60), instance.connector.match(keys)]
+    called = time.perf_counter() - started
+    assert not any(future.cancel() for future in futures)  # rows stay reserved until the end
+    wait(futures)
+    assert called < (time.perf_counter() - started) / 2
+
+
+@pytest.mark.parametrize("room", ["32MiB"])
+def test_a_reader_never_sees_wrong_bytes_while_writers_store(
+    url: str, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys
+) -> None:
+    layout, keys = layout_of(256 * KiB), new_keys(40)
+    source, target = attach(url, layout, blocks=40), attach(url, layout, blocks=40)
+    done = threading.Event()
+
+    def store_all() -> None:
+        for row, key in enumerate(keys):
+            source.store([key], [row])
+        done.set()
+
+    writer = threading.Thread(target=store_all)
+    writer.start()
+    while True:
+        last = done.is_set()
+        for row, outcome in enumerate(target.load(keys, range(40)).outcomes):
+            assert outcome in (Outcome.OK, Outcome.MISSING)
+            if outcome is Outcome.OK:
+                np.testing.assert_array_equal(target.rows[row], source.rows[row])
+        if last:
+            break
+    writer.join()
+    assert target.match(keys) == 40
+
+
+def test_mistakes_of_the_caller_raise_at_once(url: str, attach: Attach, new_keys: NewKeys) -> None:
+    instance, keys = attach(url, blocks=4), new_keys(2)
+    with pytest.raises(ValueError, match="2 keys for 1 blocks"):
+        instance.connector.store(keys, [0], lease_s=1)
+    with pytest.raises(ValueError, match="from 0 to 3"):
+        instance.connector.load(keys, [0, 4])
+    with pytest.raises(ValueError, match="from 0 to 3"):
+        instance.connector.load(keys, [0, -1])
+    with pytest.raises(ValueError, match="16 bytes"):
+        instance.connector.store([b"short"], [0], lease_s=1)
+
+
+def test_nothing_to_do_is_fine(url: str, attach: Attach) -> None:
+    instance = attach(url)
+    assert instance.store([], []).outcomes == []
+    assert instance.load([], []).outcomes == []
+
+
+def test_closing_twice_is_fine_and_using_it_after_is_not(url: str, attach: Attach, new_keys: NewKeys) -> None:
+    instance = attach(url)
+    instance.connector.close()
+    instance.connector.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        instance.connector.match(new_keys(1))
