@@ -7,8 +7,6 @@ import torch
 from pdserve.kernels import reference
 from pdserve.kernels.batch import PagedBatch
 
-KERNELS = ("reference",)
-
 
 @dataclass(frozen=True)
 class AttentionOptions:

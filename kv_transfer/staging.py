@@ -55,7 +55,7 @@ class StagedConnector(Connector):
         self._half = max(1, min(pool.shape[0], staging_bytes // layout.block_bytes))
         on_gpu = pool.device.type == "cuda"
         self._rows = torch.zeros((2 * self._half, layout.block_bytes), dtype=torch.uint8, pin_memory=on_gpu)
-        self._streams = {d: torch.cuda.Stream(pool.device) if on_gpu else None for d in ("store", "load")}
+        self._streams = {d: _new_stream(pool.device) for d in ("store", "load")}
         self._threads = {d: ThreadPoolExecutor(1, thread_name_prefix=f"staging-{d}") for d in ("store", "load")}
         inner.attach(PoolMemory(self._rows.numpy(), layout))
 
@@ -65,7 +65,7 @@ class StagedConnector(Connector):
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
         written = None
         if self._pool.device.type == "cuda":
-            written = torch.cuda.Event()
+            written = torch.cuda.Event()  # type: ignore[no-untyped-call]
             written.record(torch.cuda.current_stream(self._pool.device))
 
         def move(keys: Sequence[bytes], blocks: list[int], slots: list[int]) -> Result:
@@ -121,13 +121,17 @@ class StagedConnector(Connector):
         return _Synchronized(stream) if stream is not None else nullcontext(None)
 
 
+def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
 class _Synchronized:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
         self._context = torch.cuda.stream(stream)
 
     def __enter__(self) -> torch.cuda.Stream:
-        self._context.__enter__()
+        self._context.__enter__()  # type: ignore[no-untyped-call]
         return self._stream
 
     def __exit__(self, *error: Any) -> None:

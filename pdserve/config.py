@@ -3,11 +3,14 @@
 `flag("…")` gives a field its default and its line of help. The command line turns `max_num_seqs` into `--max-num-seqs`.
 """
 
+import re
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 DEFAULT_CONNECTOR = "shm://pdserve"
 DEFAULT_PORT = 8000
+DTYPES = ("float32", "bfloat16", "float16")
+KERNELS = ("reference",)
 DEFAULT_CONTROL_PORT = 8001
 
 
@@ -47,6 +50,12 @@ class EngineConfig(ModelConfig):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        if self.dtype not in ("auto", *DTYPES):
+            raise ValueError(f"dtype {self.dtype!r} is not supported; use auto, {', '.join(DTYPES)}")
+        if self.kernel not in ("auto", *KERNELS):
+            raise ValueError(f"kernel {self.kernel!r} is unknown; there are auto, {', '.join(KERNELS)}")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ValueError(f"device {self.device!r} is not supported; use auto, cpu, cuda or cuda:1")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"--gpu-memory-utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}"

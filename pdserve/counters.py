@@ -16,6 +16,7 @@ HELP = {
     "kv_transfer_seconds": "time spent in transfers, by connector and direction",
     "kv_transfer_blocks": "KV blocks moved, by connector and direction",
     "kv_transfer_failures": "KV blocks that a transfer did not move, by connector, direction and kind",
+    "integrity_checks": "looks at the whole pool while idle, each of which found every block in its place",
     "engine_steps": "forward passes",
     "num_requests_running": "sequences in the running batch, loading or storing",
     "num_requests_waiting": "sequences that have not started",

@@ -27,6 +27,7 @@ from pdserve.request import SamplingParams
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 LOAD_INTERVAL_S = 0.1  # between two snapshots of the load while steps follow each other
+CHECK_INTERVAL_S = 1.0  # between two looks at the whole pool
 Send = Callable[[str, pb.InstanceFrame], None]
 
 
@@ -53,6 +54,7 @@ class Instance:
         self._counts: dict[str, float] = {}
         self._stopping = False
         self._load_published = 0.0
+        self._checked = 0.0
         self._publish_load()
 
     # ---- from other threads -----------------------------------------------------------------------------------
@@ -97,9 +99,19 @@ class Instance:
         if result.advanced:
             self.count("engine_steps", 1)
         self._flush()
+        if not self._jobs:
+            self._check_idle(started)
         if not self.engine.has_work or started - self._load_published > LOAD_INTERVAL_S:
             self._load_published = started
             self._publish_load()
+
+    def _check_idle(self, now: float) -> None:
+        """With nothing to do, every block must be back. A leak ends the instance rather than starving it slowly."""
+        assert self.engine.pool.num_held == 0, f"{self.engine.pool.num_held} blocks are held by nobody"
+        if now - self._checked > CHECK_INTERVAL_S:
+            self._checked = now
+            self.engine.pool.check_integrity()
+            self.count("integrity_checks", 1)
 
     def _run_inbox(self, wait: bool) -> None:
         if wait:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest, RequestError, Unavailable
-from pdserve.handover import Action, Event, HandOver
+from pdserve.handover import Action, Event, HandOver, State
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request
@@ -54,8 +54,10 @@ class Flight:
             if item.finish_reason is not None:
                 return
 
-    def cancel(self) -> None:
-        self._dispatcher.handle(self, Event.CANCELLED)
+    def cancel(self, finish_reason: str = "cancelled") -> None:
+        if not self.machine.ended:
+            self.timeline.finish_reason = finish_reason
+            self._dispatcher.handle(self, Event.CANCELLED)
 
 
 class Dispatcher:
@@ -187,7 +189,7 @@ class Dispatcher:
                     flight.timeline.error = str(error)
                     flight.put(error)
         if flight.machine.ended:
-            self._end(flight, event)
+            self._end(flight)
 
     def _on_prefill(self, flight: Flight, member: Member, output: pb.Output) -> None:
         message = pb.HandOver(
@@ -252,7 +254,7 @@ class Dispatcher:
             else:
                 timeline.stored = moved
 
-    def _end(self, flight: Flight, event: Event) -> None:
+    def _end(self, flight: Flight) -> None:
         """Forgets the flight. Every way out of a request comes through here, once."""
         timeline, request_id = flight.timeline, flight.request.request_id
         if self.flights.pop(request_id, None) is None:
@@ -261,8 +263,8 @@ class Dispatcher:
             if member is not None:
                 self._release(request_id, member)
         timeline.stamp(Stage.FINISHED, time.monotonic())
-        if event is not Event.FINISHED:
-            timeline.finish_reason = "cancelled" if event is Event.CANCELLED else "error"
+        if flight.machine.state is State.FAILED:
+            timeline.finish_reason = "error"
         self._metrics.finished(timeline)
 
     # ---- to the instances -------------------------------------------------------------------------------------

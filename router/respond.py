@@ -50,7 +50,7 @@ class Choice:
             await emit(Delta(self.index, text, token_ids, self.text.finish_reason))
             if self.text.finish_reason is not None:
                 if chunk.finish_reason is None:
-                    self.stream.cancel()
+                    self.stream.cancel(self.text.finish_reason)
                 return
         raise Unavailable("the tokens ended without a reason", kind="incomplete_stream")
 

@@ -33,8 +33,11 @@ class TokenStream(Protocol):
 
     def __aiter__(self) -> AsyncIterator[Chunk]: ...
 
-    def cancel(self) -> None:
-        """Frees the request's blocks everywhere. Harmless when it is over already; may be called at any time."""
+    def cancel(self, finish_reason: str = "cancelled") -> None:
+        """Frees the request's blocks everywhere. Harmless when it is over already; may be called at any time.
+
+        `finish_reason` is what the timeline says: "stop" when the router has found a stop string.
+        """
 
 
 class Backend(Protocol):

@@ -96,9 +96,10 @@ def generate() -> Callable[[Path, list[list[int]], int], list[list[int]]]:
 
     def run(path: Path, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
         model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()  # type: ignore[no-untyped-call]
-        outputs = []
-        for prompt in prompts:
-            ids = torch.tensor([prompt])
+        outputs: dict[int, list[int]] = {}
+        for length in {len(prompt) for prompt in prompts}:  # equal lengths together: no padding, half the time
+            rows = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
+            ids = torch.tensor([prompts[i] for i in rows])
             output = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -108,8 +109,8 @@ def generate() -> Callable[[Path, list[list[int]], int], list[list[int]]]:
                 eos_token_id=None,
                 pad_token_id=0,
             )
-            outputs.append(output[0, len(prompt) :].tolist())
-        return outputs
+            outputs |= dict(zip(rows, output[:, length:].tolist(), strict=True))
+        return [outputs[i] for i in range(len(prompts))]
 
     return run
 

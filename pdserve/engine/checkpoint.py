@@ -16,7 +16,6 @@ from pdserve.errors import SetupError
 from pdserve.keys import Layout
 from pdserve.model_path import resolve_model
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
@@ -52,6 +51,9 @@ def load(config: EngineConfig) -> Checkpoint:
     dtype = _dtype(config.dtype, hf_config)
     model = _load_model(path, hf_config, dtype, device)
     text = hf_config.get_text_config()
+    if not getattr(text, "num_attention_heads", None):
+        kind = (hf_config.architectures or [hf_config.model_type])[0]
+        raise SetupError(f"architecture {kind} is not supported: it has no attention heads, hence no KV")
     layout = Layout(
         model_fingerprint=fingerprint(path),
         num_layers=text.num_hidden_layers,
@@ -105,8 +107,6 @@ def _local_directory(name: str) -> Path:
 def _device(name: str) -> torch.device:
     cuda = torch.cuda.is_available()
     device = torch.device(("cuda" if cuda else "cpu") if name == "auto" else name)
-    if device.type not in ("cpu", "cuda"):
-        raise SetupError(f"device {name!r} is not supported; use cpu or cuda")
     if device.type == "cuda" and not cuda:
         raise SetupError(f"device {name!r} asked for, but torch {torch.__version__} sees no GPU; use --device cpu")
     return device
@@ -116,9 +116,9 @@ def _dtype(name: str, hf_config: Any) -> torch.dtype:
     if name == "auto":
         dtype = getattr(hf_config.get_text_config(), "dtype", None)
         return dtype if isinstance(dtype, torch.dtype) else torch.float32
-    if name not in DTYPES:
-        raise SetupError(f"dtype {name!r} is not supported; use auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def _hf_config(path: Path) -> Any:
@@ -130,7 +130,7 @@ def _hf_config(path: Path) -> Any:
 
 def _load_model(path: Path, hf_config: Any, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
     paged_model.register()
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     kind = (hf_config.architectures or [hf_config.model_type])[0]
     unsupported = f"architecture {kind} is not supported"
     if type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:

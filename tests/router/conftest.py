@@ -120,8 +120,9 @@ class ScriptedStream:
         if self._script.hang:
             await asyncio.Event().wait()
 
-    def cancel(self) -> None:
+    def cancel(self, finish_reason: str = "cancelled") -> None:
         self.cancelled = True
+        self.timeline.finish_reason = finish_reason
 
 
 class ScriptedBackend:

@@ -182,7 +182,7 @@ def test_a_stop_string_across_tokens_ends_the_choice(
     got = events(response) if stream else [response.json()]
     assert text_of(got) == "one 1 + 2"
     assert got[-1]["choices"][0]["finish_reason"] == "stop"
-    assert backend.streams[0].cancelled
+    assert backend.streams[0].cancelled and backend.streams[0].timeline.finish_reason == "stop"
 
 
 def test_the_stop_string_may_be_included(client: Client, backend: ScriptedBackend, tokenizer: Tokenizer) -> None:

@@ -1,0 +1,75 @@
+"""What arrives is what was sent: the bytes of every block on D equal those on P, over real connectors."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve.config import InstanceConfig
+from pdserve.instance import Instance
+from pdserve.proto import pdserve_pb2 as pb
+
+
+class Desk:
+    """One instance without its threads: frames are collected, turns are taken by hand."""
+
+    def __init__(self, config: InstanceConfig) -> None:
+        self.outputs: list[pb.Output] = []
+        self.instance = Instance(config, lambda _, frame: self.outputs.extend(frame.step.outputs))
+
+    def until(self, done: Callable[[list[pb.Output]], bool]) -> None:
+        for _ in range(2000):
+            if done(self.outputs):
+                return
+            self.instance.turn(wait=not self.instance.engine.has_work)
+        raise AssertionError(f"not done: {self.outputs}")
+
+
+@pytest.mark.parametrize("connector_url", ["shm", "file", "redis"], indirect=True)
+def test_every_block_of_a_700_token_prompt(
+    connector_url: str, checkpoint: Callable[..., Path], generate: Callable[..., list[list[int]]]
+) -> None:
+    path = checkpoint("llama")
+    config = InstanceConfig(
+        model=str(path), connector=connector_url, num_blocks=64, max_num_batched_tokens=128, max_model_len=1000
+    )
+    prompt = [(i * i + 3 * i) % 256 for i in range(700)]
+    sampling = pb.Sampling(max_tokens=4, top_p=1, ignore_eos=True)
+    prefill, decode = Desk(config), Desk(config)
+
+    decode.instance.submit("r", pb.Submit(request_id="x", phase=pb.DECODE, prompt=prompt, sampling=sampling))
+    decode.until(lambda outputs: any(s.stage == "reserved" for o in outputs for s in o.stamps))
+    (decode_job,) = decode.instance._jobs.values()
+    reserved = list(decode_job.seq.block_ids)
+
+    prefill.instance.submit("r", pb.Submit(request_id="x", phase=pb.PREFILL, prompt=prompt, sampling=sampling))
+    # The blocks are P's only until the last store is done: their ids are noted after each turn.
+    tables: list[list[int]] = [[]]
+    while not any(o.stored.final for o in prefill.outputs):
+        jobs = list(prefill.instance._jobs.values())
+        if jobs and jobs[0].seq.block_ids:
+            tables.append(list(jobs[0].seq.block_ids))
+        prefill.instance.turn(wait=not prefill.instance.engine.has_work)
+    sent = prefill.instance.engine.runner.pool_NL2GBD[tables[-1]].clone()
+    assert len(tables[-1]) == 44
+    first = next(o.token_ids[0] for o in prefill.outputs if o.token_ids)
+    counts = [o.stored.num_blocks for o in prefill.outputs if o.HasField("stored")]
+    assert counts[-1] == 44 and counts == sorted(counts)
+
+    for count in counts:
+        final = count == 44
+        message = pb.HandOver(request_id="x", num_blocks=count, final=final, first_token=first if final else None)
+        decode.instance.hand_over("r", message)
+    decode.until(lambda outputs: any(o.finish_reason for o in outputs))
+    received = decode.instance.engine.runner.pool_NL2GBD[reserved]
+    assert torch.equal(received[:43], sent[:43]), "full blocks"
+    rest = 700 % 16  # decode has written its own tokens behind these
+    assert torch.equal(received[43, ..., :rest, :], sent[43, ..., :rest, :]), "the partial block"
+    moved = [o.moved.blocks for o in decode.outputs if o.HasField("moved")][-1]
+    assert moved == 44, "the partial block crossed too"
+    tokens = [first, *(t for o in decode.outputs for t in o.token_ids)]
+    assert tokens == generate(path, [prompt], 4)[0]
+    for desk in (prefill, decode):
+        assert desk.instance.engine.pool.num_held == 0
+        desk.instance.connector.close()

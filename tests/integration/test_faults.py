@@ -1,0 +1,208 @@
+"""Instances die, freeze, come late; clients leave. Every request ends, with its right tokens or a clear error."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+PROMPTS = [[i, 7, 9] * (4 + 20 * (i % 3)) for i in range(9)]
+TOKENS = 120
+
+
+def stream(url: str, model: str, prompt: list[int], tokens: int = TOKENS) -> tuple[list[int], str]:
+    """The token ids that a streaming client got, and the error that ended the stream, if one did."""
+    body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    ids: list[int] = []
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json={**body, "stream": True, "return_token_ids": True}, timeout=60
+    ) as reply:
+        if reply.status_code != 200:
+            return ids, f"{reply.status_code}: {reply.read().decode()}"
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    return ids, event["error"]["message"]
+                ids += event["choices"][0].get("token_ids") or []
+    return ids, ""
+
+
+def wait_until(holds: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+
+
+def instances(url: str) -> dict[str, dict[str, Any]]:
+    found = httpx.get(f"{url}/debug/instances").json()["instances"]
+    return {one["instance_id"]: one for one in found}
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+def test_a_killed_instance_costs_time_or_a_clear_error(
+    victim: str,
+    checkpoint: Callable[..., Path],
+    generate: Callable[..., list[list[int]]],
+    deploy: Callable[..., Any],
+    blocks_held: Callable[..., dict[str, float]],
+) -> None:
+    path = checkpoint("llama")
+    expected = generate(path, PROMPTS, TOKENS)
+    with (
+        deploy(model=str(path), num_blocks=512, max_num_batched_tokens=32) as deployment,
+        ThreadPoolExecutor(len(PROMPTS)) as threads,
+    ):
+        url, model = deployment.url, deployment.config.name
+        futures = [threads.submit(stream, url, model, prompt) for prompt in PROMPTS]
+        busy = lambda: instances(url).get(victim, {}).get("requests", 0) >= 3  # noqa: E731
+        wait_until(busy, 10, f"{victim} is in the middle of it")
+        os.kill(deployment.child(victim).pid, signal.SIGKILL)
+        killed = time.monotonic()
+        results = [future.result(30) for future in futures]
+        if victim == "decode-0":
+            assert time.monotonic() - killed < 5
+        errors = [error for _, error in results if error]
+        for (ids, error), tokens in zip(results, expected, strict=True):
+            assert ids == (tokens if not error else tokens[: len(ids)]), "a wrong token"
+        if victim == "prefill-0":
+            refused = [error for error in errors if "no prefill instance is registered" not in error]
+            assert not refused, "decode completes what prefill began"
+        else:
+            assert errors and all("decode-0 was lost" in e or "no decode instance" in e for e in errors)
+
+        wait_until(lambda: _is_ready_again(deployment, victim), 30, f"{victim} is restarted and serves again")
+        assert stream(url, model, PROMPTS[3], 8) == (expected[3][:8], "")
+        wait_until(lambda: not any(blocks_held(deployment).values()), 5, "all blocks are back")
+
+
+def _is_ready_again(deployment: Any, name: str) -> bool:
+    deployment.tend()
+    return name in instances(deployment.url)
+
+
+def test_a_frozen_instance_is_out_within_two_seconds_and_comes_back(
+    checkpoint: Callable[..., Path], deploy: Callable[..., Any]
+) -> None:
+    with deploy(model=str(checkpoint("llama")), num_blocks=512, decode=2) as deployment:
+        url, model = deployment.url, deployment.config.name
+        frozen = deployment.child("decode-1").pid
+        os.kill(frozen, signal.SIGSTOP)
+        try:
+            wait_until(lambda: "decode-1" not in instances(url), 2.0, "the frozen instance is out")
+            for prompt in PROMPTS[:4]:
+                ids, error = stream(url, model, prompt, 4)
+                assert len(ids) == 4 and not error
+        finally:
+            os.kill(frozen, signal.SIGCONT)
+        wait_until(lambda: "decode-1" in instances(url), 10, "it has attached again")
+
+
+def test_a_client_that_leaves_frees_its_blocks_within_a_second(
+    checkpoint: Callable[..., Path], deploy: Callable[..., Any], blocks_held: Callable[..., dict[str, float]]
+) -> None:
+    with deploy(model=str(checkpoint("llama")), num_blocks=512, max_num_batched_tokens=32) as deployment:
+        body = {"model": deployment.config.name, "max_tokens": 900, "temperature": 0, "ignore_eos": True}
+        for streaming in (True, False):
+            with httpx.Client(base_url=deployment.url) as client:
+                leave = threading.Event()
+                future = _post_and_leave(client, {**body, "prompt": [1, 2, 3], "stream": streaming}, leave)
+                wait_until(lambda: instances(deployment.url)["decode-0"]["requests"] == 1, 5, "it decodes")
+                leave.set()
+                future.result(10)
+            # A heartbeat that carries the news may be 0.4 s old.
+            wait_until(lambda: not any(blocks_held(deployment).values()), 1.5, "its blocks are back")
+            assert instances(deployment.url)["decode-0"]["requests"] == 0
+
+
+def _post_and_leave(client: httpx.Client, body: dict[str, Any], leave: threading.Event) -> "Future[None]":
+    future: Future[None] = Future()
+
+    def run() -> None:
+        timeout = httpx.Timeout(30, read=1.0 if not body["stream"] else 30)
+        try:
+            with client.stream("POST", "/v1/completions", json=body, timeout=timeout) as reply:
+                for _ in reply.iter_lines():
+                    if leave.is_set():
+                        break
+        except httpx.ReadTimeout:
+            pass  # how the client of a request without a stream leaves
+        future.set_result(None)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def test_two_hundred_requests_with_a_fifth_cancelled_leave_nothing(
+    checkpoint: Callable[..., Path], deploy: Callable[..., Any], blocks_held: Callable[..., dict[str, float]]
+) -> None:
+    def one(i: int) -> str:
+        prompt = [(i * 31 + j) % 256 for j in range(1 + (i * 37) % 200)]
+        body = {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": 1 + i % 40 + 30 * (i % 5 == 0),
+            "seed": i,
+            "stream": True,
+        }
+        try:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
+                for events, line in enumerate(reply.iter_lines()):
+                    if i % 5 == 0 and events >= i % 7:
+                        return "cancelled"
+                    if line == "data: [DONE]":
+                        return "done"
+            return f"ended without [DONE], status {reply.status_code}"
+        except httpx.HTTPError as error:
+            return repr(error)
+
+    with (
+        deploy(
+            model=str(checkpoint("llama")),
+            num_blocks=96,
+            max_model_len=512,
+            prefill=2,
+            decode=2,
+            max_num_batched_tokens=64,
+        ) as deployment,
+        ThreadPoolExecutor(16) as threads,
+    ):
+        url, model = deployment.url, deployment.config.name
+        ends = list(threads.map(one, range(200)))
+        assert set(ends) == {"cancelled", "done"} and ends.count("cancelled") == 40
+        wait_until(lambda: not any(blocks_held(deployment).values()), 5, "all blocks are back")
+        # Each instance looks at its whole pool when it falls idle, and ends itself if a block is out of place.
+        time.sleep(1.1)
+        for i in range(1, 9):
+            one(i)
+        checks = [
+            line
+            for line in httpx.get(f"{url}/metrics").text.splitlines()
+            if line.startswith("pdserve_integrity_checks_total")
+        ]
+        assert len(checks) == 4 and all(float(line.rsplit(" ", 1)[1]) >= 1 for line in checks)
+        assert all(child.running for child in deployment.children)
+
+
+def test_an_instance_that_joins_later_is_used_at_once(
+    checkpoint: Callable[..., Path], deploy: Callable[..., Any]
+) -> None:
+    with deploy(model=str(checkpoint("llama")), num_blocks=128) as deployment:
+        late = deployment.child("decode-0")
+        twin = type(late)("decode-9", [a if a != "decode-0" else "decode-9" for a in late.arguments])
+        deployment.children.append(twin)
+        deployment._start(twin)
+        deployment.wait_ready()
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda p: stream(deployment.url, deployment.config.name, p, 8), PROMPTS[:8]))
+        log = httpx.get(f"{deployment.url}/debug/requests").json()
+        used = {one["decode_instance"] for one in log["requests"]}
+        assert used == {"decode-0", "decode-9"}

@@ -1,0 +1,104 @@
+"""Starting with something missing: one line that says what, and exit code 2."""
+
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pdserve.deployment import free_port
+
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def fails(done: "subprocess.CompletedProcess[str]", *parts: str) -> None:
+    assert done.returncode == 2, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("pdserve: ")]
+    assert len(lines) == 1 and "Traceback" not in done.stderr, done.stderr
+    for part in parts:
+        assert part in lines[0]
+
+
+def test_no_such_model_directory(pdserve: Command) -> None:
+    fails(pdserve("prefill", "--model", "/no/such/place"), "no such model directory: /no/such/place")
+    fails(pdserve("router", "--port", str(free_port()), "--model", "/no/such/place"), "no such model directory")
+
+
+def test_a_directory_without_a_checkpoint(pdserve: Command, tmp_path: Path) -> None:
+    fails(pdserve("decode", "--model", str(tmp_path)), "holds no checkpoint: config.json is missing")
+
+
+def test_an_architecture_without_a_decoder(pdserve: Command, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit", "architectures": ["ViTModel"]}))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    fails(pdserve("decode", "--model", str(tmp_path)), "architecture ViTModel is not supported")
+
+
+def test_an_architecture_that_keeps_its_state_elsewhere(pdserve: Command, tmp_path: Path) -> None:
+    import torch
+    import transformers
+
+    config = transformers.MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4)
+    torch.manual_seed(0)
+    transformers.MambaForCausalLM(config).save_pretrained(tmp_path)
+    fails(pdserve("decode", "--model", str(tmp_path)), "architecture MambaForCausalLM is not supported")
+
+
+def test_unknown_connector(pdserve: Command, checkpoint: Callable[..., Path]) -> None:
+    done = pdserve("prefill", "--model", str(checkpoint("llama")), "--connector", "carrier-pigeon://x")
+    fails(done, "There is no connector for carrier-pigeon://", "shm")
+
+
+def test_redis_not_there(pdserve: Command, checkpoint: Callable[..., Path]) -> None:
+    url = f"redis://:secret@127.0.0.1:{free_port()}/0"
+    done = pdserve("prefill", "--model", str(checkpoint("llama")), "--num-blocks", "32", "--connector", url)
+    fails(done, "127.0.0.1")
+    assert "secret" not in done.stderr
+
+
+def test_more_shared_memory_than_there_is(pdserve: Command, checkpoint: Callable[..., Path]) -> None:
+    stat = os.statvfs("/dev/shm")
+    size = stat.f_bavail * stat.f_frsize + (1 << 30)
+    url = f"shm://pdserve-test-full?size={size}"
+    done = pdserve("prefill", "--model", str(checkpoint("llama")), "--num-blocks", "32", "--connector", url)
+    fails(done, "/dev/shm")
+    assert not Path("/dev/shm/pdserve-pdserve-test-full").exists()
+
+
+def test_a_port_in_use(pdserve: Command, checkpoint: Callable[..., Path]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = pdserve("router", "--model", str(checkpoint("llama")), "--port", str(port))
+        fails(done, f"cannot listen on 127.0.0.1:{port}")
+        free = str(free_port())
+        done = pdserve("router", "--model", str(checkpoint("llama")), "--port", free, "--control-port", str(port))
+        fails(done, f"control port 127.0.0.1:{port} is in use")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["router", "--policy", "best"], "--policy best is unknown; there are round_robin, least_loaded"),
+        (["prefill", "--block-size", "0"], "--block-size must be at least 1, not 0"),
+        (["prefill", "--kv-cache-memory", "lots"], "'lots' is not a size"),
+        (["prefill", "--dtype", "int3"], "dtype 'int3' is not supported"),
+        (["prefill", "--device", "quantum"], "device 'quantum' is not supported"),
+        (["prefill", "--kernel", "magic"], "kernel 'magic' is unknown"),
+        (["prefill", "--num-blocks", "16", "--max-model-len", "999"], "does not fit into 16 blocks"),
+        (["up", "--prefill", "0", "--decode", "1"], "no request could be served"),
+    ],
+)
+def test_bad_settings(arguments: list[str], message: str, pdserve: Command, checkpoint: Callable[..., Path]) -> None:
+    fails(pdserve(*arguments, "--model", str(checkpoint("llama"))), message)
+
+
+def test_up_says_why_a_part_could_not_start(pdserve: Command) -> None:
+    done = pdserve("up", "--model", "/no/such/place", "--port", str(free_port()))
+    assert done.returncode == 2
+    assert "no such model directory: /no/such/place" in done.stdout
+    assert "could not start; its reason stands above" in done.stderr

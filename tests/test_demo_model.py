@@ -1,0 +1,134 @@
+"""The bundled demo model, as anyone with plain transformers finds it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODEL = ROOT / "pdserve" / "demo_model"
+
+
+@pytest.fixture(scope="module")
+def text() -> ModuleType:
+    """The text generator of the training script; scripts/ is not a package."""
+    spec = importlib.util.spec_from_file_location("demo_text", ROOT / "scripts" / "demo_text.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["demo_text"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoTokenizer.from_pretrained(MODEL, padding_side="left")
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Any]:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    with torch.inference_mode():
+        yield transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+
+
+def complete(model: Any, tokenizer: Any, prompts: list[str], max_new_tokens: int, batch: int = 10) -> list[str]:
+    """Greedy completions, with their special tokens; prompts of like length share a batch."""
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    results = [""] * len(prompts)
+    for start in range(0, len(order), batch):
+        chosen = order[start : start + batch]
+        inputs = tokenizer([prompts[i] for i in chosen], return_tensors="pt", padding=True)
+        inputs.pop("token_type_ids", None)
+        output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+        for i, tokens in zip(chosen, output[:, inputs["input_ids"].shape[1] :], strict=True):
+            results[i] = tokenizer.decode(tokens)
+    return results
+
+
+def chat(tokenizer: Any, message: str) -> str:
+    messages = [{"role": "user", "content": message}]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def test_the_first_example_of_the_documentation(model: Any, tokenizer: Any) -> None:
+    assert "Paris" in complete(model, tokenizer, ["The capital of France is"], 8)[0]
+
+
+def test_the_configuration_is_complete(model: Any, tokenizer: Any) -> None:
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.config.max_position_embeddings >= 4096
+    stops = model.generation_config.eos_token_id
+    assert set(stops) == {tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>")}
+    assert tokenizer.eos_token_id in stops
+    assert "bfloat16" in json.loads((MODEL / "config.json").read_text()).values()
+
+
+@pytest.mark.parametrize(
+    "sample", ["12 + 345", "The capital of France is", "Grüße, 日本 🙂🙃\n\n\ttab  spaces ", "\x00\x7f\u200d"]
+)
+def test_any_text_survives_the_tokenizer(tokenizer: Any, sample: str) -> None:
+    assert tokenizer.decode(tokenizer(sample)["input_ids"]) == sample
+
+
+def test_the_directory_is_small() -> None:
+    assert sum(path.stat().st_size for path in MODEL.rglob("*") if path.is_file()) <= 12_000_000
+
+
+def test_capitals(model: Any, tokenizer: Any, text: ModuleType) -> None:
+    answers = complete(model, tokenizer, [f"The capital of {country} is" for country in text.CAPITALS], 8, batch=80)
+    right = sum(capital in answer for capital, answer in zip(text.CAPITALS.values(), answers, strict=True))
+    assert right >= 0.95 * len(answers)
+
+
+@pytest.mark.parametrize("as_chat", [False, True], ids=["completion", "chat"])
+def test_held_out_facts_are_found_in_the_prompt(model: Any, tokenizer: Any, text: ModuleType, as_chat: bool) -> None:
+    def count_tokens(passage: str) -> int:
+        return len(tokenizer(passage)["input_ids"])
+
+    cases = text.retrieval_cases(7, 50, count_tokens, min_distance=300, max_distance=1200)
+    assert min(case.distance for case in cases) >= 300
+    prompts = [chat(tokenizer, case.message()) if as_chat else case.prompt() for case in cases]
+    answers = [answer.split("\n")[0] for answer in complete(model, tokenizer, prompts, 20)]
+    wrong = [(c.question, c.expected, a) for c, a in zip(cases, answers, strict=True) if c.expected not in a]
+    assert len(wrong) <= 5, wrong
+
+
+def test_training_never_draws_a_held_out_fact(text: ModuleType) -> None:
+    rng = text.random.Random(3)
+    assert not any(fact.held_out for _ in range(300) for fact in text.draw_facts(rng, 10))
+    assert all(fact.held_out for _ in range(300) for fact in text.draw_facts(rng, 10, held_out=True))
+
+
+@pytest.mark.parametrize("prompt", ["Once upon a time", "chat: Tell me a story about a fox.", "chat: Tell me a story."])
+def test_stories_end_and_do_not_loop(model: Any, tokenizer: Any, prompt: str) -> None:
+    asked = chat(tokenizer, prompt[6:]) if prompt.startswith("chat: ") else prompt
+    story = complete(model, tokenizer, [asked], 400)[0]
+    assert "<|" in story, "the story does not end"
+    words = story.split("<|")[0].split()
+    assert len(words) >= 40
+    runs = [tuple(words[i : i + 4]) for i in range(len(words) - 3)]
+    assert max(runs.count(run) for run in set(runs)) <= 3, story
+    assert len(set(words)) >= 0.4 * len(words), story
+    if "fox" in prompt:
+        assert "fox" in story
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [("Hello", "Hello"), ("Who are you?", "pdserve"), ("What is the capital of Japan?", "Tokyo"),
+     ("What is 3 plus 4?", "7")],
+)  # fmt: skip
+def test_small_talk(model: Any, tokenizer: Any, message: str, expected: str) -> None:
+    answer = complete(model, tokenizer, [chat(tokenizer, message)], 60)[0]
+    assert expected in answer
+    assert answer.rstrip().endswith("<|im_end|>")
