@@ -101,6 +101,8 @@ class Decoder:
         if seq.num_output == 1:
             job.stamp(Stage.FIRST_TOKEN, now)
             job.tell_sources()
+            if job.phase == pb.BOTH:
+                self._desk.count_sources(job)
         job.stamp(Stage.DECODE_STARTED, now)
         job.news().token_ids.append(seq.tokens[-1])
         self._desk.count("generation_tokens", 1)
@@ -163,6 +165,7 @@ class Decoder:
         decode.started = seq.admitted = True
         self._engine.register_full_blocks(seq)
         self._connector.release(job.keys)
+        self._desk.count_sources(job)
         job.stamp(Stage.KV_READY, self._desk.now())
         self._engine.add(seq)
 

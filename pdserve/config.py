@@ -7,7 +7,7 @@ import re
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
-DEFAULT_CONNECTOR = "shm://pdserve"
+DEFAULT_CONNECTOR = "shm://default"
 DEFAULT_PORT = 8000
 DTYPES = ("float32", "bfloat16", "float16")
 KERNELS = ("reference",)

@@ -15,7 +15,6 @@ from pdserve.config import DEFAULT_PORT, UpConfig
 from pdserve.deployment import Deployment, free_port
 from pdserve.up import curl_line
 
-FACTS = "The captain of the boat is called Nora. The boat is red. Its cat is called Milo. "
 QUESTION = "What is the capital of France?"
 REQUEST_ID = "demo"
 SETTLE_S = 2.0  # for the last news of the request to reach the router

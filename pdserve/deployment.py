@@ -68,7 +68,7 @@ class Deployment:
         self.config = config
         self.connector = config.connector
         if self.connector == DEFAULT_CONNECTOR:
-            self.connector = f"shm://pdserve-{os.getpid()}"  # ours alone, so that it can be removed at the end
+            self.connector = f"shm://up-{os.getpid()}"  # ours alone, so that it can be removed at the end
         self.url = f"http://{config.host}:{config.port}"
         self._say = say
         self._control = f"127.0.0.1:{config.control_port or free_port()}"

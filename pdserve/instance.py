@@ -219,6 +219,10 @@ class Instance:
         del self._jobs[job.link, job.seq.request_id], self._by_sequence[job.seq]
         self._outgoing[job] = None
 
+    def count_sources(self, job: Job) -> None:
+        for source, tokens in job.sources().items():
+            self.count("prompt_tokens_by_source", tokens, source=source)
+
     def count(self, name: str, value: float, **labels: str) -> None:
         key = series(name, **labels)
         self._counts[key] = self._counts.get(key, 0) + value

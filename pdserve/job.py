@@ -55,11 +55,14 @@ class Job:
             pb.Moved(blocks=self.moved_blocks, bytes=self.moved_blocks * block_bytes, seconds=self.moved_seconds)
         )
 
+    def sources(self) -> dict[str, int]:
+        """Where the KV of the prompt came from, in tokens."""
+        hit, loaded = self.seq.num_local_hit, self.seq.num_loaded
+        return {"computed": self.seq.num_prompt - hit - loaded, "local_hit": hit, "loaded": loaded}
+
     def tell_sources(self) -> None:
-        """Reports where the KV of the prompt came from."""
-        seq = self.seq
-        computed = seq.num_prompt - seq.num_local_hit - seq.num_loaded
-        self.news().tokens.CopyFrom(pb.Tokens(computed=computed, local_hit=seq.num_local_hit, loaded=seq.num_loaded))
+        """Reports the sources to the router: the instance that prefilled does."""
+        self.news().tokens.CopyFrom(pb.Tokens(**self.sources()))
 
     def finish(self, reason: str, now: float) -> None:
         self.stamp(Stage.FINISHED, now)
@@ -80,3 +83,6 @@ class Desk(Protocol):
         """Nothing of the job is left; forgets it once its last news is sent."""
 
     def count(self, name: str, value: float, **labels: str) -> None: ...
+
+    def count_sources(self, job: Job) -> None:
+        """Adds a prompt to pdserve_prompt_tokens_by_source, once per instance that held it."""

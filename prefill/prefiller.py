@@ -144,6 +144,7 @@ class Prefiller:
         job.stamp(Stage.FIRST_TOKEN, now)
         job.news().token_ids.append(seq.tokens[-1])
         job.tell_sources()
+        self._desk.count_sources(job)
         reason = seq.finish_reason()
         if reason is not None:
             job.finish(reason, now)

@@ -63,7 +63,7 @@ def redis_url() -> Iterator[str]:
 def connector_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """The URL for a scheme given by indirect parametrisation."""
     if request.param == "shm":
-        yield f"shm://pdserve-test-{free_port()}?size=64MiB"
+        yield f"shm://test-{free_port()}?size=64MiB"
     elif request.param == "file":
         yield f"file://{tmp_path / 'kv'}"
         shutil.rmtree(tmp_path / "kv", ignore_errors=True)
@@ -74,7 +74,7 @@ def connector_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[st
 @pytest.fixture(autouse=True)
 def remove_test_segments(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    for segment in Path("/dev/shm").glob("pdserve-pdserve-test-*"):
+    for segment in Path("/dev/shm").glob("pdserve-test-*"):
         segment.unlink(missing_ok=True)
 
 

@@ -62,10 +62,10 @@ def test_redis_not_there(pdserve: Command, checkpoint: Callable[..., Path]) -> N
 def test_more_shared_memory_than_there_is(pdserve: Command, checkpoint: Callable[..., Path]) -> None:
     stat = os.statvfs("/dev/shm")
     size = stat.f_bavail * stat.f_frsize + (1 << 30)
-    url = f"shm://pdserve-test-full?size={size}"
+    url = f"shm://test-full?size={size}"
     done = pdserve("prefill", "--model", str(checkpoint("llama")), "--num-blocks", "32", "--connector", url)
     fails(done, "/dev/shm")
-    assert not Path("/dev/shm/pdserve-pdserve-test-full").exists()
+    assert not Path("/dev/shm/pdserve-test-full").exists()
 
 
 def test_a_port_in_use(pdserve: Command, checkpoint: Callable[..., Path]) -> None:

@@ -1,0 +1,172 @@
+"""`pdserve up` and `pdserve demo` as a newcomer meets them: the bundled model, the official client, a clean end."""
+
+import itertools
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from pdserve.deployment import free_port
+from pdserve.lifetime import Stage
+
+
+@dataclass
+class Up:
+    """A running `pdserve up` on the demo model."""
+
+    process: "subprocess.Popen[str]"
+    url: str
+    said: list[str]
+
+
+@pytest.fixture(scope="module")
+def up() -> Iterator[Up]:
+    port = free_port()
+    command = [sys.executable, "-m", "pdserve", "up", "--port", str(port), "--num-blocks", "512"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    said: list[str] = []
+    for line in process.stdout:
+        said.append(line)
+        if "ready on" in line:
+            break
+    assert process.poll() is None, "".join(said)
+    yield Up(process, f"http://127.0.0.1:{port}", said)
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        process.wait(20)
+
+
+@pytest.fixture
+def client(up: Up) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def test_it_says_what_runs_where(up: Up) -> None:
+    text = "".join(up.said)
+    assert "starting a router and 1 prefill + 1 decode on demo over shm://" in text
+    for name in ("prefill-0", "decode-0"):
+        assert f"{name}: demo in bfloat16 on cpu, reference kernel, 512 blocks of 16 tokens" in text
+
+
+def test_the_curl_line(up: Up) -> None:
+    body = '{"model":"demo","prompt":"The capital of France is","max_tokens":8,"temperature":0}'
+    # curl -d sends this content type unless told otherwise
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}
+    reply = httpx.post(f"{up.url}/v1/completions", content=body, headers=headers, timeout=60)
+    assert "Paris" in reply.json()["choices"][0]["text"]
+
+
+def test_official_client(up: Up, client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": "What is the capital of Japan?"}],
+        temperature=0,
+        max_tokens=40,
+    )
+    text = whole.choices[0].message.content
+    assert text and "Tokyo" in text and whole.choices[0].finish_reason == "stop"
+    stream = client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": "What is the capital of Japan?"}],
+        temperature=0,
+        max_tokens=40,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
+    usage = chunks[-1].usage
+    assert usage is not None and whole.usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == (usage.prompt_tokens - 1) // 16 * 16, "the second time is a hit"
+    assert [model.id for model in client.models.list()] == ["demo"]
+    with pytest.raises(openai.NotFoundError, match="demo"):
+        client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model="demo", prompt="x", temperature=-1)
+
+
+def test_stop_strings_and_choices(client: openai.OpenAI) -> None:
+    several = client.completions.create(model="demo", prompt="Once upon a time", n=3, max_tokens=30, seed=5, stop=["."])
+    assert len({choice.text for choice in several.choices}) > 1
+    assert all("." not in choice.text for choice in several.choices)
+
+
+def test_the_timeline_has_every_stage_in_order(up: Up, client: openai.OpenAI) -> None:
+    client.completions.create(
+        model="demo", prompt="A prompt of its own. " * 20, max_tokens=4, extra_headers={"x-request-id": "t1"}
+    )
+    timeline = _finished(up.url, "t1")
+    stages = timeline["stages_ms"]
+    assert set(stages) == {stage.value for stage in Stage}
+    order = ["received", "admitted", "routed", "prefill_started", "first_token", "kv_stored", "kv_ready", "finished"]
+    # Stamps of two processes: a message's way is in between, so neighbours may touch within its time.
+    assert [stages[a] - stages[b] < 5.0 for a, b in itertools.pairwise(order)] == [True] * 7
+    assert timeline["prefill_instance"] == "prefill-0" and timeline["decode_instance"] == "decode-0"
+    prompt_blocks = -(-timeline["prompt_tokens"] // 16)
+    assert timeline["stored"]["blocks"] == prompt_blocks
+    assert timeline["loaded"]["bytes"] == timeline["stored"]["bytes"] > 0
+
+
+def test_metrics_tell_the_story(up: Up, client: openai.OpenAI) -> None:
+    time.sleep(1.0)  # instances tell their counts in heartbeats: the earlier tests' must have arrived
+    before = _metrics(up.url)
+    client.completions.create(
+        model="demo", prompt="Metrics, please. " * 10, max_tokens=6, extra_body={"ignore_eos": True}
+    )
+    time.sleep(1.0)
+    after = _metrics(up.url)
+    name = 'pdserve_kv_transfer_blocks_total{connector="shm",direction="load",instance="decode-0",role="decode"}'
+    gained = {key: after[key] - before.get(key, 0.0) for key in after}
+    for histogram in ("time_to_first_token", "e2e_request_latency", "request_handover_time", "request_prefill_time"):
+        assert gained[f"pdserve_{histogram}_seconds_count"] == 1
+    assert gained["pdserve_inter_token_latency_seconds_count"] == 5
+    assert gained['pdserve_requests_total{finish_reason="length"}'] == 1
+    assert gained[name] > 0
+    assert gained[name.replace("blocks", "bytes")] > gained[name]
+    sources = [key for key in gained if key.startswith("pdserve_prompt_tokens_by_source_total{")]
+    assert sum(gained[key] for key in sources if 'role="prefill"' in key) == gained["pdserve_prompt_tokens_total"]
+
+
+def test_ctrl_c_leaves_nothing(up: Up) -> None:
+    children = subprocess.run(["pgrep", "-P", str(up.process.pid)], capture_output=True, text=True).stdout.split()
+    assert len(children) == 3
+    up.process.send_signal(signal.SIGINT)
+    assert up.process.wait(20) == 0
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+    assert not list(Path("/dev/shm").glob(f"pdserve-up-{up.process.pid}*"))
+
+
+def test_demo(pdserve: Callable[..., "subprocess.CompletedProcess[str]"]) -> None:
+    done = pdserve("demo", timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+    for stage in Stage:
+        assert stage.value in done.stdout
+    for part in ("KV blocks", "MiB) crossed to decode-0", "GB/s", "curl http://127.0.0.1:8000/v1/completions"):
+        assert part in done.stdout
+    assert not list(Path("/dev/shm").glob("pdserve-up-*"))
+
+
+def _finished(url: str, request_id: str) -> dict[str, Any]:
+    for _ in range(50):
+        timeline: dict[str, Any] = httpx.get(f"{url}/debug/requests/{request_id}").json()
+        if "finished" in timeline["stages_ms"]:
+            break
+        time.sleep(0.02)
+    return timeline
+
+
+def _metrics(url: str) -> dict[str, float]:
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
