@@ -59,7 +59,7 @@ class FileConnector(BatchedConnector):
             os.makedirs(self._folder, exist_ok=True)
             os.makedirs(self._temporary, exist_ok=True)
             probe = self._temporary_name()
-            os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+            os.close(_create(probe))
             os.unlink(probe)
             _remove_leftovers(self._temporary)
         except OSError as error:
@@ -106,7 +106,7 @@ class FileConnector(BatchedConnector):
         header, payload = block.read()
         temporary = self._temporary_name()
         try:
-            fd = _in_folder(temporary, lambda: os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
+            fd = _in_folder(temporary, lambda: _create(temporary))
             try:
                 _write_all(fd, header, payload)
                 _set_time(fd, time.time() + lease_s)
@@ -250,6 +250,11 @@ def _in_folder(path: str, action: Callable[[], T]) -> T:
     except FileNotFoundError:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         return action()
+
+
+def _create(path: str) -> int:
+    # For this user only: a prompt can be read back from its KV.
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
 
 def _write_all(fd: int, header: bytes, payload: memoryview) -> None:

@@ -3,8 +3,8 @@
 One copy on the way out, one on the way in, and one reading of the block for its checksum each time. See `slab.py` for
 the segment and for what happens when a process dies.
 
-Size: default 512 MiB, and at most half of what is free. A segment that somebody uses keeps its size; one that nobody
-uses is made again if another size or another block size is asked for.
+Size: default 512 MiB, at most half of what is free, and at least 32 blocks. A segment that somebody uses keeps its
+size; one that nobody uses is made again if another size or another block size is asked for.
 """
 
 import re

@@ -352,12 +352,10 @@ def _create(fd: int, name: str, block_bytes: int, size: int | None) -> Geometry:
     os.ftruncate(fd, 0)
     file_system = os.statvfs(fd)
     free = file_system.f_bavail * file_system.f_frsize
-    wanted = size if size is not None else min(DEFAULT_BYTES, free // 2)
-    geometry = Geometry.within(wanted, block_bytes)
     least = Geometry(MIN_BLOCKS // _WAYS, block_bytes).total + _PAGE
+    wanted = size if size is not None else max(least, min(DEFAULT_BYTES, free // 2))
+    geometry = Geometry.within(wanted, block_bytes)
     if geometry.slots < MIN_BLOCKS:
-        if size is None:
-            _no_room(name, least, free)
         raise SetupError(f"shm://{name}?size={size} is too small: {MIN_BLOCKS} blocks need {least} bytes.")
     if geometry.total > free:
         _no_room(name, geometry.total, free)

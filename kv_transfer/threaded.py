@@ -302,6 +302,8 @@ class BatchedConnector(Connector):
         for worker in self._workers:
             worker.join(max(0.0, give_up - time.monotonic()))
         self._watchdog.stop()
+        if not self._workers:
+            return  # never attached
         if any(worker.is_alive() for worker in self._workers):
             # Taking the store away under a thread that hangs in it would end in a crash; the process's end frees it.
             log.warning("%s: closed while the store still does not answer", self.scheme)

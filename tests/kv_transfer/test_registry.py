@@ -1,0 +1,83 @@
+from importlib import metadata
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from pdserve.errors import SetupError
+from pdserve.kv_transfer import registry
+from pdserve.kv_transfer.connector import Connector
+from pdserve.kv_transfer.memory import MemoryConnector
+
+
+class OtherVersion(MemoryConnector):
+    API_VERSION = 99
+
+
+class NoConnector:
+    pass
+
+
+@pytest.fixture
+def plug_ins(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Adds entry points to those installed."""
+    here = __name__
+    monkeypatch.setitem(__import__("sys").modules, here, request.module)
+    added = [
+        EntryPoint("other", f"{here}:OtherVersion", registry.GROUP),
+        EntryPoint("none", f"{here}:NoConnector", registry.GROUP),
+        EntryPoint("gone", "no_such_package.connector:Gone", registry.GROUP),
+        EntryPoint("lost", f"{here}:Lost", registry.GROUP),
+        EntryPoint("twice", f"{here}:OtherVersion", registry.GROUP),
+        EntryPoint("twice", f"{here}:NoConnector", registry.GROUP),
+    ]
+    real = metadata.entry_points
+
+    def entry_points(*, group: str, name: str | None = None) -> list[EntryPoint]:
+        found = [*real(group=group), *added]
+        return [entry for entry in found if name in (None, entry.name)]
+
+    monkeypatch.setattr(registry, "entry_points", entry_points)
+
+
+def test_the_bundled_connectors_are_installed() -> None:
+    found = {one.scheme: one for one in registry.installed()}
+    assert {"memory", "shm", "file", "redis"} <= set(found)
+    assert found["shm"].target == "pdserve.kv_transfer.shm:ShmConnector"
+    assert found["shm"].package == "pdserve"
+
+
+def test_every_bundled_connector_can_be_made() -> None:
+    for url in ("memory://name", "shm://name?size=1GiB", "file:///path?fsync=1", "redis://host:1/0?ttl=5"):
+        assert isinstance(registry.connect(url), Connector)
+    assert isinstance(registry.connect("MEMORY://name"), MemoryConnector)
+
+
+def test_an_unknown_scheme_names_the_known_ones() -> None:
+    with pytest.raises(SetupError, match=r"no connector for s3://; installed are: .*file.*memory.*redis.*shm"):
+        registry.connect("s3://bucket")
+
+
+def test_what_is_no_url_names_the_known_schemes() -> None:
+    with pytest.raises(SetupError, match=r"'shm' is no connector URL; .*shm://"):
+        registry.connect("shm")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "sentence"),
+    [
+        ("other", "was written for version 99 of the connector contract; this pdserve speaks version 1"),
+        ("none", "is not a subclass of Connector"),
+        ("gone", "cannot be imported: No module named 'no_such_package'"),
+        ("lost", "cannot be imported"),
+        ("twice", "Several installed packages claim twice://"),
+    ],
+)
+@pytest.mark.usefixtures("plug_ins")
+def test_plug_ins_that_cannot_be_used_say_why(scheme: str, sentence: str) -> None:
+    with pytest.raises(SetupError, match=sentence):
+        registry.connect(f"{scheme}://x")
+
+
+def test_a_wrong_parameter_is_refused_before_anything_starts() -> None:
+    with pytest.raises(SetupError, match="it knows size, threads, timeout"):
+        registry.connect("shm://name?colour=blue")
