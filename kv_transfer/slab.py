@@ -21,7 +21,6 @@ Space is reserved when the slab is made, so a full /dev/shm is an error at start
 
 import errno
 import logging
-import math
 import mmap
 import os
 import struct
@@ -62,7 +61,6 @@ _WORD = struct.Struct("<Q")
 _RECORD_BYTES: Final = 128
 _RECORD = struct.Struct("<QddQ96x")  # word (owner and state), lease's end, last use, holders
 _SET = struct.Struct("<" + _WAYS * "Qdd104x")
-_SET_SLOTS: Final = range(_WAYS)
 _LEASE = struct.Struct("<ddQ")
 _LEASE_AT: Final = 8
 _USED_AT: Final = 16
@@ -219,6 +217,7 @@ class Slab:
         _LEASE.pack_into(self._map, _record_at(slot) + _LEASE_AT, end if left else 0.0, used, left)
 
     def free(self, slot: int) -> None:
+        _LEASE.pack_into(self._map, _record_at(slot) + _LEASE_AT, 0.0, 0.0, 0)
         self._set_word(slot, _FREE)
         self._writing.discard(slot)
 
@@ -230,18 +229,17 @@ class Slab:
         return start + at if at >= 0 else None
 
     def _stale_slot(self, name: bytes) -> int | None:
-        """A slot left by the dead, or else the least recently used one without a lease."""
+        """The slot whose last use is longest ago, among those without a lease and those left by the dead."""
         now = time.monotonic()
-        oldest, found = math.inf, None
+        stale: list[tuple[float, int, int]] = []
         for start in self._starts(name):
             values = _SET.unpack(self._records(start))
-            for slot, word, lease_end, used in zip(_SET_SLOTS, values[::3], values[1::3], values[2::3], strict=True):
-                if word & 0xFF == _WRITING:
-                    if not self._being_written(start + slot, word >> _STATE_BITS):
-                        return start + slot
-                elif lease_end <= now and used < oldest:
-                    oldest, found = used, start + slot
-        return found
+            each = zip(values[2::3], range(start, start + _WAYS), values[::3], values[1::3], strict=True)
+            stale += [(used, slot, word) for used, slot, word, lease_end in each if lease_end <= now]
+        for _, slot, word in sorted(stale):
+            if word & 0xFF == _READY or not self._being_written(slot, word >> _STATE_BITS):
+                return slot
+        return None
 
     def _being_written(self, slot: int, owner: int) -> bool:
         if owner == self._user:
