@@ -43,7 +43,6 @@ log = logging.getLogger(__name__)
 DIRECTORY: Final = "/dev/shm"
 DEFAULT_BYTES: Final = 512 << 20
 MIN_BLOCKS: Final = 32
-MAX_LEASE_S: Final = 86_400.0  # a mistaken lease must not pin a slot for ever
 
 # Bytes that are locked, not written. They lie behind the end of any slab.
 ALIVE: Final = 1 << 48
@@ -266,8 +265,7 @@ class Slab:
 
     def _set_lease(self, slot: int, lease_s: float, holders: int) -> None:
         now = time.monotonic()
-        end = now + min(lease_s, MAX_LEASE_S)
-        _LEASE.pack_into(self._map, _record_at(slot) + _LEASE_AT, end, now, holders)
+        _LEASE.pack_into(self._map, _record_at(slot) + _LEASE_AT, now + lease_s, now, holders)
 
 
 def attach(name: str, block_bytes: int, size: int | None, timeout: float) -> Slab:

@@ -34,6 +34,7 @@ from pdserve.kv_transfer.url import Query
 log = logging.getLogger(__name__)
 
 MAX_PENDING = 4096  # operations; more than this means a store that does not keep up at all
+MAX_LEASE_S = 86_400.0  # a mistaken lease must not pin a block for ever
 _COMPLAIN_EVERY_S = 60.0
 
 T = TypeVar("T")
@@ -269,6 +270,7 @@ class BatchedConnector(Connector):
         self._check(keys, block_ids)
         operation = _Operation("store", len(keys), self.timeout, self._finish_transfer)
         pairs = list(zip(keys, block_ids, strict=True))
+        lease_s = min(lease_s, MAX_LEASE_S)
         return self._submit(operation, lambda: self.put_many(self._blocks(Outgoing, operation, pairs), lease_s))
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:

@@ -247,6 +247,13 @@ def test_mistakes_of_the_caller_raise_at_once(url: str, attach: Attach, new_keys
         instance.connector.store([b"short"], [0], lease_s=1)
 
 
+def test_a_lease_without_end_is_fine(url: str, attach: Attach, new_keys: NewKeys) -> None:
+    instance, keys = attach(url), new_keys(2)
+    assert instance.store(keys, [0, 1], lease_s=float("inf")).leading == 2
+    assert instance.store(keys, [0, 1], lease_s=float("inf")).leading == 2
+    assert instance.load(keys, [4, 5]).leading == 2
+
+
 def test_nothing_to_do_is_fine(url: str, attach: Attach) -> None:
     instance = attach(url)
     assert instance.store([], []).outcomes == []

@@ -18,6 +18,7 @@ from pdserve.keys import Layout
 from pdserve.kv_transfer import slab
 from pdserve.kv_transfer.connector import Outcome, PoolMemory
 from pdserve.kv_transfer.shm import ShmConnector, unlink
+from pdserve.kv_transfer.threaded import MAX_LEASE_S
 
 Attach = Callable[..., Any]
 LayoutOf = Callable[..., Layout]
@@ -242,7 +243,7 @@ def test_a_lease_cannot_be_for_ever(small: str, attach: Attach, new_keys: NewKey
     instance, (key,) = attach(small), new_keys(1)
     instance.store([key], [0], lease_s=float("inf"))
     slot = instance.connector._slab.find(instance.connector.namespace + key)
-    assert instance.connector._slab._record(slot)[1] <= time.monotonic() + slab.MAX_LEASE_S
+    assert instance.connector._slab._record(slot)[1] <= time.monotonic() + MAX_LEASE_S
 
 
 def test_more_than_there_is_says_how_much(name: str, layout_of: LayoutOf) -> None:
