@@ -1,0 +1,190 @@
+"""The documents say what the code says: flags, metrics, request fields, error codes, paths, links, files."""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.cli import app, connector_app
+from pdserve.config import EngineConfig, InstanceConfig, RouterConfig, UpConfig
+from pdserve.counters import GAUGES, HELP
+from pdserve.lifetime import Stage
+from pdserve.router import openai
+from pdserve.router.fleet import Fleet
+from pdserve.router.metrics import Metrics
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+CODE = (
+    "pdserve/*.py",
+    "pdserve/engine/*.py",
+    "kernels/*.py",
+    "prefill/*.py",
+    "decode/*.py",
+    "kv_transfer/*.py",
+    "router/*.py",
+)
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def section(name: str, heading: str) -> str:
+    """The text under a heading, up to the next one of any level."""
+    found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", read(name), re.MULTILINE | re.DOTALL)
+    assert found is not None, f"{name} has no heading {heading!r}"
+    return found[1]
+
+
+def first_column(text: str) -> list[str]:
+    """What stands in code quotes in the first cell of each table row."""
+    rows = re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE)
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+
+
+# ---- docs/operations.md -------------------------------------------------------------------------------------------
+
+
+def flag_row(one: "Field[Any]") -> str:
+    default = "–" if one.default in (None, "") else f"`{one.default}`"
+    return f"| `--{one.name.replace('_', '-')}` | {default} | {one.metadata['help']} |"
+
+
+@pytest.mark.parametrize(
+    ("heading", "config", "without"),
+    [
+        ("Engine: `prefill`, `decode`, `both`, `up`, `demo`", EngineConfig, None),
+        ("Instances: `prefill`, `decode`, `both`", InstanceConfig, EngineConfig),
+        ("Everything on one machine: `up`, `demo`", UpConfig, EngineConfig),
+        ("Router: `router`", RouterConfig, None),
+    ],
+)
+def test_the_flag_tables_are_those_of_the_code(heading: str, config: type, without: type | None) -> None:
+    left_out = {one.name for one in fields(without)} if without else set()
+    right = [flag_row(one) for one in fields(config) if one.name not in left_out]
+    rows = [line for line in section("docs/operations.md", heading).splitlines() if line.startswith("| `--")]
+    assert rows == right, "the table should be:\n" + "\n".join(right)
+
+
+def test_every_metric_is_explained_and_no_other() -> None:
+    names = {f"pdserve_{name}" + ("" if name in GAUGES else "_total") for name in HELP}
+    for family in Metrics(Fleet("router", "model", 1.0)).registry.collect():
+        names.add(family.name + ("_total" if family.type == "counter" else ""))
+    assert set(first_column(section("docs/operations.md", "Metrics"))) == names
+
+
+# ---- docs/api.md --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("heading", "known"),
+    [
+        ("Both endpoints", set(openai.SamplingBody.model_fields) | set(openai.StreamOptions.model_fields)),
+        ("Completions only", set(openai.CompletionBody.model_fields) - set(openai.SamplingBody.model_fields)),
+        (
+            "Chat only",
+            set(openai.ChatBody.model_fields) - set(openai.SamplingBody.model_fields)
+            | set(openai.Message.model_fields),
+        ),
+        ("Not supported yet", set(openai.NEUTRAL)),
+        ("Not supported in messages", set(openai.NEUTRAL_IN_MESSAGE)),
+        ("Tokens", set(openai.TokenizeBody.model_fields) | set(openai.DetokenizeBody.model_fields)),
+    ],
+)
+def test_the_field_tables_are_those_of_the_code(heading: str, known: set[str]) -> None:
+    assert set(first_column(section("docs/api.md", heading))) == known
+
+
+def test_what_an_unsupported_field_may_be_is_said() -> None:
+    table = section("docs/api.md", "Not supported yet")
+    for name, values in openai.NEUTRAL.items():
+        row = next(line for line in table.splitlines() if line.startswith("| `") and f"`{name}`" in line.split("|")[1])
+        accepted = re.findall(r"`([^`]+)`", row.split("|")[2])
+        assert len(accepted) == len({str(value) for value in values if not isinstance(value, float)}), row
+
+
+def test_every_path_is_there() -> None:
+    paths = set(re.findall(r'add_api_route\("([^"]+)"', read("router/api.py")))
+    listed = {name.split()[-1] for name in first_column(section("docs/api.md", "Endpoints"))}
+    assert listed == {path.replace("{model:path}", "{model}") for path in paths}
+
+
+def test_every_error_code_is_there() -> None:
+    codes = {kind for path in source_files() for kind in re.findall(r'kind="([a-z_]+)"', path.read_text())}
+    assert set(first_column(section("docs/api.md", "Errors"))) == codes - {"corrupt"}  # one of the transfer's
+
+
+# ---- docs/architecture.md -----------------------------------------------------------------------------------------
+
+
+def source_files() -> Iterator[Path]:
+    for pattern in CODE:
+        yield from sorted(ROOT.glob(pattern))
+
+
+def test_the_reading_order_has_every_file() -> None:
+    text = section("docs/architecture.md", "The files, in the order of reading")
+    listed = first_column(text)
+    files = [str(path.relative_to(ROOT)) for path in source_files() if path.stat().st_size > 0]
+    assert sorted(listed) == sorted([*files, "proto/pdserve.proto"])
+
+
+def test_every_stage_is_explained() -> None:
+    text = read("docs/architecture.md")
+    assert not [stage for stage in Stage if f"`{stage}`" not in text]
+
+
+# ---- all documents ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
+    missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_exist(document: Path) -> None:
+    commands = {str(one.name) for one in app.registered_commands} | {"connector"}
+    used = set(re.findall(r"(?:`|^|^\s+|bin/)pdserve ([a-z]+)\b", document.read_text(), re.MULTILINE))
+    assert used <= commands
+    below = set(re.findall(r"(?:`|^|^\s+|bin/)pdserve connector ([a-z]+)\b", document.read_text(), re.MULTILINE))
+    assert below <= {str(one.name) for one in connector_app.registered_commands}
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", read("Makefile"), re.MULTILINE))
+    for document in DOCUMENTS:
+        assert set(re.findall(r"(?:`|^)make ([a-z]+)", document.read_text(), re.MULTILINE)) <= targets
+
+
+PRIVATE = re.compile(r"(?<![\w.~-])/(?:work|root|Users|home(?!/pdserve\b))/")  # the image's user is pdserve
+
+
+def test_no_file_knows_the_machine_that_it_was_written_on() -> None:
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
+    if listing.returncode != 0:
+        pytest.skip("not a git checkout")
+    found = []
+    for name in listing.stdout.decode().split("\0"):
+        path = ROOT / name
+        if not name or not path.is_file() or path == Path(__file__):
+            continue
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            continue
+        found += [f"{name}:{number}" for number, line in enumerate(text.splitlines(), 1) if PRIVATE.search(line)]
+    assert not found
+
+
+def test_the_search_for_private_paths_can_find_one() -> None:
+    assert PRIVATE.search("see /root/notes") and PRIVATE.search('open("/home/me/x")') and PRIVATE.search("/work/x")
+    assert not PRIVATE.search("https://example.org/work/x") and not PRIVATE.search("WORKDIR /home/pdserve")

@@ -1,0 +1,18 @@
+"""The committed gRPC stubs are what scripts/proto makes of proto/pdserve.proto."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+STUBS = ("pdserve_pb2.py", "pdserve_pb2.pyi", "pdserve_pb2_grpc.py")
+
+
+@pytest.mark.skipif(not (ROOT / ".venv").is_dir(), reason="scripts/proto uses .venv, which `make setup` makes")
+def test_stubs_are_up_to_date(tmp_path: Path) -> None:
+    subprocess.run([ROOT / "scripts" / "proto", tmp_path], check=True, timeout=120)
+    made = tmp_path / "pdserve" / "proto"
+    assert sorted(path.name for path in made.iterdir()) == sorted(STUBS)
+    for name in STUBS:
+        assert (made / name).read_text() == (ROOT / "proto" / name).read_text(), f"{name} is old: run `make proto`"
