@@ -61,7 +61,7 @@ class Decoder:
             decode.started = True
             self._engine.add(job.seq)
         else:
-            job.keys = job.seq.prompt_keys()
+            job.keys = job.seq.given_keys()
             self._unreserved.append(decode)
             self.reserve()
 
@@ -83,7 +83,7 @@ class Decoder:
         while self._unreserved and not self._engine.scheduler.waiting:
             decode = self._unreserved[0]
             seq = decode.job.seq
-            if not self._engine.scheduler.reserve(seq, seq.num_prompt // seq.block_size, seq.num_prompt + 1):
+            if not self._engine.scheduler.reserve(seq, seq.num_given // seq.block_size, seq.num_given + 1):
                 return
             self._unreserved.popleft()
             decode.reserved = True
@@ -98,7 +98,7 @@ class Decoder:
             job.stamp(Stage.PREFILL_STARTED, step_started)
         if not sampled:
             return
-        if seq.num_output == 1:
+        if len(seq) - seq.num_given == 1:
             job.stamp(Stage.FIRST_TOKEN, now)
             job.tell_sources()
             if job.phase == pb.BOTH:
@@ -156,10 +156,10 @@ class Decoder:
         """Joins the engine with the KV that is here; what is missing is computed like a preempted sequence's."""
         job, seq = decode.job, decode.job.seq
         here = decode.requested if decode.broken is None else decode.broken
-        seq.num_computed = min(here * seq.block_size, seq.num_prompt)
+        seq.num_computed = min(here * seq.block_size, seq.num_given)
         if decode.first_token is not None:
             seq.tokens.append(decode.first_token)
-        elif seq.num_computed == seq.num_prompt:
+        elif seq.num_computed == seq.num_given:
             self._reopen_prompt(seq)
         seq.num_loaded = max(0, seq.num_computed - seq.num_local_hit)
         decode.started = seq.admitted = True
@@ -171,11 +171,11 @@ class Decoder:
 
     def _reopen_prompt(self, seq: Sequence) -> None:
         """Prefill died before it could say the first token: the prompt's end is computed again for its logits."""
-        if seq.num_prompt % seq.block_size:
+        if seq.num_given % seq.block_size:
             seq.num_computed -= 1
             return
         # The last block is full and may be shared: it makes way for the spare one, which nobody else can see.
-        self._engine.pool.release([seq.block_ids.pop(seq.num_prompt // seq.block_size - 1)])
+        self._engine.pool.release([seq.block_ids.pop(seq.num_given // seq.block_size - 1)])
         seq.num_computed -= seq.block_size
         seq.num_registered = min(seq.num_registered, seq.num_computed // seq.block_size)
 

@@ -4,11 +4,13 @@
                         │                                  │                                           ▼
     PREFILLING ── first token ──► TRANSFERRING ── all stored ──► LOADING ── first decoded token ──► DECODING ──► FINISHED
         │  ▲ owner: prefill           owner: prefill               owner: decode                  owner: decode
-        └──┴── decode lost, failed or late, or the client gone: in any state ──► FAILED or CANCELLED
+        ▲  └── the client gone: in any state ──► CANCELLED
+        └───── decode lost, failed or late: in any state, a few times; then, or if nobody can take over ──► FAILED
 
 The owner of a state is the instance that must act next; when the state's time runs out, the owner is taken to have
 failed. A failed prefill costs time only: decode is told that no more KV will come, computes what is missing, and samples
-the first token itself if need be, so the tokens are the same. A failed decode ends the request with an error.
+the first token itself if need be, so the tokens are the same. A failed decode costs time as long as another pair of
+instances can take over: prompt plus emitted tokens are prefilled again, and the stream goes on where it stopped.
 
 Whatever the exit, every instance that still holds something of the request is told to let go: CANCEL_PREFILL and
 CANCEL_DECODE are harmless for one that has finished.
@@ -36,6 +38,7 @@ class Event(StrEnum):
     PREFILL_FAILED = "prefill_failed"
     DECODE_FAILED = "decode_failed"
     LATE = "late"  # no progress within the state's time
+    UNPLACED = "unplaced"  # nobody can take the request, or it was refused: trying again would not help
     CANCELLED = "cancelled"  # the client has gone, or has what it wanted
 
 
@@ -43,6 +46,7 @@ class Action(StrEnum):
     FINALIZE = "finalize"  # tell decode that no more KV will be stored
     CANCEL_PREFILL = "cancel_prefill"
     CANCEL_DECODE = "cancel_decode"
+    RESUME = "resume"  # choose instances anew, submit prompt plus emitted tokens, and call `resumed`
     FAIL = "fail"  # end the client's stream with an error
 
 
@@ -54,13 +58,15 @@ OWNER: dict[State, str] = {
 }
 ENDED = frozenset({State.FINISHED, State.FAILED, State.CANCELLED})
 
+MAX_RESUMPTIONS = 3
 _BOTH = (Action.CANCEL_PREFILL, Action.CANCEL_DECODE)
 _Rule = tuple[State, tuple[Action, ...]]
 
 # Events that mean the same in every state that has not ended.
 _ANYWHERE: dict[Event, _Rule] = {
     Event.FINISHED: (State.FINISHED, _BOTH),
-    Event.DECODE_FAILED: (State.FAILED, (Action.FAIL, *_BOTH)),
+    Event.DECODE_FAILED: (State.PREFILLING, (*_BOTH, Action.RESUME)),
+    Event.UNPLACED: (State.FAILED, (Action.FAIL, *_BOTH)),
     Event.CANCELLED: (State.CANCELLED, _BOTH),
 }
 _RULES: dict[tuple[State, Event], _Rule] = {
@@ -94,16 +100,22 @@ class HandOver:
         split: prefill and decode are different instances. Else the one instance owns everything, and its failure is
             a decode failure.
         since: the clock's reading at the last progress.
+        resumptions: how often the request may still move to other instances.
     """
 
     since: float
     state_timeout_s: float
     split: bool = True
+    resumptions: int = MAX_RESUMPTIONS
     state: State = State.PREFILLING
 
     def __post_init__(self) -> None:
-        if not self.split:
-            self.state = State.LOADING
+        self.resumed(self.split)
+
+    def resumed(self, split: bool) -> None:
+        """Other instances have been asked; `split` as in the attributes."""
+        self.split = split
+        self.state = State.PREFILLING if split else State.LOADING
 
     @property
     def ended(self) -> bool:
@@ -119,6 +131,9 @@ class HandOver:
             return ()
         if event is Event.LATE:
             event = Event.PREFILL_FAILED if OWNER[self.state] == "prefill" else Event.DECODE_FAILED
+        if event is Event.DECODE_FAILED:
+            self.resumptions -= 1
+            event = Event.DECODE_FAILED if self.resumptions >= 0 else Event.UNPLACED
         rule = _ANYWHERE.get(event) or _RULES.get((self.state, event))
         if rule is None:
             raise IllegalTransition(f"{event} in state {self.state}")

@@ -135,7 +135,9 @@ class Instance:
             ignore_eos=message.sampling.ignore_eos,
         )
         try:
-            seq = self.engine.new_sequence(message.request_id, list(message.prompt), sampling, message.salt)
+            seq = self.engine.new_sequence(
+                message.request_id, list(message.prompt), sampling, message.salt, message.output
+            )
         except ValueError as error:
             refusal = pb.Output(request_id=message.request_id, error=pb.Error(kind="rejected", message=str(error)))
             self._send(link, pb.InstanceFrame(step=pb.Step(outputs=[refusal])))

@@ -58,7 +58,7 @@ class Job:
     def sources(self) -> dict[str, int]:
         """Where the KV of the prompt came from, in tokens."""
         hit, loaded = self.seq.num_local_hit, self.seq.num_loaded
-        return {"computed": self.seq.num_prompt - hit - loaded, "local_hit": hit, "loaded": loaded}
+        return {"computed": self.seq.num_given - hit - loaded, "local_hit": hit, "loaded": loaded}
 
     def tell_sources(self) -> None:
         """Reports the sources to the router: the instance that prefilled does."""

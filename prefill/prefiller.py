@@ -51,9 +51,9 @@ class Prefiller:
     def submit(self, job: Job) -> None:
         """Starts with the question what the store has, unless the pool has as much as can be used."""
         seq = job.seq
-        job.keys = seq.prompt_keys()
+        job.keys = seq.given_keys()
         self._prefills[job] = _Prefill(job)
-        usable = job.keys[: (seq.num_prompt - 1) // seq.block_size]
+        usable = job.keys[: (seq.num_given - 1) // seq.block_size]
         if len(self._engine.pool.match(usable)) == len(usable):
             self._engine.add(seq)
             return
@@ -82,9 +82,9 @@ class Prefiller:
         if job.over:
             self._end_if_done(prefill)
             return
-        usable = (seq.num_prompt - 1) // seq.block_size
+        usable = (seq.num_given - 1) // seq.block_size
         have = len(pool.match(job.keys[:usable]))
-        if found <= have or not self._engine.scheduler.reserve(seq, usable, seq.num_prompt):
+        if found <= have or not self._engine.scheduler.reserve(seq, usable, seq.num_given):
             self._engine.add(seq)
             return
         keys, blocks = job.keys[have:found], seq.block_ids[have:found]
@@ -111,7 +111,7 @@ class Prefiller:
     def _store_computed(self, prefill: _Prefill) -> None:
         """Hands newly computed blocks of the prompt to the connector, the partial last one once it is complete."""
         job, seq = prefill.job, prefill.job.seq
-        done = seq.num_computed >= seq.num_prompt
+        done = seq.num_computed >= seq.num_given
         ready = len(job.keys) if done else seq.num_computed // seq.block_size
         first, count = prefill.submitted, ready - prefill.submitted
         if count <= 0:

@@ -23,19 +23,25 @@ log = logging.getLogger(__name__)
 class Flight:
     """One request under way: a TokenStream for the HTTP side, fed by the dispatcher."""
 
-    def __init__(self, dispatcher: "Dispatcher", request: Request, prefill: Member, decode: Member | None) -> None:
+    prefill: Member
+    decode: Member | None  # None: prefill does everything
+
+    def __init__(self, dispatcher: "Dispatcher", request: Request) -> None:
         now = time.monotonic()
         self.request = request
-        self.prefill = prefill
-        self.decode = decode  # None: prefill does everything
-        self.machine = HandOver(now, dispatcher.config.handover_timeout_seconds, split=decode is not None)
+        self.machine = HandOver(now, dispatcher.config.handover_timeout_seconds)
         self.timeline = Timeline(request.request_id, prompt_tokens=len(request.prompt))
-        self.timeline.prefill_instance = prefill.id
-        self.timeline.decode_instance = (decode or prefill).id
         self.submitted = now
         self.last_token_at: float | None = None
+        self.emitted: list[int] = []
         self._dispatcher = dispatcher
         self._chunks: asyncio.Queue[Chunk | RequestError] = asyncio.Queue()
+
+    @property
+    def id(self) -> str:
+        """What instances call it: they may still be busy with what it was before it moved."""
+        moves = self.timeline.migrations
+        return f"{self.request.request_id}#{moves}" if moves else self.request.request_id
 
     @property
     def last_member(self) -> Member:
@@ -93,22 +99,14 @@ class Dispatcher:
 
     def open(self, request: Request) -> Flight:
         now = time.monotonic()
-        prefill, decode = self._route(request)
         if request.request_id in self.flights:
             raise BadRequest(f"request id {request.request_id!r} is in use", kind="duplicate_request_id")
-        flight = Flight(self, request, prefill, decode)
+        flight = Flight(self, request)
         flight.timeline.stamp(Stage.RECEIVED, request.received or now)
         flight.timeline.stamp(Stage.ADMITTED, now)
+        self._start(flight)
         flight.timeline.stamp(Stage.ROUTED, time.monotonic())
-        self.flights[request.request_id] = flight
         self.timelines.add(flight.timeline)
-        if decode is None:
-            # One output token needs no decode instance at all.
-            phase = pb.PREFILL if prefill.hello.role == "prefill" else pb.BOTH
-            self._submit(flight, prefill, phase)
-        else:
-            self._submit(flight, decode, pb.DECODE)
-            self._submit(flight, prefill, pb.PREFILL)
         return flight
 
     def instances(self) -> list[dict[str, object]]:
@@ -140,12 +138,11 @@ class Dispatcher:
 
     def on_output(self, member: Member, output: pb.Output) -> None:
         flight = self.flights.get(output.request_id)
-        if flight is None or output.request_id not in member.requests:
+        if flight is None or flight.id not in member.requests:
             return  # it is over, or this instance has been given up
         self._note(flight, member, output)
         if output.HasField("error"):
-            error = RequestError(output.error.message, kind=output.error.kind)
-            self._member_failed(flight, member, error)
+            self.handle(flight, Event.UNPLACED, RequestError(output.error.message, kind=output.error.kind))
         elif member is flight.decode or flight.decode is None:
             self._on_decode(flight, member, output)
         else:
@@ -176,6 +173,9 @@ class Dispatcher:
         """Runs one event through the flight's machine and carries out what it says."""
         for action in flight.machine.handle(event, time.monotonic()):
             match action:
+                case Action.RESUME:
+                    assert error is not None
+                    self._resume(flight, error)
                 case Action.FINALIZE:
                     assert flight.decode is not None
                     self._hand_over(flight, pb.HandOver(final=True))
@@ -197,31 +197,31 @@ class Dispatcher:
         )
         if output.token_ids:
             message.first_token = output.token_ids[0]
-            member.requests[flight.request.request_id] = 0
+            member.requests[flight.id] = 0
         if not output.finish_reason and (output.token_ids or output.HasField("stored")):
             self._hand_over(flight, message)
         if output.token_ids:
             self.handle(flight, Event.FIRST_TOKEN)
             self._emit(flight, output)
         if output.finish_reason:
-            self._release(flight.request.request_id, member)
+            self._release(flight.id, member)
             self.handle(flight, Event.FINISHED)
         elif output.stored.final:
-            self._release(flight.request.request_id, member)
+            self._release(flight.id, member)
             self.handle(flight, Event.STORED)
 
     def _on_decode(self, flight: Flight, member: Member, output: pb.Output) -> None:
         if output.token_ids:
-            member.requests[flight.request.request_id] = 0
+            member.requests[flight.id] = 0
             self.handle(flight, Event.DECODED)
             self._emit(flight, output)
         if output.finish_reason:
-            self._release(flight.request.request_id, member)
+            self._release(flight.id, member)
             self.handle(flight, Event.FINISHED)
 
     def _member_failed(self, flight: Flight, member: Member, error: RequestError) -> None:
         split_prefill = flight.decode is not None and member is flight.prefill
-        self._release(flight.request.request_id, member)
+        self._release(flight.id, member)
         self.handle(flight, Event.PREFILL_FAILED if split_prefill else Event.DECODE_FAILED, error)
 
     def _emit(self, flight: Flight, output: pb.Output) -> None:
@@ -233,6 +233,7 @@ class Dispatcher:
         else:
             self._metrics.inter_token.observe((now - flight.last_token_at) / max(1, len(output.token_ids)))
         flight.last_token_at = now
+        flight.emitted += output.token_ids
         timeline.finish_reason = output.finish_reason
         flight.put(Chunk(list(output.token_ids), output.finish_reason or None))
 
@@ -243,7 +244,7 @@ class Dispatcher:
             stage = Stage(stamp.stage)
             if stage is not Stage.FINISHED or member is flight.last_member or output.finish_reason:
                 timeline.stamp(stage, flight.submitted + stamp.seconds)
-        if output.HasField("tokens"):
+        if output.HasField("tokens") and not timeline.migrations:
             timeline.computed_tokens = output.tokens.computed
             timeline.local_hit_tokens = output.tokens.local_hit
             timeline.loaded_tokens = output.tokens.loaded
@@ -256,12 +257,12 @@ class Dispatcher:
 
     def _end(self, flight: Flight) -> None:
         """Forgets the flight. Every way out of a request comes through here, once."""
-        timeline, request_id = flight.timeline, flight.request.request_id
-        if self.flights.pop(request_id, None) is None:
+        timeline = flight.timeline
+        if self.flights.pop(flight.id, None) is None:
             return
         for member in (flight.prefill, flight.decode):
             if member is not None:
-                self._release(request_id, member)
+                self._release(flight.id, member)
         timeline.stamp(Stage.FINISHED, time.monotonic())
         if flight.machine.state is State.FAILED:
             timeline.finish_reason = "error"
@@ -269,18 +270,52 @@ class Dispatcher:
 
     # ---- to the instances -------------------------------------------------------------------------------------
 
-    def _route(self, request: Request) -> tuple[Member, Member | None]:
-        """The prefill and the decode instance; None for decode when the first does it all.
+    def _start(self, flight: Flight, avoid: Member | None = None) -> None:
+        """Picks instances and submits to them what the request is by now.
 
         Raises:
             Unavailable: there is none of a kind.
         """
-        decoders, prefillers = self.fleet.serving("decode", "both"), self.fleet.serving("prefill", "both")
-        if not decoders or not prefillers:
-            raise Unavailable(self.ready()[1], kind="no_instance", retry_after_s=1)
+        prefill, decode = self._route(flight.request.sampling.max_tokens - len(flight.emitted), avoid)
+        flight.prefill, flight.decode = prefill, decode
+        flight.timeline.prefill_instance = prefill.id
+        flight.timeline.decode_instance = (decode or prefill).id
+        flight.submitted = time.monotonic()
+        flight.machine.resumed(split=decode is not None)
+        self.flights[flight.id] = flight
+        if decode is None:
+            phase = pb.PREFILL if prefill.hello.role == "prefill" else pb.BOTH
+            self._submit(flight, prefill, phase)
+        else:
+            self._submit(flight, decode, pb.DECODE)
+            self._submit(flight, prefill, pb.PREFILL)
+
+    def _resume(self, flight: Flight, error: RequestError) -> None:
+        """Moves the request to other instances; its stream goes on after the tokens that are out."""
+        del self.flights[flight.id]
+        failed = flight.last_member
+        flight.timeline.migrations += 1
+        self.flights[flight.id] = flight
+        try:
+            self._start(flight, avoid=failed)
+        except Unavailable as nobody:
+            reason = Unavailable(f"{error}, and {nobody}", kind=error.kind, retry_after_s=1)
+            self.handle(flight, Event.UNPLACED, reason)
+            return
+        self._metrics.migrations.labels(kind=error.kind).inc()
+        log.warning("%s goes on with %s: %s", flight.id, flight.timeline.decode_instance, error)
+
+    def _route(self, tokens_left: int, avoid: Member | None) -> tuple[Member, Member | None]:
+        """The prefill and the decode instance; None for decode when the first does it all."""
+        decoders = [member for member in self.fleet.serving("decode", "both") if member is not avoid]
+        prefillers = [member for member in self.fleet.serving("prefill", "both") if member is not avoid]
+        missing = [name for name, members in (("prefill", prefillers), ("decode", decoders)) if not members]
+        if missing:
+            what = f"no {' and no '.join(missing)} instance is there to take it"
+            raise Unavailable(what, kind="no_instance", retry_after_s=1)
         self._turn += 1
-        if request.sampling.max_tokens == 1:
-            return self._pick(prefillers), None
+        if tokens_left == 1:
+            return self._pick(prefillers), None  # the first token is all there is to do
         decode = self._pick(decoders)
         if decode.hello.role == "both":
             return decode, None
@@ -292,9 +327,10 @@ class Dispatcher:
 
     def _submit(self, flight: Flight, member: Member, phase: "pb.Phase") -> None:
         request, sampling = flight.request, flight.request.sampling
-        member.requests[request.request_id] = 0 if phase == pb.DECODE else len(request.prompt)
+        member.requests[flight.id] = 0 if phase == pb.DECODE else len(request.prompt)
         message = pb.Submit(
-            request_id=request.request_id,
+            request_id=flight.id,
+            output=flight.emitted,
             phase=phase,
             prompt=request.prompt,
             salt=request.salt,
@@ -314,14 +350,14 @@ class Dispatcher:
 
     def _hand_over(self, flight: Flight, message: pb.HandOver) -> None:
         if flight.decode is not None:
-            message.request_id = flight.request.request_id
+            message.request_id = flight.id
             flight.decode.send(pb.RouterFrame(hand_over=message))
 
     def _let_go(self, flight: Flight, member: Member) -> None:
         """Tells an instance that nobody wants more of this request, unless it has said itself that it is done."""
-        if flight.request.request_id in member.requests:
-            member.send(pb.RouterFrame(cancel=pb.Cancel(request_id=flight.request.request_id)))
-            self._release(flight.request.request_id, member)
+        if flight.id in member.requests:
+            member.send(pb.RouterFrame(cancel=pb.Cancel(request_id=flight.id)))
+            self._release(flight.id, member)
 
     def _release(self, request_id: str, member: Member) -> None:
         member.requests.pop(request_id, None)

@@ -47,6 +47,12 @@ class Metrics:
             ["kind"],
             registry=self.registry,
         )
+        self.migrations = Counter(
+            "pdserve_migrations_total",
+            "streams that other instances took over, by what happened to the first",
+            ["kind"],
+            registry=self.registry,
+        )
         lost = Gauge("pdserve_instances_lost", "instances that left since the start", registry=self.registry)
         lost.set_function(lambda: fleet.num_lost)
         self.registry.register(_FleetCounts(fleet))

@@ -36,6 +36,7 @@ class Timeline:
     decode_instance: str = ""
     prompt_tokens: int = 0
     output_tokens: int = 0
+    migrations: int = 0  # how often other instances took over
     computed_tokens: int = 0
     local_hit_tokens: int = 0
     loaded_tokens: int = 0
@@ -71,6 +72,7 @@ class Timeline:
             "error": self.error,
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
+            "migrations": self.migrations,
             "prompt_tokens_by_source": {
                 "computed": self.computed_tokens,
                 "local_hit": self.local_hit_tokens,

@@ -31,7 +31,7 @@ def test_a_failed_prefill_is_completed_by_decode(before: tuple[Event, ...], fail
     assert Action.FINALIZE in actions and Action.FAIL not in actions
 
 
-@pytest.mark.parametrize(
+DECODE_STATES = pytest.mark.parametrize(
     "before",
     [
         (),
@@ -40,22 +40,38 @@ def test_a_failed_prefill_is_completed_by_decode(before: tuple[Event, ...], fail
         (Event.FIRST_TOKEN, Event.STORED, Event.DECODED),
     ],
 )
-def test_a_failed_decode_ends_in_an_error(before: tuple[Event, ...]) -> None:
+
+
+@DECODE_STATES
+def test_a_failed_decode_is_taken_over(before: tuple[Event, ...]) -> None:
     machine, actions = walk(*before, Event.DECODE_FAILED)
+    assert machine.state is State.PREFILLING
+    assert actions[-1] is Action.RESUME and set(actions) == {Action.RESUME} | ALL_CANCELS
+
+
+@DECODE_STATES
+def test_it_ends_in_an_error_when_nobody_can(before: tuple[Event, ...]) -> None:
+    machine, actions = walk(*before, Event.DECODE_FAILED, Event.UNPLACED)
     assert machine.state is State.FAILED
-    assert set(actions) == {Action.FAIL} | ALL_CANCELS
+    assert Action.FAIL in actions
 
 
-def test_a_late_decode_ends_in_an_error() -> None:
+def test_it_moves_a_few_times_only() -> None:
+    machine, actions = walk(*[Event.DECODE_FAILED] * 4)
+    assert machine.state is State.FAILED
+    assert actions.count(Action.RESUME) == 3 and actions.count(Action.FAIL) == 1
+
+
+def test_a_late_decode_has_failed() -> None:
     machine, _ = walk(Event.FIRST_TOKEN, Event.STORED)
     assert not machine.late(11.0) and machine.late(11.1)
-    assert Action.FAIL in machine.handle(Event.LATE, 11.1)
-    assert not machine.late(1e9)
+    assert Action.RESUME in machine.handle(Event.LATE, 11.1)
+    assert not machine.late(11.2)
 
 
 def test_alone_there_is_no_prefill_to_fail() -> None:
     machine, actions = walk(Event.LATE, split=False)
-    assert machine.state is State.FAILED and Action.FINALIZE not in actions
+    assert machine.state is State.PREFILLING and Action.RESUME in actions and Action.FINALIZE not in actions
 
 
 def test_decode_cannot_speak_before_prefill_has() -> None:

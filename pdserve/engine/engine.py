@@ -1,5 +1,6 @@
 """The engine: schedule, run, postprocess. One sequence is a prompt being continued; roles decide what happens around it."""
 
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from pdserve.config import EngineConfig
@@ -46,8 +47,10 @@ class Engine:
         self.max_model_len = _max_model_len(self.checkpoint, config, self.runner.num_blocks)
         self.layout = self.checkpoint.layout
 
-    def new_sequence(self, request_id: str, prompt: list[int], sampling: SamplingParams, salt: str = "") -> Sequence:
-        """A sequence that is not queued yet.
+    def new_sequence(
+        self, request_id: str, prompt: list[int], sampling: SamplingParams, salt: str = "", output: Tokens[int] = ()
+    ) -> Sequence:
+        """A sequence that is not queued yet. `output` is what another instance has generated of it already.
 
         Raises:
             ValueError: it is empty, or could never fit.
@@ -64,8 +67,9 @@ class Engine:
         stops = frozenset(sampling.stop_token_ids)
         return Sequence(
             request_id=request_id,
-            tokens=list(prompt),
+            tokens=[*prompt, *output],
             num_prompt=len(prompt),
+            num_given=len(prompt) + len(output),
             sampling=sampling,
             root=root_key(self.layout.namespace, salt=salt),
             block_size=self.layout.block_size,

@@ -89,7 +89,7 @@ class ModelRunner:
             SetupError: a layer keeps state elsewhere than in KV, or asks for attention that the kernels do not do.
         """
         self.pool_NL2GBD = self._new_pool(1).fill_(float("nan"))
-        probe = Sequence("probe", [0, 0], 2, _GREEDY, b"", self.block_size, block_ids=[0])
+        probe = Sequence("probe", [0, 0], 2, 2, _GREEDY, b"", self.block_size, block_ids=[0])
         kind = type(self.checkpoint.model).__name__
         try:
             self._forward(
@@ -106,7 +106,9 @@ class ModelRunner:
         count = min(config.max_num_batched_tokens, self.checkpoint.context)
         blocks = -(-count // self.block_size)
         self.pool_NL2GBD = self._new_pool(blocks)
-        probe = Sequence("probe", [0] * count, count, _GREEDY, b"", self.block_size, block_ids=list(range(blocks)))
+        probe = Sequence(
+            "probe", [0] * count, count, count, _GREEDY, b"", self.block_size, block_ids=list(range(blocks))
+        )
         self.step({probe: count})
         del self.pool_NL2GBD
 

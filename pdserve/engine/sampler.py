@@ -6,15 +6,35 @@ from collections.abc import Sequence as Rows
 import torch
 
 from pdserve.engine.sequence import Sequence
+from pdserve.request import SamplingParams
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) drawn from (seed, position) alone: a counter-based generator, here BLAKE2b.
-
-    The same request gives the same draws on any instance, in any batch, and after any restart.
-    """
+def counter(seed: int, position: int) -> int:
+    """A signed 64-bit number drawn from (seed, position) alone: where the noise of one token's draw begins."""
     digest = hashlib.blake2b(position.to_bytes(8, "little"), digest_size=8, key=seed.to_bytes(8, "little")).digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def gumbel_noise(counters_S: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Gumbel noise [S, V] float64; entry (s, v) is a function of counters_S[s] and v alone.
+
+    The generator is SplitMix64 (Steele, Lea, Flood 2014) with v as its counter. Products wrap around, as they should.
+    """
+    steps_V = torch.arange(1, vocab + 1, device=counters_S.device) * _GOLDEN
+    z_SV = counters_S[:, None] + steps_V
+    z_SV = (z_SV ^ _shift(z_SV, 30)) * _MIX_1
+    z_SV = (z_SV ^ _shift(z_SV, 27)) * _MIX_2
+    uniform_SV = (_shift(z_SV ^ _shift(z_SV, 31), 11).double() + 0.5) * 2.0**-53
+    return -torch.log(-torch.log(uniform_SV))
+
+
+def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
+    """A logical shift to the right: torch's own keeps the sign."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
 def sample(logits_SV: torch.Tensor, seqs: Rows[Sequence]) -> list[int]:
@@ -35,31 +55,34 @@ def _forbid_early_stops(logits_SV: torch.Tensor, seqs: Rows[Sequence]) -> None:
 
 
 def _draw(logits_SV: torch.Tensor, seqs: Rows[Sequence]) -> torch.Tensor:
-    """Inverse transform sampling over the kept tokens, the likeliest first.
+    """The Gumbel-max trick: the argmax of logits plus noise is a sample of their softmax.
 
-    The order of filters is that of vLLM and transformers: temperature, then min-p, top-k and top-p, each on the
-    distribution that the temperature made.
+    Rounding that differs from batch to batch changes a token only where the two best sums are that close; inverse
+    transform sampling would be exposed to it at every step of the cumulative distribution.
     """
-
-    def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, device=logits_SV.device, dtype=torch.float64)[:, None]
-
     params = [seq.sampling for seq in seqs]
-    # A tiny temperature must not overflow: the row's maximum is taken off first.
-    logits_SV = logits_SV.double() - logits_SV.amax(dim=-1, keepdim=True)
-    probs_SV = torch.softmax(logits_SV / column([p.temperature for p in params]), dim=-1)
-    probs_SV, order_SV = probs_SV.sort(dim=-1, descending=True, stable=True)
+    temperatures_S1 = _column([p.temperature for p in params], logits_SV)
+    # The row's maximum is taken off first, so that a tiny temperature cannot overflow.
+    scaled_SV = (logits_SV.double() - logits_SV.amax(dim=-1, keepdim=True)) / temperatures_S1
+    if any(p.top_k or p.top_p < 1 or p.min_p > 0 for p in params):
+        scaled_SV = scaled_SV.masked_fill(~_kept(scaled_SV, params), float("-inf"))
+    counters = [counter(seq.sampling.seed, seq.num_output) for seq in seqs]
+    noise_SV = gumbel_noise(torch.tensor(counters, device=logits_SV.device), scaled_SV.shape[-1])
+    return (scaled_SV + noise_SV).argmax(dim=-1)
+
+
+def _kept(scaled_SV: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    """Which tokens survive min-p, top-k and top-p, in this order, as in vLLM and transformers. Bool [S, V]."""
+    probs_SV, order_SV = torch.softmax(scaled_SV, dim=-1).sort(dim=-1, descending=True, stable=True)
     vocab = probs_SV.shape[-1]
     ranks_V = torch.arange(vocab, device=probs_SV.device)
-    kept_SV = ranks_V < column([p.top_k or vocab for p in params])
-    kept_SV &= probs_SV >= column([p.min_p for p in params]) * probs_SV[:, :1]
+    kept_SV = ranks_V < _column([p.top_k or vocab for p in params], probs_SV)
+    kept_SV &= probs_SV >= _column([p.min_p for p in params], probs_SV) * probs_SV[:, :1]
     probs_SV = probs_SV * kept_SV
-    total_S1 = probs_SV.sum(dim=-1, keepdim=True)
     before_SV = probs_SV.cumsum(dim=-1) - probs_SV
-    kept_SV &= before_SV < column([p.top_p for p in params]) * total_S1
-    cumulative_SV = (probs_SV * kept_SV).cumsum(dim=-1)
-    draws_S1 = column([uniform(seq.sampling.seed, seq.num_output) for seq in seqs]) * cumulative_SV[:, -1:]
-    ranks_S1 = torch.searchsorted(cumulative_SV, draws_S1, right=True)
-    # Rounding may put a draw at the very end of the last kept token.
-    ranks_S1 = torch.minimum(ranks_S1, kept_SV.sum(dim=-1, keepdim=True) - 1)
-    return order_SV.gather(1, ranks_S1)[:, 0]
+    kept_SV &= before_SV < _column([p.top_p for p in params], probs_SV) * probs_SV.sum(dim=-1, keepdim=True)
+    return torch.zeros_like(kept_SV).scatter(1, order_SV, kept_SV)
+
+
+def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, device=like.device, dtype=torch.float64)[:, None]

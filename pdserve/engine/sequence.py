@@ -13,6 +13,7 @@ class Sequence:
     Attributes:
         tokens: prompt, then output.
         num_prompt: how many of them are the prompt.
+        num_given: how many of them were there at the start: the prompt, and what another instance had generated.
         num_computed: how many leading tokens have their KV in `block_ids`.
         keys: content keys of the full blocks of `tokens`, as far as they have been derived.
         stop_token_ids: generation ends with one of these (EOS included, unless it is ignored).
@@ -22,6 +23,7 @@ class Sequence:
     request_id: str
     tokens: list[int]
     num_prompt: int
+    num_given: int
     sampling: SamplingParams
     root: bytes
     block_size: int
@@ -55,10 +57,10 @@ class Sequence:
             self.keys += block_keys(parent, self.tokens[done * self.block_size :], self.block_size)
         return self.keys
 
-    def prompt_keys(self) -> list[bytes]:
-        """Keys of all blocks of the prompt, a partial last one included."""
-        full = self.full_keys()[: self.num_prompt // self.block_size]
-        rest = self.tokens[len(full) * self.block_size : self.num_prompt]
+    def given_keys(self) -> list[bytes]:
+        """Keys of all blocks of the given tokens, a partial last one included."""
+        full = self.full_keys()[: self.num_given // self.block_size]
+        rest = self.tokens[len(full) * self.block_size : self.num_given]
         return full + block_keys(full[-1] if full else self.root, rest, self.block_size, partial=True)
 
     def finish_reason(self) -> str | None:

@@ -12,7 +12,7 @@ BLOCK = 4
 
 
 def sequence(name: str, prompt: list[int], max_tokens: int = 4) -> Sequence:
-    return Sequence(name, list(prompt), len(prompt), SamplingParams(max_tokens=max_tokens), b"root", BLOCK)
+    return Sequence(name, list(prompt), len(prompt), len(prompt), SamplingParams(max_tokens=max_tokens), b"root", BLOCK)
 
 
 def scheduler(num_blocks: int, max_num_seqs: int = 8, budget: int = 16) -> Scheduler:
