@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from pdserve.kernels.batch import PagedBatch
 
+NAME = "reference"
 MAX_SCORES = 1 << 24  # elements of one score matrix over all heads: 64 MiB in float32
 
 
@@ -43,6 +44,21 @@ def attend(
             kv_len = batch.kv_lens[s]
             out_THD[span] = _attend_one(q_THD[span], k_GLD[0], v_GLD[0], kv_len, scale, window, softcap)
     return out_THD
+
+
+def copy_blocks(pool_N: torch.Tensor, sources_C: torch.Tensor, targets_C: torch.Tensor) -> None:
+    """Whole blocks within the pool, for copy-on-write. Targets are distinct, and none of them is a source."""
+    pool_N[targets_C] = pool_N[sources_C]
+
+
+def gather_blocks(pool_N: torch.Tensor, blocks_C: torch.Tensor, out_C: torch.Tensor) -> None:
+    """out[i] = pool[blocks[i]], whole blocks."""
+    torch.index_select(pool_N, 0, blocks_C, out=out_C)
+
+
+def scatter_blocks(pool_N: torch.Tensor, blocks_C: torch.Tensor, values_C: torch.Tensor) -> None:
+    """pool[blocks[i]] = values[i], whole blocks; the blocks are distinct."""
+    pool_N[blocks_C] = values_C
 
 
 def _starts(lengths: list[int]) -> list[int]:

@@ -1,7 +1,7 @@
 """The scheduler: how many tokens of which sequences the next step computes.
 
 One budget of tokens per step, shared by all: a decoding sequence asks for 1 token, a prefilling one for its next chunk, a
-preempted one for what it lost. Nothing else tells them apart. Sequences that run come first, in order of arrival; those
+preempted one for what it lost. Nothing else tells them apart. Sequences that run come first, decoding ones before others; those
 that hold blocks already (KV loaded, waiting for a place in the batch) next; new ones last. When a running sequence needs a
 block and none is free, the latest arrival gives up its blocks and computes them again later (prefix hits permitting).
 """
@@ -89,26 +89,27 @@ class Scheduler:
 
     def _schedule_running(self, step: Schedule, budget: int) -> int:
         for seq in list(self.running):
+            if seq not in step.preempted:
+                self._grow(seq, step)
+        # Those that decode need one token each and are waited for; long prompts share what is left.
+        for seq in sorted(self.running, key=lambda seq: seq.num_missing > 1):
             if budget == 0:
                 break
-            if seq in step.preempted or not self._grow(seq, step):
-                continue
             step.tokens[seq] = min(seq.num_missing, budget)
             budget -= step.tokens[seq]
         return budget
 
-    def _grow(self, seq: Sequence, step: Schedule) -> bool:
-        """Gives a running sequence the blocks for all its tokens; False if it had to be preempted itself."""
+    def _grow(self, seq: Sequence, step: Schedule) -> None:
+        """Gives a running sequence the blocks for all its tokens, at the cost of the latest, which may be itself."""
         need = self.pool.blocks_for(len(seq)) - len(seq.block_ids)
         while need > self.pool.num_free:
             victim = self.running[-1]
             self._preempt(victim)
             step.preempted.append(victim)
             if victim is seq:
-                return False
+                return
         if need > 0:
             seq.block_ids += self.pool.allocate(need)
-        return True
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)

@@ -49,6 +49,18 @@ def test_a_long_prompt_is_chunked_while_others_decode() -> None:
     assert plan.tokens == {short: 1, long: 7}
 
 
+def test_a_running_prefill_does_not_hold_up_those_that_decode() -> None:
+    sched = scheduler(64, budget=8)
+    long, short = sequence("long", list(range(30))), sequence("short", [1, 2, 3], 9)
+    sched.add(long)
+    run_step(sched)
+    sched.running.append(short)  # as if it had arrived with its KV
+    assert sched.reserve(short, 0, 4)
+    short.num_computed = 2
+    plan, _ = run_step(sched)
+    assert plan.tokens == {short: 1, long: 7}
+
+
 def test_the_latest_arrival_is_preempted_and_finishes_later() -> None:
     sched = scheduler(4)
     first, second = sequence("first", [1] * 7, 6), sequence("second", [2] * 7, 6)

@@ -1,0 +1,58 @@
+"""The benchmark scripts run, and their JSON says what is promised."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+HEAD = {"benchmark", "when", "note", "machine", "commit", "settings", "rows"}
+
+
+def run(script: str, out: Path, *arguments: str) -> dict[str, Any]:
+    """Its JSON."""
+    command = [sys.executable, str(BENCHMARKS / script), "--quick", "--out", str(out), "--note", "smoke", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = out.iterdir()
+    assert file.name.endswith(f"-{script.removesuffix('.py')}-smoke.json")
+    content: dict[str, Any] = json.loads(file.read_text())
+    assert content.keys() >= HEAD
+    assert {"cpu", "cores", "torch"} <= content["machine"].keys()
+    assert str(out) not in file.read_text() and str(BENCHMARKS) not in file.read_text(), "a path of this machine"
+    return content
+
+
+def test_engine(tmp_path: Path) -> None:
+    content = run("engine.py", tmp_path, "--peer", "transformers")
+    assert content["roofline"]["read_gb_per_s"] > 0 and content["roofline"]["gflops"] > 0
+    rows = {(row["engine"], row["task"]): row for row in content["rows"]}
+    assert rows.keys() == {(e, t) for e in ("pdserve", "transformers") for t in ("offline", "prefill", "decode")}
+    for (engine, _), row in rows.items():
+        assert row["tokens_per_s"] > 0 and 0 < row["ratio"] < 1
+        assert len(row["seconds"]) == len(row["cpu_seconds"]) == content["settings"]["repeat"]
+        assert (row["outside_model"] is None) == (engine != "pdserve")
+    assert rows["pdserve", "offline"]["tokens"] == 4 * 8
+    assert rows["pdserve", "prefill"]["tokens"] == 64
+    assert rows["pdserve", "decode"]["tokens"] == 7, "the first of 8 comes from the prefill"
+
+
+def test_handover(tmp_path: Path) -> None:
+    content = run("handover.py", tmp_path)
+    assert content["skipped"] == {}
+    assert [(row["connector"], row["prompt_tokens"]) for row in content["rows"]] == [("shm", 1), ("shm", 40)]
+    block_bytes = content["rows"][0]["bytes"]
+    for row, blocks in zip(content["rows"], [1, 3], strict=True):
+        assert row["bytes"] == blocks * block_bytes > 0
+        assert row["whole"] == row["requests"] == 1, "not all KV crossed"
+        assert row["prefill_ms"] > 0 and row["memcpy_ms"] > 0
+        assert row["store_gb_per_s"] > 0 and row["load_gb_per_s"] > 0
+        assert row["second_token_gap_ms"] >= 0 and len(row["handover_ms_all"]) == 1
+
+
+def test_a_mistake_is_one_line() -> None:
+    command = [sys.executable, str(BENCHMARKS / "handover.py"), "--connectors", "pigeon"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "pigeon" in done.stderr and "redis-tcp" in done.stderr
