@@ -1,9 +1,10 @@
 """The scheduler: how many tokens of which sequences the next step computes.
 
 One budget of tokens per step, shared by all: a decoding sequence asks for 1 token, a prefilling one for its next chunk, a
-preempted one for what it lost. Nothing else tells them apart. Sequences that run come first, decoding ones before others; those
-that hold blocks already (KV loaded, waiting for a place in the batch) next; new ones last. When a running sequence needs a
-block and none is free, the latest arrival gives up its blocks and computes them again later (prefix hits permitting).
+preempted one for what it lost. Nothing else tells them apart. Sequences that run come first, those that decode before
+others; those that hold blocks already (KV loaded, waiting for a place in the batch) next; new ones last. When a running
+sequence needs a block and none is free, the latest arrival gives up its blocks and computes them again later (prefix hits
+permitting).
 """
 
 from collections import deque
