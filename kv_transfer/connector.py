@@ -11,7 +11,8 @@ Rules that every connector keeps:
   2. A block is visible to `match` and `load` only after all of its bytes are.
   3. `match` counts leading keys: a key after the first missing one does not count.
   4. Between `store` and its result the block's bytes are read, between `load` and its result they are written: the
-     caller keeps the block ids reserved until the future is done, whatever else happens.
+     caller keeps the block ids reserved until the future is done, whatever else happens, and until `Result.held` is done
+     where a store's result has one.
   5. A future always completes, within the connector's time-out, and does not raise for a fault of the store:
      faults are per-block outcomes. It raises only for a defect of the program.
 """
@@ -49,11 +50,14 @@ class Result:
         outcomes: one per block.
         seconds: from the call until the bytes were where they belong.
         ticket: what the loading side needs to find the blocks, for connectors without a store in between; else empty.
+        held: of such a connector's store: peers read the blocks where they are, so the caller keeps them reserved and
+            unchanged until this future is done (they have been read, or the lease is over). None: the bytes are away.
     """
 
     outcomes: list[Outcome]
     seconds: float
     ticket: bytes = b""
+    held: Future[None] | None = None
 
     @property
     def leading(self) -> int:

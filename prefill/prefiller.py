@@ -127,8 +127,10 @@ class Prefiller:
 
     def _stored(self, prefill: _Prefill, store: list[int | None], blocks: list[int], result: Result) -> None:
         job = prefill.job
-        job.transfers -= 1
-        self._engine.pool.release(blocks)
+        if result.held is None:
+            self._let_go(prefill, blocks)
+        else:
+            self._desk.when_done(result.held, lambda _: self._read(prefill, blocks))
         store[2] = result.leading
         if not job.over:
             job.moved(result, self._engine.layout.block_bytes)
@@ -136,6 +138,15 @@ class Prefiller:
                 job.news().stored.tickets.append(result.ticket)
             self._announce(prefill)
         self._end_if_done(prefill)
+
+    def _read(self, prefill: _Prefill, blocks: list[int]) -> None:
+        """A peer has read blocks in place, or their lease is over."""
+        self._let_go(prefill, blocks)
+        self._end_if_done(prefill)
+
+    def _let_go(self, prefill: _Prefill, blocks: list[int]) -> None:
+        prefill.job.transfers -= 1
+        self._engine.pool.release(blocks)
 
     def _first_token(self, prefill: _Prefill) -> None:
         """The prompt is computed: the token goes out at once, the sequence leaves the engine, its stores go on."""
@@ -156,7 +167,7 @@ class Prefiller:
         """Tells the router how many leading blocks decode may load, and whether more will come."""
         job = prefill.job
         stored = prefill.stored
-        final = prefill.sampled and job.transfers == 0
+        final = prefill.sampled and all(arrived is not None for _, _, arrived in prefill.stores)
         if job.over or (stored <= prefill.announced and not final):
             return
         prefill.announced = stored
