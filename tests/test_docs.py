@@ -22,7 +22,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").
 CODE = (
     "pdserve/*.py",
     "pdserve/engine/*.py",
-    "kernels/*.py",
+    "kernels/**/*.py",
     "prefill/*.py",
     "decode/*.py",
     "kv_transfer/*.py",
