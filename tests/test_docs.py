@@ -25,7 +25,7 @@ CODE = (
     "kernels/**/*.py",
     "prefill/*.py",
     "decode/*.py",
-    "kv_transfer/*.py",
+    "kv_transfer/**/*.py",
     "router/*.py",
 )
 
