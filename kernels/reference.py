@@ -94,8 +94,9 @@ def _attend_decoding(
     seen_SL = positions_L < lengths_S1
     if window is not None:
         seen_SL &= positions_L >= lengths_S1 - window
-    # What the mask hides may be uninitialised memory, and 0 × NaN is NaN.
-    v_SGLD = v_SGLD.masked_fill(~(positions_L < lengths_S1)[:, None, :, None], 0)
+    # What the mask hides may be uninitialised memory, and neither NaN - inf nor 0 × NaN goes away.
+    unused_SGLD = ~(positions_L < lengths_S1)[:, None, :, None]
+    k_SGLD, v_SGLD = k_SGLD.masked_fill(unused_SGLD, 0), v_SGLD.masked_fill(unused_SGLD, 0)
     return _softmax_attention(q_SHD[:, :, None], k_SGLD, v_SGLD, seen_SL[:, None, None], scale, softcap)[:, :, 0]
 
 

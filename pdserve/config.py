@@ -10,7 +10,7 @@ from typing import Any
 DEFAULT_CONNECTOR = "shm://default"
 DEFAULT_PORT = 8000
 DTYPES = ("float32", "bfloat16", "float16")
-KERNELS = ("reference",)
+KERNELS = ("reference", "cpu", "triton")
 DEFAULT_CONTROL_PORT = 8001
 
 
@@ -40,7 +40,7 @@ class EngineConfig(ModelConfig):
     max_model_len: int | None = flag("prompt plus output tokens at most; default: the model's context", None)
     max_num_seqs: int = flag("sequences in the running batch at most", 64)
     max_num_batched_tokens: int = flag("tokens in one step at most: the chunk of a chunked prefill", 2048)
-    kernel: str = flag("attention kernel: auto, reference", "auto")
+    kernel: str = flag("attention kernel: auto, reference, cpu, triton", "auto")
     threads: int | None = flag("CPU threads of this instance; default: torch's", None)
     seed: int = flag("of the instance's own random state; requests bring theirs", 0)
 

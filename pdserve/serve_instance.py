@@ -83,7 +83,7 @@ def _hello(role: str, config: InstanceConfig, instance: Instance) -> pb.Hello:
         connector=instance.connector.scheme,
         device=str(engine.checkpoint.device),
         dtype=engine.layout.dtype,
-        kernel=config.kernel if config.kernel != "auto" else "reference",
+        kernel=engine.runner.kernel.NAME,
         eos_token_ids=sorted(engine.checkpoint.eos_token_ids),
         protocol_version=PROTOCOL_VERSION,
     )

@@ -8,6 +8,7 @@ from pdserve.engine.paged_model import UnsupportedAttention
 from pdserve.engine.sampler import sample
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import SetupError
+from pdserve.kernels.attention import KernelUnavailable, choose
 from pdserve.kernels.batch import PagedBatch
 from pdserve.request import SamplingParams
 
@@ -22,6 +23,10 @@ class ModelRunner:
         self.checkpoint = checkpoint
         self.device = checkpoint.device
         self.block_size = config.block_size
+        try:
+            self.kernel = choose(config.kernel, self.device)
+        except KernelUnavailable as error:
+            raise SetupError(str(error)) from error
         self._check_architecture()
         if self.device.type == "cuda":
             self._profile(config)
@@ -79,6 +84,7 @@ class ModelRunner:
             query_lens=counts,
             kv_lens=kv_lens,
             kv_lens_S=torch.tensor(kv_lens, device=self.device),
+            kernel=self.kernel,
         )
 
     @torch.inference_mode()
