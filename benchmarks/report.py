@@ -1,0 +1,101 @@
+"""What both benchmarks write: a JSON file that says where and from what its figures come."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pdserve.errors import SetupError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+RESULTS = Path(__file__).parent / "results"
+NOTE_HELP = "short description, part of the file's name; default: the number of cores"
+QUICK_HELP = "a tiny model and small tasks, for seeing that it works"
+OUT_HELP = "folder for the JSON; default: results/ beside this script"
+WIDE = 160  # columns
+
+S = TypeVar("S", bound="DataclassInstance")
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on, without names or paths."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "load_average": round(os.getloadavg()[0], 2),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def commit() -> str:
+    """The checkout's commit, with a + if tracked files differ from it."""
+    head = _git("rev-parse", "--short=12", "HEAD")
+    return head + "+" if head and _git("status", "--porcelain", "--untracked-files=no") else head
+
+
+def in_place_of_defaults(settings: S, values: Mapping[str, Any]) -> S:
+    """`settings` with these values wherever nothing else was asked for."""
+    left = {field.name for field in fields(settings) if getattr(settings, field.name) == field.default}
+    return replace(settings, **{name: value for name, value in values.items() if name in left})
+
+
+def write(benchmark: str, settings: "DataclassInstance", content: dict[str, Any]) -> Path:
+    """Writes settings and `content` behind the description of machine and commit; `settings` names note and folder."""
+    asked = asdict(settings)
+    folder, note = Path(asked.pop("out") or RESULTS), asked.pop("note") or f"{machine()['cores']}-cores"
+    now = datetime.now(UTC)
+    head = {"benchmark": benchmark, "when": now.isoformat(timespec="seconds"), "note": note}
+    head |= {"machine": machine(), "commit": commit(), "settings": asked}
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{now:%Y-%m-%d}-{benchmark}-{note}.json"
+    path.write_text(json.dumps(head | content, indent=2) + "\n")
+    return path
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.machine()
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
+
+
+def show(table: Table) -> None:
+    """Prints it, uncut where the output is no terminal."""
+    Console(width=None if sys.stdout.isatty() else WIDE).print(table)
+
+
+def main(command: Callable[..., None]) -> None:
+    """Runs a script's command. A mistake is one line on stderr and exit code 2."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(command)
+    try:
+        app()
+    except SetupError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from error
