@@ -35,7 +35,7 @@ class ShmConnector(BatchedConnector):
         self._size = query.size("size", None)
 
     def open(self) -> None:
-        self._slab = slab.attach(self._name, self.memory.layout.block_bytes, self._size, self.timeout)
+        self._slab = slab.attach(self._name, self.memory.layout.block_bytes, self._size)
 
     def shut(self) -> None:
         self._slab.close()

@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 DIRECTORY: Final = "/dev/shm"
 DEFAULT_BYTES: Final = 512 << 20
 MIN_BLOCKS: Final = 32
+MAKING_S: Final = 60.0
+FIRST_TOUCH_BYTES_PER_S: Final = 0.2e9  # a tenth of what an idle machine does
 
 # Bytes that are locked, not written. They lie behind the end of any slab.
 ALIVE: Final = 1 << 48
@@ -268,13 +270,15 @@ class Slab:
         _LEASE.pack_into(self._map, _record_at(slot) + _LEASE_AT, now + lease_s, now, holders)
 
 
-def attach(name: str, block_bytes: int, size: int | None, timeout: float) -> Slab:
+def attach(name: str, block_bytes: int, size: int | None) -> Slab:
     """The slab of this name, made if need be. `size` None takes what is there, or the default.
+
+    Waits for another process that is making it as long as touching that much memory for the first time may take.
 
     Raises:
         SetupError: no room, in use for other blocks, or not accessible.
     """
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + MAKING_S + (size or DEFAULT_BYTES) / FIRST_TOUCH_BYTES_PER_S
     while True:
         fd = _open(name)
         try:

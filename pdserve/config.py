@@ -92,6 +92,12 @@ class RouterConfig(ModelConfig):
     max_n: int = flag("choices that one request may ask for, over all its prompts", 64)
     timelines: int = flag("how many finished requests /debug/requests remembers", 1000)
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for a setting that can never work."""
+        for name in ("lease_seconds", "handover_timeout_seconds", "max_body_bytes", "max_n", "timelines"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name)}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class UpConfig(EngineConfig):

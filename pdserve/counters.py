@@ -43,7 +43,7 @@ def families(counts: Iterable[tuple[Mapping[str, str], Mapping[str, float]]]) ->
     for process, values in counts:
         for key, value in values.items():
             match = _SERIES.fullmatch(key)
-            assert match is not None and match["name"] in HELP, f"unknown series {key}"
+            assert match is not None, f"not a series: {key}"
             labels = dict(process) | dict(_LABEL.findall(match["labels"] or ""))
             family = metrics.setdefault(match["name"], _family(match["name"], list(labels)))
             family.add_metric([labels[name] for name in sorted(labels)], value)  # type: ignore[attr-defined]
@@ -52,4 +52,4 @@ def families(counts: Iterable[tuple[Mapping[str, str], Mapping[str, float]]]) ->
 
 def _family(name: str, labels: list[str]) -> Metric:
     kind = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
-    return kind(f"pdserve_{name}", HELP[name], labels=sorted(labels))
+    return kind(f"pdserve_{name}", HELP.get(name, "from an instance of another version"), labels=sorted(labels))

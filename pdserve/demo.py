@@ -29,7 +29,9 @@ def demo(config: UpConfig) -> None:
     started = time.monotonic()
     with Deployment(config, say=log.append) as deployment:
         instances = len(deployment.children) - 1
-        with console.status(f"starting a router and {instances} instances on {config.model} over shared memory …"):
+        with console.status(
+            f"starting a router and {instances} instances on {config.model} over {deployment.connector.split('://')[0]}:// …"
+        ):
             deployment.wait_ready()
         for line in log:
             if "ready in" in line:

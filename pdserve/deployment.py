@@ -28,6 +28,7 @@ STABLE_S = 60.0  # a child that ran this long starts over with the first back-of
 STOP_S = 10.0  # from SIGTERM to SIGKILL
 SETUP_ERROR = 2  # exit code of a start-up error: the same command would fail again
 PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec there is little that one may do
 
 
 @dataclass
@@ -71,6 +72,7 @@ class Deployment:
             self.connector = f"shm://up-{os.getpid()}"  # ours alone, so that it can be removed at the end
         self.url = f"http://{config.host}:{config.port}"
         self._say = say
+        self._was_ready = False  # afterwards, what cannot start now may start later
         self._control = f"127.0.0.1:{config.control_port or free_port()}"
         self.children = [self._router(), *self._instances()]
 
@@ -121,7 +123,10 @@ class Deployment:
             ready = httpx.get(f"{self.url}/ready", timeout=1.0)
         except httpx.TransportError:
             return False
-        return ready.status_code == 200 and len(instances.json()["instances"]) >= len(self.children) - 1
+        if ready.status_code != 200 or len(instances.json()["instances"]) < len(self.children) - 1:
+            return False
+        self._was_ready = True
+        return True
 
     def stop(self) -> None:
         """Ends all children, the instances first, and removes what they shared."""
@@ -147,7 +152,7 @@ class Deployment:
     def _died(self, child: Child, now: float) -> None:
         assert child.process is not None
         code = child.process.returncode
-        if code == SETUP_ERROR:
+        if code == SETUP_ERROR and not self._was_ready:
             if child.reader is not None:
                 child.reader.join(timeout=1.0)
             raise SetupError(f"{child.name} could not start; its reason stands above")
@@ -226,4 +231,4 @@ def _flags(config: UpConfig) -> dict[str, object]:
 
 def _die_with_parent() -> None:
     """In the child: a supervisor that is killed takes its children with it."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

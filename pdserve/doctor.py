@@ -81,7 +81,9 @@ def _packages() -> list[Finding]:
 
 def _compiler() -> Finding:
     path = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
-    return Finding("C++ compiler", path is not None, path or "none on the path", "CPU kernels (not used yet)")
+    return Finding(
+        "C++ compiler", path is not None, path or "none on the path", "--kernel cpu: the fast attention kernel on CPUs"
+    )
 
 
 def _shared_memory() -> Finding:

@@ -141,6 +141,10 @@ class HandOver:
         self.since = now
         return actions
 
+    def progressed(self, at: float) -> None:
+        """The owner is at work, on this request or on those before it in its queue: a full queue is not a fault."""
+        self.since = max(self.since, at)
+
     def late(self, now: float) -> bool:
         """Whether the state's time has run out; then `handle(Event.LATE)` is due."""
         return not self.ended and now - self.since > self.state_timeout_s

@@ -80,14 +80,19 @@ class Instance:
     # ---- the engine thread ------------------------------------------------------------------------------------
 
     def run(self) -> None:
+        idle = True
         while not self._stopping:
-            self.turn(wait=not self.engine.has_work)
+            idle = self.turn(wait=idle)
         for job in list(self._jobs.values()):
             self._cancel(job)
         self.connector.close()
 
-    def turn(self, *, wait: bool) -> None:
-        """Everything in the inbox (waiting for something to be there if asked to), one step, and the news of both."""
+    def turn(self, *, wait: bool) -> bool:
+        """Everything in the inbox (waiting for something to be there if asked to), one step, and the news of both.
+
+        Returns:
+            Whether there was nothing to compute: then only what comes into the inbox can change that.
+        """
         self._run_inbox(wait)
         self.decoder.reserve()
         started = self.now()
@@ -101,9 +106,10 @@ class Instance:
         self._flush()
         if not self._jobs:
             self._check_idle(started)
-        if not self.engine.has_work or started - self._load_published > LOAD_INTERVAL_S:
+        if result.idle or started - self._load_published > LOAD_INTERVAL_S:
             self._load_published = started
             self._publish_load()
+        return result.idle
 
     def _check_idle(self, now: float) -> None:
         """With nothing to do, every block must be back. A leak ends the instance rather than starving it slowly."""

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 
@@ -33,6 +34,10 @@ def serve(role: str, config: InstanceConfig) -> None:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     asyncio.run(_serve(role, config))
+    # Everything is closed. What is left is torch's own clean-up, which takes a second and cleans nothing of ours.
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 async def _serve(role: str, config: InstanceConfig) -> None:
@@ -50,11 +55,14 @@ async def _serve(role: str, config: InstanceConfig) -> None:
     thread = threading.Thread(target=_run_engine, args=(instance,), name="engine")
     thread.start()
     serving = asyncio.create_task(links.run(instance, hello))
+    serving.add_done_callback(lambda _: stop.set())
     await stop.wait()
     serving.cancel()
-    await asyncio.gather(serving, return_exceptions=True)
+    (ended,) = await asyncio.gather(serving, return_exceptions=True)
     instance.stop()
     await asyncio.to_thread(thread.join)
+    if not isinstance(ended, asyncio.CancelledError):
+        raise RuntimeError("the streams to the routers ended by themselves") from ended
 
 
 def _run_engine(instance: Instance) -> None:

@@ -84,7 +84,9 @@ class Prefiller:
             return
         usable = (seq.num_given - 1) // seq.block_size
         have = len(pool.match(job.keys[:usable]))
-        if found <= have or not self._engine.scheduler.reserve(seq, usable, seq.num_given):
+        scheduler = self._engine.scheduler
+        # Who waits comes first, or newcomers with hits would take every block that a long prompt waits for.
+        if found <= have or scheduler.waiting or not scheduler.reserve(seq, usable, seq.num_given):
             self._engine.add(seq)
             return
         keys, blocks = job.keys[have:found], seq.block_ids[have:found]
@@ -117,6 +119,8 @@ class Prefiller:
         if count <= 0:
             return
         blocks = seq.block_ids[first:ready]
+        if done and seq.num_given % seq.block_size:
+            self._engine.runner.clear_tail(blocks[-1], seq.num_given % seq.block_size)
         self._engine.pool.hold(blocks)
         store: list[int | None] = [first, count, None]
         prefill.stores.append(store)
@@ -154,6 +158,7 @@ class Prefiller:
         prefill.sampled = True
         job.stamp(Stage.FIRST_TOKEN, now)
         job.news().token_ids.append(seq.tokens[-1])
+        self._desk.count("generation_tokens", 1)
         job.tell_sources()
         self._desk.count_sources(job)
         reason = seq.finish_reason()

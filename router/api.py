@@ -92,7 +92,7 @@ class _Generations:
     def _model(self) -> ModelInfo:
         info = self._backend.model()
         if info is None:
-            raise Unavailable("no instance has registered yet", kind="no_instances", retry_after_s=1)
+            raise Unavailable("no instance has registered yet", kind="no_instance", retry_after_s=1)
         return info
 
     async def _generate(self, request: Request, make_plan: MakePlan) -> Response:

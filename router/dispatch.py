@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest, RequestError, Unavailable
-from pdserve.handover import Action, Event, HandOver, State
+from pdserve.handover import OWNER, Action, Event, HandOver, State
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request
@@ -48,6 +48,11 @@ class Flight:
         """The instance that produces the output's end."""
         return self.decode or self.prefill
 
+    @property
+    def owner(self) -> Member:
+        """The instance that must act next."""
+        return self.prefill if OWNER[self.machine.state] == "prefill" else self.last_member
+
     def put(self, item: Chunk | RequestError) -> None:
         self._chunks.put_nowait(item)
 
@@ -74,6 +79,7 @@ class Dispatcher:
         self.fleet = fleet
         self.flights: dict[str, Flight] = {}
         self.timelines = TimelineLog(config.timelines)
+        self._open: set[str] = set()  # request ids; a flight that moves changes its own id
         self._metrics = metrics
         self._policy = POLICIES[config.policy]
         self._turn = 0
@@ -99,12 +105,13 @@ class Dispatcher:
 
     def open(self, request: Request) -> Flight:
         now = time.monotonic()
-        if request.request_id in self.flights:
+        if request.request_id in self._open:
             raise BadRequest(f"request id {request.request_id!r} is in use", kind="duplicate_request_id")
         flight = Flight(self, request)
         flight.timeline.stamp(Stage.RECEIVED, request.received or now)
         flight.timeline.stamp(Stage.ADMITTED, now)
         self._start(flight)
+        self._open.add(request.request_id)
         flight.timeline.stamp(Stage.ROUTED, time.monotonic())
         self.timelines.add(flight.timeline)
         return flight
@@ -162,6 +169,7 @@ class Dispatcher:
             await asyncio.sleep(min(1.0, self.config.handover_timeout_seconds / 4))
             now = time.monotonic()
             for flight in list(self.flights.values()):
+                flight.machine.progressed(flight.owner.stepped)
                 if flight.machine.late(now):
                     state = flight.machine.state
                     message = f"no progress for {self.config.handover_timeout_seconds} s while {state}"
@@ -242,7 +250,8 @@ class Dispatcher:
         timeline = flight.timeline
         for stamp in output.stamps:
             stage = Stage(stamp.stage)
-            if stage is not Stage.FINISHED or member is flight.last_member or output.finish_reason:
+            # The client's first token counts, hence the router's own stamp, in `_emit`.
+            if stage is not Stage.FIRST_TOKEN and (stage is not Stage.FINISHED or member is flight.last_member):
                 timeline.stamp(stage, flight.submitted + stamp.seconds)
         if output.HasField("tokens") and not timeline.migrations:
             timeline.computed_tokens = output.tokens.computed
@@ -263,6 +272,7 @@ class Dispatcher:
         for member in (flight.prefill, flight.decode):
             if member is not None:
                 self._release(flight.id, member)
+        self._open.discard(flight.request.request_id)
         timeline.stamp(Stage.FINISHED, time.monotonic())
         if flight.machine.state is State.FAILED:
             timeline.finish_reason = "error"

@@ -34,11 +34,13 @@ class Member:
     Attributes:
         load: its last heartbeat.
         heard: when its last frame came, on the router's monotonic clock.
+        stepped: when its engine was last seen to have moved on.
         requests: ids of the router's requests that it works on → prompt tokens that it has yet to compute.
     """
 
     hello: pb.Hello
     heard: float
+    stepped: float = 0.0
     load: pb.Heartbeat = field(default_factory=pb.Heartbeat)
     requests: dict[str, int] = field(default_factory=dict)
     outbox: asyncio.Queue[pb.RouterFrame | None] = field(default_factory=asyncio.Queue)
@@ -81,6 +83,7 @@ class Fleet(RouterServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
         member = self._join(first.hello)
         reader = asyncio.create_task(self._read(member, frames))
+        reader.add_done_callback(lambda task: self._reader_ended(member, task))
         try:
             yield pb.RouterFrame(welcome=pb.Welcome(router_id=self._router_id, lease_seconds=self._lease_seconds))
             while (frame := await member.outbox.get()) is not None:
@@ -107,6 +110,11 @@ class Fleet(RouterServicer):
             return f"role {hello.role!r} is unknown; there are {', '.join(ROLES)}"
         if hello.model != self._model:
             return f"this router serves {self._model!r}, the instance {hello.model!r}: set --served-model-name alike"
+        namesake = self.members.get(hello.instance_id)
+        if namesake is not None and namesake.hello.epoch != hello.epoch:
+            return (
+                f"an instance {hello.instance_id!r} is attached already; give another --instance-id, or stop that one"
+            )
         for other in self.members.values():
             if other.id != hello.instance_id and other.hello.namespace != hello.namespace:
                 return f"its weights, dtype, block size or KV layout differ from those of {other.id}"
@@ -114,7 +122,7 @@ class Fleet(RouterServicer):
 
     def _join(self, hello: pb.Hello) -> Member:
         if hello.instance_id in self.members:
-            self._leave(self.members[hello.instance_id], "a new process took its name")
+            self._leave(self.members[hello.instance_id], "it has dialled again")
         member = self.members[hello.instance_id] = Member(hello, heard=time.monotonic())
         log.info("%s joined as %s with %d blocks", member.id, hello.role, hello.num_blocks)
         return member
@@ -135,11 +143,20 @@ class Fleet(RouterServicer):
             if self.members.get(member.id) is not member:
                 return
             if frame.WhichOneof("frame") == "heartbeat":
+                if frame.heartbeat.counters["engine_steps"] != member.load.counters["engine_steps"]:
+                    member.stepped = member.heard
                 member.load = frame.heartbeat
             else:
                 assert self.listener is not None
                 for output in frame.step.outputs:
                     self.listener.on_output(member, output)
+
+    def _reader_ended(self, member: Member, task: "asyncio.Task[None]") -> None:
+        """The stream is over, or a frame was more than we can handle; the latter is told as what it is."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, grpc.RpcError):
+            log.error("a frame of %s could not be handled", member.id, exc_info=error)
+            self._leave(member, f"a frame could not be handled: {error!r}")
         member.outbox.put_nowait(None)
 
 

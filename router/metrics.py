@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pdserve.counters import families
@@ -53,8 +53,6 @@ class Metrics:
             ["kind"],
             registry=self.registry,
         )
-        lost = Gauge("pdserve_instances_lost", "instances that left since the start", registry=self.registry)
-        lost.set_function(lambda: fleet.num_lost)
         self.registry.register(_FleetCounts(fleet))
 
     def finished(self, timeline: Timeline) -> None:
@@ -77,7 +75,8 @@ class _FleetCounts(Collector):
         self._fleet = fleet
 
     def collect(self) -> Iterable[Metric]:
-        return families(
+        yield CounterMetricFamily("pdserve_instances_lost", "instances that left since the start", self._fleet.num_lost)
+        yield from families(
             ({"instance": member.id, "role": member.hello.role}, dict(member.load.counters))
             for member in self._fleet.members.values()
         )

@@ -69,6 +69,12 @@ def test_a_late_decode_has_failed() -> None:
     assert not machine.late(11.2)
 
 
+def test_an_owner_at_work_is_not_late() -> None:
+    machine, _ = walk(Event.FIRST_TOKEN, Event.STORED)
+    machine.progressed(30.0)
+    assert not machine.late(40.0) and machine.late(40.1)
+
+
 def test_alone_there_is_no_prefill_to_fail() -> None:
     machine, actions = walk(Event.LATE, split=False)
     assert machine.state is State.PREFILLING and Action.RESUME in actions and Action.FINALIZE not in actions

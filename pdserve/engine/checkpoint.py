@@ -160,5 +160,7 @@ def cpu_memory_available() -> int:
             available = int(line.split()[1]) * 1024
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.exists() and used.exists() and limit.read_text().strip() != "max":
-        available = min(available, int(limit.read_text()) - int(used.read_text()))
+        stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+        cache = int(stat.get("inactive_file", 0))  # counted as used, and given back on demand
+        available = min(available, int(limit.read_text()) - int(used.read_text()) + cache)
     return max(available, 0)

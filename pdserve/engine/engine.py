@@ -21,12 +21,17 @@ class StepResult:
     Attributes:
         advanced: sequences that have more KV than before.
         sampled: those of them that got a new token (appended to their tokens already).
-        computed_tokens: over all sequences.
+        preempted: how many sequences lost their blocks.
     """
 
     advanced: list[Sequence] = field(default_factory=list)
     sampled: dict[Sequence, int] = field(default_factory=dict)
-    computed_tokens: int = 0
+    preempted: int = 0
+
+    @property
+    def idle(self) -> bool:
+        """Nothing could be done: the next step would do nothing either, until a block is freed or a request comes."""
+        return not self.advanced and not self.preempted
 
 
 class Engine:
@@ -89,14 +94,15 @@ class Engine:
 
     def step(self) -> StepResult:
         """Schedule, run, postprocess. Whoever owns a finished sequence removes it."""
-        plan = self.scheduler.schedule().tokens
+        schedule = self.scheduler.schedule()
+        plan = schedule.tokens
         tokens = self.runner.step(plan)
         for seq, count in plan.items():
             seq.num_computed += count
             self.register_full_blocks(seq)
         for seq, token in tokens.items():
             seq.tokens.append(token)
-        return StepResult(list(plan), tokens, sum(plan.values()))
+        return StepResult(list(plan), tokens, len(schedule.preempted))
 
     def register_full_blocks(self, seq: Sequence) -> None:
         """Makes the full blocks that a sequence has computed or loaded findable by others."""

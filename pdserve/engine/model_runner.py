@@ -39,6 +39,11 @@ class ModelRunner:
         return torch.zeros(shape, dtype=self.checkpoint.dtype, device=self.device)
 
     @torch.inference_mode()
+    def clear_tail(self, block: int, used: int) -> None:
+        """Zeroes a partial block behind its first `used` tokens: what leaves the instance holds nobody else's KV."""
+        self.pool_NL2GBD[block, ..., used:, :] = 0
+
+    @torch.inference_mode()
     def step(self, tokens: dict[Sequence, int]) -> dict[Sequence, int]:
         """Computes `tokens[seq]` more tokens of each sequence; the next token of those that have all their KV then."""
         if not tokens:
@@ -102,6 +107,8 @@ class ModelRunner:
                 probe.tokens, [0, 1], self._batch([probe], [2], [0, 1]), torch.tensor([1], device=self.device)
             )
         except (UnsupportedAttention, TypeError) as error:
+            if isinstance(error, TypeError) and "paged" not in str(error):
+                raise  # not the model's refusal of our argument, but a defect
             raise SetupError(f"architecture {kind} is not supported: {error}") from error
         if self.pool_NL2GBD[0, :, :, :, :2].isnan().any():
             raise SetupError(f"architecture {kind} is not supported: not all of its layers use the attention interface")

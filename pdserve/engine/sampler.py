@@ -29,6 +29,7 @@ def gumbel_noise(counters_S: torch.Tensor, vocab: int) -> torch.Tensor:
     z_SV = (z_SV ^ _shift(z_SV, 30)) * _MIX_1
     z_SV = (z_SV ^ _shift(z_SV, 27)) * _MIX_2
     uniform_SV = (_shift(z_SV ^ _shift(z_SV, 31), 11).double() + 0.5) * 2.0**-53
+    uniform_SV.clamp_(max=1 - 2.0**-53)  # the largest of them would round to 1, whose noise is infinite
     return -torch.log(-torch.log(uniform_SV))
 
 

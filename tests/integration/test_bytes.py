@@ -19,10 +19,11 @@ class Desk:
         self.instance = Instance(config, lambda _, frame: self.outputs.extend(frame.step.outputs))
 
     def until(self, done: Callable[[list[pb.Output]], bool]) -> None:
+        idle = True
         for _ in range(2000):
             if done(self.outputs):
                 return
-            self.instance.turn(wait=not self.instance.engine.has_work)
+            idle = self.instance.turn(wait=idle)
         raise AssertionError(f"not done: {self.outputs}")
 
 

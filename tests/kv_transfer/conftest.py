@@ -122,7 +122,7 @@ class ShmHands(Hands):
 
     def _open(self) -> slab.Slab:
         name = self.url.removeprefix("shm://").partition("?")[0]
-        return slab.attach(name, self.block_bytes, None, 1.0)
+        return slab.attach(name, self.block_bytes, None)
 
 
 class FileHands(Hands):

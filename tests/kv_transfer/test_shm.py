@@ -136,7 +136,7 @@ def fill_completely(instance: Any, new_keys: NewKeys) -> None:
 
 def test_a_slot_left_by_a_dead_writer_is_claimed_again(small: str, attach: Attach, new_keys: NewKeys) -> None:
     instance = attach(small)
-    dead = slab.attach(instance.connector._name, 4096, None, 1.0)
+    dead = slab.attach(instance.connector._name, 4096, None)
     for key in new_keys(SLOTS):
         with dead.locked(1.0):
             assert dead.claim(instance.connector.namespace + key) is not None
@@ -150,7 +150,7 @@ def test_a_process_killed_inside_the_lock_leaves_nothing_locked(small: str, atta
     instance = attach(small)
     code = (
         "import sys; from pdserve.kv_transfer import slab\n"
-        "view = slab.attach(sys.argv[1], 4096, None, 1.0)\n"
+        "view = slab.attach(sys.argv[1], 4096, None)\n"
         "with view.locked(1.0):\n"
         "    view.claim(b'n' * 32); print('locked', flush=True); sys.stdin.read()\n"
     )
@@ -168,7 +168,7 @@ def test_a_process_killed_inside_the_lock_leaves_nothing_locked(small: str, atta
 
 def test_a_stopped_lock_holder_costs_no_more_than_the_timeout(small: str, attach: Attach, new_keys: NewKeys) -> None:
     instance = attach(f"{small}&timeout=0.3")
-    other = slab.attach(instance.connector._name, 4096, None, 1.0)
+    other = slab.attach(instance.connector._name, 4096, None)
     with other.locked(1.0):
         started = time.monotonic()
         assert instance.store(new_keys(2), [0, 1]).outcomes == [Outcome.UNAVAILABLE] * 2
