@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 class RedisConnector(BatchedConnector):
     scheme: ClassVar[str] = "redis"
+    keeps_leases: ClassVar[bool] = False  # with an evicting `maxmemory-policy`
     faults = (redis.ConnectionError, redis.TimeoutError, redis.ResponseError, OSError)
 
     def configure(self, query: Query) -> None:

@@ -17,7 +17,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-connector_app = typer.Typer(help="KV connectors: what is installed.", no_args_is_help=True)
+connector_app = typer.Typer(help="KV connectors: what is installed, what holds, how fast.", no_args_is_help=True)
 app.add_typer(connector_app, name="connector")
 
 
@@ -63,15 +63,51 @@ def version() -> None:
 
 @connector_app.command("list")
 def connector_list(as_json: bool = typer.Option(False, "--json", help="print JSON")) -> None:
-    """Show the connectors that are installed, from which package, and for which contract version."""
-    from pdserve.kv_transfer.registry import installed
+    """Show the connectors that are installed, from which package, for which contract version, and if they can be used."""
+    from pdserve.kv_transfer.conformance import listed
 
-    rows = installed()
+    rows = listed()
     if as_json:
         print(json.dumps([vars(row) for row in rows], indent=2))
         return
+    lines = [("URL", "package", "version", "contract", "usable")]
     for row in rows:
-        print(f"{row.scheme + '://':<14}{row.package:<12}{row.version:<10}{row.target}")
+        contract = "unknown" if row.contract is None else str(row.contract)
+        usable = f"{'yes' if row.usable else 'no'}{': ' if row.why else ''}{row.why}"
+        lines.append((f"{row.scheme}://", row.package, row.version, contract, usable))
+    widths = [max(map(len, column)) + 2 for column in list(zip(*lines, strict=True))[:-1]] + [0]
+    for line in lines:
+        print("".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+@connector_app.command("check")
+def connector_check(
+    url: str = typer.Argument(help="the connector's URL; its store is written to"),
+    as_json: bool = typer.Option(False, "--json", help="print JSON"),
+    rule: list[str] = typer.Option([], help="only this rule; may be given several times"),  # noqa: B008
+    seconds: float = typer.Option(2.0, min=0.1, help="how long rules that try at random go on"),
+) -> None:
+    """Try every rule of the connector contract against a store, and say what holds. Exit code 1 where one does not."""
+    from pdserve.kv_transfer.conformance import run
+
+    if not run(url, rule, seconds, as_json):
+        raise typer.Exit(1)
+
+
+@connector_app.command("bench")
+def connector_bench(
+    url: str = typer.Argument(help="the connector's URL; its store is written to"),
+    block_bytes: str = typer.Option("1MiB", help="size of a block"),
+    blocks: str = typer.Option("1,16,64", help="blocks per operation"),
+    concurrency: str = typer.Option("1,4", help="operations under way at once"),
+    seconds: float = typer.Option(1.0, min=0.05, help="how long each combination is measured"),
+    json_file: str = typer.Option("", "--json", help="write the figures to this file, or - for the output"),
+    plot_file: str = typer.Option("", "--plot", help="draw them into this file; needs matplotlib"),
+) -> None:
+    """Measure bandwidth and latency of store and load, beside a plain copy of the same bytes in the same run."""
+    from pdserve.kv_transfer.bench import run
+
+    run(url, block_bytes, blocks, concurrency, seconds, json_file, plot_file)
 
 
 app.command("up")(command_of(UpConfig, up))

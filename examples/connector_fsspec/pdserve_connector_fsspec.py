@@ -1,0 +1,100 @@
+"""`fsspec+s3://bucket/prefix`, `fsspec+file:///mnt/kv`, `fsspec://protocol/path`: KV blocks wherever fsspec reaches.
+
+    path/<namespace>/<key>     one block: header, payload
+    path/tmp/                  blocks being written, on file systems; an object store needs none
+
+Credentials and end points are fsspec's: its configuration files and the variables of each back end (AWS_*, …).
+Nothing is ever removed but corrupt blocks: give the bucket a rule of its own, or sweep the directory by age.
+"""
+
+import contextlib
+import errno
+import uuid
+from typing import Any, ClassVar
+
+import fsspec  # type: ignore[import-untyped]
+
+from pdserve.errors import SetupError
+from pdserve.kv_transfer.header import HEADER_BYTES
+from pdserve.kv_transfer.threaded import Full, ThreadedConnector
+from pdserve.kv_transfer.url import Query
+
+# An upload to these is seen as a whole or not at all. Elsewhere a block is written under another name, and renamed.
+WHOLE_PUTS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "memory"}
+NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+
+
+class FsspecConnector(ThreadedConnector):
+    API_VERSION: ClassVar[int] = 1
+    scheme: ClassVar[str] = "fsspec"
+    # Each back end raises what its own client library raises. None of it may end a request.
+    faults = (Exception,)
+
+    def configure(self, query: Query) -> None:
+        scheme, _, rest = self.url.partition("?")[0].partition("://")
+        self._protocol = scheme.lower().removeprefix("fsspec").removeprefix("+")
+        if not self._protocol:
+            self._protocol, _, rest = rest.partition("/")
+            rest = f"/{rest}" if self._protocol in ("file", "local") else rest
+        if not self._protocol or not rest.strip("/"):
+            raise SetupError(f"{self.url!r} is not of the form fsspec+protocol://path or fsspec://protocol/path.")
+        self._root = rest.rstrip("/")
+
+    def open(self) -> None:
+        # Listings are remembered by some back ends, and others write here too. Each connector has a client of its own.
+        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+        try:
+            self._fs = fsspec.filesystem(self._protocol, **options)
+            self._root = self._fs._strip_protocol(self._root)
+            self._whole_puts = self._protocol in WHOLE_PUTS
+            for folder in (self.namespace.hex(), "tmp"):
+                self._fs.makedirs(f"{self._root}/{folder}", exist_ok=True)
+            self._value_bytes = HEADER_BYTES + self.memory.layout.block_bytes
+            self.contains("probe")
+        except Exception as error:
+            raise SetupError(f"{self.url} cannot be used: {type(error).__name__}: {error}") from error
+
+    def put(self, name: str, header: bytes, payload: memoryview, lease_s: float) -> None:
+        value = b"".join((header, payload))
+        try:
+            if self._whole_puts:
+                self._fs.pipe_file(self._path(name), value)
+            else:
+                self._put_by_renaming(self._path(name), value)
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                raise Full from None
+            raise
+
+    def _put_by_renaming(self, path: str, value: bytes) -> None:
+        temporary = f"{self._root}/tmp/{uuid.uuid4().hex}"
+        try:
+            self._fs.pipe_file(temporary, value)
+            self._fs.mv(temporary, path)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._fs.rm_file(temporary)
+            raise
+
+    def renew(self, name: str, lease_s: float) -> bool:
+        return self.contains(name)  # it stays anyhow
+
+    def get(self, name: str) -> bytes | None:
+        try:
+            value: bytes = self._fs.cat_file(self._path(name))
+        except FileNotFoundError:
+            return None
+        return value
+
+    def contains(self, name: str) -> bool:
+        try:
+            return bool(self._fs.info(self._path(name))["size"] == self._value_bytes)
+        except FileNotFoundError:
+            return False
+
+    def delete(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(name))
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"

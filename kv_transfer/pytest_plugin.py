@@ -1,0 +1,80 @@
+"""The conformance kit under pytest.
+
+    pytest -p pdserve.kv_transfer.pytest_plugin --connector mystore://host:port
+
+adds one test per rule to those that are collected. In a test file, the fixture `connector_rule` does the same for a store
+that the tests start themselves:
+
+    pytest_plugins = ["pdserve.kv_transfer.pytest_plugin"]  # in conftest.py
+
+    def test_conformance(connector_rule, my_server):
+        connector_rule(my_server.url)
+
+A rule that cannot be checked is a skipped test, with the reason.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pdserve.kv_transfer.conformance import RULES, Report, Rule, Verdict, name_of, try_rule
+
+
+class RuleBroken(Exception):
+    """The test fails with this sentence, and no traceback: nothing in the kit is wrong."""
+
+
+class RuleItem(pytest.Item):
+    def __init__(self, *, rule: Rule, url: str, seconds: float, **rest: Any) -> None:
+        super().__init__(**rest)
+        self._rule = rule
+        self._url = url
+        self._seconds = seconds
+
+    def runtest(self) -> None:
+        _raise_unless_it_holds(try_rule(self._rule, self._url, self._seconds))
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        if isinstance(excinfo.value, RuleBroken):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[str, None, str]:
+        return "conformance", None, self.name
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("pdserve")
+    group.addoption(
+        "--connector", action="append", default=[], metavar="URL", help="check this connector's conformance"
+    )
+    group.addoption("--connector-seconds", type=float, default=2.0, help="how long rules that try at random go on")
+
+
+def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+    seconds: float = config.getoption("--connector-seconds")
+    for url in config.getoption("--connector"):
+        for rule in RULES:
+            name = f"{name_of(rule)}[{url}]"
+            items.append(RuleItem.from_parent(session, name=name, rule=rule, url=url, seconds=seconds))
+
+
+@pytest.fixture(params=RULES, ids=name_of)
+def connector_rule(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Call it with a URL: fails where this rule does not hold there."""
+    seconds: float = request.config.getoption("--connector-seconds")
+
+    def check(url: str) -> None:
+        __tracebackhide__ = True
+        _raise_unless_it_holds(try_rule(request.param, url, seconds))
+
+    return check
+
+
+def _raise_unless_it_holds(report: Report) -> None:
+    __tracebackhide__ = True
+    if report.verdict is Verdict.NOT_CHECKED:
+        pytest.skip(report.detail)
+    if report.verdict is Verdict.BROKEN:
+        raise RuleBroken(f"{report.rule}: {report.detail}\n{report.says}")

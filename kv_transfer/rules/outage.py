@@ -1,0 +1,164 @@
+"""Makes a store hang, or be gone, from outside.
+
+host:port in the URL    the connector talks to a relay on this machine, which holds up or cuts its connections
+a BatchedConnector      its hooks hang, or raise one of its faults, before they do their work
+anything else           cannot be done from here
+"""
+
+import contextlib
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from pdserve.errors import SetupError
+from pdserve.kv_transfer.rules.trial import Broken, Instance, KiB, NotChecked, Trial
+from pdserve.kv_transfer.threaded import BatchedConnector
+
+_HOOKS = ("put_many", "get_many", "contains_many")
+
+
+@dataclass
+class Outage:
+    """An instance, and the two ways in which its store can fail."""
+
+    instance: Instance
+    how: str
+    flowing: threading.Event  # clear it: the store hangs
+    gone: threading.Event  # set it: the store is gone
+
+
+@contextmanager
+def outage_of(trial: Trial, timeout_s: float) -> Iterator[Outage]:
+    """An instance whose store can fail, with a short time-out where the connector has the parameter."""
+    flowing, gone = threading.Event(), threading.Event()
+    flowing.set()
+    with _relayed(trial, timeout_s, flowing, gone) as relayed:
+        if relayed is not None:
+            yield relayed
+            return
+        instance = trial.instance(64 * KiB, url=_with_timeout(trial.url, timeout_s, trial))
+        if not isinstance(instance.connector, BatchedConnector):
+            raise NotChecked("there is no host:port in the URL to hold up, and the connector has no hooks")
+        with _held_up(instance.connector, flowing, gone):
+            yield Outage(instance, "held up in its hooks", flowing, gone)
+
+
+def _with_timeout(url: str, timeout_s: float, trial: Trial) -> str:
+    probe = trial.instance()
+    known = isinstance(probe.connector, BatchedConnector)
+    trial.close()
+    if not known or "timeout=" in urlsplit(url).query:
+        return url
+    return f"{url}{'&' if '?' in url else '?'}timeout={timeout_s:g}"
+
+
+# Hooks.
+
+
+@contextmanager
+def _held_up(connector: BatchedConnector, flowing: threading.Event, gone: threading.Event) -> Iterator[None]:
+    fault = _fault_of(connector)
+
+    def held(hook: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if gone.is_set():
+                raise fault
+            flowing.wait()
+            return hook(*arguments)
+
+        return call
+
+    for name in _HOOKS:
+        setattr(connector, name, held(getattr(connector, name)))
+    try:
+        yield
+    finally:
+        flowing.set()
+        for name in _HOOKS:
+            delattr(connector, name)
+
+
+def _fault_of(connector: BatchedConnector) -> Exception:
+    for fault in connector.faults:
+        with contextlib.suppress(Exception):
+            return fault("gone, for the conformance kit")
+    raise NotChecked("none of the connector's faults can be raised with a text")
+
+
+# The relay.
+
+
+@contextmanager
+def _relayed(
+    trial: Trial, timeout_s: float, flowing: threading.Event, gone: threading.Event
+) -> Iterator[Outage | None]:
+    """None where the URL has no host and port, or the store does not like to be reached through a relay."""
+    parts = urlsplit(trial.url)
+    if not parts.hostname or not parts.port:
+        yield None
+        return
+    relay = _Relay(parts.hostname, parts.port, flowing, gone)
+    try:
+        login, at, _ = parts.netloc.rpartition("@")
+        url = parts._replace(netloc=f"{login}{at}127.0.0.1:{relay.port}").geturl()
+        try:
+            instance = trial.instance(64 * KiB, url=_with_timeout(url, timeout_s, trial))
+        except (SetupError, Broken):
+            yield None
+            return
+        yield Outage(instance, "held up and cut by a relay", flowing, gone)
+    finally:
+        flowing.set()
+        gone.clear()
+        trial.close()
+        relay.close()
+
+
+class _Relay:
+    """Passes bytes between whoever connects to `port` and the store."""
+
+    def __init__(self, host: str, port: int, flowing: threading.Event, gone: threading.Event) -> None:
+        self._target = (host, port)
+        self._flowing = flowing
+        self._gone = gone
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(0.05)
+        self.port: int = self._listener.getsockname()[1]
+        self._start(self._accept)
+
+    def close(self) -> None:
+        self._closed = True
+        for thread in self._threads:
+            thread.join()
+        self._listener.close()
+
+    def _start(self, run: Callable[..., None], *arguments: Any) -> None:
+        thread = threading.Thread(target=run, args=arguments, name="relay", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            with contextlib.suppress(TimeoutError):
+                client, _ = self._listener.accept()
+                self._start(self._pass_on, client)
+
+    def _pass_on(self, client: socket.socket) -> None:
+        with client, contextlib.suppress(OSError), socket.create_connection(self._target) as store:
+            while not self._closed and not self._gone.is_set():
+                ready, _, _ = select.select([client, store], [], [], 0.02)
+                for source in ready:
+                    while not self._flowing.wait(0.02):
+                        if self._closed:
+                            return
+                    data = source.recv(1 << 16)
+                    if not data:
+                        return
+                    (store if source is client else client).sendall(data)

@@ -1,0 +1,309 @@
+"""What a rule works with: fresh connectors with pools of their own, results that must come in time, hands in the store.
+
+A rule is a function of one `Trial`. It returns a note for the table, or raises `Broken` (the rule does not hold) or
+`NotChecked` (it cannot be told from outside). Nothing here knows any particular connector.
+"""
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TypeVar, cast
+
+import numpy as np
+
+from pdserve.errors import SetupError
+from pdserve.keys import KEY_BYTES, LAYOUT_VERSION, Layout
+from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result
+from pdserve.kv_transfer.header import HEADER_BYTES, Buffer, Row
+from pdserve.kv_transfer.registry import connect
+from pdserve.kv_transfer.threaded import BatchedConnector, Incoming, Outgoing
+
+KiB, MiB = 1 << 10, 1 << 20
+GRACE_S = 5.0  # beyond a connector's own time-out: a busy machine is no broken connector
+DEFAULT_TIMEOUT_S = 5.0  # of a connector without an attribute `timeout`
+
+T = TypeVar("T")
+
+
+class Broken(Exception):
+    """The rule does not hold. The text says what was expected and what was seen."""
+
+
+class NotChecked(Exception):
+    """The rule cannot be checked from outside. The text says why."""
+
+
+def expect(holds: bool, expected: str, seen: object) -> None:
+    if not holds:
+        raise Broken(f"expected {expected}, saw {seen}")
+
+
+def new_keys(count: int) -> list[bytes]:
+    return [os.urandom(KEY_BYTES) for _ in range(count)]
+
+
+def make_layout(block_bytes: int, fingerprint: str, version: int = LAYOUT_VERSION) -> Layout:
+    return Layout(
+        model_fingerprint=fingerprint,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=block_bytes // 2,
+        block_size=1,
+        dtype="uint8",
+        itemsize=1,
+        version=version,
+    )
+
+
+class Instance:
+    """A pool of random bytes with a connector attached. Its calls wait for the result, which must come in time."""
+
+    def __init__(self, trial: "Trial", url: str, layout: Layout, blocks: int) -> None:
+        self.trial = trial
+        self.layout = layout
+        self.rows: Row = np.random.default_rng().integers(0, 256, (blocks, layout.block_bytes), dtype=np.uint8)
+        self.closed = False
+        self.connector: Connector = connect(url)
+        try:
+            self.connector.attach(PoolMemory(self.rows, layout))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def timeout(self) -> float:
+        return float(getattr(self.connector, "timeout", DEFAULT_TIMEOUT_S))
+
+    def store(self, keys: Sequence[bytes], ids: Sequence[int], lease_s: float = 600.0) -> Result:
+        self.trial.remember(self.layout, keys)
+        result = self.result(self.connector.store(keys, ids, lease_s=lease_s), "store", len(keys))
+        if result.ticket:
+            self.trial.tickets.append(result.ticket)
+        return result
+
+    def load(self, keys: Sequence[bytes], ids: Sequence[int]) -> Result:
+        future = self.connector.load(keys, ids, tickets=self.trial.tickets)
+        return self.result(future, "load", len(keys))
+
+    def match(self, keys: Sequence[bytes]) -> int:
+        return self.end(self.connector.match(keys), "match")
+
+    def must_store(
+        self, keys: Sequence[bytes], ids: Sequence[int], lease_s: float = 600.0, *, room: bool = False
+    ) -> None:
+        """All blocks are stored. If the store is too small for them, nothing follows, unless there has to be `room`."""
+        seen = self.store(keys, ids, lease_s).outcomes
+        if set(seen) - {Outcome.OK} == {Outcome.FULL} and not room:
+            raise NotChecked(f"no room for {len(keys)} more blocks of {size_text(self.layout.block_bytes)}")
+        expect(all(one is Outcome.OK for one in seen), f"all {len(keys)} blocks stored", summary(seen))
+
+    def must_load(self, keys: Sequence[bytes], ids: Sequence[int], right: Row) -> None:
+        """All blocks are there, with the right bytes."""
+        seen = self.load(keys, ids).outcomes
+        expect(all(one is Outcome.OK for one in seen), f"all {len(keys)} blocks loaded", summary(seen))
+        for row, content in zip(ids, right, strict=True):
+            self.must_equal(row, content)
+
+    def may_load(self, keys: Sequence[bytes], ids: Sequence[int], right: Sequence[Row], leased: bool = False) -> int:
+        """Each block is there with the right bytes, or missing. How many were there.
+
+        One that had matched must be there if it is `leased`; otherwise it may have gone meanwhile.
+        """
+        matched = [self.match([key]) for key in keys]
+        seen = self.load(keys, ids).outcomes
+        for row, content, outcome, match in zip(ids, right, seen, matched, strict=True):
+            expect(
+                outcome in (Outcome.OK, Outcome.MISSING), "each block whole or missing", f"a load that said {outcome}"
+            )
+            expect(match == 0 or outcome is Outcome.OK or not leased, "a block that matched to load", f"{outcome}")
+            if outcome is Outcome.OK:
+                self.must_equal(row, content)
+        return sum(one is Outcome.OK for one in seen)
+
+    def must_equal(self, row: int, content: Row) -> None:
+        wrong = int(np.count_nonzero(self.rows[row] != content))
+        expect(wrong == 0, "the bytes that were stored", f"{wrong} wrong bytes in a block that was reported as loaded")
+
+    def result(self, future: "Future[Result]", what: str, blocks: int) -> Result:
+        result = self.end(future, what)
+        expect(isinstance(result, Result), f"{what} to give a Result", type(result).__name__)
+        expect(len(result.outcomes) == blocks, f"{blocks} outcomes of {what}", len(result.outcomes))
+        return result
+
+    def end(self, future: "Future[T]", what: str) -> T:
+        """The future's result, which comes within the time-out and is no exception."""
+        limit = self.timeout + GRACE_S
+        try:
+            return future.result(limit)
+        except TimeoutError as late:
+            if not future.done():
+                expected = f"the future of {what} to be done within the time-out of {self.timeout:g} s"
+                raise Broken(f"expected {expected}, saw it not done after {limit:g} s") from late
+            raise Broken(f"expected {what} to report faults as outcomes, saw its future raise TimeoutError") from late
+        except Exception as error:
+            seen = f"its future raise {type(error).__name__}: {error}"
+            raise Broken(f"expected {what} to report faults as outcomes, saw {seen}") from error
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.connector.close()
+
+
+class Trial:
+    """One rule's own world: namespace, instances, keys."""
+
+    def __init__(self, url: str, seconds: float) -> None:
+        self.url = url
+        self.seconds = seconds  # how long rules that try at random go on
+        self.fingerprint = f"conformance {uuid.uuid4().hex}"
+        self.tickets: list[bytes] = []
+        self._instances: list[Instance] = []
+        self._keys: dict[bytes, set[bytes]] = {}
+
+    def instance(
+        self,
+        block_bytes: int = 4 * KiB,
+        blocks: int = 16,
+        *,
+        tenant: str = "",
+        version: int = LAYOUT_VERSION,
+        url: str = "",
+    ) -> Instance:
+        layout = make_layout(block_bytes, self.fingerprint + tenant, version)
+        self._instances.append(Instance(self, url or self.url, layout, blocks))
+        return self._instances[-1]
+
+    def remember(self, layout: Layout, keys: Iterable[bytes]) -> None:
+        """These keys are the kit's own, and go when the trial ends, where the connector has a way to remove them."""
+        self._keys.setdefault(layout.namespace, set()).update(keys)
+
+    def needs_store(self) -> None:
+        """Call after the first store of a rule that presupposes a store of its own between the pools."""
+        if self.tickets:
+            raise NotChecked("blocks stay with the instance that stored them (its results carry tickets)")
+
+    def close(self) -> None:
+        """Closes all instances. A trial can go on with new ones."""
+        instances, self._instances = self._instances, []
+        for instance in instances:
+            if not instance.closed:
+                self.tidy(instance)
+            instance.close()
+
+    def tidy(self, instance: Instance) -> None:
+        """Removes what this namespace's instances have stored."""
+        keys = self._keys.pop(instance.layout.namespace, set())
+        if keys and isinstance(instance.connector, BatchedConnector):
+            with contextlib.suppress(Exception):
+                instance.connector.delete_many(list(keys))
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """Such as "3 ok, 1 missing"."""
+    return ", ".join(f"{outcomes.count(one)} {one}" for one in Outcome if one in outcomes) or "nothing"
+
+
+def size_text(size: int) -> str:
+    return f"{size // MiB} MiB" if size >= MiB else f"{size // KiB} KiB"
+
+
+# Hands in the store.
+
+
+def tamper(instance: Instance, key: bytes, offset: int) -> None:
+    """Changes one stored byte. Offset 0 is the payload's first; the header's 64 lie before it, from -64 to -1.
+
+    A connector that has a method `tamper(key, offset)` does it itself. For every other `BatchedConnector`, the value is
+    read through its hooks, and written back changed.
+
+    Raises:
+        NotChecked: neither is possible.
+    """
+    own = getattr(instance.connector, "tamper", None)
+    try:
+        if own is not None:
+            own(key, offset)
+        elif isinstance(instance.connector, BatchedConnector):
+            _rewrite(instance.connector, key, offset)
+        else:
+            raise NotChecked("the connector has no method tamper(key, offset), so its bytes cannot be reached")
+    except LookupError:
+        raise NotChecked(f"the connector has nothing to tamper with at offset {offset}") from None
+
+
+class _Copy:
+    """In the place of an `Incoming`: keeps what the store gives."""
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+        self.value: bytearray | None = None
+
+    def accept(self, header: bytes, *parts: Buffer | Row) -> Outcome:
+        self.value = bytearray(header + b"".join(bytes(part) for part in parts))
+        return Outcome.OK
+
+    def missing(self) -> None: ...
+
+    def corrupt(self) -> None: ...
+
+
+class _Planted:
+    """In the place of an `Outgoing`: bytes of the kit's choice."""
+
+    def __init__(self, key: bytes, value: bytearray) -> None:
+        self.key = key
+        self.outcome: Outcome = Outcome.UNAVAILABLE
+        self._header = bytes(value[:HEADER_BYTES])
+        self._payload = np.frombuffer(bytes(value[HEADER_BYTES:]), np.uint8)
+
+    def read(self) -> tuple[bytes, memoryview]:
+        return self._header, self._payload.data
+
+    def copy_to(self, target: Row) -> bytes:
+        target[:] = self._payload
+        return self._header
+
+    def in_time(self) -> bool:
+        return True
+
+    def stored(self) -> None:
+        self.outcome = Outcome.OK
+
+    def present(self) -> None: ...
+
+    def failed(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+
+
+def _rewrite(connector: BatchedConnector, key: bytes, offset: int) -> None:
+    copy = _Copy(key)
+    connector.get_many(cast("list[Incoming]", [copy]))
+    expect(copy.value is not None, "a block that was stored to be in the store", "none")
+    assert copy.value is not None
+    copy.value[HEADER_BYTES + offset] ^= 0xFF
+    planted = _Planted(key, copy.value)
+    connector.delete_many([key])
+    connector.put_many(cast("list[Outgoing]", [planted]), 600.0)
+    if planted.outcome is not Outcome.OK:
+        raise NotChecked("a changed block could not be written back")
+
+
+@contextmanager
+def refused_as_note(notes: list[str], what: str) -> Iterator[None]:
+    """A store may refuse what is too large for it, with a sentence; the rule then holds for the rest."""
+    try:
+        yield
+    except SetupError as error:
+        notes.append(f"{what} refused: {error}")
+
+
+def until(condition: Callable[[], bool], seconds: float) -> bool:
+    give_up = time.monotonic() + seconds
+    while not (held := condition()) and time.monotonic() < give_up:
+        time.sleep(0.01)
+    return held
