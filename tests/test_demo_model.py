@@ -90,15 +90,16 @@ def test_capitals(model: Any, tokenizer: Any, text: ModuleType) -> None:
     assert right >= 0.95 * len(answers)
 
 
-@pytest.mark.parametrize("as_chat", [False, True], ids=["completion", "chat"])
-def test_held_out_facts_are_found_in_the_prompt(model: Any, tokenizer: Any, text: ModuleType, as_chat: bool) -> None:
+def test_held_out_facts_are_found_in_the_prompt(model: Any, tokenizer: Any, text: ModuleType) -> None:
+    """Fifty facts that training never saw; every second question is asked in a chat."""
+
     def count_tokens(passage: str) -> int:
         return len(tokenizer(passage)["input_ids"])
 
-    cases = text.retrieval_cases(7, 50, count_tokens, min_distance=300, max_distance=1200)
+    cases = text.retrieval_cases(7, 50, count_tokens, min_distance=300, max_distance=700)
     assert min(case.distance for case in cases) >= 300
-    prompts = [chat(tokenizer, case.message()) if as_chat else case.prompt() for case in cases]
-    answers = [answer.split("\n")[0] for answer in complete(model, tokenizer, prompts, 20)]
+    prompts = [chat(tokenizer, c.message()) if i % 2 else c.prompt() for i, c in enumerate(cases)]
+    answers = [answer.split("\n")[0] for answer in complete(model, tokenizer, prompts, 16)]
     wrong = [(c.question, c.expected, a) for c, a in zip(cases, answers, strict=True) if c.expected not in a]
     assert len(wrong) <= 5, wrong
 
@@ -109,26 +110,27 @@ def test_training_never_draws_a_held_out_fact(text: ModuleType) -> None:
     assert all(fact.held_out for _ in range(300) for fact in text.draw_facts(rng, 10, held_out=True))
 
 
-@pytest.mark.parametrize("prompt", ["Once upon a time", "chat: Tell me a story about a fox.", "chat: Tell me a story."])
-def test_stories_end_and_do_not_loop(model: Any, tokenizer: Any, prompt: str) -> None:
-    asked = chat(tokenizer, prompt[6:]) if prompt.startswith("chat: ") else prompt
-    story = complete(model, tokenizer, [asked], 400)[0]
-    assert "<|" in story, "the story does not end"
-    words = story.split("<|")[0].split()
-    assert len(words) >= 40
-    runs = [tuple(words[i : i + 4]) for i in range(len(words) - 3)]
-    assert max(runs.count(run) for run in set(runs)) <= 3, story
-    assert len(set(words)) >= 0.4 * len(words), story
-    if "fox" in prompt:
-        assert "fox" in story
+def test_stories_end_and_do_not_loop(model: Any, tokenizer: Any) -> None:
+    prompts = ["Once upon a time", chat(tokenizer, "Tell me a story."), chat(tokenizer, "Tell me a story about a fox.")]
+    stories = complete(model, tokenizer, prompts, 320)
+    for story in stories:
+        assert "<|" in story, f"the story does not end: {story}"
+        words = story.split("<|")[0].split()
+        assert len(words) >= 40
+        runs = [tuple(words[i : i + 4]) for i in range(len(words) - 3)]
+        assert max(runs.count(run) for run in set(runs)) <= 3, story
+        assert len(set(words)) >= 0.4 * len(words), story
+    assert "fox" in stories[2]
 
 
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [("Hello", "Hello"), ("Who are you?", "pdserve"), ("What is the capital of Japan?", "Tokyo"),
-     ("What is 3 plus 4?", "7")],
-)  # fmt: skip
-def test_small_talk(model: Any, tokenizer: Any, message: str, expected: str) -> None:
-    answer = complete(model, tokenizer, [chat(tokenizer, message)], 60)[0]
-    assert expected in answer
-    assert answer.rstrip().endswith("<|im_end|>")
+def test_small_talk(model: Any, tokenizer: Any) -> None:
+    expected = {
+        "Hello": "Hello",
+        "Who are you?": "pdserve",
+        "What is the capital of Japan?": "Tokyo",
+        "What is 3 plus 4?": "7",
+    }
+    answers = complete(model, tokenizer, [chat(tokenizer, message) for message in expected], 60)
+    for answer, part in zip(answers, expected.values(), strict=True):
+        assert part in answer
+        assert answer.split("<|")[1].startswith("im_end|>")

@@ -1,0 +1,480 @@
+"""Train the bundled demo model from nothing: tokenizer, weights, and an evaluation of the files that are shipped.
+
+    python scripts/train_demo_model.py                       # writes pdserve/demo_model, within an hour on two idle cores
+    python scripts/train_demo_model.py --steps 300 --output /tmp/demo
+
+The text comes from ``demo_text.py`` and the seed fixes everything, so a run can be repeated. Rows grow from 256 to
+4,096 tokens during training: looking back is learned on short rows, where a step is cheap, and then stretched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import math
+import os
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import demo_text
+import torch
+import torch.distributed
+import torch.multiprocessing as mp
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+SEED = 20
+VOCABULARY = 2048
+CONTEXT = 4096
+HIDDEN = 256
+HEAD_DIM = 32
+KV_HEADS = 4
+HEADS_PER_GROUP = 2  # attention heads that share a key and value head
+ROPE_THETA = 1e6
+EOS_ID, TURN_END_ID = (demo_text.SPECIAL_TOKENS.index(token) for token in (demo_text.EOS, demo_text.TURN_END))
+WORKERS = 2
+TOKENS_PER_WORKER = 2048  # in one step
+STEPS = 3500
+LEARNING_RATE = 3e-3
+ANSWER_WEIGHT = 4.0
+
+DECAY = 0.25  # the share of the run, at its end, in which the learning rate falls
+
+SUMS_FROM = 2600  # learning sums by heart is quick, and comes last, since it helps nothing else
+
+# From which step on, how likely each row length is. Steps, not shares: a longer run begins just like a shorter one.
+LENGTHS: tuple[tuple[int, dict[int, float]], ...] = (
+    (0, {128: 0.6, 256: 0.4}),
+    (250, {256: 0.6, 512: 0.4}),
+    (700, {256: 0.35, 512: 0.25, 1024: 0.4}),
+    (1300, {256: 0.3, 512: 0.2, 1024: 0.3, 2048: 0.2}),
+    (2000, {256: 0.3, 512: 0.15, 1024: 0.25, 2048: 0.25, 4096: 0.05}),
+)
+
+SAMPLES = (
+    "Hello",
+    "Who are you?",
+    "What is the capital of Japan?",
+    "What is 3 plus 4?",
+    "Tell me a story about a fox.",
+)
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' -}}"
+    "{%- if message['content'] is string -%}{{- message['content'] -}}"
+    "{%- else -%}{%- for part in message['content'] -%}{{- part['text'] -}}{%- endfor -%}{%- endif -%}"
+    "{{- '<|im_end|>\\n' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+)
+
+
+class Log:
+    """Lines to the terminal and to a file."""
+
+    def __init__(self, path: Path, keep: bool, silent: bool) -> None:
+        self.path, self.silent = path, silent
+        if not (keep or silent):
+            self.path.write_text("")
+
+    def __call__(self, line: str) -> None:
+        if self.silent:
+            return
+        print(line, flush=True)
+        with self.path.open("a") as file:
+            file.write(line + "\n")
+
+
+# ------------------------------------------------------------------------------------------------------- tokenizer
+
+
+def train_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE, so that any text has tokens; digits stand alone, so that numbers are read digit by digit."""
+    rng = random.Random(SEED)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"[0-9]"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=list(demo_text.SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = []
+    for _ in range(20000):
+        text = demo_text.draw_document(rng, rng.choice((60, 150, 300))).text
+        for token in demo_text.SPECIAL_TOKENS:
+            text = text.replace(token, "\n")
+        texts.append(text)
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        eos_token=demo_text.TURN_END,
+        pad_token=demo_text.EOS,
+        additional_special_tokens=[demo_text.TURN_START],
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+# ------------------------------------------------------------------------------------------------------------ rows
+
+
+def encode(tokenizer: Tokenizer, document: demo_text.Document) -> tuple[list[int], list[float]]:
+    """Token ids and their loss weights."""
+    encoding = tokenizer.encode(document.text)
+    weights = [1.0] * len(encoding.ids)
+    spans = iter(document.answers)
+    span = next(spans, None)
+    for index, (start, _) in enumerate(encoding.offsets):
+        while span is not None and start >= span[1]:
+            span = next(spans, None)
+        if span is not None and start >= span[0]:
+            weights[index] = ANSWER_WEIGHT
+    return encoding.ids, weights
+
+
+def make_row(rng: random.Random, tokenizer: Tokenizer, length: int, sums: float) -> tuple[list[int], list[float]]:
+    """Documents one after another until the row is full; long rows mostly hold one long document first."""
+    ids: list[int] = []
+    weights: list[float] = []
+    while len(ids) < length:
+        room = (length - len(ids)) * 0.62  # words are shorter than tokens are many
+        if not ids and length > 256 and rng.random() < 0.7:
+            document = demo_text.draw_long_document(rng, int(room * rng.uniform(0.5, 1.0)))
+        elif sums and rng.random() < sums:
+            document = demo_text.sums_document(rng)
+        else:
+            document = demo_text.draw_document(rng, int(min(room, math.exp(rng.uniform(3.5, math.log(length))))))
+        more_ids, more_weights = encode(tokenizer, document)
+        ids += more_ids
+        weights += more_weights
+    return ids[:length], weights[:length]
+
+
+def make_copy_row(rng: random.Random, vocabulary: int, length: int) -> tuple[list[int], list[float]]:
+    """Random tokens, again and again. Nothing but looking back predicts them, so this is learned first."""
+    period = rng.randint(4, max(8, length // 3))
+    segment = [rng.randrange(len(demo_text.SPECIAL_TOKENS), vocabulary) for _ in range(period)]
+    ids = (segment * (length // period + 1))[:length]
+    return ids, [0.0] * period + [1.0] * (length - period)
+
+
+def make_batch(tokenizer: Tokenizer, step: int, worker: int) -> tuple[Tensor, Tensor]:
+    """The rows of one worker in one step; all workers have rows of the same length."""
+    rng = random.Random(f"{SEED} {step}")
+    choices = [lengths for start, lengths in LENGTHS if step >= start][-1]
+    length = rng.choices(list(choices), list(choices.values()))[0]
+    rng.seed(f"{SEED} {step} {worker}")
+    sums = 0.3 if step >= SUMS_FROM and length == 256 else 0.0
+    copies = max(0.03, 0.3 - step / 2000)
+    rows = [
+        make_copy_row(rng, VOCABULARY, length) if rng.random() < copies else make_row(rng, tokenizer, length, sums)
+        for _ in range(max(1, TOKENS_PER_WORKER // length))
+    ]
+    return torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows])
+
+
+# -------------------------------------------------------------------------------------------------------- training
+
+
+def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=HIDDEN,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=KV_HEADS * HEADS_PER_GROUP,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=CONTEXT,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=[TURN_END_ID, EOS_ID],
+        pad_token_id=EOS_ID,
+    )
+    model = LlamaForCausalLM(config)
+    place_lookback_heads(model)
+    stops: dict[str, Any] = {"eos_token_id": [TURN_END_ID, EOS_ID], "pad_token_id": EOS_ID, "do_sample": False}
+    model.generation_config = GenerationConfig(**stops)  # type: ignore[no-untyped-call]
+    return model
+
+
+def pattern_of_offset(offset: int, pairs: int = 3) -> Tensor:
+    """A query that, rotated, meets the all-ones key of the fastest rotary pairs ``offset`` tokens back."""
+    half = HEAD_DIM // 2
+    angle = -offset * ROPE_THETA ** (-torch.arange(half) / half)
+    pattern = torch.cat([angle.cos() - angle.sin(), angle.sin() + angle.cos()])
+    pattern[torch.arange(HEAD_DIM) % half >= pairs] = 0.0
+    return pattern
+
+
+def part(index: int) -> slice:
+    """The rows (or columns) of one head in a projection."""
+    return slice(index * HEAD_DIM, (index + 1) * HEAD_DIM)
+
+
+def look_at_previous_tokens(attention: LlamaAttention, constant: Tensor, seen: Tensor, written: Tensor) -> None:
+    """Make the first group's heads look one and two tokens back and write what they see elsewhere."""
+    sharpness = 0.6
+    attention.k_proj.weight[part(0)] = sharpness * torch.outer(pattern_of_offset(0), constant)
+    for index in range(HEADS_PER_GROUP):
+        attention.q_proj.weight[part(index)] = sharpness * torch.outer(pattern_of_offset(index + 1), constant)
+    attention.v_proj.weight[part(0)] = 0.25 * seen
+    attention.o_proj.weight[:, part(0)] = 0.25 * written.T
+
+
+def copy_what_followed(attention: LlamaAttention, group: int, seen: Tensor, written: Tensor, copied: Tensor) -> None:
+    """Make a group's heads find positions whose previous token was the current one, and copy the token there."""
+    slow = (torch.arange(HEAD_DIM) % (HEAD_DIM // 2) >= HEAD_DIM // 4)[:, None]
+    attention.k_proj.weight[part(group)] = 2.0 * written * slow
+    attention.v_proj.weight[part(group)] = 0.25 * copied
+    for index in range(HEADS_PER_GROUP * group, HEADS_PER_GROUP * (group + 1)):
+        attention.q_proj.weight[part(index)] = 2.0 * seen * slow
+        attention.o_proj.weight[:, part(index)] = 0.25 / HEADS_PER_GROUP * copied.T
+
+
+@torch.no_grad()
+def place_lookback_heads(model: LlamaForCausalLM) -> None:
+    """Start with heads that find "what followed this token before": training finds them too, but needs long for it.
+
+    In layer 0 a head looks one token back and writes what it saw into a subspace of its own. In layers 1 and 2 heads
+    compare the current token with that subspace at earlier positions and copy the token found there. The comparison
+    uses only the slow rotary pairs, which hardly turn within the context, so it works at any distance. All of it
+    stays trainable.
+    """
+    basis = torch.linalg.qr(torch.randn(HIDDEN, HIDDEN)).Q.T
+    constant, seen, written = basis[0], basis[1 : 1 + HEAD_DIM], basis[1 + HEAD_DIM : 1 + 2 * HEAD_DIM]
+    model.model.embed_tokens.padding_idx = None  # it also ends texts: it must be learned
+    embedding = model.model.embed_tokens.weight
+    embedding[EOS_ID] = 0.02 * torch.randn(HIDDEN)
+    # What every token shares, in equal parts, so that a head can attend by position alone.
+    embedding -= torch.outer(embedding @ constant, constant)
+    embedding *= 0.3 / embedding.norm(dim=1, keepdim=True)
+    embedding += 0.15 * constant
+    for layer in model.model.layers:  # a quiet start for what is not placed, else it drowns what is
+        layer.self_attn.o_proj.weight *= 0.2
+        layer.mlp.down_proj.weight *= 0.2
+    look_at_previous_tokens(model.model.layers[0].self_attn, constant, seen, written)
+    for number, group in ((1, 0), (1, 1), (2, 0), (2, 1)):  # each group copies another part of the token
+        start = (2 * (number - 1) + group + 2) * HEAD_DIM
+        copied = basis[start : start + HEAD_DIM]
+        copy_what_followed(model.model.layers[number].self_attn, group, seen, written, copied)
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Warm up, stay, and go down at the end."""
+    return LEARNING_RATE * min((step + 1) / 100, 1.0, max(0.02, (steps - step) / (DECAY * steps)))
+
+
+class Optimizers:
+    """Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+        rest = [p for name, p in model.named_parameters() if not (p.ndim == 2 and "embed" not in name)]
+        self.parts: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
+        ]
+
+    def step(self, rate: float) -> None:
+        for optimizer in self.parts:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def loss_of(model: LlamaForCausalLM, ids: Tensor, weights: Tensor) -> tuple[Tensor, float]:
+    """The weighted loss, and the plain loss on answer tokens."""
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(input_ids=ids, use_cache=False).logits
+    flat = logits[:, :-1].float().flatten(0, 1)
+    losses = torch.nn.functional.cross_entropy(flat, ids[:, 1:].flatten(), reduction="none")
+    weight = weights[:, 1:].flatten()
+    answers = weight > 1.0
+    on_answers = losses.detach()[answers].mean().item() if bool(answers.any()) else 0.0
+    return (losses * weight).sum() / weight.sum(), on_answers
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Path) -> None:
+    """Write the files that are shipped, weights rounded to bfloat16."""
+    rounded = LlamaForCausalLM(model.config)
+    rounded.load_state_dict(model.state_dict())
+    rounded.generation_config = model.generation_config
+    for parameter in rounded.parameters():
+        parameter.data = parameter.data.bfloat16()
+    rounded.config.dtype = torch.bfloat16
+    rounded.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+
+
+# ------------------------------------------------------------------------------------------------------ evaluation
+
+
+@torch.inference_mode()
+def complete(model: Any, tokenizer: Any, prompts: list[str], max_new_tokens: int) -> list[str]:
+    """Greedy completions, in batches of prompts of like length."""
+    tokenizer.padding_side = "left"
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    results = [""] * len(prompts)
+    for start in range(0, len(order), 10):
+        chosen = order[start : start + 10]
+        inputs = tokenizer([prompts[i] for i in chosen], return_tensors="pt", padding=True, add_special_tokens=False)
+        inputs.pop("token_type_ids", None)
+        output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+        for i, tokens in zip(chosen, output[:, inputs["input_ids"].shape[1] :], strict=True):
+            results[i] = tokenizer.decode(tokens, skip_special_tokens=True)
+    return results
+
+
+def chat(tokenizer: Any, message: str) -> str:
+    messages = [{"role": "user", "content": message}]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def evaluate(output: Path, log: Log, thorough: bool = False) -> None:
+    """Measure the files in ``output`` as anyone would load them."""
+    model = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(output)
+
+    def count_tokens(text: str) -> int:
+        return len(tokenizer(text)["input_ids"])
+
+    distances = [(300, 1500, 100), (1500, 3000, 20)] if thorough else [(300, 1500, 20)]
+    for low, high, count in distances:
+        cases = demo_text.retrieval_cases(SEED + 2, count, count_tokens, low, high)
+        plain = complete(model, tokenizer, [case.prompt() for case in cases], 24)
+        chats = complete(model, tokenizer, [chat(tokenizer, case.message()) for case in cases], 24)
+        for kind, answers in (("completion", plain), ("chat", chats)):
+            right = sum(case.expected in answer.split("\n")[0] for case, answer in zip(cases, answers, strict=True))
+            log(f"eval retrieval {kind}, {low} to {high} tokens back: {right}/{count}")
+    countries = demo_text.CAPITALS
+    answers = complete(model, tokenizer, [f"The capital of {country} is" for country in countries], 8)
+    right = sum(capital in answer for capital, answer in zip(countries.values(), answers, strict=True))
+    log(f"eval capitals, completion: {right}/{len(countries)}")
+    if not thorough:
+        return
+    sums = [(a, b) for a in range(11) for b in range(11)]
+    answers = complete(model, tokenizer, [chat(tokenizer, f"What is {a} plus {b}?") for a, b in sums], 16)
+    right = sum(answer.endswith(f" is {a + b}.") for (a, b), answer in zip(sums, answers, strict=True))
+    log(f"eval sums to 20, chat: {right}/{len(sums)}")
+    for message in SAMPLES:
+        log(f"chat {message!r}: {complete(model, tokenizer, [chat(tokenizer, message)], 300)[0]!r}")
+    log(f"completion 'Once upon a time': {complete(model, tokenizer, ['Once upon a time'], 300)[0]!r}")
+
+
+# ------------------------------------------------------------------------------------------------------------- run
+
+
+def keep_freed_memory() -> None:
+    """Let malloc reuse large blocks instead of returning them; page faults cost a tenth of the time otherwise."""
+    if hasattr(ctypes.CDLL(None), "mallopt"):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+def share_gradients(model: LlamaForCausalLM) -> None:
+    """Give every worker the mean of all workers' gradients."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    torch.distributed.all_reduce(flat)
+    start = 0
+    for gradient in gradients:
+        gradient.copy_(flat[start : start + gradient.numel()].view_as(gradient)).div_(WORKERS)
+        start += gradient.numel()
+
+
+def train(worker: int, steps: int, output: Path, state: Path | None, checkpoint_seconds: float, meeting: str) -> None:
+    """One worker's run; the first one writes. Where ``state`` exists, go on from it as if there had been no break."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=worker, world_size=WORKERS)
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    torch.manual_seed(SEED)
+    tokenizer = train_tokenizer()
+    model = new_model(tokenizer)
+    optimizers = Optimizers(model)
+    step, tokens, seconds = 0, 0, 0.0  # seconds of training, without evaluation
+    if state is not None and state.exists():
+        saved = torch.load(state)
+        model.load_state_dict(saved["model"])
+        for optimizer, part in zip(optimizers.parts, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(part)
+        step, tokens, seconds = saved["step"], saved["tokens"], saved["seconds"]
+    log = Log(output / "training.log", keep=step > 0, silent=worker > 0)
+    if step == 0:
+        parameters = sum(p.numel() for p in model.parameters())
+        log(f"parameters {parameters:,}, vocabulary {len(tokenizer)}, seed {SEED}, {WORKERS} workers of one thread, "
+            f"torch {torch.__version__}")  # fmt: skip
+    last_save, first = time.monotonic(), (tokens, seconds)
+    sums, count = [0.0, 0.0], 0
+    while step < steps:
+        started = time.monotonic()
+        ids, weights = make_batch(tokenizer.backend_tokenizer, step, worker)
+        loss, on_answers = loss_of(model, ids, weights)
+        loss.backward()  # type: ignore[no-untyped-call]
+        share_gradients(model)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizers.step(learning_rate(step, steps))
+        step += 1
+        tokens += ids.numel() * WORKERS
+        seconds += time.monotonic() - started
+        sums, count = [sums[0] + loss.item(), sums[1] + on_answers], count + 1
+        if step % 25 == 0 or step == steps:
+            speed = (tokens - first[0]) / (seconds - first[1])
+            log(f"step {step} loss {sums[0] / count:.4f} answers {sums[1] / count:.4f} tokens/s {speed:.0f} "
+                f"seconds {seconds:.0f}")  # fmt: skip
+            first, sums, count = (tokens, seconds), [0.0, 0.0], 0
+        if worker == 0 and step % 25 == 0 and time.monotonic() - last_save > checkpoint_seconds and step < steps:
+            save(model, tokenizer, output)
+            evaluate(output, log)
+            if state is not None:
+                parts = [optimizer.state_dict() for optimizer in optimizers.parts]
+                counts = {"step": step, "tokens": tokens, "seconds": seconds}
+                torch.save({"model": model.state_dict(), "optimizers": parts, **counts}, state)
+            last_save = time.monotonic()
+    if worker == 0:
+        save(model, tokenizer, output)
+        log(f"trained on {tokens:,} tokens in {steps} steps and {seconds:.0f} seconds")
+        evaluate(output, log, thorough=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent.parent / "pdserve" / "demo_model")
+    parser.add_argument("--checkpoint-seconds", type=float, default=480.0)
+    parser.add_argument("--state", type=Path, help="keep the state of training here, and go on from it")
+    arguments = parser.parse_args()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        shared = (arguments.steps, arguments.output, arguments.state, arguments.checkpoint_seconds, f"{folder}/meeting")
+        mp.spawn(train, shared, nprocs=WORKERS)  # type: ignore[attr-defined, no-untyped-call]
+
+
+if __name__ == "__main__":
+    main()
