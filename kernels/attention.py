@@ -53,7 +53,7 @@ def choose(name: str, device: torch.device) -> Kernel:
     Raises:
         KernelUnavailable: a kernel asked for by name cannot run here.
     """
-    if name == "reference" or (name == "auto" and device.type == "cpu"):
+    if name == "reference":
         return reference
     wanted = name if name != "auto" else "cpu" if device.type == "cpu" else "triton"
     try:

@@ -216,7 +216,9 @@ def _openmp_of_torch() -> Path:
     assert torch.get_num_threads() > 0
     maps = Path("/proc/self/maps")
     if not maps.exists():
-        raise CannotBuild(f"only on Linux is it known which OpenMP runtime torch has loaded, not on {platform.system()}")
+        raise CannotBuild(
+            f"only on Linux is it known which OpenMP runtime torch has loaded, not on {platform.system()}"
+        )
     for line in maps.read_text().splitlines():
         path = line.partition("/")[1] + line.partition("/")[2]
         if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):

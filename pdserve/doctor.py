@@ -67,7 +67,7 @@ def _gpu() -> Finding:
 def _packages() -> list[Finding]:
     wanted = {
         "flash_attn": ("flash-attn", "attention on GPUs with it (not used yet)"),
-        "triton": ("triton", "attention kernels on GPUs (not used yet)"),
+        "triton": ("triton", "--kernel triton: what auto takes on GPUs"),
         "nixl": ("nixl", "nixl:// over RDMA or NVLink (not there yet)"),
         "redis": ("redis", "redis://"),
         "hiredis": ("hiredis", "redis:// at full speed"),

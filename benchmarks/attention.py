@@ -1,0 +1,155 @@
+"""Decode attention alone, against reading the KV once at the rate of the memory: `python benchmarks/attention.py`.
+
+One row is one batch and one context: every sequence has one new token. Each kernel attends over a pool of several layers,
+one layer per call in turn, so that the second-level cache never holds what comes next. The
+roofline is what all threads read per second from a large buffer in the same run, times the bytes of K and V. Calls of
+all kernels take turns; the best of each counts, as the rest measures what else the machine does.
+
+Predicted before the first measurement, for 2 cores with AVX-512 and bfloat16: the compiled kernel needs some 40 cycles per
+token and key/value head (512 bytes), 30 GB/s per core, hence waits for memory: 70 to 90 % of the roofline from 1k tokens
+on, less than 50 % at 160 tokens of one sequence, where starting the threads costs as much as reading. The reference first
+copies K and V (read, write, read again) and so stays below 30 %.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import checkpoints
+import report
+import torch
+from rich.table import Table
+
+from pdserve.config import flag
+from pdserve.errors import SetupError
+from pdserve.flags import command_of
+from pdserve.kernels.attention import KernelUnavailable, choose
+from pdserve.kernels.batch import Kernel, PagedBatch
+
+SHAPE = checkpoints.QWEN3_0_6B
+POOL_BYTES = 1 << 28  # at least, over all layers: more than a second-level cache
+LAYERS = 28
+BLOCK = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    batches: str = flag("sequences, comma separated", "1,8,32")
+    contexts: str = flag("KV tokens of each sequence, comma separated", "160,1024,4096")
+    kernels: str = flag("kernels to compare, comma separated", "reference,cpu")
+    dtype: str = flag("of queries and KV: bfloat16, float16, float32", "bfloat16")
+    device: str = flag("cpu or cuda", "cpu")
+    seconds: float = flag("for each row, over all kernels", 3.0)
+    threads: int | None = flag("CPU threads; default: all cores", None)
+    quick: bool = flag("small tasks, for seeing that it works", False)
+    note: str = flag(report.NOTE_HELP, "")
+    out: str = flag(report.OUT_HELP, "")
+
+
+QUICK = {"batches": "1,2", "contexts": "160", "seconds": 0.05}
+
+
+def benchmark(settings: Settings) -> None:
+    """Measure decode attention: each kernel beside the least time that reading the KV takes."""
+    if settings.quick:
+        settings = report.in_place_of_defaults(settings, QUICK)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    device = torch.device(settings.device)
+    try:
+        kernels = {name: choose(name, device) for name in settings.kernels.split(",")}
+    except KernelUnavailable as error:
+        raise SetupError(str(error)) from error
+    read = _read_rate(device, settings.quick)
+    rows = []
+    for batch in _numbers(settings.batches):
+        for context in _numbers(settings.contexts):
+            rows += _measure(batch, context, kernels, settings, device)
+            read = max(read, _read_rate(device, settings.quick))
+    for row in rows:
+        row["roofline_us"] = round(row["kv_bytes"] / read * 1e6, 1)
+        row["ratio"] = round(row["roofline_us"] / row["us"], 4)
+    _print(rows, read)
+    print(report.write("attention", settings, {"read_gb_per_s": round(read / 1e9, 1), "rows": rows}))
+
+
+@torch.inference_mode()
+def _measure(
+    sequences: int, context: int, kernels: dict[str, Kernel], settings: Settings, device: torch.device
+) -> list[dict[str, Any]]:
+    dtype = checkpoints.torch_dtype(settings.dtype)
+    heads, kv_heads, size = SHAPE.heads, SHAPE.kv_heads, SHAPE.head_dim
+    per_sequence = -(-context // BLOCK)
+    kv_bytes = sequences * context * kv_heads * size * 2 * dtype.itemsize
+    layers = min(LAYERS, -(-POOL_BYTES // kv_bytes))
+    blocks = sequences * per_sequence
+    pool = torch.empty((blocks, layers, 2, kv_heads, BLOCK, size), dtype=dtype, device=device)
+    for block in pool:
+        block.normal_()
+    q_THD = torch.randn(sequences, heads, size, device=device).to(dtype)
+    tables = torch.randperm(blocks, device=device).view(sequences, per_sequence)
+
+    def call(kernel: Kernel) -> Callable[[int], object]:
+        batch = PagedBatch(
+            pool_NL2GBD=pool,
+            slots_T=tables[:, -1] * BLOCK,
+            tables_SM=tables,
+            query_lens=[1] * sequences,
+            kv_lens=[context] * sequences,
+            kv_lens_S=torch.full((sequences,), context, device=device),
+            kernel=kernel,
+        )
+        return lambda layer: kernel.attend(q_THD, batch.layer(layer), batch, size**-0.5, None, None)
+
+    calls = {name: call(kernel) for name, kernel in kernels.items()}
+    best = dict.fromkeys(calls, float("inf"))
+    stop = _now() + settings.seconds
+    while _now() < stop or float("inf") in best.values():
+        for name, run in calls.items():
+            for layer in range(layers):
+                started = _now()
+                run(layer)
+                best[name] = min(best[name], _now() - started)
+    head = {"sequences": sequences, "context": context, "kv_bytes": kv_bytes}
+    return [head | {"kernel": name, "us": round(seconds * 1e6, 1)} for name, seconds in best.items()]
+
+
+def _read_rate(device: torch.device, quick: bool) -> float:
+    buffer = torch.ones(1 << 18 if quick else 1 << 27, device=device)
+    seconds = []
+    for _ in range(5):
+        started = _now()
+        buffer.sum()
+        seconds.append(_now() - started)
+    return buffer.nbytes / min(seconds)
+
+
+def _now() -> float:
+    """After all that the device has to do."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise SetupError(f"{text!r} is not a list of numbers") from None
+
+
+def _print(rows: list[dict[str, Any]], read: float) -> None:
+    title = f"roofline: reads {read / 1e9:.1f} GB/s"
+    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    for column in ("sequences", "context", "kernel", "us per layer", "GB/s", "roofline us", "ratio"):
+        table.add_column(column, justify="left" if column == "kernel" else "right")
+    for row in rows:
+        rate = row["kv_bytes"] / row["us"] / 1e3
+        numbers = f"{row['us']:.0f}", f"{rate:.1f}", f"{row['roofline_us']:.0f}", f"{row['ratio']:.0%}"
+        table.add_row(str(row["sequences"]), str(row["context"]), row["kernel"], *numbers)
+    report.show(table)
+
+
+if __name__ == "__main__":
+    report.main(command_of(Settings, benchmark))

@@ -1,0 +1,95 @@
+"""Fixtures for kernels: pools in which everything that no sequence has written is NaN."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from pdserve.kernels import cpu, reference
+from pdserve.kernels.batch import Kernel, PagedBatch
+
+LAYERS, LAYER = 3, 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: new tokens, the pool that they go to, and what comes out in float32 on the reference kernel."""
+
+    batch: PagedBatch
+    q_THD: torch.Tensor
+    k_TGD: torch.Tensor
+    v_TGD: torch.Tensor
+
+    @property
+    def cache_N2GBD(self) -> torch.Tensor:
+        return self.batch.layer(LAYER)
+
+    def expected(self, scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
+        cache_N2GBD = self.cache_N2GBD.float()
+        reference.write_kv(cache_N2GBD, self.k_TGD.float(), self.v_TGD.float(), self.batch.slots_T)
+        return reference.attend(self.q_THD.float(), cache_N2GBD, self.batch, scale, window, softcap)
+
+
+MakeCase = Callable[..., Case]
+
+
+@pytest.fixture
+def make_case() -> MakeCase:
+    """make_case(dtype, H, G, D, B, [(new tokens, KV tokens), …], kernel, device) → a Case."""
+
+    def make(
+        dtype: torch.dtype,
+        heads: int,
+        kv_heads: int,
+        size: int,
+        block_size: int,
+        lengths: list[tuple[int, int]],
+        kernel: Kernel,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+    ) -> Case:
+        random = torch.Generator().manual_seed(3)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=random).to(dtype)
+
+        counts = [-(-kv // block_size) for _, kv in lengths]
+        blocks = torch.randperm(sum(counts) + 2, generator=random)
+        shape = (len(blocks), LAYERS, 2, kv_heads, block_size, size)
+        pool = torch.full(shape, float("nan"), dtype=dtype)
+        tables = torch.zeros((len(lengths), max(counts)), dtype=torch.long)
+        slots = []
+        taken = 0
+        for row, ((new, kv), count) in enumerate(zip(lengths, counts, strict=True)):
+            tables[row, :count] = blocks[taken : taken + count]
+            taken += count
+            at = torch.arange(kv)
+            of_tokens = tables[row, at // block_size]
+            old = at[: kv - new]
+            pool[of_tokens[old], LAYER, :, :, old % block_size] = normal(len(old), 2, kv_heads, size)
+            slots.append((of_tokens * block_size + at % block_size)[kv - new :])
+        total = sum(new for new, _ in lengths)
+        batch = PagedBatch(
+            pool_NL2GBD=pool.to(device),
+            slots_T=torch.cat(slots).to(device),
+            tables_SM=tables.to(device),
+            query_lens=[new for new, _ in lengths],
+            kv_lens=[kv for _, kv in lengths],
+            kv_lens_S=torch.tensor([kv for _, kv in lengths], device=device),
+            kernel=kernel,
+        )
+        # As transformers hands them over: heads first in memory.
+        q, k, v = (normal(count, total, size).to(device).transpose(0, 1) for count in (heads, kv_heads, kv_heads))
+        return Case(batch, q, k, v)
+
+    return make
+
+
+@pytest.fixture
+def cpu_kernel() -> Kernel:
+    """The compiled kernel; skips where it cannot be built."""
+    try:
+        cpu.library()
+    except cpu.CannotBuild as error:
+        pytest.skip(str(error))
+    return cpu

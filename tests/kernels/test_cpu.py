@@ -1,0 +1,99 @@
+"""The compiled kernel equals the reference, computed in float32."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.kernels import cpu, reference
+from pdserve.kernels.batch import Kernel
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+DTYPES = list(TOLERANCE)
+
+# (new tokens, KV tokens): decoding, prefilling from nothing, behind a cached prefix, over more than one tile of rows.
+RAGGED = [(1, 1), (5, 5), (1, 700), (1, 33), (130, 200), (1, 64), (40, 300)]
+WINDOWS_AND_CAPS = [(None, None), (50, None), (None, 20.0), (100, 30.0)]
+
+pytestmark = pytest.mark.usefixtures("cpu_kernel")
+
+
+def check(case: Any, window: int | None, softcap: float | None) -> None:
+    """Unsplit and split over KV."""
+    scale, dtype = case.q_THD.shape[2] ** -0.5, case.q_THD.dtype
+    expected = case.expected(scale, window, softcap)
+    cpu.write_kv(case.cache_N2GBD, case.k_TGD, case.v_TGD, case.batch.slots_T)
+    for longest_run in (1 << 20, 64, 0):
+        got = cpu.attend(case.q_THD, case.cache_N2GBD, case.batch, scale, window, softcap, longest_run)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [20, 32, 64, 80, 128, 256])
+@pytest.mark.parametrize(("window", "softcap"), WINDOWS_AND_CAPS)
+def test_head_sizes(
+    dtype: torch.dtype, size: int, window: int | None, softcap: float | None, make_case: Callable[..., Any]
+) -> None:
+    check(make_case(dtype, 4, 2, size, 16, RAGGED, cpu), window, softcap)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 4), (6, 2), (8, 2), (14, 2), (8, 1), (16, 1)])
+def test_head_counts(dtype: torch.dtype, heads: int, kv_heads: int, make_case: Callable[..., Any]) -> None:
+    check(make_case(dtype, heads, kv_heads, 32, 16, RAGGED, cpu), 90, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [1, 8, 32, 100])
+def test_block_sizes(dtype: torch.dtype, block_size: int, make_case: Callable[..., Any]) -> None:
+    check(make_case(dtype, 8, 4, 64, block_size, RAGGED, cpu), None, None)
+
+
+@pytest.mark.parametrize("lengths", [[(1, n)] for n in (1, 2, 63, 64, 65, 129)] + [[(n, n)] for n in (2, 31, 32, 33)])
+def test_borders(lengths: list[tuple[int, int]], make_case: Callable[..., Any]) -> None:
+    check(make_case(torch.float32, 4, 2, 32, 16, lengths, cpu), None, None)
+    check(make_case(torch.float32, 4, 2, 32, 16, lengths, cpu), 1, None)
+
+
+def test_large_scores_stay_finite(make_case: Callable[..., Any]) -> None:
+    case = make_case(torch.float32, 4, 2, 32, 16, [(1, 100), (20, 90)], cpu)
+    case.q_THD.mul_(1000)
+    check(case, None, None)
+    check(case, None, 5.0)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_any_number_of_threads(threads: int, make_case: Callable[..., Any]) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check(make_case(torch.float32, 4, 2, 64, 16, RAGGED, cpu), None, None)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_write_kv(dtype: torch.dtype, make_case: Callable[..., Any]) -> None:
+    case = make_case(dtype, 4, 2, 20, 8, RAGGED, cpu)
+    expected = case.batch.pool_NL2GBD.clone()
+    reference.write_kv(expected[:, 1], case.k_TGD, case.v_TGD, case.batch.slots_T)
+    cpu.write_kv(case.cache_N2GBD, case.k_TGD, case.v_TGD, case.batch.slots_T)
+    assert torch.equal(case.batch.pool_NL2GBD.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks(dtype: torch.dtype, cpu_kernel: Kernel) -> None:
+    pool = torch.randn(7, 2, 2, 2, 8, 20).to(dtype)
+    sources, targets = torch.tensor([5, 0, 0]), torch.tensor([1, 6, 2])
+    for kernel in (reference, cpu_kernel):
+        copied = pool.clone()
+        kernel.copy_blocks(copied, sources, targets)
+        assert torch.equal(copied[targets], pool[sources]) and torch.equal(copied[[0, 3, 4, 5]], pool[[0, 3, 4, 5]])
+        out = torch.empty_like(pool[:3])
+        kernel.gather_blocks(pool, sources, out)
+        assert torch.equal(out, pool[sources])
+        kernel.scatter_blocks(copied, targets, -out)
+        assert torch.equal(copied[targets], -out) and torch.equal(copied[[0, 3, 4, 5]], pool[[0, 3, 4, 5]])
+        kernel.copy_blocks(copied, sources[:0], targets[:0])

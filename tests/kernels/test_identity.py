@@ -1,0 +1,49 @@
+"""The engine on each kernel: greedy float32 output equals transformers' generate, token for token."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pdserve.config import EngineConfig
+from pdserve.engine.engine import Engine
+from pdserve.request import SamplingParams
+
+Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
+GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+
+
+def run(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    seqs = [engine.new_sequence(str(i), prompt, GREEDY) for i, prompt in enumerate(prompts)]
+    for seq in seqs:
+        engine.add(seq)
+    while engine.has_work:
+        for seq in engine.step().sampled:
+            if seq.finish_reason():
+                engine.remove(seq)
+    return [seq.tokens[seq.num_prompt :] for seq in seqs]
+
+
+@pytest.mark.usefixtures("cpu_kernel")
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2"])  # plain, window, window and soft cap
+def test_cpu_equals_generate(
+    architecture: str, checkpoint: Callable[..., Path], generate: Generate, prompts: list[list[int]]
+) -> None:
+    path = checkpoint(architecture)
+    expected = generate(path, prompts, GREEDY.max_tokens)
+    engine = Engine(EngineConfig(model=str(path), num_blocks=400, max_num_batched_tokens=256, kernel="cpu"))
+    assert engine.runner.kernel.NAME == "cpu"
+    assert run(engine, prompts) == expected
+    assert run(engine, prompts) == expected, "with a warm prefix cache"
+
+
+@pytest.mark.usefixtures("cpu_kernel")
+def test_cpu_equals_generate_while_preempting(
+    checkpoint: Callable[..., Path], generate: Generate, prompts: list[list[int]]
+) -> None:
+    path, short = checkpoint("llama"), [prompt for prompt in prompts if len(prompt) <= 100]
+    engine = Engine(
+        EngineConfig(model=str(path), num_blocks=16, max_num_batched_tokens=64, max_model_len=200, kernel="cpu")
+    )
+    assert run(engine, short) == generate(path, short, GREEDY.max_tokens)
+    assert engine.scheduler.num_preemptions > 0
