@@ -1,5 +1,6 @@
 """The gate over nixl://: decode reads prefill's pool, and the tokens are those of generate."""
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,3 +28,7 @@ def test_greedy_equals_generate_with_blocks_read_in_place(
                 threads.map(lambda prompt: complete(deployment, prompt=prompt, max_tokens=16, ignore_eos=True), some)
             )
         assert [reply["choices"][0]["token_ids"] for reply in replies] == expected
+        give_up = time.monotonic() + 40  # a lease is 60 seconds
+        while blocks_held(deployment)["pdserve_kv_cache_blocks_held"]:
+            assert time.monotonic() < give_up, "decode has read them, but prefill still holds blocks"
+            time.sleep(0.1)
