@@ -93,7 +93,9 @@ def _measure(trial: Trial, block_bytes: int, count: int, parallel: int) -> Itera
         keys = [new_keys(count) for _ in groups]
         for group in keys:
             trial.remember(source.layout, group)
-        _transfer(samples[1], block_bytes, [_store(source, k, g) for k, g in zip(keys, groups, strict=True)])
+        results = _transfer(samples[1], block_bytes, [_store(source, k, g) for k, g in zip(keys, groups, strict=True)])
+        for group, result in zip(keys, results, strict=True):
+            source.take_ticket(group, result)
         _transfer(samples[2], block_bytes, [_load(target, k, g) for k, g in zip(keys, groups, strict=True)])
         for group in keys:
             source.connector.release(group)
@@ -116,10 +118,10 @@ def _store(one: Instance, keys: Sequence[bytes], rows: range) -> Callable[[], Fu
 
 
 def _load(one: Instance, keys: Sequence[bytes], rows: range) -> Callable[[], Future]:
-    return lambda: one.connector.load(keys, rows, tickets=one.trial.tickets)
+    return lambda: one.connector.load(keys, rows, tickets=one.tickets(keys))
 
 
-def _transfer(samples: _Samples, block_bytes: int, calls: Sequence[Callable[[], Future]]) -> None:
+def _transfer(samples: _Samples, block_bytes: int, calls: Sequence[Callable[[], Future]]) -> list[Result]:
     began = time.perf_counter()
     ends: dict[int, float] = {}
     futures = []
@@ -136,6 +138,7 @@ def _transfer(samples: _Samples, block_bytes: int, calls: Sequence[Callable[[], 
         samples.bytes += fine * block_bytes
         samples.failed += len(result.outcomes) - fine
         samples.latencies.append(ends.get(i, time.perf_counter()) - starts[i])
+    return results
 
 
 # The command.

@@ -166,7 +166,8 @@ def _strangers(ours: Instance, theirs: Instance) -> None:
     keys = new_keys(2)
     theirs.must_store(keys, [0, 1])
     expect(ours.match(keys) == 0, "0 foreign blocks to match", ours.match(keys))
-    seen = ours.load(keys, [4, 5]).outcomes
+    future = ours.connector.load(keys, [4, 5], tickets=theirs.tickets(keys))
+    seen = ours.result(future, "load", 2).outcomes
     expect(Outcome.OK not in seen, "no foreign block to load", summary(seen))
     ours.must_store(keys, [0, 1])
     ours.must_load(keys, [4, 5], ours.rows[:2])

@@ -66,6 +66,7 @@ class Instance:
         self.trial = trial
         self.layout = layout
         self.rows: Row = np.random.default_rng().integers(0, 256, (blocks, layout.block_bytes), dtype=np.uint8)
+        self.row_of: dict[bytes, int] = {}  # from which a key was stored last
         self.closed = False
         self.connector: Connector = connect(url)
         try:
@@ -81,13 +82,22 @@ class Instance:
     def store(self, keys: Sequence[bytes], ids: Sequence[int], lease_s: float = 600.0) -> Result:
         self.trial.remember(self.layout, keys)
         result = self.result(self.connector.store(keys, ids, lease_s=lease_s), "store", len(keys))
-        if result.ticket:
-            self.trial.tickets.append(result.ticket)
+        self.take_ticket(keys, result)
+        self.row_of.update(zip(keys, ids, strict=True))
         return result
 
     def load(self, keys: Sequence[bytes], ids: Sequence[int]) -> Result:
-        future = self.connector.load(keys, ids, tickets=self.trial.tickets)
+        future = self.connector.load(keys, ids, tickets=self.tickets(keys))
         return self.result(future, "load", len(keys))
+
+    def take_ticket(self, keys: Sequence[bytes], result: Result) -> None:
+        if result.ticket:
+            self.trial.tickets.update({(self.layout.namespace, key): result.ticket for key in keys})
+
+    def tickets(self, keys: Sequence[bytes]) -> list[bytes]:
+        """What the hand-over of these blocks would carry: the ticket of each one's last store, in this namespace."""
+        names = [(self.layout.namespace, key) for key in keys]
+        return list(dict.fromkeys(self.trial.tickets[name] for name in names if name in self.trial.tickets))
 
     def match(self, keys: Sequence[bytes]) -> int:
         return self.end(self.connector.match(keys), "match")
@@ -161,7 +171,7 @@ class Trial:
         self.url = url
         self.seconds = seconds  # how long rules that try at random go on
         self.fingerprint = f"conformance {uuid.uuid4().hex}"
-        self.tickets: list[bytes] = []
+        self.tickets: dict[tuple[bytes, bytes], bytes] = {}  # of namespace and key
         self._instances: list[Instance] = []
         self._keys: dict[bytes, set[bytes]] = {}
 
@@ -218,22 +228,31 @@ def size_text(size: int) -> str:
 def tamper(instance: Instance, key: bytes, offset: int) -> None:
     """Changes one stored byte. Offset 0 is the payload's first; the header's 64 lie before it, from -64 to -1.
 
-    A connector that has a method `tamper(key, offset)` does it itself. For every other `BatchedConnector`, the value is
-    read through its hooks, and written back changed.
+    A connector that has a method `tamper(key, offset)` does it itself. A block that a ticket stands for is changed in the
+    pool where it lies. For every other `BatchedConnector`, the value is read through its hooks and written back changed.
 
     Raises:
-        NotChecked: neither is possible.
+        NotChecked: none of these is possible.
     """
     own = getattr(instance.connector, "tamper", None)
     try:
         if own is not None:
             own(key, offset)
+        elif instance.tickets([key]):
+            _change_row(instance, key, offset)
         elif isinstance(instance.connector, BatchedConnector):
             _rewrite(instance.connector, key, offset)
         else:
             raise NotChecked("the connector has no method tamper(key, offset), so its bytes cannot be reached")
     except LookupError:
         raise NotChecked(f"the connector has nothing to tamper with at offset {offset}") from None
+
+
+def _change_row(instance: Instance, key: bytes, offset: int) -> None:
+    """Where results carry tickets, the pool's row is the store, and has no header."""
+    if offset < 0:
+        raise LookupError
+    instance.rows[instance.row_of[key]][offset] ^= 0xFF
 
 
 class _Copy:
