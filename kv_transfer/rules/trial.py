@@ -205,12 +205,14 @@ class Trial:
                 self.tidy(instance)
             instance.close()
 
-    def tidy(self, instance: Instance) -> None:
-        """Removes what this namespace's instances have stored."""
+    def tidy(self, instance: Instance) -> bool:
+        """Removes what this namespace's instances have stored. Whether there is a way to."""
         keys = self._keys.pop(instance.layout.namespace, set())
-        if keys and isinstance(instance.connector, BatchedConnector):
-            with contextlib.suppress(Exception):
-                instance.connector.delete_many(list(keys))
+        if not isinstance(instance.connector, BatchedConnector):
+            return False
+        with contextlib.suppress(Exception):
+            instance.connector.delete_many(list(keys))
+        return True
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
