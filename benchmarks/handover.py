@@ -102,7 +102,7 @@ class Sample:
 
 @dataclass
 class Measured:
-    """What one connector did, by prompt length; or why it could not be measured."""
+    """What one connector did, by prompt length; or why it could not be measured (to the end)."""
 
     samples: dict[int, list[Sample]] = field(default_factory=dict)
     skipped: str = ""
@@ -382,7 +382,7 @@ def _print(rows: list[dict[str, Any]], skipped: dict[str, str]) -> None:
         )
     report.show(table)
     for name, reason in skipped.items():
-        print(f"{name} was not measured: {reason}")
+        print(f"{name} was not measured, or not to the end: {reason}")
 
 
 if __name__ == "__main__":
