@@ -189,5 +189,7 @@ class Decoder:
         if job.seq.block_ids or decode.started:
             self._engine.remove(job.seq)
         if job.transfers == 0:
+            if not decode.started:
+                self._connector.release(job.keys)  # what was stored for it, nobody will load
             del self._decodes[job]
             self._desk.close_job(job)

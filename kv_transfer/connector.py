@@ -99,6 +99,7 @@ class Connector(ABC):
 
     API_VERSION: ClassVar[int] = API_VERSION
     scheme: ClassVar[str]
+    in_place: ClassVar[bool] = False  # peers read the pool's rows where they are, see Result.held
 
     @abstractmethod
     def attach(self, memory: PoolMemory) -> None:

@@ -69,9 +69,10 @@ class NixlFault(OSError):
 
 class NixlConnector(BatchedConnector):
     scheme: ClassVar[str] = "nixl"
+    in_place: ClassVar[bool] = True
 
     def configure(self, query: Query) -> None:
-        self._devices = query._read("devices", str, os.environ.get("UCX_NET_DEVICES", "lo"))
+        self._devices = query.text("devices", os.environ.get("UCX_NET_DEVICES", "lo"))
         self._bounce_bytes = query.size("bounce", _BOUNCE_BYTES)
         parts = split(self.url)
         if parts.netloc or parts.path.strip("/"):

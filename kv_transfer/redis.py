@@ -8,6 +8,7 @@ All values of a block have the same time to live: `ttl` seconds, or the lease if
 A release does nothing: Redis evicts by its own policy. With `maxmemory-policy noeviction` a full server answers FULL.
 """
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -138,6 +139,7 @@ class RedisConnector(BatchedConnector):
     def _make_pool(self) -> redis.ConnectionPool:
         return redis.ConnectionPool.from_url(
             self._address,
+            password=os.environ.get("REDIS_PASSWORD") or None,  # one in the URL wins
             socket_timeout=self.timeout,
             socket_connect_timeout=self.timeout,
             # Trying again is up to the caller, who has a deadline; a repeated store may read rows that are not his.

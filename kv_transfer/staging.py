@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pdserve.errors import SetupError
 from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats
 
@@ -50,6 +51,8 @@ class StagedConnector(Connector):
         self, inner: Connector, pool: torch.Tensor, layout: Layout, staging_bytes: int = STAGING_BYTES
     ) -> None:
         self.scheme = inner.scheme  # type: ignore[misc]
+        if inner.in_place:
+            raise SetupError(f"{inner.scheme}:// reads pools in place and cannot do so with one on {pool.device} yet")
         self._inner = inner
         self._pool = _byte_rows(pool)
         self._half = max(1, min(pool.shape[0], staging_bytes // layout.block_bytes))

@@ -57,6 +57,9 @@ class Query:
     def flag(self, name: str, default: bool) -> bool:
         return self._read(name, _flag, default)
 
+    def text(self, name: str, default: str) -> str:
+        return self._read(name, str, default)
+
     def done(self) -> None:
         """Call after the last parameter is read: refuses those that nobody asked for."""
         for name in self._given:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import signal
 import sys
 
 import typer
@@ -123,6 +124,8 @@ app.command("version")(version)
 
 def main() -> None:
     """Start-up errors are one line on stderr and exit code 2."""
+    # As a container's first process we would otherwise not hear SIGTERM before a server installs its own handler.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S")
     for noisy in ("httpx", "transformers", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -60,8 +60,7 @@ class Instance:
     # ---- from other threads -----------------------------------------------------------------------------------
 
     def submit(self, link: str, message: pb.Submit) -> None:
-        received = self.now()
-        self._inbox.put(lambda: self._submit(link, message, received))
+        self._inbox.put(lambda: self._submit(link, message))
 
     def hand_over(self, link: str, message: pb.HandOver) -> None:
         self._inbox.put(lambda: self._with_job(link, message.request_id, lambda j: self.decoder.hand_over(j, message)))
@@ -128,7 +127,7 @@ class Instance:
         except Empty:
             return
 
-    def _submit(self, link: str, message: pb.Submit, received: float) -> None:
+    def _submit(self, link: str, message: pb.Submit) -> None:
         sampling = SamplingParams(
             max_tokens=message.sampling.max_tokens,
             min_tokens=message.sampling.min_tokens,
@@ -148,7 +147,7 @@ class Instance:
             refusal = pb.Output(request_id=message.request_id, error=pb.Error(kind="rejected", message=str(error)))
             self._send(link, pb.InstanceFrame(step=pb.Step(outputs=[refusal])))
             return
-        job = Job(link=link, seq=seq, phase=message.phase, received=received)
+        job = Job(link=link, seq=seq, phase=message.phase)
         self._jobs[link, message.request_id] = self._by_sequence[seq] = job
         role = self.prefiller if job.phase == pb.PREFILL else self.decoder
         role.submit(job)
@@ -171,8 +170,11 @@ class Instance:
     def _flush(self) -> None:
         """Sends what happened since the last frame, one frame per router."""
         frames: dict[str, pb.InstanceFrame] = {}
+        now = self.now()
         for job in [*self._jobs.values(), *self._outgoing]:
             if job.output is not None:
+                for stamp in job.output.stamps:
+                    stamp.seconds = now - stamp.seconds
                 frames.setdefault(job.link, pb.InstanceFrame()).step.outputs.append(job.output)
                 job.output = None
         self._outgoing.clear()

@@ -28,7 +28,6 @@ class Job:
     link: str
     seq: Sequence
     phase: "pb.Phase"
-    received: float
     keys: list[bytes] = field(default_factory=list)
     output: pb.Output | None = None
     stamped: set[Stage] = field(default_factory=set)
@@ -45,7 +44,7 @@ class Job:
     def stamp(self, stage: Stage, now: float) -> None:
         if stage not in self.stamped:
             self.stamped.add(stage)
-            self.news().stamps.add(stage=stage.value, seconds=now - self.received)
+            self.news().stamps.add(stage=stage.value, seconds=now)  # made relative when the frame is sent
 
     def moved(self, result: Result, block_bytes: int) -> None:
         """Adds a transfer to the request's totals."""

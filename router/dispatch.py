@@ -31,7 +31,6 @@ class Flight:
         self.request = request
         self.machine = HandOver(now, dispatcher.config.handover_timeout_seconds)
         self.timeline = Timeline(request.request_id, prompt_tokens=len(request.prompt))
-        self.submitted = now
         self.last_token_at: float | None = None
         self.emitted: list[int] = []
         self._dispatcher = dispatcher
@@ -246,13 +245,17 @@ class Dispatcher:
         flight.put(Chunk(list(output.token_ids), output.finish_reason or None))
 
     def _note(self, flight: Flight, member: Member, output: pb.Output) -> None:
-        """Takes stamps and counts into the timeline; instances stamp in seconds since they got the request."""
-        timeline = flight.timeline
+        """Takes stamps and counts into the timeline; instances stamp in seconds before they sent the frame.
+
+        What one instance did because of another's news is then never stamped before it: a frame that is late makes
+        its stamps late, not early.
+        """
+        timeline, now = flight.timeline, time.monotonic()
         for stamp in output.stamps:
             stage = Stage(stamp.stage)
             # The client's first token counts, hence the router's own stamp, in `_emit`.
             if stage is not Stage.FIRST_TOKEN and (stage is not Stage.FINISHED or member is flight.last_member):
-                timeline.stamp(stage, flight.submitted + stamp.seconds)
+                timeline.stamp(stage, now - stamp.seconds)
         if output.HasField("tokens") and not timeline.migrations:
             timeline.computed_tokens = output.tokens.computed
             timeline.local_hit_tokens = output.tokens.local_hit
@@ -290,7 +293,6 @@ class Dispatcher:
         flight.prefill, flight.decode = prefill, decode
         flight.timeline.prefill_instance = prefill.id
         flight.timeline.decode_instance = (decode or prefill).id
-        flight.submitted = time.monotonic()
         flight.machine.resumed(split=decode is not None)
         self.flights[flight.id] = flight
         if decode is None:

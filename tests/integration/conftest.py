@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 from pdserve.config import UpConfig
 from pdserve.deployment import Deployment, free_port
+from pdserve.kv_transfer.shm import unlink
 
 Deploy = Callable[..., AbstractContextManager[Deployment]]
 
@@ -63,19 +65,14 @@ def redis_url() -> Iterator[str]:
 def connector_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """The URL for a scheme given by indirect parametrisation."""
     if request.param == "shm":
-        yield f"shm://test-{free_port()}?size=64MiB"
+        url = f"shm://test-{uuid.uuid4().hex}?size=64MiB"
+        yield url
+        unlink(url)
     elif request.param == "file":
         yield f"file://{tmp_path / 'kv'}"
         shutil.rmtree(tmp_path / "kv", ignore_errors=True)
     else:
         yield request.getfixturevalue("redis_url")
-
-
-@pytest.fixture(autouse=True)
-def remove_test_segments(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    for segment in Path("/dev/shm").glob("pdserve-test-*"):
-        segment.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="session")
