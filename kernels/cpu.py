@@ -16,16 +16,18 @@ from pathlib import Path
 
 import torch
 
+from pdserve.kernels import reference
 from pdserve.kernels.batch import PagedBatch
 
 NAME = "cpu"
 SOURCE = Path(__file__).with_name("paged.cpp")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
+AMX_TOKENS = 64  # new tokens of one sequence, from which on torch's matrix instructions win over gathering for them
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # by the numbers that paged.cpp gives them
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_ATTEND = (_I, _P, _I, _I, _P, _I, _I, _P, _I, _I, _I, _P, _P, _P, _I, _I, _I, _I, _I, _I, _F, _I, _F, _I, _I)
+_ATTEND = (_I, _P, _I, _I, _P, _I, _I, _P, _I, _I, _I, _P, _P, _P, _I, _I, _I, _I, _I, _I, _F, _I, _F, _I, _I, _I)
 _WRITE_KV = (_P, _I, _I, _I, _P, _I, _I, _P, _I, _I, _P, _I, _I, _I, _I, _I)
 _COPY_BLOCKS = (_P, _I, _P, _P, _I, _P, _I, _I, _I)
 
@@ -66,16 +68,21 @@ def attend(
     window: int | None,
     softcap: float | None,
     longest_run: int = 0,
+    most_new: int | None = None,
 ) -> torch.Tensor:
     """Attention of every new token over its own sequence, [T, H, D].
 
-    `longest_run` is how much KV one thread reads before a decoding sequence is split; 0 leaves it to the kernel.
+    `longest_run` is how much KV one thread reads before a decoding sequence is split; 0 leaves it to the kernel. Sequences
+    with more than `most_new` new tokens are computed by torch; None takes what is faster here.
     """
     assert q_THD.dtype == cache_N2GBD.dtype
     q_THD = _rows(q_THD)
     tokens, heads, size = q_THD.shape
     out_THD = q_THD.new_empty((tokens, heads, size))
     tables_SM, starts = batch.tables_SM.contiguous(), batch.starts
+    if most_new is None:
+        amx = q_THD.dtype == torch.bfloat16 and has_amx() and softcap is None  # torch has no fused soft cap
+        most_new = AMX_TOKENS - 1 if amx else tokens
     library().pdserve_attend(
         DTYPES.index(q_THD.dtype),
         out_THD.data_ptr(),
@@ -99,8 +106,15 @@ def attend(
         window or 0,
         softcap or 0.0,
         longest_run,
+        most_new,
         torch.get_num_threads(),
     )
+    first = 0
+    for s, count in enumerate(batch.query_lens):
+        if count > most_new:
+            span = slice(first, first + count)
+            out_THD[span] = reference.attend_sequence(q_THD[span], cache_N2GBD, batch, s, scale, window, softcap)
+        first += count
     return out_THD
 
 
@@ -167,6 +181,12 @@ def library() -> ctypes.CDLL:
     ):
         function.argtypes, function.restype = list(arguments), None
     return loaded
+
+
+@cache
+def has_amx() -> bool:
+    """The processor multiplies bfloat16 matrices, and torch makes use of it."""
+    return "amx_bf16" in _cpu()
 
 
 def compiler() -> str | None:

@@ -417,12 +417,13 @@ void prefill(const Problem& a, const Tile& tile, Scratch& x) {
 // ---- tasks ------------------------------------------------------------------------------------------------------------
 
 template <class T>
-void attend(const Problem& a, i64 longest_run) {
+void attend(const Problem& a, i64 longest_run, i64 most_new) {
     const i64 R = a.H / a.G, D = a.D;
     i64 decoding = 0, work = 0;
     std::vector<i64> firsts(a.S);
     for (i64 s = 0; s < a.S; s++) {
         const i64 news = a.starts[s + 1] - a.starts[s];
+        if (news > most_new) continue;
         firsts[s] = a.window ? std::max<i64>(0, a.kv_lens[s] - a.window) : 0;
         if (news == 1) decoding += (a.kv_lens[s] - firsts[s]) * a.G;
         work += (a.kv_lens[s] - firsts[s]) * a.H * news;
@@ -436,6 +437,7 @@ void attend(const Problem& a, i64 longest_run) {
     for (i64 s = 0; s < a.S; s++) {
         const i64 news = a.starts[s + 1] - a.starts[s], first = firsts[s], end = a.kv_lens[s];
         const i64 cuts = (end - first + length - 1) / length;
+        if (news > most_new) continue;
         for (i64 g = 0; g < a.G; g++) {
             if (news == 1)
                 for (i64 i = 0; i < cuts; i++)
@@ -482,15 +484,16 @@ void attend(const Problem& a, i64 longest_run) {
 extern "C" {
 
 // dtype: 0 float32, 1 bfloat16, 2 float16, of query, cache and output. longest_run 0 lets the kernel decide on the split.
+// Sequences with more than most_new new tokens are left alone.
 void pdserve_attend(i64 dtype, void* out, i64 out_token, i64 out_head, const void* q, i64 q_token, i64 q_head,
                     const void* cache, i64 block, i64 half, i64 head, const i64* tables, const i64* starts,
                     const i64* kv_lens, i64 S, i64 H, i64 G, i64 D, i64 B, i64 M, float scale, i64 window, float softcap,
-                    i64 longest_run, i64 threads) {
+                    i64 longest_run, i64 most_new, i64 threads) {
     const Problem a{out,  q, cache, tables, starts, kv_lens, out_token, out_head, q_token, q_head, block, half,
                     head, S, H,     G,      D,      B,       M,         scale,    softcap, window, threads};
-    if (dtype == 0) attend<float>(a, longest_run);
-    if (dtype == 1) attend<bf16>(a, longest_run);
-    if (dtype == 2) attend<fp16>(a, longest_run);
+    if (dtype == 0) attend<float>(a, longest_run, most_new);
+    if (dtype == 1) attend<bf16>(a, longest_run, most_new);
+    if (dtype == 2) attend<fp16>(a, longest_run, most_new);
 }
 
 // K and V rows of `row` bytes go to their slots. All strides in bytes.

@@ -39,11 +39,23 @@ def attend(
     for s, length in enumerate(batch.query_lens):
         if length > 1:
             span = slice(starts[s], starts[s] + length)
-            blocks = batch.tables_SM[s, : -(-batch.kv_lens[s] // batch.block_size)]
-            k_GLD, v_GLD = _gather(cache_N2GBD, blocks[None])
-            kv_len = batch.kv_lens[s]
-            out_THD[span] = _attend_one(q_THD[span], k_GLD[0], v_GLD[0], kv_len, scale, window, softcap)
+            out_THD[span] = attend_sequence(q_THD[span], cache_N2GBD, batch, s, scale, window, softcap)
     return out_THD
+
+
+def attend_sequence(
+    q_THD: torch.Tensor,
+    cache_N2GBD: torch.Tensor,
+    batch: PagedBatch,
+    s: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention of the new tokens of one sequence."""
+    blocks = batch.tables_SM[s, : -(-batch.kv_lens[s] // batch.block_size)]
+    k_GLD, v_GLD = _gather(cache_N2GBD, blocks[None])
+    return _attend_one(q_THD, k_GLD[0], v_GLD[0], batch.kv_lens[s], scale, window, softcap)
 
 
 def copy_blocks(pool_N: torch.Tensor, sources_C: torch.Tensor, targets_C: torch.Tensor) -> None:
@@ -111,6 +123,12 @@ def _attend_one(
 ) -> torch.Tensor:
     k_GLD, v_GLD = k_GLD[:, :kv_len], v_GLD[:, :kv_len]
     tokens, heads, _ = q_THD.shape
+    if kv_len == tokens and softcap is None and (window is None or window >= tokens):  # half the work of a mask
+        q_HTD = q_THD.transpose(0, 1)
+        out_1HTD = F.scaled_dot_product_attention(
+            q_HTD[None], k_GLD[None], v_GLD[None], is_causal=True, scale=scale, enable_gqa=True
+        )
+        return out_1HTD[0].transpose(0, 1)
     rows = max(1, MAX_SCORES // (heads * kv_len))
     first = kv_len - tokens  # position of the first new token
     slices = []
@@ -143,8 +161,8 @@ def _softmax_attention(
     if softcap is None:
         return F.scaled_dot_product_attention(q_SHTD, k_SGLD, v_SGLD, attn_mask=seen, scale=scale, enable_gqa=True)
     repeats = q_SHTD.shape[1] // k_SGLD.shape[1]
-    k_SHLD, v_SHLD = k_SGLD.repeat_interleave(repeats, 1), v_SGLD.repeat_interleave(repeats, 1)
-    scores_SHTL = (q_SHTD @ k_SHLD.transpose(-1, -2)) * scale
+    k_SHLD, v_SHLD = (x.float().repeat_interleave(repeats, 1) for x in (k_SGLD, v_SGLD))
+    scores_SHTL = (q_SHTD.float() @ k_SHLD.transpose(-1, -2)) * scale
     scores_SHTL = softcap * torch.tanh(scores_SHTL / softcap)
     scores_SHTL = scores_SHTL.masked_fill(~seen, float("-inf"))
-    return (torch.softmax(scores_SHTL.float(), dim=-1).to(q_SHTD.dtype)) @ v_SHLD
+    return (torch.softmax(scores_SHTL, dim=-1) @ v_SHLD).to(q_SHTD.dtype)

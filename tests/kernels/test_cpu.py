@@ -20,12 +20,12 @@ pytestmark = pytest.mark.usefixtures("cpu_kernel")
 
 
 def check(case: Any, window: int | None, softcap: float | None) -> None:
-    """Unsplit and split over KV."""
+    """Unsplit and split over KV, and with long prefills left to torch."""
     scale, dtype = case.q_THD.shape[2] ** -0.5, case.q_THD.dtype
     expected = case.expected(scale, window, softcap)
     cpu.write_kv(case.cache_N2GBD, case.k_TGD, case.v_TGD, case.batch.slots_T)
-    for longest_run in (1 << 20, 64, 0):
-        got = cpu.attend(case.q_THD, case.cache_N2GBD, case.batch, scale, window, softcap, longest_run)
+    for longest_run, most_new in ((1 << 20, 1 << 20), (64, 1 << 20), (0, 39), (0, None)):
+        got = cpu.attend(case.q_THD, case.cache_N2GBD, case.batch, scale, window, softcap, longest_run, most_new)
         assert got.dtype == dtype
         torch.testing.assert_close(got.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
