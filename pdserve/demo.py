@@ -35,7 +35,7 @@ def demo(config: UpConfig) -> None:
             deployment.wait_ready()
         for line in log:
             if "ready in" in line:
-                console.print("  " + line.split(" I ", 1)[-1], style="dim")
+                console.print("  " + line.split(" I ", 1)[-1], style="dim", soft_wrap=True)
         console.print(f"up after {time.monotonic() - started:.1f} s\n\n[bold]user:[/bold] {QUESTION}")
         console.print("[bold]demo:[/bold] ", end="")
         for text in _chat(deployment.url, config.name, QUESTION):
@@ -43,7 +43,9 @@ def demo(config: UpConfig) -> None:
             sys.stdout.flush()
         print("\n")
         _show(console, _timeline(deployment.url))
-    console.print("everything is stopped; no process and no shared memory is left. Now start it to stay:\n")
+    console.print(
+        "everything is stopped; no process and no shared memory is left. Now start it to stay:\n", soft_wrap=True
+    )
     console.print("  .venv/bin/pdserve up\n\nand, from a second terminal:\n")
     console.print(f"  {curl_line(f'http://127.0.0.1:{DEFAULT_PORT}', config.name)}", soft_wrap=True, markup=False)
 
@@ -82,5 +84,6 @@ def _show(console: Console, timeline: dict[str, Any]) -> None:
     console.print(
         f"\n{timeline['prefill_instance']} computed {timeline['prompt_tokens_by_source']['computed']} prompt tokens; "
         f"{crossed['blocks']} KV blocks ({crossed['bytes'] / 2**20:.2f} MiB) crossed to {timeline['decode_instance']} "
-        f"at {crossed['gb_per_s']:.2f} GB/s, which decoded {timeline['output_tokens'] - 1} tokens.\n"
+        f"at {crossed['gb_per_s']:.2f} GB/s, which decoded {timeline['output_tokens'] - 1} tokens.\n",
+        soft_wrap=True,
     )

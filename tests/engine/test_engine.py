@@ -86,3 +86,14 @@ def test_a_continuation_counts_as_output(checkpoint: Callable[..., Path], genera
     engine.add(seq)
     finish(engine)
     assert seq.tokens == prompt + expected
+
+
+def test_a_step_that_can_do_nothing_says_so(checkpoint: Callable[..., Path]) -> None:
+    """The engine thread then waits for news; it used to spin."""
+    engine = Engine(EngineConfig(model=str(checkpoint("llama")), num_blocks=8))
+    assert engine.step().idle
+    taken = engine.pool.allocate(8)
+    engine.add(engine.new_sequence("r", [1, 2, 3], greedy(2)))
+    assert engine.has_work and engine.step().idle
+    engine.pool.release(taken)
+    assert not engine.step().idle
