@@ -76,6 +76,7 @@ class InstanceConfig(EngineConfig):
     metrics_port: int | None = flag(
         "serve this instance's own Prometheus metrics here; default: only through the router", None
     )
+    drain_seconds: float = flag("after SIGTERM, how long running requests may go on before they are cut off", 25.0)
     lease_seconds: float = flag("how long stored KV waits to be loaded before the store may evict it", 60.0)
 
 

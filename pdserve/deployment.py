@@ -132,7 +132,7 @@ class Deployment:
         """Ends all children, the instances first, and removes what they shared."""
         for child in reversed(self.children):
             if child.running:
-                os.kill(child.pid, signal.SIGTERM)
+                os.kill(child.pid, signal.SIGINT)  # SIGTERM would drain an instance first
         for child in self.children:
             if child.process is None:
                 continue

@@ -72,6 +72,11 @@ class Instance:
         """The router is gone: nobody wants the output of its requests any more."""
         self._inbox.put(lambda: self._cancel_all(link))
 
+    @property
+    def num_jobs(self) -> int:
+        """Requests of which something is left here."""
+        return len(self._jobs)
+
     def stop(self) -> None:
         """Makes `run` return after the current step, with every transfer finished."""
         self._inbox.put(lambda: setattr(self, "_stopping", True))

@@ -39,6 +39,11 @@ class Links:
         """Queues a frame. Frames for a link that has gone are dropped: its router has dropped the requests too."""
         self._loop.call_soon_threadsafe(self._put, link, frame)
 
+    def broadcast(self, frame: pb.InstanceFrame) -> None:
+        """Queues a frame for every router that is attached."""
+        for outbox in self._outboxes.values():
+            outbox.put_nowait(frame)
+
     def _put(self, link: str, frame: pb.InstanceFrame) -> None:
         if link in self._outboxes:
             self._outboxes[link].put_nowait(frame)

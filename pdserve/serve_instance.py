@@ -23,6 +23,8 @@ from pdserve.proto import pdserve_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+DRAIN_POLL_S = 0.2
+
 
 def serve(role: str, config: InstanceConfig) -> None:
     """Runs an instance in this process until SIGTERM or SIGINT.
@@ -48,21 +50,37 @@ async def _serve(role: str, config: InstanceConfig) -> None:
         _serve_metrics(config.metrics_port, instance)
     hello = _hello(role, config, instance)
     log.info("%s", describe(hello, time.monotonic() - started))
-    stop = asyncio.Event()
+    stop, drain = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop.set)
+    loop.add_signal_handler(signal.SIGINT, stop.set)
+    loop.add_signal_handler(signal.SIGTERM, lambda: stop.set() if drain.is_set() else drain.set())
     thread = threading.Thread(target=_run_engine, args=(instance,), name="engine")
     thread.start()
     serving = asyncio.create_task(links.run(instance, hello))
     serving.add_done_callback(lambda _: stop.set())
+    draining = asyncio.create_task(_drain(drain, stop, links, instance, config.drain_seconds))
     await stop.wait()
+    draining.cancel()
     serving.cancel()
     (ended,) = await asyncio.gather(serving, return_exceptions=True)
     instance.stop()
     await asyncio.to_thread(thread.join)
     if not isinstance(ended, asyncio.CancelledError):
         raise RuntimeError("the streams to the routers ended by themselves") from ended
+
+
+async def _drain(drain: asyncio.Event, stop: asyncio.Event, links: Links, instance: Instance, seconds: float) -> None:
+    """On the first SIGTERM: routers move or await what runs here, then the process ends. A second one ends it at once."""
+    await drain.wait()
+    log.info("draining: %d requests are here", instance.num_jobs)
+    links.broadcast(pb.InstanceFrame(draining=pb.Draining()))
+    deadline = time.monotonic() + seconds
+    await asyncio.sleep(DRAIN_POLL_S)  # what routers sent before they knew is still on its way
+    while instance.num_jobs and time.monotonic() < deadline:
+        await asyncio.sleep(DRAIN_POLL_S)
+    if instance.num_jobs:
+        log.warning("not drained within %g s: %d requests are cut off", seconds, instance.num_jobs)
+    stop.set()
 
 
 def _run_engine(instance: Instance) -> None:

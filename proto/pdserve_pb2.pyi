@@ -17,14 +17,20 @@ PREFILL: Phase
 DECODE: Phase
 
 class InstanceFrame(_message.Message):
-    __slots__ = ("hello", "step", "heartbeat")
+    __slots__ = ("hello", "step", "heartbeat", "draining")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     step: Step
     heartbeat: Heartbeat
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    draining: Draining
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
+
+class Draining(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("instance_id", "role", "model", "namespace", "epoch", "block_size", "num_blocks", "block_bytes", "max_model_len", "vocab_size", "connector", "device", "dtype", "kernel", "eos_token_ids", "protocol_version")

@@ -52,6 +52,10 @@ class Flight:
         """The instance that must act next."""
         return self.prefill if OWNER[self.machine.state] == "prefill" else self.last_member
 
+    @property
+    def tokens_left(self) -> int:
+        return self.request.sampling.max_tokens - len(self.emitted)
+
     def put(self, item: Chunk | RequestError) -> None:
         self._chunks.put_nowait(item)
 
@@ -132,6 +136,7 @@ class Dispatcher:
                 "running": member.load.running,
                 "waiting": member.load.waiting,
                 "requests": len(member.requests),
+                "draining": member.draining,
                 "last_heard_seconds": round(now - member.heard, 3),
             }
             for member in sorted(self.fleet.members.values(), key=lambda m: m.id)
@@ -161,6 +166,22 @@ class Dispatcher:
                 error = Unavailable(f"instance {member.id} was lost while it served the request", kind="instance_lost")
                 self._member_failed(flight, member, error)
         member.requests.clear()
+
+    def on_draining(self, member: Member) -> None:
+        """Moves the streams that it decodes to others, if there are any; else they end where they are."""
+        for request_id in list(member.requests):
+            flight = self.flights.get(request_id)
+            if flight is not None and member is flight.last_member and self._others(flight, member):
+                self._let_go(flight, member)
+                reason = Unavailable(f"instance {member.id} was drained", kind="drained")
+                self.handle(flight, Event.DECODE_FAILED, reason)
+
+    def _others(self, flight: Flight, member: Member) -> bool:
+        try:
+            self._route(flight.tokens_left, avoid=member)
+        except Unavailable:
+            return False
+        return True
 
     async def watch(self) -> None:
         """Ends requests that make no progress."""
@@ -289,7 +310,7 @@ class Dispatcher:
         Raises:
             Unavailable: there is none of a kind.
         """
-        prefill, decode = self._route(flight.request.sampling.max_tokens - len(flight.emitted), avoid)
+        prefill, decode = self._route(flight.tokens_left, avoid)
         flight.prefill, flight.decode = prefill, decode
         flight.timeline.prefill_instance = prefill.id
         flight.timeline.decode_instance = (decode or prefill).id

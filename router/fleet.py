@@ -44,7 +44,7 @@ class Member:
     load: pb.Heartbeat = field(default_factory=pb.Heartbeat)
     requests: dict[str, int] = field(default_factory=dict)
     outbox: asyncio.Queue[pb.RouterFrame | None] = field(default_factory=asyncio.Queue)
-    attached: float = field(default_factory=time.time)
+    draining: bool = False  # takes nothing new
 
     @property
     def id(self) -> str:
@@ -59,6 +59,8 @@ class Listener(Protocol):
 
     def on_lost(self, member: Member) -> None: ...
 
+    def on_draining(self, member: Member) -> None: ...
+
 
 class Fleet(RouterServicer):
     """Registry and gRPC servicer. Everything runs on one event loop."""
@@ -72,7 +74,7 @@ class Fleet(RouterServicer):
         self._lease_seconds = lease_seconds
 
     def serving(self, *roles: str) -> list[Member]:
-        return [member for member in self.members.values() if member.hello.role in roles]
+        return [m for m in self.members.values() if m.hello.role in roles and not m.draining]
 
     async def Attach(self, frames: AsyncIterator[pb.InstanceFrame], context: Any) -> AsyncIterator[pb.RouterFrame]:
         """The one RPC: lives as long as the instance does."""
@@ -142,12 +144,16 @@ class Fleet(RouterServicer):
             member.heard = time.monotonic()
             if self.members.get(member.id) is not member:
                 return
-            if frame.WhichOneof("frame") == "heartbeat":
+            assert self.listener is not None
+            if frame.WhichOneof("frame") == "draining":
+                log.info("%s is draining; %d requests are with it", member.id, len(member.requests))
+                member.draining = True
+                self.listener.on_draining(member)
+            elif frame.WhichOneof("frame") == "heartbeat":
                 if frame.heartbeat.counters["engine_steps"] != member.load.counters["engine_steps"]:
                     member.stepped = member.heard
                 member.load = frame.heartbeat
             else:
-                assert self.listener is not None
                 for output in frame.step.outputs:
                     self.listener.on_output(member, output)
 

@@ -109,6 +109,31 @@ def test_streams_of_a_killed_decode_go_on_elsewhere(
         assert 'pdserve_migrations_total{kind="instance_lost"}' in metrics
 
 
+def test_a_drained_decode_fails_no_request(
+    checkpoint: Callable[..., Path], deploy: Callable[..., Any], complete: Callable[..., dict[str, Any]]
+) -> None:
+    with (
+        deploy(model=str(checkpoint("llama")), num_blocks=512, decode=2) as deployment,
+        ThreadPoolExecutor(len(PROMPTS)) as threads,
+    ):
+
+        def send(prompt: list[int]) -> list[int]:
+            reply = complete(deployment, prompt=prompt, max_tokens=300, ignore_eos=True)
+            ids: list[int] = reply["choices"][0]["token_ids"]
+            return ids
+
+        expected = list(threads.map(send, PROMPTS))
+        futures = [threads.submit(send, prompt) for prompt in PROMPTS]
+        wait_until(lambda: instances(deployment.url)["decode-1"]["requests"] >= 2, 10, "decode-1 is busy")
+        leaving = deployment.child("decode-1")
+        os.kill(leaving.pid, signal.SIGTERM)
+        assert [future.result(60) for future in futures] == expected
+        assert leaving.process.wait(10) == 0
+        assert 'pdserve_migrations_total{kind="drained"}' in httpx.get(f"{deployment.url}/metrics").text
+        os.kill(deployment.child("prefill-0").pid, signal.SIGTERM)
+        assert deployment.child("prefill-0").process.wait(10) == 0
+
+
 def _is_ready_again(deployment: Any, name: str) -> bool:
     deployment.tend()
     return name in instances(deployment.url)

@@ -133,6 +133,29 @@ def test_a_lost_decode_is_replaced_and_the_stream_goes_on() -> None:
     play(story())
 
 
+def test_a_draining_decode_hands_its_streams_over_if_somebody_can_take_them() -> None:
+    async def story() -> None:
+        stage = Stage("prefill", "decode", "decode")
+        prefill, *decodes = stage.members
+        flight = stage.open()
+        leaving = flight.decode
+        assert leaving is not None
+        staying = next(member for member in decodes if member is not leaving)
+        stage.says(prefill, token_ids=[7], stored=pb.Stored(num_blocks=1, final=True))
+        sent(leaving)
+        leaving.draining = True
+        stage.dispatcher.on_draining(leaving)
+        assert [kind for kind, _ in sent(leaving)] == ["cancel"]
+        assert [kind for kind, _ in sent(staying)] == ["submit"] and flight.decode is staying
+        staying.draining = True
+        stage.dispatcher.on_draining(staying)
+        assert not sent(staying), "it ends here: nobody else is left"
+        with pytest.raises(Unavailable, match="no decode instance"):
+            stage.open("later")
+
+    play(story())
+
+
 def test_with_nobody_left_the_client_is_told() -> None:
     async def story() -> None:
         stage = Stage("prefill", "decode")
