@@ -24,6 +24,7 @@ from rich.table import Table
 from pdserve.config import flag
 from pdserve.errors import SetupError
 from pdserve.flags import command_of
+from pdserve.kernels import cpu
 from pdserve.kernels.attention import KernelUnavailable, choose
 from pdserve.kernels.batch import Kernel, PagedBatch
 
@@ -85,6 +86,7 @@ def _measure(
     layers = min(LAYERS, -(-POOL_BYTES // kv_bytes))
     blocks = sequences * per_sequence
     pool = torch.empty((blocks, layers, 2, kv_heads, BLOCK, size), dtype=dtype, device=device)
+    cpu.huge_pages(pool)
     for block in pool:
         block.normal_()
     q_THD = torch.randn(sequences, heads, size, device=device).to(dtype)
@@ -116,7 +118,9 @@ def _measure(
 
 
 def _read_rate(device: torch.device, quick: bool) -> float:
-    buffer = torch.ones(1 << 18 if quick else 1 << 27, device=device)
+    buffer = torch.empty(1 << 18 if quick else 1 << 27, device=device)
+    cpu.huge_pages(buffer)  # as the pool has them
+    buffer.fill_(1)
     seconds = []
     for _ in range(5):
         started = _now()

@@ -10,7 +10,9 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +25,8 @@ NAME = "cpu"
 SOURCE = Path(__file__).with_name("paged.cpp")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
+HUGE_PAGE = 1 << 21
+MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of <linux/mman.h>
 AMX_TOKENS = 64  # new tokens of one sequence, from which on torch's matrix instructions win over gathering for them
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # by the numbers that paged.cpp gives them
 
@@ -131,6 +135,25 @@ def gather_blocks(pool_N: torch.Tensor, blocks_C: torch.Tensor, out_C: torch.Ten
 def scatter_blocks(pool_N: torch.Tensor, blocks_C: torch.Tensor, values_C: torch.Tensor) -> None:
     """pool[blocks[i]] = values[i], whole blocks; the blocks are distinct."""
     _copy(pool_N, blocks_C, values_C, None, len(blocks_C))
+
+
+def huge_pages(x: torch.Tensor, *, written: bool = False) -> None:
+    """Asks the system to keep a large tensor in pages of 2 MiB, where it can: reading gets a quarter faster, as blocks and
+    weights are too far apart for the processor's table of small pages. Free before the first write; `written` memory is
+    moved, at some 3 GB/s."""
+    if not (sys.platform == "linux" and x.device.type == "cpu" and x.nbytes >= 2 * HUGE_PAGE):
+        return
+    start = -(-x.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+    length = (x.data_ptr() + x.nbytes - start) // HUGE_PAGE * HUGE_PAGE
+    for advice in (MADV_HUGEPAGE, MADV_COLLAPSE) if written else (MADV_HUGEPAGE,):
+        _madvise()(start, length, advice)  # best effort: kernels without them answer with an error
+
+
+@cache
+def _madvise() -> Callable[[int, int, int], int]:
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function
 
 
 def _copy(

@@ -10,6 +10,7 @@ from pdserve.engine.sequence import Sequence
 from pdserve.errors import SetupError
 from pdserve.kernels.attention import KernelUnavailable, choose
 from pdserve.kernels.batch import PagedBatch
+from pdserve.kernels.cpu import huge_pages
 from pdserve.request import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0)
@@ -36,7 +37,9 @@ class ModelRunner:
     def _new_pool(self, num_blocks: int) -> torch.Tensor:
         layout = self.checkpoint.layout
         shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-        return torch.zeros(shape, dtype=self.checkpoint.dtype, device=self.device)
+        pool_NL2GBD = torch.empty(shape, dtype=self.checkpoint.dtype, device=self.device)
+        huge_pages(pool_NL2GBD)
+        return pool_NL2GBD.zero_()
 
     @torch.inference_mode()
     def clear_tail(self, block: int, used: int) -> None:
