@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -142,17 +143,29 @@ def _verdict(run: Callable[[], str]) -> tuple[Verdict, str]:
         return Verdict.BROKEN, f"expected no exception, saw {type(error).__name__}: {error}"
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what connectors log of the trouble that is made for them."""
+    logger = logging.getLogger("pdserve")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def run(url: str, names: Sequence[str], seconds: float, as_json: bool) -> bool:
     """The command. Whether no rule is broken."""
     rules = rules_named(names)
-    logging.getLogger("pdserve").setLevel(logging.ERROR)  # what connectors say of the trouble that is made for them
     console = Console()
     # A pipe has no width; sentences that are cut help nobody.
     output = console if console.is_terminal else Console(width=200)
     if as_json:
-        reports = list(check(url, rules, seconds))
+        with _quiet():
+            reports = list(check(url, rules, seconds))
     else:
-        with Console(stderr=True).status("") as status:
+        with Console(stderr=True).status("") as status, _quiet():
             reports = []
             started = check(url, rules, seconds)
             for rule in rules:

@@ -200,6 +200,7 @@ def test_two_hundred_requests_with_a_fifth_cancelled_leave_nothing(
             "model": model,
             "prompt": prompt,
             "max_tokens": 1 + i % 40 + 30 * (i % 5 == 0),
+            "ignore_eos": i % 5 == 0,
             "seed": i,
             "stream": True,
         }
