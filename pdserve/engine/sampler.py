@@ -8,6 +8,7 @@ import torch
 from pdserve.engine.sequence import Sequence
 from pdserve.request import SamplingParams
 
+CACHED_LOGITS = 1 << 17  # 1 MiB in float64
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
@@ -43,8 +44,11 @@ def sample(logits_SV: torch.Tensor, seqs: Rows[Sequence]) -> list[int]:
     _forbid_early_stops(logits_SV, seqs)
     tokens = logits_SV.argmax(dim=-1)
     rows = [i for i, seq in enumerate(seqs) if seq.sampling.temperature > 0]
-    if rows:
-        tokens[rows] = _draw(logits_SV[rows].float(), [seqs[i] for i in rows])
+    # On a CPU a few rows at a time, so that a dozen passes over them stay in the cache: a quarter of the time.
+    count = max(1, CACHED_LOGITS // logits_SV.shape[1]) if logits_SV.device.type == "cpu" else len(seqs)
+    for start in range(0, len(rows), count):
+        part = rows[start : start + count]
+        tokens[part] = _draw(logits_SV[part].float(), [seqs[i] for i in part])
     chosen: list[int] = tokens.tolist()
     return chosen
 
