@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from pdserve.config import EngineConfig
 from pdserve.engine import paged_model
 from pdserve.errors import SetupError
+from pdserve.kernels import cpu
 from pdserve.keys import Layout
 from pdserve.model_path import resolve_model
 
@@ -142,7 +143,11 @@ def _load_model(path: Path, hf_config: Any, dtype: torch.dtype, device: torch.de
     except ValueError as error:
         raise SetupError(f"{unsupported}: {str(error).strip().splitlines()[0]}") from error
     loaded: torch.nn.Module = model.eval().requires_grad_(False)  # type: ignore[no-untyped-call]
-    return loaded.to(device)
+    loaded = loaded.to(device)
+    if device.type == "cpu":
+        for parameter in loaded.parameters():  # every step reads all of them: fewer page walks, a tenth of its time
+            cpu.huge_pages(parameter.data, written=True)
+    return loaded
 
 
 def _eos_token_ids(path: Path, text_config: Any) -> frozenset[int]:
