@@ -138,7 +138,11 @@ def test_stop_strings_and_choices(client: openai.OpenAI) -> None:
 
 def test_the_timeline_has_every_stage_in_order(up: Up, client: openai.OpenAI) -> None:
     client.completions.create(
-        model="demo", prompt="A prompt of its own. " * 20, max_tokens=4, extra_headers={"x-request-id": "t1"}
+        model="demo",
+        prompt="A prompt of its own. " * 20,
+        max_tokens=4,
+        extra_body={"ignore_eos": True},
+        extra_headers={"x-request-id": "t1"},
     )
     timeline = _finished(up.url, "t1")
     stages = timeline["stages_ms"]
