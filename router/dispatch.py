@@ -102,9 +102,8 @@ class Dispatcher:
         )
 
     def ready(self) -> tuple[bool, str]:
-        prefill, decode = (self.fleet.serving(role, "both") for role in ("prefill", "decode"))
-        missing = [name for name, members in (("prefill", prefill), ("decode", decode)) if not members]
-        return not missing, f"no {' and no '.join(missing)} instance is registered" if missing else "ready"
+        missing = self._missing()
+        return not missing, f"{missing} is registered" if missing else "ready"
 
     def open(self, request: Request) -> Flight:
         now = time.monotonic()
@@ -171,17 +170,10 @@ class Dispatcher:
         """Moves the streams that it decodes to others, if there are any; else they end where they are."""
         for request_id in list(member.requests):
             flight = self.flights.get(request_id)
-            if flight is not None and member is flight.last_member and self._others(flight, member):
+            if flight is not None and member is flight.last_member and not self._missing(avoid=member):
                 self._let_go(flight, member)
                 reason = Unavailable(f"instance {member.id} was drained", kind="drained")
                 self.handle(flight, Event.DECODE_FAILED, reason)
-
-    def _others(self, flight: Flight, member: Member) -> bool:
-        try:
-            self._route(flight.tokens_left, avoid=member)
-        except Unavailable:
-            return False
-        return True
 
     async def watch(self) -> None:
         """Ends requests that make no progress."""
@@ -340,12 +332,10 @@ class Dispatcher:
 
     def _route(self, tokens_left: int, avoid: Member | None) -> tuple[Member, Member | None]:
         """The prefill and the decode instance; None for decode when the first does it all."""
-        decoders = [member for member in self.fleet.serving("decode", "both") if member is not avoid]
-        prefillers = [member for member in self.fleet.serving("prefill", "both") if member is not avoid]
-        missing = [name for name, members in (("prefill", prefillers), ("decode", decoders)) if not members]
+        missing = self._missing(avoid)
         if missing:
-            what = f"no {' and no '.join(missing)} instance is there to take it"
-            raise Unavailable(what, kind="no_instance", retry_after_s=1)
+            raise Unavailable(f"{missing} is there to take it", kind="no_instance", retry_after_s=1)
+        prefillers, decoders = self._able("prefill", avoid), self._able("decode", avoid)
         self._turn += 1
         if tokens_left == 1:
             return self._pick(prefillers), None  # the first token is all there is to do
@@ -353,6 +343,14 @@ class Dispatcher:
         if decode.hello.role == "both":
             return decode, None
         return self._pick(prefillers), decode
+
+    def _able(self, role: str, avoid: Member | None = None) -> list[Member]:
+        return [member for member in self.fleet.serving(role, "both") if member is not avoid]
+
+    def _missing(self, avoid: Member | None = None) -> str:
+        """What keeps a request from being served, such as `no decode instance`, or nothing."""
+        roles = [role for role in ("prefill", "decode") if not self._able(role, avoid)]
+        return f"no {' and no '.join(roles)} instance" if roles else ""
 
     def _pick(self, members: list[Member]) -> Member:
         candidates = [Candidate(m.id, len(m.requests), sum(m.requests.values()), m.load.free_blocks) for m in members]
