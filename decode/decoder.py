@@ -4,19 +4,27 @@
            ─► load what each HandOver announces, chunk by chunk ─► once nothing is missing, or no more will come:
            join the running batch with the first token ─► one token per step ─► finished: blocks are released
 
-A block that cannot be loaded is computed here, with everything after it. A request without a hand-over (phase BOTH) goes
-straight to the engine.
+A block that cannot be loaded is computed here, with everything after it. A request without a hand-over (phase BOTH) is
+fetched and computed as on prefill.
+
+What is computed here and worth it is stored back, so that another turn of the conversation finds it: full blocks, a few at
+a time, without a lease, since nobody waits for them. The engine waits for none of these stores either.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
+from pdserve.fetcher import Fetcher
 from pdserve.job import Desk, Job
 from pdserve.kv_transfer.connector import Connector, Result
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.transfers import Transfers
+
+STORE_BACK_BLOCKS = 8  # in one store, unless it is the last: a step starts few of them
 
 
 @dataclass(eq=False)
@@ -29,6 +37,8 @@ class _Decode:
         broken: the first block that a load did not bring, or None.
         final: no more blocks will become available.
         reserved, started: it has its blocks; it has joined the engine.
+        worth: how many leading tokens are worth storing back.
+        kept: leading blocks that are in the store, or on their way there.
     """
 
     job: Job
@@ -40,13 +50,26 @@ class _Decode:
     tickets: list[bytes] = field(default_factory=list)
     reserved: bool = False
     started: bool = False
+    worth: float = 0
+    kept: int = 0
 
 
 class Decoder:
-    def __init__(self, engine: Engine, connector: Connector, desk: Desk) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        connector: Connector,
+        transfers: Transfers,
+        fetcher: Fetcher,
+        desk: Desk,
+        store_generated: str,
+    ) -> None:
         self._engine = engine
         self._connector = connector
+        self._transfers = transfers
+        self._fetcher = fetcher
         self._desk = desk
+        self._store_generated = store_generated
         self._decodes: dict[Job, _Decode] = {}
         self._unreserved: deque[_Decode] = deque()
 
@@ -56,10 +79,10 @@ class Decoder:
         return len(self._unreserved)
 
     def submit(self, job: Job) -> None:
-        decode = self._decodes[job] = _Decode(job)
+        decode = self._decodes[job] = _Decode(job, worth=self._worth(job))
         if job.phase == pb.BOTH:
             decode.started = True
-            self._engine.add(job.seq)
+            self._fetcher.fetch(job, cancelled=lambda: self._end(decode))
         else:
             job.keys = job.seq.given_keys()
             self._unreserved.append(decode)
@@ -93,9 +116,10 @@ class Decoder:
 
     def advanced(self, job: Job, sampled: bool, step_started: float) -> None:
         """After a step that computed part of this sequence."""
-        seq, now = job.seq, self._desk.now()
+        seq, now, decode = job.seq, self._desk.now(), self._decodes[job]
         if job.phase == pb.BOTH:
             job.stamp(Stage.PREFILL_STARTED, step_started)
+        self._store_back(decode, STORE_BACK_BLOCKS)
         if not sampled:
             return
         if len(seq) - seq.num_given == 1:
@@ -109,13 +133,16 @@ class Decoder:
         reason = seq.finish_reason()
         if reason is not None:
             job.finish(reason, now)
-            self._end(self._decodes[job])
+            self._store_back(decode)
+            self._end(decode)
 
     def cancel(self, job: Job) -> None:
         """Stops; blocks that a load is writing to are let go when it ends."""
         decode = self._decodes.get(job)
         if decode is not None:
             job.over = True
+            if decode.started:
+                self._store_back(decode)  # the router may have found a stop string, or moved the request
             self._end(decode)
 
     def _proceed(self, decode: _Decode) -> None:
@@ -132,22 +159,19 @@ class Decoder:
 
     def _load(self, decode: _Decode) -> None:
         job, first, stop = decode.job, decode.requested, decode.available
-        blocks = job.seq.block_ids[first:stop]
-        self._engine.pool.hold(blocks)
+        keys, blocks = job.keys[first:stop], job.seq.block_ids[first:stop]
         decode.requested = stop
-        job.transfers += 1
-        future = self._connector.load(job.keys[first:stop], blocks, tickets=tuple(decode.tickets))
-        self._desk.when_done(future, lambda result: self._loaded(decode, first, blocks, result))
+        self._transfers.load(
+            job, keys, blocks, lambda result: self._loaded(decode, first, result), tuple(decode.tickets)
+        )
 
-    def _loaded(self, decode: _Decode, first: int, blocks: list[int], result: Result) -> None:
+    def _loaded(self, decode: _Decode, first: int, result: Result) -> None:
         job = decode.job
-        job.transfers -= 1
-        self._engine.pool.release(blocks)
         if job.over:
             self._end(decode)
             return
         job.moved(result, self._engine.layout.block_bytes)
-        if result.leading < len(blocks):
+        if result.leading < len(result.outcomes):
             broken = first + result.leading
             decode.broken = broken if decode.broken is None else min(broken, decode.broken)
         self._proceed(decode)
@@ -162,6 +186,7 @@ class Decoder:
         elif seq.num_computed == seq.num_given:
             self._reopen_prompt(seq)
         seq.num_loaded = max(0, seq.num_computed - seq.num_local_hit)
+        decode.kept = seq.num_computed // seq.block_size
         decode.started = seq.admitted = True
         self._engine.register_full_blocks(seq)
         self._connector.release(job.keys)
@@ -179,8 +204,30 @@ class Decoder:
         seq.num_computed -= seq.block_size
         seq.num_registered = min(seq.num_registered, seq.num_computed // seq.block_size)
 
+    def _worth(self, job: Job) -> float:
+        """Leading tokens whose KV, if it is computed here, somebody may want to load later."""
+        if self._store_generated == "off" or self._connector.in_place:
+            return 0
+        return math.inf if self._store_generated == "on" or job.multi_turn else job.seq.num_given
+
+    def _store_back(self, decode: _Decode, at_least: int = 1) -> None:
+        """Stores the full blocks that were computed here since the last time, if these are many enough."""
+        job, seq, first = decode.job, decode.job.seq, decode.kept
+        stop = int(min(seq.num_computed, decode.worth)) // seq.block_size
+        if stop - first < at_least:
+            return
+        decode.kept = stop
+        keys, blocks = seq.full_keys()[first:stop], seq.block_ids[first:stop]
+        self._transfers.store(job, keys, blocks, 0.0, lambda result: self._stored_back(decode, result))
+
+    def _stored_back(self, decode: _Decode, result: Result) -> None:
+        if result.leading < len(result.outcomes):
+            decode.worth = 0  # nobody finds what comes after a gap
+        if decode.job.over:
+            self._end(decode)
+
     def _end(self, decode: _Decode) -> None:
-        """Releases the sequence's blocks; the job is forgotten when no load is under way any more."""
+        """Releases the sequence's blocks; the job is forgotten when no transfer is under way any more."""
         job = decode.job
         if job not in self._decodes:
             return

@@ -111,7 +111,10 @@ class Connector(ABC):
 
     @abstractmethod
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
-        """Copies pool rows `block_ids` out under `keys`, and keeps them at least `lease_s` seconds where it can."""
+        """Copies pool rows `block_ids` out under `keys`, and keeps them at least `lease_s` seconds where it can.
+
+        A lease of 0 is for blocks that nobody waits for: the store may evict them whenever it likes.
+        """
 
     @abstractmethod
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:

@@ -207,10 +207,10 @@ class Slab:
         self._writing.discard(slot)
 
     def renew(self, slot: int, lease_s: float) -> None:
-        """One more holder. The lease ends when all have released it, or when the longest one has run out."""
+        """One more holder, but for a lease of 0. It ends when all have released it, or when the longest has run out."""
         _, end, _, holders = self._record(slot)
         left = end - time.monotonic()
-        self._set_lease(slot, max(lease_s, left), holders + 1 if left > 0 else 1)
+        self._set_lease(slot, max(lease_s, left), holders + (lease_s > 0) if left > 0 else 1)
 
     def release(self, slot: int) -> None:
         _, end, used, holders = self._record(slot)

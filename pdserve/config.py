@@ -11,6 +11,7 @@ DEFAULT_CONNECTOR = "shm://default"
 DEFAULT_PORT = 8000
 DTYPES = ("float32", "bfloat16", "float16")
 KERNELS = ("reference", "cpu", "triton")
+STORE_GENERATED = ("auto", "on", "off")
 DEFAULT_CONTROL_PORT = 8001
 
 
@@ -65,19 +66,30 @@ class EngineConfig(ModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InstanceConfig(EngineConfig):
-    router: str = flag(
-        "control addresses of the routers to serve, host:port, comma separated", f"127.0.0.1:{DEFAULT_CONTROL_PORT}"
-    )
+class TransferConfig(EngineConfig):
     connector: str = flag(
         "where KV blocks go: memory://, shm://name?size=1GiB, file:///path, redis://host:6379/0", DEFAULT_CONNECTOR
+    )
+    lease_seconds: float = flag("how long stored KV waits to be loaded before the store may evict it", 60.0)
+    store_generated: str = flag("store the KV of output too, for the next turn: auto (of chats), on, off", "auto")
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a setting that can never work."""
+        super().__post_init__()
+        if self.store_generated not in STORE_GENERATED:
+            raise ValueError(f"--store-generated is {', '.join(STORE_GENERATED)}, not {self.store_generated!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceConfig(TransferConfig):
+    router: str = flag(
+        "control addresses of the routers to serve, host:port, comma separated", f"127.0.0.1:{DEFAULT_CONTROL_PORT}"
     )
     instance_id: str = flag("shown in metrics and timelines; default: role, host and pid", "")
     metrics_port: int | None = flag(
         "serve this instance's own Prometheus metrics here; default: only through the router", None
     )
     drain_seconds: float = flag("after SIGTERM, how long running requests may go on before they are cut off", 25.0)
-    lease_seconds: float = flag("how long stored KV waits to be loaded before the store may evict it", 60.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +113,10 @@ class RouterConfig(ModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpConfig(EngineConfig):
+class UpConfig(TransferConfig):
     prefill: int = flag("prefill instances", 1)
     decode: int = flag("decode instances", 1)
     both: int = flag("instances that do both", 0)
-    connector: str = flag("where KV blocks go; see `pdserve connector list`", DEFAULT_CONNECTOR)
     host: str = flag("address that clients reach", "127.0.0.1")
     port: int = flag("port for clients", DEFAULT_PORT)
     control_port: int = flag("port for instances; 0 takes a free one", 0)

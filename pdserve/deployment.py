@@ -20,7 +20,7 @@ from types import TracebackType
 
 import httpx
 
-from pdserve.config import DEFAULT_CONNECTOR, EngineConfig, UpConfig
+from pdserve.config import DEFAULT_CONNECTOR, TransferConfig, UpConfig
 from pdserve.errors import SetupError
 
 BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # before a restart; the last one repeats
@@ -224,8 +224,8 @@ def free_port() -> int:
 
 
 def _flags(config: UpConfig) -> dict[str, object]:
-    """The engine's settings that differ from their defaults."""
-    values = {f.name: (getattr(config, f.name), f.default) for f in fields(EngineConfig)}
+    """The instances' settings that differ from their defaults, but for the connector, which may be one of our own."""
+    values = {f.name: (getattr(config, f.name), f.default) for f in fields(TransferConfig) if f.name != "connector"}
     return {name: value for name, (value, default) in values.items() if value is not None and value != default}
 
 

@@ -16,6 +16,7 @@ from pdserve.config import InstanceConfig
 from pdserve.counters import series
 from pdserve.decode.decoder import Decoder
 from pdserve.engine.engine import Engine
+from pdserve.fetcher import Fetcher
 from pdserve.job import Job
 from pdserve.kv_transfer.connector import Connector
 from pdserve.kv_transfer.registry import connect
@@ -23,6 +24,7 @@ from pdserve.kv_transfer.staging import attach_pool
 from pdserve.prefill.prefiller import Prefiller
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams
+from pdserve.transfers import Transfers
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -43,13 +45,15 @@ class Instance:
         self.engine = Engine(config)
         pool = self.engine.runner.pool_NL2GBD
         self.connector = attach_pool(connector or connect(config.connector), pool, self.engine.layout)
-        self.prefiller = Prefiller(self.engine, self.connector, self, config.lease_seconds)
-        self.decoder = Decoder(self.engine, self.connector, self)
+        self.transfers = Transfers(self.engine.pool, self.connector, self)
+        fetcher = Fetcher(self.engine, self.connector, self.transfers, self)
+        self.prefiller = Prefiller(self.engine, self.transfers, fetcher, self, config.lease_seconds)
+        self.decoder = Decoder(self.engine, self.connector, self.transfers, fetcher, self, config.store_generated)
         self.load = pb.Heartbeat()
         self._send = send
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._jobs: dict[tuple[str, str], Job] = {}
-        self._by_sequence: dict[object, Job] = {}
+        self._by_sequence: dict[object, Job] = {}  # also those whose id was used again while their stores went on
         self._outgoing: dict[Job, None] = {}
         self._counts: dict[str, float] = {}
         self._stopping = False
@@ -74,8 +78,8 @@ class Instance:
 
     @property
     def num_jobs(self) -> int:
-        """Requests of which something is left here."""
-        return len(self._jobs)
+        """Requests of which something is left here, and transfers that outlive theirs."""
+        return max(len(self._by_sequence), self.transfers.num_holding)
 
     def stop(self) -> None:
         """Makes `run` return after the current step, with every transfer finished."""
@@ -87,7 +91,7 @@ class Instance:
         idle = True
         while not self._stopping:
             idle = self.turn(wait=idle)
-        for job in list(self._jobs.values()):
+        for job in list(self._by_sequence.values()):
             self._cancel(job)
         self.connector.close()
 
@@ -108,7 +112,7 @@ class Instance:
         if result.advanced:
             self.count("engine_steps", 1)
         self._flush()
-        if not self._jobs:
+        if not self.num_jobs:
             self._check_idle(started)
         if result.idle or started - self._load_published > LOAD_INTERVAL_S:
             self._load_published = started
@@ -152,7 +156,7 @@ class Instance:
             refusal = pb.Output(request_id=message.request_id, error=pb.Error(kind="rejected", message=str(error)))
             self._send(link, pb.InstanceFrame(step=pb.Step(outputs=[refusal])))
             return
-        job = Job(link=link, seq=seq, phase=message.phase)
+        job = Job(link=link, seq=seq, phase=message.phase, multi_turn=message.multi_turn)
         self._jobs[link, message.request_id] = self._by_sequence[seq] = job
         role = self.prefiller if job.phase == pb.PREFILL else self.decoder
         role.submit(job)
@@ -168,7 +172,7 @@ class Instance:
         role.cancel(job)
 
     def _cancel_all(self, link: str) -> None:
-        for job in list(self._jobs.values()):
+        for job in list(self._by_sequence.values()):
             if job.link == link:
                 self._cancel(job)
 
@@ -176,7 +180,7 @@ class Instance:
         """Sends what happened since the last frame, one frame per router."""
         frames: dict[str, pb.InstanceFrame] = {}
         now = self.now()
-        for job in [*self._jobs.values(), *self._outgoing]:
+        for job in [*self._by_sequence.values(), *self._outgoing]:
             if job.output is not None:
                 for stamp in job.output.stamps:
                     stamp.seconds = now - stamp.seconds
@@ -192,7 +196,7 @@ class Instance:
         waiting = len(scheduler.waiting) + self.decoder.num_waiting
         load = pb.Heartbeat(
             waiting=waiting,
-            running=len(self._jobs) - waiting,
+            running=len(self._by_sequence) - waiting,
             free_blocks=pool.num_free,
             work_tokens=sum(seq.num_missing for seq in scheduler.sequences()),
             counters=self._counts | self._measure(),
@@ -231,7 +235,10 @@ class Instance:
         future.add_done_callback(lambda done: self._inbox.put(lambda: then(done.result())))
 
     def close_job(self, job: Job) -> None:
-        del self._jobs[job.link, job.seq.request_id], self._by_sequence[job.seq]
+        del self._by_sequence[job.seq]
+        name = job.link, job.seq.request_id
+        if self._jobs.get(name) is job:
+            del self._jobs[name]
         self._outgoing[job] = None
 
     def count_sources(self, job: Job) -> None:

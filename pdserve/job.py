@@ -19,6 +19,7 @@ class Job:
 
     Attributes:
         link: the router that asked.
+        multi_turn: another turn may follow, whose prompt begins with this one's and its output.
         keys: content keys of the prompt's blocks, the partial last one included.
         output: news since the last frame, or None.
         transfers: stores or loads under way; they hold blocks until they are done.
@@ -28,6 +29,7 @@ class Job:
     link: str
     seq: Sequence
     phase: "pb.Phase"
+    multi_turn: bool = False
     keys: list[bytes] = field(default_factory=list)
     output: pb.Output | None = None
     stamped: set[Stage] = field(default_factory=set)

@@ -55,6 +55,7 @@ class Request:
     prompt: list[int] = field(repr=False)
     sampling: SamplingParams
     salt: str = ""
+    multi_turn: bool = False  # a chat: another turn may follow, whose prompt begins with this one's and its output
     received: float | None = None  # on the monotonic clock, when the router got the body
 
 

@@ -1,6 +1,6 @@
 """The prefill role: what to load from the KV store, what to compute, what to store, and when the hand-over is complete.
 
-submit ─► ask the store which leading blocks it has ─► load those that the pool lacks ─► queue in the engine
+submit ─► fetch what the store has already ─► queue in the engine
        ─► after each step: store the blocks that became full ─► after the last: first token, partial block
        ─► when every store is done: "final", and nothing of the request is left here
 """
@@ -8,9 +8,11 @@ submit ─► ask the store which leading blocks it has ─► load those that t
 from dataclasses import dataclass, field
 
 from pdserve.engine.engine import Engine
+from pdserve.fetcher import Fetcher
 from pdserve.job import Desk, Job
-from pdserve.kv_transfer.connector import Connector, Result
+from pdserve.kv_transfer.connector import Result
 from pdserve.lifetime import Stage
+from pdserve.transfers import Transfers
 
 
 @dataclass(eq=False)
@@ -41,24 +43,20 @@ class _Prefill:
 
 
 class Prefiller:
-    def __init__(self, engine: Engine, connector: Connector, desk: Desk, lease_seconds: float) -> None:
+    def __init__(
+        self, engine: Engine, transfers: Transfers, fetcher: Fetcher, desk: Desk, lease_seconds: float
+    ) -> None:
         self._engine = engine
-        self._connector = connector
+        self._transfers = transfers
+        self._fetcher = fetcher
         self._desk = desk
         self._lease_seconds = lease_seconds
         self._prefills: dict[Job, _Prefill] = {}
 
     def submit(self, job: Job) -> None:
-        """Starts with the question what the store has, unless the pool has as much as can be used."""
-        seq = job.seq
-        job.keys = seq.given_keys()
-        self._prefills[job] = _Prefill(job)
-        usable = job.keys[: (seq.num_given - 1) // seq.block_size]
-        if len(self._engine.pool.match(usable)) == len(usable):
-            self._engine.add(seq)
-            return
-        job.transfers += 1
-        self._desk.when_done(self._connector.match(usable), lambda found: self._matched(job, found))
+        job.keys = job.seq.given_keys()
+        prefill = self._prefills[job] = _Prefill(job)
+        self._fetcher.fetch(job, cancelled=lambda: self._end_if_done(prefill))
 
     def advanced(self, job: Job, sampled: bool, step_started: float) -> None:
         """After a step that computed part of this prompt."""
@@ -75,41 +73,6 @@ class Prefiller:
             self._engine.remove(job.seq)
             self._end_if_done(self._prefills[job])
 
-    def _matched(self, job: Job, found: int) -> None:
-        """Loads what the store has and the pool lacks, if there is room for the sequence now; else it just queues."""
-        job.transfers -= 1
-        prefill, seq, pool = self._prefills[job], job.seq, self._engine.pool
-        if job.over:
-            self._end_if_done(prefill)
-            return
-        usable = (seq.num_given - 1) // seq.block_size
-        have = len(pool.match(job.keys[:usable]))
-        scheduler = self._engine.scheduler
-        # Who waits comes first, or newcomers with hits would take every block that a long prompt waits for.
-        if found <= have or scheduler.waiting or not scheduler.reserve(seq, usable, seq.num_given):
-            self._engine.add(seq)
-            return
-        keys, blocks = job.keys[have:found], seq.block_ids[have:found]
-        pool.hold(blocks)
-        job.transfers += 1
-        self._desk.when_done(
-            self._connector.load(keys, blocks), lambda result: self._loaded(prefill, have, blocks, result)
-        )
-
-    def _loaded(self, prefill: _Prefill, have: int, blocks: list[int], result: Result) -> None:
-        job = prefill.job
-        job.transfers -= 1
-        self._engine.pool.release(blocks)
-        if job.over:
-            self._end_if_done(prefill)
-            return
-        seq = job.seq
-        seq.num_loaded = result.leading * seq.block_size
-        seq.num_computed = (have + result.leading) * seq.block_size
-        seq.admitted = True
-        self._engine.register_full_blocks(seq)
-        self._engine.add(seq)
-
     def _store_computed(self, prefill: _Prefill) -> None:
         """Hands newly computed blocks of the prompt to the connector, the partial last one once it is complete."""
         job, seq = prefill.job, prefill.job.seq
@@ -121,20 +84,16 @@ class Prefiller:
         blocks = seq.block_ids[first:ready]
         if done and seq.num_given % seq.block_size:
             self._engine.runner.clear_tail(blocks[-1], seq.num_given % seq.block_size)
-        self._engine.pool.hold(blocks)
         store: list[int | None] = [first, count, None]
         prefill.stores.append(store)
         prefill.submitted = ready
-        job.transfers += 1
-        future = self._connector.store(job.keys[first:ready], blocks, lease_s=self._lease_seconds)
-        self._desk.when_done(future, lambda result: self._stored(prefill, store, blocks, result))
+        keys = job.keys[first:ready]
+        self._transfers.store(
+            job, keys, blocks, self._lease_seconds, lambda result: self._stored(prefill, store, result)
+        )
 
-    def _stored(self, prefill: _Prefill, store: list[int | None], blocks: list[int], result: Result) -> None:
+    def _stored(self, prefill: _Prefill, store: list[int | None], result: Result) -> None:
         job = prefill.job
-        if result.held is None:
-            self._let_go(prefill, blocks)
-        else:
-            self._desk.when_done(result.held, lambda _: self._read(prefill, blocks))
         store[2] = result.leading
         if not job.over:
             job.moved(result, self._engine.layout.block_bytes)
@@ -142,15 +101,6 @@ class Prefiller:
                 job.news().stored.tickets.append(result.ticket)
             self._announce(prefill)
         self._end_if_done(prefill)
-
-    def _read(self, prefill: _Prefill, blocks: list[int]) -> None:
-        """A peer has read blocks in place, or their lease is over."""
-        self._let_go(prefill, blocks)
-        self._end_if_done(prefill)
-
-    def _let_go(self, prefill: _Prefill, blocks: list[int]) -> None:
-        prefill.job.transfers -= 1
-        self._engine.pool.release(blocks)
 
     def _first_token(self, prefill: _Prefill) -> None:
         """The prompt is computed: the token goes out at once, the sequence leaves the engine, its stores go on."""

@@ -365,6 +365,7 @@ class Dispatcher:
             phase=phase,
             prompt=request.prompt,
             salt=request.salt,
+            multi_turn=request.multi_turn,
             sampling=pb.Sampling(
                 max_tokens=sampling.max_tokens,
                 min_tokens=sampling.min_tokens,

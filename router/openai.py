@@ -315,7 +315,7 @@ def _plan(
         chat=chat,
         model=info.name,
         prompts=prompts,
-        requests=_requests(origin, prompts, n, sampling, _salt(body)),
+        requests=_requests(origin, prompts, n, sampling, _salt(body), chat),
         stops=_stops(body.stop),
         include_stop=bool(body.include_stop_str_in_output),
         stream=bool(body.stream),
@@ -344,7 +344,9 @@ def _sampling(body: SamplingBody, max_tokens: int, info: ModelInfo) -> SamplingP
     return sampling
 
 
-def _requests(origin: Origin, prompts: list[list[int]], n: int, sampling: SamplingParams, salt: str) -> list[Request]:
+def _requests(
+    origin: Origin, prompts: list[list[int]], n: int, sampling: SamplingParams, salt: str, chat: bool
+) -> list[Request]:
     """Choice i of each prompt draws with seed + i, so a prompt gets the same answers alone and in a batch."""
     choices = [(prompt, i) for prompt in prompts for i in range(n)]
     return [
@@ -353,6 +355,7 @@ def _requests(origin: Origin, prompts: list[list[int]], n: int, sampling: Sampli
             prompt=prompt,
             sampling=replace(sampling, seed=(sampling.seed + i) % 2**63),
             salt=salt,
+            multi_turn=chat,
             received=origin.received,
         )
         for index, (prompt, i) in enumerate(choices)

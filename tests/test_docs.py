@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pdserve.cli import app, connector_app
-from pdserve.config import EngineConfig, InstanceConfig, RouterConfig, UpConfig
+from pdserve.config import EngineConfig, InstanceConfig, RouterConfig, TransferConfig, UpConfig
 from pdserve.counters import GAUGES, HELP
 from pdserve.lifetime import Stage
 from pdserve.router import openai
@@ -66,8 +66,9 @@ def flag_row(one: "Field[Any]") -> str:
     ("heading", "config", "without"),
     [
         ("Engine: `prefill`, `decode`, `both`, `up`, `demo`", EngineConfig, None),
-        ("Instances: `prefill`, `decode`, `both`", InstanceConfig, EngineConfig),
-        ("Everything on one machine: `up`, `demo`", UpConfig, EngineConfig),
+        ("KV transfer: `prefill`, `decode`, `both`, `up`, `demo`", TransferConfig, EngineConfig),
+        ("Instances: `prefill`, `decode`, `both`", InstanceConfig, TransferConfig),
+        ("Everything on one machine: `up`, `demo`", UpConfig, TransferConfig),
         ("Router: `router`", RouterConfig, None),
     ],
 )

@@ -14,7 +14,7 @@ FOLDERS = ("prefill", "decode", "kv_transfer", "router", "proto", "kernels")
 
 # The modules that lie in pdserve/ itself, by layer.
 CORE = {"", "config", "counters", "errors", "flags", "handover", "keys", "lifetime", "model_path", "request"}
-JOB = {"job"}
+JOB = {"fetcher", "job", "transfers"}
 INSTANCE = {"instance", "link", "serve_instance"}
 COMMANDS = {"__main__", "cli", "deployment", "demo", "doctor", "up"}
 

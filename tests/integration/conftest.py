@@ -15,9 +15,12 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.config import UpConfig
+from pdserve.config import InstanceConfig, UpConfig
 from pdserve.deployment import Deployment, free_port
+from pdserve.instance import Instance
+from pdserve.kv_transfer.connector import Connector
 from pdserve.kv_transfer.shm import unlink
+from pdserve.proto import pdserve_pb2 as pb
 
 Deploy = Callable[..., AbstractContextManager[Deployment]]
 
@@ -39,6 +42,50 @@ def deploy() -> Deploy:
                 raise
 
     return run
+
+
+class Desk:
+    """One instance without its threads: frames are collected, turns are taken by hand."""
+
+    def __init__(self, config: InstanceConfig, connector: Connector | None = None) -> None:
+        self.outputs: list[pb.Output] = []
+        self.instance = Instance(config, lambda _, frame: self.outputs.extend(frame.step.outputs), connector)
+
+    def submit(self, request_id: str, prompt: list[int], max_tokens: int, phase: "pb.Phase", **fields: Any) -> None:
+        sampling = pb.Sampling(max_tokens=max_tokens, top_p=1, ignore_eos=True)
+        message = pb.Submit(request_id=request_id, phase=phase, prompt=prompt, sampling=sampling, **fields)
+        self.instance.submit("router", message)
+
+    def until(self, done: Callable[[list[pb.Output]], bool]) -> None:
+        """Takes turns until the outputs so far are as they should be."""
+        idle = True
+        for _ in range(2000):
+            if done(self.outputs):
+                return
+            idle = self.instance.turn(wait=idle)
+        raise AssertionError(f"not done: {self.outputs}")
+
+    def until_idle(self) -> None:
+        """Takes turns until nothing of any request is left."""
+        while self.instance.num_jobs:
+            self.instance.turn(wait=not self.instance.engine.has_work)
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token for output in self.outputs if output.request_id == request_id for token in output.token_ids]
+
+
+@pytest.fixture
+def desk() -> Iterator[Callable[..., Desk]]:
+    """desk(model=path, connector=url) → an instance in this process, to be moved on by hand."""
+    desks: list[Desk] = []
+
+    def make(connector_object: Connector | None = None, **settings: Any) -> Desk:
+        desks.append(Desk(InstanceConfig(**settings), connector_object))
+        return desks[-1]
+
+    yield make
+    for one in desks:
+        one.instance.connector.close()
 
 
 @pytest.fixture(scope="session")

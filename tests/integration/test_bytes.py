@@ -2,42 +2,26 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from pdserve.config import InstanceConfig
-from pdserve.instance import Instance
 from pdserve.proto import pdserve_pb2 as pb
-
-
-class Desk:
-    """One instance without its threads: frames are collected, turns are taken by hand."""
-
-    def __init__(self, config: InstanceConfig) -> None:
-        self.outputs: list[pb.Output] = []
-        self.instance = Instance(config, lambda _, frame: self.outputs.extend(frame.step.outputs))
-
-    def until(self, done: Callable[[list[pb.Output]], bool]) -> None:
-        idle = True
-        for _ in range(2000):
-            if done(self.outputs):
-                return
-            idle = self.instance.turn(wait=idle)
-        raise AssertionError(f"not done: {self.outputs}")
 
 
 @pytest.mark.parametrize("connector_url", ["shm", "file", "redis"], indirect=True)
 def test_every_block_of_a_700_token_prompt(
-    connector_url: str, checkpoint: Callable[..., Path], generate: Callable[..., list[list[int]]]
+    connector_url: str,
+    checkpoint: Callable[..., Path],
+    generate: Callable[..., list[list[int]]],
+    desk: Callable[..., Any],
 ) -> None:
     path = checkpoint("llama")
-    config = InstanceConfig(
-        model=str(path), connector=connector_url, num_blocks=64, max_num_batched_tokens=128, max_model_len=1000
-    )
+    settings = {"num_blocks": 64, "max_num_batched_tokens": 128, "max_model_len": 1000}
     prompt = [(i * i + 3 * i) % 256 for i in range(700)]
     sampling = pb.Sampling(max_tokens=4, top_p=1, ignore_eos=True)
-    prefill, decode = Desk(config), Desk(config)
+    prefill, decode = (desk(model=str(path), connector=connector_url, **settings) for _ in range(2))
 
     decode.instance.submit("r", pb.Submit(request_id="x", phase=pb.DECODE, prompt=prompt, sampling=sampling))
     decode.until(lambda outputs: any(s.stage == "reserved" for o in outputs for s in o.stamps))
@@ -71,6 +55,5 @@ def test_every_block_of_a_700_token_prompt(
     assert moved == 44, "the partial block crossed too"
     tokens = [first, *(t for o in decode.outputs for t in o.token_ids)]
     assert tokens == generate(path, [prompt], 4)[0]
-    for desk in (prefill, decode):
-        assert desk.instance.engine.pool.num_held == 0
-        desk.instance.connector.close()
+    for one in (prefill, decode):
+        assert one.instance.engine.pool.num_held == 0
