@@ -17,10 +17,11 @@ import pytest
 
 from pdserve.errors import SetupError
 from pdserve.keys import Layout
-from pdserve.kv_transfer import nixl as module
+from pdserve.kv_transfer import nixl_leases
 from pdserve.kv_transfer.connector import Outcome, PoolMemory, Result
 from pdserve.kv_transfer.header import HEADER_BYTES, Row
 from pdserve.kv_transfer.nixl import NixlConnector
+from pdserve.kv_transfer.nixl_tickets import ENTRY, Introduction, pack_ticket, unpack_ticket
 
 BLOCK_BYTES = 16384
 OK, MISSING, CORRUPT, UNAVAILABLE = Outcome.OK, Outcome.MISSING, Outcome.CORRUPT, Outcome.UNAVAILABLE
@@ -416,7 +417,7 @@ def test_close_ends_all_leases_and_leaves_no_thread(
 def test_an_idle_instance_does_not_poll(
     reader: StartReader, new_keys: Callable[[int], list[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_LINGER_S", 0.05)
+    monkeypatch.setattr(nixl_leases, "_LINGER_S", 0.05)
     mine = reader()
     assert mine.connector._agent is not None
     calls: list[float] = []
@@ -465,14 +466,14 @@ def test_urls_that_make_no_sense(url: str) -> None:
 
 
 def test_tickets_survive_packing_and_nothing_else_does() -> None:
-    owner = module._Introduction(b"name", bytes(range(40)), 4096, BLOCK_BYTES, 9)
+    owner = Introduction(b"name", bytes(range(40)), 4096, BLOCK_BYTES, 9)
     entries = [(os.urandom(16), row, os.urandom(HEADER_BYTES)) for row in (8, 0)]
-    raw = module._pack_ticket(owner, 3, 60.0, [module._ENTRY.pack(*entry) for entry in entries])
-    ticket = module._unpack_ticket(raw)
+    raw = pack_ticket(owner, 3, 60.0, [ENTRY.pack(*entry) for entry in entries])
+    ticket = unpack_ticket(raw)
     assert (ticket.owner, ticket.lease, ticket.entries, ticket.unread) == (owner, 3, entries, 0b11)
     for end in range(len(raw)):
         with pytest.raises(ValueError):
-            module._unpack_ticket(raw[:end])
-    outside = module._pack_ticket(owner, 3, 60.0, [module._ENTRY.pack(entries[0][0], 9, entries[0][2])])
+            unpack_ticket(raw[:end])
+    outside = pack_ticket(owner, 3, 60.0, [ENTRY.pack(entries[0][0], 9, entries[0][2])])
     with pytest.raises(ValueError, match="row"):
-        module._unpack_ticket(outside)
+        unpack_ticket(outside)
