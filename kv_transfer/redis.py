@@ -1,16 +1,19 @@
 """`redis://user:password@host:port/db?ttl=600&value_bytes=2MiB`, `rediss://` (TLS), `redis+unix:///path/to/socket`.
 
-    pdserve:<namespace>:<key>:<piece bytes>        the header, set last: a block without it is not there
-    pdserve:<namespace>:<key>:<piece bytes>:<i>    the payload, in pieces of at most `value_bytes`, because Redis moves
-                                                   large values slowly and serves nobody else meanwhile
+    pdserve:{<namespace>:<key>}:<piece bytes>        the header, set last: a block without it is not there
+    pdserve:{<namespace>:<key>}:<piece bytes>:<i>    the payload, in pieces of at most `value_bytes`, because Redis moves
+                                                     large values slowly and serves nobody else meanwhile
 
 All values of a block have the same time to live: `ttl` seconds, or the lease if that is longer, from the last store on.
 A release does nothing: Redis evicts by its own policy. With `maxmemory-policy noeviction` a full server answers FULL.
+
+TLS: the server's certificate must be one that the machine trusts, or `?ca=/path` to a file of authorities; `verify=0`
+trusts everybody. `cert=/path&key=/path` show a certificate of our own, which Redis asks for unless told otherwise.
 """
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import redis
@@ -19,7 +22,7 @@ from redis.connection import PythonRespSerializer
 from redis.retry import Retry
 
 from pdserve.errors import SetupError
-from pdserve.kv_transfer.connector import Outcome
+from pdserve.kv_transfer.connector import Outcome, PoolMemory
 from pdserve.kv_transfer.threaded import BatchedConnector, Incoming, Outgoing
 from pdserve.kv_transfer.url import Query, split, without_password
 
@@ -29,91 +32,81 @@ _PIPELINE_BLOCKS = 256
 T = TypeVar("T")
 
 
-class RedisConnector(BatchedConnector):
-    scheme: ClassVar[str] = "redis"
-    keeps_leases: ClassVar[bool] = False  # with an evicting `maxmemory-policy`
-    faults = (redis.ConnectionError, redis.TimeoutError, redis.ResponseError, OSError)
+class Names:
+    """How blocks are cut and what the pieces are called.
 
-    def configure(self, query: Query) -> None:
-        self._ttl = query.seconds("ttl", 600.0)
-        self._value_bytes = query.size("value_bytes", 2 << 20)
-        self._address = _address(self.url)
+    All values of a block lie in one slot of a cluster, by the part in braces.
+    """
 
-    def open(self) -> None:
-        block_bytes = self.memory.layout.block_bytes
-        self._piece_bytes = min(self._value_bytes, block_bytes)
-        self._starts = range(0, block_bytes, self._piece_bytes)
-        self._group = max(1, min(_PIPELINE_BLOCKS, _PIPELINE_BYTES // block_bytes))
-        self._pool = self._make_pool()
-        try:
-            for answer in self._call(("PING",)):
-                _checked(answer)
-        except self.faults as error:
-            self._pool.disconnect()
-            raise SetupError(f"No Redis answers at {without_password(self.url)}: {error}.") from error
+    def __init__(self, memory: PoolMemory, value_bytes: int) -> None:
+        block_bytes = memory.layout.block_bytes
+        self.piece_bytes = min(value_bytes, block_bytes)
+        self.starts = range(0, block_bytes, self.piece_bytes)
+        self.group = max(1, min(_PIPELINE_BLOCKS, _PIPELINE_BYTES // block_bytes))
+        self._namespace = memory.layout.namespace.hex()
 
-    def shut(self) -> None:
-        self._pool.disconnect()
+    def tag(self, key: bytes) -> str:
+        return f"{self._namespace}:{key.hex()}"
 
-    def put_many(self, blocks: Sequence[Outgoing], lease_s: float) -> None:
-        milliseconds = int(max(self._ttl, lease_s) * 1000)
+    def of(self, key: bytes) -> list[str]:
+        """The pieces' names, and the header's as the last. Instances that cut differently do not see each other's."""
+        name = f"pdserve:{{{self.tag(key)}}}:{self.piece_bytes}"
+        return [*(f"{name}:{i}" for i in range(len(self.starts))), name]
+
+
+class Server:
+    """Blocks on one Redis server. An error in answer to a block's commands leaves that block as it is, UNAVAILABLE."""
+
+    def __init__(self, pool: redis.ConnectionPool, names: Names, complain: Callable[[Exception], None]) -> None:
+        self.pool = pool
+        self._names = names
+        self._complain = complain
+
+    def put(self, blocks: Sequence[Outgoing], milliseconds: int) -> None:
         for group in self._groups(blocks):
-            names = [self._names(block.key) for block in group]
-            there = self._call(*(("PEXPIRE", name, milliseconds) for each in names for name in each))
-            renewed = list(_in_parts([_checked(answer) for answer in there], len(names[0])))
-            for block, answers in zip(group, renewed, strict=True):
-                if all(answers):
+            names = [self._names.of(block.key) for block in group]
+            answers = list(self.call(*(("PEXPIRE", name, milliseconds) for each in names for name in each)))
+            absent = []
+            for block, renewed in zip(group, _in_parts(answers, len(names[0])), strict=True):
+                if self._failed(renewed):
+                    continue
+                if all(renewed):
                     block.present()
-            self._put_group([b for b, answers in zip(group, renewed, strict=True) if not all(answers)], milliseconds)
+                else:
+                    absent.append(block)
+            self._put_group(absent, milliseconds)
 
-    def get_many(self, blocks: Sequence[Incoming]) -> None:
+    def get(self, blocks: Sequence[Incoming]) -> None:
         for group in self._groups(blocks):
-            found = self._call(*(("MGET", *self._names(block.key)) for block in group))
+            found = self.call(*(("MGET", *self._names.of(block.key)) for block in group))
             for block, values in zip(group, found, strict=True):
-                *payload, header = _checked(values)
+                if self._failed([values]):
+                    continue
+                *payload, header = values
                 if header is None or None in payload:
                     block.missing()
                 else:
                     block.accept(header, *payload)
 
-    def contains_many(self, keys: Sequence[bytes]) -> Iterator[bool]:
+    def contains(self, keys: Sequence[bytes]) -> Iterator[bool]:
         for start in range(0, len(keys), _PIPELINE_BLOCKS):
-            names = [self._names(key) for key in keys[start : start + _PIPELINE_BLOCKS]]
-            counts = list(self._call(*(("EXISTS", *each) for each in names)))
-            yield from (_checked(count) == len(each) for each, count in zip(names, counts, strict=True))
+            names = [self._names.of(key) for key in keys[start : start + _PIPELINE_BLOCKS]]
+            counts = list(self.call(*(("EXISTS", *each) for each in names)))
+            yield from (
+                not self._failed([count]) and count == len(each) for each, count in zip(names, counts, strict=True)
+            )
 
-    def delete_many(self, keys: Sequence[bytes]) -> None:
-        for answer in self._call(*(("DEL", *self._names(key)) for key in keys)):
-            _checked(answer)
+    def delete(self, keys: Sequence[bytes]) -> None:
+        for answer in self.call(*(("DEL", *self._names.of(key)) for key in keys)):
+            self._failed([answer])
 
-    def _put_group(self, blocks: Sequence[Outgoing], milliseconds: int) -> None:
-        commands = [command for block in blocks for command in self._sets(block, milliseconds)]
-        answers = list(_in_parts(list(self._call(*commands)), len(self._starts) + 1))
-        full = [b for b, each in zip(blocks, answers, strict=True) if _has_no_room(each)]
-        for block, each in zip(blocks, answers, strict=True):
-            if block in full:
-                block.failed(Outcome.FULL)
-            else:
-                for answer in each:
-                    _checked(answer)
-                block.stored()
-        if full:
-            self.delete_many([block.key for block in full])  # the pieces that still went in
-
-    def _sets(self, block: Outgoing, milliseconds: int) -> Iterator[tuple[Any, ...]]:
-        header, payload = block.read()
-        *pieces, name = self._names(block.key)
-        for piece, start in zip(pieces, self._starts, strict=True):
-            yield "SET", piece, payload[start : start + self._piece_bytes], "PX", milliseconds
-        yield "SET", name, header, "PX", milliseconds
-
-    def _call(self, *commands: tuple[Any, ...]) -> Iterator[Any]:
+    def call(self, *commands: tuple[Any, ...]) -> Iterator[Any]:
         """The answers to all commands, sent in one go. Errors of single commands are among them.
 
         redis-py's pipeline collects all answers first. Taken one at a time, each large value is read into the memory
         that the one before has just left, which saves the page faults: they cost as much as the transfer.
         """
-        connection: Any = self._pool.get_connection()  # untyped in redis-py
+        connection: Any = self.pool.get_connection()  # untyped in redis-py
         try:
             connection.send_packed_command(connection.pack_commands(commands))
             for _ in commands:
@@ -125,21 +118,94 @@ class RedisConnector(BatchedConnector):
             connection.disconnect()
             raise
         finally:
-            self._pool.release(connection)
+            self.pool.release(connection)
 
-    def _names(self, key: bytes) -> list[str]:
-        """The pieces' names, and the header's as the last. Instances that cut differently do not see each other's."""
-        name = f"pdserve:{self.namespace.hex()}:{key.hex()}:{self._piece_bytes}"
-        return [*(f"{name}:{i}" for i in range(len(self._starts))), name]
+    def _put_group(self, blocks: Sequence[Outgoing], milliseconds: int) -> None:
+        commands = [command for block in blocks for command in self._sets(block, milliseconds)]
+        answers = list(_in_parts(list(self.call(*commands)), len(self._names.starts) + 1))
+        full = []
+        for block, each in zip(blocks, answers, strict=True):
+            if any(isinstance(answer, redis.OutOfMemoryError) for answer in each):
+                full.append(block.key)
+                block.failed(Outcome.FULL)
+            elif not self._failed(each):
+                block.stored()
+        if full:
+            self.delete(full)  # the pieces that still went in
+
+    def _sets(self, block: Outgoing, milliseconds: int) -> Iterator[tuple[Any, ...]]:
+        header, payload = block.read()
+        *pieces, name = self._names.of(block.key)
+        for piece, start in zip(pieces, self._names.starts, strict=True):
+            yield "SET", piece, payload[start : start + self._names.piece_bytes], "PX", milliseconds
+        yield "SET", name, header, "PX", milliseconds
+
+    def _failed(self, answers: Sequence[Any]) -> bool:
+        for answer in answers:
+            if isinstance(answer, redis.ResponseError):
+                self._complain(answer)
+                return True
+        return False
 
     def _groups(self, blocks: Sequence[T]) -> Iterator[Sequence[T]]:
-        for start in range(0, len(blocks), self._group):
-            yield blocks[start : start + self._group]
+        for start in range(0, len(blocks), self._names.group):
+            yield blocks[start : start + self._names.group]
 
-    def _make_pool(self) -> redis.ConnectionPool:
+
+class RedisConnector(BatchedConnector):
+    scheme: ClassVar[str] = "redis"
+    keeps_leases: ClassVar[bool] = False  # with an evicting `maxmemory-policy`
+    faults: ClassVar[tuple[type[Exception], ...]] = (
+        redis.ConnectionError,
+        redis.TimeoutError,
+        redis.ResponseError,
+        OSError,
+    )
+
+    def configure(self, query: Query) -> None:
+        self._ttl = query.seconds("ttl", 600.0)
+        self._value_bytes = query.size("value_bytes", 2 << 20)
+        self._tls = _tls(query) if self.url.startswith("rediss") else {}
+        self._addresses = addresses(self.url)
+
+    def open(self) -> None:
+        self._server = Server(self._pool(*self._addresses), self._names(), self._complain)
+        try:
+            for answer in self._server.call(("PING",)):
+                if isinstance(answer, Exception):
+                    raise answer
+        except self.faults as error:
+            self._server.pool.disconnect()
+            raise SetupError(f"No Redis answers at {without_password(self.url)}: {error}.") from error
+
+    def shut(self) -> None:
+        self._server.pool.disconnect()
+
+    def put_many(self, blocks: Sequence[Outgoing], lease_s: float) -> None:
+        self._server.put(blocks, self._milliseconds(lease_s))
+
+    def get_many(self, blocks: Sequence[Incoming]) -> None:
+        self._server.get(blocks)
+
+    def contains_many(self, keys: Sequence[bytes]) -> Iterator[bool]:
+        return self._server.contains(keys)
+
+    def delete_many(self, keys: Sequence[bytes]) -> None:
+        self._server.delete(keys)
+
+    def _milliseconds(self, lease_s: float) -> int:
+        return int(max(self._ttl, lease_s) * 1000)
+
+    def _names(self) -> Names:
+        return Names(self.memory, self._value_bytes)
+
+    def _complain(self, error: Exception) -> None:
+        self._complaints.add(f"{type(error).__name__}: {error}", kind=type(error).__name__)
+
+    def _pool(self, address: str) -> redis.ConnectionPool:
         return redis.ConnectionPool.from_url(
-            self._address,
-            password=os.environ.get("REDIS_PASSWORD") or None,  # one in the URL wins
+            address,
+            **self._login(),
             socket_timeout=self.timeout,
             socket_connect_timeout=self.timeout,
             # Trying again is up to the caller, who has a deadline; a repeated store may read rows that are not his.
@@ -149,34 +215,48 @@ class RedisConnector(BatchedConnector):
             command_packer=PythonRespSerializer(6000, _encode),
         )
 
+    def _login(self) -> dict[str, Any]:
+        return {"password": os.environ.get("REDIS_PASSWORD") or None, **self._tls}  # one in the URL wins
 
-def _address(url: str) -> str:
-    """What redis-py understands: without our parameters."""
+
+def addresses(url: str) -> list[str]:
+    """What redis-py understands, one for each host, without our parameters."""
     parts = split(url)
     if parts.scheme == "redis+unix":
         if not parts.path.strip("/"):
             raise SetupError(
                 f"{without_password(url)!r} needs the path of a socket, such as redis+unix:///run/redis.sock."
             )
-        return f"unix://{parts.netloc}{parts.path}"
-    if not parts.hostname or not re.fullmatch(r"(/\d*)?", parts.path):
-        raise SetupError(f"{without_password(url)!r} is not of the form redis://host:port/db.")
-    return parts._replace(query="", fragment="").geturl()
+        return [f"unix://{parts.netloc}{parts.path}"]
+    scheme, plus, _ = parts.scheme.partition("+")
+    login, at, hosts = parts.netloc.rpartition("@")
+    found = [f"{scheme}://{login}{at}{host}{parts.path}" for host in hosts.split(",")]
+    if plus:
+        form, path = f"{parts.scheme}://host:port,host:port", r"/?0?"
+    else:
+        form, path = f"{parts.scheme}://host:port/db", r"(/\d*)?"
+    several = len(found) > 1 and not plus
+    if several or not re.fullmatch(path, parts.path) or not all(split(one).hostname for one in found):
+        raise SetupError(f"{without_password(url)!r} is not of the form {form}.")
+    return found
+
+
+def _tls(query: Query) -> dict[str, Any]:
+    files = {name: query.text(name, "") or None for name in ("ca", "cert", "key")}
+    for name, path in files.items():
+        if path is not None and not os.path.isfile(path):
+            raise SetupError(f"There is no file {path!r} for {name}= of a rediss:// URL.")
+    return {
+        "ssl_ca_certs": files["ca"],
+        "ssl_certfile": files["cert"],
+        "ssl_keyfile": files["key"],
+        **({} if query.flag("verify", True) else {"ssl_cert_reqs": "none", "ssl_check_hostname": False}),
+    }
 
 
 def _in_parts(answers: Sequence[Any], length: int) -> Iterator[Sequence[Any]]:
     for start in range(0, len(answers), length):
         yield answers[start : start + length]
-
-
-def _has_no_room(answers: Sequence[Any]) -> bool:
-    return any(isinstance(answer, redis.OutOfMemoryError) for answer in answers)
-
-
-def _checked(answer: Any) -> Any:
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
 
 
 def _encode(value: bytes | memoryview | str | int) -> bytes | memoryview:

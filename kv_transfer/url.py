@@ -20,7 +20,8 @@ def split(url: str) -> SplitResult:
     """Raises `SetupError` for a URL that cannot be read at all."""
     try:
         parts = urlsplit(url)
-        _ = parts.port  # parsed on access only
+        if "," not in parts.netloc:  # several hosts are for the connector to read
+            _ = parts.port  # parsed on access only
     except ValueError as error:
         raise SetupError(f"The connector URL {without_password(url)!r} cannot be read: {error}.") from None
     return parts

@@ -1,6 +1,7 @@
 """Makes a store hang, or be gone, from outside.
 
-host:port in the URL    the connector talks to a relay on this machine, which holds up or cuts its connections
+host:port in the URL    the connector talks to a relay on this machine, which holds up or cuts its connections; not where
+                        the blocks then take another way, as with the nodes of a cluster, which name each other
 a BatchedConnector      its hooks hang, or raise one of its faults, before they do their work
 anything else           cannot be done from here
 """
@@ -16,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pdserve.errors import SetupError
-from pdserve.kv_transfer.rules.trial import Broken, Instance, KiB, NotChecked, Trial
+from pdserve.kv_transfer.rules.trial import Broken, Instance, KiB, NotChecked, Trial, new_keys
 from pdserve.kv_transfer.threaded import BatchedConnector
 
 _HOOKS = ("put_many", "get_many", "contains_many")
@@ -97,9 +98,9 @@ def _fault_of(connector: BatchedConnector) -> Exception:
 def _relayed(
     trial: Trial, timeout_s: float, flowing: threading.Event, gone: threading.Event
 ) -> Iterator[Outage | None]:
-    """None where the URL has no host and port, or the store does not like to be reached through a relay."""
+    """None where the URL has no one host and port, or the store cannot be reached through a relay alone."""
     parts = urlsplit(trial.url)
-    if not parts.hostname or not parts.port:
+    if "," in parts.netloc or not parts.hostname or not parts.port:
         yield None
         return
     relay = _Relay(parts.hostname, parts.port, flowing, gone)
@@ -109,6 +110,10 @@ def _relayed(
         try:
             instance = trial.instance(64 * KiB, url=_with_timeout(url, timeout_s, trial))
         except (SetupError, Broken):
+            yield None
+            return
+        instance.store(new_keys(1), [0])
+        if relay.passed < instance.layout.block_bytes:
             yield None
             return
         yield Outage(instance, "held up and cut by a relay", flowing, gone)
@@ -127,6 +132,7 @@ class _Relay:
         self._flowing = flowing
         self._gone = gone
         self._closed = False
+        self.passed = 0  # bytes, both ways
         self._threads: list[threading.Thread] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.settimeout(0.05)
@@ -161,4 +167,5 @@ class _Relay:
                     data = source.recv(1 << 16)
                     if not data:
                         return
+                    self.passed += len(data)
                     (store if source is client else client).sendall(data)

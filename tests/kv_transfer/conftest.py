@@ -1,5 +1,6 @@
 """Fixtures for connectors: pools of random bytes, one URL per scheme, a real Redis, and hands that reach into stores."""
 
+import contextlib
 import os
 import shutil
 import socket
@@ -10,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import pytest
@@ -24,15 +25,17 @@ from pdserve.kv_transfer.file import FileConnector
 from pdserve.kv_transfer.header import HEADER_BYTES, Row
 from pdserve.kv_transfer.memory import MemoryConnector
 from pdserve.kv_transfer.redis import RedisConnector
+from pdserve.kv_transfer.redis_cluster import RedisClusterConnector
 from pdserve.kv_transfer.shm import ShmConnector
 
-SCHEMES = ["memory", "shm", "file", "redis"]
+SCHEMES = ["memory", "shm", "file", "redis", "redis+cluster"]
 CLASSES: dict[str, Callable[[str], Connector]] = {
     "memory": MemoryConnector,
     "shm": ShmConnector,
     "file": FileConnector,
     "redis": RedisConnector,
     "redis+unix": RedisConnector,
+    "redis+cluster": RedisClusterConnector,
 }
 
 
@@ -138,30 +141,50 @@ class FileHands(Hands):
 
 class RedisHands(Hands):
     def read(self, key: bytes) -> bytes:
-        with redis.Redis.from_url(self.url) as client:
+        with self._client() as client:
             return b"".join(client.mget(self._names(key)))
 
     def write(self, key: bytes, value: bytes) -> None:
         header, payload = self._names(key)
-        with redis.Redis.from_url(self.url) as client:
+        with self._client() as client:
             client.mset({header: value[:HEADER_BYTES], payload: value[HEADER_BYTES:]})
 
     def _names(self, key: bytes) -> tuple[str, str]:
         assert self.block_bytes <= 2 << 20, "one piece"
-        name = f"pdserve:{self.namespace.hex()}:{key.hex()}:{self.block_bytes}"
+        name = f"pdserve:{{{self.namespace.hex()}:{key.hex()}}}:{self.block_bytes}"
         return name, f"{name}:0"
 
+    def _client(self) -> Any:
+        return redis.Redis.from_url(self.url)
 
-HANDS: dict[str, type[Hands]] = {"memory": MemoryHands, "shm": ShmHands, "file": FileHands, "redis": RedisHands}
+
+class ClusterHands(RedisHands):
+    def _client(self) -> Any:
+        port = int(self.url.rpartition(":")[2])
+        return redis.RedisCluster(host="127.0.0.1", port=port)
+
+
+HANDS: dict[str, type[Hands]] = {
+    "memory": MemoryHands,
+    "shm": ShmHands,
+    "file": FileHands,
+    "redis": RedisHands,
+    "redis+cluster": ClusterHands,
+}
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 class RedisServer:
     """A redis-server of one's own, to be killed and started again on the same port."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
-        with closing(socket.socket()) as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+    def __init__(self, folder: Path, *flags: str, port: int | None = None) -> None:
+        self.port = port or free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.socket = str(folder / "redis.sock")
         self._folder = folder
@@ -177,6 +200,11 @@ class RedisServer:
             stdout=subprocess.DEVNULL,
         )
         self._wait_until_it_answers()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
 
     def kill(self) -> None:
         if self._process is not None:
@@ -195,6 +223,55 @@ class RedisServer:
                     if time.monotonic() > give_up:
                         raise
                     time.sleep(0.02)
+
+
+class RedisCluster:
+    """Nodes of one's own that share the slots evenly, without replicas."""
+
+    def __init__(self, folder: Path, *flags: str, nodes: int = 3) -> None:
+        self._folder = folder
+        self._flags = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000", *flags]
+        self.nodes: list[RedisServer] = []
+        for _ in range(nodes):
+            self.start()
+        shares = np.array_split(range(16384), nodes)
+        for node, slots in zip(self.nodes, shares, strict=True):
+            self.say(node, "ADDSLOTS", *slots.tolist())
+        self._wait_for(lambda state: state["cluster_state"] == "ok")
+
+    @property
+    def url(self) -> str:
+        return f"redis+cluster://{','.join(f'127.0.0.1:{node.port}' for node in self.nodes)}"
+
+    def start(self) -> RedisServer:
+        """One more node, without slots."""
+        with closing(socket.socket()) as bus:
+            while True:  # the nodes talk to each other on a port 10,000 higher
+                port = free_port()
+                with contextlib.suppress(OSError, OverflowError):
+                    bus.bind(("127.0.0.1", port + 10000))
+                    break
+        folder = self._folder / f"node-{len(self.nodes)}"
+        folder.mkdir()
+        self.nodes.append(RedisServer(folder, *self._flags, port=port))
+        self.say(self.nodes[-1], "MEET", "127.0.0.1", self.nodes[0].port)
+        self._wait_for(lambda state: int(state["cluster_known_nodes"]) == len(self.nodes))
+        return self.nodes[-1]
+
+    def say(self, node: RedisServer, *words: object) -> Any:
+        """A CLUSTER command to one node."""
+        with closing(redis.Redis.from_url(node.url)) as client:
+            return cast(Any, client).execute_command(f"CLUSTER {words[0]}", *words[1:])
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node.kill()
+
+    def _wait_for(self, holds: Callable[[dict[str, str]], bool]) -> None:
+        give_up = time.monotonic() + 30
+        while not all(holds(self.say(node, "INFO")) for node in self.nodes):
+            assert time.monotonic() < give_up, "the nodes do not find each other"
+            time.sleep(0.02)
 
 
 @pytest.fixture(scope="session")
@@ -218,6 +295,19 @@ def start_redis(tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
         server.kill()
 
 
+@pytest.fixture(scope="session")
+def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
+    with closing(RedisCluster(tmp_path_factory.mktemp("cluster"))) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def start_cluster(tmp_path: Path) -> Iterator[Callable[..., RedisCluster]]:
+    """Starts a cluster for this test alone."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *flags: stack.enter_context(closing(RedisCluster(tmp_path, *flags)))
+
+
 @pytest.fixture(params=SCHEMES)
 def scheme(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -238,6 +328,12 @@ def url(scheme: str, room: str, request: pytest.FixtureRequest, tmp_path: Path) 
         yield server.url
         with redis.Redis.from_url(server.url) as client:
             client.flushall()
+    elif scheme == "redis+cluster":
+        cluster: RedisCluster = request.getfixturevalue("redis_cluster")
+        yield cluster.url
+        for node in cluster.nodes:
+            with redis.Redis.from_url(node.url) as client:
+                client.flushall()
     elif scheme == "file":
         yield f"file://{tmp_path}/kv"
         shutil.rmtree(tmp_path / "kv", ignore_errors=True)

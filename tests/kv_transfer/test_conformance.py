@@ -89,8 +89,17 @@ def test_sound_connectors_pass(url: str, scheme: str) -> None:
     not_checked = {one.rule for one in reports.values() if one.verdict is Verdict.NOT_CHECKED}
     endless, alone = {"leases-under-pressure", "capacity"}, {"between-processes", "killed-writer"}
     expected = {"memory": endless | alone, "shm": set(), "file": endless, "redis": endless}
+    expected["redis+cluster"] = endless
     assert not_checked == expected[scheme]
+    assert (reports["deadline"].detail.startswith("held up and cut by a relay")) == (scheme == "redis")
     assert not any(one.detail.startswith("blocks of") for one in reports.values())  # all sizes were tried
+
+
+def test_a_relay_that_is_passed_by_is_seen(redis_cluster: Any) -> None:
+    """A node of a cluster sends us past the relay to the others, and to itself."""
+    url = f"redis+cluster://127.0.0.1:{redis_cluster.nodes[0].port}"
+    report = try_rule(rules_named(["deadline"])[0], url, seconds=0.5)
+    assert report.verdict is Verdict.HOLDS and report.detail.startswith("held up in its hooks")
 
 
 FULLNESS = rules_named(["leases-under-pressure", "capacity"])

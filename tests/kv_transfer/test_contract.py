@@ -130,7 +130,7 @@ def test_foreign_bytes_under_the_right_name_are_refused(
     assert instance.load([key], [8]).outcomes[0] in (Outcome.CORRUPT, Outcome.MISSING)
 
 
-@pytest.mark.parametrize("scheme", ["memory", "file", "redis"], indirect=True)
+@pytest.mark.parametrize("scheme", ["memory", "file", "redis", "redis+cluster"], indirect=True)
 @pytest.mark.parametrize("length", [0, 10, 64, 1000, HEADER_BYTES + 4095, HEADER_BYTES + 4097])
 def test_values_of_a_wrong_length_are_refused(
     url: str, attach: Attach, hands: HandsOf, new_keys: NewKeys, length: int
