@@ -170,7 +170,7 @@ class Decoder:
         if job.over:
             self._end(decode)
             return
-        job.moved(result, self._engine.layout.block_bytes)
+        job.moved(result, self._engine.layout.block_bytes, self._desk.now())
         if result.leading < len(result.outcomes):
             broken = first + result.leading
             decode.broken = broken if decode.broken is None else min(broken, decode.broken)

@@ -30,6 +30,7 @@ MAGIC: Final = b"pdserveK"
 _FRONT = struct.Struct("<8sII16s")
 _LENGTH = struct.Struct("<Q")
 _CHECKSUM_AT = 56
+_SPAN_BYTES = 128 << 10  # copied, then hashed while in the cache
 
 Buffer = bytes | bytearray | memoryview
 Row = npt.NDArray[np.uint8]
@@ -45,7 +46,11 @@ class Seal:
 
     def pack(self, key: bytes, payload: Buffer | Row) -> bytes:
         """The header of `payload` stored under `key`."""
-        return self._before_key + key + self._after_key + checksum(payload)
+        return self.pack_checksum(key, checksum(payload))
+
+    def pack_checksum(self, key: bytes, digest: bytes) -> bytes:
+        """The same for a payload of which the checksum is known."""
+        return self._before_key + key + self._after_key + digest
 
     def fits(self, header: bytes, key: bytes) -> bool:
         """Whether this header announces our block `key`: same magic, versions, namespace, key and length."""
@@ -54,7 +59,30 @@ class Seal:
 
 def intact(header: bytes, payload: Buffer | Row) -> bool:
     """Whether the payload is the one that the header was made for."""
-    return header[_CHECKSUM_AT:] == checksum(payload)
+    return announces(header, checksum(payload))
+
+
+def announces(header: bytes, digest: bytes) -> bool:
+    """Whether the header was made for a payload of this checksum."""
+    return header[_CHECKSUM_AT:] == digest
+
+
+def copy(target: Row, *sources: Buffer | Row) -> bytes:
+    """Copies the sources one behind the other into `target`, of the same length in all.
+
+    Returns:
+        The checksum of what is in `target` then, whatever became of the sources meanwhile.
+    """
+    hasher, at = xxhash.xxh3_64(), 0
+    for source in sources:
+        array = source if isinstance(source, np.ndarray) else np.frombuffer(source, np.uint8)
+        for start in range(0, len(array), _SPAN_BYTES):
+            span = array[start : start + _SPAN_BYTES]
+            copied = target[at : at + len(span)]
+            copied[:] = span
+            hasher.update(copied)  # type: ignore[arg-type]  # an array is a buffer; typed so from 3.12 on
+            at += len(span)
+    return hasher.digest()
 
 
 def checksum(payload: Buffer | Row) -> bytes:

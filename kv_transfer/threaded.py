@@ -24,11 +24,9 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, ClassVar, Generic, TypeVar
 
-import numpy as np
-
 from pdserve.keys import KEY_BYTES
 from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats
-from pdserve.kv_transfer.header import HEADER_BYTES, Buffer, Row, Seal, intact
+from pdserve.kv_transfer.header import HEADER_BYTES, Buffer, Row, Seal, announces, copy
 from pdserve.kv_transfer.url import Query
 
 log = logging.getLogger(__name__)
@@ -104,10 +102,9 @@ class Outgoing(_Block):
             return self._seal.pack(self.key, self._row), self._row.data
 
     def copy_to(self, target: Row) -> bytes:
-        """Copies the payload, and returns the header. The row is hashed second, when it is in the cache."""
+        """Copies the payload, and returns the header of what `target` holds then."""
         with self._fence:
-            target[:] = self._row
-            return self._seal.pack(self.key, self._row)
+            return self._seal.pack_checksum(self.key, copy(target, self._row))
 
     def in_time(self) -> bool:
         return not self._operation.over
@@ -150,13 +147,8 @@ class Incoming(_Block):
     def _copy(self, header: bytes, parts: Sequence[Buffer | Row]) -> bool:
         if not self._seal.fits(header, self.key) or sum(map(len, parts)) != len(self._row):
             return False
-        start = 0
         with self._fence:
-            for part in parts:
-                source = part if isinstance(part, np.ndarray) else np.frombuffer(part, np.uint8)
-                self._row[start : start + len(source)] = source
-                start += len(source)
-            return intact(header, self._row)
+            return announces(header, copy(self._row, *parts))
 
 
 class _Operation(Generic[T]):

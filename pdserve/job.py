@@ -1,5 +1,6 @@
 """One request on one instance: its sequence, who asked, and the news that the next frame will carry."""
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ class Job:
         keys: content keys of the prompt's blocks, the partial last one included.
         output: news since the last frame, or None.
         transfers: stores or loads under way; they hold blocks until they are done.
+        moved_blocks, moved_seconds, moved_until: those that have ended: their blocks, the time in which at least one of
+            them was under way, and when the last one ended.
         over: the router has been told how it ended, or does not want to know.
     """
 
@@ -36,6 +39,7 @@ class Job:
     transfers: int = 0
     moved_blocks: int = 0
     moved_seconds: float = 0.0
+    moved_until: float = -math.inf
     over: bool = False
 
     def news(self) -> pb.Output:
@@ -48,10 +52,11 @@ class Job:
             self.stamped.add(stage)
             self.news().stamps.add(stage=stage.value, seconds=now)  # made relative when the frame is sent
 
-    def moved(self, result: Result, block_bytes: int) -> None:
-        """Adds a transfer to the request's totals."""
+    def moved(self, result: Result, block_bytes: int, now: float) -> None:
+        """Adds a transfer that has just ended to the request's totals. Time shared with others counts once."""
         self.moved_blocks += result.outcomes.count(Outcome.OK)
-        self.moved_seconds += result.seconds
+        self.moved_seconds += min(result.seconds, now - self.moved_until)
+        self.moved_until = now
         self.news().moved.CopyFrom(
             pb.Moved(blocks=self.moved_blocks, bytes=self.moved_blocks * block_bytes, seconds=self.moved_seconds)
         )

@@ -32,6 +32,9 @@ def serve(role: str, config: InstanceConfig) -> None:
     Raises:
         SetupError: the model, the memory, the connector or a port is not there.
     """
+    # The engine thread may run Python for a whole step; frames that arrive or leave must not wait for it as long as the
+    # default of 5 ms.
+    sys.setswitchinterval(0.0005)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)

@@ -14,6 +14,9 @@ from pdserve.kv_transfer.connector import Result
 from pdserve.lifetime import Stage
 from pdserve.transfers import Transfers
 
+PIECES = 4  # into which the blocks of one step are divided
+PIECE_BYTES = 8 << 20  # at least, so that a piece's messages cost little beside its bytes
+
 
 @dataclass(eq=False)
 class _Prefill:
@@ -51,6 +54,7 @@ class Prefiller:
         self._fetcher = fetcher
         self._desk = desk
         self._lease_seconds = lease_seconds
+        self._least = max(1, PIECE_BYTES // engine.layout.block_bytes)
         self._prefills: dict[Job, _Prefill] = {}
 
     def submit(self, job: Job) -> None:
@@ -78,16 +82,22 @@ class Prefiller:
         job, seq = prefill.job, prefill.job.seq
         done = seq.num_computed >= seq.num_given
         ready = len(job.keys) if done else seq.num_computed // seq.block_size
-        first, count = prefill.submitted, ready - prefill.submitted
-        if count <= 0:
+        first = prefill.submitted
+        if ready <= first:
             return
-        blocks = seq.block_ids[first:ready]
         if done and seq.num_given % seq.block_size:
-            self._engine.runner.clear_tail(blocks[-1], seq.num_given % seq.block_size)
-        store: list[int | None] = [first, count, None]
-        prefill.stores.append(store)
+            self._engine.runner.clear_tail(seq.block_ids[ready - 1], seq.num_given % seq.block_size)
         prefill.submitted = ready
-        keys = job.keys[first:ready]
+        # In pieces, so that decode loads the first while the last is still on its way out.
+        step = max(self._least, -(-(ready - first) // PIECES))
+        for start in range(first, ready, step):
+            self._store(prefill, start, min(start + step, ready))
+
+    def _store(self, prefill: _Prefill, first: int, stop: int) -> None:
+        job = prefill.job
+        store: list[int | None] = [first, stop - first, None]
+        prefill.stores.append(store)
+        keys, blocks = job.keys[first:stop], job.seq.block_ids[first:stop]
         self._transfers.store(
             job, keys, blocks, self._lease_seconds, lambda result: self._stored(prefill, store, result)
         )
@@ -96,7 +106,7 @@ class Prefiller:
         job = prefill.job
         store[2] = result.leading
         if not job.over:
-            job.moved(result, self._engine.layout.block_bytes)
+            job.moved(result, self._engine.layout.block_bytes, self._desk.now())
             if result.ticket:
                 job.news().stored.tickets.append(result.ticket)
             self._announce(prefill)

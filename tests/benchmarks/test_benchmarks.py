@@ -51,6 +51,16 @@ def test_handover(tmp_path: Path) -> None:
         assert row["second_token_gap_ms"] >= 0 and len(row["handover_ms_all"]) == 1
 
 
+def test_pd(tmp_path: Path) -> None:
+    content = run("pd.py", tmp_path)
+    colocated, split = content["rows"]
+    assert [colocated["deployment"], split["deployment"]] == ["1 both", "1P+1D"]
+    assert colocated["throughput_ratio"] == colocated["ttft_p50_ratio"] == 1
+    for row in (colocated, split):
+        assert row["requests"] == 4 and row["output_tok_per_s"] > 0 and row["ttft_ms_p50"] > 0
+    assert colocated["handed_over"] == 0 and split["handed_over"] == 4 and split["handover_ms_p50"] > 0
+
+
 def test_a_mistake_is_one_line() -> None:
     command = [sys.executable, str(BENCHMARKS / "handover.py"), "--connectors", "pigeon"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

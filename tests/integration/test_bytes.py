@@ -7,16 +7,21 @@ from typing import Any
 import pytest
 import torch
 
+from pdserve.prefill import prefiller
 from pdserve.proto import pdserve_pb2 as pb
 
 
 @pytest.mark.parametrize("connector_url", ["shm", "file", "redis"], indirect=True)
+@pytest.mark.parametrize("piece_bytes", [1, prefiller.PIECE_BYTES])
 def test_every_block_of_a_700_token_prompt(
+    piece_bytes: int,
     connector_url: str,
     checkpoint: Callable[..., Path],
     generate: Callable[..., list[list[int]]],
     desk: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(prefiller, "PIECE_BYTES", piece_bytes)
     path = checkpoint("llama")
     settings = {"num_blocks": 64, "max_num_batched_tokens": 128, "max_model_len": 1000}
     prompt = [(i * i + 3 * i) % 256 for i in range(700)]
