@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 # Name (without `pdserve_` and `_total`) → help. Those in GAUGES may fall.
 HELP = {
     "prompt_tokens_by_source": "prompt tokens whose KV was computed here, found in the pool, or loaded from the KV store",
+    "store_hits": "prompts of which the KV store had more than the pool, by what was decided about that",
     "generation_tokens": "output tokens sampled",
     "prefix_cache_queries": "prompt tokens looked up in the pool",
     "prefix_cache_hits": "prompt tokens found in the pool",

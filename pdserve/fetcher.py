@@ -1,13 +1,14 @@
-"""What the KV store already has of a prompt: loaded before the sequence queues, instead of computed.
+"""What the KV store already has of a prompt: loaded before the sequence queues, where that is cheaper than computing.
 
-fetch ─► ask the store which leading blocks it has ─► load those that the pool lacks ─► queue in the engine
+fetch ─► ask the store which leading blocks it has ─► load those that the pool lacks, or not ─► queue in the engine
 """
 
 from collections.abc import Callable
 
+from pdserve.break_even import BreakEven
 from pdserve.engine.engine import Engine
 from pdserve.job import Desk, Job
-from pdserve.kv_transfer.connector import Connector, Result
+from pdserve.kv_transfer.connector import Connector, Outcome, Result
 from pdserve.transfers import Transfers
 
 
@@ -17,6 +18,7 @@ class Fetcher:
         self._connector = connector
         self._transfers = transfers
         self._desk = desk
+        self.break_even = BreakEven(engine.pool.block_size)
 
     def fetch(self, job: Job, cancelled: Callable[[], None]) -> None:
         """Queues the job's sequence in the engine, now or when the store has answered.
@@ -33,21 +35,35 @@ class Fetcher:
         self._desk.when_done(self._connector.match(usable), lambda found: self._matched(job, usable, found, cancelled))
 
     def _matched(self, job: Job, usable: list[bytes], found: int, cancelled: Callable[[], None]) -> None:
-        """Loads what the store has and the pool lacks, if there is room for the sequence now; else it just queues."""
+        """Loads what the store has and the pool lacks, as far as that pays and there is room now; then it just queues."""
         job.transfers -= 1
         if job.over:
             cancelled()
             return
-        seq, scheduler = job.seq, self._engine.scheduler
+        seq = job.seq
         have = len(self._engine.pool.match(usable))
-        # Who waits comes first, or newcomers with hits would take every block that a long prompt waits for.
-        if found <= have or scheduler.waiting or not scheduler.reserve(seq, len(usable), seq.num_given):
+        count = self._worth(job, found - have, len(usable)) if found > have else 0
+        if count == 0:
             self._engine.add(seq)
             return
-        blocks = seq.block_ids[have:found]
-        self._transfers.load(job, usable[have:found], blocks, lambda result: self._loaded(job, have, result, cancelled))
+        keys, blocks = usable[have : have + count], seq.block_ids[have : have + count]
+        self._transfers.load(job, keys, blocks, lambda result: self._loaded(job, have, result, cancelled))
+
+    def _worth(self, job: Job, blocks: int, usable: int) -> int:
+        """How many of the blocks to load. If any, the sequence has its place in the pool."""
+        seq, scheduler = job.seq, self._engine.scheduler
+        count, reason = self.break_even.decide(blocks, self._desk.now())
+        # Who waits comes first, or newcomers with hits would take every block that a long prompt waits for.
+        if count and (scheduler.waiting or not scheduler.reserve(seq, usable, seq.num_given)):
+            self._desk.count("store_hits", 1, decision="no_room")
+            return 0
+        self._desk.count("store_hits", 1, decision=reason)
+        return count
 
     def _loaded(self, job: Job, have: int, result: Result, cancelled: Callable[[], None]) -> None:
+        moved = result.outcomes.count(Outcome.OK)
+        if moved or Outcome.UNAVAILABLE in result.outcomes:
+            self.break_even.loaded(moved, result.seconds, self._desk.now())
         if job.over:
             cancelled()
             return

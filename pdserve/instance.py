@@ -46,7 +46,7 @@ class Instance:
         pool = self.engine.runner.pool_NL2GBD
         self.connector = attach_pool(connector or connect(config.connector), pool, self.engine.layout)
         self.transfers = Transfers(self.engine.pool, self.connector, self)
-        fetcher = Fetcher(self.engine, self.connector, self.transfers, self)
+        self.fetcher = fetcher = Fetcher(self.engine, self.connector, self.transfers, self)
         self.prefiller = Prefiller(self.engine, self.transfers, fetcher, self, config.lease_seconds)
         self.decoder = Decoder(self.engine, self.connector, self.transfers, fetcher, self, config.store_generated)
         self.load = pb.Heartbeat()
@@ -105,12 +105,15 @@ class Instance:
         self.decoder.reserve()
         started = self.now()
         result = self.engine.step()
+        stopped = self.now()
         for seq in result.advanced:
             job = self._by_sequence[seq]
             role = self.prefiller if job.phase == pb.PREFILL else self.decoder
             role.advanced(job, seq in result.sampled, started)
         if result.advanced:
             self.count("engine_steps", 1)
+        if result.num_tokens > len(result.advanced):  # not decoding only
+            self.fetcher.break_even.computed(result.num_tokens, stopped - started, stopped)
         self._flush()
         if not self.num_jobs:
             self._check_idle(started)

@@ -13,7 +13,19 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = ("prefill", "decode", "kv_transfer", "router", "proto", "kernels")
 
 # The modules that lie in pdserve/ itself, by layer.
-CORE = {"", "config", "counters", "errors", "flags", "handover", "keys", "lifetime", "model_path", "request"}
+CORE = {
+    "",
+    "break_even",
+    "config",
+    "counters",
+    "errors",
+    "flags",
+    "handover",
+    "keys",
+    "lifetime",
+    "model_path",
+    "request",
+}
 JOB = {"fetcher", "job", "transfers"}
 INSTANCE = {"instance", "link", "serve_instance"}
 COMMANDS = {"__main__", "cli", "deployment", "demo", "doctor", "up"}
@@ -35,7 +47,15 @@ MAY_IMPORT: dict[str, set[str]] = {
 MAY_IMPORT_LATE = {"commands": {"core", "router", "instance", "kv_transfer"}}
 
 # The decisions: plain Python on plain data, with the time as an argument.
-DECISIONS = ("engine/block_pool", "engine/scheduler", "engine/sequence", "handover", "keys", "../router/policy")
+DECISIONS = (
+    "break_even",
+    "engine/block_pool",
+    "engine/scheduler",
+    "engine/sequence",
+    "handover",
+    "keys",
+    "../router/policy",
+)
 NOT_IN_DECISIONS = {"torch", "transformers", "time", "asyncio", "socket", "threading", "grpc", "redis", "fastapi"}
 
 

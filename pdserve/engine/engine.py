@@ -22,11 +22,13 @@ class StepResult:
         advanced: sequences that have more KV than before.
         sampled: those of them that got a new token (appended to their tokens already).
         preempted: how many sequences lost their blocks.
+        num_tokens: how many were computed.
     """
 
     advanced: list[Sequence] = field(default_factory=list)
     sampled: dict[Sequence, int] = field(default_factory=dict)
     preempted: int = 0
+    num_tokens: int = 0
 
     @property
     def idle(self) -> bool:
@@ -102,7 +104,7 @@ class Engine:
             self.register_full_blocks(seq)
         for seq, token in tokens.items():
             seq.tokens.append(token)
-        return StepResult(list(plan), tokens, len(schedule.preempted))
+        return StepResult(list(plan), tokens, len(schedule.preempted), sum(plan.values()))
 
     def register_full_blocks(self, seq: Sequence) -> None:
         """Makes the full blocks that a sequence has computed or loaded findable by others."""

@@ -19,7 +19,9 @@ from pdserve.config import InstanceConfig, UpConfig
 from pdserve.deployment import Deployment, free_port
 from pdserve.instance import Instance
 from pdserve.kv_transfer.connector import Connector
+from pdserve.kv_transfer.header import Buffer
 from pdserve.kv_transfer.shm import unlink
+from pdserve.kv_transfer.threaded import ThreadedConnector
 from pdserve.proto import pdserve_pb2 as pb
 
 Deploy = Callable[..., AbstractContextManager[Deployment]]
@@ -86,6 +88,46 @@ def desk() -> Iterator[Callable[..., Desk]]:
     yield make
     for one in desks:
         one.instance.connector.close()
+
+
+class StoreInHand(ThreadedConnector):
+    """A store in this process, whose answers a test can delay: `before_put` and `before_get` may wait or raise."""
+
+    scheme = "inhand"
+
+    def __init__(
+        self,
+        *,
+        values: dict[str, bytes] | None = None,
+        before_put: Callable[[], object] = lambda: None,
+        before_get: Callable[[], object] = lambda: None,
+        query: str = "timeout=30&threads=1",
+    ) -> None:
+        super().__init__(f"inhand://?{query}")
+        self.values = {} if values is None else values
+        self.puts = 0
+        self._before_put = before_put
+        self._before_get = before_get
+
+    def put(self, name: str, header: bytes, payload: memoryview, lease_s: float) -> None:
+        self.puts += 1
+        self._before_put()
+        self.values[name] = header + bytes(payload)
+
+    def get(self, name: str) -> Buffer | None:
+        self._before_get()
+        return self.values.get(name)
+
+    def contains(self, name: str) -> bool:
+        return name in self.values
+
+    def delete(self, name: str) -> None:
+        self.values.pop(name, None)
+
+
+@pytest.fixture(scope="session")
+def store_in_hand() -> type[StoreInHand]:
+    return StoreInHand
 
 
 @pytest.fixture(scope="session")

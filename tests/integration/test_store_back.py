@@ -9,8 +9,6 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.kv_transfer.header import Buffer
-from pdserve.kv_transfer.threaded import ThreadedConnector
 from pdserve.proto import pdserve_pb2 as pb
 
 Complete = Callable[..., dict[str, Any]]
@@ -21,32 +19,6 @@ TOKENS = 100
 SPLIT = {"prefill": 2, "decode": 2}
 ALONE = {"prefill": 0, "decode": 0, "both": 2}
 FULL = (len(PROMPT) + TOKENS - 1) // 16  # blocks: the last token has no KV yet
-
-
-class Slow(ThreadedConnector):
-    """A store in this process. `before_put` may wait or raise."""
-
-    scheme = "slow"
-
-    def __init__(self, before_put: Callable[[], object] = lambda: None) -> None:
-        super().__init__("slow://?timeout=30&threads=1")
-        self.values: dict[str, bytes] = {}
-        self.puts = 0
-        self._before_put = before_put
-
-    def put(self, name: str, header: bytes, payload: memoryview, lease_s: float) -> None:
-        self.puts += 1
-        self._before_put()
-        self.values[name] = header + bytes(payload)
-
-    def get(self, name: str) -> Buffer | None:
-        return self.values.get(name)
-
-    def contains(self, name: str) -> bool:
-        return name in self.values
-
-    def delete(self, name: str) -> None:
-        self.values.pop(name, None)
 
 
 def stored(deployment: Any, instance: str) -> int:
@@ -106,9 +78,14 @@ def test_the_next_turn_is_loaded_elsewhere(
 
 @pytest.mark.parametrize(("mode", "multi_turn", "blocks"), [("auto", False, 9), ("auto", True, FULL), ("off", True, 0)])
 def test_what_is_worth_storing(
-    mode: str, multi_turn: bool, blocks: int, checkpoint: Callable[..., Path], desk: Callable[..., Any]
+    mode: str,
+    multi_turn: bool,
+    blocks: int,
+    checkpoint: Callable[..., Path],
+    desk: Callable[..., Any],
+    store_in_hand: Callable[..., Any],
 ) -> None:
-    store = Slow()
+    store = store_in_hand()
     both = desk(store, model=str(checkpoint("llama")), num_blocks=64, store_generated=mode)
     both.submit("x", PROMPT, TOKENS, pb.BOTH, multi_turn=multi_turn)
     both.until(lambda outputs: any(o.finish_reason for o in outputs))
@@ -135,10 +112,13 @@ def test_a_chat_is_stored_back_without_being_asked_to(deploy: Callable[..., Any]
 
 
 def test_a_store_that_hangs_delays_no_token(
-    checkpoint: Callable[..., Path], generate: Generate, desk: Callable[..., Any]
+    checkpoint: Callable[..., Path],
+    generate: Generate,
+    desk: Callable[..., Any],
+    store_in_hand: Callable[..., Any],
 ) -> None:
     path, go_on = checkpoint("llama"), threading.Event()
-    store = Slow(before_put=lambda: go_on.wait(60))
+    store = store_in_hand(before_put=lambda: go_on.wait(60))
     both = desk(store, model=str(path), num_blocks=64, store_generated="on")
     both.submit("x", PROMPT, TOKENS, pb.BOTH)
     both.until(lambda outputs: any(o.finish_reason for o in outputs))
@@ -150,11 +130,13 @@ def test_a_store_that_hangs_delays_no_token(
     assert len(store.values) == FULL and both.instance.engine.pool.num_held == 0
 
 
-def test_nothing_is_stored_behind_a_gap(checkpoint: Callable[..., Path], desk: Callable[..., Any]) -> None:
+def test_nothing_is_stored_behind_a_gap(
+    checkpoint: Callable[..., Path], desk: Callable[..., Any], store_in_hand: Callable[..., Any]
+) -> None:
     def refuse() -> None:
         raise OSError("no")
 
-    store = Slow(before_put=refuse)
+    store = store_in_hand(before_put=refuse)
     both = desk(store, model=str(checkpoint("llama")), num_blocks=64, store_generated="on")
     both.submit("x", PROMPT, 600, pb.BOTH)
     both.until(lambda outputs: any(o.finish_reason for o in outputs))
@@ -163,10 +145,13 @@ def test_nothing_is_stored_behind_a_gap(checkpoint: Callable[..., Path], desk: C
 
 
 def test_an_id_may_be_used_again_while_its_stores_go_on(
-    checkpoint: Callable[..., Path], generate: Generate, desk: Callable[..., Any]
+    checkpoint: Callable[..., Path],
+    generate: Generate,
+    desk: Callable[..., Any],
+    store_in_hand: Callable[..., Any],
 ) -> None:
     path, go_on = checkpoint("llama"), threading.Event()
-    prefill = desk(Slow(before_put=lambda: go_on.wait(60)), model=str(path), num_blocks=64)
+    prefill = desk(store_in_hand(before_put=lambda: go_on.wait(60)), model=str(path), num_blocks=64)
     for prompt in (PROMPT, PROMPT[:70]):
         prefill.outputs.clear()
         prefill.submit("x", prompt, 1, pb.PREFILL)

@@ -1,0 +1,36 @@
+"""Prefill loads what a store has as long as that is the faster way, and is right either way."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pdserve.proto import pdserve_pb2 as pb
+
+PROMPTS = [[(i * i + k * i) % 256 for i in range(800)] for k in range(1, 4)]
+NEW = [[(i * 7 + 3) % 256 for i in range(800)]]
+
+
+def test_a_slow_store_is_not_loaded_from_for_long(
+    checkpoint: Callable[..., Path],
+    generate: Callable[..., list[list[int]]],
+    desk: Callable[..., Any],
+    store_in_hand: Callable[..., Any],
+) -> None:
+    path = checkpoint("llama")
+    settings = {"model": str(path), "num_blocks": 512}
+    other = store_in_hand()
+    slow = store_in_hand(values=other.values, before_get=lambda: time.sleep(0.05))
+    first, second = desk(other, **settings), desk(slow, **settings)
+    for one, prompts in ((first, PROMPTS), (second, [PROMPTS[0], *NEW, *PROMPTS[1:]])):
+        for i, prompt in enumerate(prompts):
+            one.submit(str(i), prompt, 1, pb.PREFILL)
+            one.until(lambda outputs: bool(outputs) and outputs[-1].finish_reason == "length")
+            assert one.tokens(str(i)) == generate(path, [prompt], 1)[0]
+            one.until_idle()
+            one.outputs.clear()
+    counts = second.instance.load.counters
+    decisions = {name: count for name, count in counts.items() if name.startswith("store_hits")}
+    # Loading 49 blocks took 2.5 s, so a second one is due a minute later.
+    assert decisions == {'store_hits{decision="unmeasured"}': 1, 'store_hits{decision="dearer"}': 2}
+    assert counts['prompt_tokens_by_source{source="loaded"}'] == 49 * 16
