@@ -13,6 +13,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 KERNELS = ("reference", "cpu", "triton")
 STORE_GENERATED = ("auto", "on", "off")
 DEFAULT_CONTROL_PORT = 8001
+POLICY_HELP = "how P and D are picked: round_robin, least_loaded, power_of_two, session, prefix_aware"
 
 
 def flag(help: str, default: Any = MISSING) -> Any:
@@ -98,7 +99,9 @@ class RouterConfig(ModelConfig):
     port: int = flag("port for clients", DEFAULT_PORT)
     control_host: str = flag("address that instances reach", "127.0.0.1")
     control_port: int = flag("port for instances", DEFAULT_CONTROL_PORT)
-    policy: str = flag("how P and D are picked: round_robin, least_loaded", "least_loaded")
+    policy: str = flag(POLICY_HELP, "least_loaded")
+    prefill_policy: str = flag("how prefill instances are picked; empty: as --policy says", "")
+    decode_policy: str = flag("how decode instances are picked; empty: as --policy says", "")
     lease_seconds: float = flag("an instance silent for this long is dropped", 1.5)
     handover_timeout_seconds: float = flag("a hand-over that makes no progress for this long ends in a 503", 60.0)
     max_body_bytes: int = flag("request bodies larger than this get a 413", 4 * 1024 * 1024)
@@ -120,7 +123,9 @@ class UpConfig(TransferConfig):
     host: str = flag("address that clients reach", "127.0.0.1")
     port: int = flag("port for clients", DEFAULT_PORT)
     control_port: int = flag("port for instances; 0 takes a free one", 0)
-    policy: str = flag("how P and D are picked: round_robin, least_loaded", "least_loaded")
+    policy: str = flag(POLICY_HELP, "least_loaded")
+    prefill_policy: str = flag("how prefill instances are picked; empty: as --policy says", "")
+    decode_policy: str = flag("how decode instances are picked; empty: as --policy says", "")
 
 
 def parse_size(text: str) -> int:

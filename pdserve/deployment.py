@@ -191,6 +191,7 @@ class Deployment:
         host, port = self._control.rsplit(":", 1)
         arguments = ["router", "--model", config.model, "--served-model-name", config.name]
         arguments += ["--host", config.host, "--port", str(config.port), "--policy", config.policy]
+        arguments += ["--prefill-policy", config.prefill_policy, "--decode-policy", config.decode_policy]
         return Child("router", [*arguments, "--control-host", host, "--control-port", port])
 
     def _instances(self) -> list[Child]:

@@ -50,6 +50,7 @@ class Instance:
         self.prefiller = Prefiller(self.engine, self.transfers, fetcher, self, config.lease_seconds)
         self.decoder = Decoder(self.engine, self.connector, self.transfers, fetcher, self, config.store_generated)
         self.load = pb.Heartbeat()
+        self._left: dict[str, list[pb.Load]] = {}
         self._send = send
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._jobs: dict[tuple[str, str], Job] = {}
@@ -75,6 +76,17 @@ class Instance:
     def drop_link(self, link: str) -> None:
         """The router is gone: nobody wants the output of its requests any more."""
         self._inbox.put(lambda: self._cancel_all(link))
+
+    def heartbeat(self, link: str) -> pb.Heartbeat:
+        """The latest snapshot of the load, as one router is told."""
+        others = [load for other, loads in self._left.items() if other != link for load in loads]
+        if not others:
+            return self.load
+        beat = pb.Heartbeat()
+        beat.CopyFrom(self.load)
+        for field in pb.Load.DESCRIPTOR.fields_by_name:
+            setattr(beat.others, field, sum(getattr(load, field) for load in others))
+        return beat
 
     @property
     def num_jobs(self) -> int:
@@ -194,19 +206,23 @@ class Instance:
             self._send(link, frame)
 
     def _publish_load(self) -> None:
-        """Replaces the snapshot that heartbeats carry. Attribute assignment is atomic; nobody changes a snapshot."""
+        """Replaces the snapshots that heartbeats carry. Attribute assignment is atomic; nobody changes a snapshot."""
         scheduler, pool = self.engine.scheduler, self.engine.pool
         waiting = len(scheduler.waiting) + self.decoder.num_waiting
         load = pb.Heartbeat(
             waiting=waiting,
             running=len(self._by_sequence) - waiting,
             free_blocks=pool.num_free,
-            work_tokens=sum(seq.num_missing for seq in scheduler.sequences()),
             counters=self._counts | self._measure(),
         )
         load.counters["num_requests_waiting"] = load.waiting
         load.counters["num_requests_running"] = load.running
         self.load = load
+        left: dict[str, list[pb.Load]] = {}
+        for job in self._by_sequence.values():
+            if not job.over:
+                left.setdefault(job.link, []).append(job.left())
+        self._left = left
 
     def _measure(self) -> dict[str, float]:
         scheduler, pool, stats = self.engine.scheduler, self.engine.pool, self.connector.stats()

@@ -70,6 +70,19 @@ class Job:
         """Reports the sources to the router: the instance that prefilled does."""
         self.news().tokens.CopyFrom(pb.Tokens(**self.sources()))
 
+    def left(self) -> pb.Load:
+        """What is left to do of it here."""
+        seq = self.seq
+        if self.phase == pb.PREFILL:
+            return pb.Load(requests=1, prefill_tokens=0 if len(seq) > seq.num_given else seq.num_missing)
+        waits = self.phase == pb.DECODE and not seq.admitted  # for KV that is computed elsewhere
+        return pb.Load(
+            requests=1,
+            prefill_tokens=0 if waits else seq.num_missing,
+            output_tokens=seq.sampling.max_tokens - seq.num_output,
+            context_tokens=len(seq),
+        )
+
     def finish(self, reason: str, now: float) -> None:
         self.stamp(Stage.FINISHED, now)
         self.news().finish_reason = reason

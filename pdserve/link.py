@@ -89,7 +89,7 @@ class Links:
         beat = self._loop.time()
         while True:
             if self._loop.time() >= beat:
-                yield pb.InstanceFrame(heartbeat=instance.load)
+                yield pb.InstanceFrame(heartbeat=instance.heartbeat(link))
                 beat = self._loop.time() + HEARTBEAT_S
             try:
                 async with asyncio.timeout_at(beat):

@@ -56,6 +56,7 @@ class Request:
     sampling: SamplingParams
     salt: str = ""
     multi_turn: bool = False  # a chat: another turn may follow, whose prompt begins with this one's and its output
+    session: str = ""  # what the client says belongs together: a policy may keep it in one place
     received: float | None = None  # on the monotonic clock, when the router got the body
 
 

@@ -69,7 +69,7 @@ class Hello(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., namespace: _Optional[bytes] = ..., epoch: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., connector: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., kernel: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("waiting", "running", "free_blocks", "work_tokens", "counters")
+    __slots__ = ("waiting", "running", "free_blocks", "others", "counters")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -80,14 +80,26 @@ class Heartbeat(_message.Message):
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    WORK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     waiting: int
     running: int
     free_blocks: int
-    work_tokens: int
+    others: Load
     counters: _containers.ScalarMap[str, float]
-    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., work_tokens: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., others: _Optional[_Union[Load, _Mapping]] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("requests", "prefill_tokens", "output_tokens", "context_tokens")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    requests: int
+    prefill_tokens: int
+    output_tokens: int
+    context_tokens: int
+    def __init__(self, requests: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("outputs",)

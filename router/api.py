@@ -29,6 +29,7 @@ from pdserve.router.timeline import Timeline
 from pdserve.router.tokenizer import Tokenizer
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SESSION_HEADER = "x-session-id"
 LATEST = 50
 LARGE_BODY = 32 * 1024  # from here on, tokenizing would keep other streams waiting: a thread does it
 
@@ -97,7 +98,8 @@ class _Generations:
 
     async def _generate(self, request: Request, make_plan: MakePlan) -> Response:
         raw = await _json_body(request)
-        origin = openai.Origin(request.state.request_id, time.monotonic())
+        session = request.headers.get(SESSION_HEADER, "")
+        origin = openai.Origin(request.state.request_id, time.monotonic(), session)
         plan = await _aside(raw, lambda: make_plan(raw, origin))
         generation = Generation(plan, self._tokenizer, self._backend)
         return EventStream(generation) if plan.stream else await answer(generation, request.receive)

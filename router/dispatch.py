@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator
 
@@ -13,7 +14,7 @@ from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request
 from pdserve.router.fleet import Fleet, Member
 from pdserve.router.metrics import Metrics
-from pdserve.router.policy import POLICIES, Candidate
+from pdserve.router.policy import Ask, Load, decide
 from pdserve.router.stream import Chunk, ModelInfo
 from pdserve.router.timeline import Moved, Timeline, TimelineLog
 
@@ -53,8 +54,16 @@ class Flight:
         return self.prefill if OWNER[self.machine.state] == "prefill" else self.last_member
 
     @property
+    def tokens(self) -> int:
+        """Of prompt and output so far."""
+        return len(self.request.prompt) + len(self.emitted)
+
+    @property
     def tokens_left(self) -> int:
         return self.request.sampling.max_tokens - len(self.emitted)
+
+    def left_to_decode(self) -> Load:
+        return Load(output_tokens=self.tokens_left, context_tokens=self.tokens)
 
     def put(self, item: Chunk | RequestError) -> None:
         self._chunks.put_nowait(item)
@@ -84,8 +93,11 @@ class Dispatcher:
         self.timelines = TimelineLog(config.timelines)
         self._open: set[str] = set()  # request ids; a flight that moves changes its own id
         self._metrics = metrics
-        self._policy = POLICIES[config.policy]
-        self._turn = 0
+        self._policies = {
+            "prefill": config.prefill_policy or config.policy,
+            "decode": config.decode_policy or config.policy,
+        }
+        self._turn = secrets.randbits(32)  # routers that start together do not go round together
         fleet.listener = self
 
     # ---- for the HTTP side (stream.Backend) -------------------------------------------------------------------
@@ -131,10 +143,12 @@ class Dispatcher:
                 "connector": member.hello.connector,
                 "block_size": member.hello.block_size,
                 "num_blocks": member.hello.num_blocks,
-                "free_blocks": member.load.free_blocks,
-                "running": member.load.running,
-                "waiting": member.load.waiting,
+                "free_blocks": member.beat.free_blocks,
+                "running": member.beat.running,
+                "waiting": member.beat.waiting,
                 "requests": len(member.requests),
+                "prefill_tokens": member.load.prefill_tokens,
+                "output_tokens": member.load.output_tokens,
                 "draining": member.draining,
                 "last_heard_seconds": round(now - member.heard, 3),
             }
@@ -164,7 +178,6 @@ class Dispatcher:
             if flight is not None:
                 error = Unavailable(f"instance {member.id} was lost while it served the request", kind="instance_lost")
                 self._member_failed(flight, member, error)
-        member.requests.clear()
 
     def on_draining(self, member: Member) -> None:
         """Moves the streams that it decodes to others, if there are any; else they end where they are."""
@@ -217,31 +230,35 @@ class Dispatcher:
         )
         if output.token_ids:
             message.first_token = output.token_ids[0]
-            member.requests[flight.id] = 0
+            member.give(flight.id, Load())
+        elif output.stored.num_blocks:
+            done = output.stored.num_blocks * member.hello.block_size
+            left = member.requests[flight.id].prefill_tokens
+            member.give(flight.id, Load(prefill_tokens=min(left, max(1, flight.tokens - done))))
         if not output.finish_reason and (output.token_ids or output.HasField("stored")):
             self._hand_over(flight, message)
         if output.token_ids:
             self.handle(flight, Event.FIRST_TOKEN)
             self._emit(flight, output)
         if output.finish_reason:
-            self._release(flight.id, member)
+            member.release(flight.id)
             self.handle(flight, Event.FINISHED)
         elif output.stored.final:
-            self._release(flight.id, member)
+            member.release(flight.id)
             self.handle(flight, Event.STORED)
 
     def _on_decode(self, flight: Flight, member: Member, output: pb.Output) -> None:
         if output.token_ids:
-            member.requests[flight.id] = 0
             self.handle(flight, Event.DECODED)
             self._emit(flight, output)
+            member.give(flight.id, flight.left_to_decode())
         if output.finish_reason:
-            self._release(flight.id, member)
+            member.release(flight.id)
             self.handle(flight, Event.FINISHED)
 
     def _member_failed(self, flight: Flight, member: Member, error: RequestError) -> None:
         split_prefill = flight.decode is not None and member is flight.prefill
-        self._release(flight.id, member)
+        member.release(flight.id)
         self.handle(flight, Event.PREFILL_FAILED if split_prefill else Event.DECODE_FAILED, error)
 
     def _emit(self, flight: Flight, output: pb.Output) -> None:
@@ -287,7 +304,7 @@ class Dispatcher:
             return
         for member in (flight.prefill, flight.decode):
             if member is not None:
-                self._release(flight.id, member)
+                member.release(flight.id)
         self._open.discard(flight.request.request_id)
         timeline.stamp(Stage.FINISHED, time.monotonic())
         if flight.machine.state is State.FAILED:
@@ -302,7 +319,7 @@ class Dispatcher:
         Raises:
             Unavailable: there is none of a kind.
         """
-        prefill, decode = self._route(flight.tokens_left, avoid)
+        prefill, decode = self._route(flight, avoid)
         flight.prefill, flight.decode = prefill, decode
         flight.timeline.prefill_instance = prefill.id
         flight.timeline.decode_instance = (decode or prefill).id
@@ -330,19 +347,19 @@ class Dispatcher:
         self._metrics.migrations.labels(kind=error.kind).inc()
         log.warning("%s goes on with %s: %s", flight.id, flight.timeline.decode_instance, error)
 
-    def _route(self, tokens_left: int, avoid: Member | None) -> tuple[Member, Member | None]:
+    def _route(self, flight: Flight, avoid: Member | None) -> tuple[Member, Member | None]:
         """The prefill and the decode instance; None for decode when the first does it all."""
         missing = self._missing(avoid)
         if missing:
             raise Unavailable(f"{missing} is there to take it", kind="no_instance", retry_after_s=1)
-        prefillers, decoders = self._able("prefill", avoid), self._able("decode", avoid)
         self._turn += 1
-        if tokens_left == 1:
-            return self._pick(prefillers), None  # the first token is all there is to do
-        decode = self._pick(decoders)
+        ask = Ask(tokens=flight.tokens, turn=self._turn, session=flight.request.session)
+        if flight.tokens_left == 1:
+            return self._pick("prefill", ask, flight, avoid), None  # the first token is all there is to do
+        decode = self._pick("decode", ask, flight, avoid)
         if decode.hello.role == "both":
             return decode, None
-        return self._pick(prefillers), decode
+        return self._pick("prefill", ask, flight, avoid), decode
 
     def _able(self, role: str, avoid: Member | None = None) -> list[Member]:
         return [member for member in self.fleet.serving(role, "both") if member is not avoid]
@@ -352,13 +369,17 @@ class Dispatcher:
         roles = [role for role in ("prefill", "decode") if not self._able(role, avoid)]
         return f"no {' and no '.join(roles)} instance" if roles else ""
 
-    def _pick(self, members: list[Member]) -> Member:
-        candidates = [Candidate(m.id, len(m.requests), sum(m.requests.values()), m.load.free_blocks) for m in members]
-        return self.fleet.members[self._policy(candidates, self._turn).instance_id]
+    def _pick(self, role: str, ask: Ask, flight: Flight, avoid: Member | None) -> Member:
+        """What the role's policy says, noted in the request's timeline."""
+        decision = decide(self._policies[role], [member.load for member in self._able(role, avoid)], ask)
+        flight.timeline.decisions.append((role, decision))
+        self._metrics.decisions.labels(role=role, policy=decision.policy).inc()
+        return self.fleet.members[decision.chosen]
 
     def _submit(self, flight: Flight, member: Member, phase: "pb.Phase") -> None:
         request, sampling = flight.request, flight.request.sampling
-        member.requests[flight.id] = 0 if phase == pb.DECODE else len(request.prompt)
+        left = Load() if phase == pb.PREFILL else flight.left_to_decode()
+        member.give(flight.id, left if phase == pb.DECODE else left._replace(prefill_tokens=flight.tokens))
         message = pb.Submit(
             request_id=flight.id,
             output=flight.emitted,
@@ -389,7 +410,4 @@ class Dispatcher:
         """Tells an instance that nobody wants more of this request, unless it has said itself that it is done."""
         if flight.id in member.requests:
             member.send(pb.RouterFrame(cancel=pb.Cancel(request_id=flight.id)))
-            self._release(flight.id, member)
-
-    def _release(self, request_id: str, member: Member) -> None:
-        member.requests.pop(request_id, None)
+            member.release(flight.id)

@@ -15,6 +15,7 @@ import grpc
 from pdserve.errors import SetupError
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.proto.pdserve_pb2_grpc import RouterServicer, add_RouterServicer_to_server
+from pdserve.router.policy import NOTHING, Candidate, Load
 
 log = logging.getLogger(__name__)
 
@@ -32,23 +33,41 @@ class Member:
     """One attached instance.
 
     Attributes:
-        load: its last heartbeat.
+        beat: its last heartbeat.
+        load: what policies see of it: this router's requests as they are now, and other routers' by the last heartbeat.
         heard: when its last frame came, on the router's monotonic clock.
         stepped: when its engine was last seen to have moved on.
-        requests: ids of the router's requests that it works on → prompt tokens that it has yet to compute.
+        requests: ids of the router's requests that it works on → what is left to do of them.
     """
 
     hello: pb.Hello
     heard: float
     stepped: float = 0.0
-    load: pb.Heartbeat = field(default_factory=pb.Heartbeat)
-    requests: dict[str, int] = field(default_factory=dict)
+    beat: pb.Heartbeat = field(default_factory=pb.Heartbeat)
+    requests: dict[str, Load] = field(default_factory=dict)
     outbox: asyncio.Queue[pb.RouterFrame | None] = field(default_factory=asyncio.Queue)
     draining: bool = False  # takes nothing new
+
+    def __post_init__(self) -> None:
+        self.load = Candidate(self.id)
 
     @property
     def id(self) -> str:
         return self.hello.instance_id
+
+    def give(self, request_id: str, left: Load) -> None:
+        """Notes what is left to do of a request, which may be a new one."""
+        self.load.replace(self.requests.get(request_id, NOTHING), left)
+        self.requests[request_id] = left
+
+    def release(self, request_id: str) -> None:
+        """Forgets a request, if it is known."""
+        self.load.replace(self.requests.pop(request_id, NOTHING), NOTHING)
+
+    def heard_of(self, beat: pb.Heartbeat) -> None:
+        """Takes a heartbeat's news."""
+        self.load.replace(_load(self.beat.others), _load(beat.others))
+        self.beat = beat
 
     def send(self, frame: pb.RouterFrame) -> None:
         self.outbox.put_nowait(frame)
@@ -150,9 +169,9 @@ class Fleet(RouterServicer):
                 member.draining = True
                 self.listener.on_draining(member)
             elif frame.WhichOneof("frame") == "heartbeat":
-                if frame.heartbeat.counters["engine_steps"] != member.load.counters["engine_steps"]:
+                if frame.heartbeat.counters["engine_steps"] != member.beat.counters["engine_steps"]:
                     member.stepped = member.heard
-                member.load = frame.heartbeat
+                member.heard_of(frame.heartbeat)
             else:
                 for output in frame.step.outputs:
                     self.listener.on_output(member, output)
@@ -164,6 +183,10 @@ class Fleet(RouterServicer):
             log.error("a frame of %s could not be handled", member.id, exc_info=error)
             self._leave(member, f"a frame could not be handled: {error!r}")
         member.outbox.put_nowait(None)
+
+
+def _load(message: pb.Load) -> Load:
+    return Load(message.requests, message.prefill_tokens, message.output_tokens, message.context_tokens)
 
 
 async def serve(fleet: Fleet, host: str, port: int) -> tuple[grpc.aio.Server, int]:

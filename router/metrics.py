@@ -41,6 +41,12 @@ class Metrics:
         self._output_tokens = Counter(
             "pdserve_output_tokens_total", "sent to clients or dropped with them", registry=self.registry
         )
+        self.decisions = Counter(
+            "pdserve_decisions_total",
+            "instances picked, by role and by the policy that picked: not the one asked for where that could not judge",
+            ["role", "policy"],
+            registry=self.registry,
+        )
         self.fallbacks = Counter(
             "pdserve_handover_fallbacks_total",
             "hand-overs that decode had to complete by computing, by what happened to prefill",
@@ -77,6 +83,6 @@ class _FleetCounts(Collector):
     def collect(self) -> Iterable[Metric]:
         yield CounterMetricFamily("pdserve_instances_lost", "instances that left since the start", self._fleet.num_lost)
         yield from families(
-            ({"instance": member.id, "role": member.hello.role}, dict(member.load.counters))
+            ({"instance": member.id, "role": member.hello.role}, dict(member.beat.counters))
             for member in self._fleet.members.values()
         )

@@ -1,9 +1,9 @@
 """What clients send and get: OpenAI's completions and chat completions with vLLM's extra parameters.
 
 Nothing is ignored silently. A field that is not known is refused with a suggestion; one that OpenAI or vLLM know and
-this router cannot do yet is accepted only at the value at which it changes nothing. `user`, `metadata`,
-`safety_identifier`, `prompt_cache_key` and `store: false` are accepted and have no effect: they are labels for
-OpenAI's own books.
+this router cannot do yet is accepted only at the value at which it changes nothing. `metadata`, `safety_identifier`
+and `store: false` are accepted and have no effect: they are labels for OpenAI's own books. `prompt_cache_key` and `user`
+name a session, for routing only.
 
 The models here give a body its shape; `completion_plan` and `chat_plan` check it against the served model and turn it
 into one `Request` per choice.
@@ -166,10 +166,12 @@ Shape = TypeVar("Shape", bound=Body)
 
 @dataclass(frozen=True)
 class Origin:
-    """The id of an HTTP request, and when its body was there on the monotonic clock."""
+    """What an HTTP request brings beside its body: its id, when the body was there on the monotonic clock, and the
+    session that its header names."""
 
     request_id: str
     received: float
+    session: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,7 +317,7 @@ def _plan(
         chat=chat,
         model=info.name,
         prompts=prompts,
-        requests=_requests(origin, prompts, n, sampling, _salt(body), chat),
+        requests=_requests(origin, prompts, n, sampling, body, chat),
         stops=_stops(body.stop),
         include_stop=bool(body.include_stop_str_in_output),
         stream=bool(body.stream),
@@ -345,9 +347,10 @@ def _sampling(body: SamplingBody, max_tokens: int, info: ModelInfo) -> SamplingP
 
 
 def _requests(
-    origin: Origin, prompts: list[list[int]], n: int, sampling: SamplingParams, salt: str, chat: bool
+    origin: Origin, prompts: list[list[int]], n: int, sampling: SamplingParams, body: SamplingBody, chat: bool
 ) -> list[Request]:
     """Choice i of each prompt draws with seed + i, so a prompt gets the same answers alone and in a batch."""
+    salt, session = _salt(body), _session(body, origin)
     choices = [(prompt, i) for prompt in prompts for i in range(n)]
     return [
         Request(
@@ -355,6 +358,7 @@ def _requests(
             prompt=prompt,
             sampling=replace(sampling, seed=(sampling.seed + i) % 2**63),
             salt=salt,
+            session=session,
             multi_turn=chat,
             received=origin.received,
         )
@@ -432,6 +436,11 @@ def _salt(body: SamplingBody) -> str:
         message = "cache_salt must not be empty; leave it out to share the cache with everybody"
         raise BadRequest(message, kind="invalid_parameter", param="cache_salt")
     return body.cache_salt or ""
+
+
+def _session(body: SamplingBody, origin: Origin) -> str:
+    """What the client says belongs together, from the most to the least explicit."""
+    return origin.session or body.prompt_cache_key or body.user or ""
 
 
 def _content(content: object, index: int) -> str:

@@ -26,8 +26,11 @@ def serve(config: RouterConfig) -> None:
     Raises:
         SetupError: a port is taken, the tokenizer is not there, the policy is unknown.
     """
-    if config.policy not in POLICIES:
-        raise SetupError(f"--policy {config.policy} is unknown; there are {', '.join(POLICIES)}")
+    for flag in ("policy", "prefill_policy", "decode_policy"):
+        name = getattr(config, flag) or config.policy
+        if name not in POLICIES:
+            known = ", ".join(POLICIES)
+            raise SetupError(f"--{flag.replace('_', '-')} {name} is unknown; there are {known}")
     listening = _listen(config.host, config.port)
     tokenizer = Tokenizer(config.model)
     asyncio.run(_serve(config, tokenizer, listening))

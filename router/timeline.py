@@ -4,6 +4,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from pdserve.lifetime import Stage
+from pdserve.router.policy import Decision
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Timeline:
         stamps: seconds on the router's monotonic clock, one per stage reached.
         computed_tokens, local_hit_tokens, loaded_tokens: where the prompt's KV came from: computed on the instance that
             prefilled, found in its pool, or loaded by it from the KV store.
+        decisions: (role, how its instance was picked), in order; a request that moves has more.
         stored, loaded: what prefill wrote to the KV store, and what decode read from it.
     """
 
@@ -34,6 +36,7 @@ class Timeline:
     stamps: dict[Stage, float] = field(default_factory=dict)
     prefill_instance: str = ""
     decode_instance: str = ""
+    decisions: list[tuple[str, Decision]] = field(default_factory=list)
     prompt_tokens: int = 0
     output_tokens: int = 0
     migrations: int = 0  # how often other instances took over
@@ -68,6 +71,7 @@ class Timeline:
             "request_id": self.request_id,
             "prefill_instance": self.prefill_instance,
             "decode_instance": self.decode_instance,
+            "decisions": [{"role": role, **decision.as_dict()} for role, decision in self.decisions],
             "finish_reason": self.finish_reason,
             "error": self.error,
             "prompt_tokens": self.prompt_tokens,

@@ -1,11 +1,14 @@
 """The dispatcher over members that this test plays itself: what they are sent, and what the client's stream becomes."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest, RequestError, Unavailable
@@ -14,6 +17,7 @@ from pdserve.request import Request, SamplingParams
 from pdserve.router.dispatch import Dispatcher, Flight
 from pdserve.router.fleet import Fleet, Member
 from pdserve.router.metrics import Metrics
+from pdserve.router.policy import POLICIES
 
 
 class Stage:
@@ -28,9 +32,9 @@ class Stage:
         hello = pb.Hello(instance_id=name, role=role, model="model", max_model_len=100, vocab_size=50)
         return self.fleet._join(hello)
 
-    def open(self, request_id: str = "r", max_tokens: int = 4) -> Flight:
-        sampling = SamplingParams(max_tokens=max_tokens)
-        return self.dispatcher.open(Request(request_id=request_id, prompt=[1, 2, 3], sampling=sampling))
+    def open(self, request_id: str = "r", max_tokens: int = 4, **request: Any) -> Flight:
+        request = {"prompt": [1, 2, 3], "sampling": SamplingParams(max_tokens=max_tokens), **request}
+        return self.dispatcher.open(Request(request_id=request_id, **request))
 
     def says(self, member: Member, request_id: str = "r", **output: Any) -> None:
         self.dispatcher.on_output(member, pb.Output(request_id=request_id, **output))
@@ -216,5 +220,93 @@ def test_cancelling_tells_everybody() -> None:
         flight.cancel()
         assert [[kind for kind, _ in sent(member)] for member in stage.members] == [["cancel"], ["cancel"]]
         assert flight.timeline.finish_reason == "cancelled"
+
+    play(story())
+
+
+# ---- who is picked ------------------------------------------------------------------------------------------------
+
+
+def test_each_role_has_its_policy_and_the_timeline_explains_it() -> None:
+    async def story() -> None:
+        roles = ["prefill"] * 2 + ["decode"] * 2
+        stage = Stage(*roles, prefill_policy="round_robin", decode_policy="session")
+        flights = [stage.open(f"r{i}", session="s1") for i in range(4)]
+        assert {flight.prefill.id for flight in flights} == {"prefill-0", "prefill-1"}
+        assert len({flight.last_member.id for flight in flights}) == 1
+        told = flights[0].timeline.as_dict()["decisions"]
+        assert isinstance(told, list)
+        assert [(one["role"], one["policy"]) for one in told] == [("decode", "session"), ("prefill", "round_robin")]
+        assert told[1]["chosen"] == flights[0].prefill.id and told[1]["considered"] == 2
+        assert {one["instance"] for one in told[1]["candidates"]} == {"prefill-0", "prefill-1"}
+
+    play(story())
+
+
+def test_what_is_left_to_do_is_known_between_heartbeats() -> None:
+    async def story() -> None:
+        stage = Stage("prefill", "decode")
+        prefill, decode = stage.members
+        prefill.hello.block_size = 2
+        stage.open(prompt=[1] * 9)
+        stage.open("other", prompt=[1] * 5)
+        assert prefill.load.prefill_tokens == 14 and prefill.load.output_tokens == 0
+        assert (decode.load.prefill_tokens, decode.load.output_tokens, decode.load.context_tokens) == (0, 8, 14)
+        stage.says(prefill, stored=pb.Stored(num_blocks=2))
+        assert prefill.load.prefill_tokens == 10, "four tokens are done"
+        stage.says(prefill, token_ids=[7], stored=pb.Stored(num_blocks=5, final=True))
+        assert prefill.load.prefill_tokens == 5 and prefill.load.requests == 1
+        stage.says(decode, token_ids=[8])
+        assert decode.load.output_tokens == 6 and decode.load.context_tokens == 16
+        prefill.heard_of(pb.Heartbeat(others=pb.Load(requests=2, prefill_tokens=100)))
+        prefill.heard_of(pb.Heartbeat(others=pb.Load(requests=1, prefill_tokens=30)))
+        assert prefill.load.prefill_tokens == 35 and prefill.load.requests == 2, "what other routers have sent"
+
+    play(story())
+
+
+EVENTS = st.lists(st.tuples(st.sampled_from(["join", "lose", "drain", "open", "end", "cancel"]), st.integers(0, 99)))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=25)
+@given(events=EVENTS)
+def test_nobody_dead_or_draining_is_asked_and_nothing_stays_on_the_books(
+    policy: str, events: list[tuple[str, int]]
+) -> None:
+    async def story() -> None:
+        stage = Stage("prefill", "decode", "both", policy=policy)
+        flights: list[Flight] = []
+        everybody = list(stage.members)
+        for number, (event, which) in enumerate(events):
+            here = list(stage.fleet.members.values())
+            member = here[which % len(here)] if here else None
+            able = [m for m in here if not m.draining]
+            before = {m.id: m.outbox.qsize() for m in everybody}
+            if event == "join":
+                everybody.append(stage.join(f"late-{number}", ("prefill", "decode", "both")[which % 3]))
+            elif event == "lose" and member is not None:
+                able = [m for m in able if m is not member]
+                stage.fleet._leave(member, "test")
+            elif event == "drain" and member is not None:
+                able = [m for m in able if m is not member]
+                member.draining = True
+                stage.dispatcher.on_draining(member)
+            elif event == "open":
+                with contextlib.suppress(Unavailable):
+                    flights.append(stage.open(f"r{number}", session=str(which % 5), max_tokens=1 + which % 3))
+            elif flights and event == "end":
+                flight = flights[which % len(flights)]
+                stage.says(flight.last_member, flight.id, finish_reason="stop")
+            elif flights:
+                flights[which % len(flights)].cancel()
+            for asked in everybody:
+                fresh = sent(asked)[before[asked.id] :] if asked.id in before else []
+                assert asked in able or not [kind for kind, _ in fresh if kind == "submit"]
+        for flight in flights:
+            flight.cancel()
+        for member in everybody:
+            assert member.load.requests == member.load.work_tokens == member.load.context_tokens == 0
+        assert not stage.dispatcher.flights
 
     play(story())

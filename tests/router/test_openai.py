@@ -44,6 +44,22 @@ def test_defaults(client: Client, backend: ScriptedBackend, tokenizer: Tokenizer
     assert request.received is not None
 
 
+@pytest.mark.parametrize(
+    ("body", "header", "session"),
+    [
+        ({}, "", ""),
+        ({"user": "u"}, "", "u"),
+        ({"user": "u", "prompt_cache_key": "k"}, "", "k"),
+        ({"user": "u", "prompt_cache_key": "k"}, "h", "h"),
+    ],
+)
+def test_the_session_is_the_most_explicit_one(
+    client: Client, backend: ScriptedBackend, body: dict[str, Any], header: str, session: str
+) -> None:
+    client.post(COMPLETIONS, {"prompt": "hello", **body}, headers={"X-Session-Id": header} if header else {})
+    assert backend.requests[0].session == session
+
+
 def test_chat_may_fill_the_context(client: Client, backend: ScriptedBackend) -> None:
     client.post(CHAT, CHATTING)
     [request] = backend.requests
