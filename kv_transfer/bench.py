@@ -151,8 +151,8 @@ def run(
         size = parse_size(block_bytes)
     except ValueError as error:
         raise SetupError(f"--block-bytes: {error}.") from None
-    if size % 2 or size < 1024:
-        raise SetupError(f"--block-bytes must be even and at least 1024, not {size}.")
+    if size % 8 or size < 1024:
+        raise SetupError(f"--block-bytes must be a multiple of 8 and at least 1024, not {size}.")
     counts, parallel = parse_counts(blocks, "blocks"), parse_counts(concurrency, "concurrency")
     pyplot = _pyplot() if plot_file else None
     rows: list[Figure] = []

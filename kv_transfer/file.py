@@ -51,7 +51,6 @@ class FileConnector(BatchedConnector):
 
     def open(self) -> None:
         self._folder = f"{self._root}/{self.namespace.hex()}"
-        self._file_bytes = HEADER_BYTES + self.memory.layout.block_bytes
         # A block is read into these first. A read from a dead file server can hang for ever, and must not end in a row
         # that the caller has been told to take back. The second copy is from the processor's cache.
         self._staging = threading.local()
@@ -128,12 +127,10 @@ class FileConnector(BatchedConnector):
         try:
             buffer = self._staging.buffer
         except AttributeError:  # this thread's first block
-            buffer = self._staging.buffer = np.zeros(self._file_bytes + 1, np.uint8)
-        # One byte more than it should have: a longer file is as wrong as a shorter one.
-        if _read_all(fd, buffer.data) != self._file_bytes:
-            block.corrupt()
-            return
-        outcome = block.accept(buffer[:HEADER_BYTES].tobytes(), buffer[HEADER_BYTES : self._file_bytes])
+            # One byte more than the longest: a longer file is as wrong as a shorter one.
+            buffer = self._staging.buffer = np.zeros(HEADER_BYTES + self.payload_lengths[-1] + 1, np.uint8)
+        end = _read_all(fd, buffer.data)
+        outcome = block.accept(buffer[: min(end, HEADER_BYTES)].tobytes(), buffer[HEADER_BYTES:end])
         if outcome is Outcome.OK and self._janitor.active and os.fstat(fd).st_mtime < time.time():
             _set_time(fd, time.time())
 
@@ -151,12 +148,12 @@ class FileConnector(BatchedConnector):
         return True
 
     def _modified(self, path: str) -> float | None:
-        """None too for a file of another length, which the next store replaces."""
+        """None too for a file of an impossible length, which the next store replaces."""
         try:
             status = os.stat(path)
         except FileNotFoundError:
             return None
-        return status.st_mtime if status.st_size == self._file_bytes else None
+        return status.st_mtime if status.st_size - HEADER_BYTES in self.payload_lengths else None
 
     def _path(self, key: bytes) -> str:
         name = key.hex()

@@ -6,12 +6,12 @@
         12      4  version of the layout (what the payload's bytes mean)
         16     16  namespace
         32     16  key
-        48      8  length of the payload
+        48      8  length of the payload: a block's, or with a codec what that makes of it
         56      8  xxh3_64 of the payload
 
-All but the checksum follow from what the reader wants, so a header fits if those 56 bytes are equal. xxh3 runs at
-memory speed and guards against accidents: torn writes, flipped bits, mixed-up names. It does not guard against someone
-who can write to the store and means harm; keep such people out of the store.
+The first 48 bytes follow from what the reader wants, and a header fits if those are equal and the length is a possible
+one. xxh3 runs at memory speed and guards against accidents: torn writes, flipped bits, mixed-up names. It does not guard
+against someone who can write to the store and means harm; keep such people out of the store.
 """
 
 import struct
@@ -29,6 +29,7 @@ MAGIC: Final = b"pdserveK"
 
 _FRONT = struct.Struct("<8sII16s")
 _LENGTH = struct.Struct("<Q")
+_LENGTH_AT = 48
 _CHECKSUM_AT = 56
 _SPAN_BYTES = 128 << 10  # copied, then hashed while in the cache
 
@@ -37,24 +38,38 @@ Row = npt.NDArray[np.uint8]
 
 
 class Seal:
-    """Makes and checks the headers of one pool's blocks."""
+    """Makes and checks the headers of one pool's blocks.
 
-    def __init__(self, layout: Layout) -> None:
+    Args:
+        namespace, lengths: of blocks that are stored by a codec, and that its payloads can have; else those of the layout.
+    """
+
+    def __init__(self, layout: Layout, namespace: bytes | None = None, lengths: range | None = None) -> None:
         self.block_bytes = layout.block_bytes
-        self._before_key = _FRONT.pack(MAGIC, HEADER_VERSION, layout.version, layout.namespace)
-        self._after_key = _LENGTH.pack(layout.block_bytes)
+        self._before_key = _FRONT.pack(MAGIC, HEADER_VERSION, layout.version, namespace or layout.namespace)
+        self._lengths = lengths or range(layout.block_bytes, layout.block_bytes + 1)
 
     def pack(self, key: bytes, payload: Buffer | Row) -> bytes:
         """The header of `payload` stored under `key`."""
-        return self.pack_checksum(key, checksum(payload))
+        return self.pack_checksum(key, len(payload), checksum(payload))
 
-    def pack_checksum(self, key: bytes, digest: bytes) -> bytes:
+    def pack_checksum(self, key: bytes, length: int, digest: bytes) -> bytes:
         """The same for a payload of which the checksum is known."""
-        return self._before_key + key + self._after_key + digest
+        return self._before_key + key + _LENGTH.pack(length) + digest
 
     def fits(self, header: bytes, key: bytes) -> bool:
-        """Whether this header announces our block `key`: same magic, versions, namespace, key and length."""
-        return len(header) == HEADER_BYTES and header[:_CHECKSUM_AT] == self._before_key + key + self._after_key
+        """Whether this header announces our block `key`: same magic, versions, namespace and key, a possible length."""
+        return (
+            len(header) == HEADER_BYTES
+            and header[:_LENGTH_AT] == self._before_key + key
+            and payload_length(header) in self._lengths
+        )
+
+
+def payload_length(header: bytes) -> int:
+    """How many bytes the payload has, as the header says."""
+    length: int = _LENGTH.unpack_from(header, _LENGTH_AT)[0]
+    return length
 
 
 def intact(header: bytes, payload: Buffer | Row) -> bool:
@@ -68,10 +83,10 @@ def announces(header: bytes, digest: bytes) -> bool:
 
 
 def copy(target: Row, *sources: Buffer | Row) -> bytes:
-    """Copies the sources one behind the other into `target`, of the same length in all.
+    """Copies the sources one behind the other to the front of `target`, which is as long as all of them or longer.
 
     Returns:
-        The checksum of what is in `target` then, whatever became of the sources meanwhile.
+        The checksum of what is there then, whatever became of the sources meanwhile.
     """
     hasher, at = xxhash.xxh3_64(), 0
     for source in sources:

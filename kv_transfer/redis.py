@@ -22,7 +22,7 @@ from redis.connection import PythonRespSerializer
 from redis.retry import Retry
 
 from pdserve.errors import SetupError
-from pdserve.kv_transfer.connector import Outcome, PoolMemory
+from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.threaded import BatchedConnector, Incoming, Outgoing
 from pdserve.kv_transfer.url import Query, split, without_password
 
@@ -38,12 +38,12 @@ class Names:
     All values of a block lie in one slot of a cluster, by the part in braces.
     """
 
-    def __init__(self, memory: PoolMemory, value_bytes: int) -> None:
-        block_bytes = memory.layout.block_bytes
-        self.piece_bytes = min(value_bytes, block_bytes)
-        self.starts = range(0, block_bytes, self.piece_bytes)
-        self.group = max(1, min(_PIPELINE_BLOCKS, _PIPELINE_BYTES // block_bytes))
-        self._namespace = memory.layout.namespace.hex()
+    def __init__(self, namespace: bytes, longest: int, value_bytes: int) -> None:
+        """`longest`: bytes of a payload. Of a shorter one, the last pieces are empty."""
+        self.piece_bytes = min(value_bytes, longest)
+        self.starts = range(0, longest, self.piece_bytes)
+        self.group = max(1, min(_PIPELINE_BLOCKS, _PIPELINE_BYTES // longest))
+        self._namespace = namespace.hex()
 
     def tag(self, key: bytes) -> str:
         return f"{self._namespace}:{key.hex()}"
@@ -197,7 +197,7 @@ class RedisConnector(BatchedConnector):
         return int(max(self._ttl, lease_s) * 1000)
 
     def _names(self) -> Names:
-        return Names(self.memory, self._value_bytes)
+        return Names(self.namespace, self.payload_lengths[-1], self._value_bytes)
 
     def _complain(self, error: Exception) -> None:
         self._complaints.add(f"{type(error).__name__}: {error}", kind=type(error).__name__)

@@ -14,6 +14,7 @@ from typing import ClassVar
 from pdserve.errors import SetupError
 from pdserve.kv_transfer import slab
 from pdserve.kv_transfer.connector import Outcome
+from pdserve.kv_transfer.header import payload_length
 from pdserve.kv_transfer.threaded import BatchedConnector, Incoming, Outgoing
 from pdserve.kv_transfer.url import Query, split
 
@@ -35,7 +36,7 @@ class ShmConnector(BatchedConnector):
         self._size = query.size("size", None)
 
     def open(self) -> None:
-        self._slab = slab.attach(self._name, self.memory.layout.block_bytes, self._size)
+        self._slab = slab.attach(self._name, self.payload_lengths[-1], self._size)
 
     def shut(self) -> None:
         self._slab.close()
@@ -115,7 +116,7 @@ class ShmConnector(BatchedConnector):
 
     def _get(self, block: Incoming, slot: int) -> None:
         header = self._slab.header(slot)
-        outcome = block.accept(header, self._slab.payload(slot))
+        outcome = block.accept(header, self._slab.payload(slot)[: payload_length(header)])
         if outcome is Outcome.OK:
             self._slab.touch(slot)
         elif not self._slab.holds(slot, header):

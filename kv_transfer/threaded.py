@@ -24,9 +24,11 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, ClassVar, Generic, TypeVar
 
+from pdserve.errors import SetupError
 from pdserve.keys import KEY_BYTES
+from pdserve.kv_transfer.codec import CODECS, Codec, Undecodable
 from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats
-from pdserve.kv_transfer.header import HEADER_BYTES, Buffer, Row, Seal, announces, copy
+from pdserve.kv_transfer.header import HEADER_BYTES, Buffer, Row, Seal, announces, copy, intact, payload_length
 from pdserve.kv_transfer.url import Query
 
 log = logging.getLogger(__name__)
@@ -73,14 +75,18 @@ class Fence:
 
 
 class _Block:
-    __slots__ = ("_fence", "_index", "_operation", "_row", "_seal", "key")
+    __slots__ = ("_codec", "_fence", "_index", "_operation", "_payload_bytes", "_row", "_seal", "key")
 
-    def __init__(self, operation: "_Operation[Any]", index: int, key: bytes, row: Row, seal: Seal) -> None:
+    def __init__(
+        self, operation: "_Operation[Any]", index: int, key: bytes, row: Row, seal: Seal, codec: Codec
+    ) -> None:
         self._operation = operation
         self._fence = operation.fence
         self._index = index
         self._row = row
         self._seal = seal
+        self._codec = codec
+        self._payload_bytes = 0
         self.key = key
 
 
@@ -99,18 +105,22 @@ class Outgoing(_Block):
         finds out; `in_time` before publishing keeps such a value from being seen at all.
         """
         with self._fence:
-            return self._seal.pack(self.key, self._row), self._row.data
+            payload = self._codec.encode(self._row)
+            self._payload_bytes = len(payload)
+            return self._seal.pack(self.key, payload), payload.data
 
     def copy_to(self, target: Row) -> bytes:
-        """Copies the payload, and returns the header of what `target` holds then."""
+        """Copies the payload to the front of `target`, and returns the header of what it holds then."""
         with self._fence:
-            return self._seal.pack_checksum(self.key, copy(target, self._row))
+            payload = self._codec.encode(self._row)
+            self._payload_bytes = len(payload)
+            return self._seal.pack_checksum(self.key, len(payload), copy(target, payload))
 
     def in_time(self) -> bool:
         return not self._operation.over
 
     def stored(self) -> None:
-        self._operation.moved += self._row.nbytes
+        self._operation.moved += self._payload_bytes
         self._operation.outcomes[self._index] = Outcome.OK
 
     def present(self) -> None:
@@ -127,14 +137,16 @@ class Incoming(_Block):
     __slots__ = ()
 
     def accept(self, header: bytes, *parts: Buffer | Row) -> Outcome:
-        """Checks what the store gave for this key, and copies it into the row: OK or CORRUPT, which it also marks.
+        """Checks what the store gave for this key, and puts it into the row: OK or CORRUPT, which it also marks.
 
-        The checksum is taken over the row, after the copy: what was verified is what will be used, even if somebody
-        overwrote the source meanwhile.
+        The checksum is taken after the copy, over the row, or over a copy of our own that is then decoded: what was
+        verified is what will be used, even if somebody overwrote the source meanwhile.
         """
-        outcome = Outcome.OK if self._copy(header, parts) else Outcome.CORRUPT
+        fits = self._seal.fits(header, self.key) and sum(map(len, parts)) == payload_length(header)
+        take = self._copy if self._codec.as_is else self._decode
+        outcome = Outcome.OK if fits and take(header, parts) else Outcome.CORRUPT
         if outcome is Outcome.OK:
-            self._operation.moved += self._row.nbytes
+            self._operation.moved += payload_length(header)
         self._operation.outcomes[self._index] = outcome
         return outcome
 
@@ -145,10 +157,20 @@ class Incoming(_Block):
         self._operation.outcomes[self._index] = Outcome.CORRUPT
 
     def _copy(self, header: bytes, parts: Sequence[Buffer | Row]) -> bool:
-        if not self._seal.fits(header, self.key) or sum(map(len, parts)) != len(self._row):
-            return False
         with self._fence:
             return announces(header, copy(self._row, *parts))
+
+    def _decode(self, header: bytes, parts: Sequence[Buffer | Row]) -> bool:
+        payload = b"".join(parts)  # type: ignore[arg-type]  # an array is a buffer; typed so from 3.12 on
+        if not intact(header, payload):
+            return False
+        try:
+            row = self._codec.decode(payload)
+        except Undecodable:
+            return False
+        with self._fence:
+            self._row[:] = row
+        return True
 
 
 class _Operation(Generic[T]):
@@ -190,10 +212,13 @@ class _Operation(Generic[T]):
 class BatchedConnector(Connector):
     """Runs blocking hooks on `?threads=` workers (default 2), each operation within `?timeout=` seconds (default 5).
 
+    Blocks pass through the codec that `?codec=` names (default none) on their way to the hooks and back.
+
     Attributes:
         faults: exceptions by which the hooks say that the store does not answer. They become UNAVAILABLE. Every other
             exception is a defect, and raised by the future.
-        memory, namespace, seal: set by `attach`, before `open`.
+        memory, codec, namespace, seal: set by `attach`, before `open`.
+        payload_lengths: likewise; the bytes that a payload may have behind its header, as a range.
     """
 
     faults: ClassVar[tuple[type[Exception], ...]] = (OSError,)
@@ -203,6 +228,9 @@ class BatchedConnector(Connector):
         self.url = url
         self.timeout = query.seconds("timeout", 5.0)
         self.threads = query.count("threads", 2)
+        self._codec = query.choice("codec", list(CODECS), "none")
+        if self.in_place and self._codec != "none":
+            raise SetupError(f"{self.scheme}:// reads pools in place, where blocks have no codec; leave codec= out.")
         self.configure(query)
         query.done()
         self._queue: queue.SimpleQueue[_Operation[Any] | None] = queue.SimpleQueue()
@@ -249,9 +277,16 @@ class BatchedConnector(Connector):
         if memory.rows.ndim != 2 or memory.rows.shape[1] != memory.layout.block_bytes:
             raise ValueError(f"pool rows {memory.rows.shape} do not hold {memory.layout.block_bytes} bytes each")
         self.memory = memory
-        self.namespace = memory.layout.namespace
-        self.seal = Seal(memory.layout)
+        self.codec = CODECS[self._codec](memory.layout)
+        self.namespace, self.payload_lengths = self.codec.namespace, self.codec.lengths
+        self.seal = Seal(memory.layout, self.namespace, self.payload_lengths)
         self.open()
+        if self.codec.lossy:
+            log.warning(
+                "%s: KV is stored with the lossy codec %s: output can differ from what it would be without",
+                self.scheme,
+                self.codec.name,
+            )
         self._watchdog.start()
         for i in range(self.threads):
             worker = threading.Thread(target=self._serve, name=f"kv-{self.scheme}-{i}", daemon=True)
@@ -336,8 +371,8 @@ class BatchedConnector(Connector):
             operation.fail(defect)
 
     def _blocks(self, kind: type[B], operation: "_Operation[Any]", pairs: Sequence[tuple[bytes, int]]) -> list[B]:
-        rows = self.memory.rows
-        return [kind(operation, i, key, rows[row], self.seal) for i, (key, row) in enumerate(pairs)]
+        rows, seal, codec = self.memory.rows, self.seal, self.codec
+        return [kind(operation, i, key, rows[row], seal, codec) for i, (key, row) in enumerate(pairs)]
 
     def _get_and_heal(self, operation: _Operation[Result], blocks: Sequence[Incoming]) -> None:
         self.get_many(blocks)
@@ -376,9 +411,10 @@ class BatchedConnector(Connector):
 class ThreadedConnector(BatchedConnector):
     """A connector over a plain key-value transport: derive, write `put`, `get`, `contains` and `delete`, done.
 
-    Names are text: 32 hex digits of namespace, a slash, 32 hex digits of key. Values are one header and one payload,
-    to be given back as one run of bytes. All four may block; they raise one of `faults` when the store does
-    not answer. Set a time-out on the transport itself that is below `self.timeout`, so that a worker comes back.
+    Names are text: 32 hex digits of namespace, a slash, 32 hex digits of key. Values are one header and one payload (which
+    a codec may make shorter than a block), to be given back as one run of bytes. All four may block; they raise one of
+    `faults` when the store does not answer. Set a time-out on the transport itself that is below `self.timeout`, so that a
+    worker comes back.
     """
 
     @abstractmethod

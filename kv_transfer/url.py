@@ -5,7 +5,7 @@ mistake in a URL is answered with the names that would have been right.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
@@ -60,6 +60,16 @@ class Query:
 
     def text(self, name: str, default: str) -> str:
         return self._read(name, str, default)
+
+    def choice(self, name: str, values: Sequence[str], default: str) -> str:
+        """One of these words."""
+
+        def parse(text: str) -> str:
+            if text not in values:
+                raise ValueError(f"{text!r} is none of {', '.join(values)}")
+            return text
+
+        return self._read(name, parse, default)
 
     def done(self) -> None:
         """Call after the last parameter is read: refuses those that nobody asked for."""

@@ -13,7 +13,7 @@ HELP = {
     "prefix_cache_queries": "prompt tokens looked up in the pool",
     "prefix_cache_hits": "prompt tokens found in the pool",
     "num_preemptions": "sequences that lost their blocks and computed them again",
-    "kv_transfer_bytes": "KV bytes moved, by connector and direction",
+    "kv_transfer_bytes": "KV bytes that crossed, after the codec, by connector and direction",
     "kv_transfer_seconds": "time spent in transfers, by connector and direction",
     "kv_transfer_blocks": "KV blocks moved, by connector and direction",
     "kv_transfer_failures": "KV blocks that a transfer did not move, by connector, direction and kind",

@@ -71,6 +71,9 @@ def _packages() -> list[Finding]:
         "nixl": ("nixl", "nixl:// over RDMA or NVLink (not there yet)"),
         "redis": ("redis", "redis://"),
         "hiredis": ("hiredis", "redis:// at full speed"),
+        "lz4": ("lz4", "?codec=lz4 of connectors"),
+        "zstandard": ("zstandard", "?codec=zstd"),
+        "ml_dtypes": ("ml_dtypes", "?codec=fp8 and ?codec=int8"),
     }
     rows = []
     for module, (package, use) in wanted.items():

@@ -49,7 +49,6 @@ class FsspecConnector(ThreadedConnector):
             self._whole_puts = self._protocol in WHOLE_PUTS
             for folder in (self.namespace.hex(), "tmp"):
                 self._fs.makedirs(f"{self._root}/{folder}", exist_ok=True)
-            self._value_bytes = HEADER_BYTES + self.memory.layout.block_bytes
             self.contains("probe")
         except Exception as error:
             raise SetupError(f"{self.url} cannot be used: {type(error).__name__}: {error}") from error
@@ -88,7 +87,7 @@ class FsspecConnector(ThreadedConnector):
 
     def contains(self, name: str) -> bool:
         try:
-            return bool(self._fs.info(self._path(name))["size"] == self._value_bytes)
+            return int(self._fs.info(self._path(name))["size"]) - HEADER_BYTES in self.payload_lengths
         except FileNotFoundError:
             return False
 

@@ -136,7 +136,8 @@ def whole_blocks(trial: Trial) -> str:
 def flipped_bytes(trial: Trial) -> str:
     """A block whose bytes changed in the store is reported, alone; the next store of it puts it right."""
     one = trial.instance()
-    for offset in (0, one.layout.block_bytes // 2, one.layout.block_bytes - 1):
+    stored = one.payload_bytes(1)
+    for offset in (0, stored // 2, stored - 1):
         keys = new_keys(3)
         one.must_store(keys, [0, 1, 2])
         tamper(one, keys[1], offset)

@@ -17,6 +17,7 @@ from pdserve.kv_transfer.rules.trial import (
     MiB,
     Trial,
     expect,
+    mark,
     new_keys,
     summary,
     until,
@@ -147,7 +148,7 @@ def many_threads(trial: Trial) -> str:
         trial.needs_store()
         for turn in range(12):
             keys = new_keys(4)
-            own.rows[:4] += np.uint8(turn + 1)
+            mark(own.rows[:4], turn)
             own.must_store(keys, range(4))
             own.must_load(previous, range(4, 8), before)
             previous, before = keys, own.rows[:4].copy()
@@ -161,11 +162,11 @@ def counts(trial: Trial) -> str:
     one, keys = trial.instance(), new_keys(5)
     one.must_store(keys[:3], range(3))
     one.load(keys, range(4, 9))
-    stats, size = one.connector.stats(), one.layout.block_bytes
+    stats, size = one.connector.stats(), sum(map(one.payload_bytes, range(3)))
     expect(stats.blocks == {"store": 3, "load": 3}, "3 blocks stored and 3 loaded", stats.blocks)
     # Where results carry tickets, a store moves nothing.
-    right = ({"store": moved, "load": 3 * size} for moved in ((0, 3 * size) if trial.tickets else (3 * size,)))
-    expect(stats.bytes in right, f"{3 * size} bytes each way", stats.bytes)
+    right = ({"store": moved, "load": size} for moved in ((0, size) if trial.tickets else (size,)))
+    expect(stats.bytes in right, f"{size} bytes each way", stats.bytes)
     expect(stats.failures == {("load", Outcome.MISSING): 2}, "2 missing in load", stats.failures)
     stats.blocks["store"] = 99
     expect(one.connector.stats().blocks["store"] == 3, "a snapshot", "counts that the caller can change")

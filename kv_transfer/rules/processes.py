@@ -11,11 +11,19 @@ import sys
 import time
 from typing import Any
 
-import numpy as np
-
 from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.header import Row
-from pdserve.kv_transfer.rules.trial import Broken, Instance, MiB, NotChecked, Trial, expect, size_text
+from pdserve.kv_transfer.rules.trial import (
+    Broken,
+    Instance,
+    MiB,
+    NotChecked,
+    Trial,
+    expect,
+    mark,
+    random_rows,
+    size_text,
+)
 
 COUNT = 8  # blocks of one pass
 BLOCK_BYTES = MiB
@@ -72,11 +80,7 @@ def key_of(seed: int, number: int, n: int) -> bytes:
 
 
 def rows_of(seed: int) -> Row:
-    return np.random.default_rng(seed).integers(0, 256, (COUNT, BLOCK_BYTES), dtype=np.uint8)
-
-
-def mark(rows: Row, number: int) -> None:
-    rows[:, :8] = np.frombuffer(number.to_bytes(8, "little"), np.uint8)
+    return random_rows(COUNT, BLOCK_BYTES, seed)
 
 
 _WAIT = object()

@@ -3,8 +3,6 @@
 import time
 from collections.abc import Iterator
 
-import numpy as np
-
 from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.header import Row
 from pdserve.kv_transfer.rules.trial import (
@@ -14,6 +12,7 @@ from pdserve.kv_transfer.rules.trial import (
     NotChecked,
     Trial,
     expect,
+    mark,
     new_keys,
     size_text,
     summary,
@@ -135,5 +134,5 @@ class _Fill:
     def _content(self, key: bytes) -> Row:
         number = self._numbers[key]
         row: Row = self._base[number % BATCH].copy()
-        row[:8] = np.frombuffer(number.to_bytes(8, "little"), np.uint8)
+        mark(row, number)
         return row

@@ -17,6 +17,7 @@ import numpy as np
 
 from pdserve.errors import SetupError
 from pdserve.keys import KEY_BYTES, LAYOUT_VERSION, Layout
+from pdserve.kv_transfer.codec import Codec, Plain
 from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result
 from pdserve.kv_transfer.header import HEADER_BYTES, Buffer, Row
 from pdserve.kv_transfer.registry import connect
@@ -51,21 +52,33 @@ def make_layout(block_bytes: int, fingerprint: str, version: int = LAYOUT_VERSIO
         model_fingerprint=fingerprint,
         num_layers=1,
         num_kv_heads=1,
-        head_dim=block_bytes // 2,
+        head_dim=block_bytes // 8,
         block_size=1,
-        dtype="uint8",
-        itemsize=1,
+        dtype="float32",
+        itemsize=4,
         version=version,
     )
 
 
+def random_rows(blocks: int, block_bytes: int, seed: int | None = None) -> Row:
+    """Such as KV, for codecs: numbers around 0, the last quarter of each row 0 as in a block that is not full."""
+    rows = np.random.default_rng(seed).standard_normal((blocks, block_bytes // 4), np.float32)
+    rows[:, -(block_bytes // 16) :] = 0
+    return rows.view(np.uint8)
+
+
+def mark(rows: Row, number: int) -> None:
+    """Makes them unlike others, also behind a lossy codec: it keeps the largest number of a row."""
+    rows[..., :4] = np.float32(number + 16).reshape(1).view(np.uint8)
+
+
 class Instance:
-    """A pool of random bytes with a connector attached. Its calls wait for the result, which must come in time."""
+    """A pool of random numbers with a connector attached. Its calls wait for the result, which must come in time."""
 
     def __init__(self, trial: "Trial", url: str, layout: Layout, blocks: int) -> None:
         self.trial = trial
         self.layout = layout
-        self.rows: Row = np.random.default_rng().integers(0, 256, (blocks, layout.block_bytes), dtype=np.uint8)
+        self.rows = random_rows(blocks, layout.block_bytes)
         self.row_of: dict[bytes, int] = {}  # from which a key was stored last
         self.closed = False
         self.connector: Connector = connect(url)
@@ -134,7 +147,17 @@ class Instance:
                 self.must_equal(row, content)
         return sum(one is Outcome.OK for one in seen)
 
+    @property
+    def codec(self) -> Codec:
+        """What `?codec=` names, where the connector has that from us."""
+        return self.connector.codec if isinstance(self.connector, BatchedConnector) else Plain(self.layout)
+
+    def payload_bytes(self, row: int) -> int:
+        return len(self.codec.encode(self.rows[row]))
+
     def must_equal(self, row: int, content: Row) -> None:
+        if self.codec.lossy:
+            content = self.codec.decode(self.codec.encode(content).tobytes())
         wrong = int(np.count_nonzero(self.rows[row] != content))
         expect(wrong == 0, "the bytes that were stored", f"{wrong} wrong bytes in a block that was reported as loaded")
 
@@ -286,7 +309,7 @@ class _Planted:
         return self._header, self._payload.data
 
     def copy_to(self, target: Row) -> bytes:
-        target[:] = self._payload
+        target[: len(self._payload)] = self._payload
         return self._header
 
     def in_time(self) -> bool:

@@ -19,8 +19,8 @@ from typing import Any
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.connector import PoolMemory
 from pdserve.kv_transfer.registry import connect, installed
-from pdserve.kv_transfer.rules.processes import BLOCK_BYTES, COUNT, key_of, mark, rows_of
-from pdserve.kv_transfer.rules.trial import make_layout
+from pdserve.kv_transfer.rules.processes import BLOCK_BYTES, COUNT, key_of, rows_of
+from pdserve.kv_transfer.rules.trial import make_layout, mark
 
 
 def say(pid: int, what: str, value: Any) -> None:

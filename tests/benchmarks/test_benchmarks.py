@@ -61,6 +61,19 @@ def test_pd(tmp_path: Path) -> None:
     assert colocated["handed_over"] == 0 and split["handed_over"] == 4 and split["handover_ms_p50"] > 0
 
 
+def test_codecs(tmp_path: Path) -> None:
+    rows = {row["codec"]: row for row in run("codecs.py", tmp_path, "--speed")["rows"]}
+    assert list(rows) == ["none", "lz4", "zstd", "fp8", "int8"]
+    for name in ("none", "lz4", "zstd"):
+        assert rows[name]["kv_equal"] and rows[name]["logits_max_error"] == 0 and rows[name]["greedy_agreement"] == 1
+    for name in ("fp8", "int8"):
+        assert not rows[name]["kv_equal"]
+        assert 0 < rows[name]["logits_mean_error"] < rows[name]["logits_max_error"] < 4 * rows[name]["logits_spread"]
+        assert rows[name]["bytes_of_raw"] == 0.502
+    assert rows["none"]["bytes_of_raw"] == 1 > rows["lz4"]["bytes_of_raw"] > rows["zstd"]["bytes_of_raw"]
+    assert all(rows[name]["encode_of_memcpy"] > 0 < rows[name]["decode_of_memcpy"] for name in rows if name != "none")
+
+
 def test_a_mistake_is_one_line() -> None:
     command = [sys.executable, str(BENCHMARKS / "handover.py"), "--connectors", "pigeon"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

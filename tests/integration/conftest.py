@@ -152,10 +152,10 @@ def redis_url() -> Iterator[str]:
 
 @pytest.fixture
 def connector_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """The URL for a scheme given by indirect parametrisation."""
-    if request.param == "shm":
+    """The URL for a scheme given by indirect parametrisation; `shm?codec=zstd` gives it a codec."""
+    if request.param.startswith("shm"):
         url = f"shm://test-{uuid.uuid4().hex}?size=64MiB"
-        yield url
+        yield f"{url}{request.param.removeprefix('shm').replace('?', '&')}"
         unlink(url)
     elif request.param == "file":
         yield f"file://{tmp_path / 'kv'}"

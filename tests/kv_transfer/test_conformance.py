@@ -239,7 +239,7 @@ def test_the_example_package(tmp_path: Path) -> None:
         tmp_path / "source", tmp_path / "site", "-p", "pdserve.kv_transfer.pytest_plugin", "--connector-seconds", "0.5"
     )
     # Not checked: a store without a limit, twice; and memory, which other processes do not see.
-    assert "43 passed, 6 skipped" in done.stdout, done.stdout + done.stderr
+    assert "44 passed, 6 skipped" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_store_that_takes_nothing_is_no_store(command: Callable[..., Any]) -> None:

@@ -79,5 +79,5 @@ def test_plug_ins_that_cannot_be_used_say_why(scheme: str, sentence: str) -> Non
 
 
 def test_a_wrong_parameter_is_refused_before_anything_starts() -> None:
-    with pytest.raises(SetupError, match="it knows size, threads, timeout"):
+    with pytest.raises(SetupError, match="it knows codec, size, threads, timeout"):
         registry.connect("shm://name?colour=blue")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pdserve.errors import SetupError
+from pdserve.kv_transfer.conformance import Verdict, rules_named, try_rule
 from pdserve.kv_transfer.registry import connect
 
 pytest_plugins = ["pdserve.kv_transfer.pytest_plugin"]
@@ -18,6 +19,11 @@ def test_conformance_in_a_directory(connector_rule: Any, tmp_path: Path) -> None
 
 def test_conformance_in_memory(connector_rule: Any) -> None:
     connector_rule(f"fsspec+memory://{uuid.uuid4().hex}")
+
+
+def test_values_may_be_shorter_than_blocks(tmp_path: Path) -> None:
+    (rule,) = rules_named(["leading-match"])
+    assert try_rule(rule, f"fsspec+file://{tmp_path}/kv?codec=zstd").verdict is Verdict.HOLDS
 
 
 @pytest.mark.parametrize("url", ["fsspec://", "fsspec+file://", "fsspec://file", "fsspec+s3://"])
