@@ -27,6 +27,8 @@ QUICK_HELP = "a tiny model and small tasks, for seeing that it works"
 OUT_HELP = "folder for the JSON; default: results/ beside this script"
 WIDE = 160  # columns
 
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the command line does, for every engine that is measured
+
 S = TypeVar("S", bound="DataclassInstance")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import signal
 import sys
 
@@ -124,6 +125,8 @@ app.command("version")(version)
 
 def main() -> None:
     """Start-up errors are one line on stderr and exit code 2."""
+    # torch's own allocator reads this once: large tensors, weights above all, go into huge pages where the system allows.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # As a container's first process we would otherwise not hear SIGTERM before a server installs its own handler.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S")

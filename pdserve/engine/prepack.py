@@ -1,0 +1,51 @@
+"""Linear layers whose weights lie as oneDNN reads them, instead of being put in that order anew in every step.
+
+For CPUs, and for 16-bit weights only: float32 keeps the arithmetic of `torch.nn.functional.linear`, to the last bit.
+"""
+
+import torch
+
+# The order is chosen for a number of rows. This one serves 1 to 128 rows best, and larger ones as well as any.
+_ROWS = 128
+
+
+class PackedLinear(torch.nn.Module):
+    """Takes the place of a `torch.nn.Linear`, whose weight can be freed then."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.bias = linear.bias
+        # An opaque tensor, which nothing but the operator below can read; no parameter, so that nothing tries to.
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.data, _ROWS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] → [..., out_features]"""
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return y
+
+
+def prepack(model: torch.nn.Module) -> int:
+    """Replaces the linear layers of a model on the CPU, where this processor has kernels for their dtype.
+
+    A matrix that is the embedding as well is kept twice.
+
+    Returns:
+        How many were replaced.
+    """
+    count = 0
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if type(child) is torch.nn.Linear and _has_kernel(child.weight):
+                setattr(parent, name, PackedLinear(child))
+                count += 1
+    return count
+
+
+def _has_kernel(weight: torch.Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())

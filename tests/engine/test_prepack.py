@@ -1,0 +1,53 @@
+"""Packed linear layers compute what the plain ones do."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve.config import EngineConfig
+from pdserve.engine import checkpoint
+from pdserve.engine.prepack import PackedLinear, prepack
+
+needs_bf16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor has no bfloat16 kernels"
+)
+
+
+@needs_bf16
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 32, 129, 1000])
+@pytest.mark.parametrize(("wide", "high"), [(64, 64), (96, 1000), (1024, 33)])
+@torch.inference_mode()
+def test_equals_the_plain_layer(wide: int, high: int, rows: int, bias: bool) -> None:
+    torch.manual_seed(rows + wide)
+    layer = torch.nn.Linear(wide, high, bias=bias, dtype=torch.bfloat16)
+    plain = torch.nn.Sequential(layer)
+    x = torch.randn(2, rows, wide, dtype=torch.bfloat16)
+    exact = x.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0)
+    assert prepack(plain) == 1 and isinstance(plain[0], PackedLinear)
+    packed = plain(x)
+    assert packed.shape == (2, rows, high) and packed.dtype == torch.bfloat16
+    # One rounding to bfloat16, of a sum in float32.
+    torch.testing.assert_close(packed.double(), exact, rtol=2**-7, atol=2**-8)
+
+
+def test_float32_is_left_alone() -> None:
+    plain = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    assert prepack(plain) == 0 and type(plain[0]) is torch.nn.Linear
+
+
+@needs_bf16
+@torch.inference_mode()
+def test_a_loaded_model_is_packed_and_keeps_its_embedding(checkpoint_path: Path) -> None:
+    loaded = checkpoint.load(EngineConfig(model=str(checkpoint_path), dtype="bfloat16", device="cpu"))
+    kinds = [type(module) for module in loaded.model.modules()]
+    assert PackedLinear in kinds and torch.nn.Linear not in kinds
+    embedding = loaded.model.get_input_embeddings()  # type: ignore[operator]
+    assert torch.isfinite(embedding(torch.arange(8))).all()
+
+
+@pytest.fixture
+def checkpoint_path(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("llama")
