@@ -1,6 +1,7 @@
 """Fixtures for all tests: small checkpoints of real architectures, made once per session, and a tokenizer that fits."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from pdserve.kv_transfer.registry import GROUP
 
 CONTEXT = 1024
 VOCAB = 260  # 256 bytes, 2 special tokens, 2 unused
@@ -129,3 +132,19 @@ def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(7)
     lengths = [1, 2, 15, 16, 17, 31, 32, 33, 100, 700] * 2 + [1, 16, 33, 100]
     return [torch.randint(0, 256, (length,), generator=generator).tolist() for length in lengths]
+
+
+@pytest.fixture(scope="session")
+def install_connectors() -> Callable[[Path, str, Path, dict[str, str]], None]:
+    """install_connectors(folder, "my_package", Path("source.py"), {"scheme": "Class"}), as pip would: the module, and a
+    package's metadata with its entry points. They are there for processes that have the folder on their path."""
+
+    def install(folder: Path, name: str, module: Path, connectors: dict[str, str]) -> None:
+        shutil.copy(module, folder / f"{name}.py")
+        metadata = folder / f"{name}-0.1.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
+        lines = [f"{scheme} = {name}:{one}" for scheme, one in connectors.items()]
+        (metadata / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines, ""]))
+
+    return install

@@ -19,12 +19,14 @@ from typer.testing import CliRunner
 
 from pdserve.cli import app
 from pdserve.errors import SetupError
-from pdserve.kv_transfer import conformance, memory, registry
+from pdserve.kv_transfer import conformance, memory
 from pdserve.kv_transfer.bench import figures, parse_counts
 from pdserve.kv_transfer.conformance import RULES, Verdict, check, declared_version, name_of, rules_named, try_rule
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = Path(__file__).parent
+
+Install = Callable[[Path, str, Path, dict[str, str]], None]
 
 
 def load_broken() -> ModuleType:
@@ -39,21 +41,11 @@ def load_broken() -> ModuleType:
 BROKEN: list[tuple[type, str, str]] = load_broken().BROKEN
 
 
-def install(folder: Path, name: str, module: Path, connectors: dict[str, str]) -> None:
-    """As pip would: the module, and a package's metadata with its entry points."""
-    shutil.copy(module, folder / f"{name}.py")
-    metadata = folder / f"{name}-0.1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
-    lines = [f"{scheme} = {name}:{one}" for scheme, one in connectors.items()]
-    (metadata / "entry_points.txt").write_text("\n".join([f"[{registry.GROUP}]", *lines, ""]))
-
-
 @pytest.fixture(scope="module")
-def broken_package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def broken_package(tmp_path_factory: pytest.TempPathFactory, install_connectors: Install) -> Iterator[Path]:
     """Makes `broken-<class>://` URLs of the broken connectors, for this process and those that it starts."""
     folder = tmp_path_factory.mktemp("broken")
-    install(
+    install_connectors(
         folder, "pdserve_broken", HERE / "broken.py", {f"broken-{c.__name__.lower()}": c.__name__ for c, _, _ in BROKEN}
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -166,11 +158,11 @@ class Headless(Reachable):
 
 
 @pytest.fixture
-def plain_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def plain_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install_connectors: Install) -> None:
     (tmp_path / "source.py").write_text(PLAIN)
     (tmp_path / "site").mkdir()
     names = {"plain": "Plain", "reachable": "Reachable", "headless": "Headless", "ticketed": "Ticketed"}
-    install(tmp_path / "site", "plain_connectors", tmp_path / "source.py", names)
+    install_connectors(tmp_path / "site", "plain_connectors", tmp_path / "source.py", names)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.delitem(sys.modules, "plain_connectors", raising=False)
 
@@ -207,14 +199,16 @@ def test_without_a_store_in_between() -> None:
 # The guide and the example.
 
 
-def test_the_connector_of_the_guide_is_conformant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_connector_of_the_guide_is_conformant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install_connectors: Install
+) -> None:
     guide = (ROOT / "docs" / "connectors.md").read_text()
     (code,) = (
         block for block in re.findall(r"^```python\n(.*?)^```", guide, re.M | re.S) if "ThreadedConnector" in block
     )
     (tmp_path / "source.py").write_text(code)
     (tmp_path / "site").mkdir()
-    install(tmp_path / "site", "sqlite_connector", tmp_path / "source.py", {"sqlite": "SqliteConnector"})
+    install_connectors(tmp_path / "site", "sqlite_connector", tmp_path / "source.py", {"sqlite": "SqliteConnector"})
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     reports = list(check(f"sqlite://{tmp_path}/kv.db?size=80MiB", seconds=0.5))
     assert [(one.rule, one.detail) for one in reports if one.verdict is not Verdict.HOLDS] == []
@@ -361,13 +355,15 @@ Nothing = 7
 
 
 @pytest.fixture
-def versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install_connectors: Install) -> Iterator[None]:
     (tmp_path / "source.py").write_text(VERSIONS)
     (tmp_path / "boom.py").write_text("raise RuntimeError('no such luck')")
     (tmp_path / "site").mkdir()
     names = ["Current", "Grown", "Later", "Undeclared", "Nothing", "Lost"]
-    install(tmp_path / "site", "versions", tmp_path / "source.py", {f"v-{name.lower()}": name for name in names})
-    install(tmp_path / "site", "boom", tmp_path / "boom.py", {"v-boom": "Boom"})
+    install_connectors(
+        tmp_path / "site", "versions", tmp_path / "source.py", {f"v-{name.lower()}": name for name in names}
+    )
+    install_connectors(tmp_path / "site", "boom", tmp_path / "boom.py", {"v-boom": "Boom"})
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     yield
     sys.modules.pop("versions", None)
