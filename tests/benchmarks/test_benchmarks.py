@@ -51,6 +51,16 @@ def test_handover(tmp_path: Path) -> None:
         assert row["second_token_gap_ms"] >= 0 and len(row["handover_ms_all"]) == 1
 
 
+def test_transports(tmp_path: Path) -> None:
+    content = run("transports.py", tmp_path)
+    assert content["skipped"] == {}
+    rows = {(row["connector"], row["operation"]): row for row in content["rows"]}
+    assert rows.keys() == {(name, way) for name in ("shm", "file-tmpfs") for way in ("store", "load")}
+    for row in rows.values():
+        assert row["bytes"] == 4 * 65536
+        assert row["gb_per_s"] > 0 and row["of_raw"] > 0 and row["of_memcpy"] > 0
+
+
 def test_pd(tmp_path: Path) -> None:
     content = run("pd.py", tmp_path)
     colocated, split = content["rows"]

@@ -1,0 +1,311 @@
+"""How much of a transport a connector leaves: `python benchmarks/transports.py`.
+
+For each connector, four things take turns: a memcpy of some blocks, the bare transport moving the same bytes, the connector
+storing the blocks, and another connector loading them. What a connector adds to the bare transport: keys, headers,
+checksums, futures, deadlines, and the copy into the pool.
+"""
+
+import multiprocessing
+import socket
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import report
+import stores
+from rich.console import Console
+from rich.table import Table
+
+from pdserve.config import flag, parse_size
+from pdserve.errors import SetupError
+from pdserve.flags import command_of
+from pdserve.kv_transfer.connector import Outcome
+from pdserve.kv_transfer.rules.trial import Instance, Trial, new_keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    connectors: str = flag("comma separated, see the README", "shm,file-tmpfs,redis-unix,nixl")
+    block_bytes: str = flag("bytes of a block", "1792KiB")
+    blocks: int = flag("blocks of one store or load", 64)
+    pieces: int = flag("operations into which they are divided, under way together", 4)
+    repeat: int = flag("turns", 9)
+    quick: bool = flag(report.QUICK_HELP, False)
+    note: str = flag(report.NOTE_HELP, "")
+    out: str = flag(report.OUT_HELP, "")
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a setting that can never work."""
+        for name in self.connectors.split(","):
+            if name not in TRANSPORTS:
+                raise ValueError(f"--connectors {name!r} is not known; there are: {', '.join(TRANSPORTS)}")
+
+
+QUICK = {"block_bytes": "64KiB", "blocks": 4, "pieces": 2, "repeat": 1, "connectors": "shm,file-tmpfs"}
+Move = Callable[[], float]  # seconds
+
+
+@dataclass
+class Raw:
+    """A bare transport: what it is, and how to move all blocks once in each direction."""
+
+    what: str
+    store: Move | None = None
+    load: Move | None = None
+
+
+@dataclass
+class Turns:
+    """Seconds of each turn, by what was done."""
+
+    memcpy: list[float] = field(default_factory=list)
+    raw_store: list[float] = field(default_factory=list)
+    raw_load: list[float] = field(default_factory=list)
+    store: list[float] = field(default_factory=list)
+    load: list[float] = field(default_factory=list)
+
+
+def benchmark(settings: Settings) -> None:
+    """Measure connectors beside the bare transports under them, and a memcpy."""
+    if settings.quick:
+        settings = report.in_place_of_defaults(settings, QUICK)
+    rows, skipped = [], {}
+    with Console(stderr=True).status("measuring") as status:
+        for name in settings.connectors.split(","):
+            status.update(name)
+            try:
+                rows += _measure(name, settings)
+            except SetupError as error:
+                skipped[name] = str(error)
+    _print(rows)
+    for name, reason in skipped.items():
+        print(f"{name} was not measured: {reason}")
+    print(report.write("transports", settings, {"skipped": skipped, "rows": rows}))
+
+
+# ---- transports: each a context manager that gives a connector's URL and the bare transport under it --------------------
+
+
+@contextmanager
+def _shm(nbytes: int, count: int) -> Iterator[tuple[str, Raw]]:
+    with stores.shm(4 * nbytes * count) as url:
+        yield url, Raw("one memcpy")
+
+
+@contextmanager
+def _file(nbytes: int, count: int) -> Iterator[tuple[str, Raw]]:
+    """`dd` writes one new file of all blocks, and reads it."""
+    with stores.file("/dev/shm", 4 * nbytes * count) as url, tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path = Path(folder) / "raw"
+
+        def store() -> float:
+            path.unlink(missing_ok=True)
+            return _dd(f"if=/dev/zero of={path} bs={nbytes} count={count}")
+
+        yield url, Raw("dd", store, lambda: _dd(f"if={path} of=/dev/null bs={nbytes}"))
+
+
+def _dd(arguments: str) -> float:
+    """Seconds, as dd measures them: without its own start."""
+    done = subprocess.run(["dd", *arguments.split()], capture_output=True, text=True, check=True, env={"LC_ALL": "C"})
+    return float(done.stderr.splitlines()[-1].split(", ")[-2].split()[0])
+
+
+@contextmanager
+def _redis(nbytes: int, count: int) -> Iterator[tuple[str, Raw]]:
+    """One client on the socket: all commands pipelined, answers received into one buffer, nothing looked at."""
+    with stores.redis("redis+unix://{socket}", 8 * nbytes * count) as url, socket.socket(socket.AF_UNIX) as client:
+        client.connect(url.removeprefix("redis+unix://"))
+        payload, buffer = np.ones(nbytes, np.uint8), memoryview(bytearray(nbytes + 64))
+
+        def receive(length: int) -> None:
+            while length:
+                length -= client.recv_into(buffer[: min(length, len(buffer))])
+
+        def store() -> float:
+            began = time.perf_counter()
+            for i in range(count):
+                client.sendall(b"*3\r\n$3\r\nSET\r\n$8\r\nraw%05d\r\n$%d\r\n" % (i, nbytes))
+                client.sendall(payload.data)
+                client.sendall(b"\r\n")
+            receive(count * len(b"+OK\r\n"))
+            return time.perf_counter() - began
+
+        def load() -> float:
+            began = time.perf_counter()
+            client.sendall(b"".join(b"*2\r\n$3\r\nGET\r\n$8\r\nraw%05d\r\n" % i for i in range(count)))
+            receive(count * (len(b"$%d\r\n\r\n" % nbytes) + nbytes))
+            return time.perf_counter() - began
+
+        yield url, Raw("SET and GET on a socket", store, load)
+
+
+@contextmanager
+def _nixl(nbytes: int, count: int) -> Iterator[tuple[str, Raw]]:
+    """One transfer that reads all rows of another process, straight into ours. There is nothing to store."""
+    try:
+        from pdserve.kv_transfer.nixl_agent import Agent, NixlFault
+
+        agent = Agent("lo")
+    except SetupError as error:
+        raise SetupError(f"no NIXL: {error}") from error
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    peer = multiprocessing.get_context("spawn").Process(target=_nixl_peer, args=(there, nbytes, count), daemon=True)
+    peer.start()
+    rows, ids = np.ones((count, nbytes), np.uint8), np.arange(count, dtype=np.int32)
+    try:
+        name, metadata, base = here.recv()
+        agent.register(rows)
+        agent.add(metadata)
+        sources, targets = agent.prepare(name, base, nbytes, count), agent.prepare("", rows.ctypes.data, nbytes, count)
+
+        def load() -> float:
+            began = time.perf_counter()
+            transfer = agent.make_read(targets, ids, sources, ids)
+            over = agent.begin(transfer)
+            while not over:
+                over = agent.is_over(transfer)
+            seconds = time.perf_counter() - began
+            agent.release(transfer)
+            return seconds
+
+        yield "nixl://?devices=lo", Raw("one NIXL read", None, load)
+        agent.remove(name, sources)
+    except (NixlFault, EOFError) as error:
+        raise SetupError(f"NIXL failed: {error}") from error
+    finally:
+        here.close()
+        peer.join(10)
+        agent.close()
+
+
+def _nixl_peer(pipe: Connection, nbytes: int, count: int) -> None:
+    from pdserve.kv_transfer.nixl_agent import Agent
+
+    agent, rows = Agent("lo"), np.ones((count, nbytes), np.uint8)
+    agent.register(rows)
+    pipe.send((agent.name, agent.metadata(), rows.ctypes.data))
+    while not _closed(pipe):
+        agent.progress()
+        time.sleep(0.0002)
+    agent.close()
+
+
+def _closed(pipe: Connection) -> bool:
+    try:
+        return pipe.poll(0) and pipe.recv() is None
+    except EOFError:
+        return True
+
+
+TRANSPORTS: dict[str, Callable[[int, int], AbstractContextManager[tuple[str, Raw]]]] = {
+    "shm": _shm,
+    "file-tmpfs": _file,
+    "redis-unix": _redis,
+    "nixl": _nixl,
+}
+
+
+# ---- measuring --------------------------------------------------------------------------------------------------------
+
+
+def _measure(name: str, settings: Settings) -> list[dict[str, Any]]:
+    nbytes, count = parse_size(settings.block_bytes), settings.blocks
+    with TRANSPORTS[name](nbytes, count) as (url, raw):
+        trial = Trial(url, 60.0)
+        try:
+            source, target = trial.instance(nbytes, count), trial.instance(nbytes, count)
+            target.rows[:] = source.rows
+            turns = Turns()
+            for turn in range(settings.repeat + 1):
+                into = turns if turn else Turns()
+                _turn(into, trial, source, target, raw, settings.pieces)
+        finally:
+            trial.close()
+    return [_row(name, way, raw.what, turns, nbytes * count) for way in ("store", "load")]
+
+
+def _turn(turns: Turns, trial: Trial, source: Instance, target: Instance, raw: Raw, pieces: int) -> None:
+    count = len(source.rows)
+    began = time.perf_counter()
+    for row in range(count):
+        target.rows[row] = source.rows[row]
+    turns.memcpy.append(time.perf_counter() - began)
+    if raw.store:
+        turns.raw_store.append(raw.store())
+    if raw.load:
+        turns.raw_load.append(raw.load())
+    keys = new_keys(count)
+    step = -(-count // pieces)
+    parts = [(keys[at : at + step], range(at, min(at + step, count))) for at in range(0, count, step)]
+    trial.remember(source.layout, keys)
+    began = time.perf_counter()
+    futures = [source.connector.store(part, rows, lease_s=60.0) for part, rows in parts]
+    stored = [future.result() for future in futures]
+    turns.store.append(time.perf_counter() - began)
+    for (part, _), result in zip(parts, stored, strict=True):
+        source.take_ticket(part, result)
+    began = time.perf_counter()
+    futures = [target.connector.load(part, rows, tickets=source.tickets(part)) for part, rows in parts]
+    loaded = [future.result() for future in futures]
+    turns.load.append(time.perf_counter() - began)
+    if any(outcome is not Outcome.OK for result in (*stored, *loaded) for outcome in result.outcomes):
+        raise SetupError("some blocks were not moved")
+    source.connector.release(keys)
+    trial.tidy(source)
+
+
+def _row(name: str, way: str, what: str, turns: Turns, nbytes: int) -> dict[str, Any]:
+    """Ratios are medians of the ratios within a turn."""
+    ours: list[float] = getattr(turns, way)
+    raw: list[float] = getattr(turns, f"raw_{way}") or (turns.memcpy if what == "one memcpy" else [])
+
+    def rate(seconds: list[float]) -> float | None:
+        return round(nbytes / statistics.median(seconds) / 1e9, 2) if seconds else None
+
+    def ratio(seconds: list[float]) -> float | None:
+        pairs = zip(seconds, ours, strict=True)
+        return round(statistics.median(other / own for other, own in pairs), 3) if seconds else None
+
+    return {
+        "connector": name,
+        "operation": way,
+        "bytes": nbytes,
+        "gb_per_s": rate(ours),
+        "raw": what,
+        "raw_gb_per_s": rate(raw),
+        "memcpy_gb_per_s": rate(turns.memcpy),
+        "of_raw": ratio(raw),
+        "of_memcpy": ratio(turns.memcpy),
+        "seconds": [round(second, 6) for second in ours],
+    }
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    table = Table(show_edge=False, pad_edge=False)
+    for column in ("connector", "operation"):
+        table.add_column(column)
+    for column in ("GB/s", "bare", "bare GB/s", "of bare", "memcpy GB/s", "of memcpy"):
+        table.add_column(column, justify="left" if column == "bare" else "right")
+    for row in rows:
+        rates = [
+            _shown(row[name], ".2f") for name in ("gb_per_s", "raw_gb_per_s", "of_raw", "memcpy_gb_per_s", "of_memcpy")
+        ]
+        table.add_row(row["connector"], row["operation"], rates[0], row["raw"], *rates[1:])
+    report.show(table)
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+if __name__ == "__main__":
+    report.main(command_of(Settings, benchmark))
