@@ -49,7 +49,7 @@ class Settings:
                 raise ValueError(f"--connectors {name!r} is not known; there are: {', '.join(TRANSPORTS)}")
 
 
-QUICK = {"block_bytes": "64KiB", "blocks": 4, "pieces": 2, "repeat": 1, "connectors": "shm,file-tmpfs"}
+QUICK = {"block_bytes": "64KiB", "blocks": 16, "pieces": 2, "repeat": 1, "connectors": "shm,file-tmpfs"}
 Move = Callable[[], float]  # seconds
 
 

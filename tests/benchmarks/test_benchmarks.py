@@ -57,7 +57,7 @@ def test_transports(tmp_path: Path) -> None:
     rows = {(row["connector"], row["operation"]): row for row in content["rows"]}
     assert rows.keys() == {(name, way) for name in ("shm", "file-tmpfs") for way in ("store", "load")}
     for row in rows.values():
-        assert row["bytes"] == 4 * 65536
+        assert row["bytes"] == 16 * 65536
         assert row["gb_per_s"] > 0 and row["of_raw"] > 0 and row["of_memcpy"] > 0
 
 
