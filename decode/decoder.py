@@ -149,7 +149,7 @@ class Decoder:
         """Starts the next load or, if nothing is missing or will come, the decoding."""
         if not decode.reserved or decode.started or decode.job.over:
             return
-        if decode.broken is None and decode.available > decode.requested:
+        while decode.broken is None and decode.available > decode.requested:
             self._load(decode)
         if decode.job.transfers > 0:
             return
@@ -158,7 +158,8 @@ class Decoder:
             self._start(decode)
 
     def _load(self, decode: _Decode) -> None:
-        job, first, stop = decode.job, decode.requested, decode.available
+        job, first = decode.job, decode.requested
+        stop = min(decode.available, first + self._transfers.largest)
         keys, blocks = job.keys[first:stop], job.seq.block_ids[first:stop]
         decode.requested = stop
         self._transfers.load(
@@ -211,9 +212,15 @@ class Decoder:
         return math.inf if self._store_generated == "on" or job.multi_turn else job.seq.num_given
 
     def _store_back(self, decode: _Decode, at_least: int = 1) -> None:
-        """Stores the full blocks that were computed here since the last time, if these are many enough."""
+        """Stores the full blocks that were computed here since the last time, if these are many enough.
+
+        They never wait for room: it is better to lose them than to delay what somebody waits for.
+        """
         job, seq, first = decode.job, decode.job.seq, decode.kept
-        stop = int(min(seq.num_computed, decode.worth)) // seq.block_size
+        ready = int(min(seq.num_computed, decode.worth)) // seq.block_size
+        stop = min(ready, first + min(self._transfers.room, self._transfers.largest))
+        if job.over:
+            self._desk.count("store_back_skipped_blocks", max(0, ready - stop))
         if stop - first < at_least:
             return
         decode.kept = stop

@@ -72,11 +72,17 @@ class TransferConfig(EngineConfig):
         "where KV blocks go: memory://, shm://name?size=1GiB, file:///path, redis://host:6379/0", DEFAULT_CONNECTOR
     )
     lease_seconds: float = flag("how long stored KV waits to be loaded before the store may evict it", 60.0)
+    max_inflight_bytes: str | None = flag(
+        "KV bytes on their way to or from the store; default: 512MiB, or two steps, and at most half of the pool",
+        None,
+    )
     store_generated: str = flag("store the KV of output too, for the next turn: auto (of chats), on, off", "auto")
 
     def __post_init__(self) -> None:
         """Raises ValueError for a setting that can never work."""
         super().__post_init__()
+        if self.max_inflight_bytes is not None:
+            parse_size(self.max_inflight_bytes)
         if self.store_generated not in STORE_GENERATED:
             raise ValueError(f"--store-generated is {', '.join(STORE_GENERATED)}, not {self.store_generated!r}")
 

@@ -17,6 +17,10 @@ HELP = {
     "kv_transfer_seconds": "time spent in transfers, by connector and direction",
     "kv_transfer_blocks": "KV blocks moved, by connector and direction",
     "kv_transfer_failures": "KV blocks that a transfer did not move, by connector, direction and kind",
+    "kv_transfer_bytes_in_flight": "KV bytes that the connector is moving",
+    "kv_transfer_bytes_waiting": "KV bytes that wait until fewer are in flight",
+    "prefill_steps_held_back": "steps that left prefill out because stores waited",
+    "store_back_skipped_blocks": "KV blocks not stored back because too many bytes were in flight",
     "integrity_checks": "looks at the whole pool while idle, each of which found every block in its place",
     "engine_steps": "forward passes",
     "num_requests_running": "sequences in the running batch, loading or storing",
@@ -26,7 +30,15 @@ HELP = {
     "kv_cache_usage_perc": "share of the pool's blocks that are held, 0 to 1",
 }
 GAUGES = frozenset(
-    {"num_requests_running", "num_requests_waiting", "kv_cache_blocks", "kv_cache_blocks_held", "kv_cache_usage_perc"}
+    {
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_blocks",
+        "kv_cache_blocks_held",
+        "kv_cache_usage_perc",
+        "kv_transfer_bytes_in_flight",
+        "kv_transfer_bytes_waiting",
+    }
 )
 _SERIES = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})?")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')

@@ -4,12 +4,22 @@ fetch ─► ask the store which leading blocks it has ─► load those that th
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from pdserve.break_even import BreakEven
 from pdserve.engine.engine import Engine
 from pdserve.job import Desk, Job
 from pdserve.kv_transfer.connector import Connector, Outcome, Result
 from pdserve.transfers import Transfers
+
+
+@dataclass(frozen=True)
+class _Fetch:
+    """One prompt: keys of the blocks that may be loaded, and whom to tell if the job is over by then."""
+
+    job: Job
+    keys: list[bytes]
+    cancelled: Callable[[], None]
 
 
 class Fetcher:
@@ -27,49 +37,56 @@ class Fetcher:
             cancelled: called instead if the job is over by then.
         """
         seq = job.seq
-        usable = seq.full_keys()[: (seq.num_given - 1) // seq.block_size]
-        if self._connector.in_place or len(self._engine.pool.match(usable)) == len(usable):
+        keys = seq.full_keys()[: (seq.num_given - 1) // seq.block_size]
+        if self._connector.in_place or len(self._engine.pool.match(keys)) == len(keys):
             self._engine.add(seq)
             return
+        fetch = _Fetch(job, keys, cancelled)
         job.transfers += 1
-        self._desk.when_done(self._connector.match(usable), lambda found: self._matched(job, usable, found, cancelled))
+        self._desk.when_done(self._connector.match(keys), lambda found: self._matched(fetch, found))
 
-    def _matched(self, job: Job, usable: list[bytes], found: int, cancelled: Callable[[], None]) -> None:
+    def _matched(self, fetch: _Fetch, found: int) -> None:
         """Loads what the store has and the pool lacks, as far as that pays and there is room now; then it just queues."""
-        job.transfers -= 1
-        if job.over:
-            cancelled()
+        fetch.job.transfers -= 1
+        if fetch.job.over:
+            fetch.cancelled()
             return
-        seq = job.seq
-        have = len(self._engine.pool.match(usable))
-        count = self._worth(job, found - have, len(usable)) if found > have else 0
-        if count == 0:
-            self._engine.add(seq)
-            return
-        keys, blocks = usable[have : have + count], seq.block_ids[have : have + count]
-        self._transfers.load(job, keys, blocks, lambda result: self._loaded(job, have, result, cancelled))
+        have = len(self._engine.pool.match(fetch.keys))
+        count = self._worth(fetch, found - have) if found > have else 0
+        if count:
+            self._load(fetch, have, have + count)
+        else:
+            self._engine.add(fetch.job.seq)
 
-    def _worth(self, job: Job, blocks: int, usable: int) -> int:
+    def _worth(self, fetch: _Fetch, blocks: int) -> int:
         """How many of the blocks to load. If any, the sequence has its place in the pool."""
-        seq, scheduler = job.seq, self._engine.scheduler
+        seq, scheduler = fetch.job.seq, self._engine.scheduler
         count, reason = self.break_even.decide(blocks, self._desk.now())
         # Who waits comes first, or newcomers with hits would take every block that a long prompt waits for.
-        if count and (scheduler.waiting or not scheduler.reserve(seq, usable, seq.num_given)):
+        if count and (scheduler.waiting or not scheduler.reserve(seq, len(fetch.keys), seq.num_given)):
             self._desk.count("store_hits", 1, decision="no_room")
             return 0
         self._desk.count("store_hits", 1, decision=reason)
         return count
 
-    def _loaded(self, job: Job, have: int, result: Result, cancelled: Callable[[], None]) -> None:
+    def _load(self, fetch: _Fetch, first: int, stop: int) -> None:
+        end = min(stop, first + self._transfers.largest)
+        keys, blocks = fetch.keys[first:end], fetch.job.seq.block_ids[first:end]
+        self._transfers.load(fetch.job, keys, blocks, lambda result: self._loaded(fetch, first, stop, result))
+
+    def _loaded(self, fetch: _Fetch, first: int, stop: int, result: Result) -> None:
         moved = result.outcomes.count(Outcome.OK)
         if moved or Outcome.UNAVAILABLE in result.outcomes:
             self.break_even.loaded(moved, result.seconds, self._desk.now())
-        if job.over:
-            cancelled()
+        if fetch.job.over:
+            fetch.cancelled()
             return
-        seq = job.seq
-        seq.num_loaded = result.leading * seq.block_size
-        seq.num_computed = (have + result.leading) * seq.block_size
+        seq, arrived = fetch.job.seq, first + result.leading
+        if arrived < stop and result.leading == len(result.outcomes):
+            self._load(fetch, arrived, stop)
+            return
+        seq.num_computed = arrived * seq.block_size
+        seq.num_loaded = seq.num_computed - seq.num_local_hit
         seq.admitted = True
         self._engine.register_full_blocks(seq)
         self._engine.add(seq)

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from pdserve.config import InstanceConfig
+from pdserve.config import InstanceConfig, parse_size
 from pdserve.counters import series
 from pdserve.decode.decoder import Decoder
 from pdserve.engine.engine import Engine
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 LOAD_INTERVAL_S = 0.1  # between two snapshots of the load while steps follow each other
 CHECK_INTERVAL_S = 1.0  # between two looks at the whole pool
+INFLIGHT_BYTES = 512 << 20
 Send = Callable[[str, pb.InstanceFrame], None]
 
 
@@ -45,7 +46,7 @@ class Instance:
         self.engine = Engine(config)
         pool = self.engine.runner.pool_NL2GBD
         self.connector = attach_pool(connector or connect(config.connector), pool, self.engine.layout)
-        self.transfers = Transfers(self.engine.pool, self.connector, self)
+        self.transfers = Transfers(self.engine.pool, self.connector, self, _max_blocks(config, self.engine))
         self.fetcher = fetcher = Fetcher(self.engine, self.connector, self.transfers, self)
         self.prefiller = Prefiller(self.engine, self.transfers, fetcher, self, config.lease_seconds)
         self.decoder = Decoder(self.engine, self.connector, self.transfers, fetcher, self, config.store_generated)
@@ -116,7 +117,7 @@ class Instance:
         self._run_inbox(wait)
         self.decoder.reserve()
         started = self.now()
-        result = self.engine.step()
+        result = self.engine.step(hold_back=self.transfers.stores_wait)
         stopped = self.now()
         for seq in result.advanced:
             job = self._by_sequence[seq]
@@ -124,6 +125,8 @@ class Instance:
             role.advanced(job, seq in result.sampled, started)
         if result.advanced:
             self.count("engine_steps", 1)
+        if result.held_back:
+            self.count("prefill_steps_held_back", 1)
         if result.num_tokens > len(result.advanced):  # not decoding only
             self.fetcher.break_even.computed(result.num_tokens, stopped - started, stopped)
         self._flush()
@@ -185,6 +188,7 @@ class Instance:
         job.output = None
         role = self.prefiller if job.phase == pb.PREFILL else self.decoder
         role.cancel(job)
+        self.transfers.drop(job)
 
     def _cancel_all(self, link: str) -> None:
         for job in list(self._by_sequence.values()):
@@ -234,7 +238,9 @@ class Instance:
             "kv_cache_blocks_held": pool.num_held,
             "kv_cache_usage_perc": pool.num_held / pool.num_blocks,
         }
-        scheme = self.connector.scheme
+        scheme, block_bytes = self.connector.scheme, self.engine.layout.block_bytes
+        measured["kv_transfer_bytes_in_flight"] = self.transfers.in_flight * block_bytes
+        measured["kv_transfer_bytes_waiting"] = self.transfers.waiting * block_bytes
         for direction in ("store", "load"):
             labels = {"connector": scheme, "direction": direction}
             measured[series("kv_transfer_bytes", **labels)] = stats.bytes[direction]
@@ -267,3 +273,11 @@ class Instance:
     def count(self, name: str, value: float, **labels: str) -> None:
         key = series(name, **labels)
         self._counts[key] = self._counts.get(key, 0) + value
+
+
+def _max_blocks(config: InstanceConfig, engine: Engine) -> int:
+    """Blocks that may be in flight: what was asked for, or enough that stores of one step go on during the next."""
+    if config.max_inflight_bytes is not None:
+        return max(1, parse_size(config.max_inflight_bytes) // engine.layout.block_bytes)
+    two_steps = 2 * -(-config.max_num_batched_tokens // config.block_size)
+    return max(1, min(engine.pool.num_blocks // 2, max(two_steps, INFLIGHT_BYTES // engine.layout.block_bytes)))

@@ -1,52 +1,120 @@
-"""Stores and loads under way. Each holds its blocks until it is done, whatever becomes of the request meanwhile."""
+"""Stores and loads, under way or waiting for room: a slow store must not have the whole pool on its way to it.
 
+Each transfer holds its blocks until it is done, whatever becomes of the request meanwhile. So many blocks are in flight at
+most; the others wait in order of arrival. As long as stores wait, prefill computes nothing that would have to be stored.
+Nothing waits for ever, because every operation of a connector ends by its deadline.
+"""
+
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
 
 from pdserve.engine.block_pool import BlockPool
 from pdserve.job import Desk, Job
-from pdserve.kv_transfer.connector import Connector, Result
+from pdserve.kv_transfer.connector import Connector, Outcome, Result
 
 Then = Callable[[Result], None]
+
+
+@dataclass(eq=False)
+class _Transfer:
+    job: Job
+    blocks: list[int]
+    is_store: bool
+    start: Callable[[], Future[Result]]
+    then: Then
+    asked: float  # when, on the desk's clock
+    waited: float = 0.0  # seconds
 
 
 class Transfers:
     """The one way from an instance's pool to its connector. Lives on the engine thread.
 
     Attributes:
+        largest: blocks that one transfer should have at most, so that others get in between.
+        in_flight: blocks that the connector is moving.
         num_holding: transfers whose blocks are still held; those that peers read in place may outlive their request.
     """
 
-    def __init__(self, pool: BlockPool, connector: Connector, desk: Desk) -> None:
+    def __init__(self, pool: BlockPool, connector: Connector, desk: Desk, max_blocks: int) -> None:
         self._pool = pool
         self._connector = connector
         self._desk = desk
+        self._max_blocks = max_blocks
+        self._waiting: deque[_Transfer] = deque()
+        self.largest = max(1, max_blocks // 2)
+        self.in_flight = 0
         self.num_holding = 0
+
+    @property
+    def waiting(self) -> int:
+        """Blocks of transfers that wait for room."""
+        return sum(len(transfer.blocks) for transfer in self._waiting)
+
+    @property
+    def stores_wait(self) -> bool:
+        return any(transfer.is_store for transfer in self._waiting)
+
+    @property
+    def room(self) -> int:
+        """Blocks that would not have to wait."""
+        return 0 if self._waiting else max(0, self._max_blocks - self.in_flight)
 
     def store(self, job: Job, keys: Sequence[bytes], blocks: list[int], lease_s: float, then: Then) -> None:
         """`then` gets the result on the engine thread; until it is called, `job.transfers` counts the transfer."""
-        self._watch(job, blocks, self._connector.store(keys, blocks, lease_s=lease_s), then)
+        self._add(job, blocks, True, lambda: self._connector.store(keys, blocks, lease_s=lease_s), then)
 
     def load(
         self, job: Job, keys: Sequence[bytes], blocks: list[int], then: Then, tickets: Sequence[bytes] = ()
     ) -> None:
         """As `store`."""
-        self._watch(job, blocks, self._connector.load(keys, blocks, tickets=tickets), then)
+        self._add(job, blocks, False, lambda: self._connector.load(keys, blocks, tickets=tickets), then)
 
-    def _watch(self, job: Job, blocks: list[int], future: Future[Result], then: Then) -> None:
+    def drop(self, job: Job) -> None:
+        """Those of the job's transfers that still wait end here: nobody wants them any more."""
+        dropped = [transfer for transfer in self._waiting if transfer.job is job]
+        self._waiting = deque(transfer for transfer in self._waiting if transfer.job is not job)
+        for transfer in dropped:
+            self._end(transfer, Result([Outcome.UNAVAILABLE] * len(transfer.blocks), 0.0))
+
+    def _add(
+        self, job: Job, blocks: list[int], is_store: bool, start: Callable[[], Future[Result]], then: Then
+    ) -> None:
         self._pool.hold(blocks)
         self.num_holding += 1
         job.transfers += 1
-        self._desk.when_done(future, lambda result: self._done(job, blocks, result, then))
+        self._waiting.append(_Transfer(job, blocks, is_store, start, then, self._desk.now()))
+        self._start()
 
-    def _done(self, job: Job, blocks: list[int], result: Result, then: Then) -> None:
-        job.transfers -= 1
+    def _start(self) -> None:
+        while self._waiting and self._fits(self._waiting[0]):
+            transfer = self._waiting.popleft()
+            transfer.waited = self._desk.now() - transfer.asked
+            self.in_flight += self._weight(transfer)
+            self._desk.when_done(transfer.start(), partial(self._done, transfer))
+
+    def _done(self, transfer: _Transfer, result: Result) -> None:
+        self.in_flight -= self._weight(transfer)
+        self._end(transfer, replace(result, seconds=result.seconds + transfer.waited))
+        self._start()
+
+    def _end(self, transfer: _Transfer, result: Result) -> None:
+        transfer.job.transfers -= 1
         if result.held is None:
-            self._let_go(blocks)
+            self._let_go(transfer)
         else:
-            self._desk.when_done(result.held, lambda _: self._let_go(blocks))
-        then(result)
+            self._desk.when_done(result.held, lambda _: self._let_go(transfer))
+        transfer.then(result)
 
-    def _let_go(self, blocks: list[int]) -> None:
+    def _let_go(self, transfer: _Transfer) -> None:
         self.num_holding -= 1
-        self._pool.release(blocks)
+        self._pool.release(transfer.blocks)
+
+    def _fits(self, transfer: _Transfer) -> bool:
+        return self.in_flight == 0 or self.in_flight + self._weight(transfer) <= self._max_blocks
+
+    def _weight(self, transfer: _Transfer) -> int:
+        """Blocks that really move: peers read in place what such a connector stores."""
+        return 0 if transfer.is_store and self._connector.in_place else len(transfer.blocks)

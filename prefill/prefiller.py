@@ -19,28 +19,41 @@ PIECE_BYTES = 8 << 20  # at least, so that a piece's messages cost little beside
 
 
 @dataclass(eq=False)
+class _Store:
+    """Some blocks of a prompt: how many, and how many leading ones of them arrived; None while they are under way."""
+
+    blocks: int
+    arrived: int | None = None
+
+
+@dataclass(eq=False)
 class _Prefill:
     """What the role remembers of one job.
 
     Attributes:
         submitted: leading blocks of the prompt handed to the connector.
-        stores: (first block, blocks, leading blocks that arrived or None while under way), in order.
+        stores: one behind the other.
         sampled: the first token is out.
     """
 
     job: Job
     submitted: int = 0
-    stores: list[list[int | None]] = field(default_factory=list)
+    stores: list[_Store] = field(default_factory=list)
     announced: int = 0
     sampled: bool = False
+
+    @property
+    def has_gap(self) -> bool:
+        """A block did not arrive: nobody would find what comes after it."""
+        return any(store.arrived is not None and store.arrived < store.blocks for store in self.stores)
 
     @property
     def stored(self) -> int:
         """Leading blocks of the prompt that are in the store by now."""
         total = 0
-        for _, count, arrived in self.stores:
-            total += arrived or 0
-            if arrived != count:
+        for store in self.stores:
+            total += store.arrived or 0
+            if store.arrived != store.blocks:
                 break
         return total
 
@@ -59,6 +72,7 @@ class Prefiller:
 
     def submit(self, job: Job) -> None:
         job.keys = job.seq.given_keys()
+        job.seq.exported = True
         prefill = self._prefills[job] = _Prefill(job)
         self._fetcher.fetch(job, cancelled=lambda: self._end_if_done(prefill))
 
@@ -83,28 +97,30 @@ class Prefiller:
         done = seq.num_computed >= seq.num_given
         ready = len(job.keys) if done else seq.num_computed // seq.block_size
         first = prefill.submitted
-        if ready <= first:
+        if ready <= first or prefill.has_gap:
             return
         if done and seq.num_given % seq.block_size:
             self._engine.runner.clear_tail(seq.block_ids[ready - 1], seq.num_given % seq.block_size)
         prefill.submitted = ready
         # In pieces, so that decode loads the first while the last is still on its way out.
-        step = max(self._least, -(-(ready - first) // PIECES))
+        step = min(max(self._least, -(-(ready - first) // PIECES)), self._transfers.largest)
         for start in range(first, ready, step):
             self._store(prefill, start, min(start + step, ready))
 
     def _store(self, prefill: _Prefill, first: int, stop: int) -> None:
         job = prefill.job
-        store: list[int | None] = [first, stop - first, None]
+        store = _Store(stop - first)
         prefill.stores.append(store)
         keys, blocks = job.keys[first:stop], job.seq.block_ids[first:stop]
         self._transfers.store(
             job, keys, blocks, self._lease_seconds, lambda result: self._stored(prefill, store, result)
         )
 
-    def _stored(self, prefill: _Prefill, store: list[int | None], result: Result) -> None:
+    def _stored(self, prefill: _Prefill, store: _Store, result: Result) -> None:
         job = prefill.job
-        store[2] = result.leading
+        store.arrived = result.leading
+        if prefill.has_gap:
+            self._transfers.drop(job)
         if not job.over:
             job.moved(result, self._engine.layout.block_bytes, self._desk.now())
             if result.ticket:
@@ -132,7 +148,7 @@ class Prefiller:
         """Tells the router how many leading blocks decode may load, and whether more will come."""
         job = prefill.job
         stored = prefill.stored
-        final = prefill.sampled and all(arrived is not None for _, _, arrived in prefill.stores)
+        final = prefill.sampled and all(store.arrived is not None for store in prefill.stores)
         if job.over or (stored <= prefill.announced and not final):
             return
         prefill.announced = stored

@@ -23,12 +23,14 @@ class StepResult:
         sampled: those of them that got a new token (appended to their tokens already).
         preempted: how many sequences lost their blocks.
         num_tokens: how many were computed.
+        held_back: sequences were left out that could have advanced.
     """
 
     advanced: list[Sequence] = field(default_factory=list)
     sampled: dict[Sequence, int] = field(default_factory=dict)
     preempted: int = 0
     num_tokens: int = 0
+    held_back: bool = False
 
     @property
     def idle(self) -> bool:
@@ -94,9 +96,9 @@ class Engine:
         """Drops a sequence, finished or not; its blocks lose this holder."""
         self.scheduler.remove(seq)
 
-    def step(self) -> StepResult:
-        """Schedule, run, postprocess. Whoever owns a finished sequence removes it."""
-        schedule = self.scheduler.schedule()
+    def step(self, *, hold_back: bool = False) -> StepResult:
+        """Schedule, run, postprocess. Whoever owns a finished sequence removes it. `hold_back` as in `schedule`."""
+        schedule = self.scheduler.schedule(hold_back=hold_back)
         plan = schedule.tokens
         tokens = self.runner.step(plan)
         for seq, count in plan.items():
@@ -104,7 +106,7 @@ class Engine:
             self.register_full_blocks(seq)
         for seq, token in tokens.items():
             seq.tokens.append(token)
-        return StepResult(list(plan), tokens, len(schedule.preempted), sum(plan.values()))
+        return StepResult(list(plan), tokens, len(schedule.preempted), sum(plan.values()), schedule.held_back)
 
     def register_full_blocks(self, seq: Sequence) -> None:
         """Makes the full blocks that a sequence has computed or loaded findable by others."""

@@ -17,10 +17,12 @@ from pdserve.engine.sequence import Sequence
 
 @dataclass
 class Schedule:
-    """One step: tokens to compute per sequence (in batch order), and who lost their blocks for it."""
+    """One step: tokens to compute per sequence (in batch order), who lost their blocks for it, and whether some were held
+    back."""
 
     tokens: dict[Sequence, int] = field(default_factory=dict)
     preempted: list[Sequence] = field(default_factory=list)
+    held_back: bool = False
 
 
 class Scheduler:
@@ -56,9 +58,13 @@ class Scheduler:
         seq.block_ids = []
         seq.num_computed = seq.num_registered = 0
 
-    def schedule(self) -> Schedule:
-        """Decides the next step. At least one sequence is in it whenever there is one that can run."""
-        step = Schedule()
+    def schedule(self, *, hold_back: bool = False) -> Schedule:
+        """Decides the next step. At least one sequence is in it whenever there is one that can run.
+
+        Args:
+            hold_back: leave out those whose KV is stored as it is computed.
+        """
+        step = Schedule(held_back=hold_back and any(seq.exported for seq in self.sequences()))
         budget = self._schedule_running(step, self.max_num_batched_tokens)
         if not step.preempted:
             self._admit(step, budget)
@@ -93,7 +99,8 @@ class Scheduler:
             if seq not in step.preempted:
                 self._grow(seq, step)
         # Those that decode need one token each and are waited for; long prompts share what is left.
-        for seq in sorted(self.running, key=lambda seq: seq.num_missing > 1):
+        able = [seq for seq in self.running if not (step.held_back and seq.exported)]
+        for seq in sorted(able, key=lambda seq: seq.num_missing > 1):
             if budget == 0:
                 break
             step.tokens[seq] = min(seq.num_missing, budget)
@@ -121,16 +128,23 @@ class Scheduler:
 
     def _admit(self, step: Schedule, budget: int) -> None:
         while budget > 0 and len(self.running) < self.max_num_seqs:
-            if self.loaded:
-                seq = self.loaded.popleft()
-            elif self.waiting and self._reserve(self.waiting[0]):
-                seq = self.waiting.popleft()
-            else:
+            seq = self._next(step.held_back)
+            if seq is None:
                 return
             seq.admitted = True
             self.running.append(seq)
             step.tokens[seq] = min(seq.num_missing, budget)
             budget -= step.tokens[seq]
+
+    def _next(self, hold_back: bool) -> Sequence | None:
+        """Takes a sequence that can be admitted out of its queue."""
+        for seq in self.loaded:
+            if not (hold_back and seq.exported):
+                self.loaded.remove(seq)
+                return seq
+        if self.waiting and not (hold_back and self.waiting[0].exported) and self._reserve(self.waiting[0]):
+            return self.waiting.popleft()
+        return None
 
     def _reserve(self, seq: Sequence) -> bool:
         return self.reserve(seq, usable=(len(seq) - 1) // self.pool.block_size, num_tokens=len(seq))

@@ -84,6 +84,27 @@ def test_loaded_sequences_go_before_new_ones() -> None:
     assert list(sched.schedule().tokens) == [loaded]
 
 
+def test_what_would_have_to_be_stored_is_held_back_and_nothing_else() -> None:
+    sched = scheduler(64)
+    running, decoding, loaded, waiting = (sequence(name, [i] * 20) for i, name in enumerate("abcd"))
+    for seq in (running, decoding, loaded):
+        assert sched.reserve(seq, 0, 24)
+        sched.add(seq)
+    sched.add(waiting)
+    for seq in (running, loaded, waiting):
+        seq.exported = True
+    decoding.num_computed = 19  # it came with its KV, behind one that is held back
+    plan = sched.schedule(hold_back=True)
+    assert plan.tokens == {decoding: 1} and plan.held_back
+    plan = sched.schedule()
+    assert plan.tokens == {decoding: 1, running: 15} and not plan.held_back
+    plan = sched.schedule(hold_back=True)
+    assert plan.tokens == {decoding: 1}, "also when it has begun"
+    for seq in (running, loaded, waiting):
+        sched.remove(seq)
+    assert not sched.schedule(hold_back=True).held_back
+
+
 def test_a_warm_prefix_is_not_computed_again_and_leaves_one_token() -> None:
     sched = scheduler(32)
     for _ in range(2):
