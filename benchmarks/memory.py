@@ -1,0 +1,198 @@
+"""How much of the KV memory holds KV: `python benchmarks/memory.py`.
+
+The engine's own scheduler and block pool serve the lengths of real requests, all waiting from the start, with a model that
+takes no time. After each step, the memory that requests hold is compared with the tokens that it holds. Beside it, the
+same requests with the reservations that engines without paging make, each request getting one contiguous run of slots:
+
+    max            as many slots as the longest request may have
+    power of two   the next power of two above the request's final length, which is not known to real systems
+    oracle         exactly the request's final length, likewise
+
+Holes between the runs are not counted against them.
+"""
+
+import csv
+import statistics
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import report
+from rich.console import Console
+from rich.table import Table
+
+from pdserve.config import EngineConfig, flag
+from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.sequence import Sequence
+from pdserve.flags import command_of
+from pdserve.request import SamplingParams
+
+TRACES = Path(__file__).parent / "traces"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    traces: str = flag("files in traces/, comma separated; default: all", "")
+    requests: int = flag("of each trace", 1500)
+    longest: int = flag("how many of the longest requests the memory could hold", 16)
+    block_size: int = flag("tokens of a block", EngineConfig.block_size)
+    max_num_batched_tokens: int = flag("tokens in one step at most", EngineConfig.max_num_batched_tokens)
+    quick: bool = flag(report.QUICK_HELP, False)
+    note: str = flag(report.NOTE_HELP, "")
+    out: str = flag(report.OUT_HELP, "")
+
+
+QUICK = {"traces": "azure-code-2023", "requests": 60, "longest": 4}
+
+
+@dataclass(frozen=True)
+class Request:
+    input: int
+    output: int
+
+    @property
+    def final(self) -> int:
+        """Tokens with KV when it ends: the last one is never computed."""
+        return self.input + self.output - 1
+
+
+@dataclass
+class Moment:
+    """One step: requests with memory, slots that they hold, tokens whose KV is in them."""
+
+    requests: int
+    slots: int
+    tokens: int
+
+
+def benchmark(settings: Settings) -> None:
+    """Measure the share of KV memory that holds nothing, with paging and with contiguous reservation."""
+    if settings.quick:
+        settings = report.in_place_of_defaults(settings, QUICK)
+    names = settings.traces.split(",") if settings.traces else sorted(path.stem for path in TRACES.glob("*.csv"))
+    rows = []
+    with Console(stderr=True).status("simulating") as status:
+        for name in names:
+            requests = _read(name)[: settings.requests]
+            longest = max(request.final for request in requests)
+            slots = -(-settings.longest * longest // settings.block_size) * settings.block_size
+            for policy in POLICIES:
+                status.update(f"{name}: {policy}")
+                moments = list(POLICIES[policy](requests, slots, longest, settings))
+                rows.append(_row(name, policy, slots, moments))
+    _print(rows)
+    print(report.write("memory", settings, {"published": PUBLISHED, "rows": rows}))
+
+
+# Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023, figure 2.
+PUBLISHED = {"max": 79.6, "power of two": 73.2, "oracle": 61.8, "paged": 3.7}
+
+
+def _read(name: str) -> list[Request]:
+    with (TRACES / f"{name}.csv").open() as file:
+        return [Request(int(row["input"]), max(1, int(row["output"]))) for row in csv.DictReader(file)]
+
+
+def _paged(requests: list[Request], slots: int, longest: int, settings: Settings) -> Iterator[Moment]:
+    """Our scheduler and pool, with a model that answers every step at once."""
+    size = settings.block_size
+    pool = BlockPool(slots // size, size)
+    scheduler = Scheduler(pool, max_num_seqs=len(requests), max_num_batched_tokens=settings.max_num_batched_tokens)
+    wanted = {_sequence(i, request, size): request.output for i, request in enumerate(requests)}
+    for seq in wanted:
+        scheduler.add(seq)
+    while scheduler.waiting or scheduler.running:
+        for seq, count in scheduler.schedule().tokens.items():
+            seq.num_computed += count
+        holding = [seq for seq in scheduler.sequences() if seq.block_ids]
+        yield Moment(len(holding), pool.num_held * size, sum(seq.num_computed for seq in holding))
+        for seq in holding:
+            if seq.num_missing == 0:
+                seq.tokens.append(0)
+                if seq.num_output == wanted[seq]:
+                    scheduler.remove(seq)
+    pool.check_integrity()
+
+
+def _sequence(i: int, request: Request, block_size: int) -> Sequence:
+    """Its first token is its own, so that nothing of it is found in the prefix cache."""
+    tokens = [i + 1, *([0] * (request.input - 1))]
+    sampling = SamplingParams(max_tokens=request.output, ignore_eos=True)
+    return Sequence(str(i), tokens, len(tokens), len(tokens), sampling, i.to_bytes(16, "little"), block_size)
+
+
+def _max(requests: list[Request], slots: int, longest: int, settings: Settings) -> Iterator[Moment]:
+    return _contiguous(requests, [longest] * len(requests), slots, settings)
+
+
+def _power_of_two(requests: list[Request], slots: int, longest: int, settings: Settings) -> Iterator[Moment]:
+    sizes = [min(1 << (request.final - 1).bit_length(), slots) for request in requests]
+    return _contiguous(requests, sizes, slots, settings)
+
+
+def _oracle(requests: list[Request], slots: int, longest: int, settings: Settings) -> Iterator[Moment]:
+    return _contiguous(requests, [request.final for request in requests], slots, settings)
+
+
+def _contiguous(requests: list[Request], sizes: list[int], slots: int, settings: Settings) -> Iterator[Moment]:
+    """First come, first served, as long as the reservations fit; prompts share the same budget of tokens per step."""
+    waiting = deque(range(len(requests)))
+    computed: dict[int, int] = {}
+    reserved = 0
+    while waiting or computed:
+        while waiting and reserved + sizes[waiting[0]] <= slots:
+            reserved += sizes[waiting[0]]
+            computed[waiting.popleft()] = 0
+        budget = settings.max_num_batched_tokens
+        for i in sorted(computed, key=lambda i: computed[i] < requests[i].input):  # those that decode come first
+            missing = max(1, requests[i].input - computed[i])
+            computed[i] += min(missing, budget)
+            budget -= min(missing, budget)
+        yield Moment(len(computed), reserved, sum(computed.values()))
+        for i in [i for i, tokens in computed.items() if tokens >= requests[i].final]:
+            del computed[i]
+            reserved -= sizes[i]
+
+
+POLICIES = {"max": _max, "power of two": _power_of_two, "oracle": _oracle, "paged": _paged}
+
+
+def _row(name: str, policy: str, slots: int, moments: list[Moment]) -> dict[str, Any]:
+    """Over the steps of the middle half, when there is a queue and neither the start nor the end shows."""
+    steady = moments[len(moments) // 4 : -(len(moments) // 4) or None]
+    wasted = 1 - sum(moment.tokens for moment in steady) / sum(moment.slots for moment in steady)
+    return {
+        "trace": name,
+        "reservation": policy,
+        "slots": slots,
+        "steps": len(moments),
+        "wasted_percent": round(100 * wasted, 2),
+        "requests_at_once": round(statistics.mean(moment.requests for moment in steady), 1),
+        "used_percent": round(100 * statistics.mean(moment.tokens / slots for moment in steady), 2),
+    }
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    table = Table(show_edge=False, pad_edge=False)
+    for column in ("trace", "reservation"):
+        table.add_column(column)
+    for column in ("wasted", "published", "requests at once", "of all memory used", "steps"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row["trace"],
+            row["reservation"],
+            f"{row['wasted_percent']:.1f} %",
+            f"{PUBLISHED[row['reservation']]:.1f} %",
+            f"{row['requests_at_once']:.1f}",
+            f"{row['used_percent']:.1f} %",
+            f"{row['steps']:,}",
+        )
+    report.show(table)
+
+
+if __name__ == "__main__":
+    report.main(command_of(Settings, benchmark))
