@@ -45,7 +45,7 @@ class Settings:
     out: str = flag(report.OUT_HELP, "")
 
 
-QUICK = {"traces": "azure-code-2023", "requests": 60, "longest": 4}
+QUICK = {"traces": "azure-conv-2023", "requests": 60, "longest": 4}
 
 
 @dataclass(frozen=True)
