@@ -55,7 +55,9 @@ def test_memory(tmp_path: Path) -> None:
     content = run("memory.py", tmp_path)
     rows = {row["reservation"]: row for row in content["rows"]}
     assert rows.keys() == {"max", "power of two", "oracle", "paged"}
-    assert 0 < rows["paged"]["wasted_percent"] < 4 < rows["oracle"]["wasted_percent"] < rows["max"]["wasted_percent"] < 100
+    assert (
+        0 < rows["paged"]["wasted_percent"] < 4 < rows["oracle"]["wasted_percent"] < rows["max"]["wasted_percent"] < 100
+    )
 
 
 def test_transports(tmp_path: Path) -> None:

@@ -87,3 +87,12 @@ def test_the_noise_is_pinned() -> None:
     noise = gumbel_noise(torch.tensor([0, -1]), 3).tolist()
     assert noise[0] == pytest.approx([-math.log(-math.log(first * 2**-53)), 0.17385007634518, -1.29008981781333])
     assert noise[1] == pytest.approx([2.18824483552619, 2.39184618365557, -0.41639530424226])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_takes_the_first_of_equal_logits_as_argmax_does(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits_SV = torch.randint(-3, 3, (64, 1000)).to(dtype)
+    seqs = [seq(temperature=0.0) for _ in range(64)]
+    assert sample(logits_SV.clone(), seqs) == logits_SV.argmax(dim=-1).tolist()
+    assert sample(logits_SV.clone(), seqs) == [row.index(max(row)) for row in logits_SV.tolist()]
