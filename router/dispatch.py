@@ -14,6 +14,7 @@ from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request
 from pdserve.router.fleet import Fleet, Member
 from pdserve.router.metrics import Metrics
+from pdserve.router.pairs import IN_VAIN, Pairs
 from pdserve.router.policy import Ask, Load, decide
 from pdserve.router.stream import Chunk, ModelInfo
 from pdserve.router.timeline import Moved, Timeline, TimelineLog
@@ -93,6 +94,7 @@ class Dispatcher:
         self.timelines = TimelineLog(config.timelines)
         self._open: set[str] = set()  # request ids; a flight that moves changes its own id
         self._metrics = metrics
+        self._pairs = Pairs()
         self._policies = {
             "prefill": config.prefill_policy or config.policy,
             "decode": config.decode_policy or config.policy,
@@ -173,6 +175,7 @@ class Dispatcher:
             self._on_prefill(flight, member, output)
 
     def on_lost(self, member: Member) -> None:
+        self._pairs.forget(member.id)
         for request_id in list(member.requests):
             flight = self.flights.get(request_id)
             if flight is not None:
@@ -296,6 +299,28 @@ class Dispatcher:
                 timeline.loaded = moved
             else:
                 timeline.stored = moved
+        if member is flight.decode and any(stamp.stage == Stage.KV_READY for stamp in output.stamps):
+            self._note_pair(flight, flight.prefill.hello, member.hello)
+
+    def _note_pair(self, flight: Flight, prefill: pb.Hello, decode: pb.Hello) -> None:
+        """Whether the two reach the same store is known once decode has tried to load what prefill stored."""
+        loaded = flight.timeline.loaded
+        if not loaded.seconds:
+            return  # decode had it all, or nothing was stored
+        if not loaded.blocks:
+            self._metrics.in_vain.labels(prefill=prefill.instance_id, decode=decode.instance_id).inc()
+        pair = prefill.instance_id, decode.instance_id
+        if self._pairs.handed_over(pair, loaded.blocks, time.monotonic()):
+            log.warning(
+                "%s (%s://) found nothing of what %s (%s://) had stored, %d times in a row: their --connector seems to lead "
+                "to different stores, or to one that is far too small. Prompts are computed twice; the two are kept apart "
+                "for a while if there are others.",
+                decode.instance_id,
+                decode.connector,
+                prefill.instance_id,
+                prefill.connector,
+                IN_VAIN,
+            )
 
     def _end(self, flight: Flight) -> None:
         """Forgets the flight. Every way out of a request comes through here, once."""
@@ -323,6 +348,7 @@ class Dispatcher:
         flight.prefill, flight.decode = prefill, decode
         flight.timeline.prefill_instance = prefill.id
         flight.timeline.decode_instance = (decode or prefill).id
+        flight.timeline.stored, flight.timeline.loaded = Moved(), Moved()
         flight.machine.resumed(split=decode is not None)
         self.flights[flight.id] = flight
         if decode is None:
@@ -359,7 +385,7 @@ class Dispatcher:
         decode = self._pick("decode", ask, flight, avoid)
         if decode.hello.role == "both":
             return decode, None
-        return self._pick("prefill", ask, flight, avoid), decode
+        return self._pick("prefill", ask, flight, avoid, partner=decode), decode
 
     def _able(self, role: str, avoid: Member | None = None) -> list[Member]:
         return [member for member in self.fleet.serving(role, "both") if member is not avoid]
@@ -369,9 +395,12 @@ class Dispatcher:
         roles = [role for role in ("prefill", "decode") if not self._able(role, avoid)]
         return f"no {' and no '.join(roles)} instance" if roles else ""
 
-    def _pick(self, role: str, ask: Ask, flight: Flight, avoid: Member | None) -> Member:
-        """What the role's policy says, noted in the request's timeline."""
-        decision = decide(self._policies[role], [member.load for member in self._able(role, avoid)], ask)
+    def _pick(self, role: str, ask: Ask, flight: Flight, avoid: Member | None, partner: Member | None = None) -> Member:
+        """What the role's policy says, noted in the request's timeline. Prefill is to reach its partner's store."""
+        able, now = self._able(role, avoid), time.monotonic()
+        if partner is not None:
+            able = [member for member in able if not self._pairs.apart((member.id, partner.id), now)] or able
+        decision = decide(self._policies[role], [member.load for member in able], ask)
         flight.timeline.decisions.append((role, decision))
         self._metrics.decisions.labels(role=role, policy=decision.policy).inc()
         return self.fleet.members[decision.chosen]

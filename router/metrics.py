@@ -59,6 +59,12 @@ class Metrics:
             ["kind"],
             registry=self.registry,
         )
+        self.in_vain = Counter(
+            "pdserve_handovers_in_vain_total",
+            "hand-overs in which decode found nothing of what prefill had stored",
+            ["prefill", "decode"],
+            registry=self.registry,
+        )
         self.registry.register(_FleetCounts(fleet))
 
     def finished(self, timeline: Timeline) -> None:

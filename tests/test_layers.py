@@ -54,6 +54,7 @@ DECISIONS = (
     "engine/sequence",
     "handover",
     "keys",
+    "../router/pairs",
     "../router/policy",
 )
 NOT_IN_DECISIONS = {"torch", "transformers", "time", "asyncio", "socket", "threading", "grpc", "redis", "fastapi"}

@@ -265,6 +265,38 @@ def test_what_is_left_to_do_is_known_between_heartbeats() -> None:
     play(story())
 
 
+def test_instances_that_share_no_store_are_told_apart_and_kept_apart(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        stage = Stage("prefill", "prefill", "decode", prefill_policy="round_robin")
+        stranger, friend, decode = stage.members
+        number = 0
+
+        def hand_over(blocks: int | None = None) -> Member:
+            """One request through decode, which says what it got from a store: by default, what it gets from whom."""
+            nonlocal number
+            number += 1
+            flight = stage.open(f"r{number}")
+            came = blocks if blocks is not None else 2 if flight.prefill is friend else 0
+            stage.says(flight.prefill, flight.id, token_ids=[7], stored=pb.Stored(num_blocks=2, final=True))
+            stage.says(decode, flight.id, moved=pb.Moved(blocks=came, bytes=came, seconds=0.1))
+            ready = pb.Stamp(stage="kv_ready", seconds=0)
+            stage.says(decode, flight.id, token_ids=[8, 9, 10], finish_reason="length", stamps=[ready])
+            return flight.prefill
+
+        used = [hand_over() for _ in range(20)]
+        assert used.count(stranger) == 3, "and never again"
+        (warning,) = (record.getMessage() for record in caplog.records if "found nothing" in record.getMessage())
+        assert warning.startswith("decode-2 (://) found nothing of what prefill-0 (://) had stored, 3 times in a row")
+        assert b'in_vain_total{decode="decode-2",prefill="prefill-0"} 3.0' in stage.dispatcher._metrics.text()
+        stage.fleet._leave(friend, "test")
+        assert hand_over(blocks=2) is stranger, "there is nobody else"
+        stage.members[1] = friend = stage.join("prefill-1", "prefill")
+        assert {hand_over().id for _ in range(4)} == {"prefill-0", "prefill-1"}, "it was right after all"
+
+    caplog.set_level("WARNING")
+    play(story())
+
+
 EVENTS = st.lists(st.tuples(st.sampled_from(["join", "lose", "drain", "open", "end", "cancel"]), st.integers(0, 99)))
 
 
