@@ -23,6 +23,7 @@ from redis.retry import Retry
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.connector import Outcome
+from pdserve.kv_transfer.redis_answers import Answers
 from pdserve.kv_transfer.threaded import BatchedConnector, Incoming, Outgoing
 from pdserve.kv_transfer.url import Query, split, without_password
 
@@ -103,8 +104,8 @@ class Server:
     def call(self, *commands: tuple[Any, ...]) -> Iterator[Any]:
         """The answers to all commands, sent in one go. Errors of single commands are among them.
 
-        redis-py's pipeline collects all answers first. Taken one at a time, each large value is read into the memory
-        that the one before has just left, which saves the page faults: they cost as much as the transfer.
+        An answer's large values are valid until the next one is asked for: all are read into the same memory, which saves
+        the page faults. They cost as much as the transfer.
         """
         connection: Any = self.pool.get_connection()  # untyped in redis-py
         try:
@@ -211,8 +212,9 @@ class RedisConnector(BatchedConnector):
             # Trying again is up to the caller, who has a deadline; a repeated store may read rows that are not his.
             retry=Retry(NoBackoff(), 0),
             protocol=2,
-            # hiredis parses answers, but its packer copies what is sent; this one sends from the pool's row.
+            # What redis-py does by itself copies large values, on the way out and in.
             command_packer=PythonRespSerializer(6000, _encode),
+            parser_class=Answers,
         )
 
     def _login(self) -> dict[str, Any]:

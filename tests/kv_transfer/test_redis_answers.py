@@ -1,0 +1,68 @@
+"""Redis's answers arrive whole, however the network cuts them."""
+
+import random
+import socket
+import threading
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import redis
+
+from pdserve.kv_transfer.redis_answers import Answers
+
+
+def read(stream: bytes, cuts: list[int], count: int) -> list[Any]:
+    """What the parser makes of `stream`, sent in pieces of these lengths."""
+    here, there = socket.socketpair()
+    parser = Answers(65536)
+    parser.on_connect(SimpleNamespace(_sock=here))
+
+    def send() -> None:
+        at = 0
+        with there, suppress(BrokenPipeError, ConnectionResetError):  # who has seen enough does not read on
+            for cut in [*cuts, len(stream)]:
+                there.sendall(stream[at : at + cut])
+                at += cut
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        return [plain(parser.read_response()) for _ in range(count)]
+    finally:
+        here.close()
+        sender.join()
+
+
+def plain(answer: Any) -> Any:
+    if isinstance(answer, list):
+        return [plain(one) for one in answer]
+    return bytes(answer) if isinstance(answer, memoryview) else answer
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_cuts(seed: int) -> None:
+    chosen = random.Random(seed)
+    values = [chosen.randbytes(length) for length in (0, 1, 64, 1023, 1025, 4095, 4096, 70_000)]
+    chosen.shuffle(values)
+    stream = b"*%d\r\n" % (len(values) + 1) + b"".join(b"$%d\r\n%b\r\n" % (len(v), v) for v in values) + b"$-1\r\n"
+    stream += b":42\r\n+OK\r\n-OOM no room\r\n$3\r\n\r\n\r\r\n*-1\r\n"
+    cuts = [chosen.randrange(1, 5000) for _ in range(chosen.randrange(40))]
+    whole, number, okay, error, crlf, nothing = read(stream, cuts, 6)
+    assert whole == [*values, None]
+    assert (number, okay, crlf, nothing) == (42, b"OK", b"\r\n\r", None)
+    assert isinstance(error, redis.OutOfMemoryError)
+
+
+def test_a_stream_that_ends_or_makes_no_sense() -> None:
+    with pytest.raises(redis.ConnectionError):
+        read(b"$2000\r\nabc", [], 1)
+    with pytest.raises(redis.InvalidResponse):
+        read(b"hello\r\n", [], 1)
+    with pytest.raises(redis.InvalidResponse):
+        read(b"$3\r\nabcdef\r\n", [], 1)
+    with pytest.raises(redis.InvalidResponse):
+        read(b"+" + bytes(100_000), [], 1)
+    with pytest.raises(redis.ConnectionError):
+        read(b"-ERR max number of clients reached\r\n", [], 1)
