@@ -4,7 +4,8 @@ One copy on the way out, one on the way in, and one reading of the block for its
 the segment and for what happens when a process dies.
 
 Size: default 512 MiB, at most half of what is free, and at least 32 blocks. A segment that somebody uses keeps its
-size; one that nobody uses is made again if another size or another block size is asked for.
+size; one that nobody uses is made again if another size is asked for. There is one for each length of blocks; one that
+nobody uses goes when somebody comes with blocks of another length.
 """
 
 import re
@@ -23,7 +24,7 @@ _GROUP_BLOCKS = 32  # the lock is held for some 0.1 ms then
 
 
 def unlink(url: str) -> bool:
-    """Removes the segment of this URL. Whether there was one. Connectors still attached to it keep working among
+    """Removes the segments of this URL. Whether there was one. Connectors still attached to them keep working among
     themselves; those that attach later do not see them."""
     return slab.unlink(_name(url))
 

@@ -1,4 +1,5 @@
-"""The shared-memory segment under `shm://`: one file of block slots that survives the death of any of its users.
+"""The shared-memory segment under `shm://`: one file of block slots that survives the death of any of its users. Pools with
+blocks of another length have a segment of their own under the same name.
 
     superblock    4096 bytes: what the slab is made for; a counter that numbers its users
     records       one per slot, 128 bytes: state, owner, lease, and the header of the block in the slot
@@ -19,7 +20,9 @@ Who may do what:
 Space is reserved when the slab is made, so a full /dev/shm is an error at start and never a SIGBUS later.
 """
 
+import contextlib
 import errno
+import glob
 import logging
 import mmap
 import os
@@ -271,22 +274,25 @@ class Slab:
 
 
 def attach(name: str, block_bytes: int, size: int | None) -> Slab:
-    """The slab of this name, made if need be. `size` None takes what is there, or the default.
+    """The slab of this name for blocks of so many bytes, made if need be. `size` None takes what is there, or the default.
 
-    Waits for another process that is making it as long as touching that much memory for the first time may take.
+    Waits for another process that is making it as long as touching that much memory for the first time may take. Slabs of
+    the same name for other blocks that nobody uses make room.
 
     Raises:
-        SetupError: no room, in use for other blocks, or not accessible.
+        SetupError: no room, in use by another version, or not accessible.
     """
     deadline = time.monotonic() + MAKING_S + (size or DEFAULT_BYTES) / FIRST_TOUCH_BYTES_PER_S
+    path = f"{_prefix(name)}{block_bytes}"
+    _remove_unused(other for other in _paths(name) if other != path)
     while True:
-        fd = _open(name)
+        fd = _open(name, path)
         try:
             rangelock.lock(fd, CREATE, deadline)
-            if not _is_current(fd, name):  # unlinked, perhaps remade, since it was opened
+            if not _is_current(fd, path):  # unlinked, perhaps remade, since it was opened
                 os.close(fd)
                 continue
-            geometry = _adopt(fd, name, block_bytes, size) or _create(fd, name, block_bytes, size)
+            geometry = _adopt(fd, name, block_bytes, size) or _create(fd, name, path, block_bytes, size)
             slab = Slab(fd, geometry, _sign_in(fd))
             rangelock.unlock(fd, CREATE)
             return slab
@@ -302,29 +308,40 @@ def attach(name: str, block_bytes: int, size: int | None) -> Slab:
 
 
 def unlink(name: str) -> bool:
-    """Removes the slab's name; its memory is free when the last user has gone. Whether there was one."""
-    try:
-        os.unlink(_path(name))
-    except FileNotFoundError:
-        return False
-    return True
+    """Removes the slabs of this name; their memory is free when the last user has gone. Whether there was one."""
+    paths = _paths(name)
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+    return bool(paths)
 
 
-def _open(name: str) -> int:
+def _remove_unused(paths: Iterable[str]) -> None:
+    for path in paths:
+        with contextlib.suppress(OSError):  # it has gone meanwhile, or is not ours to remove
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                if rangelock.try_lock(fd, CREATE) and not rangelock.held_by_others(fd, ALIVE, 0):
+                    os.unlink(path)
+            finally:
+                os.close(fd)
+
+
+def _open(name: str, path: str) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        fd = os.open(_path(name), flags, 0o600)  # a prompt can be read back from its KV
+        fd = os.open(path, flags, 0o600)  # a prompt can be read back from its KV
     except OSError as error:
-        raise SetupError(f"shm://{name}: {_path(name)} cannot be opened: {error.strerror}.") from error
+        raise SetupError(f"shm://{name}: {path} cannot be opened: {error.strerror}.") from error
     if os.fstat(fd).st_uid != os.geteuid():
         os.close(fd)
-        raise SetupError(f"shm://{name}: {_path(name)} belongs to another user.")
+        raise SetupError(f"shm://{name}: {path} belongs to another user.")
     return fd
 
 
-def _is_current(fd: int, name: str) -> bool:
+def _is_current(fd: int, path: str) -> bool:
     try:
-        return os.path.samestat(os.fstat(fd), os.stat(_path(name)))
+        return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
         return False
 
@@ -341,14 +358,13 @@ def _adopt(fd: int, name: str, block_bytes: int, size: int | None) -> Geometry |
         assert there is not None
         log.info("shm://%s is in use with %d MiB; its size stays", name, there.total >> 20)
         return there
-    made_for = f"blocks of {there.block_bytes} bytes" if there else "another version of pdserve"
     raise SetupError(
-        f"shm://{name} is in use by a running process and made for {made_for}, not for blocks of {block_bytes} bytes; "
-        "choose another name, or stop that process."
+        f"shm://{name} is in use by a running process of another version of pdserve; choose another name, or stop that "
+        "process."
     )
 
 
-def _create(fd: int, name: str, block_bytes: int, size: int | None) -> Geometry:
+def _create(fd: int, name: str, path: str, block_bytes: int, size: int | None) -> Geometry:
     os.ftruncate(fd, 0)
     file_system = os.statvfs(fd)
     free = file_system.f_bavail * file_system.f_frsize
@@ -358,21 +374,21 @@ def _create(fd: int, name: str, block_bytes: int, size: int | None) -> Geometry:
     if geometry.slots < MIN_BLOCKS:
         raise SetupError(f"shm://{name}?size={size} is too small: {MIN_BLOCKS} blocks need {least} bytes.")
     if geometry.total > free:
-        _no_room(name, geometry.total, free)
+        _no_room(name, path, geometry.total, free)
     try:
         os.posix_fallocate(fd, 0, geometry.total)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
         os.ftruncate(fd, 0)
-        _no_room(name, geometry.total, free)
+        _no_room(name, path, geometry.total, free)
     # The superblock comes last: without it, a slab whose making was cut short is made again.
     os.pwrite(fd, geometry.pack(), 0)
     return geometry
 
 
-def _no_room(name: str, needed: int, free: int) -> None:
-    unlink(name)
+def _no_room(name: str, path: str, needed: int, free: int) -> None:
+    os.unlink(path)
     raise SetupError(
         f"shm://{name} needs {_mib(needed)} of shared memory and {DIRECTORY} has {_mib(free)} free; give a smaller "
         "?size=, or more shared memory (Docker: --shm-size)."
@@ -388,8 +404,13 @@ def _sign_in(fd: int) -> int:
     return user
 
 
-def _path(name: str) -> str:
-    return f"{DIRECTORY}/pdserve-{name}"
+def _prefix(name: str) -> str:
+    """Of the paths of all slabs of this name; the bytes of a block follow. No name has an @ in it."""
+    return f"{DIRECTORY}/pdserve-{name}@"
+
+
+def _paths(name: str) -> list[str]:
+    return glob.glob(f"{glob.escape(_prefix(name))}*")
 
 
 def _record_at(slot: int) -> int:

@@ -198,8 +198,8 @@ def test_demo(pdserve: Callable[..., "subprocess.CompletedProcess[str]"]) -> Non
 
 def _left_behind() -> list[str]:
     """Segments of deployments that have ended."""
-    owners = {path.name: path.name.removeprefix("pdserve-up-") for path in Path("/dev/shm").glob("pdserve-up-*")}
-    return [name for name, pid in owners.items() if not Path(f"/proc/{pid}").exists()]
+    names = [path.name for path in Path("/dev/shm").glob("pdserve-up-*")]
+    return [name for name in names if not Path(f"/proc/{name.removeprefix('pdserve-up-').partition('@')[0]}").exists()]
 
 
 def _finished(url: str, request_id: str) -> dict[str, Any]:

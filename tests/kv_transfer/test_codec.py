@@ -229,11 +229,10 @@ def test_blocks_cross_every_store(
 
 
 def test_codecs_do_not_see_each_others_blocks(
-    scheme_url: Callable[[str], str], attach: Attach, new_keys: NewKeys, scheme: str
+    scheme_url: Callable[[str], str], attach: Attach, new_keys: NewKeys
 ) -> None:
     keys = new_keys(2)
-    names = ["none", *LOSSLESS, "int8"] if scheme != "shm" else ["none", *LOSSLESS]  # its slots have one size
-    instances = [attach(scheme_url(name), layout_of("float32")) for name in names]
+    instances = [attach(scheme_url(name), layout_of("float32")) for name in CODECS]
     for i, one in enumerate(instances):
         assert one.match(keys) == 0
         assert one.load(keys, [0, 1]).outcomes == [Outcome.MISSING] * 2

@@ -15,7 +15,7 @@ import pytest
 
 from pdserve.errors import SetupError
 from pdserve.keys import Layout
-from pdserve.kv_transfer import slab
+from pdserve.kv_transfer import rangelock, slab
 from pdserve.kv_transfer.connector import Outcome, PoolMemory
 from pdserve.kv_transfer.shm import ShmConnector, unlink
 from pdserve.kv_transfer.threaded import MAX_LEASE_S
@@ -266,7 +266,7 @@ def test_a_small_dev_shm(
     folder = small_disk("16m")
     monkeypatch.setattr(slab, "DIRECTORY", str(folder))
     connector = attach_to("shm://one", layout_of(64 * KiB))
-    assert 6 * MiB < (folder / "pdserve-one").stat().st_size <= 8 * MiB
+    assert 6 * MiB < (folder / f"pdserve-one@{64 * KiB}").stat().st_size <= 8 * MiB
     connector.close()
     # Half of what is left is too little for 32 blocks of this size, all of it is enough.
     attach_to("shm://half", layout_of(256 * KiB)).close()
@@ -275,19 +275,44 @@ def test_a_small_dev_shm(
         attach_to("shm://two", layout_of(MiB))
     with pytest.raises(SetupError, match="needs 11"):
         attach_to("shm://two?size=12MiB", layout_of(64 * KiB))
-    assert [entry.name for entry in folder.iterdir()] == ["pdserve-one"]
+    assert [entry.name for entry in folder.iterdir()] == [f"pdserve-one@{64 * KiB}"]
 
 
-def test_other_blocks_under_the_same_name(name: str, layout_of: LayoutOf) -> None:
-    first = attach_to(f"shm://{name}?size=8MiB", layout_of(4096))
-    with pytest.raises(SetupError, match=r"in use by a running process and made for blocks of 4096 bytes"):
-        attach_to(f"shm://{name}?size=8MiB", layout_of(8192))
-    first.close()
-    attach_to(f"shm://{name}?size=8MiB", layout_of(8192)).close()  # nobody uses it any more
+def test_other_blocks_under_the_same_name(name: str, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys) -> None:
+    url, keys = f"shm://{name}?size=8MiB", new_keys(2)
+    others = f"shm://{name}.other?size=8MiB"
+    beside = attach_to(others, layout_of(4096))
+    small, large = attach(url, layout_of(4096)), attach(url, layout_of(8192))
+    for one in (small, large):
+        assert one.store(keys, [0, 1]).leading == one.load(keys, [4, 5]).leading == 2
+        np.testing.assert_array_equal(one.rows[4:6], one.rows[:2])
+    assert segments_of(name) == {4096, 8192}
+    small.connector.close()
+    attach_to(url, layout_of(16384)).close()
+    assert segments_of(name) == {8192, 16384}, "nobody used the first any more"
+    attach_to(url, layout_of(4096)).close()
+    assert segments_of(name) == {4096, 8192}
+    beside.close()
+    assert unlink(url) and not segments_of(name) and unlink(others)
+
+
+def test_a_segment_that_is_being_made_is_not_in_the_way(name: str, layout_of: LayoutOf) -> None:
+    making = slab._open(name, f"{slab.DIRECTORY}/pdserve-{name}@8192")
+    rangelock.lock(making, slab.CREATE, 0)
+    attach_to(f"shm://{name}?size=8MiB", layout_of(4096)).close()
+    assert segments_of(name) == {4096, 8192}
+    os.close(making)
+    attach_to(f"shm://{name}?size=8MiB", layout_of(4096)).close()
+    assert segments_of(name) == {4096}
+
+
+def segments_of(name: str) -> set[int]:
+    """The lengths of blocks for which there are some."""
+    return {int(path.name.rpartition("@")[2]) for path in Path(slab.DIRECTORY).glob(f"pdserve-{name}@*")}
 
 
 def test_another_size_under_the_same_name(name: str, layout_of: LayoutOf) -> None:
-    path = Path(slab.DIRECTORY) / f"pdserve-{name}"
+    path = Path(slab.DIRECTORY) / f"pdserve-{name}@4096"
     first = attach_to(f"shm://{name}?size=8MiB", layout_of(4096))
     second = attach_to(f"shm://{name}?size=16MiB", layout_of(4096))  # joins
     assert path.stat().st_size <= 8 * MiB
@@ -305,7 +330,7 @@ def test_a_segment_whose_making_was_cut_short_is_made_again(
     small: str, name: str, attach: Attach, new_keys: NewKeys, damage: str
 ) -> None:
     attach(small).connector.close()
-    path = Path(slab.DIRECTORY) / f"pdserve-{name}"
+    path = Path(slab.DIRECTORY) / f"pdserve-{name}@4096"
     with path.open("r+b") as file:
         if damage in ("emptied", "shortened"):
             file.truncate(0 if damage == "emptied" else 5000)
@@ -339,7 +364,7 @@ def test_unlinked_and_remade_while_attached_means_misses(small: str, attach: Att
 
 
 def test_a_segment_of_another_user_is_refused(name: str, layout_of: LayoutOf) -> None:
-    path = Path(slab.DIRECTORY) / f"pdserve-{name}"
+    path = Path(slab.DIRECTORY) / f"pdserve-{name}@4096"
     path.touch()
     try:
         os.chown(path, 12345, 12345)
@@ -350,7 +375,7 @@ def test_a_segment_of_another_user_is_refused(name: str, layout_of: LayoutOf) ->
 
 
 def test_a_symbolic_link_is_refused(name: str, layout_of: LayoutOf, tmp_path: Path) -> None:
-    (Path(slab.DIRECTORY) / f"pdserve-{name}").symlink_to(tmp_path / "elsewhere")
+    (Path(slab.DIRECTORY) / f"pdserve-{name}@4096").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(SetupError, match="cannot be opened"):
         attach_to(f"shm://{name}", layout_of(4096))
     assert not (tmp_path / "elsewhere").exists()
