@@ -1,18 +1,25 @@
-"""Content addresses of KV blocks: equal keys mean equal bytes, whoever computed them.
+"""Content addresses of KV blocks: equal keys in one namespace mean equal bytes, whoever computed them.
 
-key_i = H(key_{i-1}, tokens of block i), with the root derived from everything that decides what the KV of a token looks
-like. H is BLAKE2b truncated to 16 bytes. The last block of a prompt may be partial; its key hashes its token count too,
-so a whole prompt is addressable.
+A block's key is that of all tokens up to its end, hashed 16 at a time whatever the block size:
+
+    key of 16 × n tokens        = H(key of 16 × (n - 1) tokens, 16, the last 16 tokens)
+    key of 16 × n + rest tokens = H(key of 16 × n tokens, rest, the last tokens)        rest < 16
+
+H is BLAKE2b truncated to 16 bytes; the root, the key of no tokens, comes from the weights and the request's salt. So any two
+pools of the same weights give the same name to the same tokens, and one can ask for what the other has stored. What the bytes
+look like (block size, dtype, order) is in the namespace, which is beside the key in every store and header. The last block
+of a prompt may be partial: every number of tokens has a key.
 """
 
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 
 import numpy as np
 
 KEY_BYTES = 16
+HASH_TOKENS = 16
 LAYOUT_VERSION = 1  # of a block's bytes: [num_layers, 2, num_kv_heads, block_size, head_dim]
 
 
@@ -38,25 +45,64 @@ class Layout:
         """A 16-byte digest of all fields."""
         return _digest(json.dumps(asdict(self), sort_keys=True).encode())
 
+    @property
+    def weights(self) -> bytes:
+        """A 16-byte digest of the model alone, the same for all its layouts."""
+        return _digest(self.model_fingerprint.encode())
 
-def root_key(namespace: bytes, *, salt: str = "", lora: str = "") -> bytes:
-    """The key before the first block. Salt and LoRA keep tenants and adapters apart."""
-    return _digest(namespace, len(salt.encode()).to_bytes(4, "little"), salt.encode(), lora.encode())
+    def converts_to(self, other: "Layout") -> bool:
+        """Whether these are the same numbers, but for the block size and the rounding to a dtype."""
+        return replace(self, block_size=other.block_size, dtype=other.dtype, itemsize=other.itemsize) == other
+
+    @classmethod
+    def like(cls, message: object) -> "Layout":
+        """From anything with the same attributes, such as a frame's."""
+        return cls(**{field.name: getattr(message, field.name) for field in fields(cls)})
 
 
-def block_keys(parent: bytes, tokens: Sequence[int], block_size: int, *, partial: bool = False) -> list[bytes]:
-    """Keys of the blocks that `tokens` fill, `parent` being the key before them.
+def root_key(*, weights: bytes, salt: str = "", lora: str = "") -> bytes:
+    """The key of no tokens. Salt and LoRA keep tenants and adapters apart."""
+    return _digest(weights, len(salt.encode()).to_bytes(4, "little"), salt.encode(), lora.encode())
 
-    With `partial`, a last block that is not full gets a key as well.
-    """
-    ids = np.asarray(tokens, dtype="<u4")
-    keys: list[bytes] = []
-    stop = len(ids) if partial else len(ids) - len(ids) % block_size
-    for start in range(0, stop, block_size):
-        block = ids[start : start + block_size]
-        parent = _digest(parent, len(block).to_bytes(4, "little"), block.tobytes())
-        keys.append(parent)
-    return keys
+
+class KeyChain:
+    """Keys of the beginnings of one list of tokens, which may grow at its end."""
+
+    def __init__(self, root: bytes) -> None:
+        self._whole = [root]  # keys of 0, 16, 32, … tokens
+
+    def keys(self, tokens: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+        """The key of the first n tokens, for each n of `ends`, which ascend."""
+        if ends:
+            self._extend(tokens, ends[-1] // HASH_TOKENS)
+        return [self._key(tokens, end) for end in ends]
+
+    def _extend(self, tokens: Sequence[int], count: int) -> None:
+        first = len(self._whole) - 1
+        ids = np.asarray(tokens[first * HASH_TOKENS : count * HASH_TOKENS], dtype="<u4").reshape(-1, HASH_TOKENS)
+        for unit in ids:
+            self._whole.append(_token_key(self._whole[-1], unit.tobytes()))
+
+    def _key(self, tokens: Sequence[int], end: int) -> bytes:
+        whole, rest = divmod(end, HASH_TOKENS)
+        if not rest:
+            return self._whole[whole]
+        return _token_key(self._whole[whole], np.asarray(tokens[end - rest : end], dtype="<u4").tobytes())
+
+
+def block_ends(num_tokens: int, block_size: int, *, partial: bool = False) -> list[int]:
+    """Where the blocks of so many tokens end. With `partial`, a last one that is not full counts as well."""
+    ends = list(range(block_size, num_tokens + 1, block_size))
+    return [*ends, num_tokens] if partial and num_tokens % block_size else ends
+
+
+def block_keys(root: bytes, tokens: Sequence[int], block_size: int, *, partial: bool = False) -> list[bytes]:
+    """Keys of the blocks that `tokens` fill. With `partial`, a last block that is not full gets a key as well."""
+    return KeyChain(root).keys(tokens, block_ends(len(tokens), block_size, partial=partial))
+
+
+def _token_key(before: bytes, ids: bytes) -> bytes:
+    return _digest(before, (len(ids) // 4).to_bytes(4, "little"), ids)
 
 
 def _digest(*parts: bytes) -> bytes:

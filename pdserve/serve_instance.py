@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import asdict
 
 import torch
 from prometheus_client import REGISTRY, start_http_server
@@ -115,6 +116,7 @@ def _hello(role: str, config: InstanceConfig, instance: Instance) -> pb.Hello:
         kernel=engine.runner.kernel.NAME,
         eos_token_ids=sorted(engine.checkpoint.eos_token_ids),
         protocol_version=PROTOCOL_VERSION,
+        layout=pb.Layout(**asdict(engine.layout)),
     )
 
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpdserve/proto/pdserve.proto\x12\npdserve.v1\"\xb4\x01\n\rInstanceFrame\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.HelloH\x00\x12 \n\x04step\x18\x02 \x01(\x0b\x32\x10.pdserve.v1.StepH\x00\x12*\n\theartbeat\x18\x03 \x01(\x0b\x32\x15.pdserve.v1.HeartbeatH\x00\x12(\n\x08\x64raining\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.DrainingH\x00\x42\x07\n\x05\x66rame\"\n\n\x08\x44raining\"\xb6\x02\n\x05Hello\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x11\n\tnamespace\x18\x04 \x01(\x0c\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x08 \x01(\x04\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\x12\n\nvocab_size\x18\n \x01(\r\x12\x11\n\tconnector\x18\x0b \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x0c \x01(\t\x12\r\n\x05\x64type\x18\r \x01(\t\x12\x0e\n\x06kernel\x18\x0e \x01(\t\x12\x15\n\reos_token_ids\x18\x0f \x03(\r\x12\x18\n\x10protocol_version\x18\x10 \x01(\r\"\xcc\x01\n\tHeartbeat\x12\x0f\n\x07waiting\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\r\x12 \n\x06others\x18\x04 \x01(\x0b\x32\x10.pdserve.v1.Load\x12\x35\n\x08\x63ounters\x18\x05 \x03(\x0b\x32#.pdserve.v1.Heartbeat.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"_\n\x04Load\x12\x10\n\x08requests\x18\x01 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x02 \x01(\x04\x12\x15\n\routput_tokens\x18\x03 \x01(\x04\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\x04\"+\n\x04Step\x12#\n\x07outputs\x18\x01 \x03(\x0b\x32\x12.pdserve.v1.Output\"\xf5\x01\n\x06Output\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12 \n\x05\x65rror\x18\x04 \x01(\x0b\x32\x11.pdserve.v1.Error\x12!\n\x06stamps\x18\x05 \x03(\x0b\x32\x11.pdserve.v1.Stamp\x12\"\n\x06stored\x18\x06 \x01(\x0b\x32\x12.pdserve.v1.Stored\x12\"\n\x06tokens\x18\x07 \x01(\x0b\x32\x12.pdserve.v1.Tokens\x12 \n\x05moved\x18\x08 \x01(\x0b\x32\x11.pdserve.v1.Moved\"&\n\x05\x45rror\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\'\n\x05Stamp\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"<\n\x06Stored\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\r\n\x05\x66inal\x18\x02 \x01(\x08\x12\x0f\n\x07tickets\x18\x03 \x03(\x0c\"=\n\x06Tokens\x12\x10\n\x08\x63omputed\x18\x01 \x01(\r\x12\x11\n\tlocal_hit\x18\x02 \x01(\r\x12\x0e\n\x06loaded\x18\x03 \x01(\r\"7\n\x05Moved\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"\xb5\x01\n\x0bRouterFrame\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.pdserve.v1.WelcomeH\x00\x12$\n\x06submit\x18\x02 \x01(\x0b\x32\x12.pdserve.v1.SubmitH\x00\x12)\n\thand_over\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.HandOverH\x00\x12$\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.CancelH\x00\x42\x07\n\x05\x66rame\"3\n\x07Welcome\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x15\n\rlease_seconds\x18\x02 \x01(\x01\"\xa8\x01\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12 \n\x05phase\x18\x02 \x01(\x0e\x32\x11.pdserve.v1.Phase\x12\x0e\n\x06prompt\x18\x03 \x03(\r\x12&\n\x08sampling\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.Sampling\x12\x0c\n\x04salt\x18\x05 \x01(\t\x12\x0e\n\x06output\x18\x06 \x03(\r\x12\x12\n\nmulti_turn\x18\x07 \x01(\x08\"\xae\x01\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05top_p\x18\x05 \x01(\x01\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\"|\n\x08HandOver\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\r\n\x05\x66inal\x18\x03 \x01(\x08\x12\x0f\n\x07tickets\x18\x04 \x03(\x0c\x12\x18\n\x0b\x66irst_token\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_first_token\"\x1c\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t**\n\x05Phase\x12\x08\n\x04\x42OTH\x10\x00\x12\x0b\n\x07PREFILL\x10\x01\x12\n\n\x06\x44\x45\x43ODE\x10\x02\x32J\n\x06Router\x12@\n\x06\x41ttach\x12\x19.pdserve.v1.InstanceFrame\x1a\x17.pdserve.v1.RouterFrame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpdserve/proto/pdserve.proto\x12\npdserve.v1\"\xb4\x01\n\rInstanceFrame\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.HelloH\x00\x12 \n\x04step\x18\x02 \x01(\x0b\x32\x10.pdserve.v1.StepH\x00\x12*\n\theartbeat\x18\x03 \x01(\x0b\x32\x15.pdserve.v1.HeartbeatH\x00\x12(\n\x08\x64raining\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.DrainingH\x00\x42\x07\n\x05\x66rame\"\n\n\x08\x44raining\"\xda\x02\n\x05Hello\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x11\n\tnamespace\x18\x04 \x01(\x0c\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x08 \x01(\x04\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\x12\n\nvocab_size\x18\n \x01(\r\x12\x11\n\tconnector\x18\x0b \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x0c \x01(\t\x12\r\n\x05\x64type\x18\r \x01(\t\x12\x0e\n\x06kernel\x18\x0e \x01(\t\x12\x15\n\reos_token_ids\x18\x0f \x03(\r\x12\x18\n\x10protocol_version\x18\x10 \x01(\r\x12\"\n\x06layout\x18\x11 \x01(\x0b\x32\x12.pdserve.v1.Layout\"\xb1\x01\n\x06Layout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x10\n\x08itemsize\x18\x07 \x01(\r\x12\x0f\n\x07version\x18\x08 \x01(\rJ\x04\x08\t\x10\nJ\x04\x08\n\x10\x0b\"\xcc\x01\n\tHeartbeat\x12\x0f\n\x07waiting\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\r\x12 \n\x06others\x18\x04 \x01(\x0b\x32\x10.pdserve.v1.Load\x12\x35\n\x08\x63ounters\x18\x05 \x03(\x0b\x32#.pdserve.v1.Heartbeat.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"_\n\x04Load\x12\x10\n\x08requests\x18\x01 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x02 \x01(\x04\x12\x15\n\routput_tokens\x18\x03 \x01(\x04\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\x04\"+\n\x04Step\x12#\n\x07outputs\x18\x01 \x03(\x0b\x32\x12.pdserve.v1.Output\"\xf5\x01\n\x06Output\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12 \n\x05\x65rror\x18\x04 \x01(\x0b\x32\x11.pdserve.v1.Error\x12!\n\x06stamps\x18\x05 \x03(\x0b\x32\x11.pdserve.v1.Stamp\x12\"\n\x06stored\x18\x06 \x01(\x0b\x32\x12.pdserve.v1.Stored\x12\"\n\x06tokens\x18\x07 \x01(\x0b\x32\x12.pdserve.v1.Tokens\x12 \n\x05moved\x18\x08 \x01(\x0b\x32\x11.pdserve.v1.Moved\"&\n\x05\x45rror\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\'\n\x05Stamp\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"<\n\x06Stored\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\r\n\x05\x66inal\x18\x02 \x01(\x08\x12\x0f\n\x07tickets\x18\x03 \x03(\x0c\"=\n\x06Tokens\x12\x10\n\x08\x63omputed\x18\x01 \x01(\r\x12\x11\n\tlocal_hit\x18\x02 \x01(\r\x12\x0e\n\x06loaded\x18\x03 \x01(\r\"7\n\x05Moved\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"\xb5\x01\n\x0bRouterFrame\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.pdserve.v1.WelcomeH\x00\x12$\n\x06submit\x18\x02 \x01(\x0b\x32\x12.pdserve.v1.SubmitH\x00\x12)\n\thand_over\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.HandOverH\x00\x12$\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.CancelH\x00\x42\x07\n\x05\x66rame\"3\n\x07Welcome\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x15\n\rlease_seconds\x18\x02 \x01(\x01\"\xa8\x01\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12 \n\x05phase\x18\x02 \x01(\x0e\x32\x11.pdserve.v1.Phase\x12\x0e\n\x06prompt\x18\x03 \x03(\r\x12&\n\x08sampling\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.Sampling\x12\x0c\n\x04salt\x18\x05 \x01(\t\x12\x0e\n\x06output\x18\x06 \x03(\r\x12\x12\n\nmulti_turn\x18\x07 \x01(\x08\"\xae\x01\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05top_p\x18\x05 \x01(\x01\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\"|\n\x08HandOver\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\r\n\x05\x66inal\x18\x03 \x01(\x08\x12\x0f\n\x07tickets\x18\x04 \x03(\x0c\x12\x18\n\x0b\x66irst_token\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_first_token\"\x1c\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t**\n\x05Phase\x12\x08\n\x04\x42OTH\x10\x00\x12\x0b\n\x07PREFILL\x10\x01\x12\n\n\x06\x44\x45\x43ODE\x10\x02\x32J\n\x06Router\x12@\n\x06\x41ttach\x12\x19.pdserve.v1.InstanceFrame\x1a\x17.pdserve.v1.RouterFrame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,46 +33,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HEARTBEAT_COUNTERSENTRY']._loaded_options = None
   _globals['_HEARTBEAT_COUNTERSENTRY']._serialized_options = b'8\001'
-  _globals['_PHASE']._serialized_start=2152
-  _globals['_PHASE']._serialized_end=2194
+  _globals['_PHASE']._serialized_start=2368
+  _globals['_PHASE']._serialized_end=2410
   _globals['_INSTANCEFRAME']._serialized_start=44
   _globals['_INSTANCEFRAME']._serialized_end=224
   _globals['_DRAINING']._serialized_start=226
   _globals['_DRAINING']._serialized_end=236
   _globals['_HELLO']._serialized_start=239
-  _globals['_HELLO']._serialized_end=549
-  _globals['_HEARTBEAT']._serialized_start=552
-  _globals['_HEARTBEAT']._serialized_end=756
-  _globals['_HEARTBEAT_COUNTERSENTRY']._serialized_start=709
-  _globals['_HEARTBEAT_COUNTERSENTRY']._serialized_end=756
-  _globals['_LOAD']._serialized_start=758
-  _globals['_LOAD']._serialized_end=853
-  _globals['_STEP']._serialized_start=855
-  _globals['_STEP']._serialized_end=898
-  _globals['_OUTPUT']._serialized_start=901
-  _globals['_OUTPUT']._serialized_end=1146
-  _globals['_ERROR']._serialized_start=1148
-  _globals['_ERROR']._serialized_end=1186
-  _globals['_STAMP']._serialized_start=1188
-  _globals['_STAMP']._serialized_end=1227
-  _globals['_STORED']._serialized_start=1229
-  _globals['_STORED']._serialized_end=1289
-  _globals['_TOKENS']._serialized_start=1291
-  _globals['_TOKENS']._serialized_end=1352
-  _globals['_MOVED']._serialized_start=1354
-  _globals['_MOVED']._serialized_end=1409
-  _globals['_ROUTERFRAME']._serialized_start=1412
-  _globals['_ROUTERFRAME']._serialized_end=1593
-  _globals['_WELCOME']._serialized_start=1595
-  _globals['_WELCOME']._serialized_end=1646
-  _globals['_SUBMIT']._serialized_start=1649
-  _globals['_SUBMIT']._serialized_end=1817
-  _globals['_SAMPLING']._serialized_start=1820
-  _globals['_SAMPLING']._serialized_end=1994
-  _globals['_HANDOVER']._serialized_start=1996
-  _globals['_HANDOVER']._serialized_end=2120
-  _globals['_CANCEL']._serialized_start=2122
-  _globals['_CANCEL']._serialized_end=2150
-  _globals['_ROUTER']._serialized_start=2196
-  _globals['_ROUTER']._serialized_end=2270
+  _globals['_HELLO']._serialized_end=585
+  _globals['_LAYOUT']._serialized_start=588
+  _globals['_LAYOUT']._serialized_end=765
+  _globals['_HEARTBEAT']._serialized_start=768
+  _globals['_HEARTBEAT']._serialized_end=972
+  _globals['_HEARTBEAT_COUNTERSENTRY']._serialized_start=925
+  _globals['_HEARTBEAT_COUNTERSENTRY']._serialized_end=972
+  _globals['_LOAD']._serialized_start=974
+  _globals['_LOAD']._serialized_end=1069
+  _globals['_STEP']._serialized_start=1071
+  _globals['_STEP']._serialized_end=1114
+  _globals['_OUTPUT']._serialized_start=1117
+  _globals['_OUTPUT']._serialized_end=1362
+  _globals['_ERROR']._serialized_start=1364
+  _globals['_ERROR']._serialized_end=1402
+  _globals['_STAMP']._serialized_start=1404
+  _globals['_STAMP']._serialized_end=1443
+  _globals['_STORED']._serialized_start=1445
+  _globals['_STORED']._serialized_end=1505
+  _globals['_TOKENS']._serialized_start=1507
+  _globals['_TOKENS']._serialized_end=1568
+  _globals['_MOVED']._serialized_start=1570
+  _globals['_MOVED']._serialized_end=1625
+  _globals['_ROUTERFRAME']._serialized_start=1628
+  _globals['_ROUTERFRAME']._serialized_end=1809
+  _globals['_WELCOME']._serialized_start=1811
+  _globals['_WELCOME']._serialized_end=1862
+  _globals['_SUBMIT']._serialized_start=1865
+  _globals['_SUBMIT']._serialized_end=2033
+  _globals['_SAMPLING']._serialized_start=2036
+  _globals['_SAMPLING']._serialized_end=2210
+  _globals['_HANDOVER']._serialized_start=2212
+  _globals['_HANDOVER']._serialized_end=2336
+  _globals['_CANCEL']._serialized_start=2338
+  _globals['_CANCEL']._serialized_end=2366
+  _globals['_ROUTER']._serialized_start=2412
+  _globals['_ROUTER']._serialized_end=2486
 # @@protoc_insertion_point(module_scope)

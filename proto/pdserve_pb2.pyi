@@ -33,7 +33,7 @@ class Draining(_message.Message):
     def __init__(self) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("instance_id", "role", "model", "namespace", "epoch", "block_size", "num_blocks", "block_bytes", "max_model_len", "vocab_size", "connector", "device", "dtype", "kernel", "eos_token_ids", "protocol_version")
+    __slots__ = ("instance_id", "role", "model", "namespace", "epoch", "block_size", "num_blocks", "block_bytes", "max_model_len", "vocab_size", "connector", "device", "dtype", "kernel", "eos_token_ids", "protocol_version", "layout")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class Hello(_message.Message):
     KERNEL_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     role: str
     model: str
@@ -66,7 +67,28 @@ class Hello(_message.Message):
     kernel: str
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     protocol_version: int
-    def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., namespace: _Optional[bytes] = ..., epoch: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., connector: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., kernel: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ...) -> None: ...
+    layout: Layout
+    def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., namespace: _Optional[bytes] = ..., epoch: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., connector: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., kernel: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ...) -> None: ...
+
+class Layout(_message.Message):
+    __slots__ = ("model_fingerprint", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype", "itemsize", "version")
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    ITEMSIZE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    model_fingerprint: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    itemsize: int
+    version: int
+    def __init__(self, model_fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., itemsize: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("waiting", "running", "free_blocks", "others", "counters")

@@ -1,26 +1,46 @@
 """Content keys: equal for equal content, different for everything else."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.keys import Layout, block_keys, root_key
+from pdserve.keys import HASH_TOKENS, KeyChain, Layout, block_ends, block_keys, root_key
 
 LAYOUT = Layout(
     model_fingerprint="m", num_layers=2, num_kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16", itemsize=2
 )
-ROOT = root_key(LAYOUT.namespace)
+ROOT = root_key(weights=LAYOUT.weights)
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=70)
 
 
-@given(st.lists(st.integers(0, 2**32 - 1), max_size=70), st.integers(1, 20), st.integers(0, 70))
-def test_keys_do_not_depend_on_how_they_are_derived(tokens: list[int], block_size: int, cut: int) -> None:
-    whole = block_keys(ROOT, tokens, block_size)
-    head = block_keys(ROOT, tokens[: cut - cut % block_size], block_size)
-    tail = block_keys(head[-1] if head else ROOT, tokens[len(head) * block_size :], block_size)
+@given(TOKENS, st.integers(1, 40), st.integers(0, 70), st.booleans())
+def test_keys_do_not_depend_on_how_they_are_derived(
+    tokens: list[int], block_size: int, cut: int, partial: bool
+) -> None:
+    whole = block_keys(ROOT, tokens, block_size, partial=partial)
+    ends = block_ends(len(tokens), block_size, partial=partial)
+    chain = KeyChain(ROOT)
+    head = chain.keys(tokens[:cut], [end for end in ends if end <= cut])
+    tail = chain.keys(tokens, [end for end in ends if end > cut])
     assert head + tail == whole
-    assert len(whole) == len(tokens) // block_size and len(set(whole)) == len(whole)
+    assert len(whole) == (-(-len(tokens) // block_size) if partial else len(tokens) // block_size)
+    assert len(set(whole)) == len(whole)
+
+
+@given(TOKENS, st.integers(1, 70), st.integers(1, 70))
+def test_keys_of_different_block_sizes_agree_where_blocks_end_together(tokens: list[int], one: int, other: int) -> None:
+    keys = [
+        dict(
+            zip(block_ends(len(tokens), size, partial=True), block_keys(ROOT, tokens, size, partial=True), strict=True)
+        )
+        for size in (one, other)
+    ]
+    together = keys[0].keys() & keys[1].keys()
+    assert not tokens or len(tokens) in together
+    assert [keys[0][end] for end in together] == [keys[1][end] for end in together]
 
 
 def test_a_partial_block_has_a_key_that_is_nobody_elses() -> None:
@@ -31,10 +51,15 @@ def test_a_partial_block_has_a_key_that_is_nobody_elses() -> None:
     assert partial != block_keys(ROOT, tokens[:19], 16, partial=True)[1]
 
 
-def test_a_change_anywhere_before_changes_the_key() -> None:
-    tokens = list(range(64))
-    changed = [1, *tokens[1:]]
-    assert not set(block_keys(ROOT, tokens, 16)) & set(block_keys(ROOT, changed, 16))
+@pytest.mark.parametrize("block_size", [1, 8, 16, 24, 32])
+def test_a_change_anywhere_before_changes_the_key(block_size: int) -> None:
+    tokens = list(range(96))
+    right = block_keys(ROOT, tokens, block_size)
+    for at in range(96):
+        changed = [*tokens[:at], 1000, *tokens[at + 1 :]]
+        same = at // block_size
+        keys = block_keys(ROOT, changed, block_size)
+        assert keys[:same] == right[:same] and not set(keys[same:]) & set(right)
 
 
 @pytest.mark.parametrize(
@@ -50,13 +75,27 @@ def test_a_change_anywhere_before_changes_the_key() -> None:
     ],
 )
 def test_pools_that_differ_share_no_namespace(change: dict[str, object]) -> None:
-    assert replace(LAYOUT, **change).namespace != LAYOUT.namespace  # type: ignore[arg-type]
+    other = replace(LAYOUT, **change)  # type: ignore[arg-type]
+    assert other.namespace != LAYOUT.namespace
+    assert (other.weights == LAYOUT.weights) == ("model_fingerprint" not in change)
+    assert LAYOUT.converts_to(other) == other.converts_to(LAYOUT) == (change.keys() <= {"block_size", "dtype"})
 
 
-def test_salts_and_adapters_are_kept_apart() -> None:
-    roots = {root_key(LAYOUT.namespace, salt=s, lora=lo) for s, lo in [("", ""), ("a", ""), ("", "a"), ("a", "a")]}
+def test_a_layout_survives_its_message() -> None:
+    assert Layout.like(SimpleNamespace(**vars(LAYOUT))) == LAYOUT
+
+
+def test_salts_adapters_and_weights_are_kept_apart() -> None:
+    roots = {root_key(weights=LAYOUT.weights, salt=s, lora=lo) for s, lo in [("", ""), ("a", ""), ("", "a"), ("a", "a")]}
     assert len(roots) == 4
+    assert root_key(weights=replace(LAYOUT, model_fingerprint="n").weights) not in roots
 
 
 def test_block_bytes() -> None:
     assert LAYOUT.block_bytes == 2 * 2 * 2 * 16 * 8 * 2
+
+
+def test_the_unit_is_the_default_block() -> None:
+    from pdserve.config import EngineConfig
+
+    assert EngineConfig.block_size == HASH_TOKENS, "so that no key of the usual size is hashed twice"

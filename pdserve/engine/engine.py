@@ -80,7 +80,7 @@ class Engine:
             num_prompt=len(prompt),
             num_given=len(prompt) + len(output),
             sampling=sampling,
-            root=root_key(self.layout.namespace, salt=salt),
+            root=root_key(weights=self.layout.weights, salt=salt),
             block_size=self.layout.block_size,
             stop_token_ids=stops if sampling.ignore_eos else stops | self.checkpoint.eos_token_ids,
         )

@@ -1,8 +1,9 @@
 """One sequence in the engine: its tokens, how many of them have KV, and the blocks that hold it. Plain data."""
 
+from collections.abc import Sequence as Ends
 from dataclasses import dataclass, field
 
-from pdserve.keys import block_keys
+from pdserve.keys import KeyChain
 from pdserve.request import SamplingParams
 
 
@@ -39,6 +40,9 @@ class Sequence:
     exported: bool = False
     admitted: bool = False  # it has been in the running batch
 
+    def __post_init__(self) -> None:
+        self._chain = KeyChain(self.root)
+
     def __len__(self) -> int:
         return len(self.tokens)
 
@@ -53,17 +57,19 @@ class Sequence:
 
     def full_keys(self) -> list[bytes]:
         """Keys of all full blocks of `tokens`."""
-        done = len(self.keys)
-        if (done + 1) * self.block_size <= len(self.tokens):
-            parent = self.keys[-1] if self.keys else self.root
-            self.keys += block_keys(parent, self.tokens[done * self.block_size :], self.block_size)
+        first = (len(self.keys) + 1) * self.block_size
+        if first <= len(self.tokens):
+            self.keys += self.keys_at(range(first, len(self.tokens) + 1, self.block_size))
         return self.keys
 
     def given_keys(self) -> list[bytes]:
         """Keys of all blocks of the given tokens, a partial last one included."""
-        full = self.full_keys()[: self.num_given // self.block_size]
-        rest = self.tokens[len(full) * self.block_size : self.num_given]
-        return full + block_keys(full[-1] if full else self.root, rest, self.block_size, partial=True)
+        full, rest = divmod(self.num_given, self.block_size)
+        return self.full_keys()[:full] + self.keys_at([self.num_given] if rest else [])
+
+    def keys_at(self, ends: Ends[int]) -> list[bytes]:
+        """Keys of the first n tokens, for each n of `ends`, which ascend."""
+        return self._chain.keys(self.tokens, ends)
 
     def finish_reason(self) -> str | None:
         """`stop` after a stop token, `length` after max_tokens, else None."""
