@@ -15,6 +15,7 @@ against someone who can write to the store and means harm; keep such people out 
 """
 
 import struct
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -97,6 +98,21 @@ def copy(target: Row, *sources: Buffer | Row) -> bytes:
             copied[:] = span
             hasher.update(copied)  # type: ignore[arg-type]  # an array is a buffer; typed so from 3.12 on
             at += len(span)
+    return hasher.digest()
+
+
+def fill(target: Row, read: Callable[[memoryview, int], int]) -> bytes | None:
+    """Has `read(memory, at)` fill `target` with the bytes from `at` on, a part at a time.
+
+    Returns:
+        The checksum of what is in `target` then; None if there were fewer bytes.
+    """
+    hasher = xxhash.xxh3_64()
+    for start in range(0, len(target), _SPAN_BYTES):
+        span = target[start : start + _SPAN_BYTES]
+        if read(span.data, start) != len(span):
+            return None
+        hasher.update(span)  # type: ignore[arg-type]  # an array is a buffer; typed so from 3.12 on
     return hasher.digest()
 
 

@@ -28,7 +28,7 @@ from pdserve.errors import SetupError
 from pdserve.keys import KEY_BYTES
 from pdserve.kv_transfer.codec import CODECS, Codec, Undecodable
 from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats
-from pdserve.kv_transfer.header import HEADER_BYTES, Buffer, Row, Seal, announces, copy, intact, payload_length
+from pdserve.kv_transfer.header import HEADER_BYTES, Buffer, Row, Seal, announces, copy, fill, intact, payload_length
 from pdserve.kv_transfer.url import Query
 
 log = logging.getLogger(__name__)
@@ -144,17 +144,37 @@ class Incoming(_Block):
         """
         fits = self._seal.fits(header, self.key) and sum(map(len, parts)) == payload_length(header)
         take = self._copy if self._codec.as_is else self._decode
-        outcome = Outcome.OK if fits and take(header, parts) else Outcome.CORRUPT
-        if outcome is Outcome.OK:
-            self._operation.moved += payload_length(header)
-        self._operation.outcomes[self._index] = outcome
-        return outcome
+        return self._accepted(Outcome.OK if fits and take(header, parts) else Outcome.CORRUPT, header)
+
+    def read_by(self, header: bytes, read: Callable[[memoryview, int], int]) -> Outcome | None:
+        """As `accept`, for transports that can put the payload straight into the row and never wait for it.
+
+        Args:
+            read: fills the given memory with the payload's bytes from the given one on; how many it had.
+
+        Returns:
+            None, and marks nothing, where that does not work out: use `accept`.
+        """
+        if not self._codec.as_is or not self._seal.fits(header, self.key):
+            return None
+        with self._fence:
+            digest = fill(self._row, read)
+        if digest is None:
+            return None
+        outcome = Outcome.OK if announces(header, digest) else Outcome.CORRUPT
+        return self._accepted(outcome, header)
 
     def missing(self) -> None:
         self._operation.outcomes[self._index] = Outcome.MISSING
 
     def corrupt(self) -> None:
         self._operation.outcomes[self._index] = Outcome.CORRUPT
+
+    def _accepted(self, outcome: Outcome, header: bytes) -> Outcome:
+        if outcome is Outcome.OK:
+            self._operation.moved += payload_length(header)
+        self._operation.outcomes[self._index] = outcome
+        return outcome
 
     def _copy(self, header: bytes, parts: Sequence[Buffer | Row]) -> bool:
         with self._fence:

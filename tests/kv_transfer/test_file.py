@@ -1,3 +1,4 @@
+import errno
 import os
 import stat
 import time
@@ -156,3 +157,28 @@ def test_attaching_with_a_limit_removes(tmp_path: Path, attach: Attach, aged: tu
     instance, keys = aged
     attach(f"file://{tmp_path}/kv?max_bytes={4 * FILE}").connector.close()
     assert sum(instance.match([key]) for key in keys) == 4
+
+
+@pytest.mark.parametrize("refusal", [errno.EAGAIN, errno.EOPNOTSUPP, 0])
+def test_blocks_that_cannot_be_read_without_waiting_are_read_all_the_same(
+    refusal: int, tmp_path: Path, attach: Attach, new_keys: NewKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, tried = os.preadv, []
+
+    def preadv(fd: int, buffers: Any, at: int, flags: int = 0) -> int:
+        if flags != os.RWF_NOWAIT:
+            return real(fd, buffers, at)
+        tried.append(at)
+        if refusal:
+            raise OSError(refusal, os.strerror(refusal))
+        return real(fd, [buffers[0][: len(buffers[0]) // 2]], at)  # half of it was in the cache
+
+    monkeypatch.setattr(file, "_in_memory", lambda _: False)
+    monkeypatch.setattr(os, "preadv", preadv)
+    instance, keys = attach(f"file://{tmp_path}"), new_keys(4)
+    instance.store(keys, range(4))
+    before = instance.rows[:4].copy()
+    instance.rows[:4] = 0
+    assert instance.load(keys, range(4)).leading == 4
+    np.testing.assert_array_equal(instance.rows[:4], before)
+    assert tried
