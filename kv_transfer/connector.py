@@ -27,7 +27,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.keys import Layout
+from pdserve.keys import KEY_BYTES, Layout
 
 API_VERSION = 1
 
@@ -80,6 +80,15 @@ class PoolMemory:
     rows: npt.NDArray[np.uint8]
     layout: Layout
 
+    def check(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """Raises `ValueError` for arguments that no store or load can have."""
+        if len(keys) != len(block_ids):
+            raise ValueError(f"{len(keys)} keys for {len(block_ids)} blocks")
+        if any(len(key) != KEY_BYTES for key in keys):
+            raise ValueError(f"a key has {KEY_BYTES} bytes")
+        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < len(self.rows):
+            raise ValueError(f"block ids go from 0 to {len(self.rows) - 1}")
+
 
 @dataclass
 class Stats:
@@ -89,6 +98,30 @@ class Stats:
     blocks: dict[str, int] = field(default_factory=lambda: {"store": 0, "load": 0})
     seconds: dict[str, float] = field(default_factory=lambda: {"store": 0.0, "load": 0.0})
     failures: dict[tuple[str, Outcome], int] = field(default_factory=dict)  # (direction, outcome) → blocks
+    parts: dict[str, "Stats"] = field(
+        default_factory=dict
+    )  # of the stores behind a connector that has several, by name
+
+    def count(self, direction: str, result: Result) -> None:
+        """Everything but bytes, which a result does not tell."""
+        self.blocks[direction] += result.outcomes.count(Outcome.OK)
+        self.seconds[direction] += result.seconds
+        for outcome in set(result.outcomes) - {Outcome.OK}:
+            self.fail(direction, outcome, result.outcomes.count(outcome))
+
+    def fail(self, direction: str, outcome: Outcome, blocks: int) -> None:
+        self.failures[direction, outcome] = self.failures.get((direction, outcome), 0) + blocks
+
+    def plus(self, other: "Stats") -> "Stats":
+        """The sum, without parts."""
+        total = Stats(dict(self.bytes), dict(self.blocks), dict(self.seconds), dict(self.failures))
+        for direction in total.bytes:
+            total.bytes[direction] += other.bytes[direction]
+            total.blocks[direction] += other.blocks[direction]
+            total.seconds[direction] += other.seconds[direction]
+        for (direction, outcome), blocks in dict(other.failures).items():
+            total.fail(direction, outcome, blocks)
+        return total
 
 
 class Connector(ABC):

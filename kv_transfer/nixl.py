@@ -94,14 +94,14 @@ class NixlConnector(BatchedConnector):
         self._leases.stop()  # also where a worker hangs and `shut` was not called
 
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
-        self._check(keys, block_ids)
+        self.memory.check(keys, block_ids)
         operation = _Operation("store", len(keys), self.timeout, lambda done: self._grant(done, blocks, ids, lease_s))
         ids = list(block_ids)
         blocks = self._blocks(_Sealed, operation, list(zip(keys, ids, strict=True)))
         return self._submit(operation, lambda: self.put_many(blocks, lease_s))
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
-        self._check(keys, block_ids)
+        self.memory.check(keys, block_ids)
         operation = _Operation("load", len(keys), self.timeout, self._finish_transfer)
         blocks = self._blocks(Wanted, operation, list(zip(keys, block_ids, strict=True)))
         given = list(tickets)

@@ -25,7 +25,6 @@ from types import TracebackType
 from typing import Any, ClassVar, Generic, TypeVar
 
 from pdserve.errors import SetupError
-from pdserve.keys import KEY_BYTES
 from pdserve.kv_transfer.codec import CODECS, Codec, Undecodable
 from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats
 from pdserve.kv_transfer.header import HEADER_BYTES, Buffer, Row, Seal, announces, copy, fill, intact, payload_length
@@ -258,7 +257,7 @@ class BatchedConnector(Connector):
         self._watchdog = _Watchdog(self.scheme)
         self._lock = threading.Lock()
         self._stats = Stats()
-        self._complaints = _Complaints(self.scheme)
+        self._complaints = Complaints(self.scheme)
         self._closed = False
 
     # Hooks. All but `configure`, `open` and `shut` run on a worker.
@@ -314,14 +313,14 @@ class BatchedConnector(Connector):
             self._workers.append(worker)
 
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
-        self._check(keys, block_ids)
+        self.memory.check(keys, block_ids)
         operation = _Operation("store", len(keys), self.timeout, self._finish_transfer)
         pairs = list(zip(keys, block_ids, strict=True))
         lease_s = min(lease_s, MAX_LEASE_S)
         return self._submit(operation, lambda: self.put_many(self._blocks(Outgoing, operation, pairs), lease_s))
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
-        self._check(keys, block_ids)
+        self.memory.check(keys, block_ids)
         operation = _Operation("load", len(keys), self.timeout, self._finish_transfer)
         pairs = list(zip(keys, block_ids, strict=True))
         return self._submit(operation, lambda: self._get_and_heal(operation, self._blocks(Incoming, operation, pairs)))
@@ -338,8 +337,7 @@ class BatchedConnector(Connector):
 
     def stats(self) -> Stats:
         with self._lock:
-            now = self._stats
-            return Stats(dict(now.bytes), dict(now.blocks), dict(now.seconds), dict(now.failures))
+            return self._stats.plus(Stats())
 
     def close(self) -> None:
         if self._closed:
@@ -409,23 +407,10 @@ class BatchedConnector(Connector):
 
     def _finish_transfer(self, operation: _Operation[Result]) -> Result:
         result = Result(list(operation.outcomes), operation.seconds)
-        kind = operation.kind
         with self._lock:
-            self._stats.bytes[kind] += operation.moved
-            self._stats.blocks[kind] += sum(outcome is Outcome.OK for outcome in result.outcomes)
-            self._stats.seconds[kind] += result.seconds
-            for outcome in result.outcomes:
-                if outcome is not Outcome.OK:
-                    self._stats.failures[kind, outcome] = self._stats.failures.get((kind, outcome), 0) + 1
+            self._stats.bytes[operation.kind] += operation.moved
+            self._stats.count(operation.kind, result)
         return result
-
-    def _check(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        if len(keys) != len(block_ids):
-            raise ValueError(f"{len(keys)} keys for {len(block_ids)} blocks")
-        if any(len(key) != KEY_BYTES for key in keys):
-            raise ValueError(f"a key has {KEY_BYTES} bytes")
-        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < len(self.memory.rows):
-            raise ValueError(f"block ids go from 0 to {len(self.memory.rows) - 1}")
 
 
 class ThreadedConnector(BatchedConnector):
@@ -531,7 +516,7 @@ class _Watchdog:
                 self._changed.wait(wait)
 
 
-class _Complaints:
+class Complaints:
     """Logs each kind of trouble at once, then once a minute with a count: a dead store must not fill the disk."""
 
     def __init__(self, name: str) -> None:

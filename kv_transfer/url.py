@@ -5,6 +5,7 @@ mistake in a URL is answered with the names that would have been right.
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 from urllib.parse import SplitResult, parse_qsl, urlsplit
@@ -28,12 +29,14 @@ def split(url: str) -> SplitResult:
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be printed."""
-    scheme, mark, rest = url.partition("://")
-    end = next((i for i, letter in enumerate(rest) if letter in "/?#"), len(rest))
-    authority, at, host = rest[:end].rpartition("@")
-    user, colon, _ = authority.partition(":")
-    return f"{scheme}{mark}{user}{colon and ':***'}{at}{host}{rest[end:]}"
+    """The URL as it may be printed, also where it stands for several URLs."""
+    return re.sub(r"//[^/?#]*", lambda authority: _masked(authority[0]), url)
+
+
+def _masked(authority: str) -> str:
+    login, at, host = authority.rpartition("@")
+    user, colon, _ = login.partition(":")
+    return f"{user}{colon and ':***'}{at}{host}"
 
 
 class Query:

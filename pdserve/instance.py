@@ -238,17 +238,18 @@ class Instance:
             "kv_cache_blocks_held": pool.num_held,
             "kv_cache_usage_perc": pool.num_held / pool.num_blocks,
         }
-        scheme, block_bytes = self.connector.scheme, self.engine.layout.block_bytes
+        block_bytes = self.engine.layout.block_bytes
         measured["kv_transfer_bytes_in_flight"] = self.transfers.in_flight * block_bytes
         measured["kv_transfer_bytes_waiting"] = self.transfers.waiting * block_bytes
-        for direction in ("store", "load"):
-            labels = {"connector": scheme, "direction": direction}
-            measured[series("kv_transfer_bytes", **labels)] = stats.bytes[direction]
-            measured[series("kv_transfer_seconds", **labels)] = stats.seconds[direction]
-            measured[series("kv_transfer_blocks", **labels)] = stats.blocks[direction]
-        for (direction, outcome), blocks in stats.failures.items():
-            labels = {"connector": scheme, "direction": direction, "kind": outcome.value}
-            measured[series("kv_transfer_failures", **labels)] = blocks
+        for name, one in {self.connector.scheme: stats, **stats.parts}.items():
+            for direction in ("store", "load"):
+                labels = {"connector": name, "direction": direction}
+                measured[series("kv_transfer_bytes", **labels)] = one.bytes[direction]
+                measured[series("kv_transfer_seconds", **labels)] = one.seconds[direction]
+                measured[series("kv_transfer_blocks", **labels)] = one.blocks[direction]
+            for (direction, outcome), blocks in one.failures.items():
+                labels = {"connector": name, "direction": direction, "kind": outcome.value}
+                measured[series("kv_transfer_failures", **labels)] = blocks
         return measured
 
     # ---- what the roles need (pdserve.job.Desk) ---------------------------------------------------------------

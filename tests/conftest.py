@@ -1,8 +1,10 @@
 """Fixtures for all tests: small checkpoints of real architectures, made once per session, and a tokenizer that fits."""
 
+import importlib.util
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +150,40 @@ def install_connectors() -> Callable[[Path, str, Path, dict[str, str]], None]:
         (metadata / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines, ""]))
 
     return install
+
+
+@pytest.fixture(scope="session")
+def redis_servers() -> Any:
+    """tests/redis_servers.py, for those tests only that use it: others run where there is no redis-py."""
+    path = Path(__file__).parent / "redis_servers.py"
+    spec = importlib.util.spec_from_file_location("redis_servers", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def redis_server(redis_servers: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with closing(redis_servers.RedisServer(tmp_path_factory.mktemp("redis"))) as server:
+        yield server
+
+
+@pytest.fixture
+def start_redis(redis_servers: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Starts a server for this test alone, with these flags."""
+    with ExitStack() as stack:
+        yield lambda *flags: stack.enter_context(closing(redis_servers.RedisServer(tmp_path, *flags)))
+
+
+@pytest.fixture(scope="session")
+def redis_cluster(redis_servers: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with closing(redis_servers.RedisCluster(tmp_path_factory.mktemp("cluster"))) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def start_cluster(redis_servers: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Starts a cluster of three nodes for this test alone, with these flags."""
+    with ExitStack() as stack:
+        yield lambda *flags: stack.enter_context(closing(redis_servers.RedisCluster(tmp_path, *flags)))

@@ -2,7 +2,8 @@
 
 host:port in the URL    the connector talks to a relay on this machine, which holds up or cuts its connections; not where
                         the blocks then take another way, as with the nodes of a cluster, which name each other
-a BatchedConnector      its hooks hang, or raise one of its faults, before they do their work
+a BatchedConnector      its hooks hang, or raise one of its faults, before they do their work; so do those of the
+                        connectors behind one that has several
 anything else           cannot be done from here
 """
 
@@ -17,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pdserve.errors import SetupError
-from pdserve.kv_transfer.rules.trial import Broken, Instance, KiB, NotChecked, Trial, new_keys
+from pdserve.kv_transfer.rules.trial import Broken, Instance, KiB, NotChecked, Trial, new_keys, stores_of
 from pdserve.kv_transfer.threaded import BatchedConnector
 
 _HOOKS = ("put_many", "get_many", "contains_many")
@@ -43,9 +44,12 @@ def outage_of(trial: Trial, timeout_s: float) -> Iterator[Outage]:
             yield relayed
             return
         instance = trial.instance(64 * KiB, url=_with_timeout(trial.url, timeout_s, trial))
-        if not isinstance(instance.connector, BatchedConnector):
+        stores = stores_of(instance.connector)
+        if not stores:
             raise NotChecked("there is no host:port in the URL to hold up, and the connector has no hooks")
-        with _held_up(instance.connector, flowing, gone):
+        with contextlib.ExitStack() as held:
+            for store in stores:
+                held.enter_context(_held_up(store, flowing, gone))
             yield Outage(instance, "held up in its hooks", flowing, gone)
 
 

@@ -231,11 +231,11 @@ class Trial:
     def tidy(self, instance: Instance) -> bool:
         """Removes what this namespace's instances have stored. Whether there is a way to."""
         keys = self._keys.pop(instance.layout.namespace, set())
-        if not isinstance(instance.connector, BatchedConnector):
-            return False
-        with contextlib.suppress(Exception):
-            instance.connector.delete_many(list(keys))
-        return True
+        stores = stores_of(instance.connector)
+        for store in stores:
+            with contextlib.suppress(Exception):
+                store.delete_many(list(keys))
+        return bool(stores)
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
@@ -250,11 +250,20 @@ def size_text(size: int) -> str:
 # Hands in the store.
 
 
+def stores_of(connector: Connector) -> list[BatchedConnector]:
+    """Those whose hooks reach the stores: itself, or the `connectors` behind it, once they have `settle`d."""
+    if isinstance(connector, BatchedConnector):
+        return [connector]
+    getattr(connector, "settle", lambda: None)()
+    return [one for one in getattr(connector, "connectors", ()) if isinstance(one, BatchedConnector)]
+
+
 def tamper(instance: Instance, key: bytes, offset: int) -> None:
     """Changes one stored byte. Offset 0 is the payload's first; the header's 64 lie before it, from -64 to -1.
 
     A connector that has a method `tamper(key, offset)` does it itself. A block that a ticket stands for is changed in the
-    pool where it lies. For every other `BatchedConnector`, the value is read through its hooks and written back changed.
+    pool where it lies. For every other `BatchedConnector`, the value is read through its hooks and written back changed;
+    for a connector that has several behind it, in each that has the block.
 
     Raises:
         NotChecked: none of these is possible.
@@ -265,8 +274,9 @@ def tamper(instance: Instance, key: bytes, offset: int) -> None:
             own(key, offset)
         elif instance.tickets([key]):
             _change_row(instance, key, offset)
-        elif isinstance(instance.connector, BatchedConnector):
-            _rewrite(instance.connector, key, offset)
+        elif stores := stores_of(instance.connector):
+            changed = [_rewrite(store, key, offset) for store in stores]
+            expect(any(changed), "a block that was stored to be in the store", "none")
         else:
             raise NotChecked("the connector has no method tamper(key, offset), so its bytes cannot be reached")
     except LookupError:
@@ -324,17 +334,19 @@ class _Planted:
         self.outcome = outcome
 
 
-def _rewrite(connector: BatchedConnector, key: bytes, offset: int) -> None:
+def _rewrite(connector: BatchedConnector, key: bytes, offset: int) -> bool:
+    """Whether the store has the block."""
     copy = _Copy(key)
     connector.get_many(cast("list[Incoming]", [copy]))
-    expect(copy.value is not None, "a block that was stored to be in the store", "none")
-    assert copy.value is not None
+    if copy.value is None:
+        return False
     copy.value[HEADER_BYTES + offset] ^= 0xFF
     planted = _Planted(key, copy.value)
     connector.delete_many([key])
     connector.put_many(cast("list[Outgoing]", [planted]), 600.0)
     if planted.outcome is not Outcome.OK:
         raise NotChecked("a changed block could not be written back")
+    return True
 
 
 @contextmanager

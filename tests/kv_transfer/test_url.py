@@ -52,6 +52,9 @@ def test_flags_that_are_none() -> None:
         ("redis://:se@cret@host/0", "redis://:***@host/0"),
         ("redis://host:1/0", "redis://host:1/0"),
         ("file:///a@b:c", "file:///a@b:c"),
+        ("redis+cluster://me:secret@a:1,b:2?ttl=1", "redis+cluster://me:***@a:1,b:2?ttl=1"),
+        ("tiered://redis://u:secret@a,redis://v:secret@b/0", "tiered://redis://u:***@a,redis://v:***@b/0"),
+        ("tiered://?buffer=1MiB,shm://a,redis://:secret@b", "tiered://?buffer=1MiB,shm://a,redis://:***@b"),
         ("nonsense", "nonsense"),
     ],
 )
