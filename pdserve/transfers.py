@@ -35,6 +35,7 @@ class Transfers:
     Attributes:
         largest: blocks that one transfer should have at most, so that others get in between.
         in_flight: blocks that the connector is moving.
+        in_place: peers read the pool's rows where they are, if they are handed a ticket.
         num_holding: transfers whose blocks are still held; those that peers read in place may outlive their request.
     """
 
@@ -46,6 +47,7 @@ class Transfers:
         self._waiting: deque[_Transfer] = deque()
         self.largest = max(1, max_blocks // 2)
         self.in_flight = 0
+        self.in_place = connector.in_place
         self.num_holding = 0
 
     @property

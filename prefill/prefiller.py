@@ -74,6 +74,8 @@ class Prefiller:
         job.keys = job.seq.given_keys()
         job.seq.exported = True
         prefill = self._prefills[job] = _Prefill(job)
+        if self._transfers.in_place and job.seq.sampling.max_tokens - job.seq.num_output == 1:
+            prefill.submitted = len(job.keys)  # no decode will read them, and no other prefill can
         self._fetcher.fetch(job, cancelled=lambda: self._end_if_done(prefill))
 
     def advanced(self, job: Job, sampled: bool, step_started: float) -> None:

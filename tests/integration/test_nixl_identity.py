@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from pdserve.proto import pdserve_pb2 as pb
+
 
 def test_greedy_equals_generate_with_blocks_read_in_place(
     checkpoint: Callable[..., Path],
@@ -32,3 +34,16 @@ def test_greedy_equals_generate_with_blocks_read_in_place(
         while blocks_held(deployment)["pdserve_kv_cache_blocks_held"]:
             assert time.monotonic() < give_up, "decode has read them, but prefill still holds blocks"
             time.sleep(0.1)
+
+
+def test_nothing_is_leased_for_a_request_that_no_decode_takes_part_in(
+    checkpoint: Callable[..., Path], desk: Callable[..., Any]
+) -> None:
+    pytest.importorskip("nixl", reason="NIXL is not installed: pip install 'pdserve[nixl]'")
+    prefill = desk(model=str(checkpoint("llama")), connector="nixl://", num_blocks=64)
+    prefill.submit("one token", list(range(100)), 1, pb.PREFILL)
+    prefill.until(lambda outputs: any(output.finish_reason for output in outputs))
+    assert prefill.instance.engine.pool.num_held == 0 and prefill.instance.num_jobs == 0
+    prefill.submit("two tokens", list(range(100)), 2, pb.PREFILL)
+    prefill.until(lambda outputs: any(output.stored.final for output in outputs))
+    assert prefill.instance.engine.pool.num_held == 7

@@ -1,5 +1,6 @@
 """nixl:// between real processes: owners that lease their rows, and this one, which reads them."""
 
+import itertools
 import json
 import os
 import signal
@@ -195,6 +196,21 @@ def only_tcp(monkeypatch: pytest.MonkeyPatch) -> str:
     return "tcp,self"
 
 
+def meanwhile(reader: Reader, monkeypatch: pytest.MonkeyPatch, *, at: int, do: Callable[[], None]) -> None:
+    """Does something while the reader has begun `at` reads, of a bounce buffer's piece each."""
+    agent, begun = reader.connector._agent, itertools.count(1)
+    assert agent is not None
+    begin = agent.begin
+
+    def begin_and_do(transfer: Any) -> bool:
+        over = begin(transfer)
+        if next(begun) == at:
+            do()
+        return over
+
+    monkeypatch.setattr(agent, "begin", begin_and_do)
+
+
 @pytest.mark.parametrize("bounce", ["1", "48KiB", "4MiB"], ids=["single blocks", "three at a time", "all at once"])
 def test_scattered_rows_arrive_bit_by_bit_and_are_released(
     bounce: str, owner: Owner, reader: StartReader, new_keys: Callable[[int], list[bytes]]
@@ -342,19 +358,31 @@ def test_a_peer_killed_while_it_is_read(
 ) -> None:
     if tls:
         monkeypatch.setenv("UCX_TLS", tls)
-    [owner] = owners(block_bytes=1 << 20, blocks=64)
-    mine, keys = reader(layout=layout_for(1 << 20)), new_keys(64)
-    stored = owner.store(keys, range(64))
-    load = mine.start(keys, range(63, -1, -1), stored)
-    give_up = time.monotonic() + 10
-    while (mine.rows[63 - 16] == 7).all() and time.monotonic() < give_up:
-        time.sleep(0.0005)
-    owner.kill()
-    outcomes = load.result(30).outcomes
-    assert set(outcomes) <= {OK, UNAVAILABLE} and outcomes[0] is OK
-    for block, outcome in enumerate(outcomes):
-        if outcome is OK:
-            np.testing.assert_array_equal(mine.rows[63 - block], owner.rows[block])
+    [owner] = owners(block_bytes=1 << 20, blocks=16)
+    mine, keys = reader("nixl://?bounce=1MiB", layout=layout_for(1 << 20), blocks=16), new_keys(16)
+    stored = owner.store(keys, range(16))
+    meanwhile(mine, monkeypatch, at=9, do=owner.kill)
+    outcomes = mine.load(keys, range(15, -1, -1), stored).outcomes
+    arrived = outcomes.index(UNAVAILABLE)
+    assert 7 <= arrived <= 9 and outcomes == [OK] * arrived + [UNAVAILABLE] * (16 - arrived)
+    np.testing.assert_array_equal(mine.rows[::-1][:arrived], owner.rows[:arrived])
+
+
+def test_a_lease_that_ends_while_its_rows_are_read(
+    owners: StartOwners, reader: StartReader, new_keys: Callable[[int], list[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [owner] = owners(blocks=8)
+    mine, keys = reader("nixl://?bounce=1&timeout=20"), new_keys(8)
+    stored = owner.store(keys, range(8), lease_s=1.0)
+
+    def reuse() -> None:
+        assert owner.has_released(stored), "its end does not wait for the reader"
+        for row in (5, 6):
+            owner.call("fill", row=row, value=1)
+
+    meanwhile(mine, monkeypatch, at=4, do=reuse)
+    assert mine.load(keys, range(8), stored).outcomes == [OK] * 5 + [CORRUPT] * 2 + [OK]
+    np.testing.assert_array_equal(mine.rows[[0, 1, 2, 3, 4, 7]], owner.rows[[0, 1, 2, 3, 4, 7]])
 
 
 def test_a_stopped_peer_costs_the_time_out_and_writes_nothing_later(
