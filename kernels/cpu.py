@@ -33,6 +33,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # by the numbers that p
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ATTEND = (_I, _P, _I, _I, _P, _I, _I, _P, _I, _I, _I, _P, _P, _P, _I, _I, _I, _I, _I, _I, _F, _I, _F, _I, _I, _I)
 _WRITE_KV = (_P, _I, _I, _I, _P, _I, _I, _P, _I, _I, _P, _I, _I, _I, _I, _I)
+_RMS_NORM = (_I, _P, _P, _P, _I, _I, _F, _I)
 _COPY_BLOCKS = (_P, _I, _P, _P, _I, _P, _I, _I, _I)
 
 
@@ -137,6 +138,28 @@ def scatter_blocks(pool_N: torch.Tensor, blocks_C: torch.Tensor, values_C: torch
     _copy(pool_N, blocks_C, values_C, None, len(blocks_C))
 
 
+def rms_norm(x: torch.Tensor, weight_N: torch.Tensor, eps: float) -> torch.Tensor:
+    """weight · x / √(mean(x²) + eps) over the last dimension, [..., N], of one dtype.
+
+    The quotient is computed in float32 and rounded to the dtype, then multiplied with the weight: the order of Llama's
+    norm (Zhang and Sennrich 2019) in transformers.
+    """
+    assert x.dtype == weight_N.dtype and x.shape[-1:] == weight_N.shape
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    library().pdserve_rms_norm(
+        DTYPES.index(x.dtype),
+        y.data_ptr(),
+        x.data_ptr(),
+        weight_N.contiguous().data_ptr(),
+        x.numel() // len(weight_N),
+        len(weight_N),
+        eps,
+        torch.get_num_threads(),
+    )
+    return y
+
+
 def huge_pages(x: torch.Tensor, *, written: bool = False) -> None:
     """Asks the system to keep a large tensor in pages of 2 MiB, where it can: reading gets a quarter faster, as blocks and
     weights are too far apart for the processor's table of small pages. Free before the first write; `written` memory is
@@ -201,6 +224,7 @@ def library() -> ctypes.CDLL:
         (loaded.pdserve_attend, _ATTEND),
         (loaded.pdserve_write_kv, _WRITE_KV),
         (loaded.pdserve_copy_blocks, _COPY_BLOCKS),
+        (loaded.pdserve_rms_norm, _RMS_NORM),
     ):
         function.argtypes, function.restype = list(arguments), None
     return loaded

@@ -86,7 +86,9 @@ def test_a_layout_survives_its_message() -> None:
 
 
 def test_salts_adapters_and_weights_are_kept_apart() -> None:
-    roots = {root_key(weights=LAYOUT.weights, salt=s, lora=lo) for s, lo in [("", ""), ("a", ""), ("", "a"), ("a", "a")]}
+    roots = {
+        root_key(weights=LAYOUT.weights, salt=s, lora=lo) for s, lo in [("", ""), ("a", ""), ("", "a"), ("a", "a")]
+    }
     assert len(roots) == 4
     assert root_key(weights=replace(LAYOUT, model_fingerprint="n").weights) not in roots
 

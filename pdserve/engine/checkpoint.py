@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from pdserve.config import EngineConfig
 from pdserve.engine import paged_model
+from pdserve.engine.fused_norm import fuse_norms
 from pdserve.engine.prepack import prepack
 from pdserve.errors import SetupError
 from pdserve.kernels import cpu
@@ -147,6 +148,7 @@ def _load_model(path: Path, hf_config: Any, dtype: torch.dtype, device: torch.de
     loaded = loaded.to(device)
     if device.type == "cpu":
         prepack(loaded)
+        fuse_norms(loaded)
         for parameter in loaded.parameters():  # every step reads all of them: fewer page walks, a tenth of its time
             cpu.huge_pages(parameter.data, written=True)
     return loaded
