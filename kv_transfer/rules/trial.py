@@ -301,6 +301,9 @@ class _Copy:
         self.value = bytearray(header + b"".join(bytes(part) for part in parts))
         return Outcome.OK
 
+    def read_by(self, header: bytes, read: Callable[[memoryview, int], int]) -> Outcome | None:
+        return None  # it has no row
+
     def missing(self) -> None: ...
 
     def corrupt(self) -> None: ...

@@ -106,22 +106,23 @@ def test_tiers_of_memory_and_files_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "rule", "verdict"),
+    ("policy", "rule", "verdicts"),
     [
-        ("noeviction", "leases-under-pressure", Verdict.HOLDS),
-        ("allkeys-lru", "leases-under-pressure", Verdict.NOT_CHECKED),
-        ("allkeys-lru", "capacity", Verdict.HOLDS),
-        ("allkeys-lru", "killed-writer", Verdict.HOLDS),
+        ("noeviction", "leases-under-pressure", {Verdict.HOLDS}),
+        ("allkeys-lru", "leases-under-pressure", {Verdict.NOT_CHECKED}),
+        # Whether the union forgets the first block depends on how many went to Redis before memory had forgotten them.
+        ("allkeys-lru", "capacity", {Verdict.HOLDS, Verdict.NOT_CHECKED}),
+        ("allkeys-lru", "killed-writer", {Verdict.HOLDS}),
     ],
 )
-def test_tiers_that_are_full(start_redis: Callable[..., Any], policy: str, rule: str, verdict: Verdict) -> None:
+def test_tiers_that_are_full(start_redis: Callable[..., Any], policy: str, rule: str, verdicts: set[Verdict]) -> None:
     server = start_redis("--maxmemory", "60mb", "--maxmemory-policy", policy)
     name = f"shm://test-{uuid.uuid4().hex}"
     try:
         report = try_rule(rules_named([rule])[0], f"tiered://{name}?size=40MiB,{server.url}", seconds=0.5)
     finally:
         shm.unlink(name)
-    assert report.verdict is verdict, report.detail
+    assert report.verdict in verdicts, report.detail
 
 
 FULLNESS = rules_named(["leases-under-pressure", "capacity"])
