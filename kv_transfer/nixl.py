@@ -95,14 +95,15 @@ class NixlConnector(BatchedConnector):
 
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
         self.memory.check(keys, block_ids)
-        operation = _Operation("store", len(keys), self.timeout, lambda done: self._grant(done, blocks, ids, lease_s))
+        deadline = self._deadline(len(keys))
+        operation = _Operation("store", len(keys), deadline, lambda done: self._grant(done, blocks, ids, lease_s))
         ids = list(block_ids)
         blocks = self._blocks(_Sealed, operation, list(zip(keys, ids, strict=True)))
         return self._submit(operation, lambda: self.put_many(blocks, lease_s))
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
         self.memory.check(keys, block_ids)
-        operation = _Operation("load", len(keys), self.timeout, self._finish_transfer)
+        operation = _Operation("load", len(keys), self._deadline(len(keys)), self._finish_transfer)
         blocks = self._blocks(Wanted, operation, list(zip(keys, block_ids, strict=True)))
         given = list(tickets)
         return self._submit(operation, lambda: self._find_and_get(blocks, given))

@@ -7,7 +7,8 @@
 `ThreadedConnector` is for authors of a plain key-value transport; `memory.py` is its example. `BatchedConnector` is for
 transports that gain from batches or place bytes themselves: `shm.py`, `file.py`, `redis.py`.
 
-An operation runs on one of a few worker threads. If it is not through by its deadline, a watchdog completes its future
+An operation runs on one of a few worker threads. It has until its deadline: the time-out, and what its blocks and those of
+the operations before it would take at `SLOWEST_BYTES_PER_S`. If it is not through by then, a watchdog completes its future
 with what is there: the blocks done so far are OK, the others UNAVAILABLE. The worker may still hang in a dead store at
 that moment, so rows are touched inside of the operation's fence only, and the watchdog closes the fence before it
 completes the future: a late worker finds it closed, and leaves rows that meanwhile belong to another sequence alone.
@@ -18,9 +19,10 @@ import queue
 import threading
 import time
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from heapq import heappop, heappush
+from itertools import count
 from types import TracebackType
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -32,6 +34,7 @@ from pdserve.kv_transfer.url import Query
 
 log = logging.getLogger(__name__)
 
+SLOWEST_BYTES_PER_S = 64 << 20  # a store that is slower than this does not answer in time
 MAX_PENDING = 4096  # operations; more than this means a store that does not keep up at all
 MAX_LEASE_S = 86_400.0  # a mistaken lease must not pin a block for ever
 _COMPLAIN_EVERY_S = 60.0
@@ -195,13 +198,13 @@ class Incoming(_Block):
 class _Operation(Generic[T]):
     """One call of store, load, match or release on its way through the workers."""
 
-    def __init__(self, kind: str, blocks: int, timeout: float, answer: Callable[["_Operation[T]"], T]) -> None:
+    def __init__(self, kind: str, blocks: int, deadline: float, answer: Callable[["_Operation[T]"], T]) -> None:
         self.kind = kind
         self.outcomes = [Outcome.UNAVAILABLE] * blocks
         self.moved = 0  # bytes
         self.matched = 0  # leading keys
         self.started = time.perf_counter()
-        self.deadline = time.monotonic() + timeout
+        self.deadline = deadline  # on the monotonic clock
         self.fence = Fence()
         self.work: Callable[[], None] | None = None
         self.future: Future[T] = Future()
@@ -229,7 +232,8 @@ class _Operation(Generic[T]):
 
 
 class BatchedConnector(Connector):
-    """Runs blocking hooks on `?threads=` workers (default 2), each operation within `?timeout=` seconds (default 5).
+    """Runs blocking hooks on `?threads=` workers (default 2), each operation within `?timeout=` seconds (default 5), and
+    longer only for as many bytes as a slow store needs longer for.
 
     Blocks pass through the codec that `?codec=` names (default none) on their way to the hooks and back.
 
@@ -259,6 +263,7 @@ class BatchedConnector(Connector):
         self._stats = Stats()
         self._complaints = Complaints(self.scheme)
         self._closed = False
+        self._pending = 0  # blocks of operations that are not over
 
     # Hooks. All but `configure`, `open` and `shut` run on a worker.
 
@@ -314,24 +319,24 @@ class BatchedConnector(Connector):
 
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
         self.memory.check(keys, block_ids)
-        operation = _Operation("store", len(keys), self.timeout, self._finish_transfer)
+        operation = _Operation("store", len(keys), self._deadline(len(keys)), self._finish_transfer)
         pairs = list(zip(keys, block_ids, strict=True))
         lease_s = min(lease_s, MAX_LEASE_S)
         return self._submit(operation, lambda: self.put_many(self._blocks(Outgoing, operation, pairs), lease_s))
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
         self.memory.check(keys, block_ids)
-        operation = _Operation("load", len(keys), self.timeout, self._finish_transfer)
+        operation = _Operation("load", len(keys), self._deadline(len(keys)), self._finish_transfer)
         pairs = list(zip(keys, block_ids, strict=True))
         return self._submit(operation, lambda: self._get_and_heal(operation, self._blocks(Incoming, operation, pairs)))
 
     def match(self, keys: Sequence[bytes]) -> Future[int]:
-        operation: _Operation[int] = _Operation("match", 0, self.timeout, lambda done: done.matched)
+        operation: _Operation[int] = _Operation("match", 0, self._deadline(0), lambda done: done.matched)
         wanted = list(keys)
         return self._submit(operation, lambda: self._count_leading(operation, wanted))
 
     def release(self, keys: Sequence[bytes]) -> None:
-        operation: _Operation[None] = _Operation("release", 0, self.timeout, lambda _: None)
+        operation: _Operation[None] = _Operation("release", 0, self._deadline(0), lambda _: None)
         wanted = list(keys)
         self._submit(operation, lambda: self.release_many(wanted))
 
@@ -345,7 +350,7 @@ class BatchedConnector(Connector):
         self._closed = True
         for _ in self._workers:
             self._queue.put(None)
-        give_up = time.monotonic() + self.timeout
+        give_up = self._deadline(1) if self._workers else 0.0  # what is under way has until then
         for worker in self._workers:
             worker.join(max(0.0, give_up - time.monotonic()))
         self._watchdog.stop()
@@ -367,9 +372,23 @@ class BatchedConnector(Connector):
             operation.complete()
             return operation.future
         operation.work = work
+        blocks = len(operation.outcomes)
+        self._count_pending(blocks)
+        operation.future.add_done_callback(lambda _: self._count_pending(-blocks))
         self._watchdog.watch(operation)
         self._queue.put(operation)
         return operation.future
+
+    def _deadline(self, blocks: int) -> float:
+        """For an operation that moves so many blocks, and waits for those before it to be moved."""
+        seconds = self.timeout
+        if blocks:
+            seconds += (self._pending + blocks) * self.memory.layout.block_bytes / SLOWEST_BYTES_PER_S
+        return time.monotonic() + seconds
+
+    def _count_pending(self, blocks: int) -> None:
+        with self._lock:
+            self._pending += blocks
 
     def _serve(self) -> None:
         while (operation := self._queue.get()) is not None:
@@ -474,12 +493,13 @@ class ThreadedConnector(BatchedConnector):
 
 
 class _Watchdog:
-    """Completes operations at their deadlines. All have the same time-out, so the oldest one is always next."""
+    """Completes operations at their deadlines."""
 
     def __init__(self, name: str) -> None:
         self._thread = threading.Thread(target=self._watch, name=f"kv-{name}-watchdog", daemon=True)
         self._changed = threading.Condition()
-        self._operations: deque[_Operation[Any]] = deque()
+        self._operations: list[tuple[float, int, _Operation[Any]]] = []  # a heap: the earliest deadline first
+        self._serial = count()
         self._stopped = False
 
     def start(self) -> None:
@@ -487,8 +507,8 @@ class _Watchdog:
 
     def watch(self, operation: _Operation[Any]) -> None:
         with self._changed:
-            self._operations.append(operation)
-            if len(self._operations) == 1:
+            heappush(self._operations, (operation.deadline, next(self._serial), operation))
+            if self._operations[0][2] is operation:
                 self._changed.notify()
 
     def stop(self) -> None:
@@ -506,13 +526,13 @@ class _Watchdog:
     def _next(self) -> _Operation[Any] | None:
         with self._changed:
             while True:
-                while self._operations and self._operations[0].future.done():
-                    self._operations.popleft()
+                while self._operations and self._operations[0][2].future.done():
+                    heappop(self._operations)
                 if not self._operations and self._stopped:
                     return None
-                wait = self._operations[0].deadline - time.monotonic() if self._operations else None
+                wait = self._operations[0][0] - time.monotonic() if self._operations else None
                 if self._stopped or (wait is not None and wait <= 0):
-                    return self._operations.popleft()
+                    return heappop(self._operations)[2]
                 self._changed.wait(wait)
 
 

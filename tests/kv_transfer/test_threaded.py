@@ -10,6 +10,7 @@ import pytest
 
 from pdserve.errors import SetupError
 from pdserve.keys import Layout
+from pdserve.kv_transfer import threaded
 from pdserve.kv_transfer.connector import Outcome, PoolMemory
 from pdserve.kv_transfer.header import Buffer, Seal, intact
 from pdserve.kv_transfer.threaded import Full, ThreadedConnector
@@ -117,6 +118,28 @@ def test_operations_behind_a_stuck_one_end_at_their_own_deadlines(connector: Scr
     stuck.free.set()
     connector.before = lambda _: None
     assert connector.store(keys, [0], lease_s=1).result(10).leading == 1  # the worker came back
+
+
+def test_a_deadline_grows_with_the_bytes_and_those_before_them_and_only_for_these(
+    connector: Scripted, new_keys: NewKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At four blocks a second in the worst case, four blocks and six behind them may take as long as they do here."""
+    monkeypatch.setattr(threaded, "SLOWEST_BYTES_PER_S", 4 * 4096)
+    keys = new_keys(8)
+    connector.before = lambda _: time.sleep(0.2)
+    first = connector.store(keys[:4], range(4), lease_s=1)
+    behind = connector.store(keys[2:], range(2, 8), lease_s=1)
+    assert first.result(10).leading == 4, "0.8 s is more than the time-out"
+    assert behind.result(10).leading == 6, "and these took 2.0 s, more than they would have had alone"
+
+    connector.before = stuck = Stuck(1)
+    started = time.monotonic()
+    large, small = connector.load(keys, range(8)), connector.match(keys)
+    assert small.result(10) == 0
+    assert time.monotonic() - started < TIMEOUT + 1 and not large.done(), "no bytes, no patience"
+    assert large.result(10).outcomes == [Outcome.UNAVAILABLE] * 8
+    assert time.monotonic() - started > (TIMEOUT + 2) * 0.9
+    stuck.free.set()
 
 
 def test_a_declared_fault_is_an_outcome_counted_and_logged_once(
