@@ -49,6 +49,10 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def is_shared(self, block: int) -> bool:
+        """Whether a held block has several holders, so that none of them may write to it."""
+        return self._refs[block] > 1
+
     def hold(self, blocks: Iterable[int]) -> None:
         """Adds a reference to each block, reviving cached ones."""
         for block in blocks:

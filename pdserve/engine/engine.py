@@ -92,6 +92,10 @@ class Engine:
     def add(self, seq: Sequence) -> None:
         self.scheduler.add(seq)
 
+    def fork(self, seq: Sequence, request_id: str, sampling: SamplingParams) -> Sequence:
+        """A sequence that goes on from where this one is, with parameters of its own. Their KV up to here is shared."""
+        return self.scheduler.fork(seq, request_id, sampling)
+
     def remove(self, seq: Sequence) -> None:
         """Drops a sequence, finished or not; its blocks lose this holder."""
         self.scheduler.remove(seq)
@@ -100,6 +104,7 @@ class Engine:
         """Schedule, run, postprocess. Whoever owns a finished sequence removes it. `hold_back` as in `schedule`."""
         schedule = self.scheduler.schedule(hold_back=hold_back)
         plan = schedule.tokens
+        self.runner.copy(schedule.copies)
         tokens = self.runner.step(plan)
         for seq, count in plan.items():
             seq.num_computed += count

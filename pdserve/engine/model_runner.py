@@ -47,6 +47,22 @@ class ModelRunner:
         self.pool_NL2GBD[block, ..., used:, :] = 0
 
     @torch.inference_mode()
+    def copy(self, blocks: list[tuple[int, int]]) -> None:
+        """Copies whole blocks, (from, to), one after the other as far as it matters."""
+        batch: list[tuple[int, int]] = []
+        for source, target in blocks:
+            if any(target in pair for pair in batch) or any(source == to for _, to in batch):
+                self._copy(batch)
+                batch = []
+            batch.append((source, target))
+        self._copy(batch)
+
+    def _copy(self, batch: list[tuple[int, int]]) -> None:
+        if batch:
+            sources_C, targets_C = torch.tensor(batch, device=self.device).T.contiguous()
+            self.kernel.copy_blocks(self.pool_NL2GBD, sources_C, targets_C)
+
+    @torch.inference_mode()
     def step(self, tokens: dict[Sequence, int]) -> dict[Sequence, int]:
         """Computes `tokens[seq]` more tokens of each sequence; the next token of those that have all their KV then."""
         if not tokens:

@@ -9,18 +9,27 @@ permitting).
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.sequence import Sequence
+from pdserve.request import SamplingParams
 
 
 @dataclass
 class Schedule:
-    """One step: tokens to compute per sequence (in batch order), who lost their blocks for it, and whether some were held
-    back."""
+    """One step.
+
+    Attributes:
+        tokens: to compute per sequence, in batch order.
+        copies: (from, to): blocks to copy before, one after the other, because their holder is about to write to a block
+            that others hold as well.
+        preempted: who lost their blocks for it.
+        held_back: whether some were.
+    """
 
     tokens: dict[Sequence, int] = field(default_factory=dict)
+    copies: list[tuple[int, int]] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     held_back: bool = False
 
@@ -32,19 +41,25 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
-        self.loaded: deque[Sequence] = deque()  # hold all the blocks that their next step needs
+        self.loaded: deque[Sequence] = deque()  # hold blocks: their KV was loaded, or they are forks of others
         self.running: list[Sequence] = []
         self.prefix_queries = 0  # tokens looked up
         self.prefix_hits = 0  # tokens found
         self.num_preemptions = 0
 
     def add(self, seq: Sequence) -> None:
-        """Queues a sequence. If it holds blocks, these must be enough for all of its tokens."""
-        if seq.block_ids:
-            assert len(seq.block_ids) >= self.pool.blocks_for(len(seq))
-            self.loaded.append(seq)
-        else:
-            self.waiting.append(seq)
+        """Queues a sequence, with or without blocks."""
+        (self.loaded if seq.block_ids else self.waiting).append(seq)
+
+    def fork(self, seq: Sequence, request_id: str, sampling: SamplingParams) -> Sequence:
+        """Queues a copy of a sequence that shares all KV computed so far; what either writes from now on is its own."""
+        blocks = seq.block_ids[: self.pool.blocks_for(seq.num_computed)]
+        self.pool.hold(blocks)
+        fork = replace(
+            seq, request_id=request_id, sampling=sampling, tokens=[*seq.tokens], keys=[*seq.keys], block_ids=blocks
+        )
+        self.add(fork)
+        return fork
 
     def remove(self, seq: Sequence) -> None:
         """Takes a finished or aborted sequence out and releases its blocks."""
@@ -68,6 +83,9 @@ class Scheduler:
         budget = self._schedule_running(step, self.max_num_batched_tokens)
         if not step.preempted:
             self._admit(step, budget)
+        if not (self.running or step.held_back or step.preempted) and self.loaded:
+            # Forks hold every block, and each needs one more to go on.
+            self._preempt(self.loaded[-1], self.loaded, step)
         return step
 
     def sequences(self) -> Iterator[Sequence]:
@@ -109,18 +127,36 @@ class Scheduler:
 
     def _grow(self, seq: Sequence, step: Schedule) -> None:
         """Gives a running sequence the blocks for all its tokens, at the cost of the latest, which may be itself."""
-        need = self.pool.blocks_for(len(seq)) - len(seq.block_ids)
-        while need > self.pool.num_free:
+        while self._need(seq) > self.pool.num_free:
             victim = self.running[-1]
-            self._preempt(victim)
-            step.preempted.append(victim)
+            self._preempt(victim, self.running, step)
             if victim is seq:
                 return
-        if need > 0:
-            seq.block_ids += self.pool.allocate(need)
+        self._take(seq, step)
 
-    def _preempt(self, seq: Sequence) -> None:
-        self.running.remove(seq)
+    def _need(self, seq: Sequence) -> int:
+        """Blocks that its next step takes: for tokens that have no room, and in place of one that it may not write to."""
+        shared = self._shared_tail(seq) is not None
+        return max(0, self.pool.blocks_for(len(seq)) - len(seq.block_ids)) + shared
+
+    def _take(self, seq: Sequence, step: Schedule) -> None:
+        shared = self._shared_tail(seq)
+        if shared is not None:
+            (own,) = self.pool.allocate(1)
+            step.copies.append((seq.block_ids[shared], own))
+            self.pool.release([seq.block_ids[shared]])
+            seq.block_ids[shared] = own
+        seq.block_ids += self.pool.allocate(max(0, self.pool.blocks_for(len(seq)) - len(seq.block_ids)))
+
+    def _shared_tail(self, seq: Sequence) -> int | None:
+        """The place of the block that its next token is written to, if others hold that too."""
+        place = seq.num_computed // self.pool.block_size
+        return place if place < len(seq.block_ids) and self.pool.is_shared(seq.block_ids[place]) else None
+
+    def _preempt(self, seq: Sequence, queue: list[Sequence] | deque[Sequence], step: Schedule) -> None:
+        queue.remove(seq)
+        step.copies = [copy for copy in step.copies if copy[1] not in seq.block_ids]
+        step.preempted.append(seq)
         self.release(seq)
         self.waiting.appendleft(seq)
         seq.num_preemptions += 1
@@ -131,6 +167,7 @@ class Scheduler:
             seq = self._next(step.held_back)
             if seq is None:
                 return
+            self._take(seq, step)
             seq.admitted = True
             self.running.append(seq)
             step.tokens[seq] = min(seq.num_missing, budget)
@@ -138,11 +175,17 @@ class Scheduler:
 
     def _next(self, hold_back: bool) -> Sequence | None:
         """Takes a sequence that can be admitted out of its queue."""
-        for seq in self.loaded:
-            if not (hold_back and seq.exported):
+        able = [seq for seq in self.loaded if not (hold_back and seq.exported)]
+        for seq in able:
+            if self._need(seq) <= self.pool.num_free:
                 self.loaded.remove(seq)
                 return seq
-        if self.waiting and not (hold_back and self.waiting[0].exported) and self._reserve(self.waiting[0]):
+        if (
+            not able
+            and self.waiting
+            and not (hold_back and self.waiting[0].exported)
+            and self._reserve(self.waiting[0])
+        ):
             return self.waiting.popleft()
         return None
 

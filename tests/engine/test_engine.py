@@ -97,3 +97,30 @@ def test_a_step_that_can_do_nothing_says_so(checkpoint: Callable[..., Path]) -> 
     assert engine.has_work and engine.step().idle
     engine.pool.release(taken)
     assert not engine.step().idle
+
+
+@pytest.mark.parametrize("num_blocks", [200, 14])
+def test_forks_go_on_like_their_parent_and_like_themselves(
+    num_blocks: int, checkpoint: Callable[..., Path], generate: Generate, prompts: list[list[int]]
+) -> None:
+    """With room, and with so little that forks are preempted."""
+    path = checkpoint("llama")
+    prompt = max(prompts, key=len)[:61]
+    (expected,) = generate(path, [prompt], 32)
+    engine = Engine(EngineConfig(model=str(path), num_blocks=num_blocks))
+    parent = engine.new_sequence("parent", prompt, greedy(32))
+    engine.add(parent)
+    greedy_forks, sampled = [], []
+    for i in range(9):
+        engine.step()
+        if i >= 3:
+            greedy_forks.append(engine.fork(parent, f"greedy {i}", greedy(32)))
+    sampling = SamplingParams(max_tokens=32, temperature=1.0, seed=7, ignore_eos=True)
+    sampled = [engine.fork(parent, f"sampled {i}", sampling) for i in range(2)]
+    finish(engine)
+    for seq in (parent, *greedy_forks):
+        assert seq.tokens[len(prompt) :] == expected
+    assert sampled[0].tokens == sampled[1].tokens != parent.tokens
+    (alone,) = run(engine, [parent.tokens[: len(prompt) + 9]], [SamplingParams(max_tokens=23, temperature=0)])
+    assert alone == expected[9:]
+    assert (engine.scheduler.num_preemptions > 0) == (num_blocks < 100)

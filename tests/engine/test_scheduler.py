@@ -159,3 +159,84 @@ def test_random_arrivals_and_aborts(
             break
     assert not live, "a sequence starved"
     assert sched.pool.num_held == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    num_blocks=st.integers(6, 24),
+    max_num_seqs=st.integers(1, 6),
+    budget=st.integers(1, 24),
+    arrivals=st.lists(
+        st.tuples(st.integers(0, 10), st.integers(1, 12), st.integers(1, 9), st.integers(0, 2)), min_size=1, max_size=8
+    ),
+    forks=st.lists(st.tuples(st.integers(1, 25), st.integers(0, 7)), max_size=8),
+    aborts=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 7)), max_size=3),
+)
+def test_every_sequence_reads_its_own_tokens_whoever_shares_its_blocks(
+    num_blocks: int,
+    max_num_seqs: int,
+    budget: int,
+    arrivals: list[tuple[int, int, int, int]],
+    forks: list[tuple[int, int]],
+    aborts: list[tuple[int, int]],
+) -> None:
+    """A pool that remembers which token was written where. (at step, prompt, output, prefix family); (at step, which)."""
+    sched = scheduler(num_blocks, max_num_seqs, budget)
+    memory: dict[int, list[int | None]] = {block: [None] * BLOCK for block in range(num_blocks)}
+    live: list[Sequence] = []
+    for step in range(2000):
+        for i, (at, prompt, output, family) in enumerate(arrivals):
+            if at == step:
+                live.append(sequence(str(i), [family] * prompt, output))
+                sched.add(live[-1])
+        for i, (at, which) in enumerate(forks):
+            if at == step and live:
+                seq = live[which % len(live)]
+                if seq in sched.running:
+                    live.append(sched.fork(seq, f"fork {i} of {seq.request_id}", seq.sampling))
+        for at, which in aborts:
+            if at == step and live:
+                sched.remove(live.pop(which % len(live)))
+        plan = sched.schedule()
+        for source, target in plan.copies:
+            memory[target] = list(memory[source])
+        for seq, count in plan.tokens.items():
+            for at in range(seq.num_computed, seq.num_computed + count):
+                assert not sched.pool.is_shared(seq.block_ids[at // BLOCK]), "somebody else would see this"
+                memory[seq.block_ids[at // BLOCK]][at % BLOCK] = seq.tokens[at]
+        for seq, count in plan.tokens.items():
+            seq.num_computed += count
+            for i in range(seq.num_registered, seq.num_computed // BLOCK):
+                sched.pool.register(seq.block_ids[i], seq.full_keys()[i])
+                seq.num_registered = i + 1
+            read = [memory[seq.block_ids[at // BLOCK]][at % BLOCK] for at in range(seq.num_computed)]
+            assert read == seq.tokens[: seq.num_computed]
+        for seq in [seq for seq in plan.tokens if seq.num_missing == 0]:
+            seq.tokens.append(hash((seq.request_id, len(seq))) % 1000)
+            if seq.finish_reason():
+                sched.remove(seq)
+                live.remove(seq)
+        sched.pool.check_integrity()
+        assert sched.pool.num_held == len({block for seq in live for block in seq.block_ids})
+        if not live and step > 10:
+            break
+    assert not live, "a sequence starved"
+    assert sched.pool.num_held == 0
+
+
+def test_a_fork_copies_the_block_that_it_writes_to_and_no_other() -> None:
+    sched = scheduler(16)
+    seq = sequence("parent", [1] * 9, 20)
+    sched.add(seq)
+    run_step(sched)
+    run_step(sched)
+    fork = sched.fork(seq, "fork", seq.sampling)
+    assert fork.block_ids == seq.block_ids and sched.pool.num_held == 3
+    plan, _ = run_step(sched)
+    assert len(plan.copies) == 1 and plan.tokens == {seq: 1, fork: 1}
+    assert fork.block_ids[:2] == seq.block_ids[:2] and fork.block_ids[2] != seq.block_ids[2]
+    assert sched.pool.num_held == 4
+    assert not run_step(sched)[0].copies
+    sched.remove(seq)
+    sched.remove(fork)
+    assert sched.pool.num_held == 0
