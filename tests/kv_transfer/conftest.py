@@ -32,7 +32,9 @@ CLASSES: dict[str, Callable[[str], Connector]] = {
     "file": FileConnector,
     "redis": RedisConnector,
     "redis+unix": RedisConnector,
+    "rediss": RedisConnector,
     "redis+cluster": RedisClusterConnector,
+    "rediss+cluster": RedisClusterConnector,
     "tiered": TieredConnector,
 }
 
