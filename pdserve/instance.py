@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
+from pdserve.block_news import BlockNews
 from pdserve.config import InstanceConfig, parse_size
 from pdserve.counters import series
 from pdserve.decode.decoder import Decoder
@@ -50,6 +51,8 @@ class Instance:
         self.fetcher = fetcher = Fetcher(self.engine, self.connector, self.transfers, self)
         self.prefiller = Prefiller(self.engine, self.transfers, fetcher, self, config.lease_seconds)
         self.decoder = Decoder(self.engine, self.connector, self.transfers, fetcher, self, config.store_generated)
+        self.news = BlockNews()
+        self.engine.pool.on_change = self.news.changed
         self.load = pb.Heartbeat()
         self._left: dict[str, list[pb.Load]] = {}
         self._send = send

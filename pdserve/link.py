@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
+from pdserve.block_news import Untold
 from pdserve.instance import Instance
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.proto.pdserve_pb2_grpc import RouterStub
@@ -17,6 +18,8 @@ log = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = 1
 HEARTBEAT_S = 0.4
+NEWS_S = 0.1  # between two looks for changes in the pool
+NEWS_KEYS = 1024  # in a frame at most: tokens must not wait behind a pool's content
 RETRY_S = (0.1, 0.2, 0.5, 1.0)  # between attempts to reach a router; the last one repeats
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", 64 << 20),
@@ -59,9 +62,12 @@ class Links:
         for connection in range(2**62):
             link = f"{address}#{connection}"
             self._outboxes[link] = asyncio.Queue()
+            untold = instance.news.open()
             try:
                 async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-                    async for frame in self._attach(channel, link, instance, hello):
+                    frames = self._frames(link, instance, hello, untold)
+                    stub = RouterStub(channel)  # type: ignore[no-untyped-call]
+                    async for frame in stub.Attach(frames):
                         attempt = 0
                         self._receive(address, link, frame, instance)
                 log.warning("router %s closed the stream", address)
@@ -71,28 +77,31 @@ class Links:
                     log.warning("router %s: %s", address, error.details() if refused else "not reachable, trying on")
             finally:
                 del self._outboxes[link]
+                instance.news.close(untold)
                 instance.drop_link(link)
             await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
             attempt += 1
 
-    async def _attach(
-        self, channel: grpc.aio.Channel, link: str, instance: Instance, hello: pb.Hello
-    ) -> AsyncIterator[pb.RouterFrame]:
-        stub = RouterStub(channel)  # type: ignore[no-untyped-call]
-        async for frame in stub.Attach(self._frames(link, instance, hello)):
-            yield frame
-
-    async def _frames(self, link: str, instance: Instance, hello: pb.Hello) -> AsyncIterator[pb.InstanceFrame]:
-        """What goes to the router: Hello, then steps as they come, and a heartbeat whenever there was none for a while."""
+    async def _frames(
+        self, link: str, instance: Instance, hello: pb.Hello, untold: Untold
+    ) -> AsyncIterator[pb.InstanceFrame]:
+        """What goes to the router: Hello, then steps as they come, news of the pool soon after, and heartbeats."""
         yield pb.InstanceFrame(hello=hello)
         outbox = self._outboxes[link]
-        beat = self._loop.time()
+        beat = news = self._loop.time()
         while True:
-            if self._loop.time() >= beat:
+            now = self._loop.time()
+            if now >= beat:
                 yield pb.InstanceFrame(heartbeat=instance.heartbeat(link))
-                beat = self._loop.time() + HEARTBEAT_S
+                beat = now + HEARTBEAT_S
+            if now >= news:
+                if untold:
+                    removed, added = untold.take(NEWS_KEYS)
+                    blocks = pb.Blocks(removed=b"".join(removed), added=b"".join(added), untold=len(untold))
+                    yield pb.InstanceFrame(blocks=blocks)
+                news = now + (0 if untold else NEWS_S)
             try:
-                async with asyncio.timeout_at(beat):
+                async with asyncio.timeout_at(min(beat, news)):
                     frame = await outbox.get()
             except TimeoutError:
                 continue

@@ -17,16 +17,18 @@ PREFILL: Phase
 DECODE: Phase
 
 class InstanceFrame(_message.Message):
-    __slots__ = ("hello", "step", "heartbeat", "draining")
+    __slots__ = ("hello", "step", "heartbeat", "draining", "blocks")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     step: Step
     heartbeat: Heartbeat
     draining: Draining
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
+    blocks: Blocks
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ()
@@ -110,6 +112,16 @@ class Heartbeat(_message.Message):
     others: Load
     counters: _containers.ScalarMap[str, float]
     def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., others: _Optional[_Union[Load, _Mapping]] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class Blocks(_message.Message):
+    __slots__ = ("removed", "added", "untold")
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    UNTOLD_FIELD_NUMBER: _ClassVar[int]
+    removed: bytes
+    added: bytes
+    untold: int
+    def __init__(self, removed: _Optional[bytes] = ..., added: _Optional[bytes] = ..., untold: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("requests", "prefill_tokens", "output_tokens", "context_tokens")

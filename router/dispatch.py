@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest, RequestError, Unavailable
 from pdserve.handover import OWNER, Action, Event, HandOver, State
+from pdserve.keys import Layout
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request
@@ -35,6 +36,7 @@ class Flight:
         self.timeline = Timeline(request.request_id, prompt_tokens=len(request.prompt))
         self.last_token_at: float | None = None
         self.emitted: list[int] = []
+        self.cached: dict[str, int] = {}  # instance id → leading tokens in its pool when it was picked
         self._dispatcher = dispatcher
         self._chunks: asyncio.Queue[Chunk | RequestError] = asyncio.Queue()
 
@@ -113,6 +115,8 @@ class Dispatcher:
             max_model_len=min(hello.max_model_len for hello in hellos),
             vocab_size=hellos[0].vocab_size,
             eos_token_ids=frozenset(hellos[0].eos_token_ids),
+            weights=Layout.like(hellos[0].layout).weights,
+            block_sizes=frozenset(hello.block_size for hello in hellos),
         )
 
     def ready(self) -> tuple[bool, str]:
@@ -379,13 +383,23 @@ class Dispatcher:
         if missing:
             raise Unavailable(f"{missing} is there to take it", kind="no_instance", retry_after_s=1)
         self._turn += 1
-        ask = Ask(tokens=flight.tokens, turn=self._turn, session=flight.request.session)
+        flight.cached = self._cached(flight)
+        ask = Ask(flight.tokens, self._turn, flight.request.session, flight.cached)
         if flight.tokens_left == 1:
             return self._pick("prefill", ask, flight, avoid), None  # the first token is all there is to do
         decode = self._pick("decode", ask, flight, avoid)
         if decode.hello.role == "both":
             return decode, None
         return self._pick("prefill", ask, flight, avoid, partner=decode), decode
+
+    def _cached(self, flight: Flight) -> dict[str, int]:
+        """Leading tokens of the prompt that each instance need not compute, by the index. The last token always is."""
+        cached = {}
+        for block_size, keys in flight.request.keys.items():
+            for name, blocks in self.fleet.index.match(keys).items():
+                if self.fleet.members[name].hello.block_size == block_size:
+                    cached[name] = min(blocks, (flight.tokens - 1) // block_size) * block_size
+        return cached
 
     def _able(self, role: str, avoid: Member | None = None) -> list[Member]:
         return [member for member in self.fleet.serving(role, "both") if member is not avoid]
@@ -408,7 +422,9 @@ class Dispatcher:
     def _submit(self, flight: Flight, member: Member, phase: "pb.Phase") -> None:
         request, sampling = flight.request, flight.request.sampling
         left = Load() if phase == pb.PREFILL else flight.left_to_decode()
-        member.give(flight.id, left if phase == pb.DECODE else left._replace(prefill_tokens=flight.tokens))
+        if phase != pb.DECODE:
+            left = left._replace(prefill_tokens=flight.tokens - flight.cached.get(member.id, 0))
+        member.give(flight.id, left)
         message = pb.Submit(
             request_id=flight.id,
             output=flight.emitted,

@@ -13,9 +13,11 @@ from typing import Any, Protocol
 import grpc
 
 from pdserve.errors import SetupError
+from pdserve.keys import KEY_BYTES
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.proto.pdserve_pb2_grpc import RouterServicer, add_RouterServicer_to_server
 from pdserve.router.policy import NOTHING, Candidate, Load
+from pdserve.router.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
 
@@ -37,12 +39,15 @@ class Member:
         load: what policies see of it: this router's requests as they are now, and other routers' by the last heartbeat.
         heard: when its last frame came, on the router's monotonic clock.
         stepped: when its engine was last seen to have moved on.
+        untold: how many blocks the prefix index has yet to be told of, and since when there are some.
         requests: ids of the router's requests that it works on → what is left to do of them.
     """
 
     hello: pb.Hello
     heard: float
     stepped: float = 0.0
+    untold: int = 0
+    untold_since: float = 0.0
     beat: pb.Heartbeat = field(default_factory=pb.Heartbeat)
     requests: dict[str, Load] = field(default_factory=dict)
     outbox: asyncio.Queue[pb.RouterFrame | None] = field(default_factory=asyncio.Queue)
@@ -63,6 +68,10 @@ class Member:
     def release(self, request_id: str) -> None:
         """Forgets a request, if it is known."""
         self.load.replace(self.requests.pop(request_id, NOTHING), NOTHING)
+
+    def index_age(self, now: float) -> float:
+        """Seconds since the prefix index knew all that there was to know of the instance's pool."""
+        return now - (self.untold_since if self.untold else self.heard)
 
     def heard_of(self, beat: pb.Heartbeat) -> None:
         """Takes a heartbeat's news."""
@@ -86,6 +95,7 @@ class Fleet(RouterServicer):
 
     def __init__(self, router_id: str, model: str, lease_seconds: float) -> None:
         self.members: dict[str, Member] = {}
+        self.index = PrefixIndex()
         self.listener: Listener | None = None
         self.num_lost = 0
         self._router_id = router_id
@@ -152,6 +162,7 @@ class Fleet(RouterServicer):
         if self.members.get(member.id) is not member:
             return
         del self.members[member.id]
+        self.index.forget(member.id)
         self.num_lost += 1
         log.warning("%s left: %s; %d requests were with it", member.id, reason, len(member.requests))
         member.outbox.put_nowait(None)
@@ -168,6 +179,8 @@ class Fleet(RouterServicer):
                 log.info("%s is draining; %d requests are with it", member.id, len(member.requests))
                 member.draining = True
                 self.listener.on_draining(member)
+            elif frame.WhichOneof("frame") == "blocks":
+                self._take_news(member, frame.blocks)
             elif frame.WhichOneof("frame") == "heartbeat":
                 if frame.heartbeat.counters["engine_steps"] != member.beat.counters["engine_steps"]:
                     member.stepped = member.heard
@@ -176,6 +189,14 @@ class Fleet(RouterServicer):
                 for output in frame.step.outputs:
                     self.listener.on_output(member, output)
 
+    def _take_news(self, member: Member, blocks: pb.Blocks) -> None:
+        self.index.remove(member.id, _keys(blocks.removed))
+        self.index.add(member.id, _keys(blocks.added))
+        assert self.index.blocks(member.id) <= member.hello.num_blocks, "it has more keys than blocks"
+        if blocks.untold and not member.untold:
+            member.untold_since = member.heard
+        member.untold = blocks.untold
+
     def _reader_ended(self, member: Member, task: "asyncio.Task[None]") -> None:
         """The stream is over, or a frame was more than we can handle; the latter is told as what it is."""
         error = None if task.cancelled() else task.exception()
@@ -183,6 +204,10 @@ class Fleet(RouterServicer):
             log.error("a frame of %s could not be handled", member.id, exc_info=error)
             self._leave(member, f"a frame could not be handled: {error!r}")
         member.outbox.put_nowait(None)
+
+
+def _keys(joined: bytes) -> list[bytes]:
+    return [joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)]
 
 
 def _load(message: pb.Load) -> Load:

@@ -1,14 +1,15 @@
 """The router's Prometheus metrics: the lifetime stamps as histograms, and what the instances count, with their labels."""
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pdserve.counters import families
 from pdserve.lifetime import SPANS
-from pdserve.router.fleet import Fleet
+from pdserve.router.fleet import Fleet, Member
 from pdserve.router.timeline import Timeline
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120)
@@ -82,12 +83,37 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+INDEX: list[tuple[str, str, Callable[[Fleet, Member, float], float]]] = [
+    (
+        "blocks",
+        "blocks of an instance that the prefix index knows",
+        lambda fleet, member, _: fleet.index.blocks(member.id),
+    ),
+    (
+        "untold_blocks",
+        "blocks of which an instance has yet to tell the prefix index",
+        lambda _, member, __: member.untold,
+    ),
+    (
+        "age_seconds",
+        "how old the prefix index's picture of an instance is",
+        lambda _, member, now: member.index_age(now),
+    ),
+]
+
+
 class _FleetCounts(Collector):
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
     def collect(self) -> Iterable[Metric]:
         yield CounterMetricFamily("pdserve_instances_lost", "instances that left since the start", self._fleet.num_lost)
+        now = time.monotonic()
+        for name, help, value in INDEX:
+            gauge = GaugeMetricFamily(f"pdserve_prefix_index_{name}", help, labels=["instance"])
+            for member in self._fleet.members.values():
+                gauge.add_metric([member.id], value(self._fleet, member, now))
+            yield gauge
         yield from families(
             ({"instance": member.id, "role": member.hello.role}, dict(member.beat.counters))
             for member in self._fleet.members.values()

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from pdserve.errors import BadRequest, NotFound
+from pdserve.keys import block_keys, root_key
 from pdserve.request import Request, SamplingParams
 from pdserve.router.stream import ModelInfo
 from pdserve.router.tokenizer import Tokenizer
@@ -317,7 +318,7 @@ def _plan(
         chat=chat,
         model=info.name,
         prompts=prompts,
-        requests=_requests(origin, prompts, n, sampling, body, chat),
+        requests=_requests(origin, prompts, n, sampling, body, info, chat),
         stops=_stops(body.stop),
         include_stop=bool(body.include_stop_str_in_output),
         stream=bool(body.stream),
@@ -347,22 +348,31 @@ def _sampling(body: SamplingBody, max_tokens: int, info: ModelInfo) -> SamplingP
 
 
 def _requests(
-    origin: Origin, prompts: list[list[int]], n: int, sampling: SamplingParams, body: SamplingBody, chat: bool
+    origin: Origin,
+    prompts: list[list[int]],
+    n: int,
+    sampling: SamplingParams,
+    body: SamplingBody,
+    info: ModelInfo,
+    chat: bool,
 ) -> list[Request]:
     """Choice i of each prompt draws with seed + i, so a prompt gets the same answers alone and in a batch."""
     salt, session = _salt(body), _session(body, origin)
-    choices = [(prompt, i) for prompt in prompts for i in range(n)]
+    root = root_key(weights=info.weights, salt=salt)
+    keyed = [(prompt, {size: block_keys(root, prompt, size) for size in info.block_sizes}) for prompt in prompts]
+    choices = [(prompt, keys, i) for prompt, keys in keyed for i in range(n)]
     return [
         Request(
             request_id=origin.request_id if len(choices) == 1 else f"{origin.request_id}-{index}",
             prompt=prompt,
             sampling=replace(sampling, seed=(sampling.seed + i) % 2**63),
             salt=salt,
+            keys=keys,
             session=session,
             multi_turn=chat,
             received=origin.received,
         )
-        for index, (prompt, i) in enumerate(choices)
+        for index, (prompt, keys, i) in enumerate(choices)
     ]
 
 

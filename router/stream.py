@@ -24,6 +24,8 @@ class ModelInfo:
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
+    weights: bytes  # digest of the model, the root of all block keys
+    block_sizes: frozenset[int]  # tokens; one, unless instances convert
 
 
 class TokenStream(Protocol):

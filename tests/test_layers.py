@@ -27,7 +27,7 @@ CORE = {
     "request",
 }
 JOB = {"fetcher", "job", "transfers"}
-INSTANCE = {"instance", "link", "serve_instance"}
+INSTANCE = {"block_news", "instance", "link", "serve_instance"}
 COMMANDS = {"__main__", "cli", "deployment", "demo", "doctor", "up"}
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -56,6 +56,7 @@ DECISIONS = (
     "keys",
     "../router/pairs",
     "../router/policy",
+    "../router/prefix_index",
 )
 NOT_IN_DECISIONS = {"torch", "transformers", "time", "asyncio", "socket", "threading", "grpc", "redis", "fastapi"}
 

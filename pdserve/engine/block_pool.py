@@ -7,7 +7,7 @@ A block is in exactly one of three states:
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class NoFreeBlocks(Exception):
@@ -15,7 +15,11 @@ class NoFreeBlocks(Exception):
 
 
 class BlockPool:
-    """Reference counts, content keys and an LRU of cached blocks. Every operation is constant time per block."""
+    """Reference counts, content keys and an LRU of cached blocks. Every operation is constant time per block.
+
+    Attributes:
+        on_change: told of each key that becomes findable (True) or is no longer (False).
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         assert num_blocks > 0 and block_size > 0
@@ -26,6 +30,7 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
+        self.on_change: Callable[[bytes, bool], None] = lambda key, cached: None
 
     @property
     def num_free(self) -> int:
@@ -94,9 +99,12 @@ class BlockPool:
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
+            self.on_change(key, True)
 
     def clear_cache(self) -> None:
         """Forgets every cached block. Held blocks lose their keys too."""
+        for key in self._block_of:
+            self.on_change(key, False)
         self._free.extend(self._cached)
         self._cached.clear()
         self._block_of.clear()
@@ -115,5 +123,7 @@ class BlockPool:
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
-        del self._block_of[self._key_of.pop(block)]
+        key = self._key_of.pop(block)
+        del self._block_of[key]
+        self.on_change(key, False)
         return block

@@ -1,5 +1,9 @@
 """Where requests go: what instances tell their routers, and the same tokens whatever the policy."""
 
+import os
+import re
+import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -90,3 +94,54 @@ def test_the_tokens_are_the_same_under_every_policy(
     asked = {("prefill", prefill_policy), ("decode", decode_policy)}
     assert {(one["role"], one["policy"]) for one in decisions} == asked
     assert {one["chosen"] for one in decisions} == {"prefill-0", "prefill-1", "decode-0", "decode-1"}
+
+
+def known_blocks(url: str) -> dict[str, float]:
+    """Instance → blocks of it in the router's prefix index, as soon as the index is complete."""
+    found: dict[str, dict[str, float]] = {}
+    for line in httpx.get(f"{url}/metrics").text.splitlines():
+        match = re.fullmatch(r'pdserve_prefix_index_(\w+)\{instance="([^"]+)"\} (.*)', line)
+        if match:
+            found.setdefault(match[1], {})[match[2]] = float(match[3])
+    assert all(0 <= age < 10 for age in found.get("age_seconds", {}).values())
+    return found.get("blocks", {}) if not any(found.get("untold_blocks", {}).values()) else {}
+
+
+def wait_for_blocks(deployment: Any, **expected: int) -> None:
+    deadline = time.monotonic() + 20
+    while known_blocks(deployment.url) != {name.replace("_", "-"): count for name, count in expected.items()}:
+        assert time.monotonic() < deadline, known_blocks(deployment.url)
+        time.sleep(0.05)
+
+
+def test_the_router_knows_what_is_cached_where_and_learns_it_again_after_a_restart(
+    checkpoint: Callable[..., Path], deploy: Callable[..., Any], complete: Callable[..., dict[str, Any]]
+) -> None:
+    with deploy(model=str(checkpoint("llama")), num_blocks=64, prefill=2, prefill_policy="prefix_aware") as deployment:
+
+        def send(prompt: list[int], **body: Any) -> dict[str, Any]:
+            reply = complete(deployment, prompt=prompt, ignore_eos=True, **body)
+            timeline: dict[str, Any] = httpx.get(f"{deployment.url}/debug/requests/{reply['id']}").json()
+            return timeline
+
+        wait_for_blocks(deployment, prefill_0=0, prefill_1=0, decode_0=0)
+        first = send([1] * 100, max_tokens=33)["prefill_instance"]
+        other = {"prefill-0": "prefill-1", "prefill-1": "prefill-0"}[first]
+        blocks = {first.replace("-", "_"): 6, other.replace("-", "_"): 0, "decode_0": 8}  # 132 of 133 have KV
+        wait_for_blocks(deployment, **blocks)
+        for cached in (80, 112):
+            (decode, prefill) = send([1] * 90 + [2] * 30, max_tokens=2)["decisions"]
+            assert prefill["chosen"] == first
+            assert {one["instance"]: one["cached_tokens"] for one in prefill["candidates"]} == {
+                first: cached,
+                other: 0,
+            }
+            assert [one["cached_tokens"] for one in decode["candidates"]] == [cached]
+            blocks = {first.replace("-", "_"): 8, other.replace("-", "_"): 0, "decode_0": 10}
+            wait_for_blocks(deployment, **blocks)
+            os.kill(deployment.child("router").pid, signal.SIGKILL)
+            deployment.child("router").process.wait(10)
+            deployment.wait_ready(60)
+            wait_for_blocks(deployment, **blocks)
+        os.kill(deployment.child(first).pid, signal.SIGKILL)
+        wait_for_blocks(deployment, decode_0=10, **{other.replace("-", "_"): 0})

@@ -130,7 +130,9 @@ class ScriptedBackend:
 
     def __init__(self, vocab_size: int) -> None:
         self.script = Script()
-        self.info: ModelInfo | None = ModelInfo("demo", CONTEXT, vocab_size, frozenset([0]))
+        self.info: ModelInfo | None = ModelInfo(
+            "demo", CONTEXT, vocab_size, frozenset([0]), b"weights", frozenset([16])
+        )
         self.not_ready = ""
         self.requests: list[Request] = []
         self.streams: list[ScriptedStream] = []

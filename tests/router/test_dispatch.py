@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest, RequestError, Unavailable
+from pdserve.keys import block_keys
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
 from pdserve.router.dispatch import Dispatcher, Flight
@@ -29,7 +30,7 @@ class Stage:
         self.members = [self.join(f"{role}-{i}", role) for i, role in enumerate(roles)]
 
     def join(self, name: str, role: str) -> Member:
-        hello = pb.Hello(instance_id=name, role=role, model="model", max_model_len=100, vocab_size=50)
+        hello = pb.Hello(instance_id=name, role=role, model="model", max_model_len=100, vocab_size=50, num_blocks=99)
         return self.fleet._join(hello)
 
     def open(self, request_id: str = "r", max_tokens: int = 4, **request: Any) -> Flight:
@@ -294,6 +295,27 @@ def test_instances_that_share_no_store_are_told_apart_and_kept_apart(caplog: pyt
         assert {hand_over().id for _ in range(4)} == {"prefill-0", "prefill-1"}, "it was right after all"
 
     caplog.set_level("WARNING")
+    play(story())
+
+
+def test_cached_tokens_need_no_computing() -> None:
+    async def story() -> None:
+        stage = Stage("prefill", "prefill", "prefill", "decode", policy="prefix_aware")
+        for member, size in zip(stage.members, (2, 2, 4, 2), strict=True):
+            member.hello.block_size = size
+        _, twos, fours, _ = stage.members
+        keys = {size: block_keys(b"root", [1] * 12, size) for size in (2, 4)}
+        stage.fleet._take_news(twos, pb.Blocks(added=b"".join(keys[2][:3])))
+        flight = stage.open(prompt=[1] * 12, keys=keys)
+        assert flight.prefill is twos and twos.load.prefill_tokens == 6
+        stage.fleet._take_news(fours, pb.Blocks(added=b"".join(keys[4])))
+        flight = stage.open("again", prompt=[1] * 12, keys=keys)
+        assert flight.prefill is fours and fours.load.prefill_tokens == 4, "the last token is computed in any case"
+        stage.fleet._leave(fours, "test")
+        stage.fleet._take_news(twos, pb.Blocks(removed=b"".join(keys[2][:3])))
+        flight = stage.open("later", prompt=[1] * 12, keys=keys)
+        assert flight.prefill is stage.members[0] and flight.prefill.load.prefill_tokens == 12
+
     play(story())
 
 

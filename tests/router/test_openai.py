@@ -456,5 +456,5 @@ def test_no_instance_yet(client: Client, backend: ScriptedBackend) -> None:
 
 
 def test_ids_past_the_tokenizer_but_within_the_model_are_fine(client: Client, backend: ScriptedBackend) -> None:
-    backend.info = ModelInfo("demo", 256, 400, frozenset([0]))
+    backend.info = ModelInfo("demo", 256, 400, frozenset([0]), b"weights", frozenset([16]))
     assert client.post(COMPLETIONS, {"prompt": [399]}).status_code == 200
