@@ -102,11 +102,12 @@ class Decoder:
 
     def reserve(self) -> None:
         """Gives blocks to the requests that wait for them, first come first served. Call it when blocks were freed."""
-        # A preempted sequence comes first, or newcomers would take every block that it waits for.
-        while self._unreserved and not self._engine.scheduler.waiting:
+        while self._unreserved:
             decode = self._unreserved[0]
             seq = decode.job.seq
-            if not self._engine.scheduler.reserve(seq, seq.num_given // seq.block_size, seq.num_given + 1):
+            # Beside those who wait, or newcomers would take every block that a preempted sequence waits for.
+            usable = seq.num_given // seq.block_size
+            if not self._engine.scheduler.reserve(seq, usable, seq.num_given + 1, beside=True):
                 return
             self._unreserved.popleft()
             decode.reserved = True

@@ -62,8 +62,8 @@ class Fetcher:
         """How many of the blocks to load. If any, the sequence has its place in the pool."""
         seq, scheduler = fetch.job.seq, self._engine.scheduler
         count, reason = self.break_even.decide(blocks, self._desk.now())
-        # Who waits comes first, or newcomers with hits would take every block that a long prompt waits for.
-        if count and (scheduler.waiting or not scheduler.reserve(seq, len(fetch.keys), seq.num_given)):
+        # Beside those who wait, or newcomers with hits would take every block that a long prompt waits for.
+        if count and not scheduler.reserve(seq, len(fetch.keys), seq.num_given, beside=True):
             self._desk.count("store_hits", 1, decision="no_room")
             return 0
         self._desk.count("store_hits", 1, decision=reason)

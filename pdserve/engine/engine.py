@@ -1,5 +1,6 @@
 """The engine: schedule, run, postprocess. One sequence is a prompt being continued; roles decide what happens around it."""
 
+import itertools
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
@@ -55,6 +56,7 @@ class Engine:
         )
         self.max_model_len = _max_model_len(self.checkpoint, config, self.runner.num_blocks)
         self.layout = self.checkpoint.layout
+        self._arrivals = itertools.count()
 
     def new_sequence(
         self, request_id: str, prompt: list[int], sampling: SamplingParams, salt: str = "", output: Tokens[int] = ()
@@ -75,6 +77,7 @@ class Engine:
             raise ValueError(f"token ids go from 0 to {self.checkpoint.vocab_size - 1}")
         stops = frozenset(sampling.stop_token_ids)
         return Sequence(
+            arrival=next(self._arrivals),
             request_id=request_id,
             tokens=[*prompt, *output],
             num_prompt=len(prompt),

@@ -2,7 +2,8 @@
 
 One budget of tokens per step, shared by all: a decoding sequence asks for 1 token, a prefilling one for its next chunk, a
 preempted one for what it lost. Nothing else tells them apart. Sequences that run come first, those that decode before
-others; those that hold blocks already (KV loaded, waiting for a place in the batch) next; new ones last. When a running
+others. Then those join that hold blocks already (their KV was loaded) and new ones, in order of arrival; but one that only
+decodes waits for no prompt, and one for which there are not enough blocks holds up nobody who has his. When a running
 sequence needs a block and none is free, the latest arrival gives up its blocks and computes them again later (prefix hits
 permitting).
 """
@@ -93,14 +94,16 @@ class Scheduler:
         yield from self.loaded
         yield from self.waiting
 
-    def reserve(self, seq: Sequence, usable: int, num_tokens: int) -> bool:
+    def reserve(self, seq: Sequence, usable: int, num_tokens: int, *, beside: bool = False) -> bool:
         """Gives a sequence without blocks room for `num_tokens`: prefix hits among its first `usable` full blocks, new
-        blocks for the rest. False, and nothing taken, if the pool has not that many."""
+        blocks for the rest. False, and nothing taken, if the pool has not that many; with `beside`, has not that many
+        beside what all those need who wait."""
         assert not seq.block_ids
+        spoken_for = sum(self.pool.blocks_for(len(other)) for other in self.waiting) if beside else 0
         hits = self.pool.match(seq.full_keys()[:usable])
         self.pool.hold(hits)
         need = self.pool.blocks_for(num_tokens) - len(hits)
-        if need > self.pool.num_free:
+        if need > self.pool.num_free - spoken_for:
             self.pool.release(hits)
             return False
         seq.block_ids = hits + self.pool.allocate(need)
@@ -176,18 +179,19 @@ class Scheduler:
     def _next(self, hold_back: bool) -> Sequence | None:
         """Takes a sequence that can be admitted out of its queue."""
         able = [seq for seq in self.loaded if not (hold_back and seq.exported)]
-        for seq in able:
-            if self._need(seq) <= self.pool.num_free:
-                self.loaded.remove(seq)
-                return seq
-        if (
-            not able
-            and self.waiting
-            and not (hold_back and self.waiting[0].exported)
-            and self._reserve(self.waiting[0])
-        ):
+        loaded = next((seq for seq in able if self._need(seq) <= self.pool.num_free), None)
+        waiting = self.waiting[0] if self.waiting and not (hold_back and self.waiting[0].exported) else None
+        if waiting is not None and self._is_turn_of(waiting, loaded, able) and self._reserve(waiting):
             return self.waiting.popleft()
-        return None
+        if loaded is not None:
+            self.loaded.remove(loaded)
+        return loaded
+
+    def _is_turn_of(self, waiting: Sequence, loaded: Sequence | None, able: list[Sequence]) -> bool:
+        """Before `loaded`, the first that can go on of those that are `able` to once they have another block."""
+        if loaded is None:
+            return not able
+        return loaded.num_missing > 1 and waiting.arrival < min(seq.arrival for seq in able)
 
     def _reserve(self, seq: Sequence) -> bool:
         return self.reserve(seq, usable=(len(seq) - 1) // self.pool.block_size, num_tokens=len(seq))

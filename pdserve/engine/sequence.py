@@ -18,6 +18,7 @@ class Sequence:
         num_computed: how many leading tokens have their KV in `block_ids`.
         keys: content keys of the full blocks of `tokens`, as far as they have been derived.
         stop_token_ids: generation ends with one of these (EOS included, unless it is ignored).
+        arrival: lower for those that came earlier.
         exported: its KV is stored as it is computed; it may be held back while the store cannot keep up.
         num_local_hit, num_loaded: tokens whose KV came from this pool, or from the KV store, at first admission.
     """
@@ -37,6 +38,7 @@ class Sequence:
     num_local_hit: int = 0
     num_loaded: int = 0
     num_preemptions: int = 0
+    arrival: int = 0
     exported: bool = False
     admitted: bool = False  # it has been in the running batch
 

@@ -75,13 +75,45 @@ def test_the_latest_arrival_is_preempted_and_finishes_later() -> None:
     assert order == [first, second]
 
 
-def test_loaded_sequences_go_before_new_ones() -> None:
-    sched = scheduler(8, max_num_seqs=1)
-    new, loaded = sequence("new", [1, 2, 3]), sequence("loaded", [4, 5, 6])
-    sched.add(new)
-    assert sched.reserve(loaded, 0, 4)
+def loaded_and_waiting(sched: Scheduler, loaded_tokens: int, waiting_tokens: int) -> tuple[Sequence, Sequence]:
+    """One that came later and has its blocks, and one that came first and has none."""
+    loaded, waiting = sequence("loaded", [1] * loaded_tokens), sequence("waiting", [2] * waiting_tokens)
+    loaded.arrival = 1
+    sched.add(waiting)
+    assert sched.reserve(loaded, 0, loaded_tokens)
     sched.add(loaded)
-    assert list(sched.schedule().tokens) == [loaded]
+    return loaded, waiting
+
+
+def test_who_came_first_goes_first_also_without_blocks() -> None:
+    sched = scheduler(16, max_num_seqs=1)
+    _, waiting = loaded_and_waiting(sched, 8, 8)
+    assert list(sched.schedule().tokens) == [waiting]
+
+
+def test_one_that_only_decodes_waits_for_no_prompt() -> None:
+    sched = scheduler(16, max_num_seqs=1)
+    loaded, _ = loaded_and_waiting(sched, 8, 8)
+    loaded.num_computed = 7
+    assert sched.schedule().tokens == {loaded: 1}
+
+
+def test_one_without_enough_blocks_holds_up_nobody() -> None:
+    sched = scheduler(16, max_num_seqs=1)
+    loaded, waiting = loaded_and_waiting(sched, 40, 30)
+    for _ in range(3):
+        plan, _ = run_step(sched)
+        assert list(plan.tokens) == [loaded], "waiting needs 8 blocks, and 6 are left"
+    sched.remove(loaded)
+    assert list(sched.schedule().tokens) == [waiting]
+
+
+def test_nobody_takes_blocks_that_others_wait_for() -> None:
+    sched = scheduler(16)
+    sched.add(sequence("waiting", [2] * 40))
+    small, large = sequence("small", [1] * 24), sequence("large", [1] * 25)
+    assert not sched.reserve(large, 0, 25, beside=True) and sched.pool.num_held == 0
+    assert sched.reserve(small, 0, 24, beside=True) and sched.pool.num_held == 6
 
 
 def test_what_would_have_to_be_stored_is_held_back_and_nothing_else() -> None:

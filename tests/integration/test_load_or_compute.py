@@ -34,3 +34,31 @@ def test_a_slow_store_is_not_loaded_from_for_long(
     # Loading 49 blocks took 2.5 s, so a second one is due a minute later.
     assert decisions == {'store_hits{decision="unmeasured"}': 1, 'store_hits{decision="dearer"}': 2}
     assert counts['prompt_tokens_by_source{source="loaded"}'] == 49 * 16
+
+
+def test_hits_are_loaded_while_others_wait(
+    checkpoint: Callable[..., Path],
+    generate: Callable[..., list[list[int]]],
+    desk: Callable[..., Any],
+    store_in_hand: Callable[..., Any],
+) -> None:
+    """A busy prefill instance is the one that gains most from not computing."""
+    path = checkpoint("llama")
+    settings = {"model": str(path), "num_blocks": 512, "max_num_seqs": 1, "max_num_batched_tokens": 64}
+    known, new = PROMPTS[0], [PROMPTS[1], PROMPTS[2], *NEW]
+    store = store_in_hand()
+    first, busy = desk(store, **settings), desk(store_in_hand(values=store.values), **settings)
+    first.submit("known", known, 1, pb.PREFILL)
+    first.until(lambda outputs: bool(outputs) and outputs[-1].finish_reason == "length")
+    first.until_idle()
+    for i, prompt in enumerate(new):
+        busy.submit(str(i), prompt, 1, pb.PREFILL)
+    busy.until(lambda _: len(busy.instance.engine.scheduler.waiting) == 2)
+    busy.submit("known", known, 1, pb.PREFILL)
+    busy.until(lambda outputs: sum(output.finish_reason == "length" for output in outputs) == 4)
+    busy.until_idle()
+    ended = [output.request_id for output in busy.outputs if output.finish_reason]
+    assert ended == ["0", "1", "2", "known"], "who came first has not lost by it"
+    for name, prompt in (("0", new[0]), ("known", known)):
+        assert busy.tokens(name) == generate(path, [prompt], 1)[0]
+    assert busy.instance.load.counters['prompt_tokens_by_source{source="loaded"}'] == 49 * 16
