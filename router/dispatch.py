@@ -388,9 +388,10 @@ class Dispatcher:
         if flight.tokens_left == 1:
             return self._pick("prefill", ask, flight, avoid), None  # the first token is all there is to do
         decode = self._pick("decode", ask, flight, avoid)
-        if decode.hello.role == "both":
+        if len(self._partners(decode, avoid)) == 1 and decode.hello.role == "both":
             return decode, None
-        return self._pick("prefill", ask, flight, avoid, partner=decode), decode
+        prefill = self._pick("prefill", ask, flight, avoid, partner=decode)
+        return (decode, None) if prefill is decode else (prefill, decode)
 
     def _cached(self, flight: Flight) -> dict[str, int]:
         """Leading tokens of the prompt that each instance need not compute, by the index. The last token always is."""
@@ -404,16 +405,21 @@ class Dispatcher:
     def _able(self, role: str, avoid: Member | None = None) -> list[Member]:
         return [member for member in self.fleet.serving(role, "both") if member is not avoid]
 
+    def _partners(self, decode: Member, avoid: Member | None) -> list[Member]:
+        """Who may prefill for it: those that reach its store, if any do. A `both` asks no other `both`, but itself."""
+        able, now = self._able("prefill", avoid), time.monotonic()
+        if decode.hello.role == "both":
+            able = [member for member in able if member is decode or member.hello.role == "prefill"]
+        return [member for member in able if not self._pairs.apart((member.id, decode.id), now)] or able
+
     def _missing(self, avoid: Member | None = None) -> str:
         """What keeps a request from being served, such as `no decode instance`, or nothing."""
         roles = [role for role in ("prefill", "decode") if not self._able(role, avoid)]
         return f"no {' and no '.join(roles)} instance" if roles else ""
 
     def _pick(self, role: str, ask: Ask, flight: Flight, avoid: Member | None, partner: Member | None = None) -> Member:
-        """What the role's policy says, noted in the request's timeline. Prefill is to reach its partner's store."""
-        able, now = self._able(role, avoid), time.monotonic()
-        if partner is not None:
-            able = [member for member in able if not self._pairs.apart((member.id, partner.id), now)] or able
+        """What the role's policy says, noted in the request's timeline; prefill for a partner, if there is one."""
+        able = self._able(role, avoid) if partner is None else self._partners(partner, avoid)
         decision = decide(self._policies[role], [member.load for member in able], ask)
         flight.timeline.decisions.append((role, decision))
         self._metrics.decisions.labels(role=role, policy=decision.policy).inc()

@@ -319,6 +319,32 @@ def test_cached_tokens_need_no_computing() -> None:
     play(story())
 
 
+def test_a_both_instance_and_prefill_instances_share_the_prompts() -> None:
+    async def story() -> None:
+        stage = Stage("prefill", "both", prefill_policy="least_loaded")
+        prefill, both = stage.members
+        flights = [stage.open(f"r{i}", prompt=[1] * 50) for i in range(10)]
+        assert all(flight.last_member is both for flight in flights)
+        alone = [flight for flight in flights if flight.decode is None]
+        assert 2 <= len(alone) <= 5, "it has their output to generate too"
+        phases = [message.phase for _, message in sent(both)]
+        assert phases.count(pb.BOTH) == len(alone) and phases.count(pb.DECODE) == 10 - len(alone)
+        assert len(sent(prefill)) == 10 - len(alone)
+
+    play(story())
+
+
+def test_both_instances_do_not_prefill_for_each_other() -> None:
+    async def story() -> None:
+        stage = Stage("both", "both", "decode", decode_policy="round_robin")
+        flights = [stage.open(f"r{i}") for i in range(9)]
+        alone = [flight for flight in flights if flight.decode is None]
+        assert len(alone) == 6
+        assert all(flight.decode is stage.members[2] for flight in flights if flight not in alone)
+
+    play(story())
+
+
 EVENTS = st.lists(st.tuples(st.sampled_from(["join", "lose", "drain", "open", "end", "cancel"]), st.integers(0, 99)))
 
 
