@@ -14,7 +14,9 @@ a time, without a lease, since nobody waits for them. The engine waits for none 
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 
+from pdserve.decode.converter import ConvertedPrompt
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
 from pdserve.fetcher import Fetcher
@@ -39,6 +41,7 @@ class _Decode:
         reserved, started: it has its blocks; it has joined the engine.
         worth: how many leading tokens are worth storing back.
         kept: leading blocks that are in the store, or on their way there.
+        converted: where the blocks come from if prefill's are of another layout; `available` counts ours all the same.
     """
 
     job: Job
@@ -52,6 +55,7 @@ class _Decode:
     started: bool = False
     worth: float = 0
     kept: int = 0
+    converted: ConvertedPrompt | None = None
 
 
 class Decoder:
@@ -78,8 +82,8 @@ class Decoder:
         """Requests that have no blocks yet."""
         return len(self._unreserved)
 
-    def submit(self, job: Job) -> None:
-        decode = self._decodes[job] = _Decode(job, worth=self._worth(job))
+    def submit(self, job: Job, converted: ConvertedPrompt | None = None) -> None:
+        decode = self._decodes[job] = _Decode(job, worth=self._worth(job), converted=converted)
         if job.phase == pb.BOTH:
             decode.started = True
             self._fetcher.fetch(job, cancelled=lambda: self._end(decode))
@@ -93,7 +97,8 @@ class Decoder:
         decode = self._decodes.get(job)
         if decode is None or decode.started:
             return
-        decode.available = max(decode.available, message.num_blocks)
+        blocks = message.num_blocks if decode.converted is None else decode.converted.covered(message.num_blocks)
+        decode.available = max(decode.available, blocks)
         decode.tickets += message.tickets
         decode.final = decode.final or message.final
         if message.HasField("first_token"):
@@ -163,9 +168,9 @@ class Decoder:
         stop = min(decode.available, first + self._transfers.largest)
         keys, blocks = job.keys[first:stop], job.seq.block_ids[first:stop]
         decode.requested = stop
-        self._transfers.load(
-            job, keys, blocks, lambda result: self._loaded(decode, first, result), tuple(decode.tickets)
-        )
+        tickets = tuple(decode.tickets)
+        then = partial(self._loaded, decode, first)
+        self._transfers.load(job, keys, blocks, then, tickets, source=decode.converted)
 
     def _loaded(self, decode: _Decode, first: int, result: Result) -> None:
         job = decode.job
@@ -189,12 +194,21 @@ class Decoder:
             self._reopen_prompt(seq)
         seq.num_loaded = max(0, seq.num_computed - seq.num_local_hit)
         decode.kept = seq.num_computed // seq.block_size
+        if seq.num_loaded and decode.converted is not None and not decode.converted.exact:
+            # KV that was rounded to another dtype is not what our own prefill would compute, and neither is what is
+            # computed on top of it. It is good enough for this request, which asked for it, but under its keys others
+            # would take it for exact: it is neither found in the pool nor stored back.
+            seq.exact, decode.worth = False, 0
         decode.started = seq.admitted = True
         self._engine.register_full_blocks(seq)
-        self._connector.release(job.keys)
+        self._release(decode)
         self._desk.count_sources(job)
         job.stamp(Stage.KV_READY, self._desk.now())
         self._engine.add(seq)
+
+    def _release(self, decode: _Decode) -> None:
+        source = decode.converted or self._connector
+        source.release(decode.job.keys)
 
     def _reopen_prompt(self, seq: Sequence) -> None:
         """Prefill died before it could say the first token: the prompt's end is computed again for its logits."""
@@ -245,6 +259,6 @@ class Decoder:
             self._engine.remove(job.seq)
         if job.transfers == 0:
             if not decode.started:
-                self._connector.release(job.keys)  # what was stored for it, nobody will load
+                self._release(decode)  # what was stored for it, nobody will load
             del self._decodes[job]
             self._desk.close_job(job)

@@ -92,6 +92,7 @@ class InstanceConfig(TransferConfig):
     router: str = flag(
         "control addresses of the routers to serve, host:port, comma separated", f"127.0.0.1:{DEFAULT_CONTROL_PORT}"
     )
+    convert_kv: bool = flag("as decode, take KV of prefill instances with another block size or dtype", False)
     instance_id: str = flag("shown in metrics and timelines; default: role, host and pid", "")
     metrics_port: int | None = flag(
         "serve this instance's own Prometheus metrics here; default: only through the router", None

@@ -15,6 +15,7 @@ from typing import TypeVar
 from pdserve.block_news import BlockNews
 from pdserve.config import InstanceConfig, parse_size
 from pdserve.counters import series
+from pdserve.decode.converter import Converters
 from pdserve.decode.decoder import Decoder
 from pdserve.engine.engine import Engine
 from pdserve.fetcher import Fetcher
@@ -50,6 +51,7 @@ class Instance:
         self.transfers = Transfers(self.engine.pool, self.connector, self, _max_blocks(config, self.engine))
         self.fetcher = fetcher = Fetcher(self.engine, self.connector, self.transfers, self)
         self.prefiller = Prefiller(self.engine, self.transfers, fetcher, self, config.lease_seconds)
+        self.converters = Converters(pool, self.engine.layout, config.connector if config.convert_kv else None)
         self.decoder = Decoder(self.engine, self.connector, self.transfers, fetcher, self, config.store_generated)
         self.news = BlockNews()
         self.engine.pool.on_change = self.news.changed
@@ -109,6 +111,7 @@ class Instance:
             idle = self.turn(wait=idle)
         for job in list(self._by_sequence.values()):
             self._cancel(job)
+        self.converters.close()
         self.connector.close()
 
     def turn(self, *, wait: bool) -> bool:
@@ -173,14 +176,17 @@ class Instance:
             seq = self.engine.new_sequence(
                 message.request_id, list(message.prompt), sampling, message.salt, message.output
             )
+            converted = self.converters.prompt(seq, message.writer) if message.HasField("writer") else None
         except ValueError as error:
             refusal = pb.Output(request_id=message.request_id, error=pb.Error(kind="rejected", message=str(error)))
             self._send(link, pb.InstanceFrame(step=pb.Step(outputs=[refusal])))
             return
         job = Job(link=link, seq=seq, phase=message.phase, multi_turn=message.multi_turn)
         self._jobs[link, message.request_id] = self._by_sequence[seq] = job
-        role = self.prefiller if job.phase == pb.PREFILL else self.decoder
-        role.submit(job)
+        if job.phase == pb.PREFILL:
+            self.prefiller.submit(job)
+        else:
+            self.decoder.submit(job, converted)
 
     def _with_job(self, link: str, request_id: str, then: Callable[[Job], None]) -> None:
         job = self._jobs.get((link, request_id))
@@ -244,7 +250,11 @@ class Instance:
         block_bytes = self.engine.layout.block_bytes
         measured["kv_transfer_bytes_in_flight"] = self.transfers.in_flight * block_bytes
         measured["kv_transfer_bytes_waiting"] = self.transfers.waiting * block_bytes
-        for name, one in {self.connector.scheme: stats, **stats.parts}.items():
+        scheme = self.connector.scheme
+        parts = {scheme: stats, **stats.parts}
+        if (converted := self.converters.stats()) is not None:
+            parts[f"{scheme}/converted"] = converted
+        for name, one in parts.items():
             for direction in ("store", "load"):
                 labels = {"connector": name, "direction": direction}
                 measured[series("kv_transfer_bytes", **labels)] = one.bytes[direction]

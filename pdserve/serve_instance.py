@@ -117,6 +117,7 @@ def _hello(role: str, config: InstanceConfig, instance: Instance) -> pb.Hello:
         eos_token_ids=sorted(engine.checkpoint.eos_token_ids),
         protocol_version=PROTOCOL_VERSION,
         layout=pb.Layout(**asdict(engine.layout)),
+        convert_kv=config.convert_kv,
     )
 
 

@@ -10,12 +10,23 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 from pdserve.engine.block_pool import BlockPool
 from pdserve.job import Desk, Job
 from pdserve.kv_transfer.connector import Connector, Outcome, Result
 
 Then = Callable[[Result], None]
+
+
+class Source(Protocol):
+    """Where a load comes from: the instance's connector, or what stands in its place."""
+
+    def load(
+        self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()
+    ) -> Future[Result]: ...
+
+    def release(self, keys: Sequence[bytes]) -> None: ...
 
 
 @dataclass(eq=False)
@@ -69,10 +80,17 @@ class Transfers:
         self._add(job, blocks, True, lambda: self._connector.store(keys, blocks, lease_s=lease_s), then)
 
     def load(
-        self, job: Job, keys: Sequence[bytes], blocks: list[int], then: Then, tickets: Sequence[bytes] = ()
+        self,
+        job: Job,
+        keys: Sequence[bytes],
+        blocks: list[int],
+        then: Then,
+        tickets: Sequence[bytes] = (),
+        source: Source | None = None,
     ) -> None:
-        """As `store`."""
-        self._add(job, blocks, False, lambda: self._connector.load(keys, blocks, tickets=tickets), then)
+        """As `store`. `source` None is the connector."""
+        from_there = source or self._connector
+        self._add(job, blocks, False, lambda: from_there.load(keys, blocks, tickets=tickets), then)
 
     def drop(self, job: Job) -> None:
         """Those of the job's transfers that still wait end here: nobody wants them any more."""

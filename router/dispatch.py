@@ -450,6 +450,8 @@ class Dispatcher:
                 ignore_eos=sampling.ignore_eos,
             ),
         )
+        if phase == pb.DECODE and flight.prefill.hello.namespace != member.hello.namespace:
+            message.writer.CopyFrom(flight.prefill.hello.layout)
         member.send(pb.RouterFrame(submit=message))
 
     def _hand_over(self, flight: Flight, message: pb.HandOver) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import grpc
 
 from pdserve.errors import SetupError
-from pdserve.keys import KEY_BYTES
+from pdserve.keys import KEY_BYTES, Layout
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.proto.pdserve_pb2_grpc import RouterServicer, add_RouterServicer_to_server
 from pdserve.router.policy import NOTHING, Candidate, Load
@@ -148,7 +148,9 @@ class Fleet(RouterServicer):
             )
         for other in self.members.values():
             if other.id != hello.instance_id and other.hello.namespace != hello.namespace:
-                return f"its weights, dtype, block size or KV layout differ from those of {other.id}"
+                refusal = _cannot_hand_over(hello, other.hello)
+                if refusal:
+                    return refusal
         return ""
 
     def _join(self, hello: pb.Hello) -> Member:
@@ -208,6 +210,21 @@ class Fleet(RouterServicer):
 
 def _keys(joined: bytes) -> list[bytes]:
     return [joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)]
+
+
+def _cannot_hand_over(one: pb.Hello, other: pb.Hello) -> str:
+    """Why two instances of different layouts may not serve together, or nothing. Any prefill may be paired with any decode,
+    so each of the two has to be able to decode what the other has prefilled, as far as their roles ask for it."""
+    if not Layout.like(one.layout).converts_to(Layout.like(other.layout)):
+        return f"its weights or its KV layout differ from those of {other.instance_id}"
+    for prefill, decode in ((one, other), (other, one)):
+        if prefill.role != "decode" and decode.role != "prefill" and not decode.convert_kv:
+            return (
+                f"{prefill.instance_id} has KV blocks of {prefill.layout.block_size} tokens in {prefill.layout.dtype}, "
+                f"{decode.instance_id} of {decode.layout.block_size} in {decode.layout.dtype}; make them the same, or start "
+                f"{decode.instance_id} with --convert-kv"
+            )
+    return ""
 
 
 def _load(message: pb.Load) -> Load:

@@ -119,7 +119,7 @@ class Engine:
     def register_full_blocks(self, seq: Sequence) -> None:
         """Makes the full blocks that a sequence has computed or loaded findable by others."""
         full = seq.num_computed // seq.block_size
-        if full > seq.num_registered:
+        if full > seq.num_registered and seq.exact:
             keys = seq.full_keys()
             for i in range(seq.num_registered, full):
                 self.pool.register(seq.block_ids[i], keys[i])

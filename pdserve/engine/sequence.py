@@ -20,6 +20,7 @@ class Sequence:
         stop_token_ids: generation ends with one of these (EOS included, unless it is ignored).
         arrival: lower for those that came earlier.
         exported: its KV is stored as it is computed; it may be held back while the store cannot keep up.
+        exact: its KV is what this pool computes itself, so its blocks are worth finding by their keys.
         num_local_hit, num_loaded: tokens whose KV came from this pool, or from the KV store, at first admission.
     """
 
@@ -39,6 +40,7 @@ class Sequence:
     num_loaded: int = 0
     num_preemptions: int = 0
     arrival: int = 0
+    exact: bool = True
     exported: bool = False
     admitted: bool = False  # it has been in the running batch
 

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -26,15 +26,32 @@ Deploy = Callable[..., AbstractContextManager[Deployment]]
 
 @pytest.fixture(scope="session")
 def deploy() -> Deploy:
-    """`with deploy(model=path, prefill=2) as deployment:` a running router and instances; what they said on a failure."""
+    """`with deploy(model=path, prefill=2) as deployment:` a running router and instances; what they said on a failure.
+
+    `flags={"decode": ["--block-size", "64"]}` adds to what the instances of a role are started with; `said` is a list to
+    which what they say is added; `wait=False` gives them before they are ready.
+    """
+
+    class Mixed(Deployment):
+        flags: ClassVar[dict[str, list[str]]]
+
+        def _instances(self) -> list[Any]:
+            children = super()._instances()
+            for child in children:
+                child.arguments += self.flags.get(child.arguments[0], [])
+            return children
 
     @contextmanager
-    def run(**settings: Any) -> Iterator[Deployment]:
-        said: list[str] = []
+    def run(
+        *, flags: dict[str, list[str]] | None = None, said: list[str] | None = None, wait: bool = True, **settings: Any
+    ) -> Iterator[Deployment]:
+        said = [] if said is None else said
         config = UpConfig(**{"port": free_port(), "threads": 1, **settings})
-        with Deployment(config, say=said.append) as deployment:
+        kind = type("Mixed", (Mixed,), {"flags": flags or {}})
+        with kind(config, say=said.append) as deployment:
             try:
-                deployment.wait_ready(120)
+                if wait:
+                    deployment.wait_ready(120)
                 yield deployment
             except BaseException:
                 print("\n".join(said))
@@ -84,6 +101,7 @@ def desk() -> Iterator[Callable[..., Desk]]:
 
     yield make
     for one in desks:
+        one.instance.converters.close()
         one.instance.connector.close()
 
 

@@ -1,0 +1,107 @@
+"""Who may serve together, and what decode is told of the layout that prefill stores in."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from pdserve.config import RouterConfig
+from pdserve.keys import Layout
+from pdserve.proto import pdserve_pb2 as pb
+from pdserve.request import Request, SamplingParams
+from pdserve.router.dispatch import Dispatcher
+from pdserve.router.fleet import PROTOCOL_VERSION, Fleet, Member
+from pdserve.router.metrics import Metrics
+
+
+def hello_of(
+    name: str, *, block_size: int = 16, dtype: str = "bfloat16", convert: bool = False, **other: Any
+) -> pb.Hello:
+    layout = pb.Layout(
+        model_fingerprint="m", num_layers=2, num_kv_heads=2, head_dim=8, block_size=block_size, dtype=dtype, version=1
+    )
+    layout.itemsize = 4 if dtype == "float32" else 2
+    layout.MergeFrom(pb.Layout(**other))
+    return pb.Hello(
+        instance_id=name,
+        role=name.partition("-")[0],
+        model="model",
+        protocol_version=PROTOCOL_VERSION,
+        namespace=Layout.like(layout).namespace,
+        layout=layout,
+        block_size=block_size,
+        convert_kv=convert,
+        max_model_len=100,
+    )
+
+
+def refusal(there: pb.Hello, comes: pb.Hello) -> str:
+    """What the second one is told."""
+    fleet = Fleet("router", "model", 1.0)
+    fleet._join(there)
+    return fleet._refusal(pb.InstanceFrame(hello=comes))
+
+
+@pytest.mark.parametrize(
+    ("there", "comes"),
+    [
+        (hello_of("prefill-0"), hello_of("decode-0")),
+        (hello_of("prefill-0"), hello_of("decode-0", block_size=32, convert=True)),
+        (hello_of("decode-0", dtype="float32", convert=True), hello_of("prefill-0")),
+        (hello_of("prefill-0"), hello_of("prefill-1", block_size=32)),  # no KV goes from one to the other
+        (hello_of("decode-0"), hello_of("decode-1", block_size=32)),
+        (hello_of("both-0", convert=True), hello_of("both-1", block_size=32, convert=True)),
+        (hello_of("both-0"), hello_of("decode-0", block_size=32, convert=True)),
+    ],
+)
+def test_those_that_can_hand_over_may_serve_together(there: pb.Hello, comes: pb.Hello) -> None:
+    assert refusal(there, comes) == ""
+
+
+@pytest.mark.parametrize(
+    ("there", "comes", "who"),
+    [
+        (hello_of("prefill-0"), hello_of("decode-0", block_size=32), "decode-0"),
+        (hello_of("decode-0"), hello_of("prefill-0", dtype="float32"), "decode-0"),
+        (hello_of("prefill-0", convert=True), hello_of("decode-0", block_size=32), "decode-0"),
+        (hello_of("both-0", convert=True), hello_of("both-1", block_size=32), "both-1"),
+        (hello_of("both-0"), hello_of("prefill-0", block_size=32), "both-0"),
+    ],
+)
+def test_others_are_told_what_would_help(there: pb.Hello, comes: pb.Hello, who: str) -> None:
+    said = refusal(there, comes)
+    assert said.endswith(f"make them the same, or start {who} with --convert-kv")
+    assert f"{there.instance_id} " in said and f"{comes.instance_id} " in said
+
+
+@pytest.mark.parametrize("change", [{"model_fingerprint": "n"}, {"num_kv_heads": 1}, {"head_dim": 4}, {"version": 2}])
+def test_what_cannot_be_converted_is_refused(change: dict[str, Any]) -> None:
+    said = refusal(hello_of("prefill-0"), hello_of("decode-0", convert=True, **change))
+    assert said == "its weights or its KV layout differ from those of prefill-0"
+
+
+def submits(member: Member) -> list[pb.Submit]:
+    frames = [member.outbox.get_nowait() for _ in range(member.outbox.qsize())]
+    return [frame.submit for frame in frames if frame is not None and frame.WhichOneof("frame") == "submit"]
+
+
+def test_decode_is_told_the_writer_s_layout_where_it_is_another() -> None:
+    async def story() -> None:
+        fleet = Fleet("router", "model", 1.0)
+        dispatcher = Dispatcher(RouterConfig(model="model"), fleet, Metrics(fleet))
+        prefill = fleet._join(hello_of("prefill-0"))
+        decode = fleet._join(hello_of("decode-0", block_size=32, convert=True))
+        request = Request(request_id="r", prompt=[1, 2, 3], sampling=SamplingParams(max_tokens=4))
+        dispatcher.open(request)
+        (asked,), (told,) = submits(prefill), submits(decode)
+        assert told.writer == prefill.hello.layout and not asked.HasField("writer")
+
+        same = fleet._join(hello_of("prefill-1", block_size=32))
+        fleet._leave(decode, "test")  # the request moves: other instances, another pair of layouts
+        fleet._leave(prefill, "test")
+        again = fleet._join(hello_of("decode-1", block_size=32, convert=True))
+        dispatcher.open(Request(request_id="s", prompt=[1, 2, 3], sampling=SamplingParams(max_tokens=4)))
+        assert [submit.HasField("writer") for submit in submits(again)] == [False]
+        assert submits(same)
+
+    asyncio.run(story())
