@@ -75,15 +75,22 @@ class BreakEven:
         self._loads = Line(LOAD_HALF_LIFE_S)
         self._steps = Line(STEP_HALF_LIFE_S)
         self._next_probe = 0.0
+        self._begun = 0, 0.0  # tokens and seconds of steps that may still be running
 
     def loaded(self, blocks: int, seconds: float, now: float) -> None:
         """A load has moved so many blocks; 0 where the store did not answer in time."""
         self._loads.measured(max(1, blocks), seconds, now)
         self._probe_later(seconds, now)
 
-    def computed(self, tokens: int, seconds: float, now: float) -> None:
-        """A step has computed so many tokens."""
-        self._steps.measured(tokens, seconds, now)
+    def computed(self, tokens: int, sampled: int, seconds: float, now: float) -> None:
+        """A step has computed so many tokens, and sampled as many new ones.
+
+        A GPU has only begun with a step from which nothing was sampled; the next one that samples has waited for both.
+        """
+        tokens, seconds = tokens + self._begun[0], seconds + self._begun[1]
+        self._begun = (0, 0.0) if sampled else (tokens, seconds)
+        if tokens > sampled > 0:  # else it was decoding only
+            self._steps.measured(tokens, seconds, now)
 
     def load_seconds(self, blocks: int) -> float:
         return self._loads.intercept + self._loads.slope * blocks

@@ -133,8 +133,7 @@ class Instance:
             self.count("engine_steps", 1)
         if result.held_back:
             self.count("prefill_steps_held_back", 1)
-        if result.num_tokens > len(result.advanced):  # not decoding only
-            self.fetcher.break_even.computed(result.num_tokens, stopped - started, stopped)
+        self.fetcher.break_even.computed(result.num_tokens, len(result.sampled), stopped - started, stopped)
         self._flush()
         if not self.num_jobs:
             self._check_idle(started)

@@ -24,7 +24,7 @@ def play(events: list[tuple[str, int, float, float]], scale: float = 1.0) -> tup
         if kind == "load":
             one.loaded(amount, seconds * scale, now)
         elif kind == "step":
-            one.computed(amount, seconds, now)
+            one.computed(amount + 1, 1, seconds, now)
         else:
             one.decide(amount, now)
     return one, now
@@ -35,7 +35,7 @@ def test_before_both_are_measured_everything_is_loaded() -> None:
     assert one.decide(7, 0.0) == (7, Reason.UNMEASURED)
     one.loaded(10, 5.0, 0.0)
     assert one.decide(7, 0.0) == (7, Reason.UNMEASURED)
-    one.computed(100, 0.001, 0.0)
+    one.computed(100, 1, 0.001, 0.0)
     assert one.decide(7, 0.5) == (0, Reason.DEARER)
 
 
@@ -45,16 +45,27 @@ def test_latency_and_bandwidth_are_told_apart() -> None:
     for i in range(200):
         blocks = 1 + i % 100
         one.loaded(blocks, 0.010 + 0.001 * blocks, now=i / 10)
-        one.computed(BLOCK * blocks, 0.005 + 0.0002 * BLOCK * blocks, now=i / 10)
+        one.computed(BLOCK * blocks, 1, 0.005 + 0.0002 * BLOCK * blocks, now=i / 10)
     assert one.load_seconds(50) == pytest.approx(0.060, rel=0.1)
     assert one.compute_seconds(50) == pytest.approx(0.160, rel=0.1)
     assert one.decide(2, 20.0) == (0, Reason.DEARER)
     assert one.decide(20, 20.0) == (20, Reason.CHEAPER)
 
 
+def test_a_step_counts_with_those_that_a_gpu_had_only_begun_with() -> None:
+    one, whole = BreakEven(BLOCK), BreakEven(BLOCK)
+    for _ in range(7):
+        one.computed(2048, 0, 0.001, 0.0)
+    one.computed(664, 1, 0.993, 0.0)
+    one.computed(3, 3, 0.5, 0.0)  # decoding only
+    one.computed(0, 0, 0.0, 0.0)  # nothing to do
+    whole.computed(15000, 1, 1.0, 0.0)
+    assert one.compute_seconds(100) == pytest.approx(whole.compute_seconds(100))
+
+
 def test_an_answer_that_never_came_counts_against_loading() -> None:
     one = BreakEven(BLOCK)
-    one.computed(1000, 0.1, 0.0)
+    one.computed(1000, 1, 0.1, 0.0)
     one.loaded(100, 0.001, 0.0)
     assert one.decide(100, 0.0) == (100, Reason.CHEAPER)
     one.loaded(0, 5.0, 1.0)
@@ -64,11 +75,11 @@ def test_an_answer_that_never_came_counts_against_loading() -> None:
 def test_the_end_is_computed_where_no_long_step_was_measured() -> None:
     one = BreakEven(BLOCK)
     one.loaded(100, 0.001, 0.0)
-    one.computed(40, 0.1, 0.0)
+    one.computed(40, 1, 0.1, 0.0)
     assert one.decide(100, 1.0) == (100 - LONG_STEP // BLOCK, Reason.LONG_STEP)
     assert one.decide(10, 1.0) == (0, Reason.LONG_STEP)
     assert one.decide(4, 1.0) == (4, Reason.CHEAPER), "40 tokens are more than half of it"
-    one.computed(LONG_STEP, 1.0, 2.0)
+    one.computed(LONG_STEP, 1, 1.0, 2.0)
     assert one.decide(100, 2.0) == (100, Reason.CHEAPER)
     assert one.decide(100, 1000.0)[1] is Reason.LONG_STEP, "that was long ago"
 
@@ -124,7 +135,7 @@ class World:
                 self.one.loaded(count, load(count), self.now + load(count))
                 self.probing += load(count) if reason is Reason.PROBE else 0
             tokens = 40 + BLOCK * (100 - count)
-            self.one.computed(tokens, step(tokens), self.now + step(tokens))
+            self.one.computed(tokens, 1, step(tokens), self.now + step(tokens))
         return reasons
 
 
@@ -146,7 +157,7 @@ def test_it_follows_the_store_and_is_never_stuck(slow: float) -> None:
 
 def test_one_probe_at_a_time() -> None:
     one = BreakEven(BLOCK)
-    one.computed(1000, 0.1, 0.0)
+    one.computed(1000, 1, 0.1, 0.0)
     one.loaded(100, 10.0, 0.0)
     later = PROBE_S[1] + 1
     assert [one.decide(100, later)[1] for _ in range(4)] == [Reason.PROBE] + [Reason.DEARER] * 3
