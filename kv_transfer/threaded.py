@@ -241,7 +241,8 @@ class BatchedConnector(Connector):
         faults: exceptions by which the hooks say that the store does not answer. They become UNAVAILABLE. Every other
             exception is a defect, and raised by the future.
         memory, codec, namespace, seal: set by `attach`, before `open`.
-        payload_lengths: likewise; the bytes that a payload may have behind its header, as a range.
+        codec_name: what `?codec=` says.
+        payload_lengths: set by `attach`; the bytes that a payload may have behind its header, as a range.
     """
 
     faults: ClassVar[tuple[type[Exception], ...]] = (OSError,)
@@ -251,8 +252,8 @@ class BatchedConnector(Connector):
         self.url = url
         self.timeout = query.seconds("timeout", 5.0)
         self.threads = query.count("threads", 2)
-        self._codec = query.choice("codec", list(CODECS), "none")
-        if self.in_place and self._codec != "none":
+        self.codec_name = query.choice("codec", list(CODECS), "none")
+        if self.in_place and self.codec_name != "none":
             raise SetupError(f"{self.scheme}:// reads pools in place, where blocks have no codec; leave codec= out.")
         self.configure(query)
         query.done()
@@ -301,7 +302,7 @@ class BatchedConnector(Connector):
         if memory.rows.ndim != 2 or memory.rows.shape[1] != memory.layout.block_bytes:
             raise ValueError(f"pool rows {memory.rows.shape} do not hold {memory.layout.block_bytes} bytes each")
         self.memory = memory
-        self.codec = CODECS[self._codec](memory.layout)
+        self.codec = CODECS[self.codec_name](memory.layout)
         self.namespace, self.payload_lengths = self.codec.namespace, self.codec.lengths
         self.seal = Seal(memory.layout, self.namespace, self.payload_lengths)
         self.open()

@@ -11,7 +11,8 @@ A store is done when the first tier has it: its rows are the caller's again. Wha
 tier that has it, into rows of our own, by connectors of their own that nobody waits for. If these do not keep up, blocks
 are left out, and counted as stores that the slower tier did not take.
 
-What a lossy codec has changed goes to tiers of the same codec only.
+Each tier may have a codec of its own, but for lossy ones: what has lost something in one tier, and in the pool that has
+loaded it from there, would be stored in another one as exact.
 
 A tier that answers for no block of an operation is left alone for as long as its time-out. One that cannot be attached is
 tried again every few seconds, as long as another one can be.
@@ -31,6 +32,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from pdserve.errors import SetupError
+from pdserve.kv_transfer.codec import CODECS, Codec
 from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats
 from pdserve.kv_transfer.registry import connect
 from pdserve.kv_transfer.threaded import Complaints
@@ -83,11 +85,6 @@ class _Tier:
     @property
     def awake(self) -> bool:
         return self.attached and time.monotonic() >= self._rests_until
-
-    def may_pass_to(self, other: "_Tier") -> bool:
-        """What a lossy codec has changed stays among its like: elsewhere it would pass for what was computed."""
-        mine, theirs = (getattr(tier.front, "codec", None) for tier in (self, other))
-        return mine is None or not mine.lossy or (theirs is not None and theirs.name == mine.name)
 
     async def ask(self, direction: str, blocks: int, call: Callable[[], Future[Result]]) -> list[Outcome]:
         """Its outcomes; all UNAVAILABLE where the tier is left alone."""
@@ -147,6 +144,10 @@ class TieredConnector(Connector):
             form = "tiered://shm://kv?size=1GiB,file:///mnt/kv"
             raise SetupError(f"{without_password(url)!r} needs two tiers or more, fastest first, such as {form}.")
         self._tiers = [_Tier(number, one) for number, one in enumerate(urls, 1)]
+        codecs = {getattr(tier.front, "codec_name", "none") for tier in self._tiers}
+        lossy = [name for name in codecs if CODECS[name].lossy]
+        if lossy and len(codecs) > 1:
+            raise SetupError(f"{without_password(url)!r}: a tier with codec={lossy[0]} needs the same on all tiers.")
         self.timeout = sum(tier.timeout for tier in self._tiers)
         self._stats = Stats()
         self._under_way: set[asyncio.Task[None]] = set()
@@ -157,6 +158,11 @@ class TieredConnector(Connector):
     def connectors(self) -> list[Connector]:
         """The tiers that can be used, for the conformance kit."""
         return [tier.front for tier in self._tiers if tier.attached]
+
+    @property
+    def codec(self) -> Codec | None:
+        """The first tier's, through which everything goes. Others may have another, if it changes nothing."""
+        return getattr(self._tiers[0].front, "codec", None)
 
     @property
     def keeps_leases(self) -> bool:
@@ -266,7 +272,7 @@ class TieredConnector(Connector):
                 self._promote(faster, [keys[block] for block in blocks], [ids[block] for block in blocks])
                 for number, blocks in enumerate(moved)
                 for faster in self._tiers[:number]
-                if blocks and self._tiers[number].may_pass_to(faster)
+                if blocks
             )
         )
         return result
@@ -348,7 +354,7 @@ class TieredConnector(Connector):
             *(
                 tier.ask("store", len(keys), functools.partial(tier.back.store, keys, rows, lease_s=lease_s))
                 for tier in self._tiers[number + 1 :]
-                if keys and source.may_pass_to(tier)
+                if keys
             )
         )
 

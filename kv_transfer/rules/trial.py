@@ -150,7 +150,8 @@ class Instance:
     @property
     def codec(self) -> Codec:
         """What `?codec=` names, where the connector has that from us."""
-        return self.connector.codec if isinstance(self.connector, BatchedConnector) else Plain(self.layout)
+        codec = getattr(self.connector, "codec", None)
+        return codec if isinstance(codec, Codec) else Plain(self.layout)
 
     def payload_bytes(self, row: int) -> int:
         return len(self.codec.encode(self.rows[row]))

@@ -128,23 +128,29 @@ def test_a_block_that_is_wrong_everywhere_is_reported(tmp_path: Path, attach: At
     assert instance.connector.stats().failures == {("load", Outcome.CORRUPT): 1, ("load", Outcome.MISSING): 1}
 
 
-def test_what_a_lossy_codec_has_changed_stays_among_its_like(
-    tmp_path: Path, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys
+@pytest.mark.parametrize(("one", "other"), [("none", "zstd"), ("lz4", "none"), ("int8", "int8")])
+def test_tiers_may_have_codecs(
+    tmp_path: Path, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys, one: str, other: str
 ) -> None:
-    exact, lossy, other = (f"file://{tmp_path}/{name}" for name in ("exact", "lossy?codec=int8", "other?codec=int8"))
+    first, second = f"file://{tmp_path}/first?codec={one}", f"file://{tmp_path}/second?codec={other}"
     layout = replace(layout_of(4096), dtype="float32", itemsize=4, head_dim=512)
     assert layout.block_bytes == 4096
-    instance, keys = attach(f"tiered://{exact},{lossy},{other}", layout), new_keys(2)
+    instance, keys = attach(f"tiered://{first},{second}", layout), new_keys(2)
     instance.rows.view(np.float32)[:] = np.random.default_rng().normal(size=(16, 1024))
     instance.store(keys, range(2))
     instance.connector.settle()
-    assert attach(lossy, layout).match(keys) == attach(other, layout).match(keys) == 2
-    shutil.rmtree(tmp_path / "exact")
-    shutil.rmtree(tmp_path / "lossy")
+    assert attach(first, layout).match(keys) == attach(second, layout).match(keys) == 2
+    shutil.rmtree(tmp_path / "first")
     assert instance.load(keys, [8, 9]).leading == 2
-    assert (instance.rows[8:10] != instance.rows[:2]).any()
-    assert attach(lossy, layout).match(keys) == 2
-    assert attach(exact, layout).match(keys) == 0  # it would pass for what was computed
+    assert (instance.rows[8:10] == instance.rows[:2]).all() == (other != "int8")
+    assert attach(first, layout).match(keys) == 2  # promoted
+
+
+@pytest.mark.parametrize(("one", "other"), [("none", "int8"), ("fp8", "zstd"), ("fp8", "int8")])
+def test_a_lossy_tier_beside_others_is_refused(one: str, other: str) -> None:
+    """Prefill stores all blocks of a prompt, also those that it has loaded: from the lossy tier into the exact one."""
+    with pytest.raises(SetupError, match="needs the same on all tiers"):
+        TieredConnector(f"tiered://memory://a?codec={one},memory://b?codec={other}")
 
 
 def test_a_match_goes_from_tier_to_tier(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> None:
