@@ -19,6 +19,7 @@ HELP = {
     "kv_transfer_failures": "KV blocks that a transfer did not move, by connector, direction and kind",
     "kv_transfer_bytes_in_flight": "KV bytes that the connector is moving",
     "kv_transfer_bytes_waiting": "KV bytes that wait until fewer are in flight",
+    "kv_transfer_given_up_blocks": "KV blocks for which there was no room while the store did not answer",
     "prefill_steps_held_back": "steps that left prefill out because stores waited",
     "store_back_skipped_blocks": "KV blocks not stored back because too many bytes were in flight",
     "integrity_checks": "looks at the whole pool while idle, each of which found every block in its place",

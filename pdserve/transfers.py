@@ -2,11 +2,13 @@
 
 Each transfer holds its blocks until it is done, whatever becomes of the request meanwhile. So many blocks are in flight at
 most; the others wait in order of arrival. As long as stores wait, prefill computes nothing that would have to be stored.
-Nothing waits for ever, because every operation of a connector ends by its deadline.
+Nothing waits for ever, because every operation of a connector ends by its deadline; and nothing waits for a store that is
+silent: after an operation that got no answer, as long again as that took, what has no room ends at once.
 """
 
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,6 +59,7 @@ class Transfers:
         self._max_blocks = max_blocks
         self._waiting: deque[_Transfer] = deque()
         self.largest = max(1, max_blocks // 2)
+        self._silent_until = -math.inf
         self.in_flight = 0
         self.in_place = connector.in_place
         self.num_holding = 0
@@ -96,8 +99,7 @@ class Transfers:
         """Those of the job's transfers that still wait end here: nobody wants them any more."""
         dropped = [transfer for transfer in self._waiting if transfer.job is job]
         self._waiting = deque(transfer for transfer in self._waiting if transfer.job is not job)
-        for transfer in dropped:
-            self._end(transfer, Result([Outcome.UNAVAILABLE] * len(transfer.blocks), 0.0))
+        self._give_up(dropped)
 
     def _add(
         self, job: Job, blocks: list[int], is_store: bool, start: Callable[[], Future[Result]], then: Then
@@ -107,6 +109,7 @@ class Transfers:
         job.transfers += 1
         self._waiting.append(_Transfer(job, blocks, is_store, start, then, self._desk.now()))
         self._start()
+        self._leave_silent_store()
 
     def _start(self) -> None:
         while self._waiting and self._fits(self._waiting[0]):
@@ -117,8 +120,26 @@ class Transfers:
 
     def _done(self, transfer: _Transfer, result: Result) -> None:
         self.in_flight -= self._weight(transfer)
+        if Outcome.OK in result.outcomes:
+            self._silent_until = -math.inf
+        elif Outcome.UNAVAILABLE in result.outcomes:
+            self._silent_until = self._desk.now() + result.seconds
         self._end(transfer, replace(result, seconds=result.seconds + transfer.waited))
         self._start()
+        self._leave_silent_store()
+
+    def _leave_silent_store(self) -> None:
+        if self._waiting and self._desk.now() < self._silent_until:
+            self._desk.count("kv_transfer_given_up_blocks", self.waiting)
+            dropped, self._waiting = self._waiting, deque()
+            self._give_up(dropped)
+
+    def _give_up(self, dropped: Iterable[_Transfer]) -> None:
+        """They end soon, not within this call: who has just asked for one expects to hear of it later."""
+        for transfer in dropped:
+            nothing: Future[Result] = Future()
+            nothing.set_result(Result([Outcome.UNAVAILABLE] * len(transfer.blocks), 0.0))
+            self._desk.when_done(nothing, partial(self._end, transfer))
 
     def _end(self, transfer: _Transfer, result: Result) -> None:
         transfer.job.transfers -= 1

@@ -45,9 +45,9 @@ class ByHand(Connector):
 
     def close(self) -> None: ...
 
-    def end(self, index: int, held: "Future[None] | None" = None) -> None:
+    def end(self, index: int, held: "Future[None] | None" = None, outcome: Outcome = Outcome.OK) -> None:
         blocks, future = self.under_way.pop(index)
-        future.set_result(Result([Outcome.OK] * blocks, 0.5, held=held))
+        future.set_result(Result([outcome] * blocks, 0.5, held=held))
 
 
 class Desk:
@@ -55,6 +55,7 @@ class Desk:
 
     def __init__(self) -> None:
         self.time = 0.0
+        self.given_up = 0.0
 
     def now(self) -> float:
         return self.time
@@ -64,7 +65,9 @@ class Desk:
 
     def close_job(self, job: Job) -> None: ...
 
-    def count(self, name: str, value: float, **labels: str) -> None: ...
+    def count(self, name: str, value: float, **labels: str) -> None:
+        assert name == "kv_transfer_given_up_blocks"
+        self.given_up += value
 
     def count_sources(self, job: Job) -> None: ...
 
@@ -121,9 +124,34 @@ def test_what_is_read_in_place_is_held_until_it_has_been_read_and_fills_no_room(
     assert stage.transfers.num_holding == 0 and stage.pool.num_held == 0
 
 
+def test_nothing_waits_for_a_store_that_is_silent() -> None:
+    stage, job = Stage(4), new_job()
+    for _ in range(3):
+        stage.store(job, 3)
+    stage.connector.end(0, outcome=Outcome.UNAVAILABLE)
+    assert (stage.transfers.in_flight, stage.transfers.waiting) == (3, 0), "one has its turn, the other is given up"
+    assert [result.outcomes for result in stage.results] == [[Outcome.UNAVAILABLE] * 3] * 2
+    stage.store(job, 2)
+    assert stage.transfers.waiting == 0 and len(stage.results) == 3 and stage.desk.given_up == 5
+    stage.store(job, 1)
+    assert stage.transfers.in_flight == 4, "what has room is tried"
+    stage.connector.end(1)
+    stage.store(job, 2)
+    assert stage.transfers.waiting == 2, "it has answered: it is worth waiting again"
+    stage.connector.end(0, outcome=Outcome.UNAVAILABLE)
+    stage.desk.time += 0.5
+    stage.store(job, 4)
+    assert stage.transfers.waiting == 4, "that was long enough ago"
+    while stage.connector.under_way:
+        stage.connector.end(0)
+    assert stage.pool.num_held == job.transfers == 0
+
+
 @given(
     max_blocks=st.integers(1, 20),
-    events=st.lists(st.tuples(st.sampled_from(["store", "end", "drop"]), st.integers(0, 3), st.integers(1, 8))),
+    events=st.lists(
+        st.tuples(st.sampled_from(["store", "end", "fail", "drop", "wait"]), st.integers(0, 3), st.integers(1, 8))
+    ),
 )
 def test_whatever_comes_and_ends_and_is_dropped(max_blocks: int, events: list[tuple[str, int, int]]) -> None:
     stage, jobs, asked = Stage(max_blocks), [new_job() for _ in range(4)], 0
@@ -131,8 +159,11 @@ def test_whatever_comes_and_ends_and_is_dropped(max_blocks: int, events: list[tu
         if kind == "store" and stage.pool.num_free >= count:
             stage.store(jobs[which], min(count, stage.transfers.largest))
             asked += 1
-        elif kind == "end" and stage.connector.under_way:
-            stage.connector.end(which % len(stage.connector.under_way))
+        elif kind in ("end", "fail") and stage.connector.under_way:
+            outcome = Outcome.OK if kind == "end" else Outcome.UNAVAILABLE
+            stage.connector.end(which % len(stage.connector.under_way), outcome=outcome)
+        elif kind == "wait":
+            stage.desk.time += 0.3
         elif kind == "drop":
             stage.transfers.drop(jobs[which])
         assert stage.transfers.in_flight == sum(blocks for blocks, _ in stage.connector.under_way) <= max_blocks
