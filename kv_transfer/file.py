@@ -83,7 +83,7 @@ class FileConnector(BatchedConnector):
                 if error.errno not in _NO_SPACE:
                     raise
                 block.failed(Outcome.FULL)
-        self._janitor.start_if_due()
+        self._janitor.start_if_due(len(blocks) * self.payload_lengths[-1])
 
     def get_many(self, blocks: Sequence[Incoming]) -> None:
         for block in blocks:
@@ -181,7 +181,8 @@ class FileConnector(BatchedConnector):
 
 
 class Janitor:
-    """Keeps a store below its size and age, in a thread of its own, at most once a minute."""
+    """Keeps a store near its size and below its age, in a thread of its own: once a minute, and whenever this instance has
+    stored an eighth of the size."""
 
     def __init__(self, root: str, max_bytes: int | None, max_age: float | None) -> None:
         self.active = max_bytes is not None or max_age is not None
@@ -189,14 +190,18 @@ class Janitor:
         self._max_bytes = max_bytes
         self._max_age = max_age
         self._next = 0.0
+        self._stored = 0  # bytes, since the last sweep
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def start_if_due(self) -> None:
+    def start_if_due(self, stored: int = 0) -> None:
         with self._lock:
-            if not self.active or time.monotonic() < self._next:
+            self._stored += stored
+            much = self._max_bytes is not None and self._stored > self._max_bytes / 8
+            under_way = self._thread is not None and self._thread.is_alive()
+            if not self.active or under_way or not (much or time.monotonic() >= self._next):
                 return
-            self._next = time.monotonic() + _SWEEP_EVERY_S
+            self._next, self._stored = time.monotonic() + _SWEEP_EVERY_S, 0
             self._thread = threading.Thread(target=self.sweep, name="kv-file-janitor", daemon=True)
             self._thread.start()
 

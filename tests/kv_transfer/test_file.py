@@ -182,3 +182,14 @@ def test_blocks_that_cannot_be_read_without_waiting_are_read_all_the_same(
     assert instance.load(keys, range(4)).leading == 4
     np.testing.assert_array_equal(instance.rows[:4], before)
     assert tried
+
+
+def test_what_is_stored_between_two_sweeps_is_bounded_too(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> None:
+    instance = attach(f"file://{tmp_path}/kv?max_bytes={16 * FILE}", blocks=8)
+    most = 0
+    for _ in range(30):
+        instance.store(new_keys(8), range(8), lease_s=0.001)
+        instance.connector._janitor.join()
+        time.sleep(0.005)
+        most = max(most, len(blocks_in(tmp_path / "kv")))
+    assert most <= 16 + 2 * 8

@@ -1,0 +1,328 @@
+"""Mixed traffic for a long time, with evictions in every tier: `python benchmarks/soak.py`, for 20 minutes.
+
+One prefill and two decode instances with small pools share `tiered://shm,file,redis`, each tier with little room. Clients
+send chats of several turns, long and short prompts, greedy and sampled, streaming and not; some leave in the middle, all
+leave pauses, so that instances fall idle and check their pools. Every few seconds memory, file descriptors, threads and the
+sizes of the stores are noted. At the end nothing may have grown, and the counters must agree with what the clients saw.
+"""
+
+import asyncio
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import httpx
+import report
+import stores
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.table import Table
+
+from pdserve.config import UpConfig, flag
+from pdserve.deployment import Deployment, free_port
+from pdserve.flags import command_of
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    minutes: float = flag("how long", 20.0)
+    clients: int = flag("requests under way at a time, at most", 8)
+    every: float = flag("seconds between two samples", 5.0)
+    blocks: int = flag("of each pool", 120)
+    tier_size: str = flag("what each tier may take", "2MiB")
+    seed: int = flag("of the traffic", 0)
+    quick: bool = flag(report.QUICK_HELP, False)
+    note: str = flag(report.NOTE_HELP, "")
+    out: str = flag(report.OUT_HELP, "")
+
+
+QUICK = {"minutes": 0.3, "every": 1.0}
+IDLE_EVERY_S = 20.0  # all clients pause together, so that pools are looked at
+IDLE_S = 2.0
+SETTLE_S = 20.0
+TIMEOUT_S = 120.0
+# Of what grows by chance: an allocator's arenas, a log's buffer, connections of clients that come and go.
+SLACK_BYTES, SLACK_SHARE, SLACK_FILES = 8 * MIB, 0.03, 12
+
+
+@dataclass
+class Traffic:
+    """What the clients saw.
+
+    Attributes:
+        ends: requests by how they ended: a finish reason, or `cancelled`.
+        answers: of the one prompt that is sent again and again, greedily. There may be one only.
+    """
+
+    ends: Counter[str] = field(default_factory=Counter)
+    answers: set[str] = field(default_factory=set)
+    complaints: list[str] = field(default_factory=list)
+
+
+def soak(settings: Settings) -> None:
+    """Run mixed traffic for a long time, and see that nothing grows, leaks, or is counted wrong."""
+    if settings.quick:
+        settings = report.in_place_of_defaults(settings, QUICK)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        status = stack.enter_context(Console(stderr=True).status("starting"))
+        deployment, kept = stack.enter_context(_deployment(settings, folder))
+        traffic, samples = asyncio.run(_run(deployment, kept, settings, status.update))
+        counters = _settled(deployment)
+    verdicts = [*_flat(samples), *_consistent(traffic, counters)]
+    _print(verdicts, traffic)
+    shown = {"verdicts": verdicts, "ends": dict(traffic.ends), "counters": counters, "samples": samples}
+    path = report.write("soak", settings, shown)
+    print(path)
+    _draw(samples, path.with_suffix(".png"))
+    if not all(verdict["holds"] for verdict in verdicts):
+        raise SystemExit(1)
+
+
+@contextmanager
+def _deployment(settings: Settings, folder: Path) -> Iterator[tuple[Deployment, dict[str, str]]]:
+    """The processes, and where the tiers keep their blocks."""
+    from pdserve.config import parse_size
+
+    size = parse_size(settings.tier_size)
+    model = checkpoints.make(checkpoints.TINY, folder / "model")
+    with stores.shm(size) as shm, stores.redis("redis://127.0.0.1:{port}/0", 4 * size) as redis:
+        files = folder / "kv"
+        config = UpConfig(
+            model=str(model),
+            dtype="float32",
+            port=free_port(),
+            prefill=1,
+            decode=2,
+            num_blocks=settings.blocks,
+            max_num_batched_tokens=128,
+            connector=f"tiered://?buffer=1MiB,{shm},file://{files}?max_bytes={size},{redis}",
+        )
+        with Deployment(config, lambda _: None) as deployment:
+            deployment.wait_ready()
+            yield deployment, {"shm": shm.removeprefix("shm://").partition("?")[0], "file": str(files)}
+
+
+# ---- traffic ----------------------------------------------------------------------------------------------------------
+
+
+async def _run(
+    deployment: Deployment, kept: dict[str, str], settings: Settings, say: Any
+) -> tuple[Traffic, list[dict[str, Any]]]:
+    traffic, samples = Traffic(), list[dict[str, Any]]()
+    started = time.monotonic()
+    end = started + 60 * settings.minutes
+    async with httpx.AsyncClient(base_url=deployment.url, timeout=TIMEOUT_S) as http, asyncio.TaskGroup() as group:
+        for i in range(settings.clients):
+            group.create_task(
+                _client(http, deployment.config.name, random.Random(f"{settings.seed}/{i}"), end, traffic)
+            )
+        while time.monotonic() < end:
+            deployment.tend()
+            samples.append({"seconds": round(time.monotonic() - started, 1), **_sample(deployment, kept)})
+            say(f"{(end - time.monotonic()) / 60:.1f} minutes left, {sum(traffic.ends.values())} requests so far")
+            await asyncio.sleep(settings.every)
+    return traffic, samples
+
+
+async def _client(http: httpx.AsyncClient, model: str, chosen: random.Random, end: float, traffic: Traffic) -> None:
+    kinds = [_chat, _long, _short, _sampled, _leaves, _known]
+    while time.monotonic() < end:
+        if time.monotonic() % IDLE_EVERY_S < IDLE_S:
+            await asyncio.sleep(IDLE_S)
+        await chosen.choice(kinds)(http, model, chosen, traffic)
+
+
+async def _chat(http: httpx.AsyncClient, model: str, chosen: random.Random, traffic: Traffic) -> None:
+    prompt = _tokens(chosen, 60)
+    for _ in range(3):
+        answer = await _complete(http, traffic, model=model, prompt=prompt, max_tokens=20)
+        prompt = [*prompt, *answer, *_tokens(chosen, 25)]
+
+
+async def _long(http: httpx.AsyncClient, model: str, chosen: random.Random, traffic: Traffic) -> None:
+    await _complete(http, traffic, model=model, prompt=_tokens(chosen, chosen.randrange(300, 800)), max_tokens=10)
+
+
+async def _short(http: httpx.AsyncClient, model: str, chosen: random.Random, traffic: Traffic) -> None:
+    await _complete(http, traffic, model=model, prompt=_tokens(chosen, chosen.randrange(1, 40)), max_tokens=30)
+
+
+async def _sampled(http: httpx.AsyncClient, model: str, chosen: random.Random, traffic: Traffic) -> None:
+    prompt = _tokens(chosen, chosen.randrange(10, 200))
+    await _complete(
+        http, traffic, model=model, prompt=prompt, max_tokens=20, temperature=1.0, seed=chosen.randrange(99)
+    )
+
+
+async def _known(http: httpx.AsyncClient, model: str, chosen: random.Random, traffic: Traffic) -> None:
+    answer = await _complete(http, traffic, model=model, prompt=[i % 250 for i in range(333)], max_tokens=30)
+    traffic.answers.add(" ".join(map(str, answer)))
+
+
+async def _leaves(http: httpx.AsyncClient, model: str, chosen: random.Random, traffic: Traffic) -> None:
+    """After the first few tokens, or before."""
+    body = {"model": model, "prompt": _tokens(chosen, 150), "max_tokens": 300, "ignore_eos": True, "stream": True}
+    stay = chosen.randrange(4)
+    async with http.stream("POST", "/v1/completions", json=body) as reply:
+        async for line in reply.aiter_lines():
+            stay -= line.startswith("data: {")
+            if stay < 0:
+                break
+    traffic.ends["cancelled"] += 1
+
+
+async def _complete(http: httpx.AsyncClient, traffic: Traffic, **body: Any) -> list[int]:
+    reply = await http.post("/v1/completions", json={"temperature": 0, "return_token_ids": True, **body})
+    if reply.status_code != 200:
+        traffic.complaints.append(f"{reply.status_code}: {reply.text[:200]}")
+        await asyncio.sleep(1)
+        return []
+    choice = reply.json()["choices"][0]
+    traffic.ends[choice["finish_reason"]] += 1
+    tokens: list[int] = choice["token_ids"]
+    return tokens
+
+
+def _tokens(chosen: random.Random, count: int) -> list[int]:
+    return [chosen.randrange(250) for _ in range(count)]
+
+
+# ---- what is looked at ------------------------------------------------------------------------------------------------
+
+
+def _sample(deployment: Deployment, kept: dict[str, str]) -> dict[str, float]:
+    sample: dict[str, float] = {}
+    for child in deployment.children:
+        sample |= {f"{child.name} {name}": value for name, value in _process(child.pid).items()}
+    segments = [path for path in Path("/dev/shm").iterdir() if kept["shm"] in path.name]
+    sample["shm tier bytes"] = sum(path.stat().st_blocks * 512 for path in segments)
+    sample["file tier bytes"] = sum(_sizes(kept["file"]))
+    return sample
+
+
+def _sizes(root: str) -> Iterator[int]:
+    for folder, _, names in os.walk(root):
+        for name in names:
+            with suppress(FileNotFoundError):  # files come and go
+                yield os.stat(f"{folder}/{name}").st_size
+
+
+def _process(pid: int) -> dict[str, float]:
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {
+        "memory bytes": int(status["RssAnon"].split()[0]) * 1024,
+        "threads": int(status["Threads"]),
+        "files": len(os.listdir(f"/proc/{pid}/fd")),
+    }
+
+
+def _settled(deployment: Deployment) -> dict[str, float]:
+    """The counters that matter, once nothing is under way."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        families = text_string_to_metric_families(httpx.get(f"{deployment.url}/metrics").text)
+        totals: Counter[str] = Counter()
+        for family in families:
+            for one in family.samples:
+                kind = one.labels.get("finish_reason") or one.labels.get("kind") or one.labels.get("source") or ""
+                totals[f"{one.name} {kind}".strip()] += one.value
+        busy = totals["pdserve_kv_cache_blocks_held"] or totals["pdserve_num_requests_running"]
+        if not busy or time.monotonic() > deadline:
+            keep = ("requests_total", "blocks_held", "num_requests", "preempt", "failures", "in_flight", "by_source")
+            keep += ("lost_total", "migrations", "fallbacks", "integrity", "transfer_blocks")
+            return {name: value for name, value in sorted(totals.items()) if any(part in name for part in keep)}
+        time.sleep(0.2)
+
+
+def _flat(samples: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Of each quantity, the last quarter's median may be above the second quarter's by no more than what comes by chance."""
+    quarter = max(1, len(samples) // 4)
+    for name in samples[0]:
+        if name == "seconds":
+            continue
+        before = statistics.median(sample[name] for sample in samples[quarter : 2 * quarter])
+        after = statistics.median(sample[name] for sample in samples[-quarter:])
+        slack = max(SLACK_BYTES, SLACK_SHARE * before) if name.endswith("bytes") else SLACK_FILES
+        yield {"what": f"{name} flat", "before": before, "after": after, "holds": after <= before + slack}
+
+
+def _consistent(traffic: Traffic, counters: dict[str, float]) -> Iterator[dict[str, Any]]:
+    def verdict(what: str, expected: float, found: float, holds: bool | None = None) -> dict[str, Any]:
+        return {
+            "what": what,
+            "before": expected,
+            "after": found,
+            "holds": expected == found if holds is None else holds,
+        }
+
+    counted = {
+        name.removeprefix("pdserve_requests_total "): value
+        for name, value in counters.items()
+        if name.startswith("pdserve_requests_total ")
+    }
+    yield verdict("requests seen by clients and by the router", sum(traffic.ends.values()), sum(counted.values()))
+    for reason in ("stop", "length"):
+        # One that leaves when the answer is complete has not cancelled it.
+        seen, found = traffic.ends[reason], counted.get(reason, 0)
+        yield verdict(f"of these {reason}", seen, found, seen <= found <= seen + traffic.ends["cancelled"])
+    yield verdict("errors", 0, len(traffic.complaints) + counted.get("error", 0))
+    yield verdict("answers to the known prompt", 1, len(traffic.answers))
+    for name in ("kv_cache_blocks_held", "num_requests_running", "num_requests_waiting", "instances_lost_total"):
+        yield verdict(name, 0, counters.get(f"pdserve_{name}", 0))
+    yield verdict("blocks corrupt", 0, counters.get("pdserve_kv_transfer_failures_total corrupt", 0))
+    checks = counters.get("pdserve_integrity_checks_total", 0)
+    yield verdict("looks at idle pools", 1, checks, checks >= 1)
+
+
+def _print(verdicts: list[dict[str, Any]], traffic: Traffic) -> None:
+    table = Table(show_edge=False, pad_edge=False)
+    table.add_column("what")
+    for column in ("second quarter, or expected", "last quarter, or found", "holds"):
+        table.add_column(column, justify="right")
+    for verdict in verdicts:
+        shown = (f"{verdict[side]:,.0f}" for side in ("before", "after"))
+        table.add_row(verdict["what"], *shown, "yes" if verdict["holds"] else "NO")
+    report.show(table)
+    for complaint in traffic.complaints[:10]:
+        print(complaint)
+
+
+def _draw(samples: list[dict[str, Any]], path: Path) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    minutes = [sample["seconds"] / 60 for sample in samples]
+    groups = ("memory bytes", "files", "threads", "tier bytes")
+    figure, axes = pyplot.subplots(1, len(groups), figsize=(5 * len(groups), 4))
+    for axis, group in zip(axes, groups, strict=True):
+        for name in [name for name in samples[0] if name.endswith(group)]:
+            scale = MIB if "bytes" in name else 1
+            axis.plot(minutes, [sample[name] / scale for sample in samples], label=name.removesuffix(group).strip())
+        axis.set_title(group.replace("bytes", "MiB"))
+        axis.set_xlabel("minutes")
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path)
+    print(path)
+
+
+if __name__ == "__main__":
+    report.main(command_of(Settings, soak))
