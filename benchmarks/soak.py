@@ -38,6 +38,7 @@ MIB = 1 << 20
 class Settings:
     minutes: float = flag("how long", 20.0)
     clients: int = flag("requests under way at a time, at most", 8)
+    pause: float = flag("seconds that a client waits before its next request, on average", 0.2)
     every: float = flag("seconds between two samples", 5.0)
     blocks: int = flag("of each pool", 120)
     tier_size: str = flag("what each tier may take", "2MiB")
@@ -47,7 +48,7 @@ class Settings:
     out: str = flag(report.OUT_HELP, "")
 
 
-QUICK = {"minutes": 0.3, "every": 1.0}
+QUICK = {"minutes": 0.3, "every": 1.0, "pause": 0.05}
 IDLE_EVERY_S = 20.0  # all clients pause together, so that pools are looked at
 IDLE_S = 2.0
 SETTLE_S = 20.0
@@ -125,9 +126,8 @@ async def _run(
     end = started + 60 * settings.minutes
     async with httpx.AsyncClient(base_url=deployment.url, timeout=TIMEOUT_S) as http, asyncio.TaskGroup() as group:
         for i in range(settings.clients):
-            group.create_task(
-                _client(http, deployment.config.name, random.Random(f"{settings.seed}/{i}"), end, traffic)
-            )
+            chosen = random.Random(f"{settings.seed}/{i}")
+            group.create_task(_client(http, deployment.config.name, chosen, settings.pause, end, traffic))
         while time.monotonic() < end:
             deployment.tend()
             samples.append({"seconds": round(time.monotonic() - started, 1), **_sample(deployment, kept)})
@@ -136,12 +136,15 @@ async def _run(
     return traffic, samples
 
 
-async def _client(http: httpx.AsyncClient, model: str, chosen: random.Random, end: float, traffic: Traffic) -> None:
+async def _client(
+    http: httpx.AsyncClient, model: str, chosen: random.Random, pause: float, end: float, traffic: Traffic
+) -> None:
     kinds = [_chat, _long, _short, _sampled, _leaves, _known]
     while time.monotonic() < end:
         if time.monotonic() % IDLE_EVERY_S < IDLE_S:
             await asyncio.sleep(IDLE_S)
         await chosen.choice(kinds)(http, model, chosen, traffic)
+        await asyncio.sleep(chosen.uniform(0, 2 * pause))
 
 
 async def _chat(http: httpx.AsyncClient, model: str, chosen: random.Random, traffic: Traffic) -> None:
