@@ -100,8 +100,8 @@ class ConvertedPrompt:
         first, stop = tokens.start // self._writer_block_size, -(-tokens.stop // self._writer_block_size)
         return self._converter.load(self._keys[first:stop], tokens, list(block_ids), list(tickets))
 
-    def release(self, keys: Sequence[bytes]) -> None:
-        self._converter.release(self._keys)
+    def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
+        self._converter.release(self._keys, tickets)
 
 
 class _Converter:
@@ -135,8 +135,8 @@ class _Converter:
 
         return self._thread.submit(run)
 
-    def release(self, keys: Sequence[bytes]) -> None:
-        self._thread.submit(self._with_connector, lambda connector: connector.release(keys))
+    def release(self, keys: Sequence[bytes], tickets: Sequence[bytes]) -> None:
+        self._thread.submit(self._with_connector, lambda connector: connector.release(keys, tickets=tickets))
 
     def stats(self) -> Stats:
         return self._left_out if self._connector is None else self._connector.stats().plus(self._left_out)

@@ -96,6 +96,8 @@ class Decoder:
         """What is in the store by now, the first token, or that no more will come."""
         decode = self._decodes.get(job)
         if decode is None or decode.started:
+            if message.tickets:  # of blocks that are here already, or that nobody wants any more
+                self._connector.release((), tickets=tuple(message.tickets))
             return
         blocks = message.num_blocks if decode.converted is None else decode.converted.covered(message.num_blocks)
         decode.available = max(decode.available, blocks)
@@ -208,7 +210,7 @@ class Decoder:
 
     def _release(self, decode: _Decode) -> None:
         source = decode.converted or self._connector
-        source.release(decode.job.keys)
+        source.release(decode.job.keys, tickets=tuple(decode.tickets))
 
     def _reopen_prompt(self, seq: Sequence) -> None:
         """Prefill died before it could say the first token: the prompt's end is computed again for its logits."""

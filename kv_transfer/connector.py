@@ -158,8 +158,8 @@ class Connector(ABC):
         """How many leading keys a `load` would find now. 0 where the store does not answer."""
 
     @abstractmethod
-    def release(self, keys: Sequence[bytes]) -> None:
-        """Ends the lease of these keys early: the caller has what it wanted and the store may evict them."""
+    def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
+        """Ends leases early, of these keys and of tickets: the caller has what it wanted, and the store may evict them."""
 
     @abstractmethod
     def stats(self) -> Stats:

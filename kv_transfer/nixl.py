@@ -25,7 +25,7 @@ NIXL (`pip install 'pdserve[nixl]'`) moves the bytes over UCX: RDMA, or shared m
   fail at once. A peer that has died is noticed within milliseconds.
 
 There is no store to ask, so `match` finds nothing, and a block lives as long as its lease. `release` on the reading side
-ends the leases of blocks that it knows of and does not want any more.
+ends the leases of tickets, whether they were read or not.
 
 UCX listens on a TCP port of its own choice, on the address of each device that it may use; whoever can reach it and knows
 a ticket can read and write the pool. Default is the loopback device, which serves instances on one machine. For several hosts
@@ -108,6 +108,11 @@ class NixlConnector(BatchedConnector):
         given = list(tickets)
         return self._submit(operation, lambda: self._find_and_get(blocks, given))
 
+    def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
+        operation: _Operation[None] = _Operation("release", 0, self._deadline(0), lambda _: None)
+        given = list(tickets)
+        self._submit(operation, lambda: self._tell_owners(self._tickets.give_up(given)))
+
     def put_many(self, blocks: Sequence[Outgoing], lease_s: float) -> None:
         for block in blocks:
             assert isinstance(block, _Sealed)
@@ -138,9 +143,6 @@ class NixlConnector(BatchedConnector):
 
     def delete_many(self, keys: Sequence[bytes]) -> None:
         """Nothing to put right: the owner leases what it has, and its next store has a new ticket."""
-
-    def release_many(self, keys: Sequence[bytes]) -> None:
-        self._tell_owners(self._tickets.give_up(keys))
 
     def _grant(
         self, done: _Operation[Result], blocks: "Sequence[_Sealed]", ids: Sequence[int], lease_s: float
@@ -184,7 +186,8 @@ class NixlConnector(BatchedConnector):
                 self._leases.note(message)
                 continue
             with suppress(NixlFault):
-                self._reader.tell(ticket.owner, message)
+                if self._reader.tell(ticket.owner, message):
+                    self._leases.linger()
         with suppress(NixlFault):
             self._leases.listen()  # which also sends what is still to be sent
 

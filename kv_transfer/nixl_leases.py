@@ -72,6 +72,13 @@ class Leases:
             self._end(number)
         lease.held.set_result(None)
 
+    def linger(self) -> None:
+        """Lets NIXL work for a while, though nothing is leased: a connection is being made."""
+        with self._changed:
+            self._active = time.monotonic()
+            self._linger_until = self._active + _LINGER_S
+            self._changed.notify()
+
     def stop(self) -> None:
         """Ends all leases."""
         with self._changed:

@@ -127,10 +127,19 @@ class Reader:
             if peer is not None:
                 self._part(owner.name, peer, failed)
 
-    def tell(self, owner: Introduction, message: bytes) -> None:
-        """Sends a message to a peer that was read from and did not die."""
-        if owner.name in self._peers:
+    def tell(self, owner: Introduction, message: bytes) -> bool:
+        """Sends a message to a peer. Whether it is one that was not met before, so that the message is not away yet.
+
+        Raises:
+            NixlFault: it is dead.
+        """
+        is_new = owner.name not in self._peers
+        peer = self._meet(owner)
+        try:
             self._agent.send(owner.name.decode(), message)
+        finally:
+            self._part(owner.name, peer, failed=False)
+        return is_new
 
     def close(self) -> None:
         """No other method is running."""

@@ -78,6 +78,13 @@ def unpack_ticket(raw: bytes) -> Ticket:
     return Ticket(owner, lease, time.monotonic() + min(lease_s, MAX_LEASE_S), entries, (1 << count) - 1)
 
 
+def _read(raw: bytes) -> Ticket | None:
+    try:
+        return unpack_ticket(raw)
+    except ValueError:
+        return None
+
+
 def pack_message(lease: int, bits: int) -> bytes:
     return _MESSAGE.pack(_MESSAGE_MAGIC, lease) + bits.to_bytes((bits.bit_length() + 7) // 8, "little")
 
@@ -104,9 +111,8 @@ class Tickets:
         with self._lock:
             self._forget_ended()
             for raw in reversed(given):
-                try:
-                    ticket = self._known.get(raw) or unpack_ticket(raw)
-                except ValueError:
+                ticket = self._known.get(raw) or _read(raw)
+                if ticket is None:
                     strange += 1
                     continue
                 self._known[raw] = ticket
@@ -124,15 +130,11 @@ class Tickets:
                 ticket.unread &= ~read
         return list(bits.items())
 
-    def give_up(self, keys: Sequence[bytes]) -> list[tuple[Ticket, int]]:
-        """Forgets the tickets with any of these keys, and returns what they still hold."""
-        unwanted = set(keys)
+    def give_up(self, given: Sequence[bytes]) -> list[tuple[Ticket, int]]:
+        """Forgets these tickets, and returns what they still hold."""
         with self._lock:
-            self._forget_ended()
-            over = {raw: t for raw, t in self._known.items() if any(key in unwanted for key, _, _ in t.entries)}
-            for raw in over:
-                del self._known[raw]
-        return [(ticket, ticket.unread) for ticket in over.values() if ticket.unread]
+            over = [self._known.pop(raw, None) or _read(raw) for raw in given]
+        return [(ticket, ticket.unread) for ticket in over if ticket is not None and ticket.unread]
 
     def _forget_ended(self) -> None:
         now = time.monotonic()

@@ -92,8 +92,8 @@ class StagedConnector(Connector):
     def match(self, keys: Sequence[bytes]) -> Future[int]:
         return self._inner.match(keys)
 
-    def release(self, keys: Sequence[bytes]) -> None:
-        self._inner.release(keys)
+    def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
+        self._inner.release(keys, tickets=tickets)
 
     def stats(self) -> Stats:
         return self._inner.stats()

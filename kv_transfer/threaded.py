@@ -336,7 +336,7 @@ class BatchedConnector(Connector):
         wanted = list(keys)
         return self._submit(operation, lambda: self._count_leading(operation, wanted))
 
-    def release(self, keys: Sequence[bytes]) -> None:
+    def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
         operation: _Operation[None] = _Operation("release", 0, self._deadline(0), lambda _: None)
         wanted = list(keys)
         self._submit(operation, lambda: self.release_many(wanted))

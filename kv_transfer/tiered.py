@@ -196,7 +196,7 @@ class TieredConnector(Connector):
     def match(self, keys: Sequence[bytes]) -> Future[int]:
         return self._submit(self._match(list(keys)))
 
-    def release(self, keys: Sequence[bytes]) -> None:
+    def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
         self._submit(self._release(list(keys)))
 
     def stats(self) -> Stats:

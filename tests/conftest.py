@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -134,6 +136,17 @@ def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(7)
     lengths = [1, 2, 15, 16, 17, 31, 32, 33, 100, 700] * 2 + [1, 16, 33, 100]
     return [torch.randint(0, 256, (length,), generator=generator).tolist() for length in lengths]
+
+
+@pytest.fixture(scope="session")
+def fsspec_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which pip has installed examples/connector_fsspec, for processes that have it on their path."""
+    folder = tmp_path_factory.mktemp("fsspec")
+    example = Path(__file__).parent.parent / "examples" / "connector_fsspec"
+    shutil.copytree(example, folder / "source", ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--target", folder / "site", folder / "source"], check=True, timeout=200)
+    return folder / "site"
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,7 @@ class ByHand(Connector):
     def match(self, keys: Sequence[bytes]) -> Future[int]:
         return Future()
 
-    def release(self, keys: Sequence[bytes]) -> None: ...
+    def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None: ...
 
     def stats(self) -> Stats:
         return Stats()

@@ -1,5 +1,7 @@
 """Whole deployments in real processes, by fixture."""
 
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -152,21 +154,52 @@ def redis_url(redis_server: Any) -> str:
 
 
 @pytest.fixture
-def connector_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """The URL for a scheme given by indirect parametrisation; `shm?codec=zstd` gives it a codec."""
+def connector_url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A URL for the kind of store given by indirect parametrisation; `shm?codec=zstd` gives it a codec.
+
+    Where its connector is a package of its own, processes that the test starts find it.
+    """
+    kind, mark, query = request.param.partition("?")
     files, memory = f"file://{tmp_path / 'kv'}", f"shm://test-{uuid.uuid4().hex}"
-    if request.param.startswith("shm"):
-        yield f"{memory}?size=64MiB{request.param.removeprefix('shm').replace('?', '&')}"
-    elif request.param == "file":
-        yield files
-    elif request.param == "tiered":
-        yield f"tiered://{memory}?size=1MiB,{files}"  # too small for what goes through it
-    elif request.param == "redis+cluster":
-        yield request.getfixturevalue("redis_cluster").url
+    if kind == "shm":
+        url = f"{memory}?size=64MiB{mark and '&'}{query}"
+    elif kind == "file":
+        url = f"{files}{mark}{query}"
+    elif kind == "tiered":
+        url = f"tiered://{memory}?size=1MiB,{files}"  # too small for what goes through it
+    elif kind == "nixl":
+        pytest.importorskip("nixl", reason="NIXL is not installed: pip install 'pdserve[nixl]'")
+        url = "nixl://?timeout=20"
+    elif kind == "fsspec":
+        site = request.getfixturevalue("fsspec_package")
+        monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        url = f"fsspec+{files}"
+    elif kind == "redis+unix":
+        url = f"redis+unix://{request.getfixturevalue('redis_server').socket}"
+    elif kind == "redis+cluster":
+        url = request.getfixturevalue("redis_cluster").url
     else:
-        yield request.getfixturevalue("redis_url")
+        assert kind == "redis"
+        url = f"{request.getfixturevalue('redis_url')}{mark}{query}"
+    yield url
     unlink(memory)
     shutil.rmtree(tmp_path / "kv", ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def metric() -> Callable[..., float]:
+    """metric(deployment, "kv_transfer_blocks_total", role="decode") → the sum over all series with these labels."""
+
+    def read(deployment: Deployment, name: str, **labels: str) -> float:
+        total = 0.0
+        for line in httpx.get(f"{deployment.url}/metrics").text.splitlines():
+            series, _, value = line.rpartition(" ")
+            found = set(re.findall(r'(\w+)="([^"]*)"', series))
+            if series.startswith(f"pdserve_{name}{{") and labels.items() <= found:
+                total += float(value)
+        return total
+
+    return read
 
 
 @pytest.fixture(scope="session")

@@ -102,7 +102,7 @@ class Faulty(BatchedConnector):
     def _pause(self, direction: str, hit: str, rest: Sequence[B], chance: random.Random) -> bool:
         """Whether the operation's time is over afterwards."""
         operation = rest[0]._operation
-        seconds = chance.uniform(0.01, 0.2) if hit == "slow" else self.timeout
+        seconds = chance.uniform(0.01, 0.2) if hit == "slow" else max(0.0, operation.deadline - time.monotonic())
         time.sleep(seconds)
         over = operation.over
         self._note(direction, ["late"] * len(rest) if over else ["slow"], seconds)
@@ -158,5 +158,5 @@ class FaultyRedis(Faulty, RedisConnector):
         if value is None:
             return False
         assert len(value) >= HEADER_BYTES
-        (done,) = self._server.call(("SET", name, change(value), "KEEPTTL"))
-        return bool(done == b"OK")
+        (done,) = self._server.call(("SET", name, change(bytes(value)), "KEEPTTL"))
+        return bool(bytes(done) == b"OK")

@@ -1,7 +1,6 @@
 """Deaths, stops and leases in the middle of a read over nixl://: right tokens, no block kept beyond its lease, no hang."""
 
 import os
-import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ class System:
     model: Path
     generate: Generate
     threads: ThreadPoolExecutor
+    read_metric: Callable[..., float]
     prompts: int = 0
 
     def long_prompt(self) -> list[int]:
@@ -65,13 +65,7 @@ class System:
         os.kill(self.deployment.child(name).pid, number)
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum over all series with these labels."""
-        total = 0.0
-        for line in httpx.get(f"{self.deployment.url}/metrics").text.splitlines():
-            series, _, value = line.rpartition(" ")
-            if series.startswith(f"pdserve_{name}{{") and labels.items() <= set(re.findall(r'(\w+)="([^"]*)"', series)):
-                total += float(value)
-        return total
+        return self.read_metric(self.deployment, name, **labels)
 
     def held(self, instance: str) -> float:
         return self.metric("kv_cache_blocks_held", instance=instance)
@@ -117,6 +111,7 @@ def system(
     checkpoint: Callable[..., Path],
     generate: Generate,
     deploy: Callable[..., Any],
+    metric: Callable[..., float],
 ) -> Iterator[System]:
     pytest.importorskip("nixl", reason="NIXL is not installed: pip install 'pdserve[nixl]'")
     site, gate, model = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("gate"), checkpoint("llama")
@@ -134,7 +129,7 @@ def system(
             ) as deployment,
             ThreadPoolExecutor(4) as threads,
         ):
-            yield System(deployment, gate, model, generate, threads)
+            yield System(deployment, gate, model, generate, threads, metric)
 
 
 @pytest.fixture(autouse=True)

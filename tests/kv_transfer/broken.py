@@ -197,7 +197,7 @@ class Forgetful(MemoryConnector):
 class Strict(MemoryConnector):
     """Raises when a key is released that it does not have."""
 
-    def release(self, keys: Sequence[bytes]) -> None:
+    def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
         for key in keys:
             if self._name(key) not in self._store.values:
                 raise KeyError(key.hex())

@@ -251,18 +251,10 @@ def test_the_guide_lists_the_rules_in_their_order() -> None:
     assert re.findall(r"^\| `([a-z-]+)`", table, re.M) == [name_of(rule) for rule in RULES]
 
 
-def test_the_example_package(tmp_path: Path) -> None:
+def test_the_example_package(tmp_path: Path, fsspec_package: Path) -> None:
     """Installed by pip, elsewhere, and found there by its entry points."""
-    shutil.copytree(
-        ROOT / "examples" / "connector_fsspec",
-        tmp_path / "source",
-        ignore=shutil.ignore_patterns("build", "*.egg-info"),
-    )
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*pip, "--target", tmp_path / "site", tmp_path / "source"], check=True, timeout=200)
-    done = run_pytest(
-        tmp_path / "source", tmp_path / "site", "-p", "pdserve.kv_transfer.pytest_plugin", "--connector-seconds", "0.5"
-    )
+    shutil.copytree(ROOT / "examples" / "connector_fsspec" / "tests", tmp_path / "tests")
+    done = run_pytest(tmp_path, fsspec_package, "-p", "pdserve.kv_transfer.pytest_plugin", "--connector-seconds", "0.5")
     # Not checked: a store without a limit, twice; and memory, which other processes do not see.
     assert "44 passed, 6 skipped" in done.stdout, done.stdout + done.stderr
 

@@ -257,11 +257,15 @@ def test_release_ends_leases_of_blocks_that_nobody_wants(
     owner: Owner, reader: StartReader, new_keys: Callable[[int], list[bytes]]
 ) -> None:
     mine, keys = reader(), new_keys(4)
-    stored, other = owner.store(keys[:3], [0, 1, 2]), owner.store(keys[3:], [3])
-    assert mine.load(keys[2:3], [0], stored, other).leading == 1
-    mine.connector.release(keys[:3])
-    assert owner.has_released(stored)
-    assert not owner.has_released(other, wait=0.1)
+    never_read, read = owner.store(keys, [0, 1, 2, 3]), owner.store(keys[:3], [0, 1, 2])
+    others = owner.store(keys, [0, 1, 2, 3])
+    mine.connector.release(keys, tickets=[never_read.ticket, b"?"])
+    assert owner.has_released(never_read)
+    assert mine.load(keys[2:3], [0], read, others).leading == 1
+    mine.connector.release(keys, tickets=[read.ticket])
+    assert owner.has_released(read)
+    assert not owner.has_released(others, wait=0.1), "other requests have the same blocks"
+    assert mine.load(keys, [0, 1, 2, 3], others).leading == 4
 
 
 def test_there_is_nothing_to_match(owner: Owner, reader: StartReader, new_keys: Callable[[int], list[bytes]]) -> None:
@@ -344,7 +348,7 @@ def test_a_killed_peer_is_unavailable_and_its_successor_works_at_once(
     stored = successor.store(keys[4:], [2, 3, 4, 5])
     assert mine.load(keys[4:], [2, 3, 4, 5], lost, first, second, stored).leading == 4
     np.testing.assert_array_equal(mine.rows[2:6], successor.rows[2:6])
-    mine.connector.release(keys)
+    mine.connector.release(keys, tickets=[lost.ticket, first.ticket, second.ticket, stored.ticket])
     assert mine.connector.stats().failures == {("load", UNAVAILABLE): 6}
 
 
