@@ -8,6 +8,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -35,18 +36,22 @@ LONGEST_S = 0.04  # before a writer is killed
 def between_processes(trial: Trial) -> str:
     """Processes that store the same keys at the same moment all succeed, and others load the blocks."""
     with _Nursery(trial) as nursery:
-        for seed in range(3):
+        for seed in range(1 if trial.tickets else 3):
             writers = [nursery.start(seed, passes=1, lease_s=10.0) for _ in range(3)]
             for writer in writers:
                 writer.begin()
+            nursery.forget(seed, 0)
             for writer in writers:
                 seen = writer.outcomes()
                 if set(seen) - {Outcome.OK} == {Outcome.FULL}:
                     raise NotChecked(f"no room for more blocks of {size_text(BLOCK_BYTES)}")
                 expect(set(seen) == {Outcome.OK}, "every process to store all blocks", ", ".join(sorted(set(seen))))
-            nursery.forget(seed, 0)
-            loaded = nursery.compare(seed, 0)
-            expect(loaded == COUNT, f"{COUNT} blocks of another process to load", loaded)
+            for writer in writers:
+                nursery.take_tickets(writer, seed)
+                loaded = nursery.compare(seed, 0)
+                expect(loaded == COUNT, f"{COUNT} blocks of another process to load", loaded)
+            for writer in writers:
+                writer.end()
     return ""
 
 
@@ -54,6 +59,8 @@ def killed_writer(trial: Trial) -> str:
     """A writer that is killed at any moment leaves each block whole or missing, and the store usable."""
     dice, kills, torn, tidy = random.Random(), 0, 0, True
     with _Nursery(trial) as nursery:
+        if trial.tickets:
+            return _killed_while_it_is_read(trial, nursery)
         give_up = time.monotonic() + trial.seconds
         while kills < MIN_KILLS or (time.monotonic() < give_up and kills < MAX_KILLS):
             kills += 1
@@ -70,6 +77,28 @@ def killed_writer(trial: Trial) -> str:
         one.must_store(keys, range(COUNT), room=tidy)  # what the dead held has to be free again
         one.must_load(keys, range(COUNT, 2 * COUNT), one.rows[:COUNT])
     return f"{kills} writers killed, {torn} of them in the middle of a store"
+
+
+def _killed_while_it_is_read(trial: Trial, nursery: "_Nursery") -> str:
+    """Where blocks stay with the process that stored them: it is killed while another one loads them."""
+    dice, kills, cut = random.Random(), 0, 0
+    give_up = time.monotonic() + trial.seconds
+    while kills < MIN_KILLS // 2 or (time.monotonic() < give_up and kills < MAX_KILLS):
+        kills += 1
+        seed = 1000 + kills
+        writer = nursery.start(seed, passes=1, lease_s=60.0)
+        writer.begin()
+        writer.outcomes()
+        nursery.take_tickets(writer, seed)
+        killer = threading.Timer(dice.uniform(0.0, LONGEST_S), os.kill, (writer.pid, signal.SIGKILL))
+        killer.start()
+        cut += nursery.compare(seed, 0) < COUNT
+        killer.join()
+        nursery.read(writer.pid, "dead")
+    one, keys = nursery.one, [key_of(0, 0, n) for n in range(COUNT)]
+    one.must_store(keys, range(COUNT))
+    one.must_load(keys, range(COUNT, 2 * COUNT), one.rows[:COUNT])
+    return f"{kills} processes killed whose blocks were read, {cut} of them before all were"
 
 
 # What writers write: block n of pass p of seed s has this key and these bytes.
@@ -98,6 +127,12 @@ class _Writer:
 
     def outcomes(self) -> list[str]:
         return list(self._nursery.read(self.pid, "outcomes"))
+
+    def end(self) -> None:
+        """Also of one that waits because it has given tickets."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+        self._nursery.read(self.pid, "dead")
 
     def kill(self) -> int:
         """The number of the last pass that it began."""
@@ -180,6 +215,12 @@ class _Nursery:
         keys = [key_of(seed, number, n) for n in range(COUNT)]
         return self.one.may_load(keys, range(COUNT), list(self._content))
 
+    def take_tickets(self, writer: _Writer, seed: int) -> None:
+        """What the hand-over of its last pass would carry, the pass having the number 0."""
+        for ticket in self.read(writer.pid, "tickets"):
+            keys = [key_of(seed, 0, n) for n in range(COUNT)]
+            self._trial.tickets.update({(self.one.layout.namespace, key): bytes.fromhex(ticket) for key in keys})
+
     def forget(self, seed: int, last: int) -> None:
         for number in range(last + 1):
             self._trial.remember(self.one.layout, [key_of(seed, number, n) for n in range(COUNT)])
@@ -191,7 +232,10 @@ class _Nursery:
         if Outcome.FULL in seen:
             raise NotChecked(f"the store has no room for {COUNT} blocks of {size_text(BLOCK_BYTES)}")
         self.forget(999, 0)
-        if self.compare(999, 0) == 0:
+        self.take_tickets(writer, 999)
+        found = self.compare(999, 0)
+        writer.end()
+        if found == 0:
             self.one.must_store([key_of(998, 0, 0)], [0])
             self._trial.needs_store()
             raise NotChecked("a block that another process stored is not found: each process has a store of its own")

@@ -132,16 +132,15 @@ class Instance:
             self.must_equal(row, content)
 
     def may_load(self, keys: Sequence[bytes], ids: Sequence[int], right: Sequence[Row], leased: bool = False) -> int:
-        """Each block is there with the right bytes, or missing. How many were there.
+        """Each block is there with the right bytes, or missing, or stays with a peer that is gone. How many were there.
 
         One that had matched must be there if it is `leased`; otherwise it may have gone meanwhile.
         """
+        may_be = (Outcome.OK, Outcome.MISSING, *([Outcome.UNAVAILABLE] if self.tickets(keys) else []))
         matched = [self.match([key]) for key in keys]
         seen = self.load(keys, ids).outcomes
         for row, content, outcome, match in zip(ids, right, seen, matched, strict=True):
-            expect(
-                outcome in (Outcome.OK, Outcome.MISSING), "each block whole or missing", f"a load that said {outcome}"
-            )
+            expect(outcome in may_be, "each block whole or missing", f"a load that said {outcome}")
             expect(match == 0 or outcome is Outcome.OK or not leased, "a block that matched to load", f"{outcome}")
             if outcome is Outcome.OK:
                 self.must_equal(row, content)

@@ -5,6 +5,7 @@ out    {"pid": 0, "what": "pid", "value": 123}          forked
        {"pid": 123, "what": "ready", "value": null}     attached; SIGUSR1 makes it store
        {"pid": 123, "what": "pass", "value": 0}         begins to store this pass
        {"pid": 123, "what": "outcomes", "value": [..]}  has stored everything
+       {"pid": 123, "what": "tickets", "value": [..]}   in hex; if there are any, it stays until SIGUSR1 comes again
        {"pid": 123, "what": "dead", "value": null}      has ended, for whatever reason
 """
 
@@ -35,6 +36,7 @@ def write(url: str, fingerprint: str, seed: int, passes: int, lease_s: float) ->
     say(os.getpid(), "ready", None)
     signal.sigwait({signal.SIGUSR1})
     outcomes: list[str] = []
+    tickets: list[str] = []
     parent = os.getppid()
     for number in range(passes):
         if os.getppid() != parent:
@@ -42,9 +44,15 @@ def write(url: str, fingerprint: str, seed: int, passes: int, lease_s: float) ->
         say(os.getpid(), "pass", number)
         mark(rows, number)
         keys = [key_of(seed, number, n) for n in range(COUNT)]
-        outcomes = [*outcomes[-COUNT:], *connector.store(keys, range(COUNT), lease_s=lease_s).result().outcomes]
-    connector.close()
+        result = connector.store(keys, range(COUNT), lease_s=lease_s).result()
+        outcomes = [*outcomes[-COUNT:], *result.outcomes]
+        tickets = [*tickets[-1:], *([result.ticket.hex()] if result.ticket else [])]
+    if not tickets:
+        connector.close()  # what is stored stays for others
     say(os.getpid(), "outcomes", outcomes)
+    say(os.getpid(), "tickets", tickets)
+    while tickets and os.getppid() == parent and signal.sigtimedwait({signal.SIGUSR1}, 0.5) is None:
+        pass
 
 
 def run(url: str, fingerprint: str, seed: int, passes: int, lease_s: float) -> None:

@@ -151,8 +151,9 @@ PLAIN = """
 from concurrent.futures import Future
 from dataclasses import replace
 
-from pdserve.kv_transfer.connector import Connector
+from pdserve.kv_transfer.connector import Connector, Outcome
 from pdserve.kv_transfer.memory import MemoryConnector
+from pdserve.kv_transfer.shm import ShmConnector
 
 class Plain(Connector):
     def __init__(self, url):
@@ -178,7 +179,16 @@ class Ticketed(MemoryConnector):
         return future
 
     def _finish_transfer(self, operation):
-        return replace(super()._finish_transfer(operation), ticket=b"here" if operation.kind == "store" else b"")
+        result = MemoryConnector._finish_transfer(self, operation)
+        return replace(result, ticket=b"here" if operation.kind == "store" else b"")
+
+class TicketedShm(ShmConnector):
+    match, _finish_transfer = Ticketed.match, Ticketed._finish_transfer
+
+class Pretends(TicketedShm):
+    def get_many(self, blocks):
+        for block in blocks:
+            block._operation.outcomes[block._index] = Outcome.OK
 
 class Headless(Reachable):
     def tamper(self, key, offset):
@@ -193,6 +203,7 @@ def plain_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install_conne
     (tmp_path / "source.py").write_text(PLAIN)
     (tmp_path / "site").mkdir()
     names = {"plain": "Plain", "reachable": "Reachable", "headless": "Headless", "ticketed": "Ticketed"}
+    names |= {"ticketed-shm": "TicketedShm", "pretends": "Pretends"}
     install_connectors(tmp_path / "site", "plain_connectors", tmp_path / "source.py", names)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.delitem(sys.modules, "plain_connectors", raising=False)
@@ -218,13 +229,26 @@ def test_what_cannot_be_reached_is_not_checked() -> None:
 
 @pytest.mark.usefixtures("plain_package")
 def test_without_a_store_in_between() -> None:
-    needs = ["leading-match", "between-processes", "lease", "leases-under-pressure", "capacity", "many-threads"]
+    needs = ["leading-match", "lease", "leases-under-pressure", "capacity", "many-threads"]
     needs_not = ["results", "missing", "foreign-namespace", "release", "cancelled", "counts", "clean-close"]
     url = f"ticketed://test-{uuid.uuid4().hex}"
     for rule in rules_named(needs):
         report = try_rule(rule, url)
         assert report.verdict is Verdict.NOT_CHECKED and "carry tickets" in report.detail, report
     assert [try_rule(rule, url).verdict for rule in rules_named(needs_not)] == [Verdict.HOLDS] * len(needs_not)
+
+
+@pytest.mark.usefixtures("plain_package")
+def test_blocks_that_stay_with_another_process() -> None:
+    rules, name = rules_named(["between-processes", "killed-writer"]), f"test-{uuid.uuid4().hex}"
+    alone = [try_rule(rule, f"ticketed://{name}") for rule in rules]
+    assert [one.verdict for one in alone] == [Verdict.NOT_CHECKED] * 2 and "carry tickets" in alone[0].detail
+    sound = [try_rule(rule, f"ticketed-shm://{name}?size=64MiB", seconds=0.2) for rule in rules]
+    assert [one.verdict for one in sound] == [Verdict.HOLDS] * 2
+    assert "processes killed whose blocks were read" in sound[1].detail
+    lies = [try_rule(rule, f"pretends://{name}?size=64MiB", seconds=0.2) for rule in rules]
+    assert [one.verdict for one in lies] == [Verdict.BROKEN] * 2 and "wrong bytes in a block" in lies[0].detail
+    shm.unlink(f"shm://{name}")
 
 
 # The guide and the example.
@@ -271,6 +295,24 @@ def test_rules_that_find_no_room_are_not_checked() -> None:
 
 
 # The command.
+
+
+@pytest.mark.parametrize("scheme", ["redis+unix", "nixl"])
+def test_the_command_passes_connectors_that_no_other_test_here_tries(
+    scheme: str, request: pytest.FixtureRequest
+) -> None:
+    needs_store = {"leading-match", "lease", "leases-under-pressure", "capacity", "many-threads", "content-stays"}
+    if scheme == "nixl":
+        pytest.importorskip("nixl", reason="NIXL is not installed: pip install 'pdserve[nixl]'")
+        url, not_checked = "nixl://", needs_store
+    else:
+        server = request.getfixturevalue("redis_server")
+        url, not_checked = f"redis+unix://{server.socket}", {"leases-under-pressure", "capacity"}
+    command = [sys.executable, "-m", "pdserve", "connector", "check", url, "--seconds", "0.5", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rules = json.loads(done.stdout[done.stdout.index("{") :])["rules"]
+    assert {one["rule"] for one in rules if one["verdict"] != "holds"} == not_checked
 
 
 @pytest.fixture
