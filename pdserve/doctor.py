@@ -71,6 +71,7 @@ def _packages() -> list[Finding]:
         "nixl": ("nixl", "nixl:// over RDMA or NVLink (not there yet)"),
         "redis": ("redis", "redis://"),
         "hiredis": ("hiredis", "redis:// at full speed"),
+        "mooncake": ("mooncake-transfer-engine-non-cuda", "mooncake://, with the system's libibverbs1"),
         "lz4": ("lz4", "?codec=lz4 of connectors"),
         "zstandard": ("zstandard", "?codec=zstd"),
         "ml_dtypes": ("ml_dtypes", "?codec=fp8 and ?codec=int8"),
@@ -78,7 +79,7 @@ def _packages() -> list[Finding]:
     rows = []
     for module, (package, use) in wanted.items():
         found = importlib.util.find_spec(module) is not None
-        rows.append(Finding(package, found, _version(package) or "not installed", use))
+        rows.append(Finding(package, found, _version(package) or ("there" if found else "not installed"), use))
     return rows
 
 

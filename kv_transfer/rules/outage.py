@@ -39,11 +39,12 @@ def outage_of(trial: Trial, timeout_s: float) -> Iterator[Outage]:
     """An instance whose store can fail, with a short time-out where the connector has the parameter."""
     flowing, gone = threading.Event(), threading.Event()
     flowing.set()
-    with _relayed(trial, timeout_s, flowing, gone) as relayed:
+    url, may_be_relayed = _look(trial, timeout_s)
+    with _relayed(trial, url, flowing, gone) if may_be_relayed else contextlib.nullcontext() as relayed:
         if relayed is not None:
             yield relayed
             return
-        instance = trial.instance(64 * KiB, url=_with_timeout(trial.url, timeout_s, trial))
+        instance = trial.instance(64 * KiB, url=url)
         stores = stores_of(instance.connector)
         if not stores:
             raise NotChecked("there is no host:port in the URL to hold up, and the connector has no hooks")
@@ -53,13 +54,14 @@ def outage_of(trial: Trial, timeout_s: float) -> Iterator[Outage]:
             yield Outage(instance, "held up in its hooks", flowing, gone)
 
 
-def _with_timeout(url: str, timeout_s: float, trial: Trial) -> str:
+def _look(trial: Trial, timeout_s: float) -> tuple[str, bool]:
+    """The URL, with this time-out if it can have one and has none, and whether the store may be reached by a relay."""
     probe = trial.instance()
-    known = isinstance(probe.connector, BatchedConnector)
+    known = isinstance(probe.connector, BatchedConnector) and "timeout=" not in urlsplit(trial.url).query
+    relayed = getattr(probe.connector, "relayed", True)
     trial.close()
-    if not known or "timeout=" in urlsplit(url).query:
-        return url
-    return f"{url}{'&' if '?' in url else '?'}timeout={timeout_s:g}"
+    url = f"{trial.url}{'&' if '?' in trial.url else '?'}timeout={timeout_s:g}" if known else trial.url
+    return url, relayed
 
 
 # Hooks.
@@ -99,20 +101,18 @@ def _fault_of(connector: BatchedConnector) -> Exception:
 
 
 @contextmanager
-def _relayed(
-    trial: Trial, timeout_s: float, flowing: threading.Event, gone: threading.Event
-) -> Iterator[Outage | None]:
+def _relayed(trial: Trial, url: str, flowing: threading.Event, gone: threading.Event) -> Iterator[Outage | None]:
     """None where the URL has no one host and port, or the store cannot be reached through a relay alone."""
-    parts = urlsplit(trial.url)
+    parts = urlsplit(url)
     if "," in parts.netloc or not parts.hostname or not parts.port:
         yield None
         return
     relay = _Relay(parts.hostname, parts.port, flowing, gone)
     try:
         login, at, _ = parts.netloc.rpartition("@")
-        url = parts._replace(netloc=f"{login}{at}127.0.0.1:{relay.port}").geturl()
+        by_relay = parts._replace(netloc=f"{login}{at}127.0.0.1:{relay.port}").geturl()
         try:
-            instance = trial.instance(64 * KiB, url=_with_timeout(url, timeout_s, trial))
+            instance = trial.instance(64 * KiB, url=by_relay)
         except (SetupError, Broken):
             yield None
             return

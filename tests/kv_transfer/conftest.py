@@ -20,6 +20,7 @@ from pdserve.kv_transfer.connector import Connector, PoolMemory, Result
 from pdserve.kv_transfer.file import FileConnector
 from pdserve.kv_transfer.header import HEADER_BYTES, Row
 from pdserve.kv_transfer.memory import MemoryConnector
+from pdserve.kv_transfer.mooncake import MooncakeConnector
 from pdserve.kv_transfer.redis import RedisConnector
 from pdserve.kv_transfer.redis_cluster import RedisClusterConnector
 from pdserve.kv_transfer.shm import ShmConnector
@@ -36,6 +37,7 @@ CLASSES: dict[str, Callable[[str], Connector]] = {
     "redis+cluster": RedisClusterConnector,
     "rediss+cluster": RedisClusterConnector,
     "tiered": TieredConnector,
+    "mooncake": MooncakeConnector,
 }
 
 
