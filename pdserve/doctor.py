@@ -68,7 +68,7 @@ def _packages() -> list[Finding]:
     wanted = {
         "flash_attn": ("flash-attn", "attention on GPUs with it (not used yet)"),
         "triton": ("triton", "--kernel triton: what auto takes on GPUs"),
-        "nixl": ("nixl", "nixl:// over RDMA or NVLink (not there yet)"),
+        "nixl": ("nixl", "nixl://"),
         "redis": ("redis", "redis://"),
         "hiredis": ("hiredis", "redis:// at full speed"),
         "mooncake": ("mooncake-transfer-engine-non-cuda", "mooncake://, with the system's libibverbs1"),
