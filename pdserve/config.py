@@ -13,7 +13,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 KERNELS = ("reference", "cpu", "triton")
 STORE_GENERATED = ("auto", "on", "off")
 DEFAULT_CONTROL_PORT = 8001
-POLICY_HELP = "how P and D are picked: round_robin, least_loaded, power_of_two, session, prefix_aware"
+POLICY_HELP = "how P and D are picked: auto, round_robin, least_loaded, power_of_two, session, prefix_aware"
 
 
 def flag(help: str, default: Any = MISSING) -> Any:
@@ -106,7 +106,7 @@ class RouterConfig(ModelConfig):
     port: int = flag("port for clients", DEFAULT_PORT)
     control_host: str = flag("address that instances reach", "127.0.0.1")
     control_port: int = flag("port for instances", DEFAULT_CONTROL_PORT)
-    policy: str = flag(POLICY_HELP, "least_loaded")
+    policy: str = flag(POLICY_HELP, "auto")
     prefill_policy: str = flag("how prefill instances are picked; empty: as --policy says", "")
     decode_policy: str = flag("how decode instances are picked; empty: as --policy says", "")
     lease_seconds: float = flag("an instance silent for this long is dropped", 1.5)
@@ -130,7 +130,7 @@ class UpConfig(TransferConfig):
     host: str = flag("address that clients reach", "127.0.0.1")
     port: int = flag("port for clients", DEFAULT_PORT)
     control_port: int = flag("port for instances; 0 takes a free one", 0)
-    policy: str = flag(POLICY_HELP, "least_loaded")
+    policy: str = flag(POLICY_HELP, "auto")
     prefill_policy: str = flag("how prefill instances are picked; empty: as --policy says", "")
     decode_policy: str = flag("how decode instances are picked; empty: as --policy says", "")
 

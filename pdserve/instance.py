@@ -14,10 +14,12 @@ from typing import TypeVar
 
 from pdserve.block_news import BlockNews
 from pdserve.config import InstanceConfig, parse_size
+from pdserve.costs import Meter
 from pdserve.counters import series
 from pdserve.decode.converter import Converters
 from pdserve.decode.decoder import Decoder
 from pdserve.engine.engine import Engine
+from pdserve.engine.warm_up import warm_up
 from pdserve.fetcher import Fetcher
 from pdserve.job import Job
 from pdserve.kv_transfer.connector import Connector
@@ -31,6 +33,7 @@ from pdserve.transfers import Transfers
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 LOAD_INTERVAL_S = 0.1  # between two snapshots of the load while steps follow each other
+COSTS_INTERVAL_S = 1.0  # between two fits of the cost models
 CHECK_INTERVAL_S = 1.0  # between two looks at the whole pool
 INFLIGHT_BYTES = 512 << 20
 Send = Callable[[str, pb.InstanceFrame], None]
@@ -53,6 +56,10 @@ class Instance:
         self.prefiller = Prefiller(self.engine, self.transfers, fetcher, self, config.lease_seconds)
         self.converters = Converters(pool, self.engine.layout, config.connector if config.convert_kv else None)
         self.decoder = Decoder(self.engine, self.connector, self.transfers, fetcher, self, config.store_generated)
+        self.meter = Meter()
+        for work, seconds in warm_up(self.engine):
+            self.meter.knew(work, seconds)
+        self._costs, self._costs_published = pb.Costs(), 0.0
         self.news = BlockNews()
         self.engine.pool.on_change = self.news.changed
         self.load = pb.Heartbeat()
@@ -134,6 +141,7 @@ class Instance:
         if result.held_back:
             self.count("prefill_steps_held_back", 1)
         self.fetcher.break_even.computed(result.num_tokens, len(result.sampled), stopped - started, stopped)
+        self.meter.stepped(result.work, bool(result.sampled), stopped - started, stopped)
         self._flush()
         if not self.num_jobs:
             self._check_idle(started)
@@ -227,6 +235,10 @@ class Instance:
             free_blocks=pool.num_free,
             counters=self._counts | self._measure(),
         )
+        if self.now() - self._costs_published > COSTS_INTERVAL_S:
+            self._costs_published, costs = self.now(), self.meter.costs(self.now())
+            self._costs = pb.Costs(prefill=costs.prefill, decode=costs.decode, transfer=costs.transfer)
+        load.costs.CopyFrom(self._costs)
         load.counters["num_requests_waiting"] = load.waiting
         load.counters["num_requests_running"] = load.running
         self.load = load
@@ -271,6 +283,10 @@ class Instance:
 
     def when_done(self, future: Future[T], then: Callable[[T], None]) -> None:
         future.add_done_callback(lambda done: self._inbox.put(lambda: then(done.result())))
+
+    def moved(self, blocks: int, seconds: float) -> None:
+        if blocks:
+            self.meter.moved(blocks * self.engine.layout.block_bytes, seconds, self.now())
 
     def close_job(self, job: Job) -> None:
         del self._by_sequence[job.seq]

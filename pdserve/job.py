@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from pdserve.costs import attended
 from pdserve.engine.sequence import Sequence
 from pdserve.kv_transfer.connector import Outcome, Result
 from pdserve.lifetime import Stage
@@ -72,16 +73,17 @@ class Job:
 
     def left(self) -> pb.Load:
         """What is left to do of it here."""
-        seq = self.seq
-        if self.phase == pb.PREFILL:
-            return pb.Load(requests=1, prefill_tokens=0 if len(seq) > seq.num_given else seq.num_missing)
+        seq, load = self.seq, pb.Load(requests=1)
+        sampled = len(seq) > seq.num_given
         waits = self.phase == pb.DECODE and not seq.admitted  # for KV that is computed elsewhere
-        return pb.Load(
-            requests=1,
-            prefill_tokens=0 if waits else seq.num_missing,
-            output_tokens=seq.sampling.max_tokens - seq.num_output,
-            context_tokens=len(seq),
-        )
+        if not sampled and not waits:
+            load.prefills = 1
+            load.prefill_tokens = seq.num_missing
+            load.attended_tokens = int(attended(seq.num_missing, seq.num_computed))
+        if self.phase != pb.PREFILL:
+            load.output_tokens = seq.sampling.max_tokens - seq.num_output
+            load.context_tokens = len(seq)
+        return load
 
     def finish(self, reason: str, now: float) -> None:
         self.stamp(Stage.FINISHED, now)
@@ -102,6 +104,9 @@ class Desk(Protocol):
         """Nothing of the job is left; forgets it once its last news is sent."""
 
     def count(self, name: str, value: float, **labels: str) -> None: ...
+
+    def moved(self, blocks: int, seconds: float) -> None:
+        """A transfer has taken so long, without the time that it waited for others."""
 
     def count_sources(self, job: Job) -> None:
         """Adds a prompt to pdserve_prompt_tokens_by_source, once per instance that held it."""

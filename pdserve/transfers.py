@@ -120,6 +120,8 @@ class Transfers:
 
     def _done(self, transfer: _Transfer, result: Result) -> None:
         self.in_flight -= self._weight(transfer)
+        if self._weight(transfer):
+            self._desk.moved(result.outcomes.count(Outcome.OK), result.seconds)
         if Outcome.OK in result.outcomes:
             self._silent_until = -math.inf
         elif Outcome.UNAVAILABLE in result.outcomes:

@@ -95,7 +95,7 @@ class Layout(_message.Message):
     def __init__(self, model_fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., itemsize: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("waiting", "running", "free_blocks", "others", "counters")
+    __slots__ = ("waiting", "running", "free_blocks", "others", "counters", "costs")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -108,12 +108,24 @@ class Heartbeat(_message.Message):
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     OTHERS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    COSTS_FIELD_NUMBER: _ClassVar[int]
     waiting: int
     running: int
     free_blocks: int
     others: Load
     counters: _containers.ScalarMap[str, float]
-    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., others: _Optional[_Union[Load, _Mapping]] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    costs: Costs
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., others: _Optional[_Union[Load, _Mapping]] = ..., counters: _Optional[_Mapping[str, float]] = ..., costs: _Optional[_Union[Costs, _Mapping]] = ...) -> None: ...
+
+class Costs(_message.Message):
+    __slots__ = ("prefill", "decode", "transfer")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    prefill: _containers.RepeatedScalarFieldContainer[float]
+    decode: _containers.RepeatedScalarFieldContainer[float]
+    transfer: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, prefill: _Optional[_Iterable[float]] = ..., decode: _Optional[_Iterable[float]] = ..., transfer: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Blocks(_message.Message):
     __slots__ = ("removed", "added", "untold")
@@ -126,16 +138,20 @@ class Blocks(_message.Message):
     def __init__(self, removed: _Optional[bytes] = ..., added: _Optional[bytes] = ..., untold: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("requests", "prefill_tokens", "output_tokens", "context_tokens")
+    __slots__ = ("requests", "prefill_tokens", "output_tokens", "context_tokens", "prefills", "attended_tokens")
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILLS_FIELD_NUMBER: _ClassVar[int]
+    ATTENDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     requests: int
     prefill_tokens: int
     output_tokens: int
     context_tokens: int
-    def __init__(self, requests: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ...) -> None: ...
+    prefills: int
+    attended_tokens: int
+    def __init__(self, requests: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., prefills: _Optional[int] = ..., attended_tokens: _Optional[int] = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("outputs",)

@@ -5,8 +5,10 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from pdserve.config import RouterConfig
+from pdserve.costs import attended
 from pdserve.errors import BadRequest, RequestError, Unavailable
 from pdserve.handover import OWNER, Action, Event, HandOver, State
 from pdserve.keys import Layout
@@ -65,8 +67,16 @@ class Flight:
     def tokens_left(self) -> int:
         return self.request.sampling.max_tokens - len(self.emitted)
 
-    def left_to_decode(self) -> Load:
-        return Load(output_tokens=self.tokens_left, context_tokens=self.tokens)
+    def left(self, phase: "pb.Phase", done: int = 0) -> Load:
+        """What is left to do in a phase, with so many tokens computed or cached. The last one always has to be computed."""
+        load = Load()
+        if phase != pb.PREFILL:
+            load = load._replace(output_tokens=self.tokens_left, context_tokens=self.tokens)
+        if phase != pb.DECODE:
+            tokens = max(1, self.tokens - done)
+            pairs = int(attended(tokens, self.tokens - tokens))
+            load = load._replace(prefill_tokens=tokens, prefills=1, attended_tokens=pairs)
+        return load
 
     def put(self, item: Chunk | RequestError) -> None:
         self._chunks.put_nowait(item)
@@ -155,6 +165,8 @@ class Dispatcher:
                 "requests": len(member.requests),
                 "prefill_tokens": member.load.prefill_tokens,
                 "output_tokens": member.load.output_tokens,
+                "cached_blocks": self.fleet.index.blocks(member.id),
+                "costs": vars(member.load.costs),
                 "draining": member.draining,
                 "last_heard_seconds": round(now - member.heard, 3),
             }
@@ -238,10 +250,9 @@ class Dispatcher:
         if output.token_ids:
             message.first_token = output.token_ids[0]
             member.give(flight.id, Load())
-        elif output.stored.num_blocks:
-            done = output.stored.num_blocks * member.hello.block_size
-            left = member.requests[flight.id].prefill_tokens
-            member.give(flight.id, Load(prefill_tokens=min(left, max(1, flight.tokens - done))))
+        elif output.stored.num_blocks and member.requests[flight.id].prefills:
+            done = max(flight.cached.get(member.id, 0), output.stored.num_blocks * member.hello.block_size)
+            member.give(flight.id, flight.left(pb.PREFILL, done))
         if not output.finish_reason and (output.token_ids or output.HasField("stored")):
             self._hand_over(flight, message)
         if output.token_ids:
@@ -258,7 +269,7 @@ class Dispatcher:
         if output.token_ids:
             self.handle(flight, Event.DECODED)
             self._emit(flight, output)
-            member.give(flight.id, flight.left_to_decode())
+            member.give(flight.id, flight.left(pb.DECODE))
         if output.finish_reason:
             member.release(flight.id)
             self.handle(flight, Event.FINISHED)
@@ -384,7 +395,7 @@ class Dispatcher:
             raise Unavailable(f"{missing} is there to take it", kind="no_instance", retry_after_s=1)
         self._turn += 1
         flight.cached = self._cached(flight)
-        ask = Ask(flight.tokens, self._turn, flight.request.session, flight.cached)
+        ask = Ask(flight.tokens, self._turn, flight.request.session, flight.cached, flight.tokens_left)
         if flight.tokens_left == 1:
             return self._pick("prefill", ask, flight, avoid), None  # the first token is all there is to do
         decode = self._pick("decode", ask, flight, avoid)
@@ -420,6 +431,7 @@ class Dispatcher:
     def _pick(self, role: str, ask: Ask, flight: Flight, avoid: Member | None, partner: Member | None = None) -> Member:
         """What the role's policy says, noted in the request's timeline; prefill for a partner, if there is one."""
         able = self._able(role, avoid) if partner is None else self._partners(partner, avoid)
+        ask = replace(ask, decode=role == "decode", alone=not self.fleet.serving("prefill"))
         decision = decide(self._policies[role], [member.load for member in able], ask)
         flight.timeline.decisions.append((role, decision))
         self._metrics.decisions.labels(role=role, policy=decision.policy).inc()
@@ -427,10 +439,7 @@ class Dispatcher:
 
     def _submit(self, flight: Flight, member: Member, phase: "pb.Phase") -> None:
         request, sampling = flight.request, flight.request.sampling
-        left = Load() if phase == pb.PREFILL else flight.left_to_decode()
-        if phase != pb.DECODE:
-            left = left._replace(prefill_tokens=flight.tokens - flight.cached.get(member.id, 0))
-        member.give(flight.id, left)
+        member.give(flight.id, flight.left(phase, flight.cached.get(member.id, 0)))
         message = pb.Submit(
             request_id=flight.id,
             output=flight.emitted,

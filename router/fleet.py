@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import grpc
 
+from pdserve.costs import Costs
 from pdserve.errors import SetupError
 from pdserve.keys import KEY_BYTES, Layout
 from pdserve.proto import pdserve_pb2 as pb
@@ -54,7 +55,12 @@ class Member:
     draining: bool = False  # takes nothing new
 
     def __post_init__(self) -> None:
-        self.load = Candidate(self.id)
+        self.load = Candidate(
+            self.id,
+            both=self.hello.role == "both",
+            token_bytes=self.hello.block_bytes // max(1, self.hello.block_size),
+            capacity_tokens=self.hello.num_blocks * self.hello.block_size,
+        )
 
     @property
     def id(self) -> str:
@@ -76,6 +82,9 @@ class Member:
     def heard_of(self, beat: pb.Heartbeat) -> None:
         """Takes a heartbeat's news."""
         self.load.replace(_load(self.beat.others), _load(beat.others))
+        if beat.HasField("costs"):
+            prefill, decode, transfer = (tuple(getattr(beat.costs, name)) for name in ("prefill", "decode", "transfer"))
+            self.load.costs = Costs(prefill, decode, transfer)
         self.beat = beat
 
     def send(self, frame: pb.RouterFrame) -> None:
@@ -228,7 +237,7 @@ def _cannot_hand_over(one: pb.Hello, other: pb.Hello) -> str:
 
 
 def _load(message: pb.Load) -> Load:
-    return Load(message.requests, message.prefill_tokens, message.output_tokens, message.context_tokens)
+    return Load(*(getattr(message, name) for name in Load._fields))
 
 
 async def serve(fleet: Fleet, host: str, port: int) -> tuple[grpc.aio.Server, int]:

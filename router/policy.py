@@ -1,8 +1,8 @@
 """Who gets the next request: pure functions of a snapshot of the candidates.
 
-A policy scores candidates, the lowest gets the request, and ties go to who has fewest requests, then round. Prefill and
-decode instances are picked by a policy each. What a policy cannot judge (a session policy and no session) it leaves to
-another by name, and the decision says so.
+A policy scores candidates, and the lowest gets the request; ties go to who has the fewest requests, then the least work, then
+round. Prefill and decode instances are picked by a policy each. What a policy cannot judge (a session policy and no
+session) it leaves to another by name, and the decision says so.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,11 @@ from typing import NamedTuple
 
 import xxhash
 
+from pdserve.costs import Costs
+
+UNKNOWN = Costs()  # of an instance that has not told its own yet
 SHOWN = 8  # candidates in a decision's explanation
+SPREAD = 64  # tokens over which a wait before the second one counts as spread, when a decode instance is picked
 
 
 class Load(NamedTuple):
@@ -22,12 +26,16 @@ class Load(NamedTuple):
         prefill_tokens: of prompts, still to be computed.
         output_tokens: still to be generated, at most.
         context_tokens: whose KV is read in each decode step.
+        prefills: requests that have prompt tokens to be computed.
+        attended_tokens: of these, as in `costs.attended`.
     """
 
     requests: int = 1
     prefill_tokens: int = 0
     output_tokens: int = 0
     context_tokens: int = 0
+    prefills: int = 0
+    attended_tokens: int = 0
 
 
 NOTHING = Load(requests=0)
@@ -35,13 +43,25 @@ NOTHING = Load(requests=0)
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """One instance as a policy sees it: all that is left to do there, for whichever router."""
+    """One instance as a policy sees it: all that is left to do there, for whichever router, and what that takes.
+
+    Attributes:
+        both: it may compute the prompts that it decodes.
+        token_bytes: of KV.
+        capacity_tokens: of its pool.
+    """
 
     instance_id: str
     requests: int = 0
     prefill_tokens: int = 0
     output_tokens: int = 0
     context_tokens: int = 0
+    prefills: int = 0
+    attended_tokens: int = 0
+    costs: Costs = UNKNOWN
+    both: bool = False
+    token_bytes: int = 1
+    capacity_tokens: int = 1 << 62
 
     @property
     def work_tokens(self) -> int:
@@ -53,6 +73,8 @@ class Candidate:
         self.prefill_tokens += new.prefill_tokens - old.prefill_tokens
         self.output_tokens += new.output_tokens - old.output_tokens
         self.context_tokens += new.context_tokens - old.context_tokens
+        self.prefills += new.prefills - old.prefills
+        self.attended_tokens += new.attended_tokens - old.attended_tokens
 
 
 @dataclass(frozen=True)
@@ -64,12 +86,18 @@ class Ask:
         turn: differs from request to request, by 1 within a router.
         session: the client's name for what belongs together; empty: none.
         cached: instance id → how many leading tokens its pool has, as far as the router knows.
+        output_tokens: to be generated at most.
+        decode: an instance to decode is wanted, else one to prefill.
+        alone: there is nobody to prefill but those who decode.
     """
 
     tokens: int
     turn: int = 0
     session: str = ""
     cached: Mapping[str, int] = field(default_factory=dict)
+    output_tokens: int = 1
+    decode: bool = False
+    alone: bool = False
 
     def uncached(self, candidate: Candidate) -> int:
         return self.tokens - self.cached.get(candidate.instance_id, 0)
@@ -139,14 +167,46 @@ def prefix_aware(candidates: Sequence[Candidate], ask: Ask) -> Scores:
     return [(c.work_tokens + ask.uncached(c), c) for c in candidates]
 
 
+def auto(candidates: Sequence[Candidate], ask: Ask) -> Scores:
+    """Prefill: the earliest first token. Decode: the shortest time between tokens. Both in seconds, by forecast."""
+    forecast = time_between_tokens if ask.decode else time_to_first_token
+    return [(forecast(c, ask), c) for c in candidates]
+
+
+def time_to_first_token(candidate: Candidate, ask: Ask) -> float:
+    """Forecast, in seconds: what is queued there, one step of what it decodes, and what is not cached."""
+    costs, uncached = candidate.costs, ask.uncached(candidate)
+    queue = costs.prefills_seconds(candidate.prefills, candidate.prefill_tokens, candidate.attended_tokens)
+    decoding = candidate.requests - candidate.prefills if candidate.context_tokens else 0
+    step = costs.step_seconds(decoding, candidate.context_tokens)
+    return queue + step + costs.prefill_seconds(uncached, ask.tokens - uncached)
+
+
+def time_between_tokens(candidate: Candidate, ask: Ask) -> float:
+    """Forecast, in seconds: a step with this request in it, and its share of the wait for KV and for room in the pool."""
+    costs = candidate.costs
+    step = costs.step_seconds(candidate.requests + 1, candidate.context_tokens + ask.tokens)
+    if candidate.both and ask.alone:
+        wait = time_to_first_token(candidate, ask)
+    else:
+        wait = costs.transfer_seconds(ask.uncached(candidate) * candidate.token_bytes)
+    if candidate.context_tokens + ask.tokens > candidate.capacity_tokens:
+        wait += step * candidate.output_tokens / max(1, candidate.requests)  # until one of them ends
+    return step + wait / max(1, min(SPREAD, ask.output_tokens))
+
+
 POLICIES: dict[str, Policy] = {
+    "auto": auto,
     "round_robin": round_robin,
     "least_loaded": least_loaded,
     "power_of_two": power_of_two,
     "session": session,
     "prefix_aware": prefix_aware,
 }
+AUTO_DECODE = "the shortest time between tokens by forecast, in seconds"
+TOLERANCE = {"auto": 0.1}  # forecasts are no better than that
 WHY = {
+    "auto": "the earliest first token by forecast, in seconds",
     "round_robin": "its turn",
     "least_loaded": "the least work left, in tokens",
     "power_of_two": "the less work left, in tokens, of two drawn at random",
@@ -160,13 +220,15 @@ def decide(policy: str, candidates: Sequence[Candidate], ask: Ask) -> Decision:
     why = ""
     if policy == "session" and not ask.session:
         policy, why = "least_loaded", "there is no session to go by; "
-    scores = POLICIES[policy](candidates, ask)
-    scores.sort(key=lambda scored: (scored[0], scored[1].requests, scored[1].instance_id))
-    score, requests = scores[0][0], scores[0][1].requests
-    equal = sum(1 for scored in scores if scored[0] == score and scored[1].requests == requests)
-    scores.insert(0, scores.pop(ask.turn % equal))
+    scores = sorted(POLICIES[policy](candidates, ask), key=lambda scored: (scored[0], scored[1].instance_id))
+    limit = scores[0][0] * (1 + TOLERANCE.get(policy, 0))
+    near = [scored for scored in scores if scored[0] <= limit]
+    least = min((scored[1].requests, scored[1].work_tokens) for scored in near)
+    equal = [scored for scored in near if (scored[1].requests, scored[1].work_tokens) == least]
+    scores.insert(0, scores.pop(scores.index(equal[ask.turn % len(equal)])))
     shown = [_shown(score, candidate, ask) for score, candidate in scores[:SHOWN]]
-    return Decision(policy, scores[0][1].instance_id, why + WHY[policy], shown, len(candidates))
+    why += AUTO_DECODE if policy == "auto" and ask.decode else WHY[policy]
+    return Decision(policy, scores[0][1].instance_id, why, shown, len(candidates))
 
 
 def _drawn(session: str, instance_id: str) -> float:

@@ -17,6 +17,7 @@ CORE = {
     "",
     "break_even",
     "config",
+    "costs",
     "counters",
     "errors",
     "flags",
@@ -49,6 +50,7 @@ MAY_IMPORT_LATE = {"commands": {"core", "router", "instance", "kv_transfer"}}
 # The decisions: plain Python on plain data, with the time as an argument.
 DECISIONS = (
     "break_even",
+    "costs",
     "engine/block_pool",
     "engine/scheduler",
     "engine/sequence",

@@ -56,6 +56,10 @@ class Desk:
     def __init__(self) -> None:
         self.time = 0.0
         self.given_up = 0.0
+        self.seconds_of: list[tuple[int, float]] = []
+
+    def moved(self, blocks: int, seconds: float) -> None:
+        self.seconds_of.append((blocks, seconds))
 
     def now(self) -> float:
         return self.time
@@ -100,6 +104,7 @@ def test_what_does_not_fit_waits_in_order() -> None:
     assert (transfers.in_flight, transfers.waiting, transfers.room) == (6, 0, 4)
     stage.connector.end(0)
     assert [result.seconds for result in stage.results] == [0.5, 3.5], "the time in the queue counts"
+    assert stage.desk.seconds_of == [(6, 0.5), (5, 0.5)], "but not for what a transfer takes"
     stage.connector.end(0)
     assert (stage.pool.num_held, job.transfers, transfers.num_holding) == (0, 0, 0)
 
@@ -120,6 +125,7 @@ def test_what_is_read_in_place_is_held_until_it_has_been_read_and_fills_no_room(
     for _ in range(3):
         stage.connector.end(0, held=read)
     assert job.transfers == 0 and stage.transfers.num_holding == 3 and stage.pool.num_held == 12
+    assert not stage.desk.seconds_of, "nothing moved"
     read.set_result(None)
     assert stage.transfers.num_holding == 0 and stage.pool.num_held == 0
 

@@ -23,15 +23,19 @@ class StepResult:
         advanced: sequences that have more KV than before.
         sampled: those of them that got a new token (appended to their tokens already).
         preempted: how many sequences lost their blocks.
-        num_tokens: how many were computed.
+        work: (tokens computed, tokens before them) of each advanced sequence.
         held_back: sequences were left out that could have advanced.
     """
 
     advanced: list[Sequence] = field(default_factory=list)
     sampled: dict[Sequence, int] = field(default_factory=dict)
     preempted: int = 0
-    num_tokens: int = 0
+    work: list[tuple[int, int]] = field(default_factory=list)
     held_back: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(count for count, _ in self.work)
 
     @property
     def idle(self) -> bool:
@@ -107,6 +111,7 @@ class Engine:
         """Schedule, run, postprocess. Whoever owns a finished sequence removes it. `hold_back` as in `schedule`."""
         schedule = self.scheduler.schedule(hold_back=hold_back)
         plan = schedule.tokens
+        work = [(count, seq.num_computed) for seq, count in plan.items()]
         self.runner.copy(schedule.copies)
         tokens = self.runner.step(plan)
         for seq, count in plan.items():
@@ -114,7 +119,7 @@ class Engine:
             self.register_full_blocks(seq)
         for seq, token in tokens.items():
             seq.tokens.append(token)
-        return StepResult(list(plan), tokens, len(schedule.preempted), sum(plan.values()), schedule.held_back)
+        return StepResult(list(plan), tokens, len(schedule.preempted), work, schedule.held_back)
 
     def register_full_blocks(self, seq: Sequence) -> None:
         """Makes the full blocks that a sequence has computed or loaded findable by others."""

@@ -97,7 +97,7 @@ def test_streams_of_a_killed_decode_go_on_elsewhere(
         for i, prompt in enumerate(PROMPTS)
     ]
     with (
-        deploy(model=str(checkpoint("llama")), num_blocks=512, decode=2) as deployment,
+        deploy(model=str(checkpoint("llama")), num_blocks=512, decode=2, policy="round_robin") as deployment,
         ThreadPoolExecutor(len(bodies)) as threads,
     ):
         send = lambda body: complete(deployment, **body)["choices"][0]["token_ids"]  # noqa: E731
@@ -114,7 +114,7 @@ def test_a_drained_decode_fails_no_request(
     checkpoint: Callable[..., Path], deploy: Callable[..., Any], complete: Callable[..., dict[str, Any]]
 ) -> None:
     with (
-        deploy(model=str(checkpoint("llama")), num_blocks=512, decode=2) as deployment,
+        deploy(model=str(checkpoint("llama")), num_blocks=512, decode=2, policy="round_robin") as deployment,
         ThreadPoolExecutor(len(PROMPTS)) as threads,
     ):
 
@@ -247,7 +247,7 @@ def test_two_hundred_requests_with_a_fifth_cancelled_leave_nothing(
 def test_an_instance_that_joins_later_is_used_at_once(
     checkpoint: Callable[..., Path], deploy: Callable[..., Any]
 ) -> None:
-    with deploy(model=str(checkpoint("llama")), num_blocks=128) as deployment:
+    with deploy(model=str(checkpoint("llama")), num_blocks=128, policy="round_robin") as deployment:
         late = deployment.child("decode-0")
         twin = type(late)("decode-9", [a if a != "decode-0" else "decode-9" for a in late.arguments])
         deployment.children.append(twin)

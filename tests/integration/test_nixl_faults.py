@@ -126,6 +126,7 @@ def system(
                 lease_seconds=LEASE_S,
                 num_blocks=64,
                 decode=2,
+                policy="round_robin",
             ) as deployment,
             ThreadPoolExecutor(4) as threads,
         ):

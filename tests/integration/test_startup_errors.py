@@ -83,7 +83,7 @@ def test_a_port_in_use(pdserve: Command, checkpoint: Callable[..., Path]) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["router", "--policy", "best"], "--policy best is unknown; there are round_robin, least_loaded"),
+        (["router", "--policy", "best"], "--policy best is unknown; there are auto, round_robin"),
         (["prefill", "--block-size", "0"], "--block-size must be at least 1, not 0"),
         (["prefill", "--kv-cache-memory", "lots"], "'lots' is not a size"),
         (["prefill", "--dtype", "int3"], "dtype 'int3' is not supported"),

@@ -66,8 +66,8 @@ def test_a_both_instance_with_a_prefill_instance_beside_it(
     """It computes some of the prompts itself, and gets the KV of others, in one batch."""
     path = checkpoint("llama")
     expected = generate(path, prompts, 32)
-    roles = {"prefill": 1, "decode": 0, "both": 1}
-    with deploy(model=str(path), num_blocks=1024, max_num_batched_tokens=256, **roles) as deployment:
+    settings = {"prefill": 1, "decode": 0, "both": 1, "policy": "least_loaded"}
+    with deploy(model=str(path), num_blocks=1024, max_num_batched_tokens=256, **settings) as deployment:
         assert generate_all(complete, deployment, prompts) == expected
         log = httpx.get(f"{deployment.url}/debug/requests").json()["requests"]
         assert {one["prefill_instance"] for one in log} == {"prefill-0", "both-0"}

@@ -298,6 +298,26 @@ def test_instances_that_share_no_store_are_told_apart_and_kept_apart(caplog: pyt
     play(story())
 
 
+def test_auto_forecasts_with_what_each_instance_says_of_itself() -> None:
+    async def story() -> None:
+        stage = Stage("prefill", "prefill", "decode", "decode")
+        slow, quick = (
+            pb.Costs(prefill=(1, 1, 0), decode=(1, 1, 0), transfer=(1, 1)),
+            pb.Costs(prefill=(0.5, 1, 0), decode=(0.5, 1, 0), transfer=(1, 1)),
+        )
+        for member, costs in zip(stage.members, (slow, quick, quick, slow), strict=True):
+            member.heard_of(pb.Heartbeat(costs=costs))
+        stage.members[1].heard_of(pb.Heartbeat())  # says nothing new of them
+        flight = stage.open(max_tokens=64)
+        assert (flight.prefill, flight.decode) == (stage.members[1], stage.members[2])
+        decode, prefill = (decision for _, decision in flight.timeline.decisions)
+        assert [one.score for one in prefill.candidates] == [0.5 + 3, 1 + 3]
+        assert [one.score for one in decode.candidates] == [0.5 + 1, 1 + 1], "the hello knows no size of KV"
+        assert "first token" in prefill.why and "between tokens" in decode.why
+
+    play(story())
+
+
 def test_cached_tokens_need_no_computing() -> None:
     async def story() -> None:
         stage = Stage("prefill", "prefill", "prefill", "decode", policy="prefix_aware")
