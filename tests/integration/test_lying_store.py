@@ -1,6 +1,6 @@
 """A store that loses, delays, truncates and changes one block in ten: the same tokens, each incident counted, no block kept.
 
-`PDSERVE_FAULTY_REQUESTS=5000` makes it as long as one likes.
+`PDSERVE_FAULTY_REQUESTS=300`, or 5000, makes it as long as one likes.
 """
 
 import json
@@ -20,7 +20,7 @@ import pytest
 
 from pdserve.kv_transfer.shm import unlink
 
-REQUESTS = int(os.environ.get("PDSERVE_FAULTY_REQUESTS", "300"))
+REQUESTS = int(os.environ.get("PDSERVE_FAULTY_REQUESTS", "100"))
 AT_ONCE = 24
 THREADS = 32  # of each connector: more than operations at once, or those behind a late one would be late too
 LENGTHS = (4, 15, 16, 17, 33, 64, 80, 100, 160, 350)
