@@ -21,7 +21,7 @@ from starlette.responses import Response
 from pdserve import __version__
 from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest, NotFound, RequestError, Unavailable
-from pdserve.router import openai
+from pdserve.router import openai, schemas
 from pdserve.router.middleware import BodyLimit, InternalError, RequestId, error_response, json_response
 from pdserve.router.respond import CLIENT_GONE, EventStream, Generation, answer
 from pdserve.router.stream import Backend, ModelInfo
@@ -83,11 +83,11 @@ class _Generations:
         return await self._generate(request, self._chat_plan)
 
     def _completion_plan(self, raw: bytes, origin: openai.Origin) -> openai.Plan:
-        body = openai.shape(openai.CompletionBody, openai.parse_json(raw))
+        body = schemas.shape(schemas.CompletionBody, schemas.parse_json(raw))
         return openai.completion_plan(body, origin, self._tokenizer, self._model(), self._config.max_n)
 
     def _chat_plan(self, raw: bytes, origin: openai.Origin) -> openai.Plan:
-        body = openai.shape(openai.ChatBody, openai.parse_json(raw))
+        body = schemas.shape(schemas.ChatBody, schemas.parse_json(raw))
         return openai.chat_plan(body, origin, self._tokenizer, self._model(), self._config.max_n)
 
     def _model(self) -> ModelInfo:
@@ -142,7 +142,7 @@ class _Models:
         return json_response(await _aside(raw, lambda: self._tokens(raw)))
 
     def _tokens(self, raw: bytes) -> dict[str, object]:
-        body = openai.shape(openai.TokenizeBody, openai.parse_json(raw))
+        body = schemas.shape(schemas.TokenizeBody, schemas.parse_json(raw))
         openai.check_model(body.model, self._name)
         ids = openai.tokens_of(body, self._tokenizer)
         info = self._backend.model()
@@ -151,7 +151,7 @@ class _Models:
         return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": strings}
 
     async def _detokenize(self, request: Request) -> Response:
-        body = openai.shape(openai.DetokenizeBody, openai.parse_json(await _json_body(request)))
+        body = schemas.shape(schemas.DetokenizeBody, schemas.parse_json(await _json_body(request)))
         openai.check_model(body.model, self._name)
         openai.check_ids(body.tokens, self._tokenizer.vocab_size, "tokens")
         return json_response({"prompt": self._tokenizer.decode(body.tokens, skip_special=False)})

@@ -13,7 +13,7 @@ from pdserve.cli import app, connector_app
 from pdserve.config import EngineConfig, InstanceConfig, RouterConfig, TransferConfig, UpConfig
 from pdserve.counters import GAUGES, HELP
 from pdserve.lifetime import Stage
-from pdserve.router import openai
+from pdserve.router import schemas
 from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import Metrics
 
@@ -92,16 +92,16 @@ def test_every_metric_is_explained_and_no_other() -> None:
 @pytest.mark.parametrize(
     ("heading", "known"),
     [
-        ("Both endpoints", set(openai.SamplingBody.model_fields) | set(openai.StreamOptions.model_fields)),
-        ("Completions only", set(openai.CompletionBody.model_fields) - set(openai.SamplingBody.model_fields)),
+        ("Both endpoints", set(schemas.SamplingBody.model_fields) | set(schemas.StreamOptions.model_fields)),
+        ("Completions only", set(schemas.CompletionBody.model_fields) - set(schemas.SamplingBody.model_fields)),
         (
             "Chat only",
-            set(openai.ChatBody.model_fields) - set(openai.SamplingBody.model_fields)
-            | set(openai.Message.model_fields),
+            set(schemas.ChatBody.model_fields) - set(schemas.SamplingBody.model_fields)
+            | set(schemas.Message.model_fields),
         ),
-        ("Not supported yet", set(openai.NEUTRAL)),
-        ("Not supported in messages", set(openai.NEUTRAL_IN_MESSAGE)),
-        ("Tokens", set(openai.TokenizeBody.model_fields) | set(openai.DetokenizeBody.model_fields)),
+        ("Not supported yet", set(schemas.NEUTRAL)),
+        ("Not supported in messages", set(schemas.NEUTRAL_IN_MESSAGE)),
+        ("Tokens", set(schemas.TokenizeBody.model_fields) | set(schemas.DetokenizeBody.model_fields)),
     ],
 )
 def test_the_field_tables_are_those_of_the_code(heading: str, known: set[str]) -> None:
@@ -110,7 +110,7 @@ def test_the_field_tables_are_those_of_the_code(heading: str, known: set[str]) -
 
 def test_what_an_unsupported_field_may_be_is_said() -> None:
     table = section("docs/api.md", "Not supported yet")
-    for name, values in openai.NEUTRAL.items():
+    for name, values in schemas.NEUTRAL.items():
         row = next(line for line in table.splitlines() if line.startswith("| `") and f"`{name}`" in line.split("|")[1])
         accepted = re.findall(r"`([^`]+)`", row.split("|")[2])
         assert len(accepted) == len({str(value) for value in values if not isinstance(value, float)}), row

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdserve.request import SamplingParams
-from pdserve.router.openai import NEUTRAL, ChatBody, CompletionBody
+from pdserve.router.schemas import NEUTRAL, ChatBody, CompletionBody
 from pdserve.router.stream import ModelInfo
 from pdserve.router.tokenizer import Tokenizer
 

@@ -1,0 +1,258 @@
+"""The shapes of the bodies that clients send: OpenAI's fields and vLLM's, and which of them are refused.
+
+Nothing is ignored silently. A field that is not known is refused with a suggestion; one that OpenAI or vLLM know and
+this router cannot do yet is accepted only at the value at which it changes nothing. `metadata`, `safety_identifier`
+and `store: false` are accepted and have no effect: they are labels for OpenAI's own books. `prompt_cache_key` and `user`
+name a session, for routing only.
+"""
+
+import difflib
+import json
+from collections.abc import Mapping
+from typing import Any, Literal, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from pdserve.errors import BadRequest
+
+# Field → the values at which it changes nothing. Absent is always fine, and so is null.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (True,),
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "frequency_penalty": (0, 0.0),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "kv_transfer_params": (),
+    "length_penalty": (1, 1.0),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),  # without tools it has nothing to say
+    "prediction": (),
+    "presence_penalty": (0, 0.0),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "repetition_penalty": (1, 1.0),
+    "request_id": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+INSTEAD = {
+    "request_id": "send it in the X-Request-Id header",
+    "best_of": "ask for n choices and pick one yourself",
+}
+ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "messages": "prompt"}
+# What an assistant message of an earlier answer may carry when a client sends it back.
+NEUTRAL_IN_MESSAGE: dict[str, tuple[object, ...]] = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "reasoning": (),
+    "reasoning_content": (),
+    "refusal": (),
+    "tool_calls": ([],),
+}
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class SamplingBody(Body):
+    """What completions and chat have in common. None is the default, as if the field were absent.
+
+    `top_k` of -1 is vLLM's other word for 0: keep all.
+    """
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class CompletionBody(SamplingBody):
+    prompt: Any = None  # a string, token ids, or a list of either: `_prompts` says in words what is wrong
+
+
+class Message(Body):
+    role: str
+    content: Any = None
+    name: str | None = None
+
+
+class ChatBody(SamplingBody):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+
+
+class TokenizeBody(Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[int]
+
+
+Shape = TypeVar("Shape", bound=Body)
+
+
+def parse_json(raw: bytes) -> dict[str, Any]:
+    """The body's object.
+
+    Raises:
+        BadRequest: not JSON, not an object, or a number that JSON does not know (NaN, Infinity).
+    """
+    if not raw.strip():
+        raise BadRequest("the body is empty; it must be a JSON object", kind="invalid_json")
+    try:
+        body = json.loads(raw, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise BadRequest("the body is nested too deeply", kind="invalid_json") from None
+    except ValueError as error:  # malformed, not UTF-8, or a whole number of thousands of digits
+        raise BadRequest(f"the body is not valid JSON: {error}", kind="invalid_json") from None
+    if b"\\u" in raw and not _is_unicode(body):
+        raise BadRequest("the body holds half of a surrogate pair, which is not a character", kind="invalid_unicode")
+    if not isinstance(body, dict):
+        raise BadRequest(f"the body must be a JSON object, not {json_type(body)}", kind="invalid_json")
+    return body
+
+
+def shape(model: type[Shape], body: dict[str, Any]) -> Shape:
+    """The body in the shape of `model`.
+
+    Raises:
+        BadRequest: a field is unknown, not supported, missing or of the wrong type; it names the field.
+    """
+    known = set(model.model_fields)
+    fields = _without_neutral(body, known, NEUTRAL, "") if issubclass(model, SamplingBody) else body
+    messages = fields.get("messages")
+    if "messages" in known and isinstance(messages, list):
+        own = set(Message.model_fields)
+        fields = {**fields, "messages": [_neutral_message(item, own, i) for i, item in enumerate(messages)]}
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        _refuse(error.errors(include_url=False)[0], known)
+
+
+def _without_neutral(
+    body: Mapping[str, Any], known: set[str], neutral: Mapping[str, tuple[object, ...]], prefix: str
+) -> dict[str, Any]:
+    for name, value in body.items():
+        if name in known or name not in neutral or value is None or _is_one_of(value, neutral[name]):
+            continue
+        may = f"leave it out or send {json.dumps(neutral[name][0])}" if neutral[name] else "leave it out"
+        hint = INSTEAD.get(name, may)
+        message = f"{prefix}{name} is not supported; {hint}"
+        raise BadRequest(message, kind="unsupported_parameter", param=f"{prefix}{name}")
+    return {name: value for name, value in body.items() if name in known or name not in neutral}
+
+
+def _neutral_message(item: object, known: set[str], index: int) -> object:
+    if not isinstance(item, dict):
+        return item
+    return _without_neutral(item, known, NEUTRAL_IN_MESSAGE, f"messages[{index}].")
+
+
+def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
+    """Python's `==`, without taking 0 for False."""
+    return any(type(value) is type(right) and value == right for right in neutral)
+
+
+def _refuse(error: ErrorDetails, known: set[str]) -> NoReturn:
+    name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in error["loc"]).lstrip(".")
+    top = str(error["loc"][0])
+    if error["type"] == "extra_forbidden":
+        hint = _suggestion(name, known) if name == top else ""
+        raise BadRequest(f"unknown field {quote(name)}{hint}", kind="unknown_field", param=name[:100])
+    if error["type"] == "missing":
+        raise BadRequest(f"{name} is required", kind="missing_field", param=name)
+    if top == "stop":
+        raise BadRequest("stop must be a string or a list of strings", kind="invalid_parameter", param=top)
+    if error["type"] == "finite_number":
+        raise BadRequest(f"{name} must be a finite number", kind="invalid_parameter", param=name)
+    what = error["msg"].removeprefix("Input should be ")
+    message = f"{name} must be {what}, not {json_type(error['input'])}"
+    raise BadRequest(message, kind="invalid_parameter", param=name)
+
+
+def _suggestion(name: str, known: set[str]) -> str:
+    close = [ALIASES[name]] if name in ALIASES else difflib.get_close_matches(name, sorted(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def quote(text: str) -> str:
+    """The client's own words in an error message, which they must not flood."""
+    return repr(text if len(text) <= 100 else text[:100] + "…")
+
+
+def json_type(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _is_unicode(body: object) -> bool:
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise BadRequest(f"the body holds {name}, which is not a number in JSON", kind="invalid_json")
