@@ -52,7 +52,7 @@ def load(config: EngineConfig) -> Checkpoint:
     device = _device(config.device)
     hf_config = _hf_config(path)
     dtype = _dtype(config.dtype, hf_config)
-    model = _load_model(path, hf_config, dtype, device)
+    model = _load_model(path, hf_config, dtype, device, fuse=config.kernel != "reference")
     text = hf_config.get_text_config()
     if not getattr(text, "num_attention_heads", None):
         kind = (hf_config.architectures or [hf_config.model_type])[0]
@@ -131,7 +131,7 @@ def _hf_config(path: Path) -> Any:
         raise SetupError(f"{path}/config.json: {str(error).strip().splitlines()[0]}") from error
 
 
-def _load_model(path: Path, hf_config: Any, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+def _load_model(path: Path, hf_config: Any, dtype: torch.dtype, device: torch.device, *, fuse: bool) -> torch.nn.Module:
     paged_model.register()
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     kind = (hf_config.architectures or [hf_config.model_type])[0]
@@ -148,7 +148,8 @@ def _load_model(path: Path, hf_config: Any, dtype: torch.dtype, device: torch.de
     loaded = loaded.to(device)
     if device.type == "cpu":
         prepack(loaded)
-        fuse_norms(loaded)
+        if fuse:
+            fuse_norms(loaded)
         for parameter in loaded.parameters():  # every step reads all of them: fewer page walks, a tenth of its time
             cpu.huge_pages(parameter.data, written=True)
     return loaded

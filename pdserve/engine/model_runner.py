@@ -113,13 +113,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _check_architecture(self) -> None:
-        """Runs two tokens through the model with a pool of one block, and sees that every layer attended to them.
+        """Runs two tokens through the model with a pool of as few blocks, and sees that every layer attended to them.
 
         Raises:
             SetupError: a layer keeps state elsewhere than in KV, or asks for attention that the kernels do not do.
         """
-        self.pool_NL2GBD = self._new_pool(1).fill_(float("nan"))
-        probe = Sequence("probe", [0, 0], 2, 2, _GREEDY, b"", self.block_size, block_ids=[0])
+        blocks = list(range(-(-2 // self.block_size)))
+        self.pool_NL2GBD = self._new_pool(len(blocks)).fill_(float("nan"))
+        probe = Sequence("probe", [0, 0], 2, 2, _GREEDY, b"", self.block_size, block_ids=blocks)
         kind = type(self.checkpoint.model).__name__
         try:
             self._forward(
@@ -129,7 +130,7 @@ class ModelRunner:
             if isinstance(error, TypeError) and "paged" not in str(error):
                 raise  # not the model's refusal of our argument, but a defect
             raise SetupError(f"architecture {kind} is not supported: {error}") from error
-        if self.pool_NL2GBD[0, :, :, :, :2].isnan().any():
+        if self.pool_NL2GBD[..., :2, :].isnan().any():
             raise SetupError(f"architecture {kind} is not supported: not all of its layers use the attention interface")
 
     @torch.inference_mode()

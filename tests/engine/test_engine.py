@@ -53,6 +53,15 @@ def test_equals_generate(
     assert roomy.scheduler.prefix_hits > 1000
 
 
+def test_equals_generate_with_blocks_of_one_token(
+    checkpoint: Callable[..., Path], generate: Generate, prompts: list[list[int]]
+) -> None:
+    path, some = checkpoint("llama"), prompts[:9]
+    engine = Engine(EngineConfig(model=str(path), num_blocks=600, block_size=1, max_num_batched_tokens=64))
+    for _ in range(2):
+        assert run(engine, some, [greedy(32)] * len(some)) == generate(path, some, 32)
+
+
 def test_equals_generate_while_preempting(
     checkpoint: Callable[..., Path], generate: Generate, prompts: list[list[int]]
 ) -> None:

@@ -1,11 +1,16 @@
 """Norms are replaced by the fused one where they compute the same, and only there."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from pdserve.config import EngineConfig
+from pdserve.engine.checkpoint import load
 from pdserve.engine.fused_norm import FusedNorm, fuse_norms
 from pdserve.kernels import cpu
 
@@ -43,3 +48,9 @@ def test_what_computes_something_else_is_left_alone(norm: torch.nn.Module, repla
 def test_float32_is_left_alone() -> None:
     model = torch.nn.Sequential(LlamaRMSNorm(64))
     assert fuse_norms(model) == 0
+
+
+@pytest.mark.parametrize(("kernel", "fused"), [("auto", True), ("reference", False)])
+def test_the_reference_stays_the_reference(kernel: str, fused: bool, checkpoint: Callable[..., Path]) -> None:
+    model = load(EngineConfig(model=str(checkpoint("llama")), dtype="bfloat16", kernel=kernel)).model
+    assert any(isinstance(module, FusedNorm) for module in model.modules()) == fused

@@ -18,6 +18,7 @@ from pdserve.engine.warm_up import ALWAYS, warm_up
         {"num_blocks": 64},
         {"num_blocks": 2},
         {"num_blocks": 2, "block_size": 2},
+        {"num_blocks": 2, "block_size": 1},
         {"num_blocks": 64, "max_num_batched_tokens": 1, "max_num_seqs": 1},
         {"num_blocks": 64, "max_model_len": 1000, "max_num_seqs": 500},
     ],
