@@ -136,7 +136,7 @@ class Decoder:
             if job.phase == pb.BOTH:
                 self._desk.count_sources(job)
         job.stamp(Stage.DECODE_STARTED, now)
-        job.news().token_ids.append(seq.tokens[-1])
+        job.tell_token()
         self._desk.count("generation_tokens", 1)
         reason = seq.finish_reason()
         if reason is not None:

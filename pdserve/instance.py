@@ -178,6 +178,8 @@ class Instance:
             seed=message.sampling.seed,
             stop_token_ids=tuple(message.sampling.stop_token_ids),
             ignore_eos=message.sampling.ignore_eos,
+            logprobs=message.sampling.logprobs if message.sampling.HasField("logprobs") else None,
+            logit_bias=dict(message.sampling.logit_bias),
         )
         try:
             seq = self.engine.new_sequence(

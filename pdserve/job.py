@@ -85,6 +85,16 @@ class Job:
             load.context_tokens = len(seq)
         return load
 
+    def tell_token(self) -> None:
+        """The token that has just been sampled, with what was asked about it."""
+        news, logprobs = self.news(), self.seq.last_logprobs
+        news.token_ids.append(self.seq.tokens[-1])
+        if logprobs is not None:
+            top = logprobs.top
+            news.logprobs.add(
+                logprob=logprobs.logprob, top_ids=[one for one, _ in top], top_logprobs=[value for _, value in top]
+            )
+
     def finish(self, reason: str, now: float) -> None:
         self.stamp(Stage.FINISHED, now)
         self.news().finish_reason = reason

@@ -6,6 +6,21 @@ from dataclasses import dataclass, field
 from pdserve.errors import BadRequest
 
 MAX_STOP_TOKEN_IDS = 64
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """How likely a token was in the eyes of the model alone: before temperature, bias and everything else that was asked.
+
+    Attributes:
+        logprob: its natural logarithm, of log_softmax in float32.
+        top: the likeliest tokens, as (id, logprob), the likeliest first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +37,8 @@ class SamplingParams:
         seed: token i of the output is a pure function of (logits, seed, i).
         stop_token_ids: end with one of these; it is kept in the output's ids, as EOS is.
         ignore_eos: go on past EOS.
+        logprobs: report each token's log probability and those of so many likeliest tokens; None reports nothing.
+        logit_bias: token id → what is added to its logit, from -100 to 100.
     """
 
     max_tokens: int = 16
@@ -33,6 +50,8 @@ class SamplingParams:
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    logit_bias: dict[int, float] = field(default_factory=dict)
 
     def validate(self) -> None:
         """Raises BadRequest with the field's name and what would be right."""
@@ -45,6 +64,11 @@ class SamplingParams:
         _require(0 <= self.seed < 2**63, "seed", "from 0 to 2^63 - 1", self.seed)
         count = len(self.stop_token_ids)
         _require(count <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids", count)
+        _require(0 <= (self.logprobs or 0) <= MAX_LOGPROBS, "logprobs", f"from 0 to {MAX_LOGPROBS}", self.logprobs)
+        count = len(self.logit_bias)
+        _require(count <= MAX_LOGIT_BIAS, "logit_bias", f"of at most {MAX_LOGIT_BIAS} tokens", count)
+        for bias in self.logit_bias.values():
+            _require(_between(bias, -100, 100), "logit_bias", "of numbers from -100 to 100", bias)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,7 +135,7 @@ class Prefiller:
         job, seq, now = prefill.job, prefill.job.seq, self._desk.now()
         prefill.sampled = True
         job.stamp(Stage.FIRST_TOKEN, now)
-        job.news().token_ids.append(seq.tokens[-1])
+        job.tell_token()
         self._desk.count("generation_tokens", 1)
         job.tell_sources()
         self._desk.count_sources(job)

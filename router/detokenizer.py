@@ -116,6 +116,7 @@ class TextStream:
 
     Attributes:
         finish_reason: None until the end; `stop` when a stop string was found.
+        starts: where in the text each token of the last chunk begins, in characters.
     """
 
     def __init__(
@@ -126,20 +127,27 @@ class TextStream:
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._tokens = 0
+        self._length = 0  # of the text so far, what is held back included
+        self.starts: list[int] = []
         self.finish_reason: str | None = None
 
     def push(self, chunk: Chunk) -> tuple[str, list[int]]:
         """The text that may go out, and the tokens of the chunk up to the stop string, if one was found."""
         parts: list[str] = []
+        self.starts = []
         silent_end = chunk.finish_reason == "stop" and not self._include_stop
         speaking = len(chunk.token_ids) - 1 if silent_end else len(chunk.token_ids)
         for index, token_id in enumerate(chunk.token_ids[:speaking]):
             self._tokens += 1
-            parts.append(self._match(self._detokenizer.push(token_id)))
+            self.starts.append(self._length)
+            text = self._detokenizer.push(token_id)
+            self._length += len(text)
+            parts.append(self._match(text))
             if self._stop.matched is not None:
                 self.finish_reason = "stop"
                 return "".join(parts), chunk.token_ids[: index + 1]
         if chunk.finish_reason is not None:
+            self.starts += [self._length] * (len(chunk.token_ids) - speaking)
             self.finish_reason = chunk.finish_reason
             parts.append(self._finish())
         return "".join(parts), chunk.token_ids

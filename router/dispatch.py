@@ -14,7 +14,7 @@ from pdserve.handover import OWNER, Action, Event, HandOver, State
 from pdserve.keys import Layout
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import Request
+from pdserve.request import Request, TokenLogprobs
 from pdserve.router.fleet import Fleet, Member
 from pdserve.router.metrics import Metrics
 from pdserve.router.pairs import IN_VAIN, Pairs
@@ -290,7 +290,8 @@ class Dispatcher:
         flight.last_token_at = now
         flight.emitted += output.token_ids
         timeline.finish_reason = output.finish_reason
-        flight.put(Chunk(list(output.token_ids), output.finish_reason or None))
+        logprobs = [_logprobs(one) for one in output.logprobs]
+        flight.put(Chunk(list(output.token_ids), output.finish_reason or None, logprobs))
 
     def _note(self, flight: Flight, member: Member, output: pb.Output) -> None:
         """Takes stamps and counts into the timeline; instances stamp in seconds before they sent the frame.
@@ -438,7 +439,7 @@ class Dispatcher:
         return self.fleet.members[decision.chosen]
 
     def _submit(self, flight: Flight, member: Member, phase: "pb.Phase") -> None:
-        request, sampling = flight.request, flight.request.sampling
+        request = flight.request
         member.give(flight.id, flight.left(phase, flight.cached.get(member.id, 0)))
         message = pb.Submit(
             request_id=flight.id,
@@ -447,17 +448,7 @@ class Dispatcher:
             prompt=request.prompt,
             salt=request.salt,
             multi_turn=request.multi_turn,
-            sampling=pb.Sampling(
-                max_tokens=sampling.max_tokens,
-                min_tokens=sampling.min_tokens,
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                min_p=sampling.min_p,
-                seed=sampling.seed,
-                stop_token_ids=sampling.stop_token_ids,
-                ignore_eos=sampling.ignore_eos,
-            ),
+            sampling=pb.Sampling(**vars(request.sampling)),
         )
         if phase == pb.DECODE and flight.prefill.hello.namespace != member.hello.namespace:
             message.writer.CopyFrom(flight.prefill.hello.layout)
@@ -473,3 +464,7 @@ class Dispatcher:
         if flight.id in member.requests:
             member.send(pb.RouterFrame(cancel=pb.Cancel(request_id=flight.id)))
             member.release(flight.id)
+
+
+def _logprobs(message: pb.Logprobs) -> TokenLogprobs:
+    return TokenLogprobs(message.logprob, tuple(zip(message.top_ids, message.top_logprobs, strict=True)))

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from pdserve.errors import BadRequest, NotFound
 from pdserve.keys import block_keys, root_key
-from pdserve.request import Request, SamplingParams
+from pdserve.request import MAX_LOGPROBS, Request, SamplingParams
 from pdserve.router.schemas import (
     ChatBody,
     CompletionBody,
@@ -43,6 +43,7 @@ class Plan:
 
     Attributes:
         id: the response's id, the X-Request-Id header, and what /debug/requests/{id} answers to.
+        echo: the text of each prompt, if it is to stand before the answer.
     """
 
     id: str
@@ -56,6 +57,8 @@ class Plan:
     include_usage: bool = False
     continuous_usage: bool = False
     return_token_ids: bool = False
+    logprobs: bool = False
+    echo: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -71,7 +74,14 @@ def completion_plan(body: CompletionBody, origin: Origin, tokenizer: Tokenizer, 
     max_tokens = body.max_tokens
     if max_tokens is None:
         max_tokens = max(1, min(DEFAULT_COMPLETION_TOKENS, left))
-    return _plan(body, origin, prompts, n, max_tokens, info, chat=False)
+    if body.echo and body.logprobs is not None:
+        message = "echo together with logprobs is not supported: there are none of the prompt; leave out one of the two"
+        raise BadRequest(message, kind="unsupported_parameter", param="echo")
+    plan = _plan(body, origin, prompts, n, max_tokens, body.logprobs, info, chat=False)
+    if not body.echo:
+        return plan
+    echo = tuple(prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in texts)
+    return replace(plan, echo=echo)
 
 
 def chat_plan(body: ChatBody, origin: Origin, tokenizer: Tokenizer, info: ModelInfo, max_n: int) -> Plan:
@@ -85,7 +95,7 @@ def chat_plan(body: ChatBody, origin: Origin, tokenizer: Tokenizer, info: ModelI
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if max_tokens is None:
         max_tokens = max(1, info.max_model_len - len(prompt))
-    return _plan(body, origin, [prompt], n, max_tokens, info, chat=True)
+    return _plan(body, origin, [prompt], n, max_tokens, _chat_logprobs(body), info, chat=True)
 
 
 def check_model(asked: str | None, served: str) -> None:
@@ -130,9 +140,16 @@ def chat_messages(messages: Iterable[Message]) -> list[dict[str, str]]:
 
 
 def _plan(
-    body: SamplingBody, origin: Origin, prompts: list[list[int]], n: int, max_tokens: int, info: ModelInfo, chat: bool
+    body: SamplingBody,
+    origin: Origin,
+    prompts: list[list[int]],
+    n: int,
+    max_tokens: int,
+    logprobs: int | None,
+    info: ModelInfo,
+    chat: bool,
 ) -> Plan:
-    sampling = _sampling(body, max_tokens, info)
+    sampling = _sampling(body, max_tokens, logprobs, info)
     for prompt in prompts:
         _check_context(len(prompt), max_tokens, info.max_model_len)
     options = _stream_options(body)
@@ -148,10 +165,11 @@ def _plan(
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
         return_token_ids=bool(body.return_token_ids),
+        logprobs=logprobs is not None,
     )
 
 
-def _sampling(body: SamplingBody, max_tokens: int, info: ModelInfo) -> SamplingParams:
+def _sampling(body: SamplingBody, max_tokens: int, logprobs: int | None, info: ModelInfo) -> SamplingParams:
     default = SamplingParams()
     stop_ids = tuple(body.stop_token_ids or ())
     sampling = SamplingParams(
@@ -164,10 +182,33 @@ def _sampling(body: SamplingBody, max_tokens: int, info: ModelInfo) -> SamplingP
         seed=secrets.randbits(63) if body.seed is None else body.seed,
         stop_token_ids=stop_ids,
         ignore_eos=bool(body.ignore_eos),
+        logprobs=logprobs,
+        logit_bias=_logit_bias(body.logit_bias or {}, info),
     )
     sampling.validate()
     check_ids(stop_ids, info.vocab_size, "stop_token_ids")
     return sampling
+
+
+def _chat_logprobs(body: ChatBody) -> int | None:
+    """How many of the likeliest tokens to report, or None for no logprobs."""
+    if body.top_logprobs and not body.logprobs:
+        message = "top_logprobs has a meaning only with logprobs: true"
+        raise BadRequest(message, kind="invalid_parameter", param="top_logprobs")
+    if not 0 <= _or(body.top_logprobs, 0) <= MAX_LOGPROBS:
+        message = f"top_logprobs must be from 0 to {MAX_LOGPROBS}, not {body.top_logprobs}"
+        raise BadRequest(message, kind="invalid_parameter", param="top_logprobs")
+    return _or(body.top_logprobs, 0) if body.logprobs else None
+
+
+def _logit_bias(given: dict[str, float], info: ModelInfo) -> dict[int, float]:
+    for name in given:
+        if not (name.isascii() and name.isdigit() and len(name) < 10):
+            message = f'logit_bias maps token ids, such as "276", to numbers; {quote(name)} is no token id'
+            raise BadRequest(message, kind="invalid_parameter", param="logit_bias")
+    bias = {int(name): value for name, value in given.items()}
+    check_ids(bias, info.vocab_size, "logit_bias")
+    return bias
 
 
 def _requests(

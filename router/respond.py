@@ -12,7 +12,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import RequestError, Unavailable
+from pdserve.request import TokenLogprobs
 from pdserve.router.detokenizer import TextStream
+from pdserve.router.logprobs import of_chat, of_completion
 from pdserve.router.middleware import InternalError, error_data, json_response, to_json
 from pdserve.router.openai import Plan
 from pdserve.router.stream import Backend, TokenStream
@@ -30,6 +32,8 @@ class Delta:
     text: str
     token_ids: list[int]
     finish_reason: str | None
+    logprobs: list[TokenLogprobs]  # one for each id, if they were asked for
+    starts: list[int]  # where in the choice's text each token begins, in characters
 
 
 Emit = Callable[[Delta], Awaitable[None]]
@@ -40,14 +44,17 @@ class Choice:
     index: int
     stream: TokenStream
     text: TextStream
+    echo: str = ""  # goes before the text
     tokens: int = 0
 
     async def run(self, emit: Emit) -> None:
         """Emits until the end of the choice, which a stop string may bring before the end of its tokens."""
         async for chunk in self.stream:
             text, token_ids = self.text.push(chunk)
+            text, self.echo = self.echo + text, ""
             self.tokens += len(token_ids)
-            await emit(Delta(self.index, text, token_ids, self.text.finish_reason))
+            logprobs, starts = chunk.logprobs[: len(token_ids)], self.text.starts
+            await emit(Delta(self.index, text, token_ids, self.text.finish_reason, logprobs, starts))
             if self.text.finish_reason is not None:
                 if chunk.finish_reason is None:
                     self.stream.cancel(self.text.finish_reason)
@@ -61,12 +68,14 @@ class Generation:
     def __init__(self, plan: Plan, tokenizer: Tokenizer, backend: Backend) -> None:
         """Raises RequestError, with nothing left running, if the backend refuses one of them."""
         self.plan = plan
+        self.tokenizer = tokenizer
         self.choices: list[Choice] = []
         try:
             for index, request in enumerate(plan.requests):
                 min_tokens = request.sampling.min_tokens
                 text = TextStream(tokenizer, plan.stops, include_stop=plan.include_stop, min_tokens=min_tokens)
-                self.choices.append(Choice(index, backend.open(request), text))
+                echo = plan.echo[index * len(plan.echo) // len(plan.requests)] if plan.echo else ""
+                self.choices.append(Choice(index, backend.open(request), text, echo))
         except BaseException:
             self.close()
             raise
@@ -105,14 +114,10 @@ class Generation:
 async def answer(generation: Generation, receive: Receive) -> Response:
     """The whole answer at once, or nothing if the client leaves before."""
     plan = generation.plan
-    texts: list[list[str]] = [[] for _ in plan.requests]
-    token_ids: list[list[int]] = [[] for _ in plan.requests]
-    reasons: list[str | None] = [None for _ in plan.requests]
+    deltas: list[list[Delta]] = [[] for _ in plan.requests]
 
     async def collect(delta: Delta) -> None:
-        texts[delta.index].append(delta.text)
-        token_ids[delta.index] += delta.token_ids
-        reasons[delta.index] = delta.finish_reason
+        deltas[delta.index].append(delta)
 
     try:
         finished = await unless_disconnected(receive, generation.run(collect))
@@ -120,8 +125,18 @@ async def answer(generation: Generation, receive: Receive) -> Response:
         generation.close()
     if not finished:
         return Response(status_code=CLIENT_GONE)
-    whole = [Delta(i, "".join(texts[i]), token_ids[i], reasons[i]) for i in range(len(plan.requests))]
-    return json_response(_whole_body(generation, whole))
+    return json_response(_whole_body(generation, [_joined(parts) for parts in deltas]))
+
+
+def _joined(deltas: list[Delta]) -> Delta:
+    return Delta(
+        deltas[0].index,
+        "".join(delta.text for delta in deltas),
+        [token_id for delta in deltas for token_id in delta.token_ids],
+        deltas[-1].finish_reason,
+        [one for delta in deltas for one in delta.logprobs],
+        [start for delta in deltas for start in delta.starts],
+    )
 
 
 class EventStream(Response):
@@ -156,7 +171,7 @@ class EventStream(Response):
             if plan.chat and delta.index in unspoken:
                 events.append(_event(plan, [_role(delta.index)]))
             unspoken.discard(delta.index)
-            events.append(_event(plan, [_part(plan, delta)]))
+            events.append(_event(plan, [_part(self._generation, delta)]))
             await self._send(send, [self._with_extras(event) for event in events])
 
         try:
@@ -219,7 +234,11 @@ async def _stop(tasks: list[asyncio.Task[None]]) -> None:
 def _whole_body(generation: Generation, choices: list[Delta]) -> Json:
     plan = generation.plan
     kind = "chat.completion" if plan.chat else "text_completion"
-    body = {**_head(plan, kind), "choices": [_whole(plan, choice) for choice in choices], "usage": generation.usage()}
+    body = {
+        **_head(plan, kind),
+        "choices": [_whole(generation, choice) for choice in choices],
+        "usage": generation.usage(),
+    }
     if plan.return_token_ids:
         body["prompt_token_ids"] = _prompt_token_ids(plan)
     return body
@@ -237,18 +256,29 @@ def _role(index: int) -> Json:
     return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
 
-def _whole(plan: Plan, choice: Delta) -> Json:
+def _whole(generation: Generation, choice: Delta) -> Json:
     message = {"role": "assistant", "content": choice.text, "refusal": None}
-    return _choice(plan, choice, {"message": message} if plan.chat else {"text": choice.text})
+    return _choice(generation, choice, {"message": message} if generation.plan.chat else {"text": choice.text})
 
 
-def _part(plan: Plan, delta: Delta) -> Json:
-    return _choice(plan, delta, {"delta": {"content": delta.text}} if plan.chat else {"text": delta.text})
+def _part(generation: Generation, delta: Delta) -> Json:
+    text: Json = {"delta": {"content": delta.text}} if generation.plan.chat else {"text": delta.text}
+    return _choice(generation, delta, text)
 
 
-def _choice(plan: Plan, choice: Delta, text: Json) -> Json:
-    ids = {"token_ids": choice.token_ids} if plan.return_token_ids else {}
-    return {"index": choice.index, **text, "logprobs": None, "finish_reason": choice.finish_reason, **ids}
+def _choice(generation: Generation, choice: Delta, text: Json) -> Json:
+    ids = {"token_ids": choice.token_ids} if generation.plan.return_token_ids else {}
+    logprobs = _logprobs(generation, choice)
+    return {"index": choice.index, **text, "logprobs": logprobs, "finish_reason": choice.finish_reason, **ids}
+
+
+def _logprobs(generation: Generation, choice: Delta) -> Json | None:
+    plan, tokenizer = generation.plan, generation.tokenizer
+    if not plan.logprobs:
+        return None
+    if plan.chat:
+        return of_chat(tokenizer, choice.token_ids, choice.logprobs)
+    return of_completion(tokenizer, choice.token_ids, choice.logprobs, choice.starts)
 
 
 def _prompt_token_ids(plan: Plan) -> list[int] | list[list[int]]:

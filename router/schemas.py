@@ -27,7 +27,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
-    "echo": (False,),
     "frequency_penalty": (0, 0.0),
     "function_call": ("none",),
     "functions": ([],),
@@ -37,8 +36,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "guided_regex": (),
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
-    "logit_bias": ({},),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),  # without tools it has nothing to say
     "prediction": (),
@@ -57,7 +54,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": (),
@@ -108,6 +104,7 @@ class SamplingBody(Body):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
@@ -121,6 +118,8 @@ class SamplingBody(Body):
 
 class CompletionBody(SamplingBody):
     prompt: Any = None  # a string, token ids, or a list of either: `_prompts` says in words what is wrong
+    echo: bool | None = None
+    logprobs: int | None = None
 
 
 class Message(Body):
@@ -132,6 +131,8 @@ class Message(Body):
 class ChatBody(SamplingBody):
     messages: list[Message]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
 
 class TokenizeBody(Body):

@@ -1,19 +1,22 @@
 """The stream of one request's tokens, as the HTTP side sees it: the seam between text (api) and tokens (dispatch)."""
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from pdserve.request import Request
+from pdserve.request import Request, TokenLogprobs
 from pdserve.router.timeline import Timeline
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """New tokens, and on the last chunk why it is the last: stop (EOS or a stop token, kept as last id) or length."""
+    """New tokens, and on the last chunk why it is the last: stop (EOS or a stop token, kept as last id) or length.
+
+    `logprobs` belong to the tokens, one for each, if the request asks for them."""
 
     token_ids: list[int]
     finish_reason: str | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Text to token ids and back, and the chat template: a thin layer over the model's own tokenizer."""
 
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +11,21 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pdserve.errors import BadRequest, SetupError
 from pdserve.model_path import resolve_model
+
+BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")  # of vocabularies that fall back to bytes
+WORD_START = "▁"  # SentencePiece's space
+
+
+def _byte_symbols() -> dict[str, bytes]:
+    """GPT-2's alphabet: each byte as a character that can be printed."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): bytes([byte]) for byte in printable} | {
+        chr(256 + i): bytes([byte]) for i, byte in enumerate(others)
+    }
+
+
+_BYTES = _byte_symbols()
 
 
 class Tokenizer:
@@ -39,6 +56,9 @@ class Tokenizer:
         self.eos_token_ids: frozenset[int] = frozenset() if eos is None else frozenset([eos])
         added = self._rust.get_added_tokens_decoder()
         self.silent_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._added = {token_id: token.content.encode() for token_id, token in added.items()}
+        decoder = json.loads(self._rust.to_str())["decoder"]
+        self._byte_level = _BYTES if '"ByteLevel"' in json.dumps(decoder) else None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids, with those that the model wants around a text (such as BOS) if `special`."""
@@ -52,6 +72,17 @@ class Tokenizer:
     def token(self, token_id: int) -> str:
         """The token as the vocabulary spells it; empty for ids past it."""
         return self._rust.id_to_token(token_id) or ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token adds to a text, which need not be whole characters; nothing for ids past the vocabulary."""
+        piece = self.token(token_id)
+        if token_id in self._added:
+            return self._added[token_id]
+        if self._byte_level is not None:
+            return b"".join(self._byte_level.get(symbol, symbol.encode()) for symbol in piece)
+        if (byte := BYTE_PIECE.fullmatch(piece)) is not None:
+            return bytes.fromhex(byte[1])
+        return piece.replace(WORD_START, " ").encode()
 
     def render_chat(self, messages: Sequence[dict[str, str]], *, generation_prompt: bool = True) -> list[int]:
         """The conversation through the model's chat template, up to where the assistant begins to speak.

@@ -5,7 +5,7 @@ import torch
 from pdserve.config import EngineConfig, parse_size
 from pdserve.engine.checkpoint import Checkpoint, cpu_memory_available
 from pdserve.engine.paged_model import UnsupportedAttention
-from pdserve.engine.sampler import sample
+from pdserve.engine.sampler import model_logprobs, sample, tell_logprobs
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import SetupError
 from pdserve.kernels.attention import KernelUnavailable, choose
@@ -78,7 +78,13 @@ class ModelRunner:
         last = torch.tensor([ends[seq] - 1 for seq in complete], dtype=torch.long, device=self.device)
         batch = self._batch(seqs, list(tokens.values()), positions)
         logits_SV = self._forward(ids, positions, batch, last)
-        return dict(zip(complete, sample(logits_SV, complete), strict=True)) if complete else {}
+        if not complete:
+            return {}
+        asking = [i for i, seq in enumerate(complete) if seq.sampling.logprobs is not None]
+        logprobs_AV = model_logprobs(logits_SV, asking)  # before the sampler changes the logits
+        sampled = sample(logits_SV, complete)
+        tell_logprobs(logprobs_AV, [complete[i] for i in asking], [sampled[i] for i in asking])
+        return dict(zip(complete, sampled, strict=True))
 
     def _forward(self, ids: list[int], positions: list[int], batch: PagedBatch, last: torch.Tensor) -> torch.Tensor:
         """Logits [S, V] of the tokens at `last`. At least one row is computed: models take no empty selection."""

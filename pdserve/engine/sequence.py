@@ -4,7 +4,7 @@ from collections.abc import Sequence as Ends
 from dataclasses import dataclass, field
 
 from pdserve.keys import KeyChain
-from pdserve.request import SamplingParams
+from pdserve.request import SamplingParams, TokenLogprobs
 
 
 @dataclass(eq=False)
@@ -21,6 +21,7 @@ class Sequence:
         arrival: lower for those that came earlier.
         exported: its KV is stored as it is computed; it may be held back while the store cannot keep up.
         exact: its KV is what this pool computes itself, so its blocks are worth finding by their keys.
+        last_logprobs: of the last token, if the request asks for them.
         num_local_hit, num_loaded: tokens whose KV came from this pool, or from the KV store, at first admission.
     """
 
@@ -40,6 +41,7 @@ class Sequence:
     num_loaded: int = 0
     num_preemptions: int = 0
     arrival: int = 0
+    last_logprobs: TokenLogprobs | None = None
     exact: bool = True
     exported: bool = False
     admitted: bool = False  # it has been in the running batch

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.engine.sampler import counter, gumbel_noise, sample
+from pdserve.engine.sampler import counter, gumbel_noise, model_logprobs, sample, tell_logprobs
 from pdserve.engine.sequence import Sequence
 from pdserve.request import SamplingParams
 
@@ -96,3 +96,29 @@ def test_greedy_takes_the_first_of_equal_logits_as_argmax_does(dtype: torch.dtyp
     seqs = [seq(temperature=0.0) for _ in range(64)]
     assert sample(logits_SV.clone(), seqs) == logits_SV.argmax(dim=-1).tolist()
     assert sample(logits_SV.clone(), seqs) == [row.index(max(row)) for row in logits_SV.tolist()]
+
+
+def test_logprobs_are_those_of_the_model_whatever_is_drawn() -> None:
+    rows = LOGITS.repeat(3, 1).bfloat16()
+    seqs = [seq(logprobs=2, logit_bias={6: 100.0}, temperature=0.0), seq(), seq(logprobs=0, temperature=0.3)]
+    raw = model_logprobs(rows, [0, 2])
+    tokens = sample(rows, seqs)
+    tell_logprobs(raw, [seqs[0], seqs[2]], [tokens[0], tokens[2]])
+    expected = torch.log_softmax(LOGITS.bfloat16().double(), dim=0)
+    first, none, last = (one.last_logprobs for one in seqs)
+    assert tokens[0] == 6 and first is not None and last is not None and none is None
+    assert first.logprob == pytest.approx(float(expected[6]), abs=1e-5)
+    assert [token for token, _ in first.top] == [5, 0]
+    assert [logprob for _, logprob in first.top] == pytest.approx(expected[[5, 0]].tolist())
+    assert last.logprob == pytest.approx(float(expected[tokens[2]]), abs=1e-5) and last.top == ()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_bias_moves_its_own_row_only(temperature: float) -> None:
+    biased, plain = seq(temperature=temperature, logit_bias={6: 100.0, 5: -100.0}), seq(temperature=temperature)
+    assert sample(LOGITS.repeat(2, 1), [biased, plain]) == [6, sample(LOGITS[None].clone(), [plain])[0]]
+
+
+def test_a_bias_shifts_the_distribution() -> None:
+    expected = torch.softmax(LOGITS + torch.tensor([0, 2.0, 0, 0, 0, 0, 0, 0]), dim=0)
+    assert (draw(20_000, logit_bias={1: 2.0}) - expected).abs().max() < 0.015

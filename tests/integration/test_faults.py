@@ -93,19 +93,25 @@ def test_streams_of_a_killed_decode_go_on_elsewhere(
     complete: Callable[..., dict[str, Any]],
 ) -> None:
     bodies = [
-        {"prompt": prompt, "max_tokens": 300, "ignore_eos": True, "temperature": temperature, "seed": i}
+        {"prompt": prompt, "max_tokens": 300, "ignore_eos": True, "temperature": temperature, "seed": i, "logprobs": 0}
         for i, prompt in enumerate(PROMPTS)
     ]
     with (
         deploy(model=str(checkpoint("llama")), num_blocks=512, decode=2, policy="round_robin") as deployment,
         ThreadPoolExecutor(len(bodies)) as threads,
     ):
-        send = lambda body: complete(deployment, **body)["choices"][0]["token_ids"]  # noqa: E731
+
+        def send(body: dict[str, Any]) -> dict[str, Any]:
+            choice: dict[str, Any] = complete(deployment, **body)["choices"][0]
+            return choice
+
         expected = list(threads.map(send, bodies))
         futures = [threads.submit(send, body) for body in bodies]
         wait_until(lambda: instances(deployment.url)["decode-1"]["requests"] >= 2, 10, "decode-1 is busy")
         os.kill(deployment.child("decode-1").pid, signal.SIGKILL)
-        assert [future.result(60) for future in futures] == expected
+        for choice, right in zip([future.result(60) for future in futures], expected, strict=True):
+            assert choice["token_ids"] == right["token_ids"]
+            assert choice["logprobs"]["token_logprobs"] == pytest.approx(right["logprobs"]["token_logprobs"], abs=1e-4)
         metrics = httpx.get(f"{deployment.url}/metrics").text
         assert 'pdserve_migrations_total{kind="instance_lost"}' in metrics
 

@@ -5,6 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+
 SETTINGS = [
     {"temperature": 1.0},
     {"temperature": 0.7, "top_p": 0.9},
@@ -12,6 +15,15 @@ SETTINGS = [
     {"temperature": 0.9, "min_p": 0.05, "top_p": 0.95, "top_k": 50},
 ]
 TOPOLOGIES = [{"prefill": 1, "decode": 1}, {"prefill": 2, "decode": 2}, {"prefill": 0, "decode": 0, "both": 1}]
+LIKELY: dict[str, Any] = {
+    "prompt": list(range(40)),
+    "max_tokens": 8,
+    "ignore_eos": True,
+    "seed": 3,
+    "temperature": 1.0,
+    "logprobs": 4,
+    "logit_bias": {"5": 3.0},  # changes what is drawn, not what the model thinks of it
+}
 
 
 def test_seeded_output_is_the_same_everywhere(
@@ -25,6 +37,7 @@ def test_seeded_output_is_the_same_everywhere(
         for i, prompt in enumerate(prompts)
     ]
     seen: list[list[list[int]]] = []
+    told: list[dict[str, Any]] = []
     for number, topology in enumerate(TOPOLOGIES):
         noise = [{"prompt": [number, i] * (i + 1), "max_tokens": 24, "seed": i, "temperature": 1} for i in range(8)]
         with (
@@ -34,6 +47,7 @@ def test_seeded_output_is_the_same_everywhere(
             ThreadPoolExecutor(32) as threads,
         ):
             send = lambda body, d=deployment: complete(d, **body)["choices"][0]["token_ids"]  # noqa: E731
+            told.append(complete(deployment, **LIKELY)["choices"][0])
             others = [threads.submit(send, body) for body in noise[: 4 * number]]
             seen.append(list(threads.map(send, bodies)))
             for other in others:
@@ -41,3 +55,19 @@ def test_seeded_output_is_the_same_everywhere(
     assert seen[1] == seen[0]
     assert seen[2] == seen[0]
     assert len({tuple(tokens) for tokens in seen[0]}) == len(prompts), "different seeds differ"
+    for choice in told:
+        assert choice["token_ids"] == told[0]["token_ids"]
+        _check_logprobs(checkpoint("qwen3"), choice)
+
+
+def _check_logprobs(path: Path, choice: dict[str, Any]) -> None:
+    """They are log_softmax of transformers' own logits."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()  # type: ignore[no-untyped-call]
+    ids = torch.tensor([[*LIKELY["prompt"], *choice["token_ids"]]])
+    with torch.no_grad():
+        right = model(ids).logits[0, len(LIKELY["prompt"]) - 1 : -1].log_softmax(-1)
+    chosen = right.gather(1, ids[0, len(LIKELY["prompt"]) :, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(choice["logprobs"]["token_logprobs"]), chosen, atol=1e-4, rtol=0)
+    for top, row in zip(choice["logprobs"]["top_logprobs"], right, strict=True):
+        best = sorted(top.values(), reverse=True)[:4]
+        torch.testing.assert_close(torch.tensor(best), row.topk(4).values, atol=1e-4, rtol=0)

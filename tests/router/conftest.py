@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -19,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from pdserve.config import RouterConfig
 from pdserve.errors import RequestError
 from pdserve.lifetime import Stage
-from pdserve.request import Request
+from pdserve.request import Request, TokenLogprobs
 from pdserve.router.api import create_app
 from pdserve.router.stream import Chunk, ModelInfo
 from pdserve.router.timeline import Timeline, TimelineLog
@@ -109,16 +109,21 @@ class ScriptedStream:
         self.cancelled = False
         self._chunks = chunks
         self._script = script
+        self._asked = request.sampling.logprobs
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         self.timeline.local_hit_tokens = self._script.cached_tokens
         for chunk in self._chunks:
             await asyncio.sleep(self._script.pause)
-            yield chunk
+            yield chunk if self._asked is None else replace(chunk, logprobs=self._logprobs(chunk, self._asked))
         if self._script.error is not None:
             raise self._script.error
         if self._script.hang:
             await asyncio.Event().wait()
+
+    def _logprobs(self, chunk: Chunk, count: int) -> list[TokenLogprobs]:
+        """The token itself, and 40, are the likeliest of all."""
+        return [TokenLogprobs(-0.5, ((one, -0.5), (40, float("-inf")))[:count]) for one in chunk.token_ids]
 
     def cancel(self, finish_reason: str = "cancelled") -> None:
         self.cancelled = True

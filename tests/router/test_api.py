@@ -40,6 +40,15 @@ def token_ids_of(choices: list[dict[str, Any]]) -> list[int]:
     return [token_id for choice in choices for token_id in choice.get("token_ids", [])]
 
 
+def logprobs_of(choices: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Those of the events of one choice, put together."""
+    whole: dict[str, list[Any]] = {}
+    for choice in choices:
+        for name, values in (choice["logprobs"] or {}).items():
+            whole.setdefault(name, []).extend(values or [])
+    return whole
+
+
 # ---- answers --------------------------------------------------------------------------------------------------
 
 
@@ -170,6 +179,62 @@ def test_no_event_holds_half_a_character(
     got = events(client.post(path, {**BODIES[path], "stream": True}))
     assert text_of(got) == text
     assert "\ufffd" not in json.dumps(got, ensure_ascii=False)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_a_completion(
+    client: Client, events: Events, backend: ScriptedBackend, tokenizer: Tokenizer, stream: bool
+) -> None:
+    ids = [*tokenizer.encode(" Paris 漢"), 0]
+    backend.plays(ids, "stop")
+    response = client.post(COMPLETIONS, {**HELLO, "logprobs": 2, "stream": stream, "echo": False})
+    answers = events(response) if stream else [response.json()]
+    logprobs = logprobs_of([answer["choices"][0] for answer in answers])
+    assert logprobs["token_logprobs"] == [-0.5] * len(ids)
+    tokens, starts = logprobs["tokens"], logprobs["text_offset"]
+    assert tokens[-1] == "<|end|>" and tokens[-2].startswith("bytes:\\x")
+    text = " Paris 漢"
+    whole = [i for i, token in enumerate(tokens[:-1]) if not token.startswith("bytes:")]
+    assert whole and all(text[starts[i] :].startswith(tokens[i]) for i in whole)
+    assert starts[-1] == len(text)
+    other = tokenizer.decode([40])
+    assert logprobs["top_logprobs"] == [{token: -0.5, other: -9999.0} for token in tokens]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_a_chat(
+    client: Client, events: Events, backend: ScriptedBackend, tokenizer: Tokenizer, stream: bool
+) -> None:
+    ids = tokenizer.encode("hello 漢. world")
+    backend.plays(ids)
+    body = {
+        **CHATTING,
+        "logprobs": True,
+        "top_logprobs": 1,
+        "stream": stream,
+        "stop": [". w"],
+        "return_token_ids": True,
+    }
+    response = client.post(CHAT, body)
+    choices = [answer["choices"][0] for answer in (events(response) if stream else [response.json()])]
+    content = logprobs_of(choices)["content"]
+    used = token_ids_of(choices)
+    assert len(content) == len(used) < len(ids), "up to the stop string, as the ids"
+    assert bytes(byte for one in content for byte in one["bytes"]).startswith("hello 漢. w".encode())
+    for one in content:
+        assert one["top_logprobs"] == [{name: one[name] for name in ("token", "logprob", "bytes")}]
+    assert (
+        client.post(CHAT, {**CHATTING, "logprobs": True}).json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        == []
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo(client: Client, events: Events, tokenizer: Tokenizer, stream: bool) -> None:
+    prompts = [tokenizer.encode("hello"), tokenizer.encode("world")]
+    response = client.post(COMPLETIONS, {"prompt": prompts, "n": 2, "echo": True, "stream": stream})
+    answers = events(response) if stream else [response.json()]
+    assert [text_of(answers, i) for i in range(4)] == ["hello Paris."] * 2 + ["world Paris."] * 2
 
 
 @pytest.mark.parametrize("stream", [False, True])

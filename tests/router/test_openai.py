@@ -82,11 +82,15 @@ def test_every_parameter_arrives(client: Client, backend: ScriptedBackend) -> No
         "seed": 11,
         "stop_token_ids": [5, 6],
         "ignore_eos": True,
+        "logprobs": 3,
+        "logit_bias": {"7": -100, "12": 0.5},
     }
     response = client.post(COMPLETIONS, {**HELLO, **sampling, "cache_salt": "tenant"})
     assert response.status_code == 200, response.text
     [request] = backend.requests
-    assert request.sampling == SamplingParams(**{**sampling, "stop_token_ids": (5, 6)})
+    assert request.sampling == SamplingParams(
+        **{**sampling, "stop_token_ids": (5, 6), "logit_bias": {7: -100.0, 12: 0.5}}
+    )
     assert request.salt == "tenant"
 
 
@@ -165,14 +169,11 @@ def test_unsupported_fields_pass_at_their_neutral_value_only(client: Client, pat
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        ({"logprobs": 0}, "logprobs is not supported; leave it out or send false"),
         ({"frequency_penalty": 0.5}, "frequency_penalty is not supported; leave it out or send 0"),
         ({"best_of": 2}, "best_of is not supported; ask for n choices and pick one yourself"),
-        ({"echo": True}, "echo is not supported; leave it out or send false"),
         ({"request_id": "a"}, "request_id is not supported; send it in the X-Request-Id header"),
         ({"suffix": "."}, 'suffix is not supported; leave it out or send ""'),
         ({"store": True}, "store is not supported; leave it out or send false"),
-        ({"logit_bias": {"5": 1}}, "logit_bias is not supported; leave it out or send {}"),
         ({"tools": [{"type": "function"}]}, "tools is not supported; leave it out or send []"),
         (
             {"response_format": {"type": "json_object"}},
@@ -241,6 +242,20 @@ def test_no_field_is_both_supported_and_unsupported() -> None:
             {"stream": True, "stream_options": {"usage": True}},
             "stream_options.usage",
             "unknown field 'stream_options.usage'",
+        ),
+        ({"logprobs": 21}, "logprobs", "logprobs must be from 0 to 20, not 21"),
+        ({"logprobs": True}, "logprobs", "logprobs must be a valid integer, not a boolean"),
+        (
+            {"logprobs": 0, "echo": True},
+            "echo",
+            "echo together with logprobs is not supported: there are none of the prompt; leave out one of the two",
+        ),
+        ({"logit_bias": {"1": 101}}, "logit_bias", "logit_bias must be of numbers from -100 to 100, not 101.0"),
+        ({"logit_bias": {"300": 1}}, "logit_bias", "logit_bias holds the token id 300; this model knows 0 to 299"),
+        (
+            {"logit_bias": {"a": 1}},
+            "logit_bias",
+            "logit_bias maps token ids, such as \"276\", to numbers; 'a' is no token id",
         ),
         ({"stream": "yes"}, "stream", "stream must be a valid boolean, not a string"),
     ],
@@ -375,6 +390,18 @@ def test_another_model(client: Client, path: str) -> None:
 )
 def test_messages_that_cannot_be(client: Client, messages: object, message: str) -> None:
     assert refusal(client, CHAT, {"messages": messages})["message"] == message
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"top_logprobs": 1}, "top_logprobs has a meaning only with logprobs: true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be from 0 to 20, not 21"),
+        ({"logprobs": 5}, "logprobs must be a valid boolean, not a number"),
+    ],
+)
+def test_logprobs_of_chats_that_cannot_be(client: Client, field: dict[str, Any], message: str) -> None:
+    assert refusal(client, CHAT, {**CHATTING, **field})["message"] == message
 
 
 def test_chat_takes_one_limit(client: Client, backend: ScriptedBackend) -> None:

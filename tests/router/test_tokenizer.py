@@ -33,6 +33,14 @@ def test_it_knows_its_vocabulary(tokenizer: Tokenizer, fallback_tokenizer: Token
     assert tokenizer.token(tokenizer.vocab_size) == ""
 
 
+def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer: Tokenizer, fallback_tokenizer: Tokenizer) -> None:
+    text = "hello 漢 e\u0301\n\x00<|end|>"
+    assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
+    ids = fallback_tokenizer.encode("the cat 漢")
+    assert b"".join(map(fallback_tokenizer.token_bytes, ids)).decode().strip() == "the cat 漢"
+    assert tokenizer.token_bytes(tokenizer.vocab_size) == b""
+
+
 def test_chat_goes_through_the_template(tokenizer: Tokenizer) -> None:
     ids = tokenizer.render_chat([{"role": "user", "content": "hello"}])
     text = "<|start|>user\nhello<|end|><|start|>assistant\n"
