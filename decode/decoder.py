@@ -127,7 +127,8 @@ class Decoder:
         seq, now, decode = job.seq, self._desk.now(), self._decodes[job]
         if job.phase == pb.BOTH:
             job.stamp(Stage.PREFILL_STARTED, step_started)
-        self._store_back(decode, STORE_BACK_BLOCKS)
+        # Blocks that leave the window cannot wait for others.
+        self._store_back(decode, 1 if self._engine.scheduler.num_unseen(seq) > decode.kept else STORE_BACK_BLOCKS)
         if not sampled:
             return
         if len(seq) - seq.num_given == 1:
@@ -168,7 +169,7 @@ class Decoder:
     def _load(self, decode: _Decode) -> None:
         job, first = decode.job, decode.requested
         stop = min(decode.available, first + self._transfers.largest)
-        keys, blocks = job.keys[first:stop], job.seq.block_ids[first:stop]
+        keys, blocks = job.keys[first:stop], job.seq.blocks(first, stop)
         decode.requested = stop
         tickets = tuple(decode.tickets)
         then = partial(self._loaded, decode, first)
@@ -234,6 +235,9 @@ class Decoder:
         They never wait for room: it is better to lose them than to delay what somebody waits for.
         """
         job, seq, first = decode.job, decode.job.seq, decode.kept
+        if decode.worth and seq.num_dropped > first:  # there was no room while it had them
+            self._desk.count("store_back_skipped_blocks", seq.num_dropped - first)
+            decode.worth = 0
         ready = int(min(seq.num_computed, decode.worth)) // seq.block_size
         stop = min(ready, first + min(self._transfers.room, self._transfers.largest))
         if job.over:
@@ -241,7 +245,7 @@ class Decoder:
         if stop - first < at_least:
             return
         decode.kept = stop
-        keys, blocks = seq.full_keys()[first:stop], seq.block_ids[first:stop]
+        keys, blocks = seq.full_keys()[first:stop], seq.blocks(first, stop)
         self._transfers.store(job, keys, blocks, 0.0, lambda result: self._stored_back(decode, result))
 
     def _stored_back(self, decode: _Decode, result: Result) -> None:

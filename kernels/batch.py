@@ -49,7 +49,8 @@ class PagedBatch:
     Attributes:
         pool_NL2GBD: the whole pool, [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
         slots_T: int64, where the KV of each new token goes: block id × block size + offset.
-        tables_SM: int64, block ids of each sequence in order; unused entries are 0.
+        tables_SM: int64, block ids of each sequence in order; unused entries are 0, and those behind the window of every
+            layer mean nothing.
         query_lens: new tokens of each sequence.
         kv_lens: tokens of each sequence that have KV after this step, the new ones included.
         kv_lens_S: the same on the device, int64.

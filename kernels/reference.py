@@ -106,9 +106,9 @@ def _attend_decoding(
     seen_SL = positions_L < lengths_S1
     if window is not None:
         seen_SL &= positions_L >= lengths_S1 - window
-    # What the mask hides may be uninitialised memory, and neither NaN - inf nor 0 × NaN goes away.
-    unused_SGLD = ~(positions_L < lengths_S1)[:, None, :, None]
-    k_SGLD, v_SGLD = k_SGLD.masked_fill(unused_SGLD, 0), v_SGLD.masked_fill(unused_SGLD, 0)
+    # What the mask hides may be memory of others or of nobody, and neither NaN - inf nor 0 × NaN goes away.
+    hidden_SGLD = ~seen_SL[:, None, :, None]
+    k_SGLD, v_SGLD = k_SGLD.masked_fill(hidden_SGLD, 0), v_SGLD.masked_fill(hidden_SGLD, 0)
     return _softmax_attention(q_SHD[:, :, None], k_SGLD, v_SGLD, seen_SL[:, None, None], scale, softcap)[:, :, 0]
 
 
@@ -121,8 +121,10 @@ def _attend_one(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    k_GLD, v_GLD = k_GLD[:, :kv_len], v_GLD[:, :kv_len]
     tokens, heads, _ = q_THD.shape
+    hidden = 0 if window is None else max(0, kv_len - tokens + 1 - window)  # no new token sees these
+    k_GLD, v_GLD = k_GLD[:, hidden:kv_len], v_GLD[:, hidden:kv_len]
+    kv_len -= hidden
     if kv_len == tokens and softcap is None and (window is None or window >= tokens):  # half the work of a mask
         q_HTD = q_THD.transpose(0, 1)
         out_1HTD = F.scaled_dot_product_attention(

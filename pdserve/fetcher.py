@@ -71,7 +71,7 @@ class Fetcher:
 
     def _load(self, fetch: _Fetch, first: int, stop: int) -> None:
         end = min(stop, first + self._transfers.largest)
-        keys, blocks = fetch.keys[first:end], fetch.job.seq.block_ids[first:end]
+        keys, blocks = fetch.keys[first:end], fetch.job.seq.blocks(first, end)
         self._transfers.load(fetch.job, keys, blocks, lambda result: self._loaded(fetch, first, stop, result))
 
     def _loaded(self, fetch: _Fetch, first: int, stop: int, result: Result) -> None:

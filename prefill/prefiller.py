@@ -113,7 +113,7 @@ class Prefiller:
         job = prefill.job
         store = _Store(stop - first)
         prefill.stores.append(store)
-        keys, blocks = job.keys[first:stop], job.seq.block_ids[first:stop]
+        keys, blocks = job.keys[first:stop], job.seq.blocks(first, stop)
         self._transfers.store(
             job, keys, blocks, self._lease_seconds, lambda result: self._stored(prefill, store, result)
         )

@@ -56,7 +56,10 @@ class Engine:
         self.runner = ModelRunner(self.checkpoint, config)
         self.pool = BlockPool(self.runner.num_blocks, config.block_size)
         self.scheduler = Scheduler(
-            self.pool, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+            self.pool,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            window=self.runner.window,
         )
         self.max_model_len = _max_model_len(self.checkpoint, config, self.runner.num_blocks)
         self.layout = self.checkpoint.layout

@@ -1,5 +1,9 @@
 """Holds the pool's memory and runs the model over one step's batch. The only part of the engine that owns tensors."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
 import torch
 
 from pdserve.config import EngineConfig, parse_size
@@ -9,7 +13,7 @@ from pdserve.engine.sampler import model_logprobs, sample, tell_logprobs
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import SetupError
 from pdserve.kernels.attention import KernelUnavailable, choose
-from pdserve.kernels.batch import PagedBatch
+from pdserve.kernels.batch import Kernel, PagedBatch
 from pdserve.kernels.cpu import huge_pages
 from pdserve.request import SamplingParams
 
@@ -18,7 +22,11 @@ CPU_SHARE = 0.25  # of the free memory, when nothing else is asked for: two inst
 
 
 class ModelRunner:
-    """`num_blocks` and the pool [N, L, 2, G, B, D] are set once the memory has been measured."""
+    """`num_blocks` and the pool [N, L, 2, G, B, D] are set once the memory has been measured.
+
+    Attributes:
+        window: a token sees so many at most, itself included, in every layer; None if some layer sees all.
+    """
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
         self.checkpoint = checkpoint
@@ -28,7 +36,7 @@ class ModelRunner:
             self.kernel = choose(config.kernel, self.device)
         except KernelUnavailable as error:
             raise SetupError(str(error)) from error
-        self._check_architecture()
+        self.window = self._check_architecture()
         if self.device.type == "cuda":
             self._profile(config)
         self.num_blocks = _num_blocks(checkpoint, config)
@@ -118,8 +126,11 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def _check_architecture(self) -> None:
+    def _check_architecture(self) -> int | None:
         """Runs two tokens through the model with a pool of as few blocks, and sees that every layer attended to them.
+
+        Returns:
+            The longest window, if all layers have one.
 
         Raises:
             SetupError: a layer keeps state elsewhere than in KV, or asks for attention that the kernels do not do.
@@ -128,16 +139,24 @@ class ModelRunner:
         self.pool_NL2GBD = self._new_pool(len(blocks)).fill_(float("nan"))
         probe = Sequence("probe", [0, 0], 2, 2, _GREEDY, b"", self.block_size, block_ids=blocks)
         kind = type(self.checkpoint.model).__name__
+        windows: list[int | None] = []
+
+        def attend(*call: Any) -> torch.Tensor:
+            windows.append(call[4])
+            return self.kernel.attend(*call)
+
+        watched = cast(Kernel, SimpleNamespace(write_kv=self.kernel.write_kv, attend=attend))
+        batch = replace(self._batch([probe], [2], [0, 1]), kernel=watched)
         try:
-            self._forward(
-                probe.tokens, [0, 1], self._batch([probe], [2], [0, 1]), torch.tensor([1], device=self.device)
-            )
+            self._forward(probe.tokens, [0, 1], batch, torch.tensor([1], device=self.device))
         except (UnsupportedAttention, TypeError) as error:
             if isinstance(error, TypeError) and "paged" not in str(error):
                 raise  # not the model's refusal of our argument, but a defect
             raise SetupError(f"architecture {kind} is not supported: {error}") from error
         if self.pool_NL2GBD[..., :2, :].isnan().any():
             raise SetupError(f"architecture {kind} is not supported: not all of its layers use the attention interface")
+        given = [window for window in windows if window is not None]
+        return max(given) if len(given) == len(windows) else None
 
     @torch.inference_mode()
     def _profile(self, config: EngineConfig) -> None:

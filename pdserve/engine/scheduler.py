@@ -36,11 +36,20 @@ class Schedule:
 
 
 class Scheduler:
-    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    """Decides over a pool.
+
+    Args:
+        window: a token sees so many at most, itself included, in every layer; None if some layer sees all.
+    """
+
+    def __init__(
+        self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int, window: int | None = None
+    ) -> None:
         assert max_num_seqs > 0 and max_num_batched_tokens > 0
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.window = window
         self.waiting: deque[Sequence] = deque()
         self.loaded: deque[Sequence] = deque()  # hold blocks: their KV was loaded, or they are forks of others
         self.running: list[Sequence] = []
@@ -55,7 +64,7 @@ class Scheduler:
     def fork(self, seq: Sequence, request_id: str, sampling: SamplingParams) -> Sequence:
         """Queues a copy of a sequence that shares all KV computed so far; what either writes from now on is its own."""
         blocks = seq.block_ids[: self.pool.blocks_for(seq.num_computed)]
-        self.pool.hold(blocks)
+        self.pool.hold(blocks[seq.num_dropped :])
         fork = replace(
             seq, request_id=request_id, sampling=sampling, tokens=[*seq.tokens], keys=[*seq.keys], block_ids=blocks
         )
@@ -70,9 +79,9 @@ class Scheduler:
         self.release(seq)
 
     def release(self, seq: Sequence) -> None:
-        self.pool.release(seq.block_ids)
+        self.pool.release(seq.held)
         seq.block_ids = []
-        seq.num_computed = seq.num_registered = 0
+        seq.num_computed = seq.num_registered = seq.num_dropped = 0
 
     def schedule(self, *, hold_back: bool = False) -> Schedule:
         """Decides the next step. At least one sequence is in it whenever there is one that can run.
@@ -115,7 +124,13 @@ class Scheduler:
         self.prefix_hits += seq.num_computed
         return True
 
+    def num_unseen(self, seq: Sequence) -> int:
+        """Leading blocks that its next token does not see, and none to come. They are given back with the next step."""
+        return 0 if self.window is None else max(0, seq.num_computed + 1 - self.window) // self.pool.block_size
+
     def _schedule_running(self, step: Schedule, budget: int) -> int:
+        for seq in self.running:
+            self._drop_unseen(seq)
         for seq in list(self.running):
             if seq not in step.preempted:
                 self._grow(seq, step)
@@ -127,6 +142,11 @@ class Scheduler:
             step.tokens[seq] = min(seq.num_missing, budget)
             budget -= step.tokens[seq]
         return budget
+
+    def _drop_unseen(self, seq: Sequence) -> None:
+        unseen = max(seq.num_dropped, self.num_unseen(seq))
+        self.pool.release(seq.blocks(seq.num_dropped, unseen))
+        seq.num_dropped = unseen
 
     def _grow(self, seq: Sequence, step: Schedule) -> None:
         """Gives a running sequence the blocks for all its tokens, at the cost of the latest, which may be itself."""
@@ -158,7 +178,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence, queue: list[Sequence] | deque[Sequence], step: Schedule) -> None:
         queue.remove(seq)
-        step.copies = [copy for copy in step.copies if copy[1] not in seq.block_ids]
+        step.copies = [copy for copy in step.copies if copy[1] not in seq.held]
         step.preempted.append(seq)
         self.release(seq)
         self.waiting.appendleft(seq)

@@ -15,6 +15,8 @@ class Sequence:
         tokens: prompt, then output.
         num_prompt: how many of them are the prompt.
         num_given: how many of them were there at the start: the prompt, and what another instance had generated.
+        block_ids: one for each block of tokens. Those of the first `num_dropped` mean nothing any more.
+        num_dropped: leading blocks that were given back, because no token to come sees them.
         num_computed: how many leading tokens have their KV in `block_ids`.
         keys: content keys of the full blocks of `tokens`, as far as they have been derived.
         stop_token_ids: generation ends with one of these (EOS included, unless it is ignored).
@@ -34,6 +36,7 @@ class Sequence:
     block_size: int
     stop_token_ids: frozenset[int] = frozenset()
     block_ids: list[int] = field(default_factory=list)
+    num_dropped: int = 0
     num_computed: int = 0
     keys: list[bytes] = field(default_factory=list)
     num_registered: int = 0  # leading blocks that the pool knows by key
@@ -55,6 +58,16 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def held(self) -> list[int]:
+        """The blocks that it has."""
+        return self.block_ids[self.num_dropped :]
+
+    def blocks(self, first: int, stop: int) -> list[int]:
+        """Block ids of its blocks from `first` to before `stop`, none of which was given back."""
+        assert first >= self.num_dropped, f"block {first} of {self.request_id} was given back"
+        return self.block_ids[first:stop]
 
     @property
     def num_missing(self) -> int:

@@ -44,17 +44,21 @@ def timeline(deployment: Any, request_id: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("connector_url", "roles"), [("shm", SPLIT), ("redis", ALONE)], ids=["split", "alone"], indirect=["connector_url"]
+    ("connector_url", "roles", "architecture"),
+    [("shm", SPLIT, "llama"), ("redis", ALONE, "mistral")],
+    ids=["split", "alone, with a window that blocks leave before many are full"],
+    indirect=["connector_url"],
 )
 def test_the_next_turn_is_loaded_elsewhere(
     roles: dict[str, int],
+    architecture: str,
     connector_url: str,
     checkpoint: Callable[..., Path],
     generate: Generate,
     deploy: Callable[..., Any],
     complete: Complete,
 ) -> None:
-    path = checkpoint("llama")
+    path = checkpoint(architecture)
     settings = {"policy": "round_robin", "store_generated": "on", "num_blocks": 256, "connector": connector_url}
     with deploy(model=str(path), max_num_batched_tokens=64, **settings, **roles) as deployment:
         first = complete(deployment, prompt=PROMPT, max_tokens=TOKENS, ignore_eos=True)

@@ -30,6 +30,13 @@ class Case:
         reference.write_kv(cache_N2GBD, self.k_TGD.float(), self.v_TGD.float(), self.batch.slots_T)
         return reference.attend(self.q_THD.float(), cache_N2GBD, self.batch, scale, window, softcap)
 
+    def hide(self, window: int | None) -> None:
+        """What no new token sees becomes NaN, as if the blocks were somebody else's by now."""
+        batch, size = self.batch, self.batch.block_size
+        for row, (new, kv) in enumerate(zip(batch.query_lens, batch.kv_lens, strict=True)):
+            at = torch.arange(max(0, kv - new + 1 - (window or kv)), device=batch.tables_SM.device)
+            batch.pool_NL2GBD[batch.tables_SM[row, at // size], :, :, :, at % size] = float("nan")
+
 
 MakeCase = Callable[..., Case]
 

@@ -24,10 +24,13 @@ def check(case: Any, window: int | None, softcap: float | None) -> None:
     scale, dtype = case.q_THD.shape[2] ** -0.5, case.q_THD.dtype
     expected = case.expected(scale, window, softcap)
     cpu.write_kv(case.cache_N2GBD, case.k_TGD, case.v_TGD, case.batch.slots_T)
+    case.hide(window)
     for longest_run, most_new in ((1 << 20, 1 << 20), (64, 1 << 20), (0, 39), (0, None)):
         got = cpu.attend(case.q_THD, case.cache_N2GBD, case.batch, scale, window, softcap, longest_run, most_new)
         assert got.dtype == dtype
         torch.testing.assert_close(got.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    again = reference.attend(case.q_THD, case.cache_N2GBD, case.batch, scale, window, softcap)
+    torch.testing.assert_close(again.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
