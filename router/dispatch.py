@@ -4,96 +4,24 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from pdserve.config import RouterConfig
-from pdserve.costs import attended
 from pdserve.errors import BadRequest, RequestError, Unavailable
-from pdserve.handover import OWNER, Action, Event, HandOver, State
+from pdserve.handover import Action, Event, HandOver, State
 from pdserve.keys import Layout
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import Request, TokenLogprobs
+from pdserve.request import Request
 from pdserve.router.fleet import Fleet, Member
+from pdserve.router.flight import Flight
 from pdserve.router.metrics import Metrics
 from pdserve.router.pairs import IN_VAIN, Pairs
 from pdserve.router.policy import Ask, Load, decide
-from pdserve.router.stream import Chunk, ModelInfo
+from pdserve.router.stream import ModelInfo
 from pdserve.router.timeline import Moved, Timeline, TimelineLog
 
 log = logging.getLogger(__name__)
-
-
-class Flight:
-    """One request under way: a TokenStream for the HTTP side, fed by the dispatcher."""
-
-    prefill: Member
-    decode: Member | None  # None: prefill does everything
-
-    def __init__(self, dispatcher: "Dispatcher", request: Request) -> None:
-        now = time.monotonic()
-        self.request = request
-        self.machine = HandOver(now, dispatcher.config.handover_timeout_seconds)
-        self.timeline = Timeline(request.request_id, prompt_tokens=len(request.prompt))
-        self.last_token_at: float | None = None
-        self.emitted: list[int] = []
-        self.cached: dict[str, int] = {}  # instance id → leading tokens in its pool when it was picked
-        self._dispatcher = dispatcher
-        self._chunks: asyncio.Queue[Chunk | RequestError] = asyncio.Queue()
-
-    @property
-    def id(self) -> str:
-        """What instances call it: they may still be busy with what it was before it moved."""
-        moves = self.timeline.migrations
-        return f"{self.request.request_id}#{moves}" if moves else self.request.request_id
-
-    @property
-    def last_member(self) -> Member:
-        """The instance that produces the output's end."""
-        return self.decode or self.prefill
-
-    @property
-    def owner(self) -> Member:
-        """The instance that must act next."""
-        return self.prefill if OWNER[self.machine.state] == "prefill" else self.last_member
-
-    @property
-    def tokens(self) -> int:
-        """Of prompt and output so far."""
-        return len(self.request.prompt) + len(self.emitted)
-
-    @property
-    def tokens_left(self) -> int:
-        return self.request.sampling.max_tokens - len(self.emitted)
-
-    def left(self, phase: "pb.Phase", done: int = 0) -> Load:
-        """What is left to do in a phase, with so many tokens computed or cached. The last one always has to be computed."""
-        load = Load()
-        if phase != pb.PREFILL:
-            load = load._replace(output_tokens=self.tokens_left, context_tokens=self.tokens)
-        if phase != pb.DECODE:
-            tokens = max(1, self.tokens - done)
-            pairs = int(attended(tokens, self.tokens - tokens))
-            load = load._replace(prefill_tokens=tokens, prefills=1, attended_tokens=pairs)
-        return load
-
-    def put(self, item: Chunk | RequestError) -> None:
-        self._chunks.put_nowait(item)
-
-    async def __aiter__(self) -> AsyncIterator[Chunk]:
-        while True:
-            item = await self._chunks.get()
-            if isinstance(item, RequestError):
-                raise item
-            yield item
-            if item.finish_reason is not None:
-                return
-
-    def cancel(self, finish_reason: str = "cancelled") -> None:
-        if not self.machine.ended:
-            self.timeline.finish_reason = finish_reason
-            self._dispatcher.handle(self, Event.CANCELLED)
 
 
 class Dispatcher:
@@ -137,7 +65,8 @@ class Dispatcher:
         now = time.monotonic()
         if request.request_id in self._open:
             raise BadRequest(f"request id {request.request_id!r} is in use", kind="duplicate_request_id")
-        flight = Flight(self, request)
+        machine = HandOver(now, self.config.handover_timeout_seconds)
+        flight = Flight(request, machine, on_cancel=lambda flight: self.handle(flight, Event.CANCELLED))
         flight.timeline.stamp(Stage.RECEIVED, request.received or now)
         flight.timeline.stamp(Stage.ADMITTED, now)
         self._start(flight)
@@ -182,7 +111,9 @@ class Dispatcher:
         flight = self.flights.get(output.request_id)
         if flight is None or flight.id not in member.requests:
             return  # it is over, or this instance has been given up
-        self._note(flight, member, output)
+        flight.note(member, output, time.monotonic())
+        if member is flight.decode and any(stamp.stage == Stage.KV_READY for stamp in output.stamps):
+            self._note_pair(flight, flight.prefill.hello, member.hello)
         if output.HasField("error"):
             self.handle(flight, Event.UNPLACED, RequestError(output.error.message, kind=output.error.kind))
         elif member is flight.decode or flight.decode is None:
@@ -281,42 +212,9 @@ class Dispatcher:
 
     def _emit(self, flight: Flight, output: pb.Output) -> None:
         now = time.monotonic()
-        timeline = flight.timeline
-        timeline.output_tokens += len(output.token_ids)
-        if flight.last_token_at is None:
-            timeline.stamp(Stage.FIRST_TOKEN, now)
-        else:
+        if flight.last_token_at is not None:
             self._metrics.inter_token.observe((now - flight.last_token_at) / max(1, len(output.token_ids)))
-        flight.last_token_at = now
-        flight.emitted += output.token_ids
-        timeline.finish_reason = output.finish_reason
-        logprobs = [_logprobs(one) for one in output.logprobs]
-        flight.put(Chunk(list(output.token_ids), output.finish_reason or None, logprobs))
-
-    def _note(self, flight: Flight, member: Member, output: pb.Output) -> None:
-        """Takes stamps and counts into the timeline; instances stamp in seconds before they sent the frame.
-
-        What one instance did because of another's news is then never stamped before it: a frame that is late makes
-        its stamps late, not early.
-        """
-        timeline, now = flight.timeline, time.monotonic()
-        for stamp in output.stamps:
-            stage = Stage(stamp.stage)
-            # The client's first token counts, hence the router's own stamp, in `_emit`.
-            if stage is not Stage.FIRST_TOKEN and (stage is not Stage.FINISHED or member is flight.last_member):
-                timeline.stamp(stage, now - stamp.seconds)
-        if output.HasField("tokens") and not timeline.migrations:
-            timeline.computed_tokens = output.tokens.computed
-            timeline.local_hit_tokens = output.tokens.local_hit
-            timeline.loaded_tokens = output.tokens.loaded
-        if output.HasField("moved"):
-            moved = Moved(output.moved.blocks, output.moved.bytes, output.moved.seconds)
-            if member is flight.decode:
-                timeline.loaded = moved
-            else:
-                timeline.stored = moved
-        if member is flight.decode and any(stamp.stage == Stage.KV_READY for stamp in output.stamps):
-            self._note_pair(flight, flight.prefill.hello, member.hello)
+        flight.emit(output, now)
 
     def _note_pair(self, flight: Flight, prefill: pb.Hello, decode: pb.Hello) -> None:
         """Whether the two reach the same store is known once decode has tried to load what prefill stored."""
@@ -439,17 +337,8 @@ class Dispatcher:
         return self.fleet.members[decision.chosen]
 
     def _submit(self, flight: Flight, member: Member, phase: "pb.Phase") -> None:
-        request = flight.request
         member.give(flight.id, flight.left(phase, flight.cached.get(member.id, 0)))
-        message = pb.Submit(
-            request_id=flight.id,
-            output=flight.emitted,
-            phase=phase,
-            prompt=request.prompt,
-            salt=request.salt,
-            multi_turn=request.multi_turn,
-            sampling=pb.Sampling(**vars(request.sampling)),
-        )
+        message = flight.submission(phase)
         if phase == pb.DECODE and flight.prefill.hello.namespace != member.hello.namespace:
             message.writer.CopyFrom(flight.prefill.hello.layout)
         member.send(pb.RouterFrame(submit=message))
@@ -464,7 +353,3 @@ class Dispatcher:
         if flight.id in member.requests:
             member.send(pb.RouterFrame(cancel=pb.Cancel(request_id=flight.id)))
             member.release(flight.id)
-
-
-def _logprobs(message: pb.Logprobs) -> TokenLogprobs:
-    return TokenLogprobs(message.logprob, tuple(zip(message.top_ids, message.top_logprobs, strict=True)))

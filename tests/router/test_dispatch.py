@@ -15,8 +15,9 @@ from pdserve.errors import BadRequest, RequestError, Unavailable
 from pdserve.keys import block_keys
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
-from pdserve.router.dispatch import Dispatcher, Flight
+from pdserve.router.dispatch import Dispatcher
 from pdserve.router.fleet import Fleet, Member
+from pdserve.router.flight import Flight
 from pdserve.router.metrics import Metrics
 from pdserve.router.policy import POLICIES
 

@@ -1,0 +1,134 @@
+"""One request under way on its instances: what is known of it, what is left of it, and its tokens on their way out."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from pdserve.costs import attended
+from pdserve.errors import RequestError
+from pdserve.handover import OWNER, HandOver
+from pdserve.lifetime import Stage
+from pdserve.proto import pdserve_pb2 as pb
+from pdserve.request import Request, TokenLogprobs
+from pdserve.router.fleet import Member
+from pdserve.router.policy import Load
+from pdserve.router.stream import Chunk
+from pdserve.router.timeline import Moved, Timeline
+
+
+class Flight:
+    """A TokenStream for the HTTP side, fed by the dispatcher, whom `on_cancel` tells that nobody wants more."""
+
+    prefill: Member
+    decode: Member | None  # None: prefill does everything
+
+    def __init__(self, request: Request, machine: HandOver, on_cancel: "Callable[[Flight], None]") -> None:
+        self.request = request
+        self.machine = machine
+        self.timeline = Timeline(request.request_id, prompt_tokens=len(request.prompt))
+        self.last_token_at: float | None = None
+        self.emitted: list[int] = []
+        self.cached: dict[str, int] = {}  # instance id → leading tokens in its pool when it was picked
+        self._on_cancel = on_cancel
+        self._chunks: asyncio.Queue[Chunk | RequestError] = asyncio.Queue()
+
+    @property
+    def id(self) -> str:
+        """What instances call it: they may still be busy with what it was before it moved."""
+        moves = self.timeline.migrations
+        return f"{self.request.request_id}#{moves}" if moves else self.request.request_id
+
+    @property
+    def last_member(self) -> Member:
+        """The instance that produces the output's end."""
+        return self.decode or self.prefill
+
+    @property
+    def owner(self) -> Member:
+        """The instance that must act next."""
+        return self.prefill if OWNER[self.machine.state] == "prefill" else self.last_member
+
+    @property
+    def tokens(self) -> int:
+        """Of prompt and output so far."""
+        return len(self.request.prompt) + len(self.emitted)
+
+    @property
+    def tokens_left(self) -> int:
+        return self.request.sampling.max_tokens - len(self.emitted)
+
+    def left(self, phase: "pb.Phase", done: int = 0) -> Load:
+        """What is left to do in a phase, with so many tokens computed or cached. The last one always has to be computed."""
+        load = Load()
+        if phase != pb.PREFILL:
+            load = load._replace(output_tokens=self.tokens_left, context_tokens=self.tokens)
+        if phase != pb.DECODE:
+            tokens = max(1, self.tokens - done)
+            pairs = int(attended(tokens, self.tokens - tokens))
+            load = load._replace(prefill_tokens=tokens, prefills=1, attended_tokens=pairs)
+        return load
+
+    def submission(self, phase: "pb.Phase") -> pb.Submit:
+        """What the request is by now, for the instance that is to do this phase of it."""
+        return pb.Submit(
+            request_id=self.id,
+            output=self.emitted,
+            phase=phase,
+            prompt=self.request.prompt,
+            salt=self.request.salt,
+            multi_turn=self.request.multi_turn,
+            sampling=pb.Sampling(**vars(self.request.sampling)),
+        )
+
+    def put(self, item: Chunk | RequestError) -> None:
+        self._chunks.put_nowait(item)
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        while True:
+            item = await self._chunks.get()
+            if isinstance(item, RequestError):
+                raise item
+            yield item
+            if item.finish_reason is not None:
+                return
+
+    def cancel(self, finish_reason: str = "cancelled") -> None:
+        if not self.machine.ended:
+            self.timeline.finish_reason = finish_reason
+            self._on_cancel(self)
+
+    def emit(self, output: pb.Output, now: float) -> None:
+        """Passes an output's tokens on to the client."""
+        if self.last_token_at is None:
+            self.timeline.stamp(Stage.FIRST_TOKEN, now)
+        self.last_token_at = now
+        self.emitted += output.token_ids
+        self.timeline.output_tokens += len(output.token_ids)
+        self.timeline.finish_reason = output.finish_reason
+        logprobs = [_logprobs(one) for one in output.logprobs]
+        self.put(Chunk(list(output.token_ids), output.finish_reason or None, logprobs))
+
+    def note(self, member: Member, output: pb.Output, now: float) -> None:
+        """Takes stamps and counts into the timeline; instances stamp in seconds before they sent the frame.
+
+        What one instance did because of another's news is then never stamped before it: a frame that is late makes
+        its stamps late, not early.
+        """
+        for stamp in output.stamps:
+            stage = Stage(stamp.stage)
+            # The client's first token counts, hence the router's own stamp, in `emit`.
+            if stage is not Stage.FIRST_TOKEN and (stage is not Stage.FINISHED or member is self.last_member):
+                self.timeline.stamp(stage, now - stamp.seconds)
+        if output.HasField("tokens") and not self.timeline.migrations:
+            self.timeline.computed_tokens = output.tokens.computed
+            self.timeline.local_hit_tokens = output.tokens.local_hit
+            self.timeline.loaded_tokens = output.tokens.loaded
+        if output.HasField("moved"):
+            moved = Moved(output.moved.blocks, output.moved.bytes, output.moved.seconds)
+            if member is self.decode:
+                self.timeline.loaded = moved
+            else:
+                self.timeline.stored = moved
+
+
+def _logprobs(message: pb.Logprobs) -> TokenLogprobs:
+    return TokenLogprobs(message.logprob, tuple(zip(message.top_ids, message.top_logprobs, strict=True)))
