@@ -1,6 +1,6 @@
 """The decode role: reserve, load, admit, run, release.
 
-    submit ─► reserve blocks for the prompt and one more token, in order of arrival (local prefix hits are kept)
+    submit ─► reserve blocks for the prompt and one more token, in order of rank (local prefix hits are kept)
            ─► load what each HandOver announces, chunk by chunk ─► once nothing is missing, or no more will come:
            join the running batch with the first token ─► one token per step ─► finished: blocks are released
 
@@ -12,7 +12,7 @@ a time, without a lease, since nobody waits for them. The engine waits for none 
 """
 
 import math
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -75,7 +75,7 @@ class Decoder:
         self._desk = desk
         self._store_generated = store_generated
         self._decodes: dict[Job, _Decode] = {}
-        self._unreserved: deque[_Decode] = deque()
+        self._unreserved: list[_Decode] = []  # in order of rank
 
     @property
     def num_waiting(self) -> int:
@@ -89,7 +89,7 @@ class Decoder:
             self._fetcher.fetch(job, cancelled=lambda: self._end(decode))
         else:
             job.keys = job.seq.given_keys()
-            self._unreserved.append(decode)
+            insort(self._unreserved, decode, key=lambda one: one.job.seq.rank)
             self.reserve()
 
     def hand_over(self, job: Job, message: pb.HandOver) -> None:
@@ -108,7 +108,7 @@ class Decoder:
         self._proceed(decode)
 
     def reserve(self) -> None:
-        """Gives blocks to the requests that wait for them, first come first served. Call it when blocks were freed."""
+        """Gives blocks to the requests that wait for them, in order of rank. Call it when blocks were freed."""
         while self._unreserved:
             decode = self._unreserved[0]
             seq = decode.job.seq
@@ -116,7 +116,7 @@ class Decoder:
             usable = seq.num_given // seq.block_size
             if not self._engine.scheduler.reserve(seq, usable, seq.num_given + 1, beside=True):
                 return
-            self._unreserved.popleft()
+            self._unreserved.pop(0)
             decode.reserved = True
             decode.requested = seq.num_registered
             decode.job.stamp(Stage.RESERVED, self._desk.now())

@@ -11,6 +11,7 @@ DEFAULT_CONNECTOR = "shm://default"
 DEFAULT_PORT = 8000
 DTYPES = ("float32", "bfloat16", "float16")
 KERNELS = ("reference", "cpu", "triton")
+SCHEDULING_POLICIES = ("fcfs", "priority")
 STORE_GENERATED = ("auto", "on", "off")
 DEFAULT_CONTROL_PORT = 8001
 POLICY_HELP = "how P and D are picked: auto, round_robin, least_loaded, power_of_two, session, prefix_aware"
@@ -42,6 +43,7 @@ class EngineConfig(ModelConfig):
     max_model_len: int | None = flag("prompt plus output tokens at most; default: the model's context", None)
     max_num_seqs: int = flag("sequences in the running batch at most", 64)
     max_num_batched_tokens: int = flag("tokens in one step at most: the chunk of a chunked prefill", 2048)
+    scheduling_policy: str = flag("who goes first: fcfs, or priority, the request field, lower first", "fcfs")
     kernel: str = flag("attention kernel: auto, reference, cpu, triton", "auto")
     threads: int | None = flag("CPU threads of this instance; default: torch's", None)
     seed: int = flag("of the instance's own random state; requests bring theirs", 0)
@@ -56,6 +58,10 @@ class EngineConfig(ModelConfig):
             raise ValueError(f"dtype {self.dtype!r} is not supported; use auto, {', '.join(DTYPES)}")
         if self.kernel not in ("auto", *KERNELS):
             raise ValueError(f"kernel {self.kernel!r} is unknown; there are auto, {', '.join(KERNELS)}")
+        if self.scheduling_policy not in SCHEDULING_POLICIES:
+            raise ValueError(
+                f"--scheduling-policy is {' or '.join(SCHEDULING_POLICIES)}, not {self.scheduling_policy!r}"
+            )
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device {self.device!r} is not supported; use auto, cpu, cuda or cuda:1")
         if not 0 < self.gpu_memory_utilization <= 1:

@@ -183,7 +183,7 @@ class Instance:
         )
         try:
             seq = self.engine.new_sequence(
-                message.request_id, list(message.prompt), sampling, message.salt, message.output
+                message.request_id, list(message.prompt), sampling, message.salt, message.output, message.priority
             )
             converted = self.converters.prompt(seq, message.writer) if message.HasField("writer") else None
         except ValueError as error:

@@ -118,6 +118,7 @@ def _hello(role: str, config: InstanceConfig, instance: Instance) -> pb.Hello:
         protocol_version=PROTOCOL_VERSION,
         layout=pb.Layout(**asdict(engine.layout)),
         convert_kv=config.convert_kv,
+        scheduling_policy=config.scheduling_policy,
     )
 
 

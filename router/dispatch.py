@@ -55,6 +55,7 @@ class Dispatcher:
             eos_token_ids=frozenset(hellos[0].eos_token_ids),
             weights=Layout.like(hellos[0].layout).weights,
             block_sizes=frozenset(hello.block_size for hello in hellos),
+            by_priority=all(hello.scheduling_policy == "priority" for hello in hellos),
         )
 
     def ready(self) -> tuple[bool, str]:

@@ -76,6 +76,7 @@ class Flight:
             prompt=self.request.prompt,
             salt=self.request.salt,
             multi_turn=self.request.multi_turn,
+            priority=self.request.priority,
             sampling=pb.Sampling(**vars(self.request.sampling)),
         )
 

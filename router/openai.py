@@ -24,6 +24,7 @@ from pdserve.router.tokenizer import Tokenizer
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
+MAX_PRIORITY = 2**31 - 1
 DEFAULT_COMPLETION_TOKENS = 16
 
 
@@ -221,7 +222,7 @@ def _requests(
     chat: bool,
 ) -> list[Request]:
     """Choice i of each prompt draws with seed + i, so a prompt gets the same answers alone and in a batch."""
-    salt, session = _salt(body), _session(body, origin)
+    salt, session, priority = _salt(body), _session(body, origin), _priority(body, info)
     root = root_key(weights=info.weights, salt=salt)
     keyed = [(prompt, {size: block_keys(root, prompt, size) for size in info.block_sizes}) for prompt in prompts]
     choices = [(prompt, keys, i) for prompt, keys in keyed for i in range(n)]
@@ -231,6 +232,7 @@ def _requests(
             prompt=prompt,
             sampling=replace(sampling, seed=(sampling.seed + i) % 2**63),
             salt=salt,
+            priority=priority,
             keys=keys,
             session=session,
             multi_turn=chat,
@@ -343,3 +345,14 @@ Value = TypeVar("Value")
 
 def _or(value: Value | None, default: Value) -> Value:
     return default if value is None else value
+
+
+def _priority(body: SamplingBody, info: ModelInfo) -> int:
+    priority = _or(body.priority, 0)
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        message = f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}"
+        raise BadRequest(message, kind="invalid_parameter", param="priority")
+    if priority and not info.by_priority:
+        message = "priority has a meaning only where all instances were started with --scheduling-policy priority"
+        raise BadRequest(message, kind="invalid_parameter", param="priority")
+    return priority

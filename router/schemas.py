@@ -40,7 +40,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "parallel_tool_calls": (True, False),  # without tools it has nothing to say
     "prediction": (),
     "presence_penalty": (0, 0.0),
-    "priority": (0,),
     "prompt_logprobs": (),
     "reasoning_effort": (),
     "repetition_penalty": (1, 1.0),
@@ -110,6 +109,7 @@ class SamplingBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
+    priority: int | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None

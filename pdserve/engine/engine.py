@@ -8,7 +8,7 @@ from pdserve.config import EngineConfig
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.checkpoint import Checkpoint, load
 from pdserve.engine.model_runner import ModelRunner
-from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.scheduler import LEVEL, Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import SetupError
 from pdserve.keys import root_key
@@ -64,11 +64,19 @@ class Engine:
         self.max_model_len = _max_model_len(self.checkpoint, config, self.runner.num_blocks)
         self.layout = self.checkpoint.layout
         self._arrivals = itertools.count()
+        self._level = LEVEL if config.scheduling_policy == "priority" else 0
 
     def new_sequence(
-        self, request_id: str, prompt: list[int], sampling: SamplingParams, salt: str = "", output: Tokens[int] = ()
+        self,
+        request_id: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        salt: str = "",
+        output: Tokens[int] = (),
+        priority: int = 0,
     ) -> Sequence:
-        """A sequence that is not queued yet. `output` is what another instance has generated of it already.
+        """A sequence that is not queued yet. `output` is what another instance has generated of it already; `priority`,
+        lower first, counts under that scheduling policy only.
 
         Raises:
             ValueError: it is empty, or could never fit.
@@ -84,7 +92,7 @@ class Engine:
             raise ValueError(f"token ids go from 0 to {self.checkpoint.vocab_size - 1}")
         stops = frozenset(sampling.stop_token_ids)
         return Sequence(
-            arrival=next(self._arrivals),
+            rank=next(self._arrivals) + self._level * priority,
             request_id=request_id,
             tokens=[*prompt, *output],
             num_prompt=len(prompt),

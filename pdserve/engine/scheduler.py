@@ -2,19 +2,24 @@
 
 One budget of tokens per step, shared by all: a decoding sequence asks for 1 token, a prefilling one for its next chunk, a
 preempted one for what it lost. Nothing else tells them apart. Sequences that run come first, those that decode before
-others. Then those join that hold blocks already (their KV was loaded) and new ones, in order of arrival; but one that only
+others. Then those join that hold blocks already (their KV was loaded) and new ones, in order of rank; but one that only
 decodes waits for no prompt, and one for which there are not enough blocks holds up nobody who has his. When a running
-sequence needs a block and none is free, the latest arrival gives up its blocks and computes them again later (prefix hits
+sequence needs a block and none is free, the last in rank gives up its blocks and computes them again later (prefix hits
 permitting).
+
+The rank is the order of arrival. A level of priority counts as `LEVEL` arrivals, so nobody starves: whoever has a lower
+priority waits for so many newcomers at most, however many there are.
 """
 
-from collections import deque
+from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.sequence import Sequence
 from pdserve.request import SamplingParams
+
+LEVEL = 1000  # arrivals that one level of priority is worth
 
 
 @dataclass
@@ -50,8 +55,9 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.window = window
-        self.waiting: deque[Sequence] = deque()
-        self.loaded: deque[Sequence] = deque()  # hold blocks: their KV was loaded, or they are forks of others
+        # Each in order of rank.
+        self.waiting: list[Sequence] = []
+        self.loaded: list[Sequence] = []  # hold blocks: their KV was loaded, or they are forks of others
         self.running: list[Sequence] = []
         self.prefix_queries = 0  # tokens looked up
         self.prefix_hits = 0  # tokens found
@@ -59,7 +65,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queues a sequence, with or without blocks."""
-        (self.loaded if seq.block_ids else self.waiting).append(seq)
+        _enqueue(self.loaded if seq.block_ids else self.waiting, seq)
 
     def fork(self, seq: Sequence, request_id: str, sampling: SamplingParams) -> Sequence:
         """Queues a copy of a sequence that shares all KV computed so far; what either writes from now on is its own."""
@@ -106,9 +112,10 @@ class Scheduler:
     def reserve(self, seq: Sequence, usable: int, num_tokens: int, *, beside: bool = False) -> bool:
         """Gives a sequence without blocks room for `num_tokens`: prefix hits among its first `usable` full blocks, new
         blocks for the rest. False, and nothing taken, if the pool has not that many; with `beside`, has not that many
-        beside what all those need who wait."""
+        beside what those need who wait and rank before it."""
         assert not seq.block_ids
-        spoken_for = sum(self.pool.blocks_for(len(other)) for other in self.waiting) if beside else 0
+        before = [other for other in self.waiting if other.rank <= seq.rank] if beside else []
+        spoken_for = sum(self.pool.blocks_for(len(other)) for other in before)
         hits = self.pool.match(seq.full_keys()[:usable])
         self.pool.hold(hits)
         need = self.pool.blocks_for(num_tokens) - len(hits)
@@ -149,7 +156,7 @@ class Scheduler:
         seq.num_dropped = unseen
 
     def _grow(self, seq: Sequence, step: Schedule) -> None:
-        """Gives a running sequence the blocks for all its tokens, at the cost of the latest, which may be itself."""
+        """Gives a running sequence the blocks for all its tokens, at the cost of the last, which may be itself."""
         while self._need(seq) > self.pool.num_free:
             victim = self.running[-1]
             self._preempt(victim, self.running, step)
@@ -176,12 +183,12 @@ class Scheduler:
         place = seq.num_computed // self.pool.block_size
         return place if place < len(seq.block_ids) and self.pool.is_shared(seq.block_ids[place]) else None
 
-    def _preempt(self, seq: Sequence, queue: list[Sequence] | deque[Sequence], step: Schedule) -> None:
+    def _preempt(self, seq: Sequence, queue: list[Sequence], step: Schedule) -> None:
         queue.remove(seq)
         step.copies = [copy for copy in step.copies if copy[1] not in seq.held]
         step.preempted.append(seq)
         self.release(seq)
-        self.waiting.appendleft(seq)
+        _enqueue(self.waiting, seq)
         seq.num_preemptions += 1
         self.num_preemptions += 1
 
@@ -192,7 +199,7 @@ class Scheduler:
                 return
             self._take(seq, step)
             seq.admitted = True
-            self.running.append(seq)
+            _enqueue(self.running, seq)
             step.tokens[seq] = min(seq.num_missing, budget)
             budget -= step.tokens[seq]
 
@@ -202,7 +209,7 @@ class Scheduler:
         loaded = next((seq for seq in able if self._need(seq) <= self.pool.num_free), None)
         waiting = self.waiting[0] if self.waiting and not (hold_back and self.waiting[0].exported) else None
         if waiting is not None and self._is_turn_of(waiting, loaded, able) and self._reserve(waiting):
-            return self.waiting.popleft()
+            return self.waiting.pop(0)
         if loaded is not None:
             self.loaded.remove(loaded)
         return loaded
@@ -211,7 +218,11 @@ class Scheduler:
         """Before `loaded`, the first that can go on of those that are `able` to once they have another block."""
         if loaded is None:
             return not able
-        return loaded.num_missing > 1 and waiting.arrival < min(seq.arrival for seq in able)
+        return loaded.num_missing > 1 and waiting.rank < min(seq.rank for seq in able)
 
     def _reserve(self, seq: Sequence) -> bool:
         return self.reserve(seq, usable=(len(seq) - 1) // self.pool.block_size, num_tokens=len(seq))
+
+
+def _enqueue(queue: list[Sequence], seq: Sequence) -> None:
+    insort(queue, seq, key=lambda one: one.rank)

@@ -20,7 +20,7 @@ class Sequence:
         num_computed: how many leading tokens have their KV in `block_ids`.
         keys: content keys of the full blocks of `tokens`, as far as they have been derived.
         stop_token_ids: generation ends with one of these (EOS included, unless it is ignored).
-        arrival: lower for those that came earlier.
+        rank: lower for those that go first.
         exported: its KV is stored as it is computed; it may be held back while the store cannot keep up.
         exact: its KV is what this pool computes itself, so its blocks are worth finding by their keys.
         last_logprobs: of the last token, if the request asks for them.
@@ -43,7 +43,7 @@ class Sequence:
     num_local_hit: int = 0
     num_loaded: int = 0
     num_preemptions: int = 0
-    arrival: int = 0
+    rank: int = 0
     last_logprobs: TokenLogprobs | None = None
     exact: bool = True
     exported: bool = False

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.engine.block_pool import BlockPool
-from pdserve.engine.scheduler import Schedule, Scheduler
+from pdserve.engine.scheduler import LEVEL, Schedule, Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.request import SamplingParams
 
@@ -80,11 +80,43 @@ def test_the_latest_arrival_is_preempted_and_finishes_later() -> None:
 def loaded_and_waiting(sched: Scheduler, loaded_tokens: int, waiting_tokens: int) -> tuple[Sequence, Sequence]:
     """One that came later and has its blocks, and one that came first and has none."""
     loaded, waiting = sequence("loaded", [1] * loaded_tokens), sequence("waiting", [2] * waiting_tokens)
-    loaded.arrival = 1
+    loaded.rank = 1
     sched.add(waiting)
     assert sched.reserve(loaded, 0, loaded_tokens)
     sched.add(loaded)
     return loaded, waiting
+
+
+def test_the_lowest_priority_is_preempted_first_though_it_came_first() -> None:
+    sched = scheduler(4)
+    first, second = sequence("first", [1] * 7, 6), sequence("second", [2] * 7, 6)
+    first.rank, second.rank = LEVEL, 1
+    sched.add(first)
+    sched.add(second)
+    preempted, order = [], []
+    for _ in range(60):
+        plan, finished = run_step(sched)
+        preempted += plan.preempted
+        order += finished
+    assert preempted and set(preempted) == {first}
+    assert order == [second, first]
+
+
+def test_a_low_priority_is_served_although_others_never_end() -> None:
+    """Every step another request comes that takes the only place for two steps."""
+    sched, low = scheduler(8, max_num_seqs=1), sequence("low", [1] * 5, 2)
+    low.rank = LEVEL
+    sched.add(low)
+    for step in range(1, 3 * LEVEL):
+        late = sequence(str(step), [2] * 5, 2)
+        late.rank = step
+        sched.add(late)
+        _, finished = run_step(sched)
+        if finished == [low]:
+            break
+    else:
+        raise AssertionError("starved")
+    assert step == 2 * LEVEL, "all that came within a level went first, and nobody else did"
 
 
 def test_who_came_first_goes_first_also_without_blocks() -> None:
@@ -159,9 +191,14 @@ def test_a_warm_prefix_is_not_computed_again_and_leaves_one_token() -> None:
         min_size=1,
         max_size=12,
     ),
+    priorities=st.lists(st.integers(-1, 1), min_size=12, max_size=12),
 )
 def test_random_arrivals_and_aborts(
-    num_blocks: int, max_num_seqs: int, budget: int, arrivals: list[tuple[int, int, int, int, bool]]
+    num_blocks: int,
+    max_num_seqs: int,
+    budget: int,
+    arrivals: list[tuple[int, int, int, int, bool]],
+    priorities: list[int],
 ) -> None:
     """Each arrival: (at step, prompt tokens, output tokens, prefix family, aborted some steps later)."""
     sched = scheduler(num_blocks, max_num_seqs, budget)
@@ -172,6 +209,7 @@ def test_random_arrivals_and_aborts(
         while pending and pending[0][1][0] <= step:
             i, (_, prompt, output, family, abort) = pending.pop(0)
             seq = sequence(str(i), [family] * prompt, output)
+            seq.rank = i + LEVEL * priorities[i]
             sched.add(seq)
             live.add(seq)
             if abort:

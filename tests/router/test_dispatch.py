@@ -66,9 +66,10 @@ def test_the_good_way() -> None:
     async def story() -> None:
         stage = Stage("prefill", "decode")
         prefill, decode = stage.members
-        flight = stage.open()
-        assert [kind for kind, _ in sent(prefill)] == ["submit"]
+        flight = stage.open(priority=-3)
+        ((_, first_submit),) = sent(prefill)
         ((_, submit),) = sent(decode)
+        assert first_submit.phase == pb.PREFILL and first_submit.priority == submit.priority == -3
         assert submit.phase == pb.DECODE and list(submit.prompt) == [1, 2, 3]
         stage.says(prefill, stored=pb.Stored(num_blocks=1))
         stage.says(prefill, token_ids=[7])

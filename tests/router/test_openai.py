@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -92,6 +93,18 @@ def test_every_parameter_arrives(client: Client, backend: ScriptedBackend) -> No
         **{**sampling, "stop_token_ids": (5, 6), "logit_bias": {7: -100.0, 12: 0.5}}
     )
     assert request.salt == "tenant"
+
+
+def test_a_priority_is_taken_where_instances_know_it(client: Client, backend: ScriptedBackend) -> None:
+    assert client.post(COMPLETIONS, {**HELLO, "priority": 0}).status_code == 200
+    refused = client.post(COMPLETIONS, {**HELLO, "priority": 1})
+    assert refused.status_code == 400 and "--scheduling-policy priority" in refused.json()["error"]["message"]
+    assert backend.info is not None
+    backend.info = replace(backend.info, by_priority=True)
+    assert client.post(COMPLETIONS, {**HELLO, "priority": -7}).status_code == 200
+    assert [request.priority for request in backend.requests] == [0, -7]
+    refused = client.post(COMPLETIONS, {**HELLO, "priority": 2**31})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "priority"
 
 
 def test_a_whole_number_is_a_temperature_and_minus_one_is_no_top_k(client: Client, backend: ScriptedBackend) -> None:
