@@ -1,10 +1,12 @@
 """What a body means: its fields checked against the served model, and one `Request` for each choice that it asks for."""
 
+import json
+import re
 import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pdserve.errors import BadRequest, NotFound
 from pdserve.keys import block_keys, root_key
@@ -16,12 +18,14 @@ from pdserve.router.schemas import (
     SamplingBody,
     StreamOptions,
     TokenizeBody,
+    ToolCall,
     json_type,
     quote,
 )
 from pdserve.router.stream import ModelInfo
 from pdserve.router.tokenizer import Tokenizer
 
+TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_PRIORITY = 2**31 - 1
@@ -38,6 +42,15 @@ class Origin:
     session: str = ""
 
 
+@dataclass(frozen=True)
+class Tools:
+    """What an answer may call: by these names, in this format, and only once if `single`."""
+
+    format: str
+    names: frozenset[str]
+    single: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """One HTTP request, understood: `requests` holds the `n` choices of the first prompt, then of the next.
@@ -45,6 +58,7 @@ class Plan:
     Attributes:
         id: the response's id, the X-Request-Id header, and what /debug/requests/{id} answers to.
         echo: the text of each prompt, if it is to stand before the answer.
+        tools: what the answer may call.
     """
 
     id: str
@@ -60,6 +74,7 @@ class Plan:
     return_token_ids: bool = False
     logprobs: bool = False
     echo: tuple[str, ...] = ()
+    tools: Tools | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -92,11 +107,14 @@ def chat_plan(body: ChatBody, origin: Origin, tokenizer: Tokenizer, info: ModelI
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         message = "max_tokens (deprecated) and max_completion_tokens contradict each other; send the latter only"
         raise BadRequest(message, kind="invalid_parameter", param="max_tokens")
-    prompt = tokenizer.render_chat(chat_messages(body.messages))
+    tools = _tools(body, tokenizer)
+    shown: list[Any] | None = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if tools else None
+    prompt = tokenizer.render_chat(chat_messages(body.messages), tools=shown)
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if max_tokens is None:
         max_tokens = max(1, info.max_model_len - len(prompt))
-    return _plan(body, origin, [prompt], n, max_tokens, _chat_logprobs(body), info, chat=True)
+    plan = _plan(body, origin, [prompt], n, max_tokens, _chat_logprobs(body), info, chat=True)
+    return replace(plan, tools=tools)
 
 
 def check_model(asked: str | None, served: str) -> None:
@@ -125,16 +143,28 @@ def tokens_of(body: TokenizeBody, tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode(body.prompt, special=_or(body.add_special_tokens, True))
 
 
-def chat_messages(messages: Iterable[Message]) -> list[dict[str, str]]:
-    """The messages as chat templates want them: text parts joined by line breaks, OpenAI's `developer` as `system`."""
-    rendered: list[dict[str, str]] = []
+def chat_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
+    """The messages as chat templates want them: text parts joined by line breaks, OpenAI's `developer` as `system`, the
+    arguments of calls as objects."""
+    rendered: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
-        if message.role not in ("system", "developer", "user", "assistant"):
-            text = f"messages[{index}].role must be system, developer, user or assistant, not {quote(message.role)}"
+        if message.role not in ("system", "developer", "user", "assistant", "tool"):
+            text = (
+                f"messages[{index}].role must be system, developer, user, assistant or tool, not {quote(message.role)}"
+            )
             raise BadRequest(text, kind="invalid_messages", param="messages")
-        role = "system" if message.role == "developer" else message.role
-        names = {} if message.name is None else {"name": message.name}
-        rendered.append({"role": role, "content": _content(message.content, index), **names})
+        if (message.tool_call_id is not None) != (message.role == "tool"):
+            text = f"messages[{index}]: tool_call_id belongs to messages of the role tool, and to each of them"
+            raise BadRequest(text, kind="invalid_messages", param="messages")
+        if message.tool_calls and message.role != "assistant":
+            text = f"messages[{index}]: tool_calls belong to messages of the role assistant"
+            raise BadRequest(text, kind="invalid_messages", param="messages")
+        calls = [_called(call, index) for call in message.tool_calls or ()]
+        content = "" if calls and message.content is None else _content(message.content, index)
+        one: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
+        one |= {"tool_calls": calls} if calls else {}
+        one |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name)) is not None}
+        rendered.append(one)
     if not rendered:
         raise BadRequest("messages must hold at least one message", kind="invalid_messages", param="messages")
     return rendered
@@ -305,6 +335,44 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
         message = f"a stop string must have 1 to {MAX_STOP_CHARS} characters"
         raise BadRequest(message, kind="invalid_parameter", param="stop")
     return tuple(stops)
+
+
+def _tools(body: ChatBody, tokenizer: Tokenizer) -> Tools | None:
+    choice = _or(body.tool_choice, "auto" if body.tools else "none")
+    if choice not in ("none", "auto"):
+        message = 'tool_choice is supported as "auto" and "none"; leave it out or send one of the two'
+        raise BadRequest(message, kind="unsupported_parameter", param="tool_choice")
+    names = [tool.function.name for tool in body.tools or ()]
+    for name in names:
+        if not TOOL_NAME.fullmatch(name):
+            message = (
+                f"a function's name must have 1 to 64 characters out of A-Z, a-z, 0-9, '_' and '-', not {quote(name)}"
+            )
+            raise BadRequest(message, kind="invalid_parameter", param="tools")
+    if len(set(names)) < len(names):
+        raise BadRequest("each function of tools must have a name of its own", kind="invalid_parameter", param="tools")
+    if choice == "none" or not names:
+        return None
+    form = tokenizer.tool_format
+    if form is None:
+        message = (
+            "this model's chat template teaches no tool calls in a format that this router reads (Hermes's, as Qwen's, and "
+            "Llama 3's JSON); leave tools out"
+        )
+        raise BadRequest(message, kind="unsupported_parameter", param="tools")
+    return Tools(form, frozenset(names), single=body.parallel_tool_calls is False)
+
+
+def _called(call: ToolCall, index: int) -> dict[str, Any]:
+    """A call of an earlier answer, with its arguments as an object, which is what templates spell in their own way."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        message = f"messages[{index}]: the arguments of a tool call must be a JSON object in a string"
+        raise BadRequest(message, kind="invalid_messages", param="messages")
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def _salt(body: SamplingBody) -> str:

@@ -19,6 +19,7 @@ from pdserve.router.middleware import InternalError, error_data, json_response, 
 from pdserve.router.openai import Plan
 from pdserve.router.stream import Backend, TokenStream
 from pdserve.router.tokenizer import Tokenizer
+from pdserve.router.tool_calls import CallPart, Parts, ToolCalls
 
 Json = dict[str, object]
 CLIENT_GONE = 499  # nginx's number; nobody reads it but the access log
@@ -34,6 +35,7 @@ class Delta:
     finish_reason: str | None
     logprobs: list[TokenLogprobs]  # one for each id, if they were asked for
     starts: list[int]  # where in the choice's text each token begins, in characters
+    calls: list[CallPart]  # of tools; what is in them is not in the text
 
 
 Emit = Callable[[Delta], Awaitable[None]]
@@ -45,6 +47,7 @@ class Choice:
     stream: TokenStream
     text: TextStream
     echo: str = ""  # goes before the text
+    tools: ToolCalls | None = None
     tokens: int = 0
 
     async def run(self, emit: Emit) -> None:
@@ -54,12 +57,23 @@ class Choice:
             text, self.echo = self.echo + text, ""
             self.tokens += len(token_ids)
             logprobs, starts = chunk.logprobs[: len(token_ids)], self.text.starts
-            await emit(Delta(self.index, text, token_ids, self.text.finish_reason, logprobs, starts))
+            parts, reason = self._divided(text)
+            await emit(Delta(self.index, parts.text, token_ids, reason, logprobs, starts, parts.calls))
             if self.text.finish_reason is not None:
                 if chunk.finish_reason is None:
                     self.stream.cancel(self.text.finish_reason)
                 return
         raise Unavailable("the tokens ended without a reason", kind="incomplete_stream")
+
+    def _divided(self, text: str) -> tuple[Parts, str | None]:
+        """The text and the tool calls in it, and why the choice ends, if it does."""
+        reason = self.text.finish_reason
+        if self.tools is None:
+            return Parts(text), reason
+        parts = self.tools.push(text)
+        if reason is not None:
+            parts.text += self.tools.finish().text
+        return parts, "tool_calls" if reason == "stop" and self.tools.calls else reason
 
 
 class Generation:
@@ -75,7 +89,8 @@ class Generation:
                 min_tokens = request.sampling.min_tokens
                 text = TextStream(tokenizer, plan.stops, include_stop=plan.include_stop, min_tokens=min_tokens)
                 echo = plan.echo[index * len(plan.echo) // len(plan.requests)] if plan.echo else ""
-                self.choices.append(Choice(index, backend.open(request), text, echo))
+                tools = ToolCalls(plan.tools.format, plan.tools.names, plan.tools.single) if plan.tools else None
+                self.choices.append(Choice(index, backend.open(request), text, echo, tools))
         except BaseException:
             self.close()
             raise
@@ -136,6 +151,7 @@ def _joined(deltas: list[Delta]) -> Delta:
         deltas[-1].finish_reason,
         [one for delta in deltas for one in delta.logprobs],
         [start for delta in deltas for start in delta.starts],
+        [part for delta in deltas for part in delta.calls],
     )
 
 
@@ -257,13 +273,35 @@ def _role(index: int) -> Json:
 
 
 def _whole(generation: Generation, choice: Delta) -> Json:
-    message = {"role": "assistant", "content": choice.text, "refusal": None}
+    message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
+    if choice.calls:
+        message = {**message, "content": choice.text or None, "tool_calls": _whole_calls(choice.calls)}
     return _choice(generation, choice, {"message": message} if generation.plan.chat else {"text": choice.text})
 
 
 def _part(generation: Generation, delta: Delta) -> Json:
-    text: Json = {"delta": {"content": delta.text}} if generation.plan.chat else {"text": delta.text}
-    return _choice(generation, delta, text)
+    if not generation.plan.chat:
+        return _choice(generation, delta, {"text": delta.text})
+    new: Json = {"content": delta.text} if delta.text or not delta.calls else {}
+    if delta.calls:
+        new["tool_calls"] = [_call_part(part) for part in delta.calls]
+    return _choice(generation, delta, {"delta": new})
+
+
+def _call_part(part: CallPart) -> Json:
+    if not part.id:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"index": part.index, "id": part.id, "type": "function", "function": function}
+
+
+def _whole_calls(parts: list[CallPart]) -> list[Json]:
+    heads = [part for part in parts if part.id]
+    arguments = {head.index: "".join(part.arguments for part in parts if part.index == head.index) for head in heads}
+    return [
+        {"id": head.id, "type": "function", "function": {"name": head.name, "arguments": arguments[head.index]}}
+        for head in heads
+    ]
 
 
 def _choice(generation: Generation, choice: Delta, text: Json) -> Json:

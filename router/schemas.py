@@ -37,7 +37,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),  # without tools it has nothing to say
     "prediction": (),
     "presence_penalty": (0, 0.0),
     "prompt_logprobs": (),
@@ -51,8 +50,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "store": (False,),
     "structured_outputs": (),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": (),
@@ -71,7 +68,6 @@ NEUTRAL_IN_MESSAGE: dict[str, tuple[object, ...]] = {
     "reasoning": (),
     "reasoning_content": (),
     "refusal": (),
-    "tool_calls": ([],),
 }
 
 
@@ -122,10 +118,36 @@ class CompletionBody(SamplingBody):
     logprobs: int | None = None
 
 
+class CalledFunction(Body):
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+    index: int | None = None  # as clients have it from a stream
+
+
 class Message(Body):
     role: str
     content: Any = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class Function(Body):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
 
 
 class ChatBody(SamplingBody):
@@ -133,6 +155,9 @@ class ChatBody(SamplingBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Any = None  # `_tools` says in words what is wrong
+    parallel_tool_calls: bool | None = None
 
 
 class TokenizeBody(Body):

@@ -2,8 +2,9 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from jinja2 import TemplateError
@@ -84,7 +85,31 @@ class Tokenizer:
             return bytes.fromhex(byte[1])
         return piece.replace(WORD_START, " ").encode()
 
-    def render_chat(self, messages: Sequence[dict[str, str]], *, generation_prompt: bool = True) -> list[int]:
+    @property
+    def tool_format(self) -> str | None:
+        """In which format the chat template teaches the model to call tools, as in `router/tool_calls.py`: `hermes`,
+        `llama`, or None if in no known one."""
+        template = self._template(tools=True)
+        if "tools" not in template or "<function=" in template:
+            return None
+        if "<tool_call>" in template:  # which must not be a special token: those give no text
+            return None if "<tool_call>" in map(self.token, self.silent_ids) else "hermes"
+        return "llama" if '"parameters": ' in template else None
+
+    def _template(self, *, tools: bool) -> str:
+        """The chat template; some models have one of its own for tools."""
+        known = self._hf.chat_template
+        if isinstance(known, dict):
+            return str(known.get("tool_use" if tools else "default") or known.get("default") or "")
+        return known or ""
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        generation_prompt: bool = True,
+        tools: list[dict[Any, Any] | Callable[..., Any]] | None = None,
+    ) -> list[int]:
         """The conversation through the model's chat template, up to where the assistant begins to speak.
 
         Raises:
@@ -93,8 +118,14 @@ class Tokenizer:
         if not self._hf.chat_template:
             message = "this model has no chat template, so it cannot chat; use /v1/completions"
             raise BadRequest(message, kind="no_chat_template", param="messages")
+        spoken = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+        if spoken and self.tool_format is None:
+            message = "this model's chat template knows no tool calls; leave out such messages"
+            raise BadRequest(message, kind="invalid_messages", param="messages")
         try:
-            text = self._hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation_prompt)
+            text = self._hf.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=generation_prompt
+            )
         except TemplateError as error:
             message = f"the model's chat template refuses these messages: {error}"
             raise BadRequest(message, kind="invalid_messages", param="messages") from error

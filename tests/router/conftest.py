@@ -6,8 +6,10 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -74,6 +76,27 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_dir: Path) -> Tokenizer:
     return Tokenizer(tokenizer_dir)
+
+
+TOOL_TEMPLATES = {
+    "hermes": "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+    + TEMPLATE.replace(
+        "{{ m.content }}",
+        "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}",
+    ),
+    "llama": '{% if tools %}Answer as {"name": …, "parameters": {…}}: {{ tools | tojson }}{% endif %}' + TEMPLATE,
+}
+
+
+@pytest.fixture(scope="session")
+def tool_tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    """By the format in which the chat template calls tools."""
+    return {
+        name: Tokenizer(
+            _save(_byte_level(), tmp_path_factory.mktemp(name), {"eos_token": "<|end|>", "chat_template": one})
+        )
+        for name, one in TOOL_TEMPLATES.items()
+    }
 
 
 @pytest.fixture(scope="session")
@@ -184,9 +207,19 @@ def backend(tokenizer: Tokenizer) -> ScriptedBackend:
 
 
 @pytest.fixture
-def app(tokenizer: Tokenizer, backend: ScriptedBackend) -> FastAPI:
-    config = RouterConfig(model="demo", max_body_bytes=20_000, max_n=8)
-    return create_app(config, tokenizer, backend, lambda: b"pdserve_up 1\n", backend.log.latest)
+def make_app(backend: ScriptedBackend) -> Callable[..., FastAPI]:
+    """make_app(tokenizer, **settings) → the app in front of the fake backend."""
+
+    def make(tokenizer: Tokenizer, **settings: Any) -> FastAPI:
+        config = RouterConfig(model="demo", max_body_bytes=20_000, max_n=8, **settings)
+        return create_app(config, tokenizer, backend, lambda: b"pdserve_up 1\n", backend.log.latest)
+
+    return make
+
+
+@pytest.fixture
+def app(tokenizer: Tokenizer, make_app: Callable[..., FastAPI]) -> FastAPI:
+    return make_app(tokenizer)
 
 
 class Client:
@@ -216,8 +249,25 @@ def client(app: FastAPI) -> Client:
 
 
 @pytest.fixture
+def make_client() -> type[Client]:
+    return Client
+
+
+@pytest.fixture
+def serving() -> Callable[[FastAPI], AbstractContextManager[str]]:
+    """`with serving(app) as url:` a real server on a free port."""
+    return serve
+
+
+@pytest.fixture
 def url(app: FastAPI) -> Iterator[str]:
     """A real server on a free port."""
+    with serve(app) as url:
+        yield url
+
+
+@contextmanager
+def serve(app: FastAPI) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
