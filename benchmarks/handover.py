@@ -166,6 +166,7 @@ def _measure(name: str, model: Path, settings: Settings, say: Callable[[str], No
 def _config(model: Path, connector: str, settings: Settings) -> UpConfig:
     """Pools that hold little more than the longest prompt: the warm-up touches all of their memory."""
     return UpConfig(
+        local_prefill_tokens=0,
         model=str(model),
         connector=connector,
         port=free_port(),

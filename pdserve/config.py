@@ -14,6 +14,7 @@ KERNELS = ("reference", "cpu", "triton")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 STORE_GENERATED = ("auto", "on", "off")
 DEFAULT_CONTROL_PORT = 8001
+LOCAL_PREFILL_HELP = "decode computes prompts with so few uncached tokens itself; 0: none; default: by forecast"
 POLICY_HELP = "how P and D are picked: auto, round_robin, least_loaded, power_of_two, session, prefix_aware"
 
 
@@ -115,6 +116,7 @@ class RouterConfig(ModelConfig):
     policy: str = flag(POLICY_HELP, "auto")
     prefill_policy: str = flag("how prefill instances are picked; empty: as --policy says", "")
     decode_policy: str = flag("how decode instances are picked; empty: as --policy says", "")
+    local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None)
     lease_seconds: float = flag("an instance silent for this long is dropped", 1.5)
     handover_timeout_seconds: float = flag("a hand-over that makes no progress for this long ends in a 503", 60.0)
     max_body_bytes: int = flag("request bodies larger than this get a 413", 4 * 1024 * 1024)
@@ -126,6 +128,8 @@ class RouterConfig(ModelConfig):
         for name in ("lease_seconds", "handover_timeout_seconds", "max_body_bytes", "max_n", "timelines"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name)}")
+        if self.local_prefill_tokens is not None and self.local_prefill_tokens < 0:
+            raise ValueError(f"--local-prefill-tokens must be 0 (never) or more, not {self.local_prefill_tokens}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +143,7 @@ class UpConfig(TransferConfig):
     policy: str = flag(POLICY_HELP, "auto")
     prefill_policy: str = flag("how prefill instances are picked; empty: as --policy says", "")
     decode_policy: str = flag("how decode instances are picked; empty: as --policy says", "")
+    local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None)
 
 
 def parse_size(text: str) -> int:

@@ -26,6 +26,8 @@ def demo(config: UpConfig) -> None:
     log: list[str] = []
     if config.port == DEFAULT_PORT:
         config = replace(config, port=free_port())
+    if config.local_prefill_tokens is None:
+        config = replace(config, local_prefill_tokens=0)  # there is to be a hand-over to look at
     started = time.monotonic()
     with Deployment(config, say=log.append) as deployment:
         instances = len(deployment.children) - 1

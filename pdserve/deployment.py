@@ -192,6 +192,8 @@ class Deployment:
         arguments = ["router", "--model", config.model, "--served-model-name", config.name]
         arguments += ["--host", config.host, "--port", str(config.port), "--policy", config.policy]
         arguments += ["--prefill-policy", config.prefill_policy, "--decode-policy", config.decode_policy]
+        if config.local_prefill_tokens is not None:
+            arguments += ["--local-prefill-tokens", str(config.local_prefill_tokens)]
         return Child("router", [*arguments, "--control-host", host, "--control-port", port])
 
     def _instances(self) -> list[Child]:

@@ -17,7 +17,8 @@ from pdserve.router.fleet import Fleet, Member
 from pdserve.router.flight import Flight
 from pdserve.router.metrics import Metrics
 from pdserve.router.pairs import IN_VAIN, Pairs
-from pdserve.router.policy import Ask, Load, decide
+from pdserve.router.placement import Placement, place
+from pdserve.router.policy import Ask, Decision, Load, decide
 from pdserve.router.stream import ModelInfo
 from pdserve.router.timeline import Moved, Timeline, TimelineLog
 
@@ -296,13 +297,29 @@ class Dispatcher:
         self._turn += 1
         flight.cached = self._cached(flight)
         ask = Ask(flight.tokens, self._turn, flight.request.session, flight.cached, flight.tokens_left)
-        if flight.tokens_left == 1:
-            return self._pick("prefill", ask, flight, avoid), None  # the first token is all there is to do
-        decode = self._pick("decode", ask, flight, avoid)
-        if len(self._partners(decode, avoid)) == 1 and decode.hello.role == "both":
-            return decode, None
-        prefill = self._pick("prefill", ask, flight, avoid, partner=decode)
-        return (decode, None) if prefill is decode else (prefill, decode)
+        prefill, decode, placement = self._place(ask, flight, avoid)
+        flight.timeline.placement = placement
+        self._metrics.placements.labels(way=placement.way, reason=placement.reason).inc()
+        return prefill, decode
+
+    def _place(self, ask: Ask, flight: Flight, avoid: Member | None) -> tuple[Member, Member | None, Placement]:
+        if flight.tokens_left == 1:  # the first token is all there is to do
+            one = self._take(flight, "prefill", self._decide("prefill", ask, self._able("prefill", avoid)))
+            return one, None, Placement("prefill", "one_token")
+        decode = self._take(flight, "decode", self._decide("decode", ask, self._able("decode", avoid)))
+        partners, both = self._partners(decode, avoid), decode.hello.role == "both"
+        if partners == [decode]:
+            return decode, None, Placement("both", "no_prefill_instance")
+        decision = self._decide("prefill", ask, partners)
+        prefill = self.fleet.members[decision.chosen]
+        if both:
+            placement = Placement("both" if prefill is decode else "split", "policy")
+        else:
+            placement = place(prefill.load, decode.load, ask, self.config.local_prefill_tokens)
+        if placement.way == "decode":
+            return decode, None, placement
+        self._take(flight, "prefill", decision)
+        return prefill, None if prefill is decode else decode, placement
 
     def _cached(self, flight: Flight) -> dict[str, int]:
         """Leading tokens of the prompt that each instance need not compute, by the index. The last token always is."""
@@ -328,11 +345,13 @@ class Dispatcher:
         roles = [role for role in ("prefill", "decode") if not self._able(role, avoid)]
         return f"no {' and no '.join(roles)} instance" if roles else ""
 
-    def _pick(self, role: str, ask: Ask, flight: Flight, avoid: Member | None, partner: Member | None = None) -> Member:
-        """What the role's policy says, noted in the request's timeline; prefill for a partner, if there is one."""
-        able = self._able(role, avoid) if partner is None else self._partners(partner, avoid)
+    def _decide(self, role: str, ask: Ask, able: list[Member]) -> Decision:
+        """What the role's policy says."""
         ask = replace(ask, decode=role == "decode", alone=not self.fleet.serving("prefill"))
-        decision = decide(self._policies[role], [member.load for member in able], ask)
+        return decide(self._policies[role], [member.load for member in able], ask)
+
+    def _take(self, flight: Flight, role: str, decision: Decision) -> Member:
+        """Notes a decision that is carried out in the request's timeline."""
         flight.timeline.decisions.append((role, decision))
         self._metrics.decisions.labels(role=role, policy=decision.policy).inc()
         return self.fleet.members[decision.chosen]

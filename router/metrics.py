@@ -48,6 +48,12 @@ class Metrics:
             ["role", "policy"],
             registry=self.registry,
         )
+        self.placements = Counter(
+            "pdserve_placements_total",
+            "who computes prompts: split between prefill and decode, or one instance alone; and what decided it",
+            ["way", "reason"],
+            registry=self.registry,
+        )
         self.fallbacks = Counter(
             "pdserve_handover_fallbacks_total",
             "hand-overs that decode had to complete by computing, by what happened to prefill",

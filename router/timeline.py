@@ -4,6 +4,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from pdserve.lifetime import Stage
+from pdserve.router.placement import Placement
 from pdserve.router.policy import Decision
 
 
@@ -29,6 +30,7 @@ class Timeline:
         computed_tokens, local_hit_tokens, loaded_tokens: where the prompt's KV came from: computed on the instance that
             prefilled, found in its pool, or loaded by it from the KV store.
         decisions: (role, how its instance was picked), in order; a request that moves has more.
+        placement: who computes the prompt, and why.
         stored, loaded: what prefill wrote to the KV store, and what decode read from it.
     """
 
@@ -37,6 +39,7 @@ class Timeline:
     prefill_instance: str = ""
     decode_instance: str = ""
     decisions: list[tuple[str, Decision]] = field(default_factory=list)
+    placement: Placement | None = None
     prompt_tokens: int = 0
     output_tokens: int = 0
     migrations: int = 0  # how often other instances took over
@@ -71,6 +74,7 @@ class Timeline:
             "request_id": self.request_id,
             "prefill_instance": self.prefill_instance,
             "decode_instance": self.decode_instance,
+            "placement": vars(self.placement) if self.placement else None,
             "decisions": [{"role": role, **decision.as_dict()} for role, decision in self.decisions],
             "finish_reason": self.finish_reason,
             "error": self.error,

@@ -48,7 +48,7 @@ def deploy() -> Deploy:
         *, flags: dict[str, list[str]] | None = None, said: list[str] | None = None, wait: bool = True, **settings: Any
     ) -> Iterator[Deployment]:
         said = [] if said is None else said
-        config = UpConfig(**{"port": free_port(), "threads": 1, **settings})
+        config = UpConfig(**{"port": free_port(), "threads": 1, "local_prefill_tokens": 0, **settings})
         kind = type("Mixed", (Mixed,), {"flags": flags or {}})
         with kind(config, say=said.append) as deployment:
             try:

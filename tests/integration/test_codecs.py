@@ -72,7 +72,12 @@ def test_a_lossy_codec_is_announced_and_works(
 ) -> None:
     said: list[str] = []
     config = UpConfig(
-        model=str(checkpoint("llama")), connector=connector_url, num_blocks=256, port=free_port(), threads=1
+        model=str(checkpoint("llama")),
+        connector=connector_url,
+        num_blocks=256,
+        port=free_port(),
+        threads=1,
+        local_prefill_tokens=0,
     )
     with Deployment(config, say=said.append) as deployment:
         deployment.wait_ready(120)

@@ -64,19 +64,21 @@ def test_a_router_is_told_what_others_have_sent(checkpoint: Callable[..., Path])
     instance.connector.close()
 
 
-PAIRS = [("round_robin", "session"), ("power_of_two", "prefix_aware"), ("least_loaded", "auto")]
-assert {policy for pair in PAIRS for policy in pair} == set(POLICIES)
+PAIRS = [("round_robin", "session", 0), ("power_of_two", "prefix_aware", 32), ("least_loaded", "auto", None)]
+assert {policy for pair in PAIRS for policy in pair[:2]} == set(POLICIES)
 
 
-@pytest.mark.parametrize(("prefill_policy", "decode_policy"), PAIRS)
+@pytest.mark.parametrize(("prefill_policy", "decode_policy", "local_prefill_tokens"), PAIRS)
 def test_the_tokens_are_the_same_under_every_policy(
     prefill_policy: str,
     decode_policy: str,
+    local_prefill_tokens: int | None,
     checkpoint: Callable[..., Path],
     generate: Callable[..., list[list[int]]],
     prompts: list[list[int]],
     deploy: Callable[..., Any],
     complete: Callable[..., dict[str, Any]],
+    metric: Callable[..., float],
 ) -> None:
     path = checkpoint("llama")
     expected = generate(path, prompts, 16)
@@ -88,6 +90,7 @@ def test_the_tokens_are_the_same_under_every_policy(
             decode=2,
             prefill_policy=prefill_policy,
             decode_policy=decode_policy,
+            local_prefill_tokens=local_prefill_tokens,
         ) as deployment,
         ThreadPoolExecutor(8) as threads,
     ):
@@ -98,13 +101,23 @@ def test_the_tokens_are_the_same_under_every_policy(
             return ids
 
         assert list(threads.map(send, prompts)) == expected
+        if local_prefill_tokens is not None:
+            short = sum(len(prompt) <= local_prefill_tokens for prompt in prompts)
+            assert metric(deployment, "placements_total", way="decode", reason="threshold") == short
+            assert metric(deployment, "placements_total", way="split", reason="threshold") == len(prompts) - short
         assert list(threads.map(send, prompts)) == expected, "with warm caches"
+        reason = "forecast" if local_prefill_tokens is None else "threshold"
+        assert metric(deployment, "placements_total", reason=reason) == 2 * len(prompts)
         told = httpx.get(f"{deployment.url}/debug/requests").json()["requests"]
     decisions = [one for request in told for one in request["decisions"]]
     asked = {("prefill", prefill_policy), ("decode", decode_policy)}
     assert {(one["role"], one["policy"]) for one in decisions} == asked
+    local = [request for request in told if request["placement"]["way"] == "decode"]
+    assert all(request["prefill_instance"] == request["decode_instance"] for request in local)
+    assert all(len(request["decisions"]) == (1 if request in local else 2) for request in told)
     used = {one["chosen"] for one in decisions}
-    assert used >= {"prefill-0", "prefill-1"} and (decode_policy == "auto" or used >= {"decode-0", "decode-1"})
+    assert local_prefill_tokens is None or used >= {"prefill-0", "prefill-1"}
+    assert decode_policy == "auto" or used >= {"decode-0", "decode-1"}
 
 
 def known_blocks(url: str) -> dict[str, float]:

@@ -36,7 +36,8 @@ class Up:
 @pytest.fixture(scope="module")
 def up() -> Iterator[Up]:
     port = free_port()
-    command = [sys.executable, "-m", "pdserve", "up", "--port", str(port), "--num-blocks", "512"]
+    flags = ["--port", str(port), "--num-blocks", "512", "--local-prefill-tokens", "0"]
+    command = [sys.executable, "-m", "pdserve", "up", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     said: list[str] = []

@@ -27,7 +27,8 @@ class Stage:
 
     def __init__(self, *roles: str, **settings: Any) -> None:
         self.fleet = Fleet("router", "model", 1.0)
-        self.dispatcher = Dispatcher(RouterConfig(model="model", **settings), self.fleet, Metrics(self.fleet))
+        config = RouterConfig(model="model", **{"local_prefill_tokens": 0, **settings})
+        self.dispatcher = Dispatcher(config, self.fleet, Metrics(self.fleet))
         self.members = [self.join(f"{role}-{i}", role) for i, role in enumerate(roles)]
 
     def join(self, name: str, role: str) -> Member:
@@ -316,6 +317,53 @@ def test_auto_forecasts_with_what_each_instance_says_of_itself() -> None:
         assert [one.score for one in prefill.candidates] == [0.5 + 3, 1 + 3]
         assert [one.score for one in decode.candidates] == [0.5 + 1, 1 + 1], "the hello knows no size of KV"
         assert "first token" in prefill.why and "between tokens" in decode.why
+
+    play(story())
+
+
+def test_a_short_prompt_goes_straight_to_decode_and_that_is_counted() -> None:
+    async def story() -> None:
+        stage = Stage("prefill", "decode", local_prefill_tokens=3)
+        prefill, decode = stage.members
+        flight = stage.open()
+        assert not sent(prefill)
+        ((_, submit),) = sent(decode)
+        assert submit.phase == pb.BOTH and decode.load.prefill_tokens == 3
+        assert flight.timeline.as_dict()["placement"] == {
+            "way": "decode",
+            "reason": "threshold",
+            "uncached_tokens": 3,
+            "here_seconds": None,
+            "there_seconds": None,
+        }
+        assert [role for role, _ in flight.timeline.decisions] == ["decode"], "nobody was asked to prefill"
+        stage.says(decode, token_ids=[7])
+        assert decode.load.prefill_tokens == 0
+        stage.says(decode, token_ids=[8, 9, 10], finish_reason="length")
+        assert await tokens(flight) == [7, 8, 9, 10]
+        stage.open("long", prompt=[1] * 4)
+        assert [kind for kind, _ in sent(prefill)] == ["submit"]
+        stage.open("one", max_tokens=1)
+        text = stage.dispatcher._metrics.text().decode()
+        for way, reason in (("decode", "threshold"), ("split", "threshold"), ("prefill", "one_token")):
+            assert f'pdserve_placements_total{{reason="{reason}",way="{way}"}} 1.0' in text
+
+    play(story())
+
+
+def test_a_lost_decode_that_had_the_prompt_is_replaced() -> None:
+    async def story() -> None:
+        stage = Stage("prefill", "decode", "decode", local_prefill_tokens=100)
+        flight = stage.open()
+        lost = flight.last_member
+        stage.says(lost, token_ids=[7, 8])
+        stage.fleet._leave(lost, "test")
+        other = flight.last_member
+        assert other is not lost
+        ((_, again),) = sent(other)
+        assert again.phase == pb.BOTH and list(again.output) == [7, 8]
+        stage.says(other, "r#1", token_ids=[9, 10], finish_reason="length")
+        assert await tokens(flight) == [7, 8, 9, 10]
 
     play(story())
 
