@@ -119,8 +119,9 @@ class Deployment:
         """Tends the children, and says whether all instances have registered."""
         self.tend()
         try:
-            instances = httpx.get(f"{self.url}/debug/instances", timeout=1.0)
-            ready = httpx.get(f"{self.url}/ready", timeout=1.0)
+            with httpx.Client(timeout=1.0, verify=False) as http:  # reading certificates takes longer than asking
+                instances = http.get(f"{self.url}/debug/instances")
+                ready = http.get(f"{self.url}/ready")
         except httpx.TransportError:
             return False
         if ready.status_code != 200 or len(instances.json()["instances"]) < len(self.children) - 1:
@@ -167,18 +168,21 @@ class Deployment:
     def _start(self, child: Child) -> None:
         child.restart_at = None
         child.started = time.monotonic()
-        child.process = subprocess.Popen(
-            [sys.executable, "-m", "pdserve", *child.arguments],
+        child.process = self._spawn(child.arguments, os.environ | child.environment)
+        child.reader = threading.Thread(target=self._pump, args=(child.name, child.process), daemon=True)
+        child.reader.start()
+
+    def _spawn(self, arguments: list[str], environment: dict[str, str]) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [sys.executable, "-m", "pdserve", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=os.environ | child.environment,
+            env=environment,
             start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then stops them in order
             preexec_fn=_die_with_parent,
         )
-        child.reader = threading.Thread(target=self._pump, args=(child.name, child.process), daemon=True)
-        child.reader.start()
 
     def _pump(self, name: str, process: "subprocess.Popen[str]") -> None:
         assert process.stdout is not None

@@ -1,8 +1,12 @@
 """Whole deployments in real processes, by fixture."""
 
+import json
 import os
 import re
+import select
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import uuid
@@ -26,8 +30,56 @@ from pdserve.proto import pdserve_pb2 as pb
 Deploy = Callable[..., AbstractContextManager[Deployment]]
 
 
+class Forked:
+    """A command in a process that the fork server made; the part of a Popen that deployments use."""
+
+    def __init__(self, server: socket.socket, arguments: list[str], environment: dict[str, str]) -> None:
+        output, printed = os.pipe()
+        status, written = os.pipe()
+        request = json.dumps([arguments, environment]).encode()
+        socket.send_fds(server, [request], [printed, written])
+        os.close(printed)
+        os.close(written)
+        self.stdout = open(output)  # noqa: SIM115 - closed by its reader
+        self.returncode: int | None = None
+        self._status = open(status, "rb", buffering=0)  # noqa: SIM115
+        self.pid = int(self._status.readline())
+
+    def poll(self) -> int | None:
+        return self._wait(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._wait(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired("pdserve", timeout or 0)
+        return code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _wait(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
+            with self._status:
+                self.returncode = int(self._status.readline())
+        return self.returncode
+
+
 @pytest.fixture(scope="session")
-def deploy() -> Deploy:
+def fork_server() -> Iterator[socket.socket]:
+    """The socket of tests/integration/fork_server.py."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    script = str(Path(__file__).with_name("fork_server.py"))
+    with theirs:
+        command = [sys.executable, "-P", script, str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+    with ours:
+        yield ours
+    assert process.wait(20) == 0
+
+
+@pytest.fixture(scope="session")
+def deploy(fork_server: socket.socket) -> Deploy:
     """`with deploy(model=path, prefill=2) as deployment:` a running router and instances; what they said on a failure.
 
     `flags={"decode": ["--block-size", "64"]}` adds to what the instances of a role are started with; `said` is a list to
@@ -42,6 +94,9 @@ def deploy() -> Deploy:
             for child in children:
                 child.arguments += self.flags.get(child.arguments[0], [])
             return children
+
+        def _spawn(self, arguments: list[str], environment: dict[str, str]) -> Any:
+            return Forked(fork_server, arguments, environment)
 
     @contextmanager
     def run(
@@ -208,7 +263,8 @@ def complete() -> Callable[..., dict[str, Any]]:
 
     def run(deployment: Deployment, **body: Any) -> dict[str, Any]:
         defaults = {"model": deployment.config.name, "return_token_ids": True, "temperature": 0}
-        reply = httpx.post(f"{deployment.url}/v1/completions", json={**defaults, **body}, timeout=120)
+        with httpx.Client(timeout=120, verify=False) as http:  # reading certificates would take longer than the request
+            reply = http.post(f"{deployment.url}/v1/completions", json={**defaults, **body})
         assert reply.status_code == 200, reply.text
         result: dict[str, Any] = reply.json()
         return result
