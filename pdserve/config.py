@@ -18,9 +18,9 @@ LOCAL_PREFILL_HELP = "decode computes prompts with so few uncached tokens itself
 POLICY_HELP = "how P and D are picked: auto, round_robin, least_loaded, power_of_two, session, prefix_aware"
 
 
-def flag(help: str, default: Any = MISSING) -> Any:
+def flag(help: str, default: Any = MISSING, *, secret: bool = False) -> Any:
     """A dataclass field with its line of help."""
-    return field(default=default, metadata={"help": help})
+    return field(default=default, repr=not secret, metadata={"help": help})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +121,19 @@ class RouterConfig(ModelConfig):
     handover_timeout_seconds: float = flag("a hand-over that makes no progress for this long ends in a 503", 60.0)
     max_body_bytes: int = flag("request bodies larger than this get a 413", 4 * 1024 * 1024)
     max_n: int = flag("choices that one request may ask for, over all its prompts", 64)
+    api_key: str = flag(
+        "keys that clients have to send, comma separated; default: PDSERVE_API_KEY in the environment, or none is asked for",
+        "",
+        secret=True,
+    )
+    admin_key: str = flag(
+        "the same for /debug and other paths of operators; default: PDSERVE_ADMIN_KEY in the environment",
+        "",
+        secret=True,
+    )
+    ssl_certfile: str = flag("certificate chain in PEM: clients speak TLS; with --ssl-keyfile", "")
+    ssl_keyfile: str = flag("its private key in PEM", "")
+    cors_origins: str = flag("origins whose web pages may ask, comma separated, or *; empty: none", "")
     timelines: int = flag("how many finished requests /debug/requests remembers", 1000)
 
     def __post_init__(self) -> None:
@@ -130,6 +143,8 @@ class RouterConfig(ModelConfig):
                 raise ValueError(f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name)}")
         if self.local_prefill_tokens is not None and self.local_prefill_tokens < 0:
             raise ValueError(f"--local-prefill-tokens must be 0 (never) or more, not {self.local_prefill_tokens}")
+        if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
+            raise ValueError("--ssl-certfile and --ssl-keyfile belong together: give both or none")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
@@ -22,6 +23,7 @@ from pdserve import __version__
 from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest, NotFound, RequestError, Unavailable
 from pdserve.router import openai, schemas
+from pdserve.router.access import Guard, Keys
 from pdserve.router.middleware import BodyLimit, InternalError, RequestId, error_response, json_response
 from pdserve.router.respond import CLIENT_GONE, EventStream, Generation, answer
 from pdserve.router.stream import Backend, ModelInfo
@@ -60,7 +62,18 @@ def create_app(
     _Models(config, tokenizer, backend).add_to(app)
     _Operations(backend, metrics_text, latest_timelines, config.max_n).add_to(app)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
-    app.add_middleware(RequestId)  # outermost: errors have their id too
+    app.add_middleware(Guard, clients=Keys(config.api_key), operators=Keys(config.admin_key))
+    app.add_middleware(RequestId)  # around the others: their errors have an id too
+    if config.cors_origins:
+        origins = [origin.strip() for origin in config.cors_origins.split(",")]
+        headers = ["X-Request-Id", "Retry-After"]
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=headers,
+        )
     return app
 
 
@@ -188,7 +201,7 @@ class _Operations:
         ready, reason = self._backend.ready()
         if not ready:
             raise Unavailable(f"not ready: {reason}", kind="not_ready", retry_after_s=1)
-        return json_response({"status": "ready"})
+        return json_response({"status": "ready", "instances": len(self._backend.instances())})
 
     async def _metrics(self) -> Response:
         return Response(self._metrics_text(), media_type=METRICS_TYPE)

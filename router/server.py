@@ -2,8 +2,11 @@
 
 import asyncio
 import logging
+import os
 import secrets
 import socket
+import ssl
+from dataclasses import replace
 
 import uvicorn
 
@@ -24,13 +27,19 @@ def serve(config: RouterConfig) -> None:
     """Runs a router in this process until SIGTERM or SIGINT.
 
     Raises:
-        SetupError: a port is taken, the tokenizer is not there, the policy is unknown.
+        SetupError: a port is taken, the tokenizer or a certificate is not there, the policy is unknown.
     """
+    config = replace(
+        config,
+        api_key=config.api_key or os.environ.get("PDSERVE_API_KEY", ""),
+        admin_key=config.admin_key or os.environ.get("PDSERVE_ADMIN_KEY", ""),
+    )
     for flag in ("policy", "prefill_policy", "decode_policy"):
         name = getattr(config, flag) or config.policy
         if name not in POLICIES:
             known = ", ".join(POLICIES)
             raise SetupError(f"--{flag.replace('_', '-')} {name} is unknown; there are {known}")
+    _check_certificate(config)
     listening = _listen(config.host, config.port)
     tokenizer = Tokenizer(config.model)
     asyncio.run(_serve(config, tokenizer, listening))
@@ -42,7 +51,9 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, listening: socket.s
     dispatcher = Dispatcher(config, fleet, metrics)
     control, control_port = await fleet_module.serve(fleet, config.control_host, config.control_port)
     app = create_app(config, tokenizer, dispatcher, metrics.text, dispatcher.timelines.latest)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5))
+    tls = {"ssl_certfile": config.ssl_certfile, "ssl_keyfile": config.ssl_keyfile} if config.ssl_certfile else {}
+    settings = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5, **tls)  # type: ignore[arg-type]
+    server = uvicorn.Server(settings)
     log.info("router: clients on port %d, instances on port %d", listening.getsockname()[1], control_port)
     watches = [asyncio.create_task(watch) for watch in (fleet.watch(), dispatcher.watch())]
     try:
@@ -52,6 +63,15 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, listening: socket.s
             watch.cancel()
         await asyncio.gather(*watches, return_exceptions=True)
         await control.stop(grace=0.5)
+
+
+def _check_certificate(config: RouterConfig) -> None:
+    if config.ssl_certfile:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+        except OSError as error:  # ssl.SSLError is one
+            reason = f"{type(error).__name__}: {error}"
+            raise SetupError(f"--ssl-certfile {config.ssl_certfile} with --ssl-keyfile: {reason}") from error
 
 
 def _listen(host: str, port: int) -> socket.socket:

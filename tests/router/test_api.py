@@ -583,7 +583,7 @@ def test_models(client: Client, backend: ScriptedBackend) -> None:
 
 def test_health_and_readiness(client: Client, backend: ScriptedBackend) -> None:
     assert client.get("/health").status_code == 200
-    assert client.get("/ready").json() == {"status": "ready"}
+    assert client.get("/ready").json() == {"status": "ready", "instances": 1}
     backend.not_ready = "no decode instance"
     response = client.get("/ready")
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
