@@ -7,6 +7,8 @@ import re
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
+from pdserve.slo import Slo
+
 DEFAULT_CONNECTOR = "shm://default"
 DEFAULT_PORT = 8000
 DTYPES = ("float32", "bfloat16", "float16")
@@ -15,6 +17,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 STORE_GENERATED = ("auto", "on", "off")
 DEFAULT_CONTROL_PORT = 8001
 LOCAL_PREFILL_HELP = "decode computes prompts with so few uncached tokens itself; 0: none; default: by forecast"
+SLO_HELP = "refuse requests that would break this by forecast, such as ttft=500ms,itl=50ms; empty: none"
 POLICY_HELP = "how P and D are picked: auto, round_robin, least_loaded, power_of_two, session, prefix_aware"
 
 
@@ -117,6 +120,8 @@ class RouterConfig(ModelConfig):
     prefill_policy: str = flag("how prefill instances are picked; empty: as --policy says", "")
     decode_policy: str = flag("how decode instances are picked; empty: as --policy says", "")
     local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None)
+    slo: str = flag(SLO_HELP, "")
+    max_requests: int = flag("requests under way at most, each choice counted; more get a 429", 4096)
     lease_seconds: float = flag("an instance silent for this long is dropped", 1.5)
     handover_timeout_seconds: float = flag("a hand-over that makes no progress for this long ends in a 503", 60.0)
     max_body_bytes: int = flag("request bodies larger than this get a 413", 4 * 1024 * 1024)
@@ -138,9 +143,17 @@ class RouterConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         """Raises ValueError for a setting that can never work."""
-        for name in ("lease_seconds", "handover_timeout_seconds", "max_body_bytes", "max_n", "timelines"):
+        for name in (
+            "lease_seconds",
+            "handover_timeout_seconds",
+            "max_body_bytes",
+            "max_n",
+            "timelines",
+            "max_requests",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name)}")
+        Slo.parse(self.slo)
         if self.local_prefill_tokens is not None and self.local_prefill_tokens < 0:
             raise ValueError(f"--local-prefill-tokens must be 0 (never) or more, not {self.local_prefill_tokens}")
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
@@ -159,6 +172,7 @@ class UpConfig(TransferConfig):
     prefill_policy: str = flag("how prefill instances are picked; empty: as --policy says", "")
     decode_policy: str = flag("how decode instances are picked; empty: as --policy says", "")
     local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None)
+    slo: str = flag(SLO_HELP, "")
 
 
 def parse_size(text: str) -> int:

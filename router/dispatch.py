@@ -7,12 +7,13 @@ import time
 from dataclasses import replace
 
 from pdserve.config import RouterConfig
-from pdserve.errors import BadRequest, RequestError, Unavailable
+from pdserve.errors import BadRequest, Overloaded, RequestError, Unavailable
 from pdserve.handover import Action, Event, HandOver, State
 from pdserve.keys import Layout
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request
+from pdserve.router.admission import Refusal, admit
 from pdserve.router.fleet import Fleet, Member
 from pdserve.router.flight import Flight
 from pdserve.router.metrics import Metrics
@@ -21,6 +22,7 @@ from pdserve.router.placement import Placement, place
 from pdserve.router.policy import Ask, Decision, Load, decide
 from pdserve.router.stream import ModelInfo
 from pdserve.router.timeline import Moved, Timeline, TimelineLog
+from pdserve.slo import Slo
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ class Dispatcher:
             "prefill": config.prefill_policy or config.policy,
             "decode": config.decode_policy or config.policy,
         }
+        self._slo = Slo.parse(config.slo)
         self._turn = secrets.randbits(32)  # routers that start together do not go round together
         fleet.listener = self
 
@@ -70,7 +73,11 @@ class Dispatcher:
         machine = HandOver(now, self.config.handover_timeout_seconds)
         flight = Flight(request, machine, on_cancel=lambda flight: self.handle(flight, Event.CANCELLED))
         flight.timeline.stamp(Stage.RECEIVED, request.received or now)
-        flight.timeline.stamp(Stage.ADMITTED, now)
+        if len(self._open) >= self.config.max_requests:
+            self._refuse(Refusal("max_requests", f"{len(self._open)} requests are under way, which is --max-requests"))
+        ask = self._route(flight)
+        self._refuse(admit(self._slo, flight.prefill.load, flight.last_member.load, ask))
+        flight.timeline.stamp(Stage.ADMITTED, time.monotonic())
         self._start(flight)
         self._open.add(request.request_id)
         flight.timeline.stamp(Stage.ROUTED, time.monotonic())
@@ -254,14 +261,17 @@ class Dispatcher:
 
     # ---- to the instances -------------------------------------------------------------------------------------
 
-    def _start(self, flight: Flight, avoid: Member | None = None) -> None:
-        """Picks instances and submits to them what the request is by now.
+    def _refuse(self, refusal: Refusal | None) -> None:
+        """Raises Overloaded if there is a reason to."""
+        if refusal is not None:
+            self._metrics.refusals.labels(reason=refusal.reason).inc()
+            raise Overloaded(f"not now: {refusal.words}", kind=refusal.reason, retry_after_s=refusal.retry_after_s)
 
-        Raises:
-            Unavailable: there is none of a kind.
-        """
-        prefill, decode = self._route(flight, avoid)
-        flight.prefill, flight.decode = prefill, decode
+    def _start(self, flight: Flight) -> None:
+        """Submits to the instances that were picked what the request is by now."""
+        prefill, decode, placement = flight.prefill, flight.decode, flight.timeline.placement
+        assert placement is not None
+        self._metrics.placements.labels(way=placement.way, reason=placement.reason).inc()
         flight.timeline.prefill_instance = prefill.id
         flight.timeline.decode_instance = (decode or prefill).id
         flight.timeline.stored, flight.timeline.loaded = Moved(), Moved()
@@ -281,26 +291,29 @@ class Dispatcher:
         flight.timeline.migrations += 1
         self.flights[flight.id] = flight
         try:
-            self._start(flight, avoid=failed)
+            self._route(flight, avoid=failed)
         except Unavailable as nobody:
             reason = Unavailable(f"{error}, and {nobody}", kind=error.kind, retry_after_s=1)
             self.handle(flight, Event.UNPLACED, reason)
             return
+        self._start(flight)
         self._metrics.migrations.labels(kind=error.kind).inc()
         log.warning("%s goes on with %s: %s", flight.id, flight.timeline.decode_instance, error)
 
-    def _route(self, flight: Flight, avoid: Member | None) -> tuple[Member, Member | None]:
-        """The prefill and the decode instance; None for decode when the first does it all."""
+    def _route(self, flight: Flight, avoid: Member | None = None) -> Ask:
+        """Picks the prefill and the decode instance; None for decode when the first does it all.
+
+        Raises:
+            Unavailable: there is none of a kind.
+        """
         missing = self._missing(avoid)
         if missing:
             raise Unavailable(f"{missing} is there to take it", kind="no_instance", retry_after_s=1)
         self._turn += 1
         flight.cached = self._cached(flight)
         ask = Ask(flight.tokens, self._turn, flight.request.session, flight.cached, flight.tokens_left)
-        prefill, decode, placement = self._place(ask, flight, avoid)
-        flight.timeline.placement = placement
-        self._metrics.placements.labels(way=placement.way, reason=placement.reason).inc()
-        return prefill, decode
+        flight.prefill, flight.decode, flight.timeline.placement = self._place(ask, flight, avoid)
+        return ask
 
     def _place(self, ask: Ask, flight: Flight, avoid: Member | None) -> tuple[Member, Member | None, Placement]:
         if flight.tokens_left == 1:  # the first token is all there is to do

@@ -54,6 +54,12 @@ class Metrics:
             ["way", "reason"],
             registry=self.registry,
         )
+        self.refusals = Counter(
+            "pdserve_refusals_total",
+            "requests that were not let in, by reason",
+            ["reason"],
+            registry=self.registry,
+        )
         self.fallbacks = Counter(
             "pdserve_handover_fallbacks_total",
             "hand-overs that decode had to complete by computing, by what happened to prefill",

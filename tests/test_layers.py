@@ -26,6 +26,7 @@ CORE = {
     "lifetime",
     "model_path",
     "request",
+    "slo",
 }
 JOB = {"fetcher", "job", "transfers"}
 INSTANCE = {"block_news", "instance", "link", "serve_instance"}

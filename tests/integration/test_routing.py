@@ -139,9 +139,13 @@ def wait_for_blocks(deployment: Any, **expected: int) -> None:
 
 
 def test_the_router_knows_what_is_cached_where_and_learns_it_again_after_a_restart(
-    checkpoint: Callable[..., Path], deploy: Callable[..., Any], complete: Callable[..., dict[str, Any]]
+    checkpoint: Callable[..., Path],
+    deploy: Callable[..., Any],
+    complete: Callable[..., dict[str, Any]],
+    metric: Callable[..., float],
 ) -> None:
-    with deploy(model=str(checkpoint("llama")), num_blocks=64, prefill=2, prefill_policy="prefix_aware") as deployment:
+    settings = {"prefill": 2, "prefill_policy": "prefix_aware", "slo": "ttft=0.001ms"}
+    with deploy(model=str(checkpoint("llama")), num_blocks=64, **settings) as deployment:
 
         def send(prompt: list[int], **body: Any) -> dict[str, Any]:
             reply = complete(deployment, prompt=prompt, ignore_eos=True, **body)
@@ -169,3 +173,10 @@ def test_the_router_knows_what_is_cached_where_and_learns_it_again_after_a_resta
             wait_for_blocks(deployment, **blocks)
         os.kill(deployment.child(first).pid, signal.SIGKILL)
         wait_for_blocks(deployment, decode_0=10, **{other.replace("-", "_"): 0})
+        # An idle instance takes what is late anyhow, but nobody else may wait for that.
+        body = {"model": deployment.config.name, "prompt": [3] * 40, "max_tokens": 2, "ignore_eos": True}
+        reply = httpx.post(f"{deployment.url}/v1/completions", json={**body, "n": 2})
+        assert reply.status_code == 429 and int(reply.headers["Retry-After"]) >= 1, reply.text
+        assert reply.json()["error"]["code"] == "slo_ttft" and reply.json()["error"]["type"] == "rate_limit_error"
+        assert metric(deployment, "refusals_total", reason="slo_ttft") == 1
+        assert complete(deployment, **body)["usage"]["completion_tokens"] == 2

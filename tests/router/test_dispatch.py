@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.config import RouterConfig
-from pdserve.errors import BadRequest, RequestError, Unavailable
+from pdserve.errors import BadRequest, Overloaded, RequestError, Unavailable
 from pdserve.keys import block_keys
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
@@ -364,6 +364,40 @@ def test_a_lost_decode_that_had_the_prompt_is_replaced() -> None:
         assert again.phase == pb.BOTH and list(again.output) == [7, 8]
         stage.says(other, "r#1", token_ids=[9, 10], finish_reason="length")
         assert await tokens(flight) == [7, 8, 9, 10]
+
+    play(story())
+
+
+def test_who_would_be_late_is_refused_and_leaves_nothing_behind() -> None:
+    async def story() -> None:
+        stage = Stage("prefill", "decode", "decode", slo="ttft=1s")
+        prefill, *_ = stage.members
+        prefill.heard_of(pb.Heartbeat(costs=pb.Costs(prefill=(0, 0.25, 0), decode=(0, 0, 0), transfer=(0, 0))))
+        first = stage.open("first", prompt=[1] * 3)
+        for _ in range(2):  # its id is not in use
+            with pytest.raises(Overloaded, match=r"after 1\.5 s, by forecast") as refused:
+                stage.open("second", prompt=[1] * 3)
+        assert (refused.value.kind, refused.value.retry_after_s) == ("slo_ttft", 1)
+        assert prefill.load.requests == 1 and stage.dispatcher.timeline("second") is None
+        stage.open("second", prompt=[1])
+        # What has begun goes on, however late.
+        assert first.decode is not None
+        stage.fleet._leave(first.decode, "test")
+        assert first.timeline.migrations == 1 and not first.machine.ended
+        assert b'pdserve_refusals_total{reason="slo_ttft"} 2.0' in stage.dispatcher._metrics.text()
+
+    play(story())
+
+
+def test_so_many_requests_are_under_way_at_most() -> None:
+    async def story() -> None:
+        stage = Stage("prefill", "decode", max_requests=2)
+        first, _ = stage.open("r0"), stage.open("r1")
+        with pytest.raises(Overloaded, match="2 requests are under way"):
+            stage.open("r2")
+        first.cancel()
+        stage.open("r2")
+        assert b'pdserve_refusals_total{reason="max_requests"} 1.0' in stage.dispatcher._metrics.text()
 
     play(story())
 
