@@ -20,6 +20,7 @@ from pdserve.decode.converter import Converters
 from pdserve.decode.decoder import Decoder
 from pdserve.engine.engine import Engine
 from pdserve.engine.warm_up import warm_up
+from pdserve.errors import RequestError
 from pdserve.fetcher import Fetcher
 from pdserve.job import Job
 from pdserve.kv_transfer.connector import Connector
@@ -66,6 +67,7 @@ class Instance:
         self._left: dict[str, list[pb.Load]] = {}
         self._send = send
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.engine.when_ready = lambda: self._inbox.put(lambda: None)
         self._jobs: dict[tuple[str, str], Job] = {}
         self._by_sequence: dict[object, Job] = {}  # also those whose id was used again while their stores went on
         self._outgoing: dict[Job, None] = {}
@@ -134,6 +136,10 @@ class Instance:
         stopped = self.now()
         for seq in result.advanced:
             job = self._by_sequence[seq]
+            if seq.constraint is not None and seq.constraint.failure is not None:
+                self._refuse(job.link, seq.request_id, seq.constraint.failure)
+                self._cancel(job)
+                continue
             role = self.prefiller if job.phase == pb.PREFILL else self.decoder
             role.advanced(job, seq in result.sampled, started)
         if result.advanced:
@@ -180,6 +186,7 @@ class Instance:
             ignore_eos=message.sampling.ignore_eos,
             logprobs=message.sampling.logprobs if message.sampling.HasField("logprobs") else None,
             logit_bias=dict(message.sampling.logit_bias),
+            grammar=message.sampling.grammar,
         )
         try:
             seq = self.engine.new_sequence(
@@ -187,8 +194,7 @@ class Instance:
             )
             converted = self.converters.prompt(seq, message.writer) if message.HasField("writer") else None
         except ValueError as error:
-            refusal = pb.Output(request_id=message.request_id, error=pb.Error(kind="rejected", message=str(error)))
-            self._send(link, pb.InstanceFrame(step=pb.Step(outputs=[refusal])))
+            self._refuse(link, message.request_id, RequestError(str(error), kind="rejected"))
             return
         job = Job(link=link, seq=seq, phase=message.phase, multi_turn=message.multi_turn)
         self._jobs[link, message.request_id] = self._by_sequence[seq] = job
@@ -196,6 +202,10 @@ class Instance:
             self.prefiller.submit(job)
         else:
             self.decoder.submit(job, converted)
+
+    def _refuse(self, link: str, request_id: str, error: RequestError) -> None:
+        refusal = pb.Output(request_id=request_id, error=pb.Error(kind=error.kind, message=str(error)))
+        self._send(link, pb.InstanceFrame(step=pb.Step(outputs=[refusal])))
 
     def _with_job(self, link: str, request_id: str, then: Callable[[Job], None]) -> None:
         job = self._jobs.get((link, request_id))

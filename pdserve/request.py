@@ -38,6 +38,7 @@ class SamplingParams:
         stop_token_ids: end with one of these; it is kept in the output's ids, as EOS is.
         ignore_eos: go on past EOS.
         logprobs: report each token's log probability and those of so many likeliest tokens; None reports nothing.
+        grammar: what the output has to follow, as in `engine/grammar.py`; empty for nothing.
         logit_bias: token id → what is added to its logit, from -100 to 100.
     """
 
@@ -52,6 +53,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     logit_bias: dict[int, float] = field(default_factory=dict)
+    grammar: str = ""
 
     def validate(self) -> None:
         """Raises BadRequest with the field's name and what would be right."""

@@ -1,6 +1,7 @@
 """The process of one instance: load, attach to the routers, serve until told to stop."""
 
 import asyncio
+import importlib.util
 import logging
 import os
 import signal
@@ -119,6 +120,7 @@ def _hello(role: str, config: InstanceConfig, instance: Instance) -> pb.Hello:
         layout=pb.Layout(**asdict(engine.layout)),
         convert_kv=config.convert_kv,
         scheduling_policy=config.scheduling_policy,
+        grammars=importlib.util.find_spec("xgrammar") is not None,
     )
 
 

@@ -59,6 +59,7 @@ class Dispatcher:
             eos_token_ids=frozenset(hellos[0].eos_token_ids),
             weights=Layout.like(hellos[0].layout).weights,
             block_sizes=frozenset(hello.block_size for hello in hellos),
+            grammars=all(hello.grammars for hello in hellos),
             by_priority=all(hello.scheduling_policy == "priority" for hello in hellos),
         )
 
@@ -124,7 +125,8 @@ class Dispatcher:
         if member is flight.decode and any(stamp.stage == Stage.KV_READY for stamp in output.stamps):
             self._note_pair(flight, flight.prefill.hello, member.hello)
         if output.HasField("error"):
-            self.handle(flight, Event.UNPLACED, RequestError(output.error.message, kind=output.error.kind))
+            kind = BadRequest if output.error.kind == "invalid_grammar" else RequestError
+            self.handle(flight, Event.UNPLACED, kind(output.error.message, kind=output.error.kind))
         elif member is flight.decode or flight.decode is None:
             self._on_decode(flight, member, output)
         else:

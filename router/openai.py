@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from pdserve.errors import BadRequest, NotFound
 from pdserve.keys import block_keys, root_key
 from pdserve.request import MAX_LOGPROBS, Request, SamplingParams
+from pdserve.router.grammars import grammar_of
 from pdserve.router.schemas import (
     ChatBody,
     CompletionBody,
@@ -215,6 +216,7 @@ def _sampling(body: SamplingBody, max_tokens: int, logprobs: int | None, info: M
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
         logit_bias=_logit_bias(body.logit_bias or {}, info),
+        grammar=grammar_of(body, info),
     )
     sampling.validate()
     check_ids(stop_ids, info.vocab_size, "stop_token_ids")

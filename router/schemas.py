@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal, NoReturn, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from pdserve.errors import BadRequest
@@ -30,10 +30,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "frequency_penalty": (0, 0.0),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
     "modalities": (["text"],),
@@ -43,12 +39,10 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "reasoning_effort": (),
     "repetition_penalty": (1, 1.0),
     "request_id": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
@@ -81,6 +75,18 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
+class JsonSchema(Body):
+    name: str | None = None
+    description: str | None = None
+    schema_: Any = Field(None, alias="schema")
+    strict: bool | None = None  # the schema is followed to the letter, asked or not
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
 class SamplingBody(Body):
     """What completions and chat have in common. None is the default, as if the field were absent.
 
@@ -100,6 +106,12 @@ class SamplingBody(Body):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None

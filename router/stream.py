@@ -29,6 +29,7 @@ class ModelInfo:
     eos_token_ids: frozenset[int]
     weights: bytes  # digest of the model, the root of all block keys
     block_sizes: frozenset[int]  # tokens; one, unless instances convert
+    grammars: bool = False  # outputs can be made to follow grammars
     by_priority: bool = False  # all instances schedule by it
 
 

@@ -1,12 +1,14 @@
 """The engine: schedule, run, postprocess. One sequence is a prompt being continued; roles decide what happens around it."""
 
 import itertools
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from pdserve.config import EngineConfig
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.checkpoint import Checkpoint, load
+from pdserve.engine.grammar import Grammars
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.scheduler import LEVEL, Scheduler
 from pdserve.engine.sequence import Sequence
@@ -64,6 +66,9 @@ class Engine:
         self.max_model_len = _max_model_len(self.checkpoint, config, self.runner.num_blocks)
         self.layout = self.checkpoint.layout
         self._arrivals = itertools.count()
+        self._grammars = Grammars(config.model, self.checkpoint.vocab_size, self.checkpoint.eos_token_ids)
+        self._unready: list[Sequence] = []  # their grammars are still being compiled
+        self.when_ready: Callable[[], None] = lambda: None  # called in other threads: a step may have more to do now
         self._level = LEVEL if config.scheduling_policy == "priority" else 0
 
     def new_sequence(
@@ -91,7 +96,9 @@ class Engine:
         if min(prompt) < 0 or max(prompt) >= self.checkpoint.vocab_size:
             raise ValueError(f"token ids go from 0 to {self.checkpoint.vocab_size - 1}")
         stops = frozenset(sampling.stop_token_ids)
+        constraint = self._grammars.start(sampling.grammar, lambda: self.when_ready()) if sampling.grammar else None
         return Sequence(
+            constraint=constraint,
             rank=next(self._arrivals) + self._level * priority,
             request_id=request_id,
             tokens=[*prompt, *output],
@@ -108,18 +115,27 @@ class Engine:
         return any(True for _ in self.scheduler.sequences())
 
     def add(self, seq: Sequence) -> None:
-        self.scheduler.add(seq)
+        if seq.constraint is not None and not seq.constraint.ready:
+            self._unready.append(seq)
+        else:
+            self.scheduler.add(seq)
 
     def fork(self, seq: Sequence, request_id: str, sampling: SamplingParams) -> Sequence:
         """A sequence that goes on from where this one is, with parameters of its own. Their KV up to here is shared."""
+        assert seq.constraint is None, "a grammar's state belongs to one sequence"
         return self.scheduler.fork(seq, request_id, sampling)
 
     def remove(self, seq: Sequence) -> None:
         """Drops a sequence, finished or not; its blocks lose this holder."""
+        if seq in self._unready:
+            self._unready.remove(seq)
         self.scheduler.remove(seq)
 
     def step(self, *, hold_back: bool = False) -> StepResult:
         """Schedule, run, postprocess. Whoever owns a finished sequence removes it. `hold_back` as in `schedule`."""
+        unready, self._unready = self._unready, []
+        for seq in unready:
+            self.add(seq)
         schedule = self.scheduler.schedule(hold_back=hold_back)
         plan = schedule.tokens
         work = [(count, seq.num_computed) for seq, count in plan.items()]

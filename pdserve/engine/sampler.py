@@ -5,6 +5,7 @@ from collections.abc import Sequence as Rows
 
 import torch
 
+from pdserve.engine.grammar import constrain
 from pdserve.engine.sequence import Sequence
 from pdserve.request import SamplingParams, TokenLogprobs
 
@@ -42,6 +43,7 @@ def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
 def sample(logits_SV: torch.Tensor, seqs: Rows[Sequence]) -> list[int]:
     """The next token of each sequence; logits_SV[i] belongs to seqs[i]."""
     _add_bias(logits_SV, seqs)
+    constrain(logits_SV, seqs)
     _forbid_early_stops(logits_SV, seqs)
     tokens = logits_SV.max(dim=-1).indices  # argmax, and on a CPU in a fifth of its time
     rows = [i for i, seq in enumerate(seqs) if seq.sampling.temperature > 0]

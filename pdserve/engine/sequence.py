@@ -2,9 +2,22 @@
 
 from collections.abc import Sequence as Ends
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+from pdserve.errors import RequestError
 from pdserve.keys import KeyChain
 from pdserve.request import SamplingParams, TokenLogprobs
+
+
+class Constraint(Protocol):
+    """What its next token may be: `engine/grammar.py`."""
+
+    failure: RequestError | None
+
+    @property
+    def ready(self) -> bool: ...
+
+    def allow(self, output: list[int], mask_SW: Any, row: int) -> None: ...
 
 
 @dataclass(eq=False)
@@ -23,6 +36,7 @@ class Sequence:
         rank: lower for those that go first.
         exported: its KV is stored as it is computed; it may be held back while the store cannot keep up.
         exact: its KV is what this pool computes itself, so its blocks are worth finding by their keys.
+        constraint: a grammar that its output follows, if any.
         last_logprobs: of the last token, if the request asks for them.
         num_local_hit, num_loaded: tokens whose KV came from this pool, or from the KV store, at first admission.
     """
@@ -45,6 +59,7 @@ class Sequence:
     num_preemptions: int = 0
     rank: int = 0
     last_logprobs: TokenLogprobs | None = None
+    constraint: Constraint | None = None
     exact: bool = True
     exported: bool = False
     admitted: bool = False  # it has been in the running batch

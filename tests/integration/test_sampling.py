@@ -1,10 +1,13 @@
 """A request is a pure function: the same seed gives the same tokens on any topology, whatever else is in the batch."""
 
+import json
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 import transformers
 
@@ -15,6 +18,14 @@ SETTINGS = [
     {"temperature": 0.9, "min_p": 0.05, "top_p": 0.95, "top_k": 50},
 ]
 TOPOLOGIES = [{"prefill": 1, "decode": 1}, {"prefill": 2, "decode": 2}, {"prefill": 0, "decode": 0, "both": 1}]
+FORMS: list[dict[str, Any]] = [
+    {
+        "prompt": [5] * 20,
+        "max_tokens": 60,
+        "guided_json": {"type": "object", "properties": {"open": {"type": "boolean"}}, "required": ["open"]},
+    },
+    {"prompt": [6] * 20, "max_tokens": 60, "temperature": 1.0, "seed": 4, "guided_regex": "[ab]{20}"},
+]
 LIKELY: dict[str, Any] = {
     "prompt": list(range(40)),
     "max_tokens": 8,
@@ -38,6 +49,7 @@ def test_seeded_output_is_the_same_everywhere(
     ]
     seen: list[list[list[int]]] = []
     told: list[dict[str, Any]] = []
+    forms: list[list[str]] = []
     for number, topology in enumerate(TOPOLOGIES):
         noise = [{"prompt": [number, i] * (i + 1), "max_tokens": 24, "seed": i, "temperature": 1} for i in range(8)]
         with (
@@ -48,6 +60,10 @@ def test_seeded_output_is_the_same_everywhere(
         ):
             send = lambda body, d=deployment: complete(d, **body)["choices"][0]["token_ids"]  # noqa: E731
             told.append(complete(deployment, **LIKELY)["choices"][0])
+            forms.append([complete(deployment, **body)["choices"][0]["text"] for body in FORMS])
+            bad = {"model": deployment.config.name, "prompt": "a", "guided_json": {"type": "nothing"}}
+            refused = httpx.post(f"{deployment.url}/v1/completions", json=bad, timeout=60)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_grammar"), refused.text
             others = [threads.submit(send, body) for body in noise[: 4 * number]]
             seen.append(list(threads.map(send, bodies)))
             for other in others:
@@ -55,6 +71,8 @@ def test_seeded_output_is_the_same_everywhere(
     assert seen[1] == seen[0]
     assert seen[2] == seen[0]
     assert len({tuple(tokens) for tokens in seen[0]}) == len(prompts), "different seeds differ"
+    assert forms[0] == forms[1] == forms[2]
+    assert isinstance(json.loads(forms[0][0])["open"], bool) and re.fullmatch("[ab]{20}", forms[0][1])
     for choice in told:
         assert choice["token_ids"] == told[0]["token_ids"]
         _check_logprobs(checkpoint("qwen3"), choice)

@@ -159,7 +159,7 @@ class ScriptedBackend:
     def __init__(self, vocab_size: int) -> None:
         self.script = Script()
         self.info: ModelInfo | None = ModelInfo(
-            "demo", CONTEXT, vocab_size, frozenset([0]), b"weights", frozenset([16])
+            "demo", CONTEXT, vocab_size, frozenset([0]), b"weights", frozenset([16]), grammars=True
         )
         self.not_ready = ""
         self.requests: list[Request] = []

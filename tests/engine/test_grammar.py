@@ -1,0 +1,139 @@
+"""Grammars: what they ask for is what comes out, and nobody else in the batch notices."""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Tokens
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.config import EngineConfig
+from pdserve.engine import grammar
+from pdserve.engine.engine import Engine
+from pdserve.engine.sequence import Sequence
+from pdserve.request import SamplingParams
+
+pytest.importorskip("xgrammar", reason="xgrammar is not installed: pip install 'pdserve[structured]'")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "open": {"type": "boolean"},
+        "kind": {"enum": ["a", "b"]},
+        "list": {"type": "array", "maxItems": 2, "items": {"type": "boolean"}},
+    },
+    "required": ["open", "kind"],
+}
+SPECS: list[dict[str, Any]] = [
+    {"json": SCHEMA},
+    {"regex": r"[ab]{3,7}-\d{4}"},
+    {"choice": ["Paris", 'Bonn "am\nRhein" é']},
+    {"grammar": 'root ::= "x" | "(" inner ")"\ninner ::= "y" | "[z]"'},
+    {"json": {"type": "boolean"}, "begin": "<tool_call>\n", "end": "\n</tool_call>"},
+]
+RIGHT: list[Callable[[str], object]] = [
+    lambda text: set(json.loads(text)) >= {"open", "kind"} and json.loads(text)["open"] in (True, False),
+    lambda text: re.fullmatch(r"[ab]{3,7}-\d{4}", text),
+    lambda text: text in SPECS[2]["choice"],
+    lambda text: text in ("x", "(y)", "([z])"),
+    lambda text: re.fullmatch(r"<tool_call>\n(true|false)\n</tool_call>", text),
+]
+
+
+def sampling(i: int, spec: dict[str, Any] | None) -> SamplingParams:
+    text = "" if spec is None else json.dumps(spec)
+    return SamplingParams(max_tokens=200, seed=i, temperature=float(i % 2), grammar=text)
+
+
+def run(engine: Engine, seqs: list[Sequence]) -> list[list[int]]:
+    woken = threading.Event()
+    engine.when_ready = woken.set
+    for seq in seqs:
+        engine.add(seq)
+    left = set(seqs)
+    deadline = time.monotonic() + 60
+    while left:
+        assert time.monotonic() < deadline
+        result = engine.step()
+        for seq in [
+            seq for seq in result.sampled if seq.finish_reason() or (seq.constraint and seq.constraint.failure)
+        ]:
+            engine.remove(seq)
+            left.remove(seq)
+        if result.idle and left:
+            woken.wait(0.01)
+    assert engine.pool.num_held == 0
+    return [seq.tokens[seq.num_prompt :] for seq in seqs]
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Callable[..., Path]) -> Engine:
+    return Engine(EngineConfig(model=str(checkpoint("llama")), num_blocks=200, dtype="bfloat16"))
+
+
+def text_of(engine: Engine, path: Path, ids: list[int]) -> str:
+    from pdserve.router.tokenizer import Tokenizer
+
+    assert ids[-1] in engine.checkpoint.eos_token_ids, "the grammar says where the end is"
+    return Tokenizer(path).decode(ids)
+
+
+def test_outputs_follow_their_grammars_here_and_elsewhere(engine: Engine, checkpoint: Callable[..., Path]) -> None:
+    specs = [None, *SPECS, None, *SPECS]
+
+    def new(i: int, output: Tokens[int] = ()) -> Sequence:
+        return engine.new_sequence(str(i), [7, i], sampling(i, specs[i]), output=output)
+
+    outputs = run(engine, [new(i) for i in range(len(specs))])
+    for i, spec in enumerate(specs):
+        if spec is not None:
+            text = text_of(engine, checkpoint("llama"), outputs[i])
+            assert RIGHT[SPECS.index(spec)](text), text
+    assert run(engine, [new(0), new(6)]) == [outputs[0], outputs[6]], "those without a grammar"
+    moved = [new(i, outputs[i][:-1][: 1 + i % 5]) for i, spec in enumerate(specs) if spec is not None]
+    assert run(engine, moved) == [outputs[i] for i, spec in enumerate(specs) if spec is not None]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"json": {"type": "foo"}}, 'the grammar cannot be used: Unsupported type "foo"'),
+        ({"regex": "[a"}, "the grammar cannot be used: Regex parsing error"),
+        ({"grammar": "nothing"}, "the grammar cannot be used: EBNF parser error"),
+    ],
+)
+def test_what_is_no_grammar_is_said(engine: Engine, spec: dict[str, Any], message: str) -> None:
+    seq = engine.new_sequence("r", [7], sampling(0, spec))
+    run(engine, [seq])
+    assert seq.constraint is not None and str(seq.constraint.failure).startswith(message)
+
+
+def test_an_output_that_breaks_the_grammar_is_a_failure(engine: Engine) -> None:
+    seq = engine.new_sequence("r", [7], sampling(0, SPECS[1]), output=[200, 200])
+    run(engine, [seq])
+    assert seq.constraint is not None and "does not follow the grammar" in str(seq.constraint.failure)
+
+
+def test_one_that_takes_too_long_to_compile_keeps_nobody_waiting(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiling, go_on = threading.Event(), threading.Event()
+
+    def slow(spec: dict[str, Any]) -> None:
+        compiling.set()
+        go_on.wait(60)
+
+    monkeypatch.setattr(grammar, "COMPILE_S", 0.5)
+    monkeypatch.setattr(grammar, "_grammar_of", slow)
+    late, plain = engine.new_sequence("r", [7], sampling(0, SPECS[1])), engine.new_sequence("s", [7], sampling(1, None))
+    try:
+        assert compiling.wait(30)
+        run(engine, [late, plain])
+        assert late.constraint is not None and "to compile" in str(late.constraint.failure)
+        assert plain.num_output > 0
+    finally:
+        go_on.set()
