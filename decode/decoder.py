@@ -145,6 +145,11 @@ class Decoder:
             self._store_back(decode)
             self._end(decode)
 
+    def returned(self, job: Job) -> None:
+        """A sequence that was preempted has blocks again: what the store has of it need not be computed."""
+        decode = self._decodes[job]
+        self._fetcher.fetch(job, cancelled=lambda: self._end(decode))
+
     def cancel(self, job: Job) -> None:
         """Stops; blocks that a load is writing to are let go when it ends."""
         decode = self._decodes.get(job)

@@ -44,6 +44,7 @@ class EngineConfig(ModelConfig):
     num_blocks: int | None = flag("KV blocks in the pool; default: what the memory allows", None)
     kv_cache_memory: str | None = flag("bytes for the pool, such as 4GiB; default: see --gpu-memory-utilization", None)
     gpu_memory_utilization: float = flag("share of the GPU's memory for weights, activations and pool together", 0.9)
+    swap_space: float = flag("GiB of host memory for the KV of preempted sequences; 0: computed or loaded again", 0.0)
     max_model_len: int | None = flag("prompt plus output tokens at most; default: the model's context", None)
     max_num_seqs: int = flag("sequences in the running batch at most", 64)
     max_num_batched_tokens: int = flag("tokens in one step at most: the chunk of a chunked prefill", 2048)
@@ -62,6 +63,8 @@ class EngineConfig(ModelConfig):
             raise ValueError(f"dtype {self.dtype!r} is not supported; use auto, {', '.join(DTYPES)}")
         if self.kernel not in ("auto", *KERNELS):
             raise ValueError(f"kernel {self.kernel!r} is unknown; there are auto, {', '.join(KERNELS)}")
+        if self.swap_space < 0:
+            raise ValueError(f"--swap-space must be 0 or more GiB, not {self.swap_space}")
         if self.scheduling_policy not in SCHEDULING_POLICIES:
             raise ValueError(
                 f"--scheduling-policy is {' or '.join(SCHEDULING_POLICIES)}, not {self.scheduling_policy!r}"

@@ -1,11 +1,12 @@
-"""What computing and moving KV takes on one instance: three small models of seconds, fitted to what it took.
+"""What computing and moving KV takes on one instance: four small models of seconds, fitted to what it took.
 
     prefill    a + b × tokens + c × tokens × (tokens before them + half of themselves)
     decode     a + b × sequences + c × tokens of their contexts                            for one step
     transfer   a + b × bytes
+    swap       a + b × blocks, to host memory or back
 
 An instance measures itself when it starts, goes on while it works, and tells routers its coefficients. Forecasts of whatever
-kind (who gets a request, whether a hand-over pays, whether an SLO will hold) read the same three.
+kind (who gets a request, whether a hand-over pays, whether an SLO will hold) read the same.
 """
 
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ class Costs:
     prefill: tuple[float, float, float] = (0.01, 1e-4, 0.0)
     decode: tuple[float, float, float] = (0.01, 1e-4, 0.0)
     transfer: tuple[float, float] = (0.002, 1e-9)
+    swap: tuple[float, float] = (1e-4, 1e-3)
 
     def prefill_seconds(self, tokens: float, cached: float = 0) -> float:
         """Of so many tokens that come after `cached` ones."""
@@ -46,6 +48,11 @@ class Costs:
     def transfer_seconds(self, nbytes: float) -> float:
         a, b = self.transfer
         return a + b * nbytes if nbytes else 0.0
+
+    def swap_seconds(self, blocks: float) -> float:
+        """Of a copy in one direction."""
+        a, b = self.swap
+        return a + b * blocks
 
 
 def attended(tokens: float, cached: float) -> float:
@@ -123,7 +130,8 @@ class Meter:
     """Watches one instance at work."""
 
     def __init__(self) -> None:
-        self._prefill, self._decode, self._transfer = Fit(1, 0, 2), Fit(0, 1, 2), Fit(1, 0)
+        self._prefill, self._decode = Fit(1, 0, 2), Fit(0, 1, 2)
+        self._transfer, self._swap = Fit(1, 0), Fit(1, 0)
         self._begun: list[Work] = []
         self._begun_seconds = 0.0
 
@@ -150,9 +158,17 @@ class Meter:
         """A transfer took so long."""
         self._transfer.observe((1, nbytes), seconds, now)
 
+    def knew_swap(self, blocks: int, seconds: float) -> None:
+        """A swap took so long when nothing else was going on. This is never forgotten."""
+        self._swap.know((1, blocks), seconds)
+
+    def swapped(self, blocks: int, seconds: float, now: float) -> None:
+        """A swap took so long."""
+        self._swap.observe((1, blocks), seconds, now)
+
     def costs(self, now: float) -> Costs:
         """What is known by now; the defaults where nothing is."""
-        found = {"prefill": self._prefill, "decode": self._decode, "transfer": self._transfer}
+        found = {"prefill": self._prefill, "decode": self._decode, "transfer": self._transfer, "swap": self._swap}
         fitted = {name: fit.coefficients(now) for name, fit in found.items()}
         return Costs(**{name: values for name, values in fitted.items() if values is not None})  # type: ignore[arg-type]
 

@@ -8,11 +8,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 # Name (without `pdserve_` and `_total`) → help. Those in GAUGES may fall.
 HELP = {
     "prompt_tokens_by_source": "prompt tokens whose KV was computed here, found in the pool, or loaded from the KV store",
-    "store_hits": "prompts of which the KV store had more than the pool, by what was decided about that",
+    "store_hits": "prompts, new or preempted, of which the KV store had more than the pool, by what was decided about that",
     "generation_tokens": "output tokens sampled",
     "prefix_cache_queries": "prompt tokens looked up in the pool",
     "prefix_cache_hits": "prompt tokens found in the pool",
-    "num_preemptions": "sequences that lost their blocks and computed them again",
+    "num_preemptions": "times that a sequence lost its blocks",
+    "swapped_blocks": "blocks of preempted sequences copied to host memory or back, by direction",
     "kv_transfer_bytes": "KV bytes that crossed, after the codec, by connector and direction",
     "kv_transfer_seconds": "time spent in transfers, by connector and direction",
     "kv_transfer_blocks": "KV blocks moved, by connector and direction",

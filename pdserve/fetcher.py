@@ -31,19 +31,25 @@ class Fetcher:
         self.break_even = BreakEven(engine.pool.block_size)
 
     def fetch(self, job: Job, cancelled: Callable[[], None]) -> None:
-        """Queues the job's sequence in the engine, now or when the store has answered.
+        """Queues the job's sequence in the engine, now or when the store has answered. If it has blocks already, as after a
+        preemption, these are loaded into.
 
         Args:
             cancelled: called instead if the job is over by then.
         """
         seq = job.seq
-        keys = seq.full_keys()[: (seq.num_given - 1) // seq.block_size]
-        if self._connector.in_place or len(self._engine.pool.match(keys)) == len(keys):
+        fetch = _Fetch(job, seq.full_keys()[: (len(seq) - 1) // seq.block_size], cancelled)
+        keys = fetch.keys
+        if self._connector.in_place or self._have(fetch) == len(keys):
             self._engine.add(seq)
             return
-        fetch = _Fetch(job, keys, cancelled)
         job.transfers += 1
         self._desk.when_done(self._connector.match(keys), lambda found: self._matched(fetch, found))
+
+    def _have(self, fetch: _Fetch) -> int:
+        """Leading blocks that need no load."""
+        seq = fetch.job.seq
+        return seq.num_registered if seq.block_ids else len(self._engine.pool.match(fetch.keys))
 
     def _matched(self, fetch: _Fetch, found: int) -> None:
         """Loads what the store has and the pool lacks, as far as that pays and there is room now; then it just queues."""
@@ -51,7 +57,7 @@ class Fetcher:
         if fetch.job.over:
             fetch.cancelled()
             return
-        have = len(self._engine.pool.match(fetch.keys))
+        have = self._have(fetch)
         count = self._worth(fetch, found - have) if found > have else 0
         if count:
             self._load(fetch, have, have + count)
@@ -61,9 +67,10 @@ class Fetcher:
     def _worth(self, fetch: _Fetch, blocks: int) -> int:
         """How many of the blocks to load. If any, the sequence has its place in the pool."""
         seq, scheduler = fetch.job.seq, self._engine.scheduler
+        has_place = bool(seq.block_ids)
         count, reason = self.break_even.decide(blocks, self._desk.now())
         # Beside those who wait, or newcomers with hits would take every block that a long prompt waits for.
-        if count and not scheduler.reserve(seq, len(fetch.keys), seq.num_given, beside=True):
+        if count and not has_place and not scheduler.reserve(seq, len(fetch.keys), seq.num_given, beside=True):
             self._desk.count("store_hits", 1, decision="no_room")
             return 0
         self._desk.count("store_hits", 1, decision=reason)
@@ -86,7 +93,8 @@ class Fetcher:
             self._load(fetch, arrived, stop)
             return
         seq.num_computed = arrived * seq.block_size
-        seq.num_loaded = seq.num_computed - seq.num_local_hit
+        if not seq.admitted:
+            seq.num_loaded = seq.num_computed - seq.num_local_hit
         seq.admitted = True
         self._engine.register_full_blocks(seq)
         self._engine.add(seq)

@@ -18,8 +18,8 @@ from pdserve.costs import Meter
 from pdserve.counters import series
 from pdserve.decode.converter import Converters
 from pdserve.decode.decoder import Decoder
-from pdserve.engine.engine import Engine
-from pdserve.engine.warm_up import warm_up
+from pdserve.engine.engine import Engine, StepResult
+from pdserve.engine.warm_up import time_swaps, warm_up
 from pdserve.errors import RequestError
 from pdserve.fetcher import Fetcher
 from pdserve.job import Job
@@ -60,6 +60,9 @@ class Instance:
         self.meter = Meter()
         for work, seconds in warm_up(self.engine):
             self.meter.knew(work, seconds)
+        for blocks, seconds in time_swaps(self.engine):
+            self.meter.knew_swap(blocks, seconds)
+        self.engine.scheduler.fetches = not self.connector.in_place
         self._costs, self._costs_published = pb.Costs(), 0.0
         self.news = BlockNews()
         self.engine.pool.on_change = self.news.changed
@@ -134,20 +137,21 @@ class Instance:
         started = self.now()
         result = self.engine.step(hold_back=self.transfers.stores_wait)
         stopped = self.now()
+        for seq in result.returned:
+            job = self._by_sequence[seq]
+            self._role(job).returned(job)
         for seq in result.advanced:
             job = self._by_sequence[seq]
             if seq.constraint is not None and seq.constraint.failure is not None:
                 self._refuse(job.link, seq.request_id, seq.constraint.failure)
                 self._cancel(job)
                 continue
-            role = self.prefiller if job.phase == pb.PREFILL else self.decoder
-            role.advanced(job, seq in result.sampled, started)
+            self._role(job).advanced(job, seq in result.sampled, started)
         if result.advanced:
             self.count("engine_steps", 1)
         if result.held_back:
             self.count("prefill_steps_held_back", 1)
-        self.fetcher.break_even.computed(result.num_tokens, len(result.sampled), stopped - started, stopped)
-        self.meter.stepped(result.work, bool(result.sampled), stopped - started, stopped)
+        self._measured(result, stopped - started - result.swap_seconds, stopped)
         self._flush()
         if not self.num_jobs:
             self._check_idle(started)
@@ -156,9 +160,22 @@ class Instance:
             self._publish_load()
         return result.idle
 
+    def _role(self, job: Job) -> Prefiller | Decoder:
+        return self.prefiller if job.phase == pb.PREFILL else self.decoder
+
+    def _measured(self, result: StepResult, seconds: float, now: float) -> None:
+        self.fetcher.break_even.computed(result.num_tokens, len(result.sampled), seconds, now)
+        self.meter.stepped(result.work, bool(result.sampled), seconds, now)
+        for direction, blocks in (("out", result.swapped_out), ("in", result.swapped_in)):
+            if blocks:
+                self.meter.swapped(blocks, result.swap_seconds, now)
+                self.count("swapped_blocks", blocks, direction=direction)
+
     def _check_idle(self, now: float) -> None:
         """With nothing to do, every block must be back. A leak ends the instance rather than starving it slowly."""
         assert self.engine.pool.num_held == 0, f"{self.engine.pool.num_held} blocks are held by nobody"
+        host = self.engine.scheduler.host
+        assert host is None or host.num_held == 0, "places in host memory are held by nobody"
         if now - self._checked > CHECK_INTERVAL_S:
             self._checked = now
             self.engine.pool.check_integrity()
@@ -214,8 +231,7 @@ class Instance:
 
     def _cancel(self, job: Job) -> None:
         job.output = None
-        role = self.prefiller if job.phase == pb.PREFILL else self.decoder
-        role.cancel(job)
+        self._role(job).cancel(job)
         self.transfers.drop(job)
 
     def _cancel_all(self, link: str) -> None:
@@ -249,6 +265,7 @@ class Instance:
         )
         if self.now() - self._costs_published > COSTS_INTERVAL_S:
             self._costs_published, costs = self.now(), self.meter.costs(self.now())
+            self.engine.scheduler.costs = costs
             self._costs = pb.Costs(prefill=costs.prefill, decode=costs.decode, transfer=costs.transfer)
         load.costs.CopyFrom(self._costs)
         load.counters["num_requests_waiting"] = load.waiting

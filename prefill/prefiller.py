@@ -86,6 +86,11 @@ class Prefiller:
         if sampled:
             self._first_token(prefill)
 
+    def returned(self, job: Job) -> None:
+        """A prompt that was preempted has blocks again: what the store has of it need not be computed."""
+        prefill = self._prefills[job]
+        self._fetcher.fetch(job, cancelled=lambda: self._end_if_done(prefill))
+
     def cancel(self, job: Job) -> None:
         """Stops computing; blocks under transfer are let go when the transfers end."""
         if job in self._prefills:

@@ -25,6 +25,9 @@ class StepResult:
         advanced: sequences that have more KV than before.
         sampled: those of them that got a new token (appended to their tokens already).
         preempted: how many sequences lost their blocks.
+        returned: sequences that have blocks again and wait for `add`: the store may have their KV.
+        swapped_out, swapped_in: blocks copied to host memory, or from there.
+        swap_seconds: what that took.
         work: (tokens computed, tokens before them) of each advanced sequence.
         held_back: sequences were left out that could have advanced.
     """
@@ -32,6 +35,10 @@ class StepResult:
     advanced: list[Sequence] = field(default_factory=list)
     sampled: dict[Sequence, int] = field(default_factory=dict)
     preempted: int = 0
+    returned: list[Sequence] = field(default_factory=list)
+    swapped_out: int = 0
+    swapped_in: int = 0
+    swap_seconds: float = 0.0
     work: list[tuple[int, int]] = field(default_factory=list)
     held_back: bool = False
 
@@ -42,7 +49,7 @@ class StepResult:
     @property
     def idle(self) -> bool:
         """Nothing could be done: the next step would do nothing either, until a block is freed or a request comes."""
-        return not self.advanced and not self.preempted
+        return not self.advanced and not self.preempted and not self.returned
 
 
 class Engine:
@@ -62,6 +69,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             window=self.runner.window,
+            host=BlockPool(self.runner.num_places, config.block_size) if self.runner.num_places else None,
         )
         self.max_model_len = _max_model_len(self.checkpoint, config, self.runner.num_blocks)
         self.layout = self.checkpoint.layout
@@ -139,6 +147,7 @@ class Engine:
         schedule = self.scheduler.schedule(hold_back=hold_back)
         plan = schedule.tokens
         work = [(count, seq.num_computed) for seq, count in plan.items()]
+        swap_seconds = self.runner.swap(schedule.swap_out, schedule.swap_in)
         self.runner.copy(schedule.copies)
         tokens = self.runner.step(plan)
         for seq, count in plan.items():
@@ -146,7 +155,17 @@ class Engine:
             self.register_full_blocks(seq)
         for seq, token in tokens.items():
             seq.tokens.append(token)
-        return StepResult(list(plan), tokens, len(schedule.preempted), work, schedule.held_back)
+        return StepResult(
+            advanced=list(plan),
+            sampled=tokens,
+            preempted=len(schedule.preempted),
+            returned=schedule.returned,
+            swapped_out=len(schedule.swap_out),
+            swapped_in=len(schedule.swap_in),
+            swap_seconds=swap_seconds,
+            work=work,
+            held_back=schedule.held_back,
+        )
 
     def register_full_blocks(self, seq: Sequence) -> None:
         """Makes the full blocks that a sequence has computed or loaded findable by others."""

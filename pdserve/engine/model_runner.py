@@ -1,5 +1,6 @@
 """Holds the pool's memory and runs the model over one step's batch. The only part of the engine that owns tensors."""
 
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -41,11 +42,15 @@ class ModelRunner:
             self._profile(config)
         self.num_blocks = _num_blocks(checkpoint, config)
         self.pool_NL2GBD = self._new_pool(self.num_blocks)
+        self.num_places = _num_places(checkpoint, config)
+        self._host_NL2GBD = self._new_pool(self.num_places, torch.device("cpu"))
+        if self.num_places and self.device.type == "cuda":
+            self._host_NL2GBD = self._host_NL2GBD.pin_memory()
 
-    def _new_pool(self, num_blocks: int) -> torch.Tensor:
+    def _new_pool(self, num_blocks: int, device: torch.device | None = None) -> torch.Tensor:
         layout = self.checkpoint.layout
         shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-        pool_NL2GBD = torch.empty(shape, dtype=self.checkpoint.dtype, device=self.device)
+        pool_NL2GBD = torch.empty(shape, dtype=self.checkpoint.dtype, device=device or self.device)
         huge_pages(pool_NL2GBD)
         return pool_NL2GBD.zero_()
 
@@ -64,6 +69,24 @@ class ModelRunner:
                 batch = []
             batch.append((source, target))
         self._copy(batch)
+
+    @torch.inference_mode()
+    def swap(self, out: list[tuple[int, int]], back: list[tuple[int, int]]) -> float:
+        """Copies blocks to places in host memory, then others back from there. Each pair is (block, place).
+
+        Returns:
+            Seconds that it took.
+        """
+        if not out and not back:
+            return 0.0
+        started = time.monotonic()
+        for block, place in out:
+            self._host_NL2GBD[place].copy_(self.pool_NL2GBD[block], non_blocking=True)
+        for block, place in back:
+            self.pool_NL2GBD[block].copy_(self._host_NL2GBD[place], non_blocking=True)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.monotonic() - started
 
     def _copy(self, batch: list[tuple[int, int]]) -> None:
         if batch:
@@ -184,6 +207,16 @@ def _num_blocks(checkpoint: Checkpoint, config: EngineConfig) -> int:
             "give --kv-cache-memory or --num-blocks, or a smaller --max-num-batched-tokens"
         )
     return count
+
+
+def _num_places(checkpoint: Checkpoint, config: EngineConfig) -> int:
+    """How many blocks fit into the swap space."""
+    size, block_bytes = int(config.swap_space * 2**30), checkpoint.layout.block_bytes
+    if 0 < size < block_bytes:
+        raise SetupError(f"--swap-space {config.swap_space} GiB is less than one block of {block_bytes} bytes")
+    if size > (free := cpu_memory_available()):
+        raise SetupError(f"--swap-space {config.swap_space} GiB is more than the {free / 2**30:.1f} GiB that are free")
+    return size // block_bytes
 
 
 def _pool_bytes(checkpoint: Checkpoint, config: EngineConfig) -> int:

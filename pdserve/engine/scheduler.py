@@ -4,8 +4,9 @@ One budget of tokens per step, shared by all: a decoding sequence asks for 1 tok
 preempted one for what it lost. Nothing else tells them apart. Sequences that run come first, those that decode before
 others. Then those join that hold blocks already (their KV was loaded) and new ones, in order of rank; but one that only
 decodes waits for no prompt, and one for which there are not enough blocks holds up nobody who has his. When a running
-sequence needs a block and none is free, the last in rank gives up its blocks and computes them again later (prefix hits
-permitting).
+sequence needs a block and none is free, the last in rank gives up its blocks. They are copied to host memory, where there is
+room and that takes less time than computing them; or else they are computed again later, but for what is still in the prefix
+cache then, or is worth loading from the store.
 
 The rank is the order of arrival. A level of priority counts as `LEVEL` arrivals, so nobody starves: whoever has a lower
 priority waits for so many newcomers at most, however many there are.
@@ -15,8 +16,9 @@ from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from pdserve.costs import Costs
 from pdserve.engine.block_pool import BlockPool
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence import Sequence, Swapped
 from pdserve.request import SamplingParams
 
 LEVEL = 1000  # arrivals that one level of priority is worth
@@ -31,12 +33,17 @@ class Schedule:
         copies: (from, to): blocks to copy before, one after the other, because their holder is about to write to a block
             that others hold as well.
         preempted: who lost their blocks for it.
+        returned: who have blocks again and may find their KV in the store. They are in no queue until they are added.
+        swap_out, swap_in: (block, place in host memory), to copy before anything else. Never both in one step.
         held_back: whether some were.
     """
 
     tokens: dict[Sequence, int] = field(default_factory=dict)
     copies: list[tuple[int, int]] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    returned: list[Sequence] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
     held_back: bool = False
 
 
@@ -45,16 +52,30 @@ class Scheduler:
 
     Args:
         window: a token sees so many at most, itself included, in every layer; None if some layer sees all.
+        host: places for blocks in host memory.
+
+    Attributes:
+        costs: of swapping and computing.
+        fetches: whoever adds sequences wants to see those again that return after a preemption (`Schedule.returned`).
     """
 
     def __init__(
-        self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int, window: int | None = None
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        window: int | None = None,
+        host: BlockPool | None = None,
     ) -> None:
         assert max_num_seqs > 0 and max_num_batched_tokens > 0
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.window = window
+        self.host = host
+        self.costs = Costs()
+        self.fetches = False
         # Each in order of rank.
         self.waiting: list[Sequence] = []
         self.loaded: list[Sequence] = []  # hold blocks: their KV was loaded, or they are forks of others
@@ -62,6 +83,7 @@ class Scheduler:
         self.prefix_queries = 0  # tokens looked up
         self.prefix_hits = 0  # tokens found
         self.num_preemptions = 0
+        self.num_swaps = 0  # of these, by swapping
 
     def add(self, seq: Sequence) -> None:
         """Queues a sequence, with or without blocks."""
@@ -72,7 +94,13 @@ class Scheduler:
         blocks = seq.block_ids[: self.pool.blocks_for(seq.num_computed)]
         self.pool.hold(blocks[seq.num_dropped :])
         fork = replace(
-            seq, request_id=request_id, sampling=sampling, tokens=[*seq.tokens], keys=[*seq.keys], block_ids=blocks
+            seq,
+            request_id=request_id,
+            sampling=sampling,
+            tokens=[*seq.tokens],
+            keys=[*seq.keys],
+            block_ids=blocks,
+            swapped=None,
         )
         self.add(fork)
         return fork
@@ -83,6 +111,7 @@ class Scheduler:
             if seq in queue:
                 queue.remove(seq)
         self.release(seq)
+        self._forget_swapped(seq)
 
     def release(self, seq: Sequence) -> None:
         self.pool.release(seq.held)
@@ -109,26 +138,27 @@ class Scheduler:
         yield from self.loaded
         yield from self.waiting
 
-    def reserve(self, seq: Sequence, usable: int, num_tokens: int, *, beside: bool = False) -> bool:
+    def reserve(self, seq: Sequence, usable: int, num_tokens: int, *, beside: bool = False, spare: int = 0) -> bool:
         """Gives a sequence without blocks room for `num_tokens`: prefix hits among its first `usable` full blocks, new
         blocks for the rest. False, and nothing taken, if the pool has not that many; with `beside`, has not that many
-        beside what those need who wait and rank before it."""
+        beside what those need who wait and rank before it; with `spare`, would not keep so many more."""
         assert not seq.block_ids
+        first = seq.swapped.first if seq.swapped is not None else 0
         before = [other for other in self.waiting if other.rank <= seq.rank] if beside else []
         spoken_for = sum(self.pool.blocks_for(len(other)) for other in before)
-        hits = self.pool.match(seq.full_keys()[:usable])
+        hits = self.pool.match(seq.full_keys()[first:usable])
         self.pool.hold(hits)
-        need = self.pool.blocks_for(num_tokens) - len(hits)
-        if need > self.pool.num_free - spoken_for:
+        need = self.pool.blocks_for(num_tokens) - first - len(hits)
+        if need > self.pool.num_free - spoken_for - spare:
             self.pool.release(hits)
             return False
-        seq.block_ids = hits + self.pool.allocate(need)
-        seq.num_computed = len(hits) * self.pool.block_size
-        seq.num_registered = len(hits)
+        seq.block_ids = [0] * first + hits + self.pool.allocate(need)
+        seq.num_dropped, seq.num_registered = first, first + len(hits)
+        seq.num_computed = seq.num_registered * self.pool.block_size
         if not seq.admitted:
             seq.num_local_hit = seq.num_computed
         self.prefix_queries += len(seq)
-        self.prefix_hits += seq.num_computed
+        self.prefix_hits += len(hits) * self.pool.block_size
         return True
 
     def num_unseen(self, seq: Sequence) -> int:
@@ -187,16 +217,52 @@ class Scheduler:
         queue.remove(seq)
         step.copies = [copy for copy in step.copies if copy[1] not in seq.held]
         step.preempted.append(seq)
+        if self._pays_to_swap(seq):
+            self._swap_out(seq, step)
+        seq.refetch = self.fetches and seq.swapped is None
         self.release(seq)
         _enqueue(self.waiting, seq)
         seq.num_preemptions += 1
         self.num_preemptions += 1
+
+    def _pays_to_swap(self, seq: Sequence) -> bool:
+        blocks = self.pool.blocks_for(seq.num_computed) - seq.num_dropped
+        if self.host is None or not 0 < blocks <= self.host.num_free:
+            return False
+        return 2 * self.costs.swap_seconds(blocks) < self.costs.prefill_seconds(seq.num_computed)
+
+    def _swap_out(self, seq: Sequence, step: Schedule) -> None:
+        assert self.host is not None
+        blocks = seq.blocks(seq.num_dropped, self.pool.blocks_for(seq.num_computed))
+        seq.swapped = Swapped(seq.num_dropped, seq.num_computed, self.host.allocate(len(blocks)))
+        step.swap_out += zip(blocks, seq.swapped.places, strict=True)
+        self.num_swaps += 1
+
+    def _swap_in(self, seq: Sequence, step: Schedule) -> None:
+        """It has blocks again: those that were not in the prefix cache come from host memory."""
+        if seq.swapped is not None:
+            have = seq.num_registered
+            places = seq.swapped.places[have - seq.swapped.first :]
+            step.swap_in += zip(seq.block_ids[have : have + len(places)], places, strict=True)
+            seq.num_computed = max(seq.num_computed, seq.swapped.tokens)
+            self._forget_swapped(seq)
+
+    def _forget_swapped(self, seq: Sequence) -> None:
+        if seq.swapped is not None:
+            assert self.host is not None
+            self.host.release(seq.swapped.places)
+            seq.swapped = None
 
     def _admit(self, step: Schedule, budget: int) -> None:
         while budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self._next(step.held_back)
             if seq is None:
                 return
+            if seq.refetch:
+                seq.refetch = False
+                step.returned.append(seq)
+                continue
+            self._swap_in(seq, step)
             self._take(seq, step)
             seq.admitted = True
             _enqueue(self.running, seq)
@@ -221,7 +287,10 @@ class Scheduler:
         return loaded.num_missing > 1 and waiting.rank < min(seq.rank for seq in able)
 
     def _reserve(self, seq: Sequence) -> bool:
-        return self.reserve(seq, usable=(len(seq) - 1) // self.pool.block_size, num_tokens=len(seq))
+        # Who has lost his blocks comes back when those that run can go on for a while, or they would soon be his again.
+        spare = len(self.running) if seq.num_preemptions else 0
+        usable = (len(seq) - 1) // self.pool.block_size
+        return self.reserve(seq, usable=usable, num_tokens=len(seq), spare=spare)
 
 
 def _enqueue(queue: list[Sequence], seq: Sequence) -> None:

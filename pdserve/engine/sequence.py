@@ -20,6 +20,15 @@ class Constraint(Protocol):
     def allow(self, output: list[int], mask_SW: Any, row: int) -> None: ...
 
 
+@dataclass(frozen=True)
+class Swapped:
+    """KV of a sequence's first `tokens` tokens in host memory: its blocks from `first` on are in these places there."""
+
+    first: int
+    tokens: int
+    places: list[int]
+
+
 @dataclass(eq=False)
 class Sequence:
     """A prompt being continued.
@@ -33,6 +42,8 @@ class Sequence:
         num_computed: how many leading tokens have their KV in `block_ids`.
         keys: content keys of the full blocks of `tokens`, as far as they have been derived.
         stop_token_ids: generation ends with one of these (EOS included, unless it is ignored).
+        swapped: what was copied to host memory when it lost its blocks.
+        refetch: its KV may be in the store; once it has blocks again, its owner looks there before anything is computed.
         rank: lower for those that go first.
         exported: its KV is stored as it is computed; it may be held back while the store cannot keep up.
         exact: its KV is what this pool computes itself, so its blocks are worth finding by their keys.
@@ -57,6 +68,8 @@ class Sequence:
     num_local_hit: int = 0
     num_loaded: int = 0
     num_preemptions: int = 0
+    swapped: Swapped | None = None
+    refetch: bool = False
     rank: int = 0
     last_logprobs: TokenLogprobs | None = None
     constraint: Constraint | None = None

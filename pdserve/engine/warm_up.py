@@ -34,6 +34,17 @@ def warm_up(engine: Engine) -> Iterator[tuple[Work, float]]:
         yield work, seconds
 
 
+def time_swaps(engine: Engine) -> Iterator[tuple[int, float]]:
+    """Yields how many blocks were copied to host memory and how many seconds it took, twice each; nothing if there is no
+    room for swapping. What the first copy of each size takes is not told."""
+    pairs = [(i, i) for i in range(min(engine.pool.num_blocks, engine.runner.num_places))]
+    for size in sorted({1, 8, 64} & set(range(len(pairs) + 1))):
+        for i in range(3):
+            seconds = engine.runner.swap(pairs[:size], [])
+            if i:
+                yield size, seconds
+
+
 def _probes(longest: int, max_tokens: int, max_seqs: int) -> Iterator[Work]:
     """From short to long: one prompt, then a step of decoding, by turns; a long context early on, if there is time at all."""
     largest = max(1, min(longest, max_tokens))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pdserve.config import EngineConfig
+from pdserve.costs import Costs
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
 from pdserve.request import SamplingParams
@@ -62,16 +63,23 @@ def test_equals_generate_with_blocks_of_one_token(
         assert run(engine, some, [greedy(32)] * len(some)) == generate(path, some, 32)
 
 
+@pytest.mark.parametrize("swap_space", [0, 0.01])
 @pytest.mark.parametrize("architecture", ["llama", "mistral"])
 def test_equals_generate_while_preempting(
-    architecture: str, checkpoint: Callable[..., Path], generate: Generate, prompts: list[list[int]]
+    architecture: str, swap_space: float, checkpoint: Callable[..., Path], generate: Generate, prompts: list[list[int]]
 ) -> None:
-    path = checkpoint(architecture)
-    small = [p for p in prompts if len(p) <= 100]
+    """By recomputation, and by swapping where that is as good as free; with a cold and with a warm prefix cache."""
+    path, small = checkpoint(architecture), [p for p in prompts if 30 < len(p) <= 100]
     expected = generate(path, small, 32)
-    tight = Engine(EngineConfig(model=str(path), num_blocks=24, max_num_batched_tokens=64, max_model_len=200))
-    assert run(tight, small, [greedy(32)] * len(small)) == expected
-    assert tight.scheduler.num_preemptions > 0
+    settings = {"num_blocks": 24, "max_num_batched_tokens": 64, "max_model_len": 200, "swap_space": swap_space}
+    tight = Engine(EngineConfig(model=str(path), **settings))  # type: ignore[arg-type]
+    tight.scheduler.costs = Costs(prefill=(1, 1, 0), swap=(0, 0))
+    for _ in range(2):
+        before = tight.scheduler.num_preemptions
+        assert run(tight, small, [greedy(32)] * len(small)) == expected
+        assert tight.scheduler.num_preemptions > before
+    assert tight.scheduler.num_swaps == (tight.scheduler.num_preemptions if swap_space else 0)
+    assert tight.scheduler.host is None or tight.scheduler.host.num_held == 0
 
 
 @pytest.mark.parametrize(("architecture", "blocks"), [("mistral", 4), ("gemma2", 12)])

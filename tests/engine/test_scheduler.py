@@ -1,10 +1,13 @@
 """The scheduler: budgets are kept, nothing starves, nothing leaks, whatever arrives and leaves."""
 
+from typing import Any
 from zlib import crc32
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.costs import Costs
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.scheduler import LEVEL, Schedule, Scheduler
 from pdserve.engine.sequence import Sequence
@@ -17,8 +20,9 @@ def sequence(name: str, prompt: list[int], max_tokens: int = 4) -> Sequence:
     return Sequence(name, list(prompt), len(prompt), len(prompt), SamplingParams(max_tokens=max_tokens), b"root", BLOCK)
 
 
-def scheduler(num_blocks: int, max_num_seqs: int = 8, budget: int = 16) -> Scheduler:
-    return Scheduler(BlockPool(num_blocks, BLOCK), max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+def scheduler(num_blocks: int, max_num_seqs: int = 8, budget: int = 16, **settings: Any) -> Scheduler:
+    pool = BlockPool(num_blocks, BLOCK)
+    return Scheduler(pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **settings)
 
 
 def run_step(sched: Scheduler) -> tuple[Schedule, list[Sequence]]:
@@ -243,6 +247,8 @@ def test_random_arrivals_and_aborts(
     ),
     forks=st.lists(st.tuples(st.integers(1, 25), st.integers(0, 7)), max_size=8),
     aborts=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 7)), max_size=3),
+    places=st.integers(0, 12),
+    window=st.none() | st.integers(1, 15),
 )
 def test_every_sequence_reads_its_own_tokens_whoever_shares_its_blocks(
     num_blocks: int,
@@ -251,10 +257,17 @@ def test_every_sequence_reads_its_own_tokens_whoever_shares_its_blocks(
     arrivals: list[tuple[int, int, int, int]],
     forks: list[tuple[int, int]],
     aborts: list[tuple[int, int]],
+    places: int,
+    window: int | None,
 ) -> None:
-    """A pool that remembers which token was written where. (at step, prompt, output, prefix family); (at step, which)."""
-    sched = scheduler(num_blocks, max_num_seqs, budget)
+    """A pool that remembers which token was written where. (at step, prompt, output, prefix family); (at step, which).
+
+    Whoever is preempted is swapped, as long as there are places."""
+    host = BlockPool(places, BLOCK) if places else None
+    sched = scheduler(num_blocks, max_num_seqs, budget, window=window, host=host)
+    sched.costs = Costs(prefill=(1, 1, 0), swap=(0, 0))
     memory: dict[int, list[int | None]] = {block: [None] * BLOCK for block in range(num_blocks)}
+    swapped: dict[int, list[int | None]] = {}
     live: list[Sequence] = []
     for step in range(2000):
         for i, (at, prompt, output, family) in enumerate(arrivals):
@@ -270,6 +283,11 @@ def test_every_sequence_reads_its_own_tokens_whoever_shares_its_blocks(
             if at == step and live:
                 sched.remove(live.pop(which % len(live)))
         plan = sched.schedule()
+        assert not (plan.swap_out and plan.swap_in)
+        for block, place in plan.swap_out:
+            swapped[place] = list(memory[block])
+        for block, place in plan.swap_in:
+            memory[block] = swapped.pop(place)
         for source, target in plan.copies:
             memory[target] = list(memory[source])
         for seq, count in plan.tokens.items():
@@ -281,15 +299,19 @@ def test_every_sequence_reads_its_own_tokens_whoever_shares_its_blocks(
             for i in range(seq.num_registered, seq.num_computed // BLOCK):
                 sched.pool.register(seq.block_ids[i], seq.full_keys()[i])
                 seq.num_registered = i + 1
-            read = [memory[seq.block_ids[at // BLOCK]][at % BLOCK] for at in range(seq.num_computed)]
-            assert read == seq.tokens[: seq.num_computed]
+            seen = range(0 if window is None else max(0, seq.num_computed - window), seq.num_computed)
+            read = [memory[seq.blocks(at // BLOCK, at // BLOCK + 1)[0]][at % BLOCK] for at in seen]
+            assert read == [seq.tokens[at] for at in seen]
         for seq in [seq for seq in plan.tokens if seq.num_missing == 0]:
             seq.tokens.append(crc32(f"{seq.request_id} {len(seq)}".encode()) % 1000)
             if seq.finish_reason():
                 sched.remove(seq)
                 live.remove(seq)
         sched.pool.check_integrity()
-        assert sched.pool.num_held == len({block for seq in live for block in seq.block_ids})
+        assert sched.pool.num_held == len({block for seq in live for block in seq.held})
+        if host is not None:
+            host.check_integrity()
+            assert host.num_held == sum(len(seq.swapped.places) for seq in live if seq.swapped)
         if not live and step > 10:
             break
     assert not live, "a sequence starved"
@@ -312,3 +334,39 @@ def test_a_fork_copies_the_block_that_it_writes_to_and_no_other() -> None:
     sched.remove(seq)
     sched.remove(fork)
     assert sched.pool.num_held == 0
+
+
+@pytest.mark.parametrize("swap_seconds", [0.1, 10.0])
+def test_swapping_is_chosen_by_cost_and_room(swap_seconds: float) -> None:
+    """Computing 8 tokens takes a second, as does swapping their 2 blocks out and back at a quarter of a second each."""
+    for places, fits in ((2, True), (1, False)):
+        host = BlockPool(places, BLOCK)
+        sched = scheduler(4, host=host)
+        sched.costs = Costs(prefill=(0.0, 1 / 8, 0.0), swap=(0.0, swap_seconds))
+        first, second = sequence("first", [1] * 8, 6), sequence("second", [2] * 8, 6)
+        sched.add(first)
+        sched.add(second)
+        run_step(sched)
+        plan, _ = run_step(sched)
+        assert plan.preempted == [second]
+        assert len(plan.swap_out) == host.num_held == (2 if fits and swap_seconds < 0.25 else 0)
+        assert sched.pool.num_held == 3
+        sched.remove(second)
+        assert host.num_held == 0
+
+
+def test_who_returns_is_shown_to_its_owner_with_blocks_and_goes_on_when_added() -> None:
+    sched = scheduler(4)
+    sched.fetches = True
+    first, second = sequence("first", [1] * 8, 3), sequence("second", [2] * 8, 3)
+    sched.add(first)
+    sched.add(second)
+    returned: list[Sequence] = []
+    while not returned:
+        plan, _ = run_step(sched)
+        assert plan.tokens or plan.returned, "a step did nothing"
+        returned += plan.returned
+    assert returned == [second] and len(second.held) == 3 and not list(sched.sequences())
+    sched.add(second)
+    plan, _ = run_step(sched)
+    assert plan.tokens == {second: 5} and not plan.returned, "its first block is in the prefix cache"

@@ -1,0 +1,93 @@
+"""Pools that are too small: sequences lose their blocks, and no token changes, however they get their KV back."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.costs import Costs
+from pdserve.proto import pdserve_pb2 as pb
+
+Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
+
+PROMPTS = [[(i * i + k * i) % 256 for i in range(60 + 4 * k)] for k in range(1, 9)]
+TOKENS = 40
+SETTINGS = {"max_num_batched_tokens": 64, "store_generated": "on"}
+
+
+SWAPPING_COSTS_NOTHING = Costs(prefill=(1, 1, 0), swap=(0, 0))
+
+
+@pytest.mark.parametrize("swap_space", [0, 0.01])
+@pytest.mark.parametrize("phase", [pb.BOTH, pb.DECODE])
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+def test_tokens_are_the_same(
+    architecture: str,
+    phase: "pb.Phase",
+    swap_space: float,
+    checkpoint: Callable[..., Path],
+    generate: Generate,
+    desk: Callable[..., Any],
+    store_in_hand: Callable[..., Any],
+) -> None:
+    """Where nothing is swapped, the store has what sequences lose. Cold and warm."""
+    path, store = checkpoint(architecture), store_in_hand()
+    settings = {"model": str(path), "swap_space": swap_space, **SETTINGS}
+    tight = desk(store, num_blocks=24 if architecture == "llama" else 12, **settings)  # a window needs less
+    tight.instance.engine.scheduler.costs = SWAPPING_COSTS_NOTHING
+    tight.instance.meter.costs = lambda now: SWAPPING_COSTS_NOTHING
+    expected = generate(path, PROMPTS, TOKENS)
+    prefill = desk(store_in_hand(values=store.values), num_blocks=200, **settings)
+    for i, prompt in enumerate(PROMPTS if phase == pb.DECODE else []):
+        prefill.submit(f"{i}", prompt, TOKENS, pb.PREFILL)
+    prefill.until(lambda outputs: sum(o.stored.final for o in outputs) == (len(PROMPTS) if phase == pb.DECODE else 0))
+    for mark in ("cold ", "warm "):
+        for i, prompt in enumerate(PROMPTS):
+            tight.submit(f"{mark}{i}", prompt, TOKENS, phase)
+            if phase == pb.DECODE:
+                blocks, first = -(-len(prompt) // 16), prefill.tokens(f"{i}")[0]
+                assert first == expected[i][0]
+                message = pb.HandOver(request_id=f"{mark}{i}", num_blocks=blocks, final=True, first_token=first)
+                tight.instance.hand_over("router", message)
+        before = tight.instance.engine.scheduler.num_preemptions
+        tight.until(lambda outputs: sum(bool(output.finish_reason) for output in outputs) == len(PROMPTS))
+        tight.until_idle()
+        for i, tokens in enumerate(expected):
+            assert tight.tokens(f"{mark}{i}") == (tokens if phase == pb.BOTH else tokens[1:])
+        tight.outputs.clear()
+        assert tight.instance.engine.scheduler.num_preemptions > before
+        tight.instance.turn(wait=False)  # tells its counts
+        counters = tight.instance.load.counters
+        assert (counters.get('swapped_blocks{direction="out"}', 0) > 0) == (swap_space > 0)
+        if phase == pb.DECODE:  # else prompts are looked up when they come, too
+            assert any(name.startswith("store_hits") for name in counters) == (swap_space == 0)
+
+
+def test_one_that_is_cancelled_while_the_store_is_asked_for_its_kv_leaves_nothing(
+    checkpoint: Callable[..., Path], desk: Callable[..., Any], store_in_hand: Any
+) -> None:
+    begun, cancelled = threading.Event(), threading.Event()
+
+    class Asked(store_in_hand):  # type: ignore[misc]
+        def contains(self, name: str) -> bool:
+            if begun.is_set() and not cancelled.is_set():
+                for request in "ab":
+                    one.instance.cancel("router", request)
+                now: Future[None] = Future()
+                now.set_result(None)
+                one.instance.when_done(now, lambda _: cancelled.set())
+                assert cancelled.wait(60)
+            return bool(super().contains(name))
+
+    one = desk(Asked(), model=str(checkpoint("llama")), num_blocks=12, **SETTINGS)
+    for name in "ab":
+        one.submit(name, [ord(name)] * 64, 60, pb.BOTH)
+    one.until(lambda _: all(one.tokens(name) for name in "ab"))
+    begun.set()
+    one.until_idle()
+    assert cancelled.is_set() and one.instance.engine.scheduler.num_preemptions > 0
+    one.instance.engine.pool.check_integrity()
+    assert one.instance.engine.pool.num_held == 0 and not one.instance.engine.has_work
