@@ -238,7 +238,10 @@ async def _json_body(request: Request) -> bytes:
 
 async def _aside(raw: bytes, work: Callable[[], Result]) -> Result:
     """Parses and tokenizes in a thread if there is much of it: other streams must not wait."""
-    return await asyncio.to_thread(work) if len(raw) >= LARGE_BODY else work()
+    try:
+        return await asyncio.to_thread(work) if len(raw) >= LARGE_BODY else work()
+    except RecursionError:
+        raise BadRequest("the body is nested too deeply", kind="invalid_json") from None
 
 
 def _add_errors(app: FastAPI) -> None:

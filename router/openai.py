@@ -1,32 +1,28 @@
 """What a body means: its fields checked against the served model, and one `Request` for each choice that it asks for."""
 
-import json
-import re
 import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from pdserve.errors import BadRequest, NotFound
 from pdserve.keys import block_keys, root_key
 from pdserve.request import MAX_LOGPROBS, Request, SamplingParams
-from pdserve.router.grammars import grammar_of
+from pdserve.router.chat import Tools, chat_messages, tools_of
+from pdserve.router.grammars import check_possible, grammar_of
 from pdserve.router.schemas import (
     ChatBody,
     CompletionBody,
-    Message,
     SamplingBody,
     StreamOptions,
     TokenizeBody,
-    ToolCall,
-    json_type,
+    or_default,
     quote,
 )
 from pdserve.router.stream import ModelInfo
 from pdserve.router.tokenizer import Tokenizer
 
-TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_PRIORITY = 2**31 - 1
@@ -41,15 +37,6 @@ class Origin:
     request_id: str
     received: float
     session: str = ""
-
-
-@dataclass(frozen=True)
-class Tools:
-    """What an answer may call: by these names, in this format, and only once if `single`."""
-
-    format: str
-    names: frozenset[str]
-    single: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +81,8 @@ def completion_plan(body: CompletionBody, origin: Origin, tokenizer: Tokenizer, 
     if body.echo and body.logprobs is not None:
         message = "echo together with logprobs is not supported: there are none of the prompt; leave out one of the two"
         raise BadRequest(message, kind="unsupported_parameter", param="echo")
-    plan = _plan(body, origin, prompts, n, max_tokens, body.logprobs, info, chat=False)
+    sampling = _sampling(body, max_tokens, body.logprobs, grammar_of(body, info), info)
+    plan = _plan(body, origin, prompts, n, sampling, info, chat=False)
     if not body.echo:
         return plan
     echo = tuple(prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in texts)
@@ -108,13 +96,14 @@ def chat_plan(body: ChatBody, origin: Origin, tokenizer: Tokenizer, info: ModelI
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         message = "max_tokens (deprecated) and max_completion_tokens contradict each other; send the latter only"
         raise BadRequest(message, kind="invalid_parameter", param="max_tokens")
-    tools = _tools(body, tokenizer)
+    tools = tools_of(body, tokenizer)
     shown: list[Any] | None = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if tools else None
     prompt = tokenizer.render_chat(chat_messages(body.messages), tools=shown)
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if max_tokens is None:
         max_tokens = max(1, info.max_model_len - len(prompt))
-    plan = _plan(body, origin, [prompt], n, max_tokens, _chat_logprobs(body), info, chat=True)
+    sampling = _sampling(body, max_tokens, _chat_logprobs(body), _grammar(body, tools, info), info)
+    plan = _plan(body, origin, [prompt], n, sampling, info, chat=True)
     return replace(plan, tools=tools)
 
 
@@ -138,37 +127,10 @@ def tokens_of(body: TokenizeBody, tokenizer: Tokenizer) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("send either prompt or messages", kind="invalid_parameter", param="prompt")
     if body.messages is not None:
-        prompted = _or(body.add_generation_prompt, True)
+        prompted = or_default(body.add_generation_prompt, True)
         return tokenizer.render_chat(chat_messages(body.messages), generation_prompt=prompted)
     assert body.prompt is not None
-    return tokenizer.encode(body.prompt, special=_or(body.add_special_tokens, True))
-
-
-def chat_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    """The messages as chat templates want them: text parts joined by line breaks, OpenAI's `developer` as `system`, the
-    arguments of calls as objects."""
-    rendered: list[dict[str, Any]] = []
-    for index, message in enumerate(messages):
-        if message.role not in ("system", "developer", "user", "assistant", "tool"):
-            text = (
-                f"messages[{index}].role must be system, developer, user, assistant or tool, not {quote(message.role)}"
-            )
-            raise BadRequest(text, kind="invalid_messages", param="messages")
-        if (message.tool_call_id is not None) != (message.role == "tool"):
-            text = f"messages[{index}]: tool_call_id belongs to messages of the role tool, and to each of them"
-            raise BadRequest(text, kind="invalid_messages", param="messages")
-        if message.tool_calls and message.role != "assistant":
-            text = f"messages[{index}]: tool_calls belong to messages of the role assistant"
-            raise BadRequest(text, kind="invalid_messages", param="messages")
-        calls = [_called(call, index) for call in message.tool_calls or ()]
-        content = "" if calls and message.content is None else _content(message.content, index)
-        one: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
-        one |= {"tool_calls": calls} if calls else {}
-        one |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name)) is not None}
-        rendered.append(one)
-    if not rendered:
-        raise BadRequest("messages must hold at least one message", kind="invalid_messages", param="messages")
-    return rendered
+    return tokenizer.encode(body.prompt, special=or_default(body.add_special_tokens, True))
 
 
 def _plan(
@@ -176,14 +138,12 @@ def _plan(
     origin: Origin,
     prompts: list[list[int]],
     n: int,
-    max_tokens: int,
-    logprobs: int | None,
+    sampling: SamplingParams,
     info: ModelInfo,
     chat: bool,
 ) -> Plan:
-    sampling = _sampling(body, max_tokens, logprobs, info)
     for prompt in prompts:
-        _check_context(len(prompt), max_tokens, info.max_model_len)
+        _check_context(len(prompt), sampling.max_tokens, info.max_model_len)
     options = _stream_options(body)
     return Plan(
         id=origin.request_id,
@@ -197,30 +157,43 @@ def _plan(
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
         return_token_ids=bool(body.return_token_ids),
-        logprobs=logprobs is not None,
+        logprobs=sampling.logprobs is not None,
     )
 
 
-def _sampling(body: SamplingBody, max_tokens: int, logprobs: int | None, info: ModelInfo) -> SamplingParams:
+def _sampling(
+    body: SamplingBody, max_tokens: int, logprobs: int | None, grammar: str, info: ModelInfo
+) -> SamplingParams:
     default = SamplingParams()
     stop_ids = tuple(body.stop_token_ids or ())
     sampling = SamplingParams(
         max_tokens=max_tokens,
-        min_tokens=_or(body.min_tokens, default.min_tokens),
-        temperature=_or(body.temperature, default.temperature),
-        top_k=0 if body.top_k == -1 else _or(body.top_k, default.top_k),
-        top_p=_or(body.top_p, default.top_p),
-        min_p=_or(body.min_p, default.min_p),
+        min_tokens=or_default(body.min_tokens, default.min_tokens),
+        temperature=or_default(body.temperature, default.temperature),
+        top_k=0 if body.top_k == -1 else or_default(body.top_k, default.top_k),
+        top_p=or_default(body.top_p, default.top_p),
+        min_p=or_default(body.min_p, default.min_p),
         seed=secrets.randbits(63) if body.seed is None else body.seed,
         stop_token_ids=stop_ids,
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
         logit_bias=_logit_bias(body.logit_bias or {}, info),
-        grammar=grammar_of(body, info),
+        grammar=grammar,
     )
     sampling.validate()
     check_ids(stop_ids, info.vocab_size, "stop_token_ids")
     return sampling
+
+
+def _grammar(body: ChatBody, tools: Tools | None, info: ModelInfo) -> str:
+    grammar = grammar_of(body, info)
+    if tools is None or not tools.grammar:
+        return grammar
+    check_possible(body, info, "tool_choice")
+    if grammar:
+        message = "tool_choice asks for a call, and another field for an answer of another form; send one of the two"
+        raise BadRequest(message, kind="invalid_parameter", param="tool_choice")
+    return tools.grammar
 
 
 def _chat_logprobs(body: ChatBody) -> int | None:
@@ -228,10 +201,10 @@ def _chat_logprobs(body: ChatBody) -> int | None:
     if body.top_logprobs and not body.logprobs:
         message = "top_logprobs has a meaning only with logprobs: true"
         raise BadRequest(message, kind="invalid_parameter", param="top_logprobs")
-    if not 0 <= _or(body.top_logprobs, 0) <= MAX_LOGPROBS:
+    if not 0 <= or_default(body.top_logprobs, 0) <= MAX_LOGPROBS:
         message = f"top_logprobs must be from 0 to {MAX_LOGPROBS}, not {body.top_logprobs}"
         raise BadRequest(message, kind="invalid_parameter", param="top_logprobs")
-    return _or(body.top_logprobs, 0) if body.logprobs else None
+    return or_default(body.top_logprobs, 0) if body.logprobs else None
 
 
 def _logit_bias(given: dict[str, float], info: ModelInfo) -> dict[int, float]:
@@ -299,7 +272,7 @@ def _is_prompt(item: object) -> bool:
 
 
 def _choices(n: int | None, prompts: int, max_n: int) -> int:
-    n = _or(n, 1)
+    n = or_default(n, 1)
     if n < 1:
         raise BadRequest(f"n must be at least 1, not {n}", kind="invalid_parameter", param="n")
     if n * prompts > max_n:
@@ -339,44 +312,6 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _tools(body: ChatBody, tokenizer: Tokenizer) -> Tools | None:
-    choice = _or(body.tool_choice, "auto" if body.tools else "none")
-    if choice not in ("none", "auto"):
-        message = 'tool_choice is supported as "auto" and "none"; leave it out or send one of the two'
-        raise BadRequest(message, kind="unsupported_parameter", param="tool_choice")
-    names = [tool.function.name for tool in body.tools or ()]
-    for name in names:
-        if not TOOL_NAME.fullmatch(name):
-            message = (
-                f"a function's name must have 1 to 64 characters out of A-Z, a-z, 0-9, '_' and '-', not {quote(name)}"
-            )
-            raise BadRequest(message, kind="invalid_parameter", param="tools")
-    if len(set(names)) < len(names):
-        raise BadRequest("each function of tools must have a name of its own", kind="invalid_parameter", param="tools")
-    if choice == "none" or not names:
-        return None
-    form = tokenizer.tool_format
-    if form is None:
-        message = (
-            "this model's chat template teaches no tool calls in a format that this router reads (Hermes's, as Qwen's, and "
-            "Llama 3's JSON); leave tools out"
-        )
-        raise BadRequest(message, kind="unsupported_parameter", param="tools")
-    return Tools(form, frozenset(names), single=body.parallel_tool_calls is False)
-
-
-def _called(call: ToolCall, index: int) -> dict[str, Any]:
-    """A call of an earlier answer, with its arguments as an object, which is what templates spell in their own way."""
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        message = f"messages[{index}]: the arguments of a tool call must be a JSON object in a string"
-        raise BadRequest(message, kind="invalid_messages", param="messages")
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
-
-
 def _salt(body: SamplingBody) -> str:
     if body.cache_salt == "":
         message = "cache_salt must not be empty; leave it out to share the cache with everybody"
@@ -389,36 +324,8 @@ def _session(body: SamplingBody, origin: Origin) -> str:
     return origin.session or body.prompt_cache_key or body.user or ""
 
 
-def _content(content: object, index: int) -> str:
-    if isinstance(content, str):
-        return content
-    where = f"messages[{index}].content"
-    if not isinstance(content, list):
-        message = f"{where} must be a string or a list of text parts, not {json_type(content)}"
-        raise BadRequest(message, kind="invalid_messages", param="messages")
-    return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
-
-
-def _part(part: object, where: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        if set(part) == {"type", "text"}:
-            return str(part["text"])
-        extra = quote(min(set(part) - {"type", "text"}))
-        raise BadRequest(f"{where} has an unknown field {extra}", kind="unknown_field", param="messages")
-    kind = quote(str(part.get("type"))) if isinstance(part, dict) else json_type(part)
-    message = f'{where} must be a text part, {{"type": "text", "text": "…"}}; {kind} is not supported'
-    raise BadRequest(message, kind="unsupported_content", param="messages")
-
-
-Value = TypeVar("Value")
-
-
-def _or(value: Value | None, default: Value) -> Value:
-    return default if value is None else value
-
-
 def _priority(body: SamplingBody, info: ModelInfo) -> int:
-    priority = _or(body.priority, 0)
+    priority = or_default(body.priority, 0)
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         message = f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}"
         raise BadRequest(message, kind="invalid_parameter", param="priority")

@@ -168,7 +168,7 @@ class ChatBody(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
-    tool_choice: Any = None  # `_tools` says in words what is wrong
+    tool_choice: Any = None  # `chat.tools_of` says in words what is wrong
     parallel_tool_calls: bool | None = None
 
 
@@ -272,6 +272,13 @@ def _refuse(error: ErrorDetails, known: set[str]) -> NoReturn:
 def _suggestion(name: str, known: set[str]) -> str:
     close = [ALIASES[name]] if name in ALIASES else difflib.get_close_matches(name, sorted(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+Value = TypeVar("Value")
+
+
+def or_default(value: Value | None, default: Value) -> Value:
+    return default if value is None else value
 
 
 def quote(text: str) -> str:

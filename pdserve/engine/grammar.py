@@ -90,7 +90,7 @@ class Grammars:
         with self._lock:
             if self._compiler is None:
                 self._compiler = self._new_compiler()
-        return self._compiler.compile_grammar(_grammar_of(json.loads(spec)))
+        return self._compiler.compile_grammar(grammar_of(json.loads(spec)))
 
     def _new_compiler(self) -> Any:
         from transformers import AutoTokenizer
@@ -117,7 +117,8 @@ def constrain(logits_SV: torch.Tensor, seqs: Rows[Sequence]) -> None:
     apply_token_bitmask_inplace(logits_SV, mask_SW.to(logits_SV.device), indices=rows)
 
 
-def _grammar_of(spec: dict[str, Any]) -> Any:
+def grammar_of(spec: dict[str, Any]) -> Any:
+    """xgrammar's `Grammar`. Raises RuntimeError where it does not understand it."""
     from xgrammar import Grammar
 
     if "json" in spec:  # white space as json.dumps writes it: nothing that could go on for ever

@@ -128,7 +128,7 @@ def test_one_that_takes_too_long_to_compile_keeps_nobody_waiting(
         go_on.wait(60)
 
     monkeypatch.setattr(grammar, "COMPILE_S", 0.5)
-    monkeypatch.setattr(grammar, "_grammar_of", slow)
+    monkeypatch.setattr(grammar, "grammar_of", slow)
     late, plain = engine.new_sequence("r", [7], sampling(0, SPECS[1])), engine.new_sequence("s", [7], sampling(1, None))
     try:
         assert compiling.wait(30)

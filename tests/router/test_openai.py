@@ -508,6 +508,15 @@ def test_long_words_of_the_client_are_cut_in_errors(client: Client) -> None:
         assert len(client.post(COMPLETIONS, body).content) < 500
 
 
+def test_a_body_that_is_nested_too_deeply(client: Client) -> None:
+    for depth in (300, 700, 900, 990, 3000):
+        deep = '{"a":' * depth + "1" + "}" * depth
+        for field in ("guided_json", "metadata"):
+            raw = f'{{"prompt": "hello", "{field}": {deep}}}'.encode()
+            response = client.request("POST", COMPLETIONS, content=raw)
+            assert response.status_code in (200, 400), response.text
+
+
 def test_half_a_surrogate_pair_anywhere(client: Client) -> None:
     error = refusal(client, COMPLETIONS, {"prompt": "a", "\ud800": 1})
     assert error["message"] == "the body holds half of a surrogate pair, which is not a character"

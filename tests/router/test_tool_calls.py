@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.engine.grammar import grammar_of
 from pdserve.router.tokenizer import Tokenizer
 from pdserve.router.tool_calls import ToolCalls
 
@@ -35,9 +36,11 @@ TOOLS: list[Any] = [
 ASKING: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "sunny?"}], "tools": TOOLS}
 
 
-def divided(kind: str, pieces: list[str], single: bool = False) -> tuple[str, list[tuple[str, str]]]:
+def divided(
+    kind: str, pieces: list[str], single: bool = False, names: Collection[str] = ("weather", "time")
+) -> tuple[str, list[tuple[str, str]]]:
     """The text that is no call, and the name and arguments of each call."""
-    calls = ToolCalls(kind, {"weather", "time"}, single)
+    calls = ToolCalls(kind, names, single)
     text = ""
     found: dict[int, tuple[str, str]] = {}
     for parts in [*map(calls.push, pieces), calls.finish()]:
@@ -167,8 +170,21 @@ def test_without_a_choice_of_tools_the_model_is_shown_none(
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        ({"tool_choice": "required"}, 'tool_choice is supported as "auto" and "none"'),
-        ({"tool_choice": {"type": "function", "function": {"name": "time"}}}, "tool_choice is supported as"),
+        ({"tool_choice": "any"}, 'tool_choice must be "none", "auto", "required", or {"type": "function", '),
+        ({"tool_choice": "required", "tools": []}, "tool_choice must be "),
+        ({"tool_choice": {"type": "function", "function": {"name": "rm"}}}, "tool_choice must be "),
+        ({"tool_choice": "required", "min_tokens": 2}, "min_tokens and tool_choice contradict each other"),
+        (
+            {"tool_choice": "required", "guided_regex": "a"},
+            "tool_choice asks for a call, and another field for an answer",
+        ),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}],
+            },
+            "the parameters of a must be the JSON schema of an object",
+        ),
         ({"tools": [TOOLS[0]] * 2}, "each function of tools must have a name of its own"),
         (
             {"tools": [{"type": "function", "function": {"name": "a b"}}]},
@@ -203,6 +219,69 @@ def test_without_a_choice_of_tools_the_model_is_shown_none(
 def test_what_cannot_be(tool_app: FastAPI, make_client: type[Client], field: dict[str, Any], message: str) -> None:
     response = make_client(tool_app).post(CHAT, {**ASKING, **field})
     assert response.status_code == 400 and response.json()["error"]["message"].startswith(message), response.text
+
+
+DEFINING: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "$defs": {"Of": {"enum": [name]}},
+                "properties": {"of": {"$ref": "#/$defs/Of"}},
+                "required": ["of"],
+            },
+        },
+    }
+    for name in ("one", "two")
+]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "two"}}])
+def test_an_answer_may_have_to_be_a_call(
+    kind: str,
+    choice: Any,
+    backend: ScriptedBackend,
+    make_app: Callable[..., FastAPI],
+    make_client: type[Client],
+    tool_tokenizers: dict[str, Tokenizer],
+) -> None:
+    tokenizer = tool_tokenizers[kind]
+    plays(backend, tokenizer, "anything")
+    client = make_client(make_app(tokenizer))
+    body = {**ASKING, "tools": DEFINING, "tool_choice": choice}
+    assert client.post(CHAT, body).status_code == 200
+    assert client.post(CHAT, {**body, "tool_choice": "auto"}).status_code == 200
+    forced, free = (request.sampling.grammar for request in backend.requests)
+    assert not free
+    accepted = [text for text in CALLS[kind] if follows(json.loads(forced), text)]
+    assert accepted == (CALLS[kind][:2] if choice == "required" else CALLS[kind][1:2])
+    if choice == "required":
+        assert [divided(kind, [text], names={"one", "two"})[1] for text in accepted] == [
+            [(name, f'{{"of": "{name}"}}')] for name in ("one", "two")
+        ]
+
+
+CALLS = {
+    "hermes": [
+        f'<tool_call>\n{{"name": "{name}", "arguments": {{"of": "{of}"}}}}\n</tool_call>'
+        for name, of in (("one", "one"), ("two", "two"), ("one", "two"), ("rm", "rm"))
+    ],
+    "llama": [
+        f'{{"name": "{name}", "parameters": {{"of": "{of}"}}}}'
+        for name, of in (("one", "one"), ("two", "two"), ("one", "two"), ("rm", "rm"))
+    ],
+}
+
+
+def follows(spec: dict[str, Any], text: str) -> bool:
+    """Whether an instance could generate the text, and end there."""
+    xgrammar = pytest.importorskip("xgrammar")
+    bytes_and_end = xgrammar.TokenizerInfo([bytes([i]) for i in range(256)] + [b"<|end|>"], stop_token_ids=[256])
+    matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(bytes_and_end).compile_grammar(grammar_of(spec)))
+    return all(matcher.accept_token(token) for token in [*text.encode(), 256])
 
 
 def test_a_model_that_knows_no_tools(client: Client) -> None:
