@@ -5,39 +5,35 @@ an idle instance could not do in time either is let in when it is idle.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from pdserve.errors import Overloaded
 from pdserve.router.policy import Ask, Candidate, time_between_tokens, time_to_first_token
 from pdserve.slo import Slo
 
 LONGEST_RETRY_S = 60
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Why not, as a label and in words, and after how many whole seconds it may look better."""
-
-    reason: str
-    words: str
-    retry_after_s: int = 1
-
-
-def admit(slo: Slo, prefill: Candidate, decode: Candidate, ask: Ask) -> Refusal | None:
+def admit(slo: Slo, prefill: Candidate, decode: Candidate, ask: Ask) -> Overloaded | None:
     """By the forecasts of `auto`, whatever the policies are. Prefill and decode may be the same instance.
+
+    Returns the error for the client, with the seconds after which it may look better, or None.
 
     A request in which there is nothing to decode has no time between tokens.
     """
     ttft = time_to_first_token(prefill, ask)
     if ttft > slo.ttft and prefill.prefills:
-        words = f"its first token would come after {ttft:.3g} s, by forecast, because of the prompts before it"
-        return Refusal("slo_ttft", f"{words}; --slo says {slo.ttft:.3g} s", _whole(ttft - slo.ttft))
+        words = f"the first token would come after {ttft:.3g} s, by forecast, because of the prompts before this one"
+        words += f"; --slo says {slo.ttft:.3g} s"
+        return Overloaded(words, kind="slo_ttft", retry_after_s=_whole(ttft - slo.ttft))
     if prefill is decode:  # no KV has to come from elsewhere
         ask = replace(ask, cached={decode.instance_id: ask.tokens})
     itl = time_between_tokens(decode, replace(ask, alone=False))
     if itl > slo.itl and ask.output_tokens > 1 and decode.requests:
-        words = f"its tokens would come every {itl:.3g} s, by forecast, because of the others that are being decoded"
+        words = f"a token would come every {itl:.3g} s, by forecast, because of the others that are being decoded"
+        words += f"; --slo says {slo.itl:.3g} s"
         one_ends = itl * decode.output_tokens / decode.requests
-        return Refusal("slo_itl", f"{words}; --slo says {slo.itl:.3g} s", _whole(one_ends))
+        return Overloaded(words, kind="slo_itl", retry_after_s=_whole(one_ends))
     return None
 
 

@@ -13,13 +13,15 @@ from pdserve.keys import Layout
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request
-from pdserve.router.admission import Refusal, admit
+from pdserve.router.admission import admit
+from pdserve.router.breaker import BreakerState
 from pdserve.router.fleet import Fleet, Member
 from pdserve.router.flight import Flight
 from pdserve.router.metrics import Metrics
 from pdserve.router.pairs import IN_VAIN, Pairs
 from pdserve.router.placement import Placement, place
 from pdserve.router.policy import Ask, Decision, Load, decide
+from pdserve.router.retry_budget import RetryBudget
 from pdserve.router.stream import ModelInfo
 from pdserve.router.timeline import Moved, Timeline, TimelineLog
 from pdserve.slo import Slo
@@ -38,6 +40,8 @@ class Dispatcher:
         self._open: set[str] = set()  # request ids; a flight that moves changes its own id
         self._metrics = metrics
         self._pairs = Pairs()
+        self._budget = RetryBudget()
+        metrics.retry_budget.set_function(lambda: self._budget.left)
         self._policies = {
             "prefill": config.prefill_policy or config.policy,
             "decode": config.decode_policy or config.policy,
@@ -75,12 +79,14 @@ class Dispatcher:
         flight = Flight(request, machine, on_cancel=lambda flight: self.handle(flight, Event.CANCELLED))
         flight.timeline.stamp(Stage.RECEIVED, request.received or now)
         if len(self._open) >= self.config.max_requests:
-            self._refuse(Refusal("max_requests", f"{len(self._open)} requests are under way, which is --max-requests"))
+            words = f"{len(self._open)} requests are under way, which is --max-requests"
+            self._refuse(Overloaded(words, kind="max_requests", retry_after_s=1))
         ask = self._route(flight)
         self._refuse(admit(self._slo, flight.prefill.load, flight.last_member.load, ask))
         flight.timeline.stamp(Stage.ADMITTED, time.monotonic())
         self._start(flight)
         self._open.add(request.request_id)
+        self._budget.earn()
         flight.timeline.stamp(Stage.ROUTED, time.monotonic())
         self.timelines.add(flight.timeline)
         return flight
@@ -107,6 +113,7 @@ class Dispatcher:
                 "cached_blocks": self.fleet.index.blocks(member.id),
                 "costs": vars(member.load.costs),
                 "draining": member.draining,
+                "breaker": self.fleet.breakers.state(member.id, now),
                 "last_heard_seconds": round(now - member.heard, 3),
             }
             for member in sorted(self.fleet.members.values(), key=lambda m: m.id)
@@ -124,6 +131,8 @@ class Dispatcher:
         flight.note(member, output, time.monotonic())
         if member is flight.decode and any(stamp.stage == Stage.KV_READY for stamp in output.stamps):
             self._note_pair(flight, flight.prefill.hello, member.hello)
+        if output.token_ids:
+            self.fleet.breakers.succeeded(member.id)
         if output.HasField("error"):
             kind = BadRequest if output.error.kind == "invalid_grammar" else RequestError
             self.handle(flight, Event.UNPLACED, kind(output.error.message, kind=output.error.kind))
@@ -134,6 +143,8 @@ class Dispatcher:
 
     def on_lost(self, member: Member) -> None:
         self._pairs.forget(member.id)
+        if member.requests and not member.draining:
+            self._fault(member, time.monotonic())
         for request_id in list(member.requests):
             flight = self.flights.get(request_id)
             if flight is not None:
@@ -157,9 +168,16 @@ class Dispatcher:
             for flight in list(self.flights.values()):
                 flight.machine.progressed(flight.owner.stepped)
                 if flight.machine.late(now):
+                    self._fault(flight.owner, now)
                     state = flight.machine.state
                     message = f"no progress for {self.config.handover_timeout_seconds} s while {state}"
                     self.handle(flight, Event.LATE, Unavailable(message, kind="timeout"))
+
+    def _fault(self, member: Member, now: float) -> None:
+        if self.fleet.breakers.failed(member.id, now):
+            log.warning(
+                "%s has failed again and again; it gets nothing for a while, then one request, to see", member.id
+            )
 
     # ---- the hand-over ----------------------------------------------------------------------------------------
 
@@ -263,11 +281,11 @@ class Dispatcher:
 
     # ---- to the instances -------------------------------------------------------------------------------------
 
-    def _refuse(self, refusal: Refusal | None) -> None:
-        """Raises Overloaded if there is a reason to."""
-        if refusal is not None:
-            self._metrics.refusals.labels(reason=refusal.reason).inc()
-            raise Overloaded(f"not now: {refusal.words}", kind=refusal.reason, retry_after_s=refusal.retry_after_s)
+    def _refuse(self, error: Overloaded | None) -> None:
+        """Raises it, if there is one."""
+        if error is not None:
+            self._metrics.refusals.labels(reason=error.kind).inc()
+            raise error
 
     def _start(self, flight: Flight) -> None:
         """Submits to the instances that were picked what the request is by now."""
@@ -289,11 +307,13 @@ class Dispatcher:
     def _resume(self, flight: Flight, error: RequestError) -> None:
         """Moves the request to other instances; its stream goes on after the tokens that are out."""
         del self.flights[flight.id]
-        failed = flight.last_member
+        failed, moves = flight.last_member, flight.timeline.migrations
         flight.timeline.migrations += 1
         self.flights[flight.id] = flight
         try:
             self._route(flight, avoid=failed)
+            if not self._budget.spend(moves):
+                raise Unavailable("too many requests had to move again lately", kind="no_instance")
         except Unavailable as nobody:
             reason = Unavailable(f"{error}, and {nobody}", kind=error.kind, retry_after_s=1)
             self.handle(flight, Event.UNPLACED, reason)
@@ -346,7 +366,9 @@ class Dispatcher:
         return cached
 
     def _able(self, role: str, avoid: Member | None = None) -> list[Member]:
-        return [member for member in self.fleet.serving(role, "both") if member is not avoid]
+        serving, now = self.fleet.serving(role, "both"), time.monotonic()
+        able = [member for member in serving if self.fleet.breakers.allows(member.id, len(member.requests), now)]
+        return [member for member in able if member is not avoid]
 
     def _partners(self, decode: Member, avoid: Member | None) -> list[Member]:
         """Who may prefill for it: those that reach its store, if any do. A `both` asks no other `both`, but itself."""
@@ -358,7 +380,10 @@ class Dispatcher:
     def _missing(self, avoid: Member | None = None) -> str:
         """What keeps a request from being served, such as `no decode instance`, or nothing."""
         roles = [role for role in ("prefill", "decode") if not self._able(role, avoid)]
-        return f"no {' and no '.join(roles)} instance" if roles else ""
+        now = time.monotonic()
+        out = [name for name in self.fleet.members if self.fleet.breakers.state(name, now) is not BreakerState.CLOSED]
+        but = f" but {', '.join(out)}, out after repeated faults," if out else ""
+        return f"no {' and no '.join(roles)} instance{but}" if roles else ""
 
     def _decide(self, role: str, ask: Ask, able: list[Member]) -> Decision:
         """What the role's policy says."""

@@ -17,6 +17,7 @@ from pdserve.errors import SetupError
 from pdserve.keys import KEY_BYTES, Layout
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.proto.pdserve_pb2_grpc import RouterServicer, add_RouterServicer_to_server
+from pdserve.router.breaker import Breakers
 from pdserve.router.policy import NOTHING, Candidate, Load
 from pdserve.router.prefix_index import PrefixIndex
 
@@ -105,6 +106,7 @@ class Fleet(RouterServicer):
     def __init__(self, router_id: str, model: str, lease_seconds: float) -> None:
         self.members: dict[str, Member] = {}
         self.index = PrefixIndex()
+        self.breakers = Breakers()
         self.listener: Listener | None = None
         self.num_lost = 0
         self._router_id = router_id

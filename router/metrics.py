@@ -3,15 +3,17 @@
 import time
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pdserve.counters import families
 from pdserve.lifetime import SPANS
+from pdserve.router.breaker import BreakerState
 from pdserve.router.fleet import Fleet, Member
 from pdserve.router.timeline import Timeline
 
+BREAKER_HELP = "whether an instance gets requests: 0 closed (yes), 1 half-open (one at a time), 2 open (none)"
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120)
 
 
@@ -78,6 +80,9 @@ class Metrics:
             ["prefill", "decode"],
             registry=self.registry,
         )
+        self.retry_budget = Gauge(
+            "pdserve_retry_budget", "moves left for requests that have moved before", registry=self.registry
+        )
         self.registry.register(_FleetCounts(fleet))
 
     def finished(self, timeline: Timeline) -> None:
@@ -126,6 +131,10 @@ class _FleetCounts(Collector):
             for member in self._fleet.members.values():
                 gauge.add_metric([member.id], value(self._fleet, member, now))
             yield gauge
+        gauge = GaugeMetricFamily("pdserve_breaker_state", BREAKER_HELP, labels=["instance"])
+        for member in self._fleet.members.values():
+            gauge.add_metric([member.id], list(BreakerState).index(self._fleet.breakers.state(member.id, now)))
+        yield gauge
         yield from families(
             ({"instance": member.id, "role": member.hello.role}, dict(member.beat.counters))
             for member in self._fleet.members.values()

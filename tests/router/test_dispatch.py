@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from pdserve.errors import BadRequest, Overloaded, RequestError, Unavailable
 from pdserve.keys import block_keys
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
+from pdserve.router import dispatch, metrics
 from pdserve.router.dispatch import Dispatcher
 from pdserve.router.fleet import Fleet, Member
 from pdserve.router.flight import Flight
@@ -385,6 +387,94 @@ def test_who_would_be_late_is_refused_and_leaves_nothing_behind() -> None:
         stage.fleet._leave(first.decode, "test")
         assert first.timeline.migrations == 1 and not first.machine.ended
         assert b'pdserve_refusals_total{reason="slo_ttft"} 2.0' in stage.dispatcher._metrics.text()
+
+    play(story())
+
+
+class Clock:
+    """In place of the dispatcher's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        for module in (dispatch, metrics):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+
+def test_who_dies_again_and_again_gets_nothing_and_then_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        stage, clock = Stage("prefill", "decode"), Clock(monkeypatch)
+        prefill, decode = stage.members
+        for number in range(3):
+            stage.open(f"r{number}")
+            clock.now += 10
+            stage.fleet._leave(decode, "test")
+            decode = stage.join("decode-1", "decode")
+        with pytest.raises(Unavailable, match="no decode instance but decode-1, out after repeated faults, is there"):
+            stage.open("r3")
+        assert not stage.dispatcher.ready()[0]
+        assert not prefill.requests and not sent(decode), "nothing is dispatched by half"
+        assert b'pdserve_breaker_state{instance="decode-1"} 2.0' in stage.dispatcher._metrics.text()
+        other = stage.join("decode-2", "decode")
+        assert all(stage.open(f"o{number}").decode is other for number in range(5))
+        stage.fleet._leave(other, "test")
+        clock.now += 5
+        assert {one["breaker"] for one in stage.dispatcher.instances()} == {"closed", "half_open"}
+        probe = stage.open("probe")
+        with pytest.raises(Unavailable, match="out after repeated faults"):
+            stage.open("r4")
+        stage.says(prefill, "probe", token_ids=[7], stored=pb.Stored(num_blocks=1, final=True))
+        stage.says(decode, "probe", token_ids=[8])
+        assert not probe.machine.ended
+        assert all(stage.open(f"p{number}").decode is decode for number in range(5))
+
+    play(story())
+
+
+def test_a_refusal_is_no_fault_of_the_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        stage, clock = Stage("prefill", "decode"), Clock(monkeypatch)
+        for number in range(9):
+            clock.now += 10
+            stage.open(f"r{number}")
+            stage.says(stage.members[number % 2], f"r{number}", error=pb.Error(kind="rejected", message="too long"))
+        assert {one["breaker"] for one in stage.dispatcher.instances()} == {"closed"}
+
+    play(story())
+
+
+def test_who_makes_no_progress_again_and_again_gets_nothing() -> None:
+    async def story() -> None:
+        stage = Stage("prefill", "decode", handover_timeout_seconds=0.05)
+        prefill, decode = stage.members
+        for now in (time.monotonic() - 40, time.monotonic() - 20):
+            stage.fleet.breakers.failed(prefill.id, now)
+        watch = asyncio.create_task(stage.dispatcher.watch())
+        flight = stage.open()
+        while not [kind for kind, _ in sent(decode) if kind == "hand_over"]:
+            await asyncio.sleep(0.01)
+        states = {one["instance_id"]: one["breaker"] for one in stage.dispatcher.instances()}
+        assert states[prefill.id] == "open"
+        with pytest.raises(Unavailable, match="no progress"):
+            await tokens(flight)
+        watch.cancel()
+
+    play(story())
+
+
+def test_who_moves_again_needs_budget_for_it() -> None:
+    async def story() -> None:
+        stage = Stage("prefill", "decode")
+        stage.dispatcher._budget.left = 1.0
+        flights = [stage.open(f"r{number}") for number in range(2)]
+        for number in range(2, 4):
+            here = flights[0].last_member
+            stage.join(f"decode-{number}", "decode")
+            stage.fleet._leave(here, "test")
+        moved, ended = flights
+        assert moved.timeline.migrations == 2 and not moved.machine.ended
+        with pytest.raises(Unavailable, match=r"decode-2 was lost .* too many requests had to move again lately"):
+            await tokens(ended)
+        assert b"pdserve_retry_budget 0." in stage.dispatcher._metrics.text()
 
     play(story())
 
