@@ -10,6 +10,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import certifi
 import pytest
 import torch
 import transformers
@@ -73,6 +74,17 @@ def _save_tokenizer(path: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_certificate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """httpx reads certificates for each client, also where none is needed. One of them is read in no time."""
+    end = "-----END CERTIFICATE-----\n"
+    file = tmp_path_factory.mktemp("certificates") / "one.pem"
+    file.write_text(Path(certifi.where()).read_text().partition(end)[0] + end)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(file))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from pdserve.kv_transfer.rules.trial import (
 
 LEASE_S = 1.5
 FILL_BYTES = 320 * MiB  # a limit beyond this is not looked for
+PATIENCE_S = 30.0  # with a store that is slow to fill
 BATCH = 8
 
 
@@ -90,7 +91,7 @@ class _Fill:
         self.one: Instance = trial.instance(MiB, 2 * BATCH)
         self.stored: list[bytes] = []
         self._lease_s = lease_s
-        self._give_up = time.monotonic() + 10 * trial.seconds
+        self._give_up = time.monotonic() + max(PATIENCE_S, 10 * trial.seconds)
         self._base = self.one.rows[:BATCH].copy()
         self._numbers: dict[bytes, int] = {}
         self._bytes = 0

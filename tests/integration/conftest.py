@@ -9,11 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import httpx
 import pytest
@@ -33,15 +36,14 @@ Deploy = Callable[..., AbstractContextManager[Deployment]]
 class Forked:
     """A command in a process that the fork server made; the part of a Popen that deployments use."""
 
-    def __init__(self, server: socket.socket, arguments: list[str], environment: dict[str, str]) -> None:
-        output, printed = os.pipe()
+    def __init__(
+        self, server: socket.socket, arguments: list[str], environment: dict[str, str], output: int, errors: int
+    ) -> None:
         status, written = os.pipe()
-        request = json.dumps([arguments, environment]).encode()
-        socket.send_fds(server, [request], [printed, written])
-        os.close(printed)
+        socket.send_fds(server, [json.dumps([arguments, environment]).encode()], [output, errors, written])
         os.close(written)
-        self.stdout = open(output)  # noqa: SIM115 - closed by its reader
         self.returncode: int | None = None
+        self.stdout: IO[str] | None = None
         self._status = open(status, "rb", buffering=0)  # noqa: SIM115
         self.pid = int(self._status.readline())
 
@@ -96,7 +98,11 @@ def deploy(fork_server: socket.socket) -> Deploy:
             return children
 
         def _spawn(self, arguments: list[str], environment: dict[str, str]) -> Any:
-            return Forked(fork_server, arguments, environment)
+            output, printed = os.pipe()
+            child = Forked(fork_server, arguments, environment, printed, printed)
+            os.close(printed)
+            child.stdout = open(output)  # noqa: SIM115 - closed by its reader
+            return child
 
     @contextmanager
     def run(
@@ -263,8 +269,7 @@ def complete() -> Callable[..., dict[str, Any]]:
 
     def run(deployment: Deployment, **body: Any) -> dict[str, Any]:
         defaults = {"model": deployment.config.name, "return_token_ids": True, "temperature": 0}
-        with httpx.Client(timeout=120, verify=False) as http:  # reading certificates would take longer than the request
-            reply = http.post(f"{deployment.url}/v1/completions", json={**defaults, **body})
+        reply = httpx.post(f"{deployment.url}/v1/completions", json={**defaults, **body}, timeout=120)
         assert reply.status_code == 200, reply.text
         result: dict[str, Any] = reply.json()
         return result
@@ -273,12 +278,42 @@ def complete() -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def pdserve() -> Callable[..., subprocess.CompletedProcess[str]]:
+def complete_all(complete: Callable[..., dict[str, Any]]) -> Callable[..., list[list[int]]]:
+    """complete_all(deployment, prompts) → the greedy tokens of each, 32 unless told, all asked for at once."""
+
+    def run(deployment: Deployment, prompts: list[list[int]], **body: Any) -> list[list[int]]:
+        body = {"max_tokens": 32, "ignore_eos": True, **body}
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            replies = threads.map(lambda prompt: complete(deployment, prompt=prompt, **body), prompts)
+            return [reply["choices"][0]["token_ids"] for reply in replies]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def until() -> Callable[..., None]:
+    """until(condition, "what it says") waits for what is soon true: counts, for one, come with heartbeats."""
+
+    def wait(holds: Callable[[], bool], what: object = "", seconds: float = 60.0) -> None:
+        give_up = time.monotonic() + seconds
+        while not holds():
+            assert time.monotonic() < give_up, f"not within {seconds:g} s: {what}"
+            time.sleep(0.02)
+
+    return wait
+
+
+@pytest.fixture(scope="session")
+def pdserve(fork_server: socket.socket) -> Callable[..., subprocess.CompletedProcess[str]]:
     """pdserve("up", "--model", "nowhere") → the finished command."""
 
-    def run(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "pdserve", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+            child = Forked(fork_server, list(arguments), dict(os.environ), output.fileno(), errors.fileno())
+            code = child.wait(200)
+            output.seek(0)
+            errors.seek(0)
+            return subprocess.CompletedProcess(arguments, code, output.read(), errors.read())
 
     return run
 

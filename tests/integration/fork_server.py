@@ -3,7 +3,7 @@
     python fork_server.py DESCRIPTOR
 
 imports what instances and routers import, and then reads requests from a socket: a JSON list of arguments and environment,
-with two descriptors, the first for what the command prints, the second for its pid and, once it has ended, its return
+with three descriptors, for what the command prints, for its errors, and for its pid and, once it has ended, its return
 code, a line each. For each request it forks a keeper, which forks the command and waits for it.
 """
 
@@ -32,24 +32,25 @@ def wait_for_command(requests: socket.socket) -> list[str] | None:
     """Returns its arguments in a process that is to run it; None in this one, once nobody can ask any more."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
     while True:
-        message, descriptors, _, _ = socket.recv_fds(requests, 1 << 17, 2)
+        message, descriptors, _, _ = socket.recv_fds(requests, 1 << 17, 3)
         if not message:
             return None
-        output, status = descriptors
+        output, errors, status = descriptors
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             requests.close()
             if (child := os.fork()) == 0:
                 os.close(status)
-                return become(output, *json.loads(message))
-            keep(child, output, status)
-        os.close(output)
-        os.close(status)
+                return become(output, errors, *json.loads(message))
+            os.close(output)
+            os.close(errors)
+            keep(child, status)
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
-def keep(child: int, output: int, status: int) -> None:
+def keep(child: int, status: int) -> None:
     """Does not return."""
-    os.close(output)
     _die_with_parent(signal.SIGKILL)
     try:
         os.write(status, f"{child}\n".encode())
@@ -58,14 +59,15 @@ def keep(child: int, output: int, status: int) -> None:
         os._exit(0)
 
 
-def become(output: int, arguments: list[str], environment: dict[str, str]) -> list[str]:
+def become(output: int, errors: int, arguments: list[str], environment: dict[str, str]) -> list[str]:
     os.setsid()
     _die_with_parent(signal.SIGTERM)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(output, 1)
-    os.dup2(output, 2)
+    os.dup2(errors, 2)
     os.close(output)
+    os.close(errors)
     os.environ.clear()
     os.environ.update(environment)
     sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))

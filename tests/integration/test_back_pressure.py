@@ -18,9 +18,14 @@ LIMIT = 12  # blocks
 def test_a_slow_store_slows_prefill_and_nothing_else(
     checkpoint: Callable[..., Path], generate: Generate, desk: Callable[..., Any], store_in_hand: Callable[..., Any]
 ) -> None:
-    path = checkpoint("llama")
+    path, held_back = checkpoint("llama"), threading.Event()
+
+    def put() -> None:
+        held_back.wait(60)  # however slow prefill is here, the store is slower to begin with
+        time.sleep(0.004)
+
     prefill = desk(
-        store_in_hand(before_put=lambda: time.sleep(0.004)),
+        store_in_hand(before_put=put),
         model=str(path),
         num_blocks=512,
         max_num_batched_tokens=64,
@@ -34,6 +39,8 @@ def test_a_slow_store_slows_prefill_and_nothing_else(
     def done(outputs: list[pb.Output]) -> bool:
         nonlocal most, waited
         most, waited = max(most, transfers.in_flight), max(waited, transfers.waiting)
+        if transfers.stores_wait:
+            held_back.set()
         return sum(output.stored.final for output in outputs) == len(PROMPTS)
 
     prefill.until(done)

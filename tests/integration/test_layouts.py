@@ -1,10 +1,9 @@
 """Prefill and decode with different block sizes and dtypes: the same tokens, sane ones, or a sentence; never wrong ones."""
 
-import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +13,6 @@ import pytest
 from pdserve.proto import pdserve_pb2 as pb
 
 Complete = Callable[..., dict[str, Any]]
-
-
-def generate_all(complete: Complete, deployment: Any, prompts: list[list[int]]) -> list[list[int]]:
-    with ThreadPoolExecutor(len(prompts)) as threads:
-        replies = threads.map(
-            lambda prompt: complete(deployment, prompt=prompt, max_tokens=32, ignore_eos=True), prompts
-        )
-        return [reply["choices"][0]["token_ids"] for reply in replies]
-
-
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    """Counts come with heartbeats."""
-    give_up = time.monotonic() + seconds
-    while not (held := condition()) and time.monotonic() < give_up:
-        time.sleep(0.05)
-    return held
-
-
-def decode_tokens(deployment: Any, source: str) -> float:
-    lines = httpx.get(f"{deployment.url}/metrics").text.splitlines()
-    wanted = ("pdserve_prompt_tokens_by_source_total{", 'role="decode"', f'source="{source}"')
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(part in line for part in wanted))
 
 
 def sizes(prefill: int, decode: int) -> dict[str, list[str]]:
@@ -58,27 +35,36 @@ def test_other_block_sizes_change_no_token(
     generate: Callable[..., list[list[int]]],
     prompts: list[list[int]],
     deploy: Callable[..., Any],
-    complete: Complete,
+    complete_all: Callable[..., list[list[int]]],
+    metric: Callable[..., float],
+    until: Callable[..., None],
     blocks_held: Callable[[Any], dict[str, float]],
 ) -> None:
     path = checkpoint("llama")
     expected = generate(path, prompts, 32)
     settings = {"model": str(path), "connector": connector_url, "num_blocks": 1024, "max_num_batched_tokens": 256}
     with deploy(flags=sizes(prefill, decode), **settings) as deployment:
-        assert generate_all(complete, deployment, prompts) == expected
-        given = sum(map(len, prompts))
-        assert until(lambda: sum(decode_tokens(deployment, source) for source in ("loaded", "local_hit")) == given)
-        assert decode_tokens(deployment, "computed") == 0, "everything was converted, nothing computed once more"
-        assert generate_all(complete, deployment, prompts) == expected, "with warm caches"
-        assert until(lambda: decode_tokens(deployment, "local_hit") >= 16 * (700 // 16)), "exact KV is found again"
-        assert decode_tokens(deployment, "computed") == 0
-        assert until(lambda: not any(blocks_held(deployment).values()))
+        assert complete_all(deployment, prompts) == expected
+        tokens = partial(metric, deployment, "prompt_tokens_by_source_total", role="decode")
+        until(lambda: tokens(source="loaded") + tokens(source="local_hit") == sum(map(len, prompts)))
+        assert tokens(source="computed") == 0, "everything was converted, nothing computed once more"
+        assert complete_all(deployment, prompts) == expected, "with warm caches"
+        until(lambda: tokens() == 2 * sum(map(len, prompts)))
+        assert tokens(source="local_hit") >= 16 * (700 // 16), "exact KV is found again"
+        assert tokens(source="computed") == 0
+        until(lambda: not any(blocks_held(deployment).values()))
 
 
 @pytest.mark.parametrize("connector_url", ["shm"], indirect=True)
 @pytest.mark.parametrize(("prefill", "decode"), [("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_another_dtype_gives_sane_tokens_that_nobody_else_finds(
-    connector_url: str, prefill: str, decode: str, deploy: Callable[..., Any], complete: Complete
+    connector_url: str,
+    prefill: str,
+    decode: str,
+    deploy: Callable[..., Any],
+    complete: Complete,
+    metric: Callable[..., float],
+    until: Callable[..., None],
 ) -> None:
     """The demo model knows its capitals in either dtype."""
     flags = {
@@ -92,20 +78,21 @@ def test_another_dtype_gives_sane_tokens_that_nobody_else_finds(
             assert "Paris" in reply["choices"][0]["text"]
             story = complete(deployment, prompt="Once upon a time there was a dog. " * 12, max_tokens=8)
             lengths += reply["usage"]["prompt_tokens"] + story["usage"]["prompt_tokens"]
-        assert until(lambda: decode_tokens(deployment, "loaded") == lengths), "both times"
-        assert decode_tokens(deployment, "local_hit") == decode_tokens(deployment, "computed") == 0
+        tokens = partial(metric, deployment, "prompt_tokens_by_source_total", role="decode")
+        until(lambda: tokens() == lengths)
+        assert tokens(source="loaded") == lengths, "both times"
 
 
 @pytest.mark.parametrize("connector_url", ["shm"], indirect=True)
 def test_without_the_flag_the_router_says_why(
-    connector_url: str, checkpoint: Callable[..., Path], deploy: Callable[..., Any]
+    connector_url: str, checkpoint: Callable[..., Path], deploy: Callable[..., Any], until: Callable[..., None]
 ) -> None:
     said: list[str] = []
     settings = {"model": str(checkpoint("llama")), "connector": connector_url, "num_blocks": 64}
     flags = {"prefill": ["--block-size", "16"], "decode": ["--block-size", "32"]}
     with deploy(flags=flags, said=said, wait=False, **settings) as deployment:
         sentence = "prefill-0 has KV blocks of 16 tokens in float32, decode-0 of 32 in float32; make them the same, or"
-        assert until(lambda: any(sentence in line for line in said), 90), said
+        until(lambda: any(sentence in line for line in said), said)
         assert "start decode-0 with --convert-kv" in next(line for line in said if sentence in line)
         assert httpx.get(f"{deployment.url}/ready").status_code == 503
 

@@ -127,12 +127,12 @@ def known_blocks(url: str) -> dict[str, float]:
         match = re.fullmatch(r'pdserve_prefix_index_(\w+)\{instance="([^"]+)"\} (.*)', line)
         if match:
             found.setdefault(match[1], {})[match[2]] = float(match[3])
-    assert all(0 <= age < 10 for age in found.get("age_seconds", {}).values())
+    assert all(0 <= age < 60 for age in found.get("age_seconds", {}).values())
     return found.get("blocks", {}) if not any(found.get("untold_blocks", {}).values()) else {}
 
 
 def wait_for_blocks(deployment: Any, **expected: int) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while known_blocks(deployment.url) != {name.replace("_", "-"): count for name, count in expected.items()}:
         assert time.monotonic() < deadline, known_blocks(deployment.url)
         time.sleep(0.05)
@@ -168,7 +168,7 @@ def test_the_router_knows_what_is_cached_where_and_learns_it_again_after_a_resta
             blocks = {first.replace("-", "_"): 8, other.replace("-", "_"): 0, "decode_0": 10}
             wait_for_blocks(deployment, **blocks)
             os.kill(deployment.child("router").pid, signal.SIGKILL)
-            deployment.child("router").process.wait(10)
+            deployment.child("router").process.wait(60)
             deployment.wait_ready(60)
             wait_for_blocks(deployment, **blocks)
         os.kill(deployment.child(first).pid, signal.SIGKILL)

@@ -32,7 +32,7 @@ def stored(deployment: Any, instance: str) -> int:
 
 
 def wait_until_stored(deployment: Any, instance: str, blocks: int) -> None:
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + 60
     while (so_far := stored(deployment, instance)) != blocks:
         assert time.monotonic() < give_up and so_far < blocks, f"{so_far} blocks are stored by {instance}"
         time.sleep(0.05)
@@ -145,7 +145,7 @@ def test_nothing_is_stored_behind_a_gap(
     both.submit("x", PROMPT, 600, pb.BOTH)
     both.until(lambda outputs: any(o.finish_reason for o in outputs))
     both.until_idle()
-    assert 1 <= store.puts < 5, "a few may be on their way before the first has failed"
+    assert 1 <= store.puts < FULL, "a few may be on their way before the first has failed"
 
 
 def test_an_id_may_be_used_again_while_its_stores_go_on(

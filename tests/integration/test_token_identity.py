@@ -1,9 +1,8 @@
 """The gate: greedy float32 output through router, P and D equals transformers' generate, token for token."""
 
 import itertools
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,6 @@ CONNECTORS = [
 ]
 
 
-def generate_all(
-    complete: Callable[..., dict[str, Any]], deployment: Any, prompts: list[list[int]], **body: Any
-) -> list[list[int]]:
-    with ThreadPoolExecutor(len(prompts)) as threads:
-        replies = threads.map(
-            lambda prompt: complete(deployment, prompt=prompt, max_tokens=32, ignore_eos=True, **body), prompts
-        )
-        return [reply["choices"][0]["token_ids"] for reply in replies]
-
-
 @pytest.mark.parametrize(
     ("architecture", "connector_url"),
     list(zip(ARCHITECTURES, itertools.cycle(("shm", "file", "redis")))),
@@ -47,13 +36,13 @@ def test_every_architecture(
     generate: Callable[..., list[list[int]]],
     prompts: list[list[int]],
     deploy: Callable[..., Any],
-    complete: Callable[..., dict[str, Any]],
+    complete_all: Callable[..., list[list[int]]],
 ) -> None:
     path = checkpoint(architecture)
     expected = generate(path, prompts, 32)
     with deploy(model=str(path), connector=connector_url, num_blocks=1024, max_num_batched_tokens=256) as deployment:
-        assert generate_all(complete, deployment, prompts) == expected
-        assert generate_all(complete, deployment, prompts) == expected, "with warm caches"
+        assert complete_all(deployment, prompts) == expected
+        assert complete_all(deployment, prompts) == expected, "with warm caches"
 
 
 def test_a_both_instance_with_a_prefill_instance_beside_it(
@@ -61,14 +50,14 @@ def test_a_both_instance_with_a_prefill_instance_beside_it(
     generate: Callable[..., list[list[int]]],
     prompts: list[list[int]],
     deploy: Callable[..., Any],
-    complete: Callable[..., dict[str, Any]],
+    complete_all: Callable[..., list[list[int]]],
 ) -> None:
     """It computes some of the prompts itself, and gets the KV of others, in one batch."""
     path = checkpoint("llama")
     expected = generate(path, prompts, 32)
     settings = {"prefill": 1, "decode": 0, "both": 1, "policy": "least_loaded"}
     with deploy(model=str(path), num_blocks=1024, max_num_batched_tokens=256, **settings) as deployment:
-        assert generate_all(complete, deployment, prompts) == expected
+        assert complete_all(deployment, prompts) == expected
         log = httpx.get(f"{deployment.url}/debug/requests").json()["requests"]
         assert {one["prefill_instance"] for one in log} == {"prefill-0", "both-0"}
         assert {one["decode_instance"] for one in log} == {"both-0"}
@@ -81,27 +70,26 @@ def test_every_connector_in_chunks_with_one_pair_and_with_two(
     generate: Callable[..., list[list[int]]],
     prompts: list[list[int]],
     deploy: Callable[..., Any],
-    complete: Callable[..., dict[str, Any]],
+    complete_all: Callable[..., list[list[int]]],
     metric: Callable[..., float],
+    until: Callable[..., None],
 ) -> None:
     path, some = checkpoint("llama"), prompts[:12]
     expected = generate(path, some, 32)
     with deploy(model=str(path), connector=connector_url, num_blocks=1024, max_num_batched_tokens=64) as deployment:
-        assert generate_all(complete, deployment, some) == expected
+        assert complete_all(deployment, some) == expected
         double(deployment)
-        assert generate_all(complete, deployment, some) == expected, "two of each, the new ones with nothing yet"
-        again = generate_all(complete, deployment, some, cache_salt="nobody has these blocks")
+        assert complete_all(deployment, some) == expected, "two of each, the new ones with nothing yet"
+        again = complete_all(deployment, some, cache_salt="nobody has these blocks")
         assert again == expected
-        wait_until(lambda: metric(deployment, "kv_cache_blocks_held") == 0)
+        tokens = partial(metric, deployment, "prompt_tokens_by_source_total", role="decode")
+        until(lambda: tokens() == 3 * sum(map(len, some)) and metric(deployment, "kv_cache_blocks_held") == 0)
+        assert tokens(source="computed") == 0
         # Blocks that one tier lacks may be in another.
         tiers = {"connector": "tiered"} if connector_url.startswith("tiered") else {}
-        loaded = {
-            name: metric(deployment, "kv_transfer_blocks_total", direction="load", instance=name)
-            for name in ("decode-0", "decode-1")
-        }
-        assert all(loaded.values()), loaded
         assert metric(deployment, "kv_transfer_failures_total", **tiers) == 0
-        assert metric(deployment, "prompt_tokens_by_source_total", role="decode", source="computed") == 0
+        loaded = partial(metric, deployment, "kv_transfer_blocks_total", direction="load")
+        until(lambda: loaded(instance="decode-0") > 0 and loaded(instance="decode-1") > 0)
 
 
 def double(deployment: Any) -> None:
@@ -112,11 +100,3 @@ def double(deployment: Any) -> None:
         deployment.children.append(type(first)(twin, [twin if a == name else a for a in first.arguments]))
         deployment._start(deployment.children[-1])
     deployment.wait_ready()
-
-
-def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
-    give_up = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
-    time.sleep(1.0)  # the last counts come with heartbeats

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,8 @@ import transformers
 from pdserve.deployment import free_port
 from pdserve.lifetime import Stage
 from pdserve.model_path import DEMO
+
+SOURCES = "pdserve_prompt_tokens_by_source_total{"
 
 
 @dataclass
@@ -149,8 +151,10 @@ def test_the_timeline_has_every_stage_in_order(up: Up, client: openai.OpenAI) ->
     stages = timeline["stages_ms"]
     assert set(stages) == {stage.value for stage in Stage}
     order = ["received", "admitted", "routed", "prefill_started", "first_token", "kv_stored", "kv_ready", "finished"]
-    # Stamps of two processes: a message's way is in between, so neighbours may touch within its time.
-    assert [stages[a] - stages[b] < 5.0 for a, b in itertools.pairwise(order)] == [True] * 7
+    # What one instance stamps is late by its message's way, and a busy machine makes that long where nothing waits for it.
+    loose = {("first_token", "kv_stored"), ("kv_ready", "finished")}
+    for pair in itertools.pairwise(order):
+        assert stages[pair[0]] <= stages[pair[1]] + (200.0 if pair in loose else 0.1), (pair, stages)
     assert timeline["prefill_instance"] == "prefill-0" and timeline["decode_instance"] == "decode-0"
     prompt_blocks = -(-timeline["prompt_tokens"] // 16)
     assert timeline["stored"]["blocks"] == prompt_blocks
@@ -158,13 +162,11 @@ def test_the_timeline_has_every_stage_in_order(up: Up, client: openai.OpenAI) ->
 
 
 def test_metrics_tell_the_story(up: Up, client: openai.OpenAI) -> None:
-    time.sleep(1.0)  # instances tell their counts in heartbeats: the earlier tests' must have arrived
-    before = _metrics(up.url)
+    before = _settled(up.url)
     client.completions.create(
         model="demo", prompt="Metrics, please. " * 10, max_tokens=6, extra_body={"ignore_eos": True}
     )
-    time.sleep(1.0)
-    after = _metrics(up.url)
+    after = _settled(up.url)
     name = 'pdserve_kv_transfer_blocks_total{connector="shm",direction="load",instance="decode-0",role="decode"}'
     gained = {key: after[key] - before.get(key, 0.0) for key in after}
     for histogram in ("time_to_first_token", "e2e_request_latency", "request_handover_time", "request_prefill_time"):
@@ -173,8 +175,7 @@ def test_metrics_tell_the_story(up: Up, client: openai.OpenAI) -> None:
     assert gained['pdserve_requests_total{finish_reason="length"}'] == 1
     assert gained[name] > 0
     assert gained[name.replace("blocks", "bytes")] > gained[name]
-    sources = [key for key in gained if key.startswith("pdserve_prompt_tokens_by_source_total{")]
-    assert sum(gained[key] for key in sources if 'role="prefill"' in key) == gained["pdserve_prompt_tokens_total"]
+    assert sum(value for key, value in gained.items() if SOURCES in key) == 2 * gained["pdserve_prompt_tokens_total"]
 
 
 def test_ctrl_c_leaves_nothing(up: Up) -> None:
@@ -186,8 +187,9 @@ def test_ctrl_c_leaves_nothing(up: Up) -> None:
     assert not list(Path("/dev/shm").glob(f"pdserve-up-{up.process.pid}*"))
 
 
-def test_demo(pdserve: Callable[..., "subprocess.CompletedProcess[str]"]) -> None:
-    done = pdserve("demo", timeout=180)
+def test_demo() -> None:
+    command = [sys.executable, "-m", "pdserve", "demo"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     for stage in Stage:
@@ -204,12 +206,27 @@ def _left_behind() -> list[str]:
 
 
 def _finished(url: str, request_id: str) -> dict[str, Any]:
-    for _ in range(50):
+    give_up = time.monotonic() + 60
+    while True:
         timeline: dict[str, Any] = httpx.get(f"{url}/debug/requests/{request_id}").json()
-        if "finished" in timeline["stages_ms"]:
-            break
+        if "finished" in timeline["stages_ms"] or time.monotonic() > give_up:
+            return timeline
         time.sleep(0.02)
-    return timeline
+
+
+def _settled(url: str) -> dict[str, float]:
+    """The metrics, once instances have told where the tokens of all prompts came from: that comes with heartbeats."""
+    give_up = time.monotonic() + 60
+    while True:
+        metrics = _metrics(url)
+        told = {
+            role: sum(value for name, value in metrics.items() if SOURCES in name and f'role="{role}"' in name)
+            for role in ("prefill", "decode")
+        }
+        if set(told.values()) == {metrics["pdserve_prompt_tokens_total"]}:
+            return metrics
+        assert time.monotonic() < give_up, told
+        time.sleep(0.05)
 
 
 def _metrics(url: str) -> dict[str, float]:
