@@ -48,6 +48,10 @@ class EngineConfig(ModelConfig):
     max_model_len: int | None = flag("prompt plus output tokens at most; default: the model's context", None)
     max_num_seqs: int = flag("sequences in the running batch at most", 64)
     max_num_batched_tokens: int = flag("tokens in one step at most: the chunk of a chunked prefill", 2048)
+    itl_target_ms: float | None = flag(
+        "ms between two tokens, by forecast, up to which prompts are computed beside those that decode; default: any",
+        None,
+    )
     scheduling_policy: str = flag("who goes first: fcfs, or priority, the request field, lower first", "fcfs")
     kernel: str = flag("attention kernel: auto, reference, cpu, triton", "auto")
     threads: int | None = flag("CPU threads of this instance; default: torch's", None)
@@ -63,6 +67,8 @@ class EngineConfig(ModelConfig):
             raise ValueError(f"dtype {self.dtype!r} is not supported; use auto, {', '.join(DTYPES)}")
         if self.kernel not in ("auto", *KERNELS):
             raise ValueError(f"kernel {self.kernel!r} is unknown; there are auto, {', '.join(KERNELS)}")
+        if self.itl_target_ms is not None and self.itl_target_ms <= 0:
+            raise ValueError(f"--itl-target-ms must be more than 0, not {self.itl_target_ms}")
         if self.swap_space < 0:
             raise ValueError(f"--swap-space must be 0 or more GiB, not {self.swap_space}")
         if self.scheduling_policy not in SCHEDULING_POLICIES:

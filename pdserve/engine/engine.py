@@ -71,6 +71,8 @@ class Engine:
             window=self.runner.window,
             host=BlockPool(self.runner.num_places, config.block_size) if self.runner.num_places else None,
         )
+        if config.itl_target_ms is not None:
+            self.scheduler.itl_target = config.itl_target_ms / 1000
         self.max_model_len = _max_model_len(self.checkpoint, config, self.runner.num_blocks)
         self.layout = self.checkpoint.layout
         self._arrivals = itertools.count()

@@ -1,6 +1,6 @@
 """The scheduler: how many tokens of which sequences the next step computes.
 
-One budget of tokens per step, shared by all: a decoding sequence asks for 1 token, a prefilling one for its next chunk, a
+One budget per step (`budget.py`), shared by all: a decoding sequence asks for 1 token, a prefilling one for its next chunk, a
 preempted one for what it lost. Nothing else tells them apart. Sequences that run come first, those that decode before
 others. Then those join that hold blocks already (their KV was loaded) and new ones, in order of rank; but one that only
 decodes waits for no prompt, and one for which there are not enough blocks holds up nobody who has his. When a running
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from pdserve.costs import Costs
 from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.budget import Budget
 from pdserve.engine.sequence import Sequence, Swapped
 from pdserve.request import SamplingParams
 
@@ -56,6 +57,7 @@ class Scheduler:
 
     Attributes:
         costs: of swapping and computing.
+        itl_target: seconds between two tokens of those that decode, which prompts beside them should not exceed.
         fetches: whoever adds sequences wants to see those again that return after a preemption (`Schedule.returned`).
     """
 
@@ -75,6 +77,7 @@ class Scheduler:
         self.window = window
         self.host = host
         self.costs = Costs()
+        self.itl_target: float | None = None
         self.fetches = False
         # Each in order of rank.
         self.waiting: list[Sequence] = []
@@ -125,7 +128,7 @@ class Scheduler:
             hold_back: leave out those whose KV is stored as it is computed.
         """
         step = Schedule(held_back=hold_back and any(seq.exported for seq in self.sequences()))
-        budget = self._schedule_running(step, self.max_num_batched_tokens)
+        budget = self._schedule_running(step)
         if not step.preempted:
             self._admit(step, budget)
         if not (self.running or step.held_back or step.preempted) and self.loaded:
@@ -165,7 +168,7 @@ class Scheduler:
         """Leading blocks that its next token does not see, and none to come. They are given back with the next step."""
         return 0 if self.window is None else max(0, seq.num_computed + 1 - self.window) // self.pool.block_size
 
-    def _schedule_running(self, step: Schedule, budget: int) -> int:
+    def _schedule_running(self, step: Schedule) -> Budget:
         for seq in self.running:
             self._drop_unseen(seq)
         for seq in list(self.running):
@@ -173,11 +176,11 @@ class Scheduler:
                 self._grow(seq, step)
         # Those that decode need one token each and are waited for; long prompts share what is left.
         able = [seq for seq in self.running if not (step.held_back and seq.exported)]
+        decoding = [seq for seq in able if seq.num_missing == 1]
+        budget = Budget.of(self.costs, self.max_num_batched_tokens, decoding, self.itl_target, self.pool.block_size)
         for seq in sorted(able, key=lambda seq: seq.num_missing > 1):
-            if budget == 0:
-                break
-            step.tokens[seq] = min(seq.num_missing, budget)
-            budget -= step.tokens[seq]
+            if count := budget.take(seq):
+                step.tokens[seq] = count
         return budget
 
     def _drop_unseen(self, seq: Sequence) -> None:
@@ -253,9 +256,9 @@ class Scheduler:
             self.host.release(seq.swapped.places)
             seq.swapped = None
 
-    def _admit(self, step: Schedule, budget: int) -> None:
-        while budget > 0 and len(self.running) < self.max_num_seqs:
-            seq = self._next(step.held_back)
+    def _admit(self, step: Schedule, budget: Budget) -> None:
+        while budget.tokens > 0 and len(self.running) < self.max_num_seqs:
+            seq = self._next(step.held_back, budget.has_time)
             if seq is None:
                 return
             if seq.refetch:
@@ -266,14 +269,16 @@ class Scheduler:
             self._take(seq, step)
             seq.admitted = True
             _enqueue(self.running, seq)
-            step.tokens[seq] = min(seq.num_missing, budget)
-            budget -= step.tokens[seq]
+            if count := budget.take(seq):
+                step.tokens[seq] = count
 
-    def _next(self, hold_back: bool) -> Sequence | None:
-        """Takes a sequence that can be admitted out of its queue."""
-        able = [seq for seq in self.loaded if not (hold_back and seq.exported)]
+    def _next(self, hold_back: bool, prompts: bool) -> Sequence | None:
+        """Takes a sequence that can be admitted out of its queue; without `prompts`, one that has only to decode."""
+        able = [seq for seq in self.loaded if not (hold_back and seq.exported) and (prompts or seq.num_missing == 1)]
         loaded = next((seq for seq in able if self._need(seq) <= self.pool.num_free), None)
         waiting = self.waiting[0] if self.waiting and not (hold_back and self.waiting[0].exported) else None
+        if waiting is not None and not (prompts or waiting.swapped):
+            waiting = None
         if waiting is not None and self._is_turn_of(waiting, loaded, able) and self._reserve(waiting):
             return self.waiting.pop(0)
         if loaded is not None:

@@ -55,6 +55,26 @@ def test_a_long_prompt_is_chunked_while_others_decode() -> None:
     assert plan.tokens == {short: 1, long: 7}
 
 
+def test_prompts_are_computed_beside_those_that_decode_as_far_as_there_is_time() -> None:
+    sched = scheduler(64)
+    sched.costs = Costs(prefill=(0.0, 0.001, 0.0), decode=(0.01, 0.0, 0.0))
+    sched.itl_target = 0.0165  # 6 tokens' time; 16 tokens are the budget
+    short, long, late = sequence("short", [1, 2, 3], 30), sequence("long", list(range(40))), sequence("late", [4] * 9)
+    sched.add(short)
+    run_step(sched)
+    sched.add(long)
+    sched.add(late)
+    for _ in range(6):
+        assert run_step(sched)[0].tokens == {short: 1, long: 6}
+    assert run_step(sched)[0].tokens == {short: 1, long: 4, late: 2}
+    assert run_step(sched)[0].tokens == {short: 1, long: 1, late: 6}
+    sched.itl_target = 0.005
+    assert run_step(sched)[0].tokens == {short: 1, long: 1, late: 1}
+    sched.add(sequence("another", [5] * 30))
+    for _ in range(3):
+        assert list(run_step(sched)[0].tokens.values())[-1] == BLOCK, "or it would never be computed"
+
+
 def test_a_running_prefill_does_not_hold_up_those_that_decode() -> None:
     sched = scheduler(64, budget=8)
     long, short = sequence("long", list(range(30))), sequence("short", [1, 2, 3], 9)
@@ -196,6 +216,7 @@ def test_a_warm_prefix_is_not_computed_again_and_leaves_one_token() -> None:
         max_size=12,
     ),
     priorities=st.lists(st.integers(-1, 1), min_size=12, max_size=12),
+    itl=st.sampled_from([None, 1e-6, 0.0105]),
 )
 def test_random_arrivals_and_aborts(
     num_blocks: int,
@@ -203,9 +224,11 @@ def test_random_arrivals_and_aborts(
     budget: int,
     arrivals: list[tuple[int, int, int, int, bool]],
     priorities: list[int],
+    itl: float | None,
 ) -> None:
     """Each arrival: (at step, prompt tokens, output tokens, prefix family, aborted some steps later)."""
     sched = scheduler(num_blocks, max_num_seqs, budget)
+    sched.itl_target = itl  # of which a step that only decodes takes 0.0101 by the costs that nobody has measured
     pending = sorted(enumerate(arrivals), key=lambda item: item[1][0])
     live: set[Sequence] = set()
     aborts: list[tuple[int, Sequence]] = []
