@@ -1,8 +1,8 @@
 """The HTTP side of the router: OpenAI's endpoints, and those that operators and newcomers look into.
 
     POST /v1/completions, /v1/chat/completions      GET /health, /ready, /metrics, /version
-    GET  /v1/models, /v1/models/{id}                GET /debug/requests, /debug/requests/{id}, /debug/instances
-    POST /tokenize, /detokenize
+    POST /v1/responses                              GET /debug/requests, /debug/requests/{id}, /debug/instances
+    GET  /v1/models, /v1/models/{id}                POST /tokenize, /detokenize
 
 A request has one id: the response's `id` field, its `X-Request-Id` header (the client's own, if it sent one) and what
 /debug/requests/{id} answers to are the same. When it asks for several choices, choice i is `{id}-{i}`.
@@ -22,10 +22,10 @@ from starlette.responses import Response
 from pdserve import __version__
 from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest, NotFound, RequestError, Unavailable
-from pdserve.router import openai, schemas
+from pdserve.router import openai, responses, schemas
 from pdserve.router.access import Guard, Keys
 from pdserve.router.middleware import BodyLimit, InternalError, RequestId, error_response, json_response
-from pdserve.router.respond import CLIENT_GONE, EventStream, Generation, answer
+from pdserve.router.respond import CLIENT_GONE, ChunkStream, EventStream, Generation, Word, answer, whole_body
 from pdserve.router.stream import Backend, ModelInfo
 from pdserve.router.timeline import Timeline
 from pdserve.router.tokenizer import Tokenizer
@@ -78,7 +78,7 @@ def create_app(
 
 
 class _Generations:
-    """/v1/completions and /v1/chat/completions."""
+    """/v1/completions, /v1/chat/completions and /v1/responses."""
 
     def __init__(self, config: RouterConfig, tokenizer: Tokenizer, backend: Backend) -> None:
         self._config = config
@@ -88,12 +88,16 @@ class _Generations:
     def add_to(self, app: FastAPI) -> None:
         app.add_api_route("/v1/completions", self._completions, methods=["POST"])
         app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
+        app.add_api_route("/v1/responses", self._responses, methods=["POST"])
 
     async def _completions(self, request: Request) -> Response:
         return await self._generate(request, self._completion_plan)
 
     async def _chat(self, request: Request) -> Response:
         return await self._generate(request, self._chat_plan)
+
+    async def _responses(self, request: Request) -> Response:
+        return await self._generate(request, self._response_plan, responses.ResponseEvents, responses.whole_response)
 
     def _completion_plan(self, raw: bytes, origin: openai.Origin) -> openai.Plan:
         body = schemas.shape(schemas.CompletionBody, schemas.parse_json(raw))
@@ -109,13 +113,25 @@ class _Generations:
             raise Unavailable("no instance has registered yet", kind="no_instance", retry_after_s=1)
         return info
 
-    async def _generate(self, request: Request, make_plan: MakePlan) -> Response:
+    def _response_plan(self, raw: bytes, origin: openai.Origin) -> openai.Plan:
+        body = schemas.shape(schemas.ResponseBody, schemas.parse_json(raw))
+        chat = responses.chat_of(body)
+        plan = openai.chat_plan(chat, origin, self._tokenizer, self._model(), self._config.max_n)
+        return responses.response_plan(body, plan)
+
+    async def _generate(
+        self,
+        request: Request,
+        make_plan: MakePlan,
+        stream: type[EventStream] = ChunkStream,
+        word: Word = whole_body,
+    ) -> Response:
         raw = await _json_body(request)
         session = request.headers.get(SESSION_HEADER, "")
         origin = openai.Origin(request.state.request_id, time.monotonic(), session)
         plan = await _aside(raw, lambda: make_plan(raw, origin))
         generation = Generation(plan, self._tokenizer, self._backend)
-        return EventStream(generation) if plan.stream else await answer(generation, request.receive)
+        return stream(generation) if plan.stream else await answer(generation, request.receive, word)
 
 
 class _Models:

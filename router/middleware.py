@@ -12,7 +12,7 @@ from pdserve.errors import BadRequest, RequestError, TooLarge
 
 ID_HEADER = "x-request-id"
 ID_FORM = re.compile(r"[A-Za-z0-9._-]{1,128}")
-ID_PREFIX = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
+ID_PREFIX = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-", "/v1/responses": "resp_"}
 DRAIN_FACTOR = 8
 
 

@@ -126,8 +126,11 @@ class Generation:
         }
 
 
-async def answer(generation: Generation, receive: Receive) -> Response:
-    """The whole answer at once, or nothing if the client leaves before."""
+Word = Callable[[Generation, list[Delta]], Json]
+
+
+async def answer(generation: Generation, receive: Receive, word: Word) -> Response:
+    """The whole answer at once, as `word` words its choices, or nothing if the client leaves before."""
     plan = generation.plan
     deltas: list[list[Delta]] = [[] for _ in plan.requests]
 
@@ -140,7 +143,7 @@ async def answer(generation: Generation, receive: Receive) -> Response:
         generation.close()
     if not finished:
         return Response(status_code=CLIENT_GONE)
-    return json_response(_whole_body(generation, [_joined(parts) for parts in deltas]))
+    return json_response(word(generation, [_joined(parts) for parts in deltas]))
 
 
 def _joined(deltas: list[Delta]) -> Delta:
@@ -158,8 +161,7 @@ def _joined(deltas: list[Delta]) -> Delta:
 class EventStream(Response):
     """Server-sent events. The status line waits for the first token, so that an error before it has its own status.
 
-    An error after it is an event of its own, on which OpenAI's client raises; `[DONE]` follows, for readers that wait
-    for it.
+    An error after it is an event of its own, on which OpenAI's client raises.
     """
 
     media_type = "text/event-stream"
@@ -169,7 +171,6 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._generation = generation
         self._started = False
-        self._prompt_ids_due = generation.plan.return_token_ids
         self._sending = asyncio.Lock()  # choices send side by side, and some send twice in a row
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -179,29 +180,67 @@ class EventStream(Response):
             self._generation.close()
 
     async def _stream(self, send: Send) -> None:
-        plan, usage = self._generation.plan, self._generation.usage
-        unspoken = set(range(len(plan.requests)))
-
         async def emit(delta: Delta) -> None:
-            events = []
-            if plan.chat and delta.index in unspoken:
-                events.append(_event(plan, [_role(delta.index)]))
-            unspoken.discard(delta.index)
-            events.append(_event(plan, [_part(self._generation, delta)]))
-            await self._send(send, [self._with_extras(event) for event in events])
+            await self._send(send, self.events_of(delta))
 
         try:
             await self._generation.run(emit)
-            if plan.include_usage:
-                await self._send(send, [{**_event(plan, []), "usage": usage()}])
+            await self._send(send, self.last_events())
         except Exception as error:
             if not self._started:
                 raise
             told = error if isinstance(error, RequestError) else InternalError()
-            await self._send(send, [error_data(told)])
+            await self._send(send, [self.error_event(told)])
             if told is not error:
                 raise
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+        await send({"type": "http.response.body", "body": self.end, "more_body": False})
+
+    async def _send(self, send: Send, events: list[Json]) -> None:
+        async with self._sending:
+            if not self._started:
+                self._started = True
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            body = b"".join(self.encoded(event) for event in events)
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+    # ---- how one endpoint words it ----------------------------------------------------------------------------
+
+    end = b""  # behind the last event
+
+    def events_of(self, delta: Delta) -> list[Json]:
+        raise NotImplementedError
+
+    def last_events(self) -> list[Json]:
+        raise NotImplementedError
+
+    def error_event(self, error: RequestError) -> Json:
+        return error_data(error)
+
+    def encoded(self, event: Json) -> bytes:
+        return b"data: " + to_json(event) + b"\n\n"
+
+
+class ChunkStream(EventStream):
+    """The events of completions and chats; `[DONE]` follows them, for readers that wait for it."""
+
+    end = b"data: [DONE]\n\n"
+
+    def __init__(self, generation: Generation) -> None:
+        super().__init__(generation)
+        self._prompt_ids_due = generation.plan.return_token_ids
+        self._unspoken = set(range(len(generation.plan.requests)))
+
+    def events_of(self, delta: Delta) -> list[Json]:
+        plan, events = self._generation.plan, []
+        if plan.chat and delta.index in self._unspoken:
+            events.append(_event(plan, [_role(delta.index)]))
+        self._unspoken.discard(delta.index)
+        events.append(_event(plan, [_part(self._generation, delta)]))
+        return [self._with_extras(event) for event in events]
+
+    def last_events(self) -> list[Json]:
+        plan = self._generation.plan
+        return [{**_event(plan, []), "usage": self._generation.usage()}] if plan.include_usage else []
 
     def _with_extras(self, event: Json) -> Json:
         plan = self._generation.plan
@@ -211,14 +250,6 @@ class EventStream(Response):
         if plan.include_usage or plan.continuous_usage:
             event["usage"] = self._generation.usage() if plan.continuous_usage else None
         return event
-
-    async def _send(self, send: Send, events: list[Json]) -> None:
-        async with self._sending:
-            if not self._started:
-                self._started = True
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            body = b"".join(b"data: " + to_json(event) + b"\n\n" for event in events)
-            await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[None, None, None]) -> bool:
@@ -247,7 +278,7 @@ async def _stop(tasks: list[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _whole_body(generation: Generation, choices: list[Delta]) -> Json:
+def whole_body(generation: Generation, choices: list[Delta]) -> Json:
     plan = generation.plan
     kind = "chat.completion" if plan.chat else "text_completion"
     body = {

@@ -9,7 +9,7 @@ name a session, for routing only.
 import difflib
 import json
 from collections.abc import Mapping
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
@@ -52,6 +52,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 INSTEAD = {
     "request_id": "send it in the X-Request-Id header",
     "best_of": "ask for n choices and pick one yourself",
+    "previous_response_id": "nothing is kept here; send the conversation in input",
 }
 ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "messages": "prompt"}
 # What an assistant message of an earlier answer may carry when a client sends it back.
@@ -65,8 +66,30 @@ NEUTRAL_IN_MESSAGE: dict[str, tuple[object, ...]] = {
 }
 
 
+NEUTRAL_IN_RESPONSES: dict[str, tuple[object, ...]] = {
+    "background": (False,),
+    "conversation": (),
+    "include": ([],),
+    "max_tool_calls": (),
+    "parallel_tool_calls": (True, False),
+    "previous_response_id": (),
+    "prompt": (),
+    "reasoning": ({},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "stream_options": ({},),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+
+
 class Body(BaseModel):
+    """`neutral`: fields that are known and not supported, with the values at which they change nothing."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
 
 class StreamOptions(Body):
@@ -92,6 +115,8 @@ class SamplingBody(Body):
 
     `top_k` of -1 is vLLM's other word for 0: keep all.
     """
+
+    neutral: ClassVar = NEUTRAL
 
     model: str | None = None
     max_tokens: int | None = None
@@ -186,6 +211,35 @@ class DetokenizeBody(Body):
     tokens: list[int]
 
 
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Any = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class Text(Body):
+    format: TextFormat | None = None
+
+
+class ResponseBody(Body):
+    neutral: ClassVar = NEUTRAL_IN_RESPONSES
+
+    model: str | None = None
+    input: Any = None  # `responses._messages` says in words what is wrong
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: Text | None = None
+    stream: bool | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+
+
 Shape = TypeVar("Shape", bound=Body)
 
 
@@ -217,7 +271,7 @@ def shape(model: type[Shape], body: dict[str, Any]) -> Shape:
         BadRequest: a field is unknown, not supported, missing or of the wrong type; it names the field.
     """
     known = set(model.model_fields)
-    fields = _without_neutral(body, known, NEUTRAL, "") if issubclass(model, SamplingBody) else body
+    fields = _without_neutral(body, known, model.neutral, "")
     messages = fields.get("messages")
     if "messages" in known and isinstance(messages, list):
         own = set(Message.model_fields)

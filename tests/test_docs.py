@@ -101,6 +101,8 @@ def test_every_metric_is_explained_and_no_other() -> None:
         ),
         ("Not supported yet", set(schemas.NEUTRAL)),
         ("Not supported in messages", set(schemas.NEUTRAL_IN_MESSAGE)),
+        ("Responses", set(schemas.ResponseBody.model_fields)),
+        ("Not supported in responses", set(schemas.NEUTRAL_IN_RESPONSES)),
         ("Tokens", set(schemas.TokenizeBody.model_fields) | set(schemas.DetokenizeBody.model_fields)),
     ],
 )

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdserve.request import SamplingParams
-from pdserve.router.schemas import NEUTRAL, ChatBody, CompletionBody
+from pdserve.router.schemas import NEUTRAL, ChatBody, CompletionBody, ResponseBody
 from pdserve.router.stream import ModelInfo
 from pdserve.router.tokenizer import Tokenizer
 
@@ -525,7 +525,7 @@ def test_half_a_surrogate_pair_anywhere(client: Client) -> None:
 
 # ---- anything at all ------------------------------------------------------------------------------------------
 
-FIELDS = [*CompletionBody.model_fields, *ChatBody.model_fields, *NEUTRAL, "tokens", "typo"]
+FIELDS = [*CompletionBody.model_fields, *ChatBody.model_fields, *ResponseBody.model_fields, *NEUTRAL, "tokens", "typo"]
 TEXTS = st.text(st.characters(), max_size=8)  # with halves of surrogate pairs
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXTS | st.just("demo")
 VALUES = st.recursive(
@@ -537,10 +537,10 @@ VALUES = st.recursive(
     max_leaves=8,
 )
 BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5) | VALUES
-START = st.sampled_from([{}, HELLO, CHATTING, {"tokens": [1]}])
+START = st.sampled_from([{}, HELLO, CHATTING, {"tokens": [1]}, {"input": "hello"}])
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses", "/tokenize", "/detokenize"])
 def test_no_body_is_a_server_error(client: Client, path: str) -> None:
     @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(START, BODIES)
