@@ -112,9 +112,9 @@ def benchmark(settings: Settings) -> None:
 
 
 def _configs(model: Path, settings: Settings) -> dict[str, UpConfig]:
-    common = {"model": str(model), "dtype": settings.dtype, "max_num_seqs": settings.concurrency}
-    split = UpConfig(port=free_port(), prefill=1, decode=1, local_prefill_tokens=0, **common)  # type: ignore[arg-type]
-    colocated = UpConfig(port=free_port(), prefill=0, decode=0, both=1, **common)  # type: ignore[arg-type]
+    common = UpConfig(model=str(model), dtype=settings.dtype, max_num_seqs=settings.concurrency)
+    split = replace(common, port=free_port(), prefill=1, decode=1, local_prefill_tokens=0)
+    colocated = replace(common, port=free_port(), prefill=0, decode=0, both=1)
     return {COLOCATED: colocated, SPLIT: replace(split, connector=settings.connector) if settings.connector else split}
 
 

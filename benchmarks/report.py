@@ -1,4 +1,4 @@
-"""What both benchmarks write: a JSON file that says where and from what its figures come."""
+"""What benchmarks write: a JSON file that says where and from what its figures come."""
 
 import json
 import os

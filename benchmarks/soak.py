@@ -27,7 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.config import UpConfig, flag
+from pdserve.config import UpConfig, flag, parse_size
 from pdserve.deployment import Deployment, free_port
 from pdserve.flags import command_of
 
@@ -94,8 +94,6 @@ def soak(settings: Settings) -> None:
 @contextmanager
 def _deployment(settings: Settings, folder: Path) -> Iterator[tuple[Deployment, dict[str, str]]]:
     """The processes, and where the tiers keep their blocks."""
-    from pdserve.config import parse_size
-
     size = parse_size(settings.tier_size)
     model = checkpoints.make(checkpoints.TINY, folder / "model")
     with stores.shm(size) as shm, stores.redis("redis://127.0.0.1:{port}/0", 4 * size) as redis:
@@ -307,6 +305,7 @@ def _draw(samples: list[dict[str, Any]], path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
+        print("no drawing: matplotlib is not installed")
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot

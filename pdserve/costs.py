@@ -10,8 +10,9 @@ kind (who gets a request, whether a hand-over pays, whether an SLO will hold) re
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -168,9 +169,14 @@ class Meter:
 
     def costs(self, now: float) -> Costs:
         """What is known by now; the defaults where nothing is."""
-        found = {"prefill": self._prefill, "decode": self._decode, "transfer": self._transfer, "swap": self._swap}
-        fitted = {name: fit.coefficients(now) for name, fit in found.items()}
-        return Costs(**{name: values for name, values in fitted.items() if values is not None})  # type: ignore[arg-type]
+        fits: dict[str, Fit] = {
+            "prefill": self._prefill,
+            "decode": self._decode,
+            "transfer": self._transfer,
+            "swap": self._swap,
+        }
+        found: dict[str, Any] = {name: fit.coefficients(now) for name, fit in fits.items()}
+        return replace(Costs(), **{name: values for name, values in found.items() if values is not None})
 
     def _fit(self, work: Work) -> Fit:
         return self._decode if work[0][0] == 1 else self._prefill

@@ -6,7 +6,7 @@ fetch ─► ask the store which leading blocks it has ─► load those that th
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdserve.break_even import BreakEven
+from pdserve.break_even import BreakEven, Reason
 from pdserve.engine.engine import Engine
 from pdserve.job import Desk, Job
 from pdserve.kv_transfer.connector import Connector, Outcome, Result
@@ -28,7 +28,7 @@ class Fetcher:
         self._connector = connector
         self._transfers = transfers
         self._desk = desk
-        self.break_even = BreakEven(engine.pool.block_size)
+        self._break_even = BreakEven()
 
     def fetch(self, job: Job, cancelled: Callable[[], None]) -> None:
         """Queues the job's sequence in the engine, now or when the store has answered. If it has blocks already, as after a
@@ -58,23 +58,25 @@ class Fetcher:
             fetch.cancelled()
             return
         have = self._have(fetch)
-        count = self._worth(fetch, found - have) if found > have else 0
-        if count:
-            self._load(fetch, have, have + count)
+        if found > have and self._pays(fetch, have, found):
+            self._load(fetch, have, found)
         else:
             self._engine.add(fetch.job.seq)
 
-    def _worth(self, fetch: _Fetch, blocks: int) -> int:
-        """How many of the blocks to load. If any, the sequence has its place in the pool."""
+    def _pays(self, fetch: _Fetch, have: int, found: int) -> bool:
+        """Whether to load what follows the first blocks. If so, the sequence has its place in the pool."""
         seq, scheduler = fetch.job.seq, self._engine.scheduler
         has_place = bool(seq.block_ids)
-        count, reason = self.break_even.decide(blocks, self._desk.now())
+        blocks, costs = found - have, scheduler.costs
+        longer = costs.prefill_seconds(blocks * seq.block_size, have * seq.block_size) - costs.prefill_seconds(0)
+        reason = self._break_even.decide(blocks, longer, self._desk.now())  # some step is made anyway
         # Beside those who wait, or newcomers with hits would take every block that a long prompt waits for.
-        if count and not has_place and not scheduler.reserve(seq, len(fetch.keys), seq.num_given, beside=True):
+        loads = reason is not Reason.DEARER
+        if loads and not has_place and not scheduler.reserve(seq, len(fetch.keys), seq.num_given, beside=True):
             self._desk.count("store_hits", 1, decision="no_room")
-            return 0
+            return False
         self._desk.count("store_hits", 1, decision=reason)
-        return count
+        return loads
 
     def _load(self, fetch: _Fetch, first: int, stop: int) -> None:
         end = min(stop, first + self._transfers.largest)
@@ -84,7 +86,7 @@ class Fetcher:
     def _loaded(self, fetch: _Fetch, first: int, stop: int, result: Result) -> None:
         moved = result.outcomes.count(Outcome.OK)
         if moved or Outcome.UNAVAILABLE in result.outcomes:
-            self.break_even.loaded(moved, result.seconds, self._desk.now())
+            self._break_even.loaded(moved, result.seconds, self._desk.now())
         if fetch.job.over:
             fetch.cancelled()
             return

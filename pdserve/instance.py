@@ -164,7 +164,6 @@ class Instance:
         return self.prefiller if job.phase == pb.PREFILL else self.decoder
 
     def _measured(self, result: StepResult, seconds: float, now: float) -> None:
-        self.fetcher.break_even.computed(result.num_tokens, len(result.sampled), seconds, now)
         self.meter.stepped(result.work, bool(result.sampled), seconds, now)
         for direction, blocks in (("out", result.swapped_out), ("in", result.swapped_in)):
             if blocks:

@@ -43,10 +43,6 @@ class StepResult:
     held_back: bool = False
 
     @property
-    def num_tokens(self) -> int:
-        return sum(count for count, _ in self.work)
-
-    @property
     def idle(self) -> bool:
         """Nothing could be done: the next step would do nothing either, until a block is freed or a request comes."""
         return not self.advanced and not self.preempted and not self.returned

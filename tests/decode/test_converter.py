@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 import torch
@@ -181,8 +182,8 @@ def test_a_store_that_cannot_be_had_leaves_everything_to_be_computed(caplog: pyt
         {"dtype": "os", "itemsize": 2},
     ],
 )
-def test_what_is_no_layout_of_these_weights_is_refused(url: str, change: dict[str, object]) -> None:
-    writer = replace(layout_of(16), **change)  # type: ignore[arg-type]
+def test_what_is_no_layout_of_these_weights_is_refused(url: str, change: dict[str, Any]) -> None:
+    writer = replace(layout_of(16), **change)
     converters = Converters(pool_of(layout_of(32), 1), layout_of(32), url)
     with pytest.raises(ValueError, match="of another model, and cannot be converted"):
         converters.prompt(sequence_of(40, 32), pb.Layout(**asdict(writer)))

@@ -71,8 +71,13 @@ def test_equals_generate_while_preempting(
     """By recomputation, and by swapping where that is as good as free; with a cold and with a warm prefix cache."""
     path, small = checkpoint(architecture), [p for p in prompts if 30 < len(p) <= 100]
     expected = generate(path, small, 32)
-    settings = {"num_blocks": 24, "max_num_batched_tokens": 64, "max_model_len": 200, "swap_space": swap_space}
-    tight = Engine(EngineConfig(model=str(path), **settings))  # type: ignore[arg-type]
+    settings: dict[str, Any] = {
+        "num_blocks": 24,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 200,
+        "swap_space": swap_space,
+    }
+    tight = Engine(EngineConfig(model=str(path), **settings))
     tight.scheduler.costs = Costs(prefill=(1, 1, 0), swap=(0, 0))
     for _ in range(2):
         before = tight.scheduler.num_preemptions

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +24,8 @@ from pdserve.engine.warm_up import ALWAYS, warm_up
         {"num_blocks": 64, "max_model_len": 1000, "max_num_seqs": 500},
     ],
 )
-def test_it_fits_into_any_pool(settings: dict[str, int], checkpoint: Callable[..., Path]) -> None:
-    engine = Engine(EngineConfig(model=str(checkpoint("llama")), **settings))  # type: ignore[arg-type]
+def test_it_fits_into_any_pool(settings: dict[str, Any], checkpoint: Callable[..., Path]) -> None:
+    engine = Engine(EngineConfig(model=str(checkpoint("llama")), **settings))
     seen = list(warm_up(engine))
     assert len(seen) >= ALWAYS
     for work, seconds in seen:
