@@ -111,6 +111,9 @@ class InstanceConfig(TransferConfig):
     router: str = flag(
         "control addresses of the routers to serve, host:port, comma separated", f"127.0.0.1:{DEFAULT_CONTROL_PORT}"
     )
+    control_token: str = flag(
+        "what the routers' --control-token says; default: PDSERVE_CONTROL_TOKEN in the environment", "", secret=True
+    )
     convert_kv: bool = flag("as decode, take KV of prefill instances with another block size or dtype", False)
     instance_id: str = flag("shown in metrics and timelines; default: role, host and pid", "")
     metrics_port: int | None = flag(
@@ -142,6 +145,11 @@ class RouterConfig(ModelConfig):
     )
     admin_key: str = flag(
         "the same for /debug and other paths of operators; default: PDSERVE_ADMIN_KEY in the environment",
+        "",
+        secret=True,
+    )
+    control_token: str = flag(
+        "what instances have to know to be served with; default: PDSERVE_CONTROL_TOKEN in the environment, or nothing",
         "",
         secret=True,
     )

@@ -33,8 +33,10 @@ CHANNEL_OPTIONS = [
 class Links:
     """All streams of one instance. `send` may be called from the engine thread; everything else runs on the loop."""
 
-    def __init__(self, routers: list[str]) -> None:
+    def __init__(self, routers: list[str], token: str = "") -> None:
+        """`token` is what the routers' --control-token says."""
         self._routers = routers
+        self._credentials = [("authorization", f"Bearer {token}")] if token else []
         self._loop = asyncio.get_running_loop()
         self._outboxes: dict[str, asyncio.Queue[pb.InstanceFrame]] = {}
 
@@ -67,12 +69,12 @@ class Links:
                 async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
                     frames = self._frames(link, instance, hello, untold)
                     stub = RouterStub(channel)  # type: ignore[no-untyped-call]
-                    async for frame in stub.Attach(frames):
+                    async for frame in stub.Attach(frames, metadata=self._credentials):
                         attempt = 0
                         self._receive(address, link, frame, instance)
                 log.warning("router %s closed the stream", address)
             except grpc.aio.AioRpcError as error:
-                refused = error.code() == grpc.StatusCode.FAILED_PRECONDITION
+                refused = error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED)
                 if refused or attempt in (0, 10):
                     log.warning("router %s: %s", address, error.details() if refused else "not reachable, trying on")
             finally:

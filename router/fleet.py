@@ -4,6 +4,7 @@ The gRPC side of the router. What an instance says is handed to a `Listener`; wh
 """
 
 import asyncio
+import hmac
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -103,7 +104,8 @@ class Listener(Protocol):
 class Fleet(RouterServicer):
     """Registry and gRPC servicer. Everything runs on one event loop."""
 
-    def __init__(self, router_id: str, model: str, lease_seconds: float) -> None:
+    def __init__(self, router_id: str, model: str, lease_seconds: float, token: str = "") -> None:
+        """Instances have to know the token, if there is one."""
         self.members: dict[str, Member] = {}
         self.index = PrefixIndex()
         self.breakers = Breakers()
@@ -112,12 +114,16 @@ class Fleet(RouterServicer):
         self._router_id = router_id
         self._model = model
         self._lease_seconds = lease_seconds
+        self._token = token
 
     def serving(self, *roles: str) -> list[Member]:
         return [m for m in self.members.values() if m.hello.role in roles and not m.draining]
 
     async def Attach(self, frames: AsyncIterator[pb.InstanceFrame], context: Any) -> AsyncIterator[pb.RouterFrame]:
         """The one RPC: lives as long as the instance does."""
+        if not self._knows_token(context):
+            log.warning("refused %s: it does not know the --control-token", context.peer())
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this router asks for another --control-token")
         first = await anext(aiter(frames))
         refusal = self._refusal(first)
         if refusal:
@@ -133,6 +139,10 @@ class Fleet(RouterServicer):
         finally:
             reader.cancel()
             self._leave(member, "its stream ended")
+
+    def _knows_token(self, context: Any) -> bool:
+        sent = dict(context.invocation_metadata() or ()).get("authorization", "")
+        return not self._token or hmac.compare_digest(sent.encode(), f"Bearer {self._token}".encode())
 
     async def watch(self) -> None:
         """Drops instances whose lease has run out: frozen, or behind a network that swallows frames."""

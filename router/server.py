@@ -32,6 +32,7 @@ def serve(config: RouterConfig) -> None:
     config = replace(
         config,
         api_key=config.api_key or os.environ.get("PDSERVE_API_KEY", ""),
+        control_token=config.control_token or os.environ.get("PDSERVE_CONTROL_TOKEN", ""),
         admin_key=config.admin_key or os.environ.get("PDSERVE_ADMIN_KEY", ""),
     )
     for flag in ("policy", "prefill_policy", "decode_policy"):
@@ -46,7 +47,7 @@ def serve(config: RouterConfig) -> None:
 
 
 async def _serve(config: RouterConfig, tokenizer: Tokenizer, listening: socket.socket) -> None:
-    fleet = Fleet(f"router-{secrets.token_hex(4)}", config.name, config.lease_seconds)
+    fleet = Fleet(f"router-{secrets.token_hex(4)}", config.name, config.lease_seconds, config.control_token)
     metrics = Metrics(fleet)
     dispatcher = Dispatcher(config, fleet, metrics)
     control, control_port = await fleet_module.serve(fleet, config.control_host, config.control_port)

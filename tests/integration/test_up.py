@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import json
 import re
 import signal
 import subprocess
@@ -137,6 +138,26 @@ def test_stop_strings_and_choices(client: openai.OpenAI) -> None:
     several = client.completions.create(model="demo", prompt="Once upon a time", n=3, max_tokens=30, seed=5, stop=["."])
     assert len({choice.text for choice in several.choices}) > 1
     assert all("." not in choice.text for choice in several.choices)
+
+
+def test_official_client_asks_for_more_than_text(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "demo", "temperature": 0, "messages": [{"role": "user", "content": "Where is Paris?"}]}
+    told = client.chat.completions.create(**asked, max_tokens=4, logprobs=True, top_logprobs=2).choices[0].logprobs
+    assert told is not None and told.content is not None and len(told.content) == 4
+    for one in told.content:
+        best, second = one.top_logprobs
+        assert (one.token, one.logprob) == (best.token, best.logprob) and 0 >= best.logprob >= second.logprob, "greedy"
+
+    schema = {"type": "object", "properties": {"rain": {"type": "boolean"}}, "required": ["rain"]}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "weather", "schema": schema}}
+    followed = client.chat.completions.create(**asked, max_tokens=40, response_format=form).choices[0]
+    assert followed.finish_reason == "stop" and followed.message.content is not None
+    assert isinstance(json.loads(followed.message.content)["rain"], bool)
+
+    whole = client.responses.create(model="demo", input="Where is Paris?", temperature=0, max_output_tokens=8)
+    asked = {"model": "demo", "input": "Where is Paris?", "temperature": 0, "max_output_tokens": 8, "stream": True}
+    deltas = [event.delta for event in client.responses.create(**asked) if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == whole.output_text != ""
 
 
 def test_the_timeline_has_every_stage_in_order(up: Up, client: openai.OpenAI) -> None:

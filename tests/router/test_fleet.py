@@ -1,16 +1,19 @@
 """Who may serve together, and what decode is told of the layout that prefill stores in."""
 
 import asyncio
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from pdserve.block_news import BlockNews
 from pdserve.config import RouterConfig
 from pdserve.keys import Layout
+from pdserve.link import Links
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
 from pdserve.router.dispatch import Dispatcher
-from pdserve.router.fleet import PROTOCOL_VERSION, Fleet, Member
+from pdserve.router.fleet import PROTOCOL_VERSION, Fleet, Member, serve
 from pdserve.router.metrics import Metrics
 
 
@@ -105,3 +108,37 @@ def test_decode_is_told_the_writer_s_layout_where_it_is_another() -> None:
         assert submits(same)
 
     asyncio.run(story())
+
+
+class Idle:
+    """What links need of an instance that has nothing to do."""
+
+    def __init__(self) -> None:
+        self.news = BlockNews()
+
+    def heartbeat(self, link: str) -> pb.Heartbeat:
+        return pb.Heartbeat()
+
+    def drop_link(self, link: str) -> None: ...
+
+
+def test_instances_have_to_know_the_token(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        fleet = Fleet("router", "model", 60.0, "right")
+        fleet.listener = cast(Any, SimpleNamespace(on_lost=lambda member: None))
+        server, port = await serve(fleet, "127.0.0.1", 0)
+        tokens = {"prefill-0": "right", "decode-0": "wrong", "decode-1": ""}
+        tasks = []
+        for name, token in tokens.items():
+            links = Links([f"127.0.0.1:{port}"], token)
+            tasks.append(asyncio.create_task(links.run(cast(Any, Idle()), hello_of(name))))
+        async with asyncio.timeout(60):
+            while len(fleet.members) < 1 or caplog.text.count("asks for another --control-token") < 2:
+                await asyncio.sleep(0.01)
+        assert list(fleet.members) == ["prefill-0"]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await server.stop(None)
+
+    asyncio.run(scenario())
