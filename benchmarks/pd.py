@@ -129,7 +129,7 @@ async def _round(deployment: Deployment, settings: Settings, vocabulary: int, se
         async def client() -> None:
             for i, prompt in waiting:
                 name = f"pd-{seed}-{i}"
-                replies.append(await _ask(http, deployment.config.name, name, prompt, settings.output_tokens))
+                replies.append(await ask(http, deployment.config.name, name, prompt, settings.output_tokens))
                 names.append(name)
 
         started = time.perf_counter()
@@ -140,9 +140,14 @@ async def _round(deployment: Deployment, settings: Settings, vocabulary: int, se
     return Round(seconds, replies, [one for one in handovers if one is not None])
 
 
-async def _ask(http: httpx.AsyncClient, model: str, name: str, prompt: list[int], count: int) -> Reply:
+async def ask(http: httpx.AsyncClient, model: str, name: str, prompt: list[int], count: int, **fields: object) -> Reply:
+    """Streams one answer of so many tokens, by a request of that name.
+
+    Raises:
+        SetupError: it was refused, or is of another length.
+    """
     body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": count, "temperature": 0}
-    body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
+    body |= {"ignore_eos": True, "stream": True, "return_token_ids": True, **fields}
     reply = Reply(time.perf_counter(), [])
     async with http.stream("POST", "/v1/completions", json=body, headers={"x-request-id": name}) as response:
         if response.status_code != 200:
@@ -167,9 +172,6 @@ def _handover(timeline: dict[str, Any]) -> float | None:
 def _row(name: str, rounds: list[Round], colocated: list[Round]) -> dict[str, Any]:
     """Medians over rounds; the ratios are medians of each round's ratio to the colocated round beside it."""
 
-    def milliseconds(seconds: list[float], percent: int) -> float:
-        return round(statistics.quantiles(seconds, n=100, method="inclusive")[percent - 1] * 1e3, 2) if seconds else 0.0
-
     replies = [reply for each in rounds for reply in each.replies]
     ttfts, gaps = [reply.ttft for reply in replies], [gap for reply in replies for gap in reply.gaps]
     handovers = [one for each in rounds for one in each.handovers]
@@ -188,6 +190,11 @@ def _row(name: str, rounds: list[Round], colocated: list[Round]) -> dict[str, An
         "throughput_ratio": round(statistics.median(a.tokens_per_s / b.tokens_per_s for a, b in pairs), 2),
         "ttft_p50_ratio": round(statistics.median(_ttft_p50(a) / _ttft_p50(b) for a, b in pairs), 2),
     }
+
+
+def milliseconds(seconds: list[float], percent: int) -> float:
+    """A percentile; 0 of nothing."""
+    return round(statistics.quantiles(seconds, n=100, method="inclusive")[percent - 1] * 1e3, 2) if seconds else 0.0
 
 
 def _ttft_p50(one: Round) -> float:

@@ -1,5 +1,7 @@
 """Where requests go: what instances tell their routers, and the same tokens whatever the policy."""
 
+import asyncio
+import importlib
 import os
 import re
 import signal
@@ -180,3 +182,18 @@ def test_the_router_knows_what_is_cached_where_and_learns_it_again_after_a_resta
         assert reply.json()["error"]["code"] == "slo_ttft" and reply.json()["error"]["type"] == "rate_limit_error"
         assert metric(deployment, "refusals_total", reason="slo_ttft") == 1
         assert complete(deployment, **body)["usage"]["completion_tokens"] == 2
+
+
+def test_the_benchmark_finds_what_there_is_to_find(
+    checkpoint: Callable[..., Path], deploy: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    routing = importlib.import_module("routing")
+    turns = routing.read(routing.Settings(requests=30), vocabulary=256)
+    with deploy(model=str(checkpoint("llama")), num_blocks=512, prefill=2, policy="prefix_aware") as deployment:
+        rounds = [asyncio.run(routing.play(deployment, turns, 2, salt)) for salt in ("a", "b")]
+    tokens = sum(len(turn.prompt) for turn in turns)
+    for each in rounds:
+        assert len(each.ttfts) == 30 and each.tokens == tokens
+        hits = each.sources["local_hit"] + each.sources["loaded"]
+        assert 0 < hits <= routing.most_hits(turns) * tokens + 1e-6, "more would be another round's"
