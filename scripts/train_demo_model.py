@@ -3,7 +3,7 @@
     python scripts/train_demo_model.py                       # writes pdserve/demo_model, within an hour on two idle cores
     python scripts/train_demo_model.py --steps 300 --output /tmp/demo
 
-The text comes from ``demo_text.py`` and the seed fixes everything, so a run can be repeated. Rows grow from 256 to
+The text comes from `demo_text/` and the seed fixes everything, so a run can be repeated. Rows grow from 256 to
 4,096 tokens during training: looking back is learned on short rows, where a step is cheap, and then stretched.
 """
 

@@ -1,5 +1,6 @@
 """Fixtures for all tests: small checkpoints of real architectures, made once per session, and a tokenizer that fits."""
 
+import importlib
 import importlib.util
 import json
 import shutil
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import certifi
@@ -107,6 +109,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def demo_text() -> ModuleType:
+    """The generator of the demo model's text; scripts/ is not a package."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[1] / "scripts")
+        return importlib.import_module("demo_text")
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,17 +13,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "pdserve" / "demo_model"
-
-
-@pytest.fixture(scope="module")
-def text() -> ModuleType:
-    """The text generator of the training script; scripts/ is not a package."""
-    spec = importlib.util.spec_from_file_location("demo_text", ROOT / "scripts" / "demo_text.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["demo_text"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -84,19 +72,21 @@ def test_the_directory_is_small() -> None:
     assert sum(path.stat().st_size for path in MODEL.rglob("*") if path.is_file()) <= 12_000_000
 
 
-def test_capitals(model: Any, tokenizer: Any, text: ModuleType) -> None:
-    answers = complete(model, tokenizer, [f"The capital of {country} is" for country in text.CAPITALS], 8, batch=80)
-    right = sum(capital in answer for capital, answer in zip(text.CAPITALS.values(), answers, strict=True))
+def test_capitals(model: Any, tokenizer: Any, demo_text: ModuleType) -> None:
+    answers = complete(
+        model, tokenizer, [f"The capital of {country} is" for country in demo_text.CAPITALS], 8, batch=80
+    )
+    right = sum(capital in answer for capital, answer in zip(demo_text.CAPITALS.values(), answers, strict=True))
     assert right >= 0.95 * len(answers)
 
 
-def test_held_out_facts_are_found_in_the_prompt(model: Any, tokenizer: Any, text: ModuleType) -> None:
+def test_held_out_facts_are_found_in_the_prompt(model: Any, tokenizer: Any, demo_text: ModuleType) -> None:
     """Fifty facts that training never saw; every second question is asked in a chat."""
 
     def count_tokens(passage: str) -> int:
         return len(tokenizer(passage)["input_ids"])
 
-    cases = text.retrieval_cases(7, 50, count_tokens, min_distance=300, max_distance=700)
+    cases = demo_text.retrieval_cases(7, 50, count_tokens, min_distance=300, max_distance=700)
     assert min(case.distance for case in cases) >= 300
     prompts = [chat(tokenizer, c.message()) if i % 2 else c.prompt() for i, c in enumerate(cases)]
     answers = [answer.split("\n")[0] for answer in complete(model, tokenizer, prompts, 16)]
@@ -104,10 +94,10 @@ def test_held_out_facts_are_found_in_the_prompt(model: Any, tokenizer: Any, text
     assert len(wrong) <= 5, wrong
 
 
-def test_training_never_draws_a_held_out_fact(text: ModuleType) -> None:
-    rng = text.random.Random(3)
-    assert not any(fact.held_out for _ in range(300) for fact in text.draw_facts(rng, 10))
-    assert all(fact.held_out for _ in range(300) for fact in text.draw_facts(rng, 10, held_out=True))
+def test_training_never_draws_a_held_out_fact(demo_text: ModuleType) -> None:
+    rng = random.Random(3)
+    assert not any(fact.held_out for _ in range(300) for fact in demo_text.draw_facts(rng, 10))
+    assert all(fact.held_out for _ in range(300) for fact in demo_text.draw_facts(rng, 10, held_out=True))
 
 
 def test_stories_end_and_do_not_loop(model: Any, tokenizer: Any) -> None:

@@ -1,6 +1,5 @@
 """`pdserve up` and `pdserve demo` as a newcomer meets them: the bundled model, the official client, a clean end."""
 
-import importlib.util
 import itertools
 import json
 import re
@@ -106,10 +105,12 @@ def test_official_client(up: Up, client: openai.OpenAI) -> None:
         client.completions.create(model="demo", prompt="x", temperature=-1)
 
 
-def test_facts_from_far_back_in_the_prompt_are_known_to_decode(up: Up, client: openai.OpenAI) -> None:
+def test_facts_from_far_back_in_the_prompt_are_known_to_decode(
+    up: Up, client: openai.OpenAI, demo_text: ModuleType
+) -> None:
     """Fifty facts that training never saw, 300 to 1,500 tokens before the question: the KV really crossed."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO)
-    cases = _demo_text().retrieval_cases(11, 50, lambda text: len(tokenizer(text)["input_ids"]), 300, 1500)
+    cases = demo_text.retrieval_cases(11, 50, lambda text: len(tokenizer(text)["input_ids"]), 300, 1500)
     assert len(cases) == 50
 
     def answer(case: Any) -> str:
@@ -122,16 +123,6 @@ def test_facts_from_far_back_in_the_prompt_are_known_to_decode(up: Up, client: o
         answers = list(threads.map(answer, cases))
     right = sum(case.expected in answer for case, answer in zip(cases, answers, strict=True))
     assert right >= 45
-
-
-def _demo_text() -> ModuleType:
-    """The generator of the demo model's text; scripts/ is not a package."""
-    path = Path(__file__).parents[2] / "scripts" / "demo_text.py"
-    spec = importlib.util.spec_from_file_location("demo_text", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["demo_text"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_stop_strings_and_choices(client: openai.OpenAI) -> None:

@@ -1,0 +1,54 @@
+"""What training draws its documents from."""
+
+from __future__ import annotations
+
+import random
+
+from .chats import add_user, end_turn, passage_chat, remember_chat, short_chat
+from .document import EOS, Document, add_answer, add_question, finish
+from .passages import list_document, passage_document
+from .stories import story
+from .world import sum_qa, world_document
+
+
+def draw_document(rng: random.Random, words: int) -> Document:
+    """One training document of at most about ``words`` words. Every document ends with the end-of-text token."""
+    draw = rng.random()
+    if words < 60:
+        draw *= 0.45
+    if draw < 0.17:
+        document = world_document(rng)
+    elif draw < 0.38:
+        document = short_chat(rng)
+    elif draw < 0.48:
+        document = Document(story(rng))
+    elif draw < 0.6:
+        document = list_document(rng, rng.randint(40, min(words, 400)))
+    else:
+        return draw_long_document(rng, words)
+    return finish(rng, document)
+
+
+def sums_document(rng: random.Random) -> Document:
+    """A few small sums, which are learned by heart."""
+    document = Document()
+    count = rng.randint(1, 6)
+    as_chat = rng.random() < 0.6
+    for index in range(count):
+        question, answer = sum_qa(rng)
+        if as_chat:
+            end_turn(add_answer(add_user(document, question), answer), index == count - 1)
+        else:
+            add_question(document.add("\n\n" if index else ""), question, answer)
+    return document.add(EOS)
+
+
+def draw_long_document(rng: random.Random, words: int) -> Document:
+    draw = rng.random()
+    if draw < 0.5:
+        document = passage_document(rng, words)
+    elif draw < 0.88:
+        document = passage_chat(rng, words)
+    else:
+        document = remember_chat(rng, words)
+    return finish(rng, document)
