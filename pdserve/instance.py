@@ -203,6 +203,9 @@ class Instance:
             logprobs=message.sampling.logprobs if message.sampling.HasField("logprobs") else None,
             logit_bias=dict(message.sampling.logit_bias),
             grammar=message.sampling.grammar,
+            frequency_penalty=message.sampling.frequency_penalty,
+            presence_penalty=message.sampling.presence_penalty,
+            repetition_penalty=message.sampling.repetition_penalty or 1.0,
         )
         try:
             seq = self.engine.new_sequence(

@@ -38,6 +38,8 @@ class SamplingParams:
         stop_token_ids: end with one of these; it is kept in the output's ids, as EOS is.
         ignore_eos: go on past EOS.
         logprobs: report each token's log probability and those of so many likeliest tokens; None reports nothing.
+        frequency_penalty, presence_penalty: taken from a token's logit for each time, or once, that the output has it.
+        repetition_penalty: divides the logits of tokens of prompt and output if they are positive, else multiplies them.
         grammar: what the output has to follow, as in `engine/grammar.py`; empty for nothing.
         logit_bias: token id → what is added to its logit, from -100 to 100.
     """
@@ -53,6 +55,9 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     logit_bias: dict[int, float] = field(default_factory=dict)
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     grammar: str = ""
 
     def validate(self) -> None:
@@ -66,6 +71,12 @@ class SamplingParams:
         _require(0 <= self.seed < 2**63, "seed", "from 0 to 2^63 - 1", self.seed)
         count = len(self.stop_token_ids)
         _require(count <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids", count)
+        for name in ("frequency_penalty", "presence_penalty"):
+            _require(_between(getattr(self, name), -2, 2), name, "a number from -2 to 2", getattr(self, name))
+        repetition = self.repetition_penalty
+        _require(
+            _between(repetition, 0, 10) and repetition > 0, "repetition_penalty", "above 0, at most 10", repetition
+        )
         _require(0 <= (self.logprobs or 0) <= MAX_LOGPROBS, "logprobs", f"from 0 to {MAX_LOGPROBS}", self.logprobs)
         count = len(self.logit_bias)
         _require(count <= MAX_LOGIT_BIAS, "logit_bias", f"of at most {MAX_LOGIT_BIAS} tokens", count)

@@ -179,6 +179,9 @@ def _sampling(
         logprobs=logprobs,
         logit_bias=_logit_bias(body.logit_bias or {}, info),
         grammar=grammar,
+        frequency_penalty=or_default(body.frequency_penalty, 0.0),
+        presence_penalty=or_default(body.presence_penalty, 0.0),
+        repetition_penalty=or_default(body.repetition_penalty, 1.0),
     )
     sampling.validate()
     check_ids(stop_ids, info.vocab_size, "stop_token_ids")

@@ -27,17 +27,14 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
-    "frequency_penalty": (0, 0.0),
     "function_call": ("none",),
     "functions": ([],),
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
     "modalities": (["text"],),
     "prediction": (),
-    "presence_penalty": (0, 0.0),
     "prompt_logprobs": (),
     "reasoning_effort": (),
-    "repetition_penalty": (1, 1.0),
     "request_id": (),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
@@ -130,6 +127,9 @@ class SamplingBody(Body):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None

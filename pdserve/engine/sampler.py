@@ -1,6 +1,7 @@
 """From logits to tokens. Token i of a request depends on (logits, parameters, seed, i) and on nothing else."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence as Rows
 
 import torch
@@ -42,6 +43,7 @@ def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
 
 def sample(logits_SV: torch.Tensor, seqs: Rows[Sequence]) -> list[int]:
     """The next token of each sequence; logits_SV[i] belongs to seqs[i]."""
+    _penalize(logits_SV, seqs)
     _add_bias(logits_SV, seqs)
     constrain(logits_SV, seqs)
     _forbid_early_stops(logits_SV, seqs)
@@ -71,6 +73,20 @@ def tell_logprobs(logprobs_AV: torch.Tensor, seqs: Rows[Sequence], tokens: list[
     rows = zip(chosen_A.tolist(), top_AK.indices.tolist(), top_AK.values.tolist(), strict=True)
     for seq, count, (logprob, ids, values) in zip(seqs, wanted, rows, strict=True):
         seq.last_logprobs = TokenLogprobs(logprob, tuple(zip(ids[:count], values[:count], strict=True)))
+
+
+def _penalize(logits_SV: torch.Tensor, seqs: Rows[Sequence]) -> None:
+    for i, seq in enumerate(seqs):
+        sampling, device = seq.sampling, logits_SV.device
+        if sampling.repetition_penalty != 1:
+            seen = torch.tensor(list(set(seq.tokens)), device=device)
+            logits = logits_SV[i, seen]
+            factor = sampling.repetition_penalty
+            logits_SV[i, seen] = torch.where(logits > 0, logits / factor, logits * factor)
+        if (sampling.frequency_penalty or sampling.presence_penalty) and seq.num_output:
+            counts = Counter(seq.tokens[seq.num_prompt :])
+            less = [sampling.frequency_penalty * count + sampling.presence_penalty for count in counts.values()]
+            logits_SV[i, list(counts)] -= torch.tensor(less, dtype=logits_SV.dtype, device=device)
 
 
 def _add_bias(logits_SV: torch.Tensor, seqs: Rows[Sequence]) -> None:

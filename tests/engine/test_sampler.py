@@ -122,3 +122,18 @@ def test_a_bias_moves_its_own_row_only(temperature: float) -> None:
 def test_a_bias_shifts_the_distribution() -> None:
     expected = torch.softmax(LOGITS + torch.tensor([0, 2.0, 0, 0, 0, 0, 0, 0]), dim=0)
     assert (draw(20_000, logit_bias={1: 2.0}) - expected).abs().max() < 0.015
+
+
+def test_penalties_count_what_is_there_already() -> None:
+    """Against the formulas of OpenAI (output only) and of transformers (prompt and output)."""
+    one = seq(temperature=0.0, frequency_penalty=0.5, presence_penalty=0.25, repetition_penalty=2.0)
+    one.tokens, one.num_prompt = [3, 0, 6, 5, 5, 1, 5], 3
+    expected = LOGITS.clone()
+    seen = torch.tensor([0, 1, 3, 5, 6])
+    expected[seen] = torch.where(expected[seen] > 0, expected[seen] / 2, expected[seen] * 2)
+    expected[5] -= 3 * 0.5 + 0.25
+    expected[1] -= 0.5 + 0.25
+    rows = LOGITS.repeat(2, 1)
+    assert sample(rows, [one, seq(temperature=0.0)]) == [int(expected.argmax()), 5]
+    assert rows[0].tolist() == pytest.approx(expected.tolist())
+    assert rows[1].tolist() == LOGITS.tolist()

@@ -25,6 +25,7 @@ FORMS: list[dict[str, Any]] = [
         "guided_json": {"type": "object", "properties": {"open": {"type": "boolean"}}, "required": ["open"]},
     },
     {"prompt": [6] * 20, "max_tokens": 60, "temperature": 1.0, "seed": 4, "guided_regex": "[ab]{20}"},
+    {"prompt": [7] * 20, "max_tokens": 20, "ignore_eos": True, "frequency_penalty": 2, "repetition_penalty": 10},
 ]
 LIKELY: dict[str, Any] = {
     "prompt": list(range(40)),

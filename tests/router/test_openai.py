@@ -84,6 +84,9 @@ def test_every_parameter_arrives(client: Client, backend: ScriptedBackend) -> No
         "stop_token_ids": [5, 6],
         "ignore_eos": True,
         "logprobs": 3,
+        "frequency_penalty": 0.25,
+        "presence_penalty": -0.5,
+        "repetition_penalty": 1.5,
         "logit_bias": {"7": -100, "12": 0.5},
     }
     response = client.post(COMPLETIONS, {**HELLO, **sampling, "cache_salt": "tenant"})
@@ -182,7 +185,7 @@ def test_unsupported_fields_pass_at_their_neutral_value_only(client: Client, pat
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        ({"frequency_penalty": 0.5}, "frequency_penalty is not supported; leave it out or send 0"),
+        ({"length_penalty": 0.5}, "length_penalty is not supported; leave it out or send 1"),
         ({"best_of": 2}, "best_of is not supported; ask for n choices and pick one yourself"),
         ({"request_id": "a"}, "request_id is not supported; send it in the X-Request-Id header"),
         ({"suffix": "."}, 'suffix is not supported; leave it out or send ""'),
@@ -251,6 +254,8 @@ def test_no_field_is_both_supported_and_unsupported() -> None:
             "stream_options.usage",
             "unknown field 'stream_options.usage'",
         ),
+        ({"presence_penalty": 2.5}, "presence_penalty", "presence_penalty must be a number from -2 to 2, not 2.5"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "repetition_penalty must be above 0, at most 10, not 0.0"),
         ({"logprobs": 21}, "logprobs", "logprobs must be from 0 to 20, not 21"),
         ({"logprobs": True}, "logprobs", "logprobs must be a valid integer, not a boolean"),
         (
