@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdserve.errors import SetupError
+from pdserve.kv_transfer.threaded import SWITCH_INTERVAL_S
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -94,6 +95,7 @@ def show(table: Table) -> None:
 
 def main(command: Callable[..., None]) -> None:
     """Runs a script's command. A mistake is one line on stderr and exit code 2."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as instances do
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(command)
     try:

@@ -195,7 +195,7 @@ def _nixl_peer(pipe: Connection, nbytes: int, count: int) -> None:
     pipe.send((agent.name, agent.metadata(), rows.ctypes.data))
     while not _closed(pipe):
         agent.progress()
-        time.sleep(0.0002)
+        time.sleep(0.01)
     agent.close()
 
 

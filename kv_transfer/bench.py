@@ -10,6 +10,7 @@ from the call to its result.
 """
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ from pdserve.config import parse_size
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.connector import Outcome, Result
 from pdserve.kv_transfer.rules.trial import Instance, Trial, new_keys
+from pdserve.kv_transfer.threaded import SWITCH_INTERVAL_S
 from pdserve.kv_transfer.url import without_password
 
 GiB = 1 << 30
@@ -156,6 +158,7 @@ def run(
     counts, parallel = parse_counts(blocks, "blocks"), parse_counts(concurrency, "concurrency")
     pyplot = _pyplot() if plot_file else None
     rows: list[Figure] = []
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as instances do
     with Console(stderr=True).status("measuring") as status:
         for row in figures(url, size, counts, parallel, seconds):
             status.update(f"measuring: {row.blocks} blocks, {row.concurrency} at a time")

@@ -1,22 +1,26 @@
-"""`nixl://?devices=lo&timeout=5&threads=2&bounce=4MiB`: decode reads prefill's pool itself, with no store in between.
+"""`nixl://?devices=lo&timeout=5&threads=2&piece=4MiB`: decode reads prefill's pool itself, with no store in between.
 
     prefill                                              decode
     store: hash the rows, lease them, answer with a
     ticket (how to reach this pool, and per block its
     key, row and header)                       ─────►    load: find the keys in the tickets
-    poll NIXL while leases are out             ◄─────    read the rows, a few MiB at a time, into a bounce buffer
-                                                         check each against its header, copy it to its row
+    poll NIXL while leases are out             ◄─────    read the rows, a few MiB at a time
+                                                         check each against its header
     `Result.held` is done: the rows are free   ◄─────    notify: these blocks of this lease have been read
 
 NIXL (`pip install 'pdserve[nixl]'`) moves the bytes over UCX: RDMA, or shared memory and TCP without it. What holds:
 
 - **The fence is the checksum.** A lease that ends while its rows are read, or a peer that was restarted, may have put other
-  bytes there. The ticket says what the bytes must be, and a load checks what arrived, in memory that nobody else writes
-  to. A row that was reused meanwhile does not fit, and is reported as corrupt.
+  bytes there. The ticket says what the bytes must be, and a load checks what arrived, where nobody else writes. A row that
+  was reused meanwhile does not fit, and is reported as corrupt.
 - **An abandoned read still writes.** When a peer is stopped, neither releasing the transfer nor removing the peer keeps NIXL
-  from writing the bytes once the peer goes on (tried over TCP: all of them came). So reads never go to the pool. They go
-  to a bounce buffer, and a buffer with a read that is not over is put aside until it is. It has two halves: while one is
-  read into, the other is checked and copied by a second thread.
+  from writing the bytes once the peer goes on (tried over TCP: all of them came). So reads over a network do not go to the
+  pool. They go to a bounce buffer, and a buffer with a read that is not over is put aside until it is. It has two
+  halves: while one is read into, the other is checked and copied by a second thread.
+- **Through shared memory the reader copies.** It does so within NIXL's call, in the calling thread, so nothing can be late,
+  and rows are read into directly. A peer's first two blocks go through the bounce buffer and show which kind it is.
+- **An agent does one thing at a time**, so each worker has one to read with. All but the first are made while the
+  instance starts, and workers share until they are there.
 - **A name is an epoch.** Each attach makes an agent with a name of its own. A restarted peer is another peer, and
   nothing of the old one is mistaken for it.
 - **Nobody spins.** NIXL's progress thread would take a core per process. Instead a thread polls while leases are out, often
@@ -33,22 +37,24 @@ name the devices, as `UCX_NET_DEVICES` or here, which comes first: `devices=eth0
 """
 
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from typing import ClassVar, Final
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.connector import Outcome, Result
-from pdserve.kv_transfer.nixl_agent import Agent, NixlFault
+from pdserve.kv_transfer.nixl_agent import Agent, NixlFault, TooLate
 from pdserve.kv_transfer.nixl_leases import Leases
 from pdserve.kv_transfer.nixl_reader import Reader, Wanted
 from pdserve.kv_transfer.nixl_tickets import ENTRY, Introduction, Place, Ticket, Tickets, pack_message, pack_ticket
 from pdserve.kv_transfer.threaded import MAX_LEASE_S, BatchedConnector, Incoming, Outgoing, _Operation
 from pdserve.kv_transfer.url import Query, split, without_password
 
-_BOUNCE_BYTES: Final = 4 << 20  # per read; each worker has two under way
+_PIECE_BYTES: Final = 4 << 20  # of one read
 
 
 class NixlConnector(BatchedConnector):
@@ -57,7 +63,7 @@ class NixlConnector(BatchedConnector):
 
     def configure(self, query: Query) -> None:
         self._devices = query.text("devices", os.environ.get("UCX_NET_DEVICES", "lo"))
-        self._bounce_bytes = query.size("bounce", _BOUNCE_BYTES)
+        self._piece_bytes = query.size("piece", _PIECE_BYTES)
         parts = split(self.url)
         if parts.netloc or parts.path.strip("/"):
             raise SetupError(
@@ -79,15 +85,19 @@ class NixlConnector(BatchedConnector):
             agent.close()
             raise SetupError(f"NIXL cannot register the pool's {rows.nbytes >> 20} MiB: {fault}.") from None
         self._agent = agent
-        self._reader = Reader(agent, block_bytes, self._bounce_bytes, self.timeout)
+        self._readers = [Reader(agent, rows, self._piece_bytes, self.timeout)]
+        self._numbers = threading.local()  # of workers: `reader`
+        self._next_number = count()
+        self._opening = threading.Thread(target=self._open_more_readers, name="kv-nixl-open", daemon=True)
+        self._opening.start()  # an agent takes half a second
         self._tickets = Tickets()
         self._leases.start(agent)
 
     def shut(self) -> None:
         self._leases.stop()
-        self._reader.close()
-        if self._agent is not None:
-            self._agent.close()
+        self._opening.join()
+        while self._readers:
+            self._readers.pop().close()  # an agent ends with the last thing that knows it
 
     def close(self) -> None:
         super().close()
@@ -105,6 +115,8 @@ class NixlConnector(BatchedConnector):
         self.memory.check(keys, block_ids)
         operation = _Operation("load", len(keys), self._deadline(len(keys)), self._finish_transfer)
         blocks = self._blocks(Wanted, operation, list(zip(keys, block_ids, strict=True)))
+        for block, row in zip(blocks, block_ids, strict=True):
+            block.to = row
         given = list(tickets)
         return self._submit(operation, lambda: self._find_and_get(blocks, given))
 
@@ -144,6 +156,24 @@ class NixlConnector(BatchedConnector):
     def delete_many(self, keys: Sequence[bytes]) -> None:
         """Nothing to put right: the owner leases what it has, and its next store has a new ticket."""
 
+    def _open_more_readers(self) -> None:
+        """One for each worker: an agent does one thing at a time, and copies through shared memory with its caller."""
+        for _ in range(self.threads - 1):
+            try:
+                agent = Agent(self._devices)
+                agent.register(self.memory.rows)
+            except (SetupError, NixlFault) as error:
+                self._complaints.add(f"workers share agents: {error}")
+                return
+            self._readers.append(Reader(agent, self.memory.rows, self._piece_bytes, self.timeout))
+
+    def _reader(self) -> Reader:
+        try:
+            number: int = self._numbers.mine
+        except AttributeError:  # this worker's first read
+            number = self._numbers.mine = next(self._next_number)
+        return self._readers[number % len(self._readers)]
+
     def _grant(
         self, done: _Operation[Result], blocks: "Sequence[_Sealed]", ids: Sequence[int], lease_s: float
     ) -> Result:
@@ -174,7 +204,9 @@ class NixlConnector(BatchedConnector):
                 block.take(self.memory.rows[block.row])
             return
         try:
-            self._reader.read(owner, wanted)
+            if any(owner.name in reader.collect() for reader in self._readers):
+                raise TooLate("it did not answer an earlier read, which is still not over")
+            self._reader().read(owner, wanted)
         except NixlFault as fault:
             self._complaints.add(f"a peer cannot be read: {fault}", kind=type(fault).__name__)
 
@@ -186,7 +218,7 @@ class NixlConnector(BatchedConnector):
                 self._leases.note(message)
                 continue
             with suppress(NixlFault):
-                if self._reader.tell(ticket.owner, message):
+                if self._readers[0].tell(ticket.owner, message):
                     self._leases.linger()
         with suppress(NixlFault):
             self._leases.listen()  # which also sends what is still to be sent

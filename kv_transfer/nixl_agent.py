@@ -3,6 +3,7 @@
 import importlib
 import os
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +14,9 @@ import numpy.typing as npt
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.header import Row
+
+_POLL_S = 20e-6
+_ENVIRONMENT = threading.Lock()
 
 
 class NixlFault(OSError):
@@ -91,6 +95,23 @@ class Agent:
         with self._calls() as nixl:
             return nixl.make_prepped_xfer("READ", targets, to, sources, of)
 
+    def read(self, targets: Any, to: npt.NDArray[np.int32], sources: Any, of: npt.NDArray[np.int32]) -> bool:
+        """A whole read in one call. Returns when nothing is written any more, however long that takes.
+
+        Returns:
+            Whether it was over as soon as it had begun.
+        """
+        with self._calls() as nixl:
+            transfer = nixl.make_prepped_xfer("READ", targets, to, sources, of)
+            try:
+                over = at_once = self._is_done(nixl.transfer(transfer))
+                while not over:
+                    time.sleep(_POLL_S)
+                    over = self._is_done(nixl.check_xfer_state(transfer))
+            finally:
+                transfer.release()
+        return at_once
+
     def begin(self, transfer: Any) -> bool:
         """Whether it is over already."""
         with self._calls() as nixl:
@@ -149,6 +170,7 @@ class Agent:
 
 def _import(module: str) -> Any:
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # else it writes to stdout what it does
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # nor are warnings an answer
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -160,12 +182,13 @@ def _import(module: str) -> Any:
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
     """UCX reads its settings from the environment, when an agent is made."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+    with _ENVIRONMENT:
+        before = os.environ.get(name)
+        os.environ[name] = value
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before

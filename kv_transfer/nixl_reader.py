@@ -1,4 +1,4 @@
-"""The reader's side of `nixl://`: rows of other pools, read into bounce buffers, checked, and copied to our own."""
+"""The reader's side of `nixl://`: rows of other pools, read into ours and checked, or into bounce buffers first."""
 
 import threading
 import time
@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from pdserve.kv_transfer.header import Row
 from pdserve.kv_transfer.nixl_agent import Agent, NixlFault, TooLate
 from pdserve.kv_transfer.nixl_tickets import Introduction, Place
-from pdserve.kv_transfer.threaded import Expired, Incoming
+from pdserve.kv_transfer.threaded import Expired, Fence, Incoming
 
 _MAX_PEERS: Final = 256  # the one unused for longest makes room
 
@@ -21,9 +22,10 @@ _MAX_PEERS: Final = 256  # the one unused for longest makes room
 class Wanted(Incoming):
     """A block to be read from a peer."""
 
-    __slots__ = ("place",)
+    __slots__ = ("place", "to")
 
     place: Place | None
+    to: int  # the row of our pool
 
     @property
     def is_ours(self) -> bool:
@@ -46,16 +48,24 @@ class Wanted(Incoming):
     def deadline(self) -> float:
         return self._operation.deadline
 
+    @property
+    def fence(self) -> Fence:
+        return self._fence
+
     def take(self, arrived: Row) -> None:
         assert self.place is not None
         self.accept(self.place.header, arrived)
+
+    def check(self) -> None:
+        assert self.place is not None
+        self.accept_placed(self.place.header)
 
 
 class _Bounce:
     """Registered memory for two reads of up to `piece` blocks each."""
 
-    def __init__(self, agent: Agent, block_bytes: int, piece_bytes: int) -> None:
-        self.piece = max(1, piece_bytes // block_bytes)
+    def __init__(self, agent: Agent, block_bytes: int, piece: int) -> None:
+        self.piece = piece
         self.rows: Row = np.empty((2 * self.piece, block_bytes), np.uint8)
         self.registration = agent.register(self.rows)
         self.targets = agent.prepare("", self.rows.ctypes.data, block_bytes, len(self.rows))
@@ -65,6 +75,7 @@ class _Bounce:
 @dataclass
 class _Peer:
     sources: Any  # prepared descriptors of all its rows
+    at_once: bool | None = None  # the last read was over when it had begun
     users: int = 0  # reads that need them
     failed: bool = False  # to be forgotten when nobody needs it
 
@@ -91,12 +102,13 @@ class _Aside:
 
 
 class Reader:
-    """Reads rows of other pools. Used by several workers at a time."""
+    """Reads rows of other pools. Several workers may share one."""
 
-    def __init__(self, agent: Agent, block_bytes: int, bounce_bytes: int, timeout: float) -> None:
+    def __init__(self, agent: Agent, rows: Row, piece_bytes: int, timeout: float) -> None:
         self._agent = agent
-        self._block_bytes = block_bytes
-        self._bounce_bytes = bounce_bytes
+        self._block_bytes = rows.shape[1]
+        self._rows = agent.prepare("", rows.ctypes.data, self._block_bytes, len(rows))
+        self._piece = max(1, piece_bytes // self._block_bytes)
         self._settle_s = timeout
         self._margin_s = timeout / 10  # for putting a buffer aside before the load is answered
         self._lock = threading.RLock()
@@ -105,27 +117,30 @@ class Reader:
         self._aside: list[_Aside] = []
 
     def read(self, owner: Introduction, blocks: Sequence[Wanted]) -> None:
-        """Reads blocks of one peer, two pieces at a time, so that one travels while the other is checked.
+        """Reads blocks of one peer.
+
+        Through shared memory it is this thread that copies, within NIXL's call. The first blocks of a peer show whether that
+        is so. Then nothing can arrive late, and rows are read into directly; else through a bounce buffer.
 
         Raises:
             NixlFault: the peer is dead, or did not answer in time.
         """
-        if owner.name in self._collect():
-            raise TooLate("it did not answer an earlier read, which is still not over")
-        bounce, peer = self._borrow(), None
-        flying: deque[_Piece] = deque()
-        failed = True
+        peer, failed = self._meet(owner), True
         try:
-            peer = self._meet(owner)
-            self._read(peer, bounce, blocks, flying)
+            if peer.at_once is None:
+                for block in blocks[:2]:  # the first one also connects
+                    self._read_by_bounce(owner.name, peer, [block])
+                blocks = blocks[2:]
+            if peer.at_once:
+                self._read_straight(peer, blocks)
+            elif blocks:
+                self._read_by_bounce(owner.name, peer, blocks)
             failed = False
         except (TooLate, Expired):
             failed = False
             raise
         finally:
-            self._give_back(owner.name, bounce, flying, failed)
-            if peer is not None:
-                self._part(owner.name, peer, failed)
+            self._part(owner.name, peer, failed)
 
     def tell(self, owner: Introduction, message: bytes) -> bool:
         """Sends a message to a peer. Whether it is one that was not met before, so that the message is not away yet.
@@ -141,17 +156,38 @@ class Reader:
             self._part(owner.name, peer, failed=False)
         return is_new
 
+    def collect(self) -> set[bytes]:
+        """Asks after the reads that were abandoned, and lets go of buffers whose last one is over.
+
+        A read that ended with an error has been given up by NIXL, perhaps not by the network: hence the wait.
+
+        Returns:
+            The peers with reads that are not over.
+        """
+        with self._lock:
+            for aside in list(self._aside):
+                for transfer in list(aside.transfers):
+                    if self._agent.is_settled(transfer):
+                        aside.transfers.remove(transfer)
+                        self._agent.release(transfer)
+                if not aside.transfers and time.monotonic() >= aside.not_before:
+                    self._aside.remove(aside)
+                    self._forget(aside.bounce)
+            return {aside.peer for aside in self._aside if aside.transfers}
+
     def close(self) -> None:
-        """No other method is running."""
+        """No other method is running. Closes the agent too."""
         for aside in self._aside:
             for transfer in aside.transfers:
                 self._agent.release(transfer)  # the buffer outlives the agent, and with it the read
             aside.transfers.clear()
         for bounce in self._free + [aside.bounce for aside in self._aside]:
             self._forget(bounce)
+        self._agent.release(self._rows)
         for name, peer in self._peers.items():
             self._agent.remove(name.decode(), peer.sources)
         self._peers.clear()
+        self._agent.close()
 
     def _meet(self, owner: Introduction) -> _Peer:
         with self._lock:
@@ -182,7 +218,29 @@ class Reader:
                 del self._peers[name]
                 self._agent.remove(name.decode(), peer.sources)
 
+    def _read_straight(self, peer: _Peer, blocks: Sequence[Wanted]) -> None:
+        for start in range(0, len(blocks), self._piece):
+            piece = blocks[start : start + self._piece]
+            targets = np.array([block.to for block in piece], dtype=np.int32)
+            with piece[0].fence:
+                peer.at_once = self._agent.read(self._rows, targets, peer.sources, _sources(piece))
+                for block in piece:
+                    block.check()
+
+    def _read_by_bounce(self, name: bytes, peer: _Peer, blocks: Sequence[Wanted]) -> None:
+        bounce, failed = self._borrow(), True
+        flying: deque[_Piece] = deque()
+        try:
+            self._read(peer, bounce, blocks, flying)
+            failed = False
+        except (TooLate, Expired):
+            failed = False
+            raise
+        finally:
+            self._give_back(name, bounce, flying, failed)
+
     def _read(self, peer: _Peer, bounce: _Bounce, blocks: Sequence[Wanted], flying: deque[_Piece]) -> None:
+        """Two pieces at a time, so that one travels while the other is checked."""
         for start in range(0, len(blocks), bounce.piece):
             if len(flying) == 2:
                 self._land(bounce, flying)
@@ -198,10 +256,10 @@ class Reader:
         self, peer: _Peer, bounce: _Bounce, blocks: Sequence[Wanted], first: int, flying: deque[_Piece]
     ) -> None:
         targets = np.arange(first, first + len(blocks), dtype=np.int32)
-        sources = np.array([block.row for block in blocks], dtype=np.int32)
-        transfer = self._agent.make_read(bounce.targets, targets, peer.sources, sources)
+        transfer = self._agent.make_read(bounce.targets, targets, peer.sources, _sources(blocks))
         flying.append(_Piece(blocks, first, transfer))
         flying[-1].over = self._agent.begin(transfer)
+        peer.at_once = flying[-1].over
 
     def _land(self, bounce: _Bounce, flying: deque[_Piece]) -> None:
         """Waits for the oldest piece to arrive and to be checked."""
@@ -229,7 +287,7 @@ class Reader:
         with self._lock:
             if self._free:
                 return self._free.pop()
-        return _Bounce(self._agent, self._block_bytes, self._bounce_bytes)
+        return _Bounce(self._agent, self._block_bytes, self._piece)
 
     def _give_back(self, peer: bytes, bounce: _Bounce, flying: Iterable[_Piece], failed: bool) -> None:
         """For others to use if nothing can write to it any more. Else it is put aside."""
@@ -251,21 +309,6 @@ class Reader:
         bounce.checker.shutdown()
         self._agent.forget(bounce.registration, bounce.targets)
 
-    def _collect(self) -> set[bytes]:
-        """Asks after the reads that were abandoned, and lets go of buffers whose last one is over.
 
-        A read that ended with an error has been given up by NIXL, perhaps not by the network: hence the wait.
-
-        Returns:
-            The peers with reads that are not over.
-        """
-        with self._lock:
-            for aside in list(self._aside):
-                for transfer in list(aside.transfers):
-                    if self._agent.is_settled(transfer):
-                        aside.transfers.remove(transfer)
-                        self._agent.release(transfer)
-                if not aside.transfers and time.monotonic() >= aside.not_before:
-                    self._aside.remove(aside)
-                    self._forget(aside.bounce)
-            return {aside.peer for aside in self._aside if aside.transfers}
+def _sources(blocks: Sequence[Wanted]) -> npt.NDArray[np.int32]:
+    return np.array([block.row for block in blocks], dtype=np.int32)

@@ -20,6 +20,7 @@ from pdserve.config import InstanceConfig
 from pdserve.counters import families
 from pdserve.errors import SetupError
 from pdserve.instance import Instance
+from pdserve.kv_transfer.threaded import SWITCH_INTERVAL_S
 from pdserve.link import PROTOCOL_VERSION, Links
 from pdserve.proto import pdserve_pb2 as pb
 
@@ -36,7 +37,7 @@ def serve(role: str, config: InstanceConfig) -> None:
     """
     # The engine thread may run Python for a whole step; frames that arrive or leave must not wait for it as long as the
     # default of 5 ms.
-    sys.setswitchinterval(0.0005)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)

@@ -5,6 +5,8 @@ A reader that waits says so by a file `reading.<pid>`.
 
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,12 +29,13 @@ class GatedNixl(NixlConnector):
 
     def open(self) -> None:
         super().open()
-        assert self._agent is not None
-        self._begin = self._agent.begin
-        self._agent.begin = self._begin_and_wait  # type: ignore[method-assign]
+        self._opening.join()
+        for reader in self._readers:
+            agent = reader._agent
+            agent.begin = partial(self._begin_and_wait, agent.begin)  # type: ignore[method-assign]  # what a gate is
 
-    def _begin_and_wait(self, transfer: Any) -> bool:
-        over = self._begin(transfer)
+    def _begin_and_wait(self, begin: Callable[[Any], bool], transfer: Any) -> bool:
+        over = begin(transfer)
         shut = self._gate / "shut"
         self._begun = self._begun + 1 if shut.exists() else 0
         if self._begun > BEFORE:

@@ -122,7 +122,7 @@ def system(
         with (
             deploy(
                 model=str(model),
-                connector=f"gated+nixl://?gate={gate}&timeout={TIMEOUT_S}&bounce=24KiB",
+                connector=f"gated+nixl://?gate={gate}&timeout={TIMEOUT_S}&piece=24KiB",
                 lease_seconds=LEASE_S,
                 num_blocks=64,
                 decode=2,

@@ -197,25 +197,31 @@ def only_tcp(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def meanwhile(reader: Reader, monkeypatch: pytest.MonkeyPatch, *, at: int, do: Callable[[], None]) -> None:
-    """Does something while the reader has begun `at` reads, of a bounce buffer's piece each."""
-    agent, begun = reader.connector._agent, itertools.count(1)
-    assert agent is not None
-    begin = agent.begin
+    """Does something when the reader has begun `at` reads, of a bounce buffer's piece each or straight into rows."""
+    reader.connector._opening.join()
+    begun = itertools.count(1)
 
-    def begin_and_do(transfer: Any) -> bool:
-        over = begin(transfer)
-        if next(begun) == at:
-            do()
-        return over
+    def then(agent: Any, name: str) -> None:
+        begin = getattr(agent, name)
 
-    monkeypatch.setattr(agent, "begin", begin_and_do)
+        def begin_and_do(*arguments: Any) -> bool:
+            over: bool = begin(*arguments)
+            if next(begun) == at:
+                do()
+            return over
+
+        monkeypatch.setattr(agent, name, begin_and_do)
+
+    for each in reader.connector._readers:
+        then(each._agent, "begin")
+        then(each._agent, "read")
 
 
-@pytest.mark.parametrize("bounce", ["1", "48KiB", "4MiB"], ids=["single blocks", "three at a time", "all at once"])
+@pytest.mark.parametrize("piece", ["1", "48KiB", "4MiB"], ids=["single blocks", "three at a time", "all at once"])
 def test_scattered_rows_arrive_bit_by_bit_and_are_released(
-    bounce: str, owner: Owner, reader: StartReader, new_keys: Callable[[int], list[bytes]]
+    piece: str, owner: Owner, reader: StartReader, new_keys: Callable[[int], list[bytes]]
 ) -> None:
-    mine, keys, shuffle = reader(f"nixl://?bounce={bounce}"), new_keys(40), np.random.default_rng(3).permutation
+    mine, keys, shuffle = reader(f"nixl://?piece={piece}"), new_keys(40), np.random.default_rng(3).permutation
     sources, targets = shuffle(64)[:40].tolist(), shuffle(64)[:40].tolist()
     stored = owner.store(keys, sources)
     assert not owner.has_released(stored, wait=0)
@@ -233,7 +239,7 @@ def test_a_pool_of_large_blocks_over_tcp(
     owners: StartOwners, reader: StartReader, new_keys: Callable[[int], list[bytes]], only_tcp: str
 ) -> None:
     [owner] = owners(block_bytes=3 << 20, blocks=8)
-    mine, keys = reader("nixl://?bounce=6MiB", layout=layout_for(3 << 20), blocks=8), new_keys(7)
+    mine, keys = reader("nixl://?piece=6MiB", layout=layout_for(3 << 20), blocks=8), new_keys(7)
     stored = owner.store(keys, [6, 0, 5, 1, 4, 2, 3])
     assert mine.load(keys, [1, 2, 3, 4, 5, 6, 7], stored).leading == 7
     np.testing.assert_array_equal(mine.rows[1:], owner.rows[[6, 0, 5, 1, 4, 2, 3]])
@@ -363,7 +369,7 @@ def test_a_peer_killed_while_it_is_read(
     if tls:
         monkeypatch.setenv("UCX_TLS", tls)
     [owner] = owners(block_bytes=1 << 20, blocks=16)
-    mine, keys = reader("nixl://?bounce=1MiB", layout=layout_for(1 << 20), blocks=16), new_keys(16)
+    mine, keys = reader("nixl://?piece=1MiB", layout=layout_for(1 << 20), blocks=16), new_keys(16)
     stored = owner.store(keys, range(16))
     meanwhile(mine, monkeypatch, at=9, do=owner.kill)
     outcomes = mine.load(keys, range(15, -1, -1), stored).outcomes
@@ -376,7 +382,7 @@ def test_a_lease_that_ends_while_its_rows_are_read(
     owners: StartOwners, reader: StartReader, new_keys: Callable[[int], list[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [owner] = owners(blocks=8)
-    mine, keys = reader("nixl://?bounce=1&timeout=20"), new_keys(8)
+    mine, keys = reader("nixl://?piece=1&timeout=20"), new_keys(8)
     stored = owner.store(keys, range(8), lease_s=1.0)
 
     def reuse() -> None:
@@ -393,7 +399,7 @@ def test_a_stopped_peer_costs_the_time_out_and_writes_nothing_later(
     owners: StartOwners, reader: StartReader, new_keys: Callable[[int], list[bytes]], only_tcp: str
 ) -> None:
     stopped, other = owners(2, block_bytes=1 << 20, blocks=16)
-    mine, keys = reader("nixl://?timeout=2&bounce=2MiB", layout=layout_for(1 << 20), blocks=16), new_keys(17)
+    mine, keys = reader("nixl://?timeout=2&piece=2MiB", layout=layout_for(1 << 20), blocks=16), new_keys(17)
     assert mine.load(keys[:1], [0], stopped.store(keys[:1], [0])).leading == 1
     stored, instead = stopped.store(keys[1:], range(16)), other.store(keys[1:], range(16))
     stopped.signal(signal.SIGSTOP)
