@@ -93,6 +93,22 @@ def test_codecs(tmp_path: Path) -> None:
     assert all(rows[name]["encode_of_memcpy"] > 0 < rows[name]["decode_of_memcpy"] for name in rows if name != "none")
 
 
+def test_prefix_cache(tmp_path: Path) -> None:
+    rows = {row["cache"]: row for row in run("prefix_cache.py", tmp_path)["rows"]}
+    assert {name: row["found_percent"] for name, row in rows.items()} == {"off": 0, "0 %": 0, "50 %": 50, "90 %": 90}
+    assert rows["off"]["of_off"] == 1 and rows["off"]["bookkeeping_percent"] == 0
+    assert all(row["requests_per_s"] > 0 and row["of_off"] > 0 for row in rows.values())
+
+
+def test_preemption(tmp_path: Path) -> None:
+    rows = run("preemption.py", tmp_path)["rows"]
+    assert [row["block_size"] for row in rows] == [32]
+    for row in rows:
+        assert row["preemptions"]["recompute"] > 0 < row["preemptions"]["swap"] and row["preemptions"]["room"] == 0
+        assert row["recompute_ms"] > 0 and row["swap_out_ms"] > 0 and row["swap_in_ms"] > 0
+        assert all(rate > 0 for rate in row["output_tok_per_s"].values())
+
+
 def test_a_mistake_is_one_line() -> None:
     command = [sys.executable, str(BENCHMARKS / "handover.py"), "--connectors", "pigeon"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
