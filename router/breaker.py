@@ -42,6 +42,11 @@ class Breakers:
     def __init__(self) -> None:
         self._records: dict[str, _Record] = {}
 
+    @property
+    def any_failed(self) -> bool:
+        """Lately. If not, all are closed, which most requests need not ask one by one."""
+        return bool(self._records)
+
     def failed(self, instance_id: str, now: float) -> bool:
         """Whether it gets nothing more from now on."""
         self._records = {name: one for name, one in self._records.items() if now - one.at < FORGOTTEN_S}

@@ -366,9 +366,11 @@ class Dispatcher:
         return cached
 
     def _able(self, role: str, avoid: Member | None = None) -> list[Member]:
-        serving, now = self.fleet.serving(role, "both"), time.monotonic()
-        able = [member for member in serving if self.fleet.breakers.allows(member.id, len(member.requests), now)]
-        return [member for member in able if member is not avoid]
+        able = [member for member in self.fleet.serving(role, "both") if member is not avoid]
+        breakers, now = self.fleet.breakers, time.monotonic()
+        if not breakers.any_failed:
+            return able
+        return [member for member in able if breakers.allows(member.id, len(member.requests), now)]
 
     def _partners(self, decode: Member, avoid: Member | None) -> list[Member]:
         """Who may prefill for it: those that reach its store, if any do. A `both` asks no other `both`, but itself."""
@@ -380,10 +382,12 @@ class Dispatcher:
     def _missing(self, avoid: Member | None = None) -> str:
         """What keeps a request from being served, such as `no decode instance`, or nothing."""
         roles = [role for role in ("prefill", "decode") if not self._able(role, avoid)]
+        if not roles:
+            return ""
         now = time.monotonic()
         out = [name for name in self.fleet.members if self.fleet.breakers.state(name, now) is not BreakerState.CLOSED]
         but = f" but {', '.join(out)}, out after repeated faults," if out else ""
-        return f"no {' and no '.join(roles)} instance{but}" if roles else ""
+        return f"no {' and no '.join(roles)} instance{but}"
 
     def _decide(self, role: str, ask: Ask, able: list[Member]) -> Decision:
         """What the role's policy says."""
