@@ -144,6 +144,11 @@ class Fleet(RouterServicer):
         sent = dict(context.invocation_metadata() or ()).get("authorization", "")
         return not self._token or hmac.compare_digest(sent.encode(), f"Bearer {self._token}".encode())
 
+    def close(self) -> None:
+        """Ends all streams: gRPC would cut them off in the middle, and complain about it."""
+        for member in list(self.members.values()):
+            self._leave(member, "this router ends")
+
     async def watch(self) -> None:
         """Drops instances whose lease has run out: frozen, or behind a network that swallows frames."""
         while True:

@@ -1,12 +1,16 @@
 """The process of one router: the HTTP server and the control server on one event loop, from start to end."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
+import signal
 import socket
 import ssl
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import uvicorn
 
@@ -52,9 +56,15 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, listening: socket.s
     dispatcher = Dispatcher(config, fleet, metrics)
     control, control_port = await fleet_module.serve(fleet, config.control_host, config.control_port)
     app = create_app(config, tokenizer, dispatcher, metrics.text, dispatcher.timelines.latest)
-    tls = {"ssl_certfile": config.ssl_certfile, "ssl_keyfile": config.ssl_keyfile} if config.ssl_certfile else {}
-    settings = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5, **tls)  # type: ignore[arg-type]
-    server = uvicorn.Server(settings)
+    tls: dict[str, Any] = (
+        {"ssl_certfile": config.ssl_certfile, "ssl_keyfile": config.ssl_keyfile} if config.ssl_certfile else {}
+    )
+    settings = uvicorn.Config(
+        app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=5, **tls
+    )
+    server = _Server(settings)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
     log.info("router: clients on port %d, instances on port %d", listening.getsockname()[1], control_port)
     watches = [asyncio.create_task(watch) for watch in (fleet.watch(), dispatcher.watch())]
     try:
@@ -63,7 +73,16 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, listening: socket.s
         for watch in watches:
             watch.cancel()
         await asyncio.gather(*watches, return_exceptions=True)
-        await control.stop(grace=0.5)
+        fleet.close()
+        await control.stop(grace=2.0)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's own handlers raise the signal once more when it has ended, and what is closed after that would be cut off."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 def _check_certificate(config: RouterConfig) -> None:

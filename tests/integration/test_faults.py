@@ -117,8 +117,9 @@ def test_streams_of_a_killed_decode_go_on_elsewhere(
 def test_a_drained_decode_fails_no_request(
     checkpoint: Callable[..., Path], deploy: Callable[..., Any], complete: Callable[..., dict[str, Any]]
 ) -> None:
+    said: list[str] = []
     with (
-        deploy(model=str(checkpoint("llama")), num_blocks=512, decode=2, policy="round_robin") as deployment,
+        deploy(said=said, model=str(checkpoint("llama")), num_blocks=512, decode=2, policy="round_robin") as deployment,
         ThreadPoolExecutor(len(PROMPTS)) as threads,
     ):
 
@@ -135,8 +136,12 @@ def test_a_drained_decode_fails_no_request(
         assert [future.result(60) for future in futures] == expected
         assert leaving.process.wait(60) == 0
         assert 'pdserve_migrations_total{kind="drained"}' in httpx.get(f"{deployment.url}/metrics").text
-        os.kill(deployment.child("prefill-0").pid, signal.SIGTERM)
-        assert deployment.child("prefill-0").process.wait(60) == 0
+        for name, number in (("prefill-0", signal.SIGTERM), ("router", signal.SIGINT)):
+            child = deployment.child(name)
+            os.kill(child.pid, number)
+            assert child.process.wait(60) == 0
+            child.reader.join(60)
+    assert said and not [line for line in said if "Traceback" in line], "\n".join(said)
 
 
 def _is_ready_again(deployment: Any, name: str) -> bool:
