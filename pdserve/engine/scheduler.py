@@ -149,6 +149,7 @@ class Scheduler:
         first = seq.swapped.first if seq.swapped is not None else 0
         before = [other for other in self.waiting if other.rank <= seq.rank] if beside else []
         spoken_for = sum(self.pool.blocks_for(len(other)) for other in before)
+        spoken_for += max((self._spare(other) for other in before), default=0)
         hits = self.pool.match(seq.full_keys()[first:usable])
         self.pool.hold(hits)
         need = self.pool.blocks_for(num_tokens) - first - len(hits)
@@ -292,10 +293,13 @@ class Scheduler:
         return loaded.num_missing > 1 and waiting.rank < min(seq.rank for seq in able)
 
     def _reserve(self, seq: Sequence) -> bool:
-        # Who has lost his blocks comes back when those that run can go on for a while, or they would soon be his again.
-        spare = len(self.running) if seq.num_preemptions else 0
         usable = (len(seq) - 1) // self.pool.block_size
-        return self.reserve(seq, usable=usable, num_tokens=len(seq), spare=spare)
+        return self.reserve(seq, usable=usable, num_tokens=len(seq), spare=self._spare(seq))
+
+    def _spare(self, seq: Sequence) -> int:
+        """Blocks that must be left when it gets its own: who has lost them comes back only when each of those that run can
+        have another one, or he would soon lose them again."""
+        return len(self.running) if seq.num_preemptions else 0
 
 
 def _enqueue(queue: list[Sequence], seq: Sequence) -> None:

@@ -64,9 +64,14 @@ def test_equals_generate_with_blocks_of_one_token(
 
 
 @pytest.mark.parametrize("swap_space", [0, 0.01])
-@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+@pytest.mark.parametrize(("architecture", "kernel"), [("llama", "auto"), ("mistral", "reference")])
 def test_equals_generate_while_preempting(
-    architecture: str, swap_space: float, checkpoint: Callable[..., Path], generate: Generate, prompts: list[list[int]]
+    architecture: str,
+    kernel: str,
+    swap_space: float,
+    checkpoint: Callable[..., Path],
+    generate: Generate,
+    prompts: list[list[int]],
 ) -> None:
     """By recomputation, and by swapping where that is as good as free; with a cold and with a warm prefix cache."""
     path, small = checkpoint(architecture), [p for p in prompts if 30 < len(p) <= 100]
@@ -76,6 +81,7 @@ def test_equals_generate_while_preempting(
         "max_num_batched_tokens": 64,
         "max_model_len": 200,
         "swap_space": swap_space,
+        "kernel": kernel,
     }
     tight = Engine(EngineConfig(model=str(path), **settings))
     tight.scheduler.costs = Costs(prefill=(1, 1, 0), swap=(0, 0))

@@ -174,6 +174,32 @@ def test_nobody_takes_blocks_that_others_wait_for() -> None:
     assert sched.reserve(small, 0, 24, beside=True) and sched.pool.num_held == 6
 
 
+def test_newcomers_leave_what_one_that_was_preempted_waits_for() -> None:
+    """His blocks, and one more for each that runs: less does not bring him back."""
+    sched = scheduler(16)
+    first, second, newcomer = (
+        sequence("first", [1] * 20, 20),
+        sequence("second", [2] * 20, 20),
+        sequence("new", [3] * 12),
+    )
+    newcomer.rank = 1
+    for seq in (first, second):
+        sched.add(seq)
+    while first.num_missing > 1 or second.num_missing > 1:
+        run_step(sched)
+    sched.remove(second)
+    sched.pool.clear_cache()
+    taken = sched.pool.allocate(16 - sched.pool.num_held - 8)
+    second.num_preemptions = 1
+    sched.add(second)
+    need = sched.pool.blocks_for(len(second))
+    assert sched.pool.num_free == need + 2 == 8
+    assert not sched.reserve(newcomer, 0, 8, beside=True)
+    assert sched.reserve(newcomer, 0, 4, beside=True)
+    run_step(sched)
+    assert second in sched.running and taken
+
+
 def test_what_would_have_to_be_stored_is_held_back_and_nothing_else() -> None:
     sched = scheduler(64)
     running, decoding, loaded, waiting = (sequence(name, [i] * 20) for i, name in enumerate("abcd"))
