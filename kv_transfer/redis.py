@@ -13,7 +13,9 @@ trusts everybody. `cert=/path&key=/path` show a certificate of our own, which Re
 
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, TypeVar
 
 import redis
@@ -27,8 +29,11 @@ from pdserve.kv_transfer.redis_answers import Answers
 from pdserve.kv_transfer.threaded import BatchedConnector, Incoming, Outgoing
 from pdserve.kv_transfer.url import Query, split, without_password
 
-_PIPELINE_BYTES = 8 << 20  # payload in one round trip
+# Payload in one round trip. For more, Redis takes new memory for each answer, and its page faults cost as much as the bytes.
+_PIPELINE_BYTES = 1 << 20
 _PIPELINE_BLOCKS = 256
+
+ANY_TIME: AbstractContextManager[None] = nullcontext()
 
 T = TypeVar("T")
 
@@ -62,6 +67,7 @@ class Server:
         self.pool = pool
         self._names = names
         self._complain = complain
+        self._turn = threading.Lock()  # to be answered: while one receives, another checks what it has
 
     def put(self, blocks: Sequence[Outgoing], milliseconds: int) -> None:
         for group in self._groups(blocks):
@@ -79,7 +85,7 @@ class Server:
 
     def get(self, blocks: Sequence[Incoming]) -> None:
         for group in self._groups(blocks):
-            found = self.call(*(("MGET", *self._names.of(block.key)) for block in group))
+            found = self.call(*(("MGET", *self._names.of(block.key)) for block in group), turn=self._turn)
             for block, values in zip(group, found, strict=True):
                 if self._failed([values]):
                     continue
@@ -101,20 +107,23 @@ class Server:
         for answer in self.call(*(("DEL", *self._names.of(key)) for key in keys)):
             self._failed([answer])
 
-    def call(self, *commands: tuple[Any, ...]) -> Iterator[Any]:
+    def call(self, *commands: tuple[Any, ...], turn: AbstractContextManager[Any] = ANY_TIME) -> Iterator[Any]:
         """The answers to all commands, sent in one go. Errors of single commands are among them.
 
         An answer's large values are valid until the next one is asked for: all are read into the same memory, which saves
         the page faults. They cost as much as the transfer.
+
+        Args:
+            turn: held from sending until the first answer is here.
         """
         connection: Any = self.pool.get_connection()  # untyped in redis-py
         try:
-            connection.send_packed_command(connection.pack_commands(commands))
-            for _ in commands:
-                try:
-                    yield connection.read_response()
-                except redis.ResponseError as error:
-                    yield error
+            with turn:
+                connection.send_packed_command(connection.pack_commands(commands))
+                first = [_answer(connection) for _ in commands[:1]]
+            yield from first
+            for _ in commands[1:]:
+                yield _answer(connection)
         except BaseException:  # also when the caller stops half-way: answers are left in the connection
             connection.disconnect()
             raise
@@ -219,6 +228,13 @@ class RedisConnector(BatchedConnector):
 
     def _login(self) -> dict[str, Any]:
         return {"password": os.environ.get("REDIS_PASSWORD") or None, **self._tls}  # one in the URL wins
+
+
+def _answer(connection: Any) -> Any:
+    try:
+        return connection.read_response()
+    except redis.ResponseError as error:
+        return error
 
 
 def addresses(url: str) -> list[str]:
