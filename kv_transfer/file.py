@@ -25,9 +25,11 @@ from urllib.parse import unquote
 import numpy as np
 
 from pdserve.errors import SetupError
+from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.connector import Outcome
+from pdserve.kv_transfer.fence import Expired
 from pdserve.kv_transfer.header import HEADER_BYTES, payload_length
-from pdserve.kv_transfer.threaded import BatchedConnector, Expired, Incoming, Outgoing
+from pdserve.kv_transfer.threaded import BatchedConnector
 from pdserve.kv_transfer.url import Query, split
 
 LEFTOVER_AGE_S = 600.0  # a write that takes longer than this has no writer any more

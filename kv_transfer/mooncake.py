@@ -24,9 +24,10 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from pdserve.errors import SetupError
+from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.header import HEADER_BYTES, Row, payload_length
-from pdserve.kv_transfer.threaded import BatchedConnector, Incoming, Outgoing
+from pdserve.kv_transfer.threaded import BatchedConnector
 from pdserve.kv_transfer.url import Query, split
 
 _PORT = 50051  # of a master

@@ -46,12 +46,14 @@ from itertools import count
 from typing import ClassVar, Final
 
 from pdserve.errors import SetupError
+from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.connector import Outcome, Result
 from pdserve.kv_transfer.nixl_agent import Agent, NixlFault, TooLate
 from pdserve.kv_transfer.nixl_leases import Leases
 from pdserve.kv_transfer.nixl_reader import Reader, Wanted
 from pdserve.kv_transfer.nixl_tickets import ENTRY, Introduction, Place, Ticket, Tickets, pack_message, pack_ticket
-from pdserve.kv_transfer.threaded import MAX_LEASE_S, BatchedConnector, Incoming, Outgoing, _Operation
+from pdserve.kv_transfer.operation import Operation
+from pdserve.kv_transfer.threaded import MAX_LEASE_S, BatchedConnector
 from pdserve.kv_transfer.url import Query, split, without_password
 
 _PIECE_BYTES: Final = 4 << 20  # of one read
@@ -106,14 +108,14 @@ class NixlConnector(BatchedConnector):
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
         self.memory.check(keys, block_ids)
         deadline = self._deadline(len(keys))
-        operation = _Operation("store", len(keys), deadline, lambda done: self._grant(done, blocks, ids, lease_s))
+        operation = Operation("store", len(keys), deadline, lambda done: self._grant(done, blocks, ids, lease_s))
         ids = list(block_ids)
         blocks = self._blocks(_Sealed, operation, list(zip(keys, ids, strict=True)))
         return self._submit(operation, lambda: self.put_many(blocks, lease_s))
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
         self.memory.check(keys, block_ids)
-        operation = _Operation("load", len(keys), self._deadline(len(keys)), self._finish_transfer)
+        operation = Operation("load", len(keys), self._deadline(len(keys)), self._finish_transfer)
         blocks = self._blocks(Wanted, operation, list(zip(keys, block_ids, strict=True)))
         for block, row in zip(blocks, block_ids, strict=True):
             block.to = row
@@ -121,7 +123,7 @@ class NixlConnector(BatchedConnector):
         return self._submit(operation, lambda: self._find_and_get(blocks, given))
 
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
-        operation: _Operation[None] = _Operation("release", 0, self._deadline(0), lambda _: None)
+        operation: Operation[None] = Operation("release", 0, self._deadline(0), lambda _: None)
         given = list(tickets)
         self._submit(operation, lambda: self._tell_owners(self._tickets.give_up(given)))
 
@@ -175,7 +177,7 @@ class NixlConnector(BatchedConnector):
         return self._readers[number % len(self._readers)]
 
     def _grant(
-        self, done: _Operation[Result], blocks: "Sequence[_Sealed]", ids: Sequence[int], lease_s: float
+        self, done: Operation[Result], blocks: "Sequence[_Sealed]", ids: Sequence[int], lease_s: float
     ) -> Result:
         """Called once, when the rows are hashed or the time is over: leases what went well."""
         result = self._finish_transfer(done)

@@ -11,10 +11,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from pdserve.kv_transfer.blocks import Incoming
+from pdserve.kv_transfer.fence import Expired, Fence
 from pdserve.kv_transfer.header import Row
 from pdserve.kv_transfer.nixl_agent import Agent, NixlFault, TooLate
 from pdserve.kv_transfer.nixl_tickets import Introduction, Place
-from pdserve.kv_transfer.threaded import Expired, Fence, Incoming
 
 _MAX_PEERS: Final = 256  # the one unused for longest makes room
 

@@ -24,9 +24,10 @@ from redis.connection import PythonRespSerializer
 from redis.retry import Retry
 
 from pdserve.errors import SetupError
+from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.redis_answers import Answers
-from pdserve.kv_transfer.threaded import BatchedConnector, Incoming, Outgoing
+from pdserve.kv_transfer.threaded import BatchedConnector
 from pdserve.kv_transfer.url import Query, split, without_password
 
 # Payload in one round trip. For more, Redis takes new memory for each answer, and its page faults cost as much as the bytes.

@@ -20,8 +20,8 @@ from redis.cluster import ClusterNode, RedisCluster
 from redis.exceptions import AskError, MovedError, RedisClusterException
 
 from pdserve.errors import SetupError
+from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.redis import ANY_TIME, RedisConnector, Server
-from pdserve.kv_transfer.threaded import Incoming, Outgoing
 from pdserve.kv_transfer.url import split, without_password
 
 _MATCH_KEYS = 256  # asked for at a time: a match ends with the first key that is not there

@@ -14,9 +14,10 @@ from typing import ClassVar
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer import slab
+from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.header import payload_length
-from pdserve.kv_transfer.threaded import BatchedConnector, Incoming, Outgoing
+from pdserve.kv_transfer.threaded import BatchedConnector
 from pdserve.kv_transfer.url import Query, split
 
 _GROUP_BYTES = 16 << 20  # claimed and published together

@@ -33,9 +33,9 @@ import numpy as np
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.codec import CODECS, Codec
+from pdserve.kv_transfer.complaints import Complaints
 from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats
 from pdserve.kv_transfer.registry import connect
-from pdserve.kv_transfer.threaded import Complaints
 from pdserve.kv_transfer.url import Query, without_password
 
 log = logging.getLogger(__name__)

@@ -17,11 +17,12 @@ import numpy as np
 
 from pdserve.errors import SetupError
 from pdserve.keys import KEY_BYTES, LAYOUT_VERSION, Layout
+from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.codec import Codec, Plain
 from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result
 from pdserve.kv_transfer.header import HEADER_BYTES, Buffer, Row
 from pdserve.kv_transfer.registry import connect
-from pdserve.kv_transfer.threaded import BatchedConnector, Incoming, Outgoing
+from pdserve.kv_transfer.threaded import BatchedConnector
 
 KiB, MiB = 1 << 10, 1 << 20
 GRACE_S = 5.0  # beyond a connector's own time-out: a busy machine is no broken connector

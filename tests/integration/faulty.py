@@ -25,10 +25,11 @@ from typing import ClassVar, TypeVar
 
 import numpy as np
 
+from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.header import HEADER_BYTES
 from pdserve.kv_transfer.redis import RedisConnector
 from pdserve.kv_transfer.shm import ShmConnector
-from pdserve.kv_transfer.threaded import BatchedConnector, Incoming, Outgoing
+from pdserve.kv_transfer.threaded import BatchedConnector
 from pdserve.kv_transfer.url import Query
 
 SHARES = {  # of the blocks

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
+from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.connector import Result, Stats
 from pdserve.kv_transfer.file import FileConnector
 from pdserve.kv_transfer.header import HEADER_BYTES, Buffer
 from pdserve.kv_transfer.memory import MemoryConnector
-from pdserve.kv_transfer.threaded import Incoming, Outgoing
 
 
 def key_in(name: str) -> bytes:

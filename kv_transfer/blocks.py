@@ -1,0 +1,128 @@
+"""Blocks on their way through a connector: a key, a row of the pool, and what became of it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pdserve.kv_transfer.codec import Codec, Undecodable
+from pdserve.kv_transfer.connector import Outcome
+from pdserve.kv_transfer.header import Buffer, Row, Seal, announces, checksum, copy, fill, intact, payload_length
+from pdserve.kv_transfer.operation import Operation
+
+
+class Block:
+    __slots__ = ("_codec", "_fence", "_index", "_operation", "_payload_bytes", "_row", "_seal", "key")
+
+    def __init__(self, operation: Operation[Any], index: int, key: bytes, row: Row, seal: Seal, codec: Codec) -> None:
+        self._operation = operation
+        self._fence = operation.fence
+        self._index = index
+        self._row = row
+        self._seal = seal
+        self._codec = codec
+        self._payload_bytes = 0
+        self.key = key
+
+
+class Outgoing(Block):
+    """A block on its way out, as `put_many` sees it. One that is never marked ends as UNAVAILABLE."""
+
+    __slots__ = ()
+
+    def read(self) -> tuple[bytes, memoryview]:
+        """Header and payload, for transports that send from the row itself.
+
+        If the deadline passes while they send, the row may change under them. The header does not fit then, and a load
+        finds out; `in_time` before publishing keeps such a value from being seen at all.
+        """
+        with self._fence:
+            payload = self._codec.encode(self._row)
+            self._payload_bytes = len(payload)
+            return self._seal.pack(self.key, payload), payload.data
+
+    def copy_to(self, target: Row) -> bytes:
+        """Copies the payload to the front of `target`, and returns the header of what it holds then."""
+        with self._fence:
+            payload = self._codec.encode(self._row)
+            self._payload_bytes = len(payload)
+            return self._seal.pack_checksum(self.key, len(payload), copy(target, payload))
+
+    def in_time(self) -> bool:
+        return not self._operation.over
+
+    def stored(self) -> None:
+        self._operation.moved += self._payload_bytes
+        self._operation.outcomes[self._index] = Outcome.OK
+
+    def present(self) -> None:
+        """The store has it already: nothing was copied."""
+        self._operation.outcomes[self._index] = Outcome.OK
+
+    def failed(self, outcome: Outcome) -> None:
+        self._operation.outcomes[self._index] = outcome
+
+
+class Incoming(Block):
+    """A block to be loaded, as `get_many` sees it. One that is never marked ends as UNAVAILABLE."""
+
+    __slots__ = ()
+
+    def accept(self, header: bytes, *parts: Buffer | Row) -> Outcome:
+        """Checks what the store gave for this key, and puts it into the row: OK or CORRUPT, which it also marks.
+
+        The checksum is taken after the copy, over the row, or over a copy of our own that is then decoded: what was
+        verified is what will be used, even if somebody overwrote the source meanwhile.
+        """
+        fits = self._seal.fits(header, self.key) and sum(map(len, parts)) == payload_length(header)
+        take = self._copy if self._codec.as_is else self._decode
+        return self._accepted(Outcome.OK if fits and take(header, parts) else Outcome.CORRUPT, header)
+
+    def read_by(self, header: bytes, read: Callable[[memoryview, int], int]) -> Outcome | None:
+        """As `accept`, for transports that can put the payload straight into the row and never wait for it.
+
+        Args:
+            read: fills the given memory with the payload's bytes from the given one on; how many it had.
+
+        Returns:
+            None, and marks nothing, where that does not work out: use `accept`.
+        """
+        if not self._codec.as_is or not self._seal.fits(header, self.key):
+            return None
+        with self._fence:
+            digest = fill(self._row, read)
+        if digest is None:
+            return None
+        outcome = Outcome.OK if announces(header, digest) else Outcome.CORRUPT
+        return self._accepted(outcome, header)
+
+    def accept_placed(self, header: bytes) -> Outcome:
+        """As `accept`, for transports that have put the payload into the row, and have held the fence since before."""
+        fits = self._seal.fits(header, self.key) and announces(header, checksum(self._row))
+        return self._accepted(Outcome.OK if fits else Outcome.CORRUPT, header)
+
+    def missing(self) -> None:
+        self._operation.outcomes[self._index] = Outcome.MISSING
+
+    def corrupt(self) -> None:
+        self._operation.outcomes[self._index] = Outcome.CORRUPT
+
+    def _accepted(self, outcome: Outcome, header: bytes) -> Outcome:
+        if outcome is Outcome.OK:
+            self._operation.moved += payload_length(header)
+        self._operation.outcomes[self._index] = outcome
+        return outcome
+
+    def _copy(self, header: bytes, parts: Sequence[Buffer | Row]) -> bool:
+        with self._fence:
+            return announces(header, copy(self._row, *parts))
+
+    def _decode(self, header: bytes, parts: Sequence[Buffer | Row]) -> bool:
+        payload = b"".join(parts)  # type: ignore[arg-type]  # an array is a buffer; typed so from 3.12 on
+        if not intact(header, payload):
+            return False
+        try:
+            row = self._codec.decode(payload)
+        except Undecodable:
+            return False
+        with self._fence:
+            self._row[:] = row
+        return True
