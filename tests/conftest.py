@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import certifi
+import httpx
 import pytest
 import torch
 import transformers
@@ -76,6 +77,13 @@ def _save_tokenizer(path: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patience() -> None:
+    """httpx gives up after 5 seconds, which a busy machine can take. Tests that mean a time-out say which."""
+    limits = httpx._config.DEFAULT_TIMEOUT_CONFIG
+    limits.connect = limits.read = limits.write = limits.pool = 60.0
 
 
 @pytest.fixture(scope="session", autouse=True)

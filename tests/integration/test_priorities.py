@@ -1,5 +1,6 @@
 """Who goes first, by role: the order of arrival, or that of the requests' priorities."""
 
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,12 @@ def ends(desk: Any, count: int) -> list[str]:
 def test_one_after_the_other(
     phase: "pb.Phase", policy: str, order: str, checkpoint: Callable[..., Path], desk: Callable[..., Any]
 ) -> None:
-    settings = {"num_blocks": 16, "max_num_seqs": 1, "scheduling_policy": policy, "connector": "memory://"}
+    settings = {
+        "num_blocks": 16,
+        "max_num_seqs": 1,
+        "scheduling_policy": policy,
+        "connector": f"memory://{uuid.uuid4().hex}",
+    }
     one = desk(model=str(checkpoint("llama")), **settings)
     for i, (name, priority) in enumerate(PRIORITIES.items()):
         one.submit(name, [i] * 9, 1, phase, priority=priority)
@@ -33,7 +39,9 @@ def test_one_after_the_other(
 def test_decode_reserves_in_this_order(
     policy: str, order: str, checkpoint: Callable[..., Path], desk: Callable[..., Any]
 ) -> None:
-    one = desk(model=str(checkpoint("llama")), num_blocks=5, scheduling_policy=policy, connector="memory://")
+    one = desk(
+        model=str(checkpoint("llama")), num_blocks=5, scheduling_policy=policy, connector=f"memory://{uuid.uuid4().hex}"
+    )
     one.submit("first", [9] * 40, 2, pb.DECODE)
     for i, (name, priority) in enumerate(PRIORITIES.items()):
         one.submit(name, [i] * 40, 2, pb.DECODE, priority=priority)

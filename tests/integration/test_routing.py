@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +24,10 @@ from pdserve.router.policy import POLICIES
 
 def test_a_router_is_told_what_others_have_sent(checkpoint: Callable[..., Path]) -> None:
     config = InstanceConfig(
-        model=str(checkpoint("llama")), connector="memory://", num_blocks=64, max_num_batched_tokens=32
+        model=str(checkpoint("llama")),
+        connector=f"memory://{uuid.uuid4().hex}",
+        num_blocks=64,
+        max_num_batched_tokens=32,
     )
     outputs: list[pb.Output] = []
     instance = Instance(config, lambda link, frame: outputs.extend(frame.step.outputs))
