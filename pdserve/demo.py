@@ -1,6 +1,7 @@
 """`pdserve demo`: one chat request through a router, a prefill and a decode instance, and what happened to it."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ def demo(config: UpConfig) -> None:
         config = replace(config, port=free_port())
     if config.local_prefill_tokens is None:
         config = replace(config, local_prefill_tokens=0)  # there is to be a hand-over to look at
+    for name in ("PDSERVE_API_KEY", "PDSERVE_ADMIN_KEY"):
+        os.environ.pop(name, None)  # for routers that stay; this one would ask us for them
     started = time.monotonic()
     with Deployment(config, say=log.append) as deployment:
         instances = len(deployment.children) - 1

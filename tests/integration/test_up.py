@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 import signal
 import subprocess
@@ -201,7 +202,8 @@ def test_ctrl_c_leaves_nothing(up: Up) -> None:
 
 def test_demo() -> None:
     command = [sys.executable, "-m", "pdserve", "demo"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    environment = os.environ | {"PDSERVE_API_KEY": "of a router that stays"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     for stage in Stage:
