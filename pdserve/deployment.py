@@ -73,7 +73,7 @@ class Deployment:
         self.url = f"http://{config.host}:{config.port}"
         self._say = say
         self._was_ready = False  # afterwards, what cannot start now may start later
-        self._control = f"127.0.0.1:{config.control_port or free_port()}"
+        self._control = f"127.0.0.1:{config.control_port or free_port(but=config.port)}"
         self.children = [self._router(), *self._instances()]
 
     def __enter__(self) -> "Deployment":
@@ -222,12 +222,14 @@ class Deployment:
         return children
 
 
-def free_port() -> int:
-    """A TCP port that nothing on 127.0.0.1 uses at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_port(but: int = 0) -> int:
+    """A TCP port that nothing on 127.0.0.1 uses at the moment, and not `but`, which is spoken for."""
+    port = but
+    while port == but:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+    return port
 
 
 def _flags(config: UpConfig) -> dict[str, object]:
