@@ -195,15 +195,27 @@ def install_connectors() -> Callable[[Path, str, Path, dict[str, str]], None]:
     return install
 
 
-@pytest.fixture(scope="session")
-def redis_servers() -> Any:
-    """tests/redis_servers.py, for those tests only that use it: others run where there is no redis-py."""
-    path = Path(__file__).parent / "redis_servers.py"
-    spec = importlib.util.spec_from_file_location("redis_servers", path)
+def _load(name: str) -> Any:
+    """A module beside this one, for those tests only that use it: others run where there is no redis-py, say."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def redis_servers() -> Any:
+    """tests/redis_servers.py."""
+    return _load("redis_servers")
+
+
+@pytest.fixture
+def mooncake() -> Iterator[Any]:
+    """A Mooncake Store for this test alone."""
+    pytest.importorskip("mooncake.store", reason="Mooncake cannot be imported here", exc_type=ImportError)
+    with closing(_load("mooncake_store").Mooncake()) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

@@ -235,6 +235,8 @@ def connector_url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: p
         site = request.getfixturevalue("fsspec_package")
         monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
         url = f"fsspec+{files}"
+    elif kind == "mooncake":
+        url = f"{request.getfixturevalue('mooncake').url}?timeout=20"
     elif kind == "redis+unix":
         url = f"redis+unix://{request.getfixturevalue('redis_server').socket}"
     elif kind == "redis+cluster":

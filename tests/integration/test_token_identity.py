@@ -20,6 +20,7 @@ CONNECTORS = [
     "redis+cluster",
     "tiered",
     "nixl",
+    "mooncake",
     "fsspec",
 ]
 

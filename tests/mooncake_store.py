@@ -1,0 +1,68 @@
+"""A Mooncake Store of one's own: a real master, and the memory of another process."""
+
+import importlib.util
+import socket
+import subprocess
+import sys
+import time
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+HOLDER = """
+import sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+code = store.setup("127.0.0.1", "P2PHANDSHAKE", 300 << 20, 1 << 20, "tcp", "", "127.0.0.1:" + sys.argv[1])
+print(code, flush=True)
+sys.stdin.read()
+"""
+
+
+class Mooncake:
+    """A master, and a process that holds what is stored."""
+
+    def __init__(self) -> None:
+        with closing(socket.socket()) as one, closing(socket.socket()) as two:
+            for probe in (one, two):
+                probe.bind(("127.0.0.1", 0))
+            self.port, metrics = (probe.getsockname()[1] for probe in (one, two))
+        self.url = f"mooncake://127.0.0.1:{self.port}"
+        spec = importlib.util.find_spec("mooncake")
+        assert spec is not None and spec.submodule_search_locations is not None
+        program = Path(spec.submodule_search_locations[0]) / "mooncake_master"
+        program.chmod(0o755)
+        self._command: list[Any] = [
+            program,
+            *(f"--rpc_port={self.port}", "--rpc_address=127.0.0.1"),
+            *(f"--metrics_port={metrics}", "--metrics_host=127.0.0.1"),
+            *("--default_kv_lease_ttl=500", "--client_ttl=3"),
+            *("--put_start_discard_timeout_sec=2", "--put_start_release_timeout_sec=4"),
+        ]
+        self.start()
+        self.holder = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(self.port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert self.holder.stdout is not None
+        assert self.holder.stdout.readline() == "0\n"
+
+    def start(self) -> None:
+        self.master = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        give_up = time.monotonic() + 20
+        while time.monotonic() < give_up:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
+                return
+            time.sleep(0.02)
+        raise AssertionError("the master does not listen")
+
+    def close(self) -> None:
+        for process in (self.holder, self.master):
+            process.kill()
+            process.wait()
+        assert self.holder.stdin is not None and self.holder.stdout is not None
+        self.holder.stdin.close()
+        self.holder.stdout.close()
