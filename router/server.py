@@ -95,9 +95,12 @@ def _check_certificate(config: RouterConfig) -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Binds before anything slow is loaded, so that a taken port is known at once. TCP_NODELAY is uvicorn's default."""
+    """Binds before anything slow is loaded, so that a taken port is known at once.
+
+    asyncio sets TCP_NODELAY on connections whose socket says TCP, and this one's do only if it says so itself.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))

@@ -1,0 +1,26 @@
+"""The router's process: how it listens."""
+
+import asyncio
+import socket
+
+from pdserve.router import server
+
+
+def test_small_writes_leave_at_once() -> None:
+    """An answer is two writes or more: the second would wait for the client's delayed acknowledgement, some 40 ms."""
+
+    async def story() -> int:
+        accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def connected(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = writer.get_extra_info("socket")
+            accepted.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        listening = server._listen("127.0.0.1", 0)
+        async with await asyncio.start_server(connected, sock=listening):
+            _, writer = await asyncio.open_connection(*listening.getsockname())
+            writer.close()
+            return await asyncio.wait_for(accepted, 60)
+
+    assert asyncio.run(story()) != 0
