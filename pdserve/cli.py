@@ -9,7 +9,7 @@ import sys
 import typer
 
 from pdserve import __version__
-from pdserve.config import InstanceConfig, RouterConfig, UpConfig
+from pdserve.config import DEFAULT_PORT, InstanceConfig, RouterConfig, UpConfig
 from pdserve.errors import SetupError
 from pdserve.flags import command_of
 
@@ -18,6 +18,9 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+)
+ROUTER = typer.Option(
+    f"http://127.0.0.1:{DEFAULT_PORT}", help="URL of a router of the instance; its --admin-key from PDSERVE_ADMIN_KEY"
 )
 connector_app = typer.Typer(help="KV connectors: what is installed, what holds, how fast.", no_args_is_help=True)
 app.add_typer(connector_app, name="connector")
@@ -56,6 +59,24 @@ def doctor() -> None:
     from pdserve.doctor import doctor as run
 
     run()
+
+
+def drain(instance_id: str = typer.Argument(help="as in /debug/instances"), router: str = ROUTER) -> None:
+    """Make an instance hand over or finish what it has, and end; returns when it has. `up` starts it again."""
+    from pdserve.operate import drain as run
+
+    run(router, instance_id)
+
+
+def role(
+    instance_id: str = typer.Argument(help="as in /debug/instances"),
+    role: str = typer.Argument(help="prefill, decode or both"),
+    router: str = ROUTER,
+) -> None:
+    """Give an instance another role: it drains, keeps its weights, and serves on; returns when it does."""
+    from pdserve.operate import take_role as run
+
+    run(router, instance_id, role)
 
 
 def version() -> None:
@@ -119,6 +140,8 @@ for _role in ("prefill", "decode", "both"):
     app.command(_role, help=f"Start one {_role} instance and attach it to its routers.")(
         command_of(InstanceConfig, instance, role=_role)
     )
+app.command("drain")(drain)
+app.command("role")(role)
 app.command("doctor")(doctor)
 app.command("version")(version)
 

@@ -119,7 +119,7 @@ class InstanceConfig(TransferConfig):
     metrics_port: int | None = flag(
         "serve this instance's own Prometheus metrics here; default: only through the router", None
     )
-    drain_seconds: float = flag("after SIGTERM, how long running requests may go on before they are cut off", 25.0)
+    drain_seconds: float = flag("how long running requests may go on in a drain before they are cut off", 25.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,7 +156,7 @@ class Deployment:
             if child.reader is not None:
                 child.reader.join(timeout=1.0)
             raise SetupError(f"{child.name} could not start; its reason stands above")
-        if now - child.started > STABLE_S:
+        if now - child.started > STABLE_S or code == 0:  # it was drained
             child.failures = 0
         pause = BACKOFF_S[min(child.failures, len(BACKOFF_S) - 1)]
         child.failures += 1

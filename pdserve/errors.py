@@ -5,6 +5,7 @@
     └── RequestError            one request ends with it; carries an HTTP status and OpenAI's error type
         ├── BadRequest          400  the caller's mistake
         ├── NotFound            404
+        ├── Conflict            409
         ├── TooLarge            413
         ├── Overloaded          429  with Retry-After
         └── Unavailable         503  an instance died, is not there, or ran out of time
@@ -41,6 +42,10 @@ class BadRequest(RequestError):
 
 class NotFound(BadRequest):
     status = 404
+
+
+class Conflict(BadRequest):
+    status = 409
 
 
 class TooLarge(BadRequest):

@@ -5,6 +5,7 @@
     PREFILLING ── first token ──► TRANSFERRING ── all stored ──► LOADING ── first decoded token ──► DECODING ──► FINISHED
         │  ▲ owner: prefill           owner: prefill               owner: decode                  owner: decode
         ▲  └── the client gone: in any state ──► CANCELLED
+        │└──── decode drained: in any state
         └───── decode lost, failed or late: in any state, a few times; then, or if nobody can take over ──► FAILED
 
 The owner of a state is the instance that must act next; when the state's time runs out, the owner is taken to have
@@ -38,6 +39,7 @@ class Event(StrEnum):
     PREFILL_FAILED = "prefill_failed"
     DECODE_FAILED = "decode_failed"
     LATE = "late"  # no progress within the state's time
+    DRAINED = "drained"  # decode is to take nothing more, and others can go on
     UNPLACED = "unplaced"  # nobody can take the request, or it was refused: trying again would not help
     CANCELLED = "cancelled"  # the client has gone, or has what it wanted
 
@@ -66,6 +68,7 @@ _Rule = tuple[State, tuple[Action, ...]]
 _ANYWHERE: dict[Event, _Rule] = {
     Event.FINISHED: (State.FINISHED, _BOTH),
     Event.DECODE_FAILED: (State.PREFILLING, (*_BOTH, Action.RESUME)),
+    Event.DRAINED: (State.PREFILLING, (*_BOTH, Action.RESUME)),
     Event.UNPLACED: (State.FAILED, (Action.FAIL, *_BOTH)),
     Event.CANCELLED: (State.CANCELLED, _BOTH),
 }
@@ -100,7 +103,7 @@ class HandOver:
         split: prefill and decode are different instances. Else the one instance owns everything, and its failure is
             a decode failure.
         since: the clock's reading at the last progress.
-        resumptions: how often the request may still move to other instances.
+        resumptions: how often the request may still move to other instances after a fault.
     """
 
     since: float

@@ -108,8 +108,14 @@ class Instance:
 
     @property
     def num_jobs(self) -> int:
-        """Requests of which something is left here, and transfers that outlive theirs."""
-        return max(len(self._by_sequence), self.transfers.num_holding)
+        """Requests of which something is left here or not told yet, and transfers that outlive theirs."""
+        return max(len(self._by_sequence) + len(self._outgoing), self.transfers.num_holding)
+
+    def caught_up(self) -> "Future[None]":
+        """Done once the engine thread knows all that came before this call."""
+        future: Future[None] = Future()
+        self._inbox.put(lambda: future.set_result(None))
+        return future
 
     def stop(self) -> None:
         """Makes `run` return after the current step, with every transfer finished."""
@@ -251,9 +257,9 @@ class Instance:
                     stamp.seconds = now - stamp.seconds
                 frames.setdefault(job.link, pb.InstanceFrame()).step.outputs.append(job.output)
                 job.output = None
-        self._outgoing.clear()
         for link, frame in frames.items():
             self._send(link, frame)
+        self._outgoing.clear()
 
     def _publish_load(self) -> None:
         """Replaces the snapshots that heartbeats carry. Attribute assignment is atomic; nobody changes a snapshot."""

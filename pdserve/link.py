@@ -38,7 +38,9 @@ class Links:
         self._routers = routers
         self._credentials = [("authorization", f"Bearer {token}")] if token else []
         self._loop = asyncio.get_running_loop()
-        self._outboxes: dict[str, asyncio.Queue[pb.InstanceFrame]] = {}
+        self._outboxes: dict[str, asyncio.Queue[pb.InstanceFrame | None]] = {}
+        self._draining = self._closing = False
+        self.drains: asyncio.Queue[str] = asyncio.Queue()  # asked for, with the role to take afterwards; empty: end
 
     def send(self, link: str, frame: pb.InstanceFrame) -> None:
         """Queues a frame. Frames for a link that has gone are dropped: its router has dropped the requests too."""
@@ -49,19 +51,36 @@ class Links:
         for outbox in self._outboxes.values():
             outbox.put_nowait(frame)
 
+    def drain(self) -> None:
+        """Tells routers, also those that come later, to ask for nothing new."""
+        self._draining = True
+        self.broadcast(pb.InstanceFrame(draining=pb.Draining()))
+
+    def serve_as(self, hello: pb.Hello) -> None:
+        """Takes requests again, in the role that `hello` has by now."""
+        self._draining = False
+        self.broadcast(pb.InstanceFrame(hello=hello))
+
+    def close(self) -> None:
+        """Makes `run` return once routers have read what is queued for them."""
+        self._closing = True
+        for outbox in self._outboxes.values():
+            self._loop.call_soon(outbox.put_nowait, None)  # behind what the engine thread has sent
+
     def _put(self, link: str, frame: pb.InstanceFrame) -> None:
         if link in self._outboxes:
             self._outboxes[link].put_nowait(frame)
 
     async def run(self, instance: Instance, hello: pb.Hello) -> None:
-        """Serves every router until cancelled."""
+        """Serves every router until cancelled or closed."""
         async with asyncio.TaskGroup() as group:
             for address in self._routers:
                 group.create_task(self._serve_forever(address, instance, hello))
 
     async def _serve_forever(self, address: str, instance: Instance, hello: pb.Hello) -> None:
-        attempt = 0
-        for connection in range(2**62):
+        attempt = connection = 0
+        while not self._closing:
+            connection += 1
             link = f"{address}#{connection}"
             self._outboxes[link] = asyncio.Queue()
             untold = instance.news.open()
@@ -72,7 +91,8 @@ class Links:
                     async for frame in stub.Attach(frames, metadata=self._credentials):
                         attempt = 0
                         self._receive(address, link, frame, instance)
-                log.warning("router %s closed the stream", address)
+                if not self._closing:
+                    log.warning("router %s closed the stream", address)
             except grpc.aio.AioRpcError as error:
                 refused = error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED)
                 if refused or attempt in (0, 10):
@@ -89,6 +109,8 @@ class Links:
     ) -> AsyncIterator[pb.InstanceFrame]:
         """What goes to the router: Hello, then steps as they come, news of the pool soon after, and heartbeats."""
         yield pb.InstanceFrame(hello=hello)
+        if self._draining:
+            yield pb.InstanceFrame(draining=pb.Draining())
         outbox = self._outboxes[link]
         beat = news = self._loop.time()
         while True:
@@ -107,6 +129,8 @@ class Links:
                     frame = await outbox.get()
             except TimeoutError:
                 continue
+            if frame is None:
+                return
             yield frame
 
     def _receive(self, address: str, link: str, frame: pb.RouterFrame, instance: Instance) -> None:
@@ -119,5 +143,7 @@ class Links:
                 instance.hand_over(link, frame.hand_over)
             case "cancel":
                 instance.cancel(link, frame.cancel.request_id)
+            case "drain":
+                self.drains.put_nowait(frame.drain.role)
             case other:
                 log.warning("router %s sent a frame of an unknown kind (%s)", address, other)

@@ -27,6 +27,7 @@ from pdserve.proto import pdserve_pb2 as pb
 log = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.2
+CLOSE_S = 2.0  # for routers to read what was queued for them
 
 
 def serve(role: str, config: InstanceConfig) -> None:
@@ -57,36 +58,48 @@ async def _serve(role: str, config: InstanceConfig) -> None:
         _serve_metrics(config.metrics_port, instance)
     hello = _hello(role, config, instance)
     log.info("%s", describe(hello, time.monotonic() - started))
-    stop, drain = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stop.set)
-    loop.add_signal_handler(signal.SIGTERM, lambda: stop.set() if drain.is_set() else drain.set())
+    loop.add_signal_handler(signal.SIGTERM, links.drains.put_nowait, "")
     thread = threading.Thread(target=_run_engine, args=(instance,), name="engine")
     thread.start()
     serving = asyncio.create_task(links.run(instance, hello))
     serving.add_done_callback(lambda _: stop.set())
-    draining = asyncio.create_task(_drain(drain, stop, links, instance, config.drain_seconds))
+    draining = asyncio.create_task(_drain(links, instance, hello, stop, config.drain_seconds))
     await stop.wait()
     draining.cancel()
     serving.cancel()
     (ended,) = await asyncio.gather(serving, return_exceptions=True)
     instance.stop()
     await asyncio.to_thread(thread.join)
-    if not isinstance(ended, asyncio.CancelledError):
+    if isinstance(ended, Exception):
         raise RuntimeError("the streams to the routers ended by themselves") from ended
 
 
-async def _drain(drain: asyncio.Event, stop: asyncio.Event, links: Links, instance: Instance, seconds: float) -> None:
-    """On the first SIGTERM: routers move or await what runs here, then the process ends. A second one ends it at once."""
-    await drain.wait()
-    log.info("draining: %d requests are here", instance.num_jobs)
-    links.broadcast(pb.InstanceFrame(draining=pb.Draining()))
-    deadline = time.monotonic() + seconds
-    await asyncio.sleep(DRAIN_POLL_S)  # what routers sent before they knew is still on its way
-    while instance.num_jobs and time.monotonic() < deadline:
-        await asyncio.sleep(DRAIN_POLL_S)
+async def _drain(links: Links, instance: Instance, hello: pb.Hello, stop: asyncio.Event, seconds: float) -> None:
+    """For each drain that is asked for: routers move or await what runs here, then it serves in another role, or ends."""
+    while True:
+        role = await links.drains.get()
+        if not role:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)  # a second one ends it at once
+        log.info("draining: %d requests are here", instance.num_jobs)
+        links.drain()
+        deadline = time.monotonic() + seconds
+        await asyncio.sleep(DRAIN_POLL_S)  # what routers sent before they knew is still on its way
+        await asyncio.wait([asyncio.wrap_future(instance.caught_up())], timeout=seconds)
+        # To end is more urgent than to change the role.
+        while instance.num_jobs and time.monotonic() < deadline and not (role and links.drains.qsize()):
+            await asyncio.sleep(DRAIN_POLL_S)
+        if not role:
+            break
+        # What is still here goes on: roles only tell routers what to ask for.
+        hello.role = role
+        links.serve_as(hello)
+        log.info("%s serves as %s now", hello.instance_id, role)
     if instance.num_jobs:
         log.warning("not drained within %g s: %d requests are cut off", seconds, instance.num_jobs)
+    links.close()
+    await asyncio.sleep(CLOSE_S)
     stop.set()
 
 

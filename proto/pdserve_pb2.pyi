@@ -242,16 +242,18 @@ class Moved(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class RouterFrame(_message.Message):
-    __slots__ = ("welcome", "submit", "hand_over", "cancel")
+    __slots__ = ("welcome", "submit", "hand_over", "cancel", "drain")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     HAND_OVER_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     submit: Submit
     hand_over: HandOver
     cancel: Cancel
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., hand_over: _Optional[_Union[HandOver, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
+    drain: Drain
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., hand_over: _Optional[_Union[HandOver, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("router_id", "lease_seconds")
@@ -343,3 +345,9 @@ class Cancel(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class Drain(_message.Message):
+    __slots__ = ("role",)
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    def __init__(self, role: _Optional[str] = ...) -> None: ...

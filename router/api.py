@@ -3,6 +3,7 @@
     POST /v1/completions, /v1/chat/completions      GET /health, /ready, /metrics, /version
     POST /v1/responses                              GET /debug/requests, /debug/requests/{id}, /debug/instances
     GET  /v1/models, /v1/models/{id}                POST /tokenize, /detokenize
+    POST /admin/instances/{id}/drain, /admin/instances/{id}/role
 
 A request has one id: the response's `id` field, its `X-Request-Id` header (the client's own, if it sent one) and what
 /debug/requests/{id} answers to are the same. When it asks for several choices, choice i is `{id}-{i}`.
@@ -209,6 +210,8 @@ class _Operations:
         app.add_api_route("/debug/requests", self._requests, methods=["GET"])
         app.add_api_route("/debug/requests/{request_id}", self._request, methods=["GET"])
         app.add_api_route("/debug/instances", self._instances, methods=["GET"])
+        app.add_api_route("/admin/instances/{instance_id}/drain", self._drain, methods=["POST"])
+        app.add_api_route("/admin/instances/{instance_id}/role", self._role, methods=["POST"])
 
     async def _health(self) -> Response:
         return json_response({"status": "alive"})
@@ -241,6 +244,26 @@ class _Operations:
 
     async def _instances(self) -> Response:
         return json_response({"instances": self._backend.instances()})
+
+    async def _drain(self, instance_id: str, request: Request) -> Response:
+        _refuse_other_pages(request)
+        return self._ask(instance_id)
+
+    async def _role(self, instance_id: str, request: Request) -> Response:
+        _refuse_other_pages(request)
+        body = schemas.shape(schemas.RoleBody, schemas.parse_json(await request.body()))
+        return self._ask(instance_id, body.role)
+
+    def _ask(self, instance_id: str, role: str = "") -> Response:
+        self._backend.drain(instance_id, role)
+        return json_response({"instance_id": instance_id, "role": role or None}, status=202)
+
+
+def _refuse_other_pages(request: Request) -> None:
+    """A page of another origin may send what it likes to a router without keys, but not this header."""
+    if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+        message = "this path takes orders only with the header Content-Type: application/json"
+        raise UnsupportedMediaType(message, kind="unsupported_content_type", param="Content-Type")
 
 
 async def _json_body(request: Request) -> bytes:

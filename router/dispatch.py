@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 from pdserve.config import RouterConfig
-from pdserve.errors import BadRequest, Overloaded, RequestError, Unavailable
+from pdserve.errors import BadRequest, Conflict, NotFound, Overloaded, RequestError, Unavailable
 from pdserve.handover import Action, Event, HandOver, State
 from pdserve.keys import Layout
 from pdserve.lifetime import Stage
@@ -96,6 +96,7 @@ class Dispatcher:
         return [
             {
                 "instance_id": member.id,
+                "epoch": member.hello.epoch,
                 "role": member.hello.role,
                 "model": member.hello.model,
                 "device": member.hello.device,
@@ -121,6 +122,25 @@ class Dispatcher:
 
     def timeline(self, request_id: str) -> Timeline | None:
         return self.timelines.get(request_id)
+
+    def drain(self, instance_id: str, role: str = "") -> None:
+        member = self.fleet.members.get(instance_id)
+        if member is None:
+            raise NotFound(f"no instance {instance_id!r} is attached to this router", kind="instance_not_found")
+        if member.draining:
+            raise Conflict(f"{instance_id} is draining already", kind="draining")
+        if role == member.hello.role:
+            return
+        if missing := self._missing(avoid=member):
+            message = f"while {instance_id} drains, {missing} would be there, so requests would fail"
+            raise Conflict(message, kind="last_instance")
+        hello = pb.Hello()
+        hello.CopyFrom(member.hello)
+        hello.role = role or hello.role
+        if refusal := self.fleet.refusal(pb.InstanceFrame(hello=hello)):
+            raise Conflict(f"{instance_id} cannot serve as {role}: {refusal}", kind="role_refused")
+        member.draining = True  # from here on; it will tell everybody
+        member.send(pb.RouterFrame(drain=pb.Drain(role=role)))
 
     # ---- for the fleet (fleet.Listener) -----------------------------------------------------------------------
 
@@ -158,7 +178,7 @@ class Dispatcher:
             if flight is not None and member is flight.last_member and not self._missing(avoid=member):
                 self._let_go(flight, member)
                 reason = Unavailable(f"instance {member.id} was drained", kind="drained")
-                self.handle(flight, Event.DECODE_FAILED, reason)
+                self.handle(flight, Event.DRAINED, reason)
 
     async def watch(self) -> None:
         """Ends requests that make no progress."""
@@ -312,7 +332,7 @@ class Dispatcher:
         self.flights[flight.id] = flight
         try:
             self._route(flight, avoid=failed)
-            if not self._budget.spend(moves):
+            if error.kind != "drained" and not self._budget.spend(moves):
                 raise Unavailable("too many requests had to move again lately", kind="no_instance")
         except Unavailable as nobody:
             reason = Unavailable(f"{error}, and {nobody}", kind=error.kind, retry_after_s=1)

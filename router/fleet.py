@@ -81,6 +81,11 @@ class Member:
         """Seconds since the prefix index knew all that there was to know of the instance's pool."""
         return now - (self.untold_since if self.untold else self.heard)
 
+    def serves_as(self, hello: pb.Hello) -> None:
+        """It has drained and has another role now."""
+        self.hello, self.draining = hello, False
+        self.load.both = hello.role == "both"
+
     def heard_of(self, beat: pb.Heartbeat) -> None:
         """Takes a heartbeat's news."""
         self.load.replace(_load(self.beat.others), _load(beat.others))
@@ -125,7 +130,7 @@ class Fleet(RouterServicer):
             log.warning("refused %s: it does not know the --control-token", context.peer())
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this router asks for another --control-token")
         first = await anext(aiter(frames))
-        refusal = self._refusal(first)
+        refusal = self.refusal(first)
         if refusal:
             log.warning("refused %s: %s", first.hello.instance_id or context.peer(), refusal)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
@@ -158,7 +163,7 @@ class Fleet(RouterServicer):
                 if now - member.heard > self._lease_seconds:
                     self._leave(member, f"not heard for {self._lease_seconds} s")
 
-    def _refusal(self, frame: pb.InstanceFrame) -> str:
+    def refusal(self, frame: pb.InstanceFrame) -> str:
         """Why an instance may not serve here, or nothing."""
         hello = frame.hello
         if frame.WhichOneof("frame") != "hello" or hello.protocol_version != PROTOCOL_VERSION:
@@ -207,6 +212,8 @@ class Fleet(RouterServicer):
                 log.info("%s is draining; %d requests are with it", member.id, len(member.requests))
                 member.draining = True
                 self.listener.on_draining(member)
+            elif frame.WhichOneof("frame") == "hello":
+                self._take_role(member, frame)
             elif frame.WhichOneof("frame") == "blocks":
                 self._take_news(member, frame.blocks)
             elif frame.WhichOneof("frame") == "heartbeat":
@@ -216,6 +223,13 @@ class Fleet(RouterServicer):
             else:
                 for output in frame.step.outputs:
                     self.listener.on_output(member, output)
+
+    def _take_role(self, member: Member, frame: pb.InstanceFrame) -> None:
+        if refusal := self.refusal(frame):
+            self._leave(member, refusal)
+        else:
+            log.info("%s serves as %s now", member.id, frame.hello.role)
+            member.serves_as(frame.hello)
 
     def _take_news(self, member: Member, blocks: pb.Blocks) -> None:
         self.index.remove(member.id, _keys(blocks.removed))

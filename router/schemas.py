@@ -240,6 +240,10 @@ class ResponseBody(Body):
     safety_identifier: str | None = None
 
 
+class RoleBody(Body):
+    role: Literal["prefill", "decode", "both"]
+
+
 Shape = TypeVar("Shape", bound=Body)
 
 

@@ -67,3 +67,11 @@ class Backend(Protocol):
         """One dict per registered instance, for /debug/instances."""
 
     def timeline(self, request_id: str) -> Timeline | None: ...
+
+    def drain(self, instance_id: str, role: str = "") -> None:
+        """Asks an instance to hand over or end what it has, and then to serve in this role; empty: to end.
+
+        Raises:
+            NotFound: nobody has this id.
+            Conflict: nobody else could serve meanwhile, it drains already, or the role does not go with the others.
+        """

@@ -30,7 +30,7 @@ CORE = {
 }
 JOB = {"fetcher", "job", "transfers"}
 INSTANCE = {"block_news", "instance", "link", "serve_instance"}
-COMMANDS = {"__main__", "cli", "deployment", "demo", "doctor", "up"}
+COMMANDS = {"__main__", "cli", "deployment", "demo", "doctor", "operate", "up"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),

@@ -84,22 +84,16 @@ def fork_server() -> Iterator[socket.socket]:
 def deploy(fork_server: socket.socket) -> Deploy:
     """`with deploy(model=path, prefill=2) as deployment:` a running router and instances; what they said on a failure.
 
-    `flags={"decode": ["--block-size", "64"]}` adds to what the instances of a role are started with; `said` is a list to
-    which what they say is added; `wait=False` gives them before they are ready.
+    `flags={"decode": ["--block-size", "64"]}` adds to what the instances of a role, or the router, are started with;
+    `said` is a list to which what they say is added; `wait=False` gives them before they are ready.
     """
 
     class Mixed(Deployment):
         flags: ClassVar[dict[str, list[str]]]
 
-        def _instances(self) -> list[Any]:
-            children = super()._instances()
-            for child in children:
-                child.arguments += self.flags.get(child.arguments[0], [])
-            return children
-
         def _spawn(self, arguments: list[str], environment: dict[str, str]) -> Any:
             output, printed = os.pipe()
-            child = Forked(fork_server, arguments, environment, printed, printed)
+            child = Forked(fork_server, [*arguments, *self.flags.get(arguments[0], [])], environment, printed, printed)
             os.close(printed)
             child.stdout = open(output)  # noqa: SIM115 - closed by its reader
             return child

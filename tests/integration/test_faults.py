@@ -1,9 +1,11 @@
 """Instances die, freeze, come late; clients leave. Every request ends, with its right tokens or a clear error."""
 
+import itertools
 import json
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -142,6 +144,55 @@ def test_a_drained_decode_fails_no_request(
             assert child.process.wait(60) == 0
             child.reader.join(60)
     assert said and not [line for line in said if "Traceback" in line], "\n".join(said)
+
+
+def test_instances_restart_and_change_roles_under_load_and_no_request_fails(
+    checkpoint: Callable[..., Path],
+    generate: Callable[..., list[list[int]]],
+    deploy: Callable[..., Any],
+    pdserve: Callable[..., Any],
+    metric: Callable[..., float],
+) -> None:
+    path, prompts = checkpoint("llama"), PROMPTS[:5]
+    expected = generate(path, prompts, TOKENS)
+    stop = threading.Event()
+    patient = ["--drain-seconds", "200"]
+    flags = {"router": ["--lease-seconds", "200"], "prefill": patient, "decode": patient}
+
+    def client(prompt: list[int], tokens: list[int]) -> int:
+        """Asks again and again, and how often."""
+        for asked in itertools.count():
+            if stop.is_set():
+                return asked
+            assert stream(url, model, prompt) == (tokens, "")
+        raise AssertionError
+
+    with (
+        deploy(model=str(path), num_blocks=512, decode=2, policy="round_robin", flags=flags) as deployment,
+        ThreadPoolExecutor(len(prompts)) as threads,
+    ):
+        url, model = deployment.url, deployment.config.name
+        clients = [threads.submit(client, *pair) for pair in zip(prompts, expected, strict=True)]
+
+        def order(*words: str) -> str:
+            name = words[1]
+            wait_until(lambda: instances(url)[name]["requests"] > 0, 60, f"{name} is busy")
+            done = pdserve(*words, "--router", url)
+            return str(done.stdout) if done.returncode == 0 else str(done.stderr)
+
+        try:
+            refused = order("drain", "prefill-0")
+            assert refused.startswith("pdserve: while prefill-0 drains, no prefill instance would be there"), refused
+            assert order("role", "decode-1", "prefill") == "decode-1 serves as prefill\n"
+            for name in ("prefill-0", "decode-1"):  # which says how it was started, and so what it is again
+                assert order("drain", name) == f"{name} is drained and gone\n"
+                wait_until(lambda name=name: _is_ready_again(deployment, name), 120, f"{name} serves again")  # type: ignore[misc]
+            assert order("drain", "decode-0") == "decode-0 is drained and gone\n"
+        finally:
+            stop.set()
+        assert all(future.result(60) > 1 for future in clients)
+        moved, drained = (metric(deployment, "migrations_total", **labels) for labels in ({}, {"kind": "drained"}))
+        assert moved == drained > 0 == metric(deployment, "handover_fallbacks_total"), "nothing was cut off"
 
 
 def _is_ready_again(deployment: Any, name: str) -> bool:

@@ -165,6 +165,7 @@ class ScriptedBackend:
         self.requests: list[Request] = []
         self.streams: list[ScriptedStream] = []
         self.log = TimelineLog(100)
+        self.drained: list[tuple[str, str]] = []
 
     def model(self) -> ModelInfo | None:
         return self.info
@@ -187,6 +188,11 @@ class ScriptedBackend:
 
     def timeline(self, request_id: str) -> Timeline | None:
         return self.log.get(request_id)
+
+    def drain(self, instance_id: str, role: str = "") -> None:
+        if self.script.error is not None:
+            raise self.script.error
+        self.drained.append((instance_id, role))
 
     def plays(self, ids: list[int], finish_reason: str | None = "length", **script: object) -> None:
         """One token per chunk, the same for every choice."""

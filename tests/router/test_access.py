@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 OPEN = ["/health", "/ready", "/metrics", "/version"]
 OF_CLIENTS = ["/v1/models", "/v1/completions", "/tokenize", "/v1/nothing"]
-OF_OPERATORS = ["/debug/requests", "/debug/instances", "/nothing", "/"]
+OF_OPERATORS = ["/debug/requests", "/debug/instances", "/admin/instances/decode-0/drain", "/nothing", "/"]
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 from fastapi import FastAPI
 
 from pdserve import __version__
-from pdserve.errors import BadRequest, Overloaded, RequestError, Unavailable
+from pdserve.errors import BadRequest, Conflict, Overloaded, RequestError, Unavailable
 from pdserve.router.stream import Chunk
 from pdserve.router.tokenizer import Tokenizer
 
@@ -597,6 +597,21 @@ def test_what_operators_ask(client: Client) -> None:
     assert metrics.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert client.get("/version").json() == {"version": __version__}
     assert client.get("/debug/instances").json() == {"instances": [{"instance_id": "p0", "role": "prefill"}]}
+
+
+def test_operators_give_orders(client: Client, backend: ScriptedBackend) -> None:
+    json_only: Any = {"headers": {"Content-Type": "application/json"}}
+    orders = "/admin/instances/decode-0"
+    assert client.request("POST", f"{orders}/drain", **json_only).status_code == 202
+    assert client.post(f"{orders}/role", {"role": "prefill"}, **json_only).status_code == 202
+    assert backend.drained == [("decode-0", ""), ("decode-0", "prefill")]
+    for body in ({}, {"role": "leader"}, {"role": ""}, {"role": "both", "now": True}):
+        assert client.post(f"{orders}/role", body, **json_only).status_code == 400
+    for path in ("drain", "role"):  # as a page of another origin could send it to a router without keys
+        assert client.post(f"{orders}/{path}", {"role": "prefill"}).status_code == 415
+    assert len(backend.drained) == 2
+    backend.fails(Conflict("it is the last one", kind="last_instance"))
+    assert client.request("POST", f"{orders}/drain", **json_only).status_code == 409
 
 
 def test_tokenize_and_back(client: Client, tokenizer: Tokenizer) -> None:

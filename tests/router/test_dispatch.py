@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.config import RouterConfig
-from pdserve.errors import BadRequest, Overloaded, RequestError, Unavailable
+from pdserve.errors import BadRequest, Conflict, NotFound, Overloaded, RequestError, Unavailable
 from pdserve.keys import block_keys
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
 from pdserve.router import dispatch, metrics
 from pdserve.router.dispatch import Dispatcher
-from pdserve.router.fleet import Fleet, Member
+from pdserve.router.fleet import PROTOCOL_VERSION, Fleet, Member
 from pdserve.router.flight import Flight
 from pdserve.router.metrics import Metrics
 from pdserve.router.policy import POLICIES
@@ -35,6 +35,7 @@ class Stage:
 
     def join(self, name: str, role: str) -> Member:
         hello = pb.Hello(instance_id=name, role=role, model="model", max_model_len=100, vocab_size=50, num_blocks=99)
+        hello.protocol_version = PROTOCOL_VERSION
         return self.fleet._join(hello)
 
     def open(self, request_id: str = "r", max_tokens: int = 4, **request: Any) -> Flight:
@@ -162,6 +163,70 @@ def test_a_draining_decode_hands_its_streams_over_if_somebody_can_take_them() ->
         assert not sent(staying), "it ends here: nobody else is left"
         with pytest.raises(Unavailable, match="no decode instance"):
             stage.open("later")
+
+    play(story())
+
+
+def test_a_stream_may_be_drained_any_number_of_times() -> None:
+    async def story() -> None:
+        stage = Stage("prefill", "decode", "decode")
+        stage.dispatcher._budget.left = 0.0
+        prefill = stage.members[0]
+        flight = stage.open(max_tokens=20)
+        for move in range(6):
+            here = flight.decode
+            assert here is not None
+            stage.says(prefill, flight.id, token_ids=[move], stored=pb.Stored(num_blocks=1, final=True))
+            here.draining = True
+            stage.dispatcher.on_draining(here)
+            assert flight.timeline.migrations == move + 1 and flight.decode is not here
+            here.serves_as(here.hello)
+        assert flight.emitted == [0, 1, 2, 3, 4, 5]
+
+    play(story())
+
+
+def test_instances_drain_and_take_roles_only_while_others_can_serve() -> None:
+    async def story() -> None:
+        stage = Stage("prefill", "decode", "decode")
+        prefill, one, other = stage.members
+        drain = stage.dispatcher.drain
+        with pytest.raises(NotFound, match="no instance 'decode-9'"):
+            drain("decode-9")
+        with pytest.raises(Conflict, match="while prefill-0 drains, no prefill instance would be there"):
+            drain(prefill.id)
+        drain(one.id, "decode")  # it does already
+        assert not any(map(sent, stage.members)) and not one.draining
+        drain(one.id, "prefill")
+        assert sent(one) == [("drain", pb.Drain(role="prefill"))]
+        with pytest.raises(Conflict, match="decode-1 is draining already"):
+            drain(one.id)
+        with pytest.raises(Conflict, match="no decode instance would be there"):
+            drain(other.id)
+        assert stage.open().decode is other, "nobody is sent there any more"
+
+        again = pb.Hello()
+        again.CopyFrom(one.hello)
+        again.role = "both"
+        stage.fleet._take_role(one, pb.InstanceFrame(hello=again))
+        assert one.load.both and not one.draining
+        drain(other.id)
+        assert sent(other)[-1] == ("drain", pb.Drain())
+        assert stage.open("alone").last_member is one
+
+    play(story())
+
+
+def test_a_role_that_does_not_go_with_the_others_is_refused() -> None:
+    async def story() -> None:
+        stage = Stage("prefill", "decode", "decode", "prefill")
+        for member, size in zip(stage.members, (16, 16, 16, 32), strict=True):  # 32 may prefill for who converts
+            member.hello.namespace = bytes([size])
+            member.hello.layout.block_size = size
+            member.hello.convert_kv = size == 16
+        with pytest.raises(Conflict, match=r"prefill-3 cannot serve as decode: .* with --convert-kv"):
+            stage.dispatcher.drain("prefill-3", "decode")
+        assert not stage.members[3].draining and not sent(stage.members[3])
 
     play(story())
 

@@ -42,7 +42,7 @@ def refusal(there: pb.Hello, comes: pb.Hello) -> str:
     """What the second one is told."""
     fleet = Fleet("router", "model", 1.0)
     fleet._join(there)
-    return fleet._refusal(pb.InstanceFrame(hello=comes))
+    return fleet.refusal(pb.InstanceFrame(hello=comes))
 
 
 @pytest.mark.parametrize(
