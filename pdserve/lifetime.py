@@ -31,6 +31,19 @@ class Stage(StrEnum):
     FINISHED = "finished"
 
 
+# What each part of the system does for a request: name → (who, from, to). The bars of a waterfall, the spans of a trace.
+PARTS: dict[str, tuple[str, Stage, Stage]] = {
+    "admission": ("router", Stage.RECEIVED, Stage.ADMITTED),
+    "routing": ("router", Stage.ADMITTED, Stage.ROUTED),
+    "prefill queue": ("prefill", Stage.ROUTED, Stage.PREFILL_STARTED),
+    "prefill": ("prefill", Stage.PREFILL_STARTED, Stage.FIRST_TOKEN),
+    "store KV": ("connector", Stage.PREFILL_STARTED, Stage.KV_STORED),
+    "reserve": ("decode", Stage.ROUTED, Stage.RESERVED),
+    "load KV": ("connector", Stage.RESERVED, Stage.KV_READY),
+    "decode queue": ("decode", Stage.KV_READY, Stage.DECODE_STARTED),
+    "decode": ("decode", Stage.DECODE_STARTED, Stage.FINISHED),
+}
+
 # Name of the histogram (seconds) → the two stamps that it spans.
 SPANS: dict[str, tuple[Stage, Stage]] = {
     "time_to_first_token": (Stage.RECEIVED, Stage.FIRST_TOKEN),

@@ -26,7 +26,9 @@ def up(config: UpConfig) -> None:
             stop.wait(TEND_S)
         if not stop.is_set():
             print(
-                f"ready on {deployment.url}  (Ctrl-C stops)\n\n  {curl_line(deployment.url, config.name)}\n", flush=True
+                f"ready on {deployment.url}  (Ctrl-C stops; in a browser it shows what happens)\n\n"
+                f"  {curl_line(deployment.url, config.name)}\n",
+                flush=True,
             )
         while not stop.wait(TEND_S):
             deployment.tend()

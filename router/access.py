@@ -13,7 +13,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pdserve.errors import BadRequest, SetupError
 from pdserve.router.middleware import error_response
 
-OPEN = frozenset({"/health", "/ready", "/metrics", "/version"})  # probes and Prometheus send no keys
+# Probes and Prometheus send no keys; the page asks for one before it shows anything.
+OPEN = frozenset({"/health", "/ready", "/metrics", "/version", "/", "/page.css", "/page.js"})
 OF_CLIENTS = ("/v1/", "/tokenize", "/detokenize")
 DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 

@@ -4,6 +4,7 @@
     POST /v1/responses                              GET /debug/requests, /debug/requests/{id}, /debug/instances
     GET  /v1/models, /v1/models/{id}                POST /tokenize, /detokenize
     POST /admin/instances/{id}/drain, /admin/instances/{id}/role
+    GET  /                                          GET /debug/overview
 
 A request has one id: the response's `id` field, its `X-Request-Id` header (the client's own, if it sent one) and what
 /debug/requests/{id} answers to are the same. When it asks for several choices, choice i is `{id}-{i}`.
@@ -11,7 +12,8 @@ A request has one id: the response's `id` field, its `X-Request-Id` header (the 
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
@@ -34,6 +36,15 @@ from pdserve.router.tokenizer import Tokenizer
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SESSION_HEADER = "x-session-id"
 LATEST = 50
+PAGE = Path(__file__).parent / "page"
+PAGE_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'",
+    "Cache-Control": "no-cache",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
 LARGE_BODY = 32 * 1024  # from here on, tokenizing would keep other streams waiting: a thread does it
 
 
@@ -55,13 +66,16 @@ def create_app(
     backend: Backend,
     metrics_text: Callable[[], bytes],
     latest_timelines: Callable[[int], list[Timeline]],
+    overview: Callable[[], dict[str, object]],
 ) -> FastAPI:
-    """The app; `metrics_text` is the body of /metrics, `latest_timelines(count)` that of /debug/requests."""
+    """The app; `metrics_text` is the body of /metrics, `latest_timelines(count)` that of /debug/requests, `overview` that of
+    /debug/overview."""
     app = FastAPI(title="pdserve", redirect_slashes=False, openapi_url=None, docs_url=None, redoc_url=None)
     _add_errors(app)
     _Generations(config, tokenizer, backend).add_to(app)
     _Models(config, tokenizer, backend).add_to(app)
-    _Operations(backend, metrics_text, latest_timelines, config.max_n).add_to(app)
+    _Operations(backend, metrics_text, latest_timelines, overview, config.max_n).add_to(app)
+    _add_page(app)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     app.add_middleware(Guard, clients=Keys(config.api_key), operators=Keys(config.admin_key))
     app.add_middleware(RequestId)  # around the others: their errors have an id too
@@ -195,11 +209,13 @@ class _Operations:
         backend: Backend,
         metrics_text: Callable[[], bytes],
         latest_timelines: Callable[[int], list[Timeline]],
+        overview: Callable[[], dict[str, object]],
         max_n: int,
     ) -> None:
         self._backend = backend
         self._metrics_text = metrics_text
         self._latest_timelines = latest_timelines
+        self._overview = overview
         self._max_n = max_n
 
     def add_to(self, app: FastAPI) -> None:
@@ -207,6 +223,7 @@ class _Operations:
         app.add_api_route("/ready", self._ready, methods=["GET"])
         app.add_api_route("/metrics", self._metrics, methods=["GET"])
         app.add_api_route("/version", self._version, methods=["GET"])
+        app.add_api_route("/debug/overview", self._whole, methods=["GET"])
         app.add_api_route("/debug/requests", self._requests, methods=["GET"])
         app.add_api_route("/debug/requests/{request_id}", self._request, methods=["GET"])
         app.add_api_route("/debug/instances", self._instances, methods=["GET"])
@@ -227,6 +244,9 @@ class _Operations:
 
     async def _version(self) -> Response:
         return json_response({"version": __version__})
+
+    async def _whole(self) -> Response:
+        return json_response(self._overview(), headers={"Cache-Control": "no-store"})
 
     async def _requests(self) -> Response:
         return json_response({"requests": [timeline.as_dict() for timeline in self._latest_timelines(LATEST)]})
@@ -264,6 +284,22 @@ def _refuse_other_pages(request: Request) -> None:
     if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
         message = "this path takes orders only with the header Content-Type: application/json"
         raise UnsupportedMediaType(message, kind="unsupported_content_type", param="Content-Type")
+
+
+def _add_page(app: FastAPI) -> None:
+    """The live page. Its files hold no data and are open; what it shows comes from /debug/overview."""
+
+    def file(name: str) -> Callable[[], Awaitable[Response]]:
+        content = (PAGE / name).read_bytes()
+
+        async def answer() -> Response:
+            return Response(content, headers=PAGE_HEADERS, media_type=PAGE_TYPES[name.rpartition(".")[2]])
+
+        return answer
+
+    app.add_api_route("/", file("page.html"), methods=["GET", "HEAD"])
+    app.add_api_route("/page.css", file("page.css"), methods=["GET", "HEAD"])
+    app.add_api_route("/page.js", file("page.js"), methods=["GET", "HEAD"])
 
 
 async def _json_body(request: Request) -> bytes:

@@ -196,7 +196,9 @@ class Dispatcher:
     def _fault(self, member: Member, now: float) -> None:
         if self.fleet.breakers.failed(member.id, now):
             log.warning(
-                "%s has failed again and again; it gets nothing for a while, then one request, to see", member.id
+                "%s has failed again and again; it gets nothing for a while, then one request, to see",
+                member.id,
+                extra={"event": "breaker", "instance": member.id},
             )
 
     # ---- the hand-over ----------------------------------------------------------------------------------------
@@ -211,7 +213,20 @@ class Dispatcher:
                 case Action.FINALIZE:
                     assert flight.decode is not None
                     self._hand_over(flight, pb.HandOver(final=True))
-                    self._metrics.fallbacks.labels(kind=error.kind if error else event.value).inc()
+                    kind = error.kind if error else event.value
+                    self._metrics.fallbacks.labels(kind=kind).inc()
+                    extra = {
+                        "event": "fallback",
+                        "instance": flight.prefill.id,
+                        "request_id": flight.request.request_id,
+                    }
+                    log.warning(
+                        "%s: decode computes what %s did not hand over (%s)",
+                        flight.id,
+                        flight.prefill.id,
+                        kind,
+                        extra=extra,
+                    )
                 case Action.CANCEL_PREFILL:
                     self._let_go(flight, flight.prefill)
                 case Action.CANCEL_DECODE if flight.decode is not None:
@@ -220,6 +235,9 @@ class Dispatcher:
                     assert error is not None
                     flight.timeline.error = str(error)
                     flight.put(error)
+                    if error.status >= 500:
+                        extra = {"event": "failed", "request_id": flight.request.request_id}
+                        log.warning("%s failed: %s", flight.id, error, extra=extra)
         if flight.machine.ended:
             self._end(flight)
 
@@ -283,6 +301,7 @@ class Dispatcher:
                 prefill.instance_id,
                 prefill.connector,
                 IN_VAIN,
+                extra={"event": "in_vain", "instance": decode.instance_id},
             )
 
     def _end(self, flight: Flight) -> None:
@@ -340,7 +359,8 @@ class Dispatcher:
             return
         self._start(flight)
         self._metrics.migrations.labels(kind=error.kind).inc()
-        log.warning("%s goes on with %s: %s", flight.id, flight.timeline.decode_instance, error)
+        extra = {"event": "moved", "instance": failed.id, "request_id": flight.request.request_id}
+        log.warning("%s goes on with %s: %s", flight.id, flight.timeline.decode_instance, error, extra=extra)
 
     def _route(self, flight: Flight, avoid: Member | None = None) -> Ask:
         """Picks the prefill and the decode instance; None for decode when the first does it all.

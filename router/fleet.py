@@ -116,7 +116,7 @@ class Fleet(RouterServicer):
         self.breakers = Breakers()
         self.listener: Listener | None = None
         self.num_lost = 0
-        self._router_id = router_id
+        self.router_id = router_id
         self._model = model
         self._lease_seconds = lease_seconds
         self._token = token
@@ -132,13 +132,14 @@ class Fleet(RouterServicer):
         first = await anext(aiter(frames))
         refusal = self.refusal(first)
         if refusal:
-            log.warning("refused %s: %s", first.hello.instance_id or context.peer(), refusal)
+            who = first.hello.instance_id or context.peer()
+            log.warning("refused %s: %s", who, refusal, extra={"event": "refused", "instance": who})
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
         member = self._join(first.hello)
         reader = asyncio.create_task(self._read(member, frames))
         reader.add_done_callback(lambda task: self._reader_ended(member, task))
         try:
-            yield pb.RouterFrame(welcome=pb.Welcome(router_id=self._router_id, lease_seconds=self._lease_seconds))
+            yield pb.RouterFrame(welcome=pb.Welcome(router_id=self.router_id, lease_seconds=self._lease_seconds))
             while (frame := await member.outbox.get()) is not None:
                 yield frame
         finally:
@@ -188,7 +189,8 @@ class Fleet(RouterServicer):
         if hello.instance_id in self.members:
             self._leave(self.members[hello.instance_id], "it has dialled again")
         member = self.members[hello.instance_id] = Member(hello, heard=time.monotonic())
-        log.info("%s joined as %s with %d blocks", member.id, hello.role, hello.num_blocks)
+        extra = {"event": "joined", "instance": member.id}
+        log.info("%s joined as %s with %d blocks", member.id, hello.role, hello.num_blocks, extra=extra)
         return member
 
     def _leave(self, member: Member, reason: str) -> None:
@@ -197,7 +199,8 @@ class Fleet(RouterServicer):
         del self.members[member.id]
         self.index.forget(member.id)
         self.num_lost += 1
-        log.warning("%s left: %s; %d requests were with it", member.id, reason, len(member.requests))
+        extra = {"event": "left", "instance": member.id}
+        log.warning("%s left: %s; %d requests were with it", member.id, reason, len(member.requests), extra=extra)
         member.outbox.put_nowait(None)
         assert self.listener is not None
         self.listener.on_lost(member)
@@ -209,7 +212,8 @@ class Fleet(RouterServicer):
                 return
             assert self.listener is not None
             if frame.WhichOneof("frame") == "draining":
-                log.info("%s is draining; %d requests are with it", member.id, len(member.requests))
+                extra = {"event": "draining", "instance": member.id}
+                log.info("%s is draining; %d requests are with it", member.id, len(member.requests), extra=extra)
                 member.draining = True
                 self.listener.on_draining(member)
             elif frame.WhichOneof("frame") == "hello":

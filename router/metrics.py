@@ -22,7 +22,7 @@ class Metrics:
 
     def __init__(self, fleet: Fleet) -> None:
         self.registry = CollectorRegistry()
-        self._spans = {
+        self.spans = {
             name: Histogram(
                 f"pdserve_{name}_seconds",
                 f"from {start.value} to {end.value}",
@@ -37,11 +37,11 @@ class Metrics:
             buckets=SECONDS,
             registry=self.registry,
         )
-        self._requests = Counter(
+        self.requests = Counter(
             "pdserve_requests_total", "requests by how they ended", ["finish_reason"], registry=self.registry
         )
         self._prompt_tokens = Counter("pdserve_prompt_tokens_total", "of finished requests", registry=self.registry)
-        self._output_tokens = Counter(
+        self.output_tokens = Counter(
             "pdserve_output_tokens_total", "sent to clients or dropped with them", registry=self.registry
         )
         self.decisions = Counter(
@@ -90,10 +90,10 @@ class Metrics:
         for name, (start, end) in SPANS.items():
             seconds = timeline.span(start, end)
             if seconds is not None:
-                self._spans[name].observe(seconds)
-        self._requests.labels(finish_reason=timeline.finish_reason or "stop").inc()
+                self.spans[name].observe(seconds)
+        self.requests.labels(finish_reason=timeline.finish_reason or "stop").inc()
         self._prompt_tokens.inc(timeline.prompt_tokens)
-        self._output_tokens.inc(timeline.output_tokens)
+        self.output_tokens.inc(timeline.output_tokens)
 
     def text(self) -> bytes:
         """The exposition format."""

@@ -19,8 +19,10 @@ from pdserve.errors import SetupError
 from pdserve.router import fleet as fleet_module
 from pdserve.router.api import create_app
 from pdserve.router.dispatch import Dispatcher
+from pdserve.router.events import Events
 from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import Metrics
+from pdserve.router.overview import Overview
 from pdserve.router.policy import POLICIES
 from pdserve.router.tokenizer import Tokenizer
 
@@ -55,7 +57,10 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, listening: socket.s
     metrics = Metrics(fleet)
     dispatcher = Dispatcher(config, fleet, metrics)
     control, control_port = await fleet_module.serve(fleet, config.control_host, config.control_port)
-    app = create_app(config, tokenizer, dispatcher, metrics.text, dispatcher.timelines.latest)
+    events = Events()
+    logging.getLogger("pdserve").addHandler(events)
+    overview = Overview(dispatcher, metrics, events)
+    app = create_app(config, tokenizer, dispatcher, metrics.text, dispatcher.timelines.latest, overview.now)
     tls: dict[str, Any] = (
         {"ssl_certfile": config.ssl_certfile, "ssl_keyfile": config.ssl_keyfile} if config.ssl_certfile else {}
     )

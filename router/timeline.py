@@ -2,8 +2,9 @@
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import islice
 
-from pdserve.lifetime import Stage
+from pdserve.lifetime import PARTS, Stage
 from pdserve.router.placement import Placement
 from pdserve.router.policy import Decision
 
@@ -66,10 +67,22 @@ class Timeline:
             return None
         return max(0.0, self.stamps[end] - self.stamps[start])
 
+    def parts(self) -> list[tuple[str, str, float, float]]:
+        """What was done, by whom, from when to when, on the stamps' clock; without what has not ended."""
+        found = []
+        for name, (who, start, end) in PARTS.items():
+            if start in self.stamps and end in self.stamps:
+                found.append((name, who, self.stamps[start], max(self.stamps[start], self.stamps[end])))
+        return found
+
     def as_dict(self) -> dict[str, object]:
         """For /debug/requests/{id}: stages in milliseconds since `received`, in order of time."""
         start = min(self.stamps.values(), default=0.0)
         ordered = sorted(self.stamps.items(), key=lambda item: item[1])
+
+        def ms(at: float) -> float:
+            return round((at - start) * 1e3, 3)
+
         return {
             "request_id": self.request_id,
             "prefill_instance": self.prefill_instance,
@@ -88,7 +101,11 @@ class Timeline:
             },
             "stored": self.stored.as_dict(),
             "loaded": self.loaded.as_dict(),
-            "stages_ms": {stage.value: round((at - start) * 1e3, 3) for stage, at in ordered},
+            "stages_ms": {stage.value: ms(at) for stage, at in ordered},
+            "parts": [
+                {"name": name, "who": who, "start_ms": ms(begin), "end_ms": ms(end)}
+                for name, who, begin, end in self.parts()
+            ],
         }
 
 
@@ -109,4 +126,4 @@ class TimelineLog:
 
     def latest(self, count: int) -> list[Timeline]:
         """The newest first."""
-        return list(reversed(self._timelines.values()))[:count]
+        return list(islice(reversed(self._timelines.values()), count))

@@ -218,7 +218,7 @@ def make_app(backend: ScriptedBackend) -> Callable[..., FastAPI]:
 
     def make(tokenizer: Tokenizer, **settings: Any) -> FastAPI:
         config = RouterConfig(model="demo", max_body_bytes=20_000, max_n=8, **settings)
-        return create_app(config, tokenizer, backend, lambda: b"pdserve_up 1\n", backend.log.latest)
+        return create_app(config, tokenizer, backend, lambda: b"pdserve_up 1\n", backend.log.latest, dict)
 
     return make
 

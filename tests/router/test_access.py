@@ -26,9 +26,9 @@ from pdserve.router.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from tests.router.conftest import Client
 
-OPEN = ["/health", "/ready", "/metrics", "/version"]
+OPEN = ["/health", "/ready", "/metrics", "/version", "/", "/page.css", "/page.js"]
 OF_CLIENTS = ["/v1/models", "/v1/completions", "/tokenize", "/v1/nothing"]
-OF_OPERATORS = ["/debug/requests", "/debug/instances", "/admin/instances/decode-0/drain", "/nothing", "/"]
+OF_OPERATORS = ["/debug/requests", "/debug/overview", "/admin/instances/decode-0/drain", "/nothing"]
 
 
 @pytest.fixture
