@@ -153,7 +153,7 @@ def main() -> None:
     # As a container's first process we would otherwise not hear SIGTERM before a server installs its own handler.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S")
-    for noisy in ("httpx", "transformers", "asyncio"):
+    for noisy in ("httpx", "transformers", "asyncio", "torch"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
         app()

@@ -102,6 +102,8 @@ class TransferConfig(EngineConfig):
         super().__post_init__()
         if self.max_inflight_bytes is not None:
             parse_size(self.max_inflight_bytes)
+        if self.lease_seconds < 0:
+            raise ValueError(f"--lease-seconds must be 0 or more, not {self.lease_seconds}")
         if self.store_generated not in STORE_GENERATED:
             raise ValueError(f"--store-generated is {', '.join(STORE_GENERATED)}, not {self.store_generated!r}")
 
@@ -120,6 +122,25 @@ class InstanceConfig(TransferConfig):
         "serve this instance's own Prometheus metrics here; default: only through the router", None
     )
     drain_seconds: float = flag("how long running requests may go on in a drain before they are cut off", 25.0)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a setting that can never work."""
+        super().__post_init__()
+        if self.drain_seconds < 0:
+            raise ValueError(f"--drain-seconds must be 0 or more, not {self.drain_seconds}")
+        if self.metrics_port is not None:
+            _check_port("--metrics-port", self.metrics_port)
+        if not self.routers:
+            raise ValueError("--router is empty; write host:port, several with commas between them")
+        for address in self.routers:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal():
+                raise ValueError(f"--router: {address!r} is no address; write host:port, such as 127.0.0.1:8001")
+            _check_port(f"the port of --router {address}", int(port), least=1)
+
+    @property
+    def routers(self) -> list[str]:
+        return [address.strip() for address in self.router.split(",") if address.strip()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +191,10 @@ class RouterConfig(ModelConfig):
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name)}")
+        _check_port("--port", self.port)
+        _check_port("--control-port", self.control_port)
+        if self.port and self.port == self.control_port:
+            raise ValueError(f"--port and --control-port are both {self.port}; clients and instances need one each")
         Slo.parse(self.slo)
         if self.local_prefill_tokens is not None and self.local_prefill_tokens < 0:
             raise ValueError(f"--local-prefill-tokens must be 0 (never) or more, not {self.local_prefill_tokens}")
@@ -190,6 +215,22 @@ class UpConfig(TransferConfig):
     decode_policy: str = flag("how decode instances are picked; empty: as --policy says", "")
     local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None)
     slo: str = flag(SLO_HELP, "")
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a setting that can never work."""
+        super().__post_init__()
+        for name in ("prefill", "decode", "both"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"--{name} must be 0 or more, not {getattr(self, name)}")
+        _check_port("--port", self.port, least=1)
+        _check_port("--control-port", self.control_port)
+        if self.port == self.control_port:
+            raise ValueError(f"--port and --control-port are both {self.port}; clients and instances need one each")
+
+
+def _check_port(what: str, port: int, least: int = 0) -> None:
+    if not least <= port <= 65535:
+        raise ValueError(f"{what} must be from {least} to 65535, not {port}")
 
 
 def parse_size(text: str) -> int:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from pdserve.config import DEFAULT_PORT, UpConfig
 from pdserve.deployment import Deployment, free_port
+from pdserve.errors import SetupError
 from pdserve.up import curl_line
 
 QUESTION = "What is the capital of France?"
@@ -37,7 +38,11 @@ def demo(config: UpConfig) -> None:
         with console.status(
             f"starting a router and {instances} instances on {config.model} over {deployment.connector.split('://')[0]}:// …"
         ):
-            deployment.wait_ready()
+            try:
+                deployment.wait_ready()
+            except SetupError:
+                print("\n".join(log), file=sys.stderr)  # the reason is in it
+                raise
         for line in log:
             if "ready in" in line:
                 console.print("  " + line.split(" I ", 1)[-1], style="dim", soft_wrap=True)

@@ -222,14 +222,16 @@ class Deployment:
         return children
 
 
-def free_port(but: int = 0) -> int:
+def _port_of_the_system() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def free_port(but: int = 0, draw: Callable[[], int] = _port_of_the_system) -> int:
     """A TCP port that nothing on 127.0.0.1 uses at the moment, and not `but`, which is spoken for."""
-    port = but
-    while port == but:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-    return port
+    return next(port for port in iter(draw, 0) if port != but)
 
 
 def _flags(config: UpConfig) -> dict[str, object]:

@@ -51,7 +51,7 @@ def serve(role: str, config: InstanceConfig) -> None:
 
 async def _serve(role: str, config: InstanceConfig) -> None:
     token = config.control_token or os.environ.get("PDSERVE_CONTROL_TOKEN", "")
-    links = Links([address.strip() for address in config.router.split(",") if address.strip()], token)
+    links = Links(config.routers, token)
     started = time.monotonic()
     instance = Instance(config, links.send)
     if config.metrics_port is not None:

@@ -56,11 +56,11 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, listening: socket.s
     fleet = Fleet(f"router-{secrets.token_hex(4)}", config.name, config.lease_seconds, config.control_token)
     metrics = Metrics(fleet)
     dispatcher = Dispatcher(config, fleet, metrics)
-    control, control_port = await fleet_module.serve(fleet, config.control_host, config.control_port)
     events = Events()
     logging.getLogger("pdserve").addHandler(events)
     overview = Overview(dispatcher, metrics, events)
     app = create_app(config, tokenizer, dispatcher, metrics.text, dispatcher.timelines.latest, overview.now)
+    control, control_port = await fleet_module.serve(fleet, config.control_host, config.control_port)
     tls: dict[str, Any] = (
         {"ssl_certfile": config.ssl_certfile, "ssl_keyfile": config.ssl_keyfile} if config.ssl_certfile else {}
     )

@@ -90,15 +90,28 @@ def test_a_port_in_use(pdserve: Command, checkpoint: Callable[..., Path]) -> Non
         (["prefill", "--device", "quantum"], "device 'quantum' is not supported"),
         (["prefill", "--kernel", "magic"], "kernel 'magic' is unknown"),
         (["prefill", "--num-blocks", "16", "--max-model-len", "999"], "does not fit into 16 blocks"),
+        (["prefill", "--lease-seconds", "-1"], "--lease-seconds must be 0 or more, not -1.0"),
+        (["decode", "--drain-seconds", "-1"], "--drain-seconds must be 0 or more, not -1.0"),
+        (["decode", "--metrics-port", "65536"], "--metrics-port must be from 0 to 65535, not 65536"),
+        (["decode", "--router", ","], "--router is empty; write host:port"),
+        (["decode", "--router", "127.0.0.1:8001,other"], "--router: 'other' is no address; write host:port"),
+        (["decode", "--router", "other:0"], "the port of --router other:0 must be from 1 to 65535"),
+        (["router", "--control-port", "-1"], "--control-port must be from 0 to 65535, not -1"),
+        (["router", "--port", "9000", "--control-port", "9000"], "--port and --control-port are both 9000"),
+        (["router", "--port", "0", "--control-port", "0", "--api-key", "a,,b"], "a key is empty"),
         (["up", "--prefill", "0", "--decode", "1"], "no request could be served"),
+        (["up", "--prefill", "-1", "--both", "1"], "--prefill must be 0 or more, not -1"),
+        (["up", "--port", "0"], "--port must be from 1 to 65535, not 0"),
+        (["up", "--port", "9000", "--control-port", "9000"], "--port and --control-port are both 9000"),
     ],
 )
 def test_bad_settings(arguments: list[str], message: str, pdserve: Command, checkpoint: Callable[..., Path]) -> None:
     fails(pdserve(*arguments, "--model", str(checkpoint("llama"))), message)
 
 
-def test_up_says_why_a_part_could_not_start(pdserve: Command) -> None:
-    done = pdserve("up", "--model", "/no/such/place", "--port", str(free_port()))
+@pytest.mark.parametrize("command", ["up", "demo"])
+def test_a_part_that_cannot_start_is_heard(command: str, pdserve: Command) -> None:
+    done = pdserve(command, "--model", "/no/such/place", "--port", str(free_port()))
     assert done.returncode == 2
-    assert "no such model directory: /no/such/place" in done.stdout
+    assert "no such model directory: /no/such/place" in done.stdout + done.stderr
     assert "could not start; its reason stands above" in done.stderr
