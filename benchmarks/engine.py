@@ -5,10 +5,17 @@ sequence continued (decode). The roofline is measured in the same run: the rate 
 decoding, the rate of a matrix product bounds prefill; of each step the slower of the two counts.
 """
 
+import contextlib
+import hashlib
+import json
+import os
+import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,12 +49,18 @@ class Settings:
     kernel: str = flag("attention kernel of ours", EngineConfig.kernel)
     threads: int | None = flag("CPU threads; default: all cores", None)
     max_num_batched_tokens: int = flag("tokens in one step at most", EngineConfig.max_num_batched_tokens)
-    peer: str = flag("also measure: transformers (generate, static batch)", "")
+    peers: str = flag(
+        "also measure, each in its own environment: transformers, openvino, llama_cpp, vllm; by comma", ""
+    )
+    peers_folder: str = flag("where peers/install has put them; converted checkpoints stay there too", "")
     quick: bool = flag(report.QUICK_HELP, False)
     note: str = flag(report.NOTE_HELP, "")
     out: str = flag(report.OUT_HELP, "")
 
 
+PEER = Path(__file__).parent / "peers" / "peer.py"
+PEERS = ("transformers", "openvino", "llama_cpp", "vllm")
+CONVERTED = ("openvino", "llama_cpp")  # do not load the checkpoint itself
 QUICK = {"requests": 4, "prompt_tokens": 16, "output_tokens": 8, "prefill_tokens": 64, "repeat": 1}
 ROOFLINE_BYTES = 1 << 30  # more than any cache
 ROOFLINE_PIECE = 1 << 26  # read at a time: short goes, some of which nothing else on the machine disturbs
@@ -193,42 +206,79 @@ class OurEngine:
         self._forward += seconds
 
 
-class Transformers:
-    """`generate` over a static batch."""
+class Peer:
+    """Another engine in a process of its own, which is stopped while nothing is asked of it."""
 
-    def __init__(self, path: Path, settings: Settings) -> None:
-        dtype = checkpoints.torch_dtype(settings.dtype)
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-        self._model = model.to(settings.device).eval()
-
-    @torch.inference_mode()
-    def run(self, prompts: list[list[int]], output_tokens: int) -> Timing:
-        timing = Timing([], [], 0, [])
-        started, cpu = _now(), time.process_time()
-
-        def stamp(ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
-            """Called after each token."""
-            timing.steps.append(_now() - started)
-            timing.cpu.append(time.process_time() - cpu)
-            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-
-        ids = torch.tensor(prompts, device=self._model.device)
-        self._model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=output_tokens,
-            min_new_tokens=output_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            stopping_criteria=transformers.StoppingCriteriaList([stamp]),
+    def __init__(self, name: str, path: Path, settings: Settings) -> None:
+        options = [str(settings.threads), settings.dtype, settings.device]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(settings.threads)}
+        environment.pop("OMP_WAIT_POLICY", None)
+        self._name = name
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        self._process = subprocess.Popen(
+            [_python(name, settings), str(PEER), "run", name, str(path), *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment,
         )
-        return timing
+        try:
+            self._answer()
+        except SetupError:
+            self.close()
+            raise
+
+    def run(self, prompts: list[list[int]], output_tokens: int) -> Timing:
+        self._process.send_signal(signal.SIGCONT)
+        assert self._process.stdin is not None
+        print(json.dumps({"prompts": prompts, "output_tokens": output_tokens}), file=self._process.stdin, flush=True)
+        return Timing(**json.loads(self._answer()), forward=[])
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._log.close()
+
+    def _answer(self) -> str:
+        """The next line; the process is stopped after that."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            raise SetupError(f"{self._name} ended; the last that it said: {self._log.read()[-2000:]}")
+        self._process.send_signal(signal.SIGSTOP)
+        return line
+
+
+def _python(name: str, settings: Settings, purpose: str = "") -> str:
+    """The interpreter of a peer's environment; of ours for transformers."""
+    if name == "transformers":
+        return sys.executable
+    python = Path(settings.peers_folder) / (name + purpose) / "bin/python"
+    if purpose and not python.exists():
+        return _python(name, settings)
+    if not python.exists():
+        raise SetupError(f"{name} is not there: benchmarks/peers/install FOLDER {name}, then --peers-folder FOLDER")
+    return str(python)
+
+
+def _convert(name: str, path: Path, settings: Settings) -> None:
+    """Writes what the peer loads, unless an earlier run has."""
+    if name in CONVERTED and not path.with_name(f"{path.name}-{name}").exists():
+        command = [_python(name, settings, "_convert"), str(PEER), "convert", name, str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise SetupError(f"the checkpoint could not be converted for {name}: {done.stderr[-2000:]}")
 
 
 def benchmark(settings: Settings) -> None:
     """Measure the engine: offline throughput, prefill, decode, each beside its roofline."""
-    if settings.peer not in ("", "transformers"):
-        raise SetupError(f"--peer {settings.peer!r} is not known; there is: transformers")
+    unknown = set(_peers(settings)) - set(PEERS)
+    if unknown:
+        raise SetupError(f"--peers {','.join(unknown)} is not known; there is: {', '.join(PEERS)}")
+    for name in _peers(settings):
+        _python(name, settings)
     shape = checkpoints.TINY if settings.quick else checkpoints.QWEN3_0_6B
     shape = replace(shape, dtype=settings.dtype)
     if settings.quick:
@@ -259,13 +309,18 @@ def _measure(
     """Timings by engine and task. Engines and tasks take turns, so that what else the machine does hits all alike."""
     timings: dict[tuple[str, str], list[Timing]] = {}
     roofline = Roofline(0, 0)
-    with tempfile.TemporaryDirectory() as folder, Console(stderr=True).status("…") as status:
+    with contextlib.ExitStack() as stack:
+        status = stack.enter_context(Console(stderr=True).status("…"))
         status.update("writing the checkpoint")
-        path = checkpoints.make(shape, Path(folder))
+        path = stack.enter_context(_checkpoint(shape, settings))
         status.update("loading it")
         runs: dict[str, Run] = {"pdserve": OurEngine(path, settings, max(task.blocks for task in tasks)).run}
-        if settings.peer:
-            runs[settings.peer] = Transformers(path, settings).run
+        for name in _peers(settings):
+            status.update(f"{name}: converting the checkpoint, and loading it")
+            _convert(name, path, settings)
+            peer = Peer(name, path, settings)
+            stack.callback(peer.close)
+            runs[name] = peer.run
         for name, run in runs.items():
             for task in tasks:
                 status.update(f"{name}, {task.name}: warming up")
@@ -282,6 +337,24 @@ def _measure(
                     timing = run(task.prompts(shape.vocabulary, seed=turn), task.output_tokens)
                     timings.setdefault((name, task.name), []).append(timing)
     return timings, roofline
+
+
+@contextlib.contextmanager
+def _checkpoint(shape: Shape, settings: Settings) -> Iterator[Path]:
+    """A new one, or the one that the peers' folder has of this shape: what they convert and compile then stays."""
+    if not settings.peers_folder:
+        with tempfile.TemporaryDirectory() as folder:
+            yield checkpoints.make(shape, Path(folder) / "checkpoint")
+        return
+    path = Path(settings.peers_folder) / f"checkpoint-{hashlib.sha256(repr(shape).encode()).hexdigest()[:8]}"
+    if not path.exists():
+        unfinished = path.with_name(f"{path.name}-unfinished")
+        checkpoints.make(shape, unfinished).rename(path)
+    yield path.resolve()
+
+
+def _peers(settings: Settings) -> list[str]:
+    return settings.peers.split(",") if settings.peers else []
 
 
 def _rows(

@@ -25,7 +25,7 @@ def run(script: str, out: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_engine(tmp_path: Path) -> None:
-    content = run("engine.py", tmp_path, "--peer", "transformers")
+    content = run("engine.py", tmp_path, "--peers", "transformers")
     assert content["roofline"]["read_gb_per_s"] > 0 and content["roofline"]["gflops"] > 0
     rows = {(row["engine"], row["task"]): row for row in content["rows"]}
     assert rows.keys() == {(e, t) for e in ("pdserve", "transformers") for t in ("offline", "prefill", "decode")}
