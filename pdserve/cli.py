@@ -1,14 +1,13 @@
 """The command line. Heavy imports wait until a command needs them, so that `--help` and mistakes answer at once."""
 
 import json
-import logging
 import os
 import signal
 import sys
 
 import typer
 
-from pdserve import __version__
+from pdserve import __version__, logs
 from pdserve.config import DEFAULT_PORT, InstanceConfig, RouterConfig, UpConfig
 from pdserve.errors import SetupError
 from pdserve.flags import command_of
@@ -42,6 +41,7 @@ def demo(config: UpConfig) -> None:
 
 def router(config: RouterConfig) -> None:
     """Start one router."""
+    logs.set_up(config.log_format)
     from pdserve.router.server import serve
 
     serve(config)
@@ -49,6 +49,7 @@ def router(config: RouterConfig) -> None:
 
 def instance(config: InstanceConfig, role: str) -> None:
     """Start one instance and attach it to its routers."""
+    logs.set_up(config.log_format)
     from pdserve.serve_instance import serve
 
     serve(role, config)
@@ -152,9 +153,7 @@ def main() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # As a container's first process we would otherwise not hear SIGTERM before a server installs its own handler.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S")
-    for noisy in ("httpx", "transformers", "asyncio", "torch"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    logs.set_up()
     try:
         app()
     except SetupError as error:

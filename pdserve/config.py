@@ -14,10 +14,13 @@ DEFAULT_PORT = 8000
 DTYPES = ("float32", "bfloat16", "float16")
 KERNELS = ("reference", "cpu", "triton")
 SCHEDULING_POLICIES = ("fcfs", "priority")
+LOG_FORMATS = ("text", "json")
+LOG_HELP = "of log lines: text, or json, an object for each line"
 STORE_GENERATED = ("auto", "on", "off")
 DEFAULT_CONTROL_PORT = 8001
 LOCAL_PREFILL_HELP = "decode computes prompts with so few uncached tokens itself; 0: none; default: by forecast"
 SLO_HELP = "refuse requests that would break this by forecast, such as ttft=500ms,itl=50ms; empty: none"
+OTLP_HELP = "where traces of requests go, by OTLP over HTTP, such as http://collector:4318; empty: nowhere"
 POLICY_HELP = "how P and D are picked: auto, round_robin, least_loaded, power_of_two, session, prefix_aware"
 
 
@@ -121,6 +124,7 @@ class InstanceConfig(TransferConfig):
     metrics_port: int | None = flag(
         "serve this instance's own Prometheus metrics here; default: only through the router", None
     )
+    log_format: str = flag(LOG_HELP, "text")
     drain_seconds: float = flag("how long running requests may go on in a drain before they are cut off", 25.0)
 
     def __post_init__(self) -> None:
@@ -176,7 +180,10 @@ class RouterConfig(ModelConfig):
     )
     ssl_certfile: str = flag("certificate chain in PEM: clients speak TLS; with --ssl-keyfile", "")
     ssl_keyfile: str = flag("its private key in PEM", "")
+    otlp_endpoint: str = flag(OTLP_HELP, "")
     cors_origins: str = flag("origins whose web pages may ask, comma separated, or *; empty: none", "")
+    log_format: str = flag(LOG_HELP, "text")
+    log_requests: bool = flag("log a line for each request that has ended", False)
     timelines: int = flag("how many finished requests /debug/requests remembers", 1000)
 
     def __post_init__(self) -> None:
@@ -215,6 +222,7 @@ class UpConfig(TransferConfig):
     decode_policy: str = flag("how decode instances are picked; empty: as --policy says", "")
     local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None)
     slo: str = flag(SLO_HELP, "")
+    otlp_endpoint: str = flag(OTLP_HELP, "")
 
     def __post_init__(self) -> None:
         """Raises ValueError for a setting that can never work."""

@@ -95,6 +95,7 @@ class Request:
     keys: dict[int, list[bytes]] = field(default_factory=dict, repr=False)  # block size → of the prompt's full blocks
     multi_turn: bool = False  # a chat: another turn may follow, whose prompt begins with this one's and its output
     priority: int = 0  # lower goes first, where instances schedule by it
+    traceparent: str = ""  # the client's span, as OpenTelemetry writes it
     session: str = ""  # what the client says belongs together: a policy may keep it in one place
     received: float | None = None  # on the monotonic clock, when the router got the body
 

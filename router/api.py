@@ -25,7 +25,7 @@ from starlette.responses import Response
 from pdserve import __version__
 from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest, NotFound, RequestError, Unavailable
-from pdserve.router import openai, responses, schemas
+from pdserve.router import openai, responses, schemas, tracing
 from pdserve.router.access import Guard, Keys
 from pdserve.router.middleware import BodyLimit, InternalError, RequestId, error_response, json_response
 from pdserve.router.respond import CLIENT_GONE, ChunkStream, EventStream, Generation, Word, answer, whole_body
@@ -143,7 +143,8 @@ class _Generations:
     ) -> Response:
         raw = await _json_body(request)
         session = request.headers.get(SESSION_HEADER, "")
-        origin = openai.Origin(request.state.request_id, time.monotonic(), session)
+        span = tracing.traceparent(request.headers)
+        origin = openai.Origin(request.state.request_id, time.monotonic(), session, span)
         plan = await _aside(raw, lambda: make_plan(raw, origin))
         generation = Generation(plan, self._tokenizer, self._backend)
         return stream(generation) if plan.stream else await answer(generation, request.receive, word)

@@ -38,6 +38,7 @@ class Dispatcher:
         self.flights: dict[str, Flight] = {}
         self.timelines = TimelineLog(config.timelines)
         self._open: set[str] = set()  # request ids; a flight that moves changes its own id
+        self.watchers = [metrics.finished]  # of requests that have ended
         self._metrics = metrics
         self._pairs = Pairs()
         self._budget = RetryBudget()
@@ -316,7 +317,8 @@ class Dispatcher:
         timeline.stamp(Stage.FINISHED, time.monotonic())
         if flight.machine.state is State.FAILED:
             timeline.finish_reason = "error"
-        self._metrics.finished(timeline)
+        for finished in self.watchers:
+            finished(timeline)
 
     # ---- to the instances -------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ class Flight:
     def __init__(self, request: Request, machine: HandOver, on_cancel: "Callable[[Flight], None]") -> None:
         self.request = request
         self.machine = machine
-        self.timeline = Timeline(request.request_id, prompt_tokens=len(request.prompt))
+        self.timeline = Timeline(request.request_id, request.traceparent, prompt_tokens=len(request.prompt))
         self.last_token_at: float | None = None
         self.emitted: list[int] = []
         self.cached: dict[str, int] = {}  # instance id → leading tokens in its pool when it was picked

@@ -32,11 +32,12 @@ DEFAULT_COMPLETION_TOKENS = 16
 @dataclass(frozen=True)
 class Origin:
     """What an HTTP request brings beside its body: its id, when the body was there on the monotonic clock, and the
-    session that its header names."""
+    session and the span that its headers name."""
 
     request_id: str
     received: float
     session: str = ""
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +244,7 @@ def _requests(
             priority=priority,
             keys=keys,
             session=session,
+            traceparent=origin.traceparent,
             multi_turn=chat,
             received=origin.received,
         )

@@ -24,7 +24,9 @@ from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import Metrics
 from pdserve.router.overview import Overview
 from pdserve.router.policy import POLICIES
+from pdserve.router.timeline import log_ended
 from pdserve.router.tokenizer import Tokenizer
+from pdserve.router.tracing import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +58,11 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, listening: socket.s
     fleet = Fleet(f"router-{secrets.token_hex(4)}", config.name, config.lease_seconds, config.control_token)
     metrics = Metrics(fleet)
     dispatcher = Dispatcher(config, fleet, metrics)
+    tracer = Tracer(config.otlp_endpoint) if config.otlp_endpoint else None
+    if tracer is not None:
+        dispatcher.watchers.append(tracer.finished)
+    if config.log_requests:
+        dispatcher.watchers.append(log_ended)
     events = Events()
     logging.getLogger("pdserve").addHandler(events)
     overview = Overview(dispatcher, metrics, events)
@@ -80,6 +87,8 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, listening: socket.s
         await asyncio.gather(*watches, return_exceptions=True)
         fleet.close()
         await control.stop(grace=2.0)
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
 
 
 class _Server(uvicorn.Server):

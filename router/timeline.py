@@ -1,5 +1,6 @@
 """What happened to one request and when, on the router's clock: served at /debug/requests/{id}, source of the metrics."""
 
+import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import islice
@@ -7,6 +8,8 @@ from itertools import islice
 from pdserve.lifetime import PARTS, Stage
 from pdserve.router.placement import Placement
 from pdserve.router.policy import Decision
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -36,6 +39,7 @@ class Timeline:
     """
 
     request_id: str
+    traceparent: str = ""  # the client's span
     stamps: dict[Stage, float] = field(default_factory=dict)
     prefill_instance: str = ""
     decode_instance: str = ""
@@ -85,6 +89,7 @@ class Timeline:
 
         return {
             "request_id": self.request_id,
+            "traceparent": self.traceparent,
             "prefill_instance": self.prefill_instance,
             "decode_instance": self.decode_instance,
             "placement": vars(self.placement) if self.placement else None,
@@ -107,6 +112,25 @@ class Timeline:
                 for name, who, begin, end in self.parts()
             ],
         }
+
+
+def log_ended(timeline: Timeline) -> None:
+    """One line for a request that has ended."""
+    ttft = timeline.span(Stage.RECEIVED, Stage.FIRST_TOKEN)
+    took = timeline.span(Stage.RECEIVED, Stage.FINISHED)
+    request = {
+        "finish_reason": timeline.finish_reason,
+        "prompt_tokens": timeline.prompt_tokens,
+        "cached_tokens": timeline.cached_tokens,
+        "output_tokens": timeline.output_tokens,
+        "ttft_ms": None if ttft is None else round(ttft * 1e3, 3),
+        "e2e_ms": None if took is None else round(took * 1e3, 3),
+        "prefill_instance": timeline.prefill_instance,
+        "decode_instance": timeline.decode_instance,
+        "migrations": timeline.migrations,
+    }
+    words = " ".join(f"{name}={value}" for name, value in request.items())
+    log.info("%s ended: %s", timeline.request_id, words, extra={"request_id": timeline.request_id, "request": request})
 
 
 class TimelineLog:

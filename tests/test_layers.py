@@ -24,6 +24,7 @@ CORE = {
     "handover",
     "keys",
     "lifetime",
+    "logs",
     "model_path",
     "request",
     "slo",
