@@ -21,6 +21,7 @@ DEFAULT_CONTROL_PORT = 8001
 LOCAL_PREFILL_HELP = "decode computes prompts with so few uncached tokens itself; 0: none; default: by forecast"
 SLO_HELP = "refuse requests that would break this by forecast, such as ttft=500ms,itl=50ms; empty: none"
 OTLP_HELP = "where traces of requests go, by OTLP over HTTP, such as http://collector:4318; empty: nowhere"
+KEYS_FILE_HELP = "TOML file of further API keys, each with its limits and its weight; empty: none"
 POLICY_HELP = "how P and D are picked: auto, round_robin, least_loaded, power_of_two, session, prefix_aware"
 
 
@@ -158,7 +159,8 @@ class RouterConfig(ModelConfig):
     decode_policy: str = flag("how decode instances are picked; empty: as --policy says", "")
     local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None)
     slo: str = flag(SLO_HELP, "")
-    max_requests: int = flag("requests under way at most, each choice counted; more get a 429", 4096)
+    max_requests: int = flag("requests under way at most, each choice counted; more wait", 4096)
+    max_queue: int = flag("requests that wait to be let in, in fair order of their keys; more get a 429", 1024)
     lease_seconds: float = flag("an instance silent for this long is dropped", 1.5)
     handover_timeout_seconds: float = flag("a hand-over that makes no progress for this long ends in a 503", 60.0)
     max_body_bytes: int = flag("request bodies larger than this get a 413", 4 * 1024 * 1024)
@@ -168,6 +170,7 @@ class RouterConfig(ModelConfig):
         "",
         secret=True,
     )
+    keys_file: str = flag(KEYS_FILE_HELP, "")
     admin_key: str = flag(
         "the same for /debug and other paths of operators; default: PDSERVE_ADMIN_KEY in the environment",
         "",
@@ -202,6 +205,8 @@ class RouterConfig(ModelConfig):
         _check_port("--control-port", self.control_port)
         if self.port and self.port == self.control_port:
             raise ValueError(f"--port and --control-port are both {self.port}; clients and instances need one each")
+        if self.max_queue < 0:
+            raise ValueError(f"--max-queue must be 0 or more, not {self.max_queue}")
         Slo.parse(self.slo)
         if self.local_prefill_tokens is not None and self.local_prefill_tokens < 0:
             raise ValueError(f"--local-prefill-tokens must be 0 (never) or more, not {self.local_prefill_tokens}")
@@ -223,6 +228,7 @@ class UpConfig(TransferConfig):
     local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None)
     slo: str = flag(SLO_HELP, "")
     otlp_endpoint: str = flag(OTLP_HELP, "")
+    keys_file: str = flag(KEYS_FILE_HELP, "")
 
     def __post_init__(self) -> None:
         """Raises ValueError for a setting that can never work."""

@@ -194,7 +194,7 @@ class Deployment:
         host, port = self._control.rsplit(":", 1)
         arguments = ["router", "--model", config.model, "--served-model-name", config.name]
         arguments += ["--host", config.host, "--port", str(config.port), "--policy", config.policy]
-        arguments += ["--slo", config.slo, "--otlp-endpoint", config.otlp_endpoint]
+        arguments += ["--slo", config.slo, "--otlp-endpoint", config.otlp_endpoint, "--keys-file", config.keys_file]
         arguments += ["--prefill-policy", config.prefill_policy, "--decode-policy", config.decode_policy]
         if config.local_prefill_tokens is not None:
             arguments += ["--local-prefill-tokens", str(config.local_prefill_tokens)]

@@ -8,6 +8,7 @@ from pdserve.errors import BadRequest
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+LEVEL = 1000  # arrivals that one level of priority is worth, wherever requests wait
 
 
 @dataclass(frozen=True)

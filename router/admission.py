@@ -14,15 +14,16 @@ from pdserve.slo import Slo
 LONGEST_RETRY_S = 60
 
 
-def admit(slo: Slo, prefill: Candidate, decode: Candidate, ask: Ask) -> Overloaded | None:
-    """By the forecasts of `auto`, whatever the policies are. Prefill and decode may be the same instance.
+def admit(slo: Slo, prefill: Candidate, decode: Candidate, ask: Ask, waited: float = 0.0) -> Overloaded | None:
+    """By the forecasts of `auto`, whatever the policies are. Prefill and decode may be the same instance. `waited` is how
+    many seconds ago the request came.
 
     Returns the error for the client, with the seconds after which it may look better, or None.
 
     A request in which there is nothing to decode has no time between tokens.
     """
-    ttft = time_to_first_token(prefill, ask)
-    if ttft > slo.ttft and prefill.prefills:
+    ttft = waited + time_to_first_token(prefill, ask)
+    if ttft > slo.ttft and (prefill.prefills or waited > slo.ttft):
         words = f"the first token would come after {ttft:.3g} s, by forecast, because of the prompts before this one"
         words += f"; --slo says {slo.ttft:.3g} s"
         return Overloaded(words, kind="slo_ttft", retry_after_s=_whole(ttft - slo.ttft))

@@ -27,7 +27,10 @@ from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest, NotFound, RequestError, Unavailable
 from pdserve.router import openai, responses, schemas, tracing
 from pdserve.router.access import Guard, Keys
+from pdserve.router.gate import Gate
+from pdserve.router.key_file import declared
 from pdserve.router.middleware import BodyLimit, InternalError, RequestId, error_response, json_response
+from pdserve.router.quota import RATE_HEADERS
 from pdserve.router.respond import CLIENT_GONE, ChunkStream, EventStream, Generation, Word, answer, whole_body
 from pdserve.router.stream import Backend, ModelInfo
 from pdserve.router.timeline import Timeline
@@ -64,6 +67,7 @@ def create_app(
     config: RouterConfig,
     tokenizer: Tokenizer,
     backend: Backend,
+    gate: Gate,
     metrics_text: Callable[[], bytes],
     latest_timelines: Callable[[int], list[Timeline]],
     overview: Callable[[], dict[str, object]],
@@ -72,16 +76,16 @@ def create_app(
     /debug/overview."""
     app = FastAPI(title="pdserve", redirect_slashes=False, openapi_url=None, docs_url=None, redoc_url=None)
     _add_errors(app)
-    _Generations(config, tokenizer, backend).add_to(app)
+    _Generations(config, tokenizer, backend, gate).add_to(app)
     _Models(config, tokenizer, backend).add_to(app)
     _Operations(backend, metrics_text, latest_timelines, overview, config.max_n).add_to(app)
     _add_page(app)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
-    app.add_middleware(Guard, clients=Keys(config.api_key), operators=Keys(config.admin_key))
+    app.add_middleware(Guard, clients=Keys(gate.keys), operators=Keys(declared(config.admin_key)))
     app.add_middleware(RequestId)  # around the others: their errors have an id too
     if config.cors_origins:
         origins = [origin.strip() for origin in config.cors_origins.split(",")]
-        headers = ["X-Request-Id", "Retry-After"]
+        headers = ["X-Request-Id", "Retry-After", *RATE_HEADERS]
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
@@ -95,10 +99,13 @@ def create_app(
 class _Generations:
     """/v1/completions, /v1/chat/completions and /v1/responses."""
 
-    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, backend: Backend) -> None:
-        self._config = config
+    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, backend: Backend, gate: Gate) -> None:
+        self._max_n = min(
+            config.max_n, config.max_requests
+        )  # who asks for more places than there are would wait for ever
         self._tokenizer = tokenizer
         self._backend = backend
+        self._gate = gate
 
     def add_to(self, app: FastAPI) -> None:
         app.add_api_route("/v1/completions", self._completions, methods=["POST"])
@@ -116,11 +123,11 @@ class _Generations:
 
     def _completion_plan(self, raw: bytes, origin: openai.Origin) -> openai.Plan:
         body = schemas.shape(schemas.CompletionBody, schemas.parse_json(raw))
-        return openai.completion_plan(body, origin, self._tokenizer, self._model(), self._config.max_n)
+        return openai.completion_plan(body, origin, self._tokenizer, self._model(), self._max_n)
 
     def _chat_plan(self, raw: bytes, origin: openai.Origin) -> openai.Plan:
         body = schemas.shape(schemas.ChatBody, schemas.parse_json(raw))
-        return openai.chat_plan(body, origin, self._tokenizer, self._model(), self._config.max_n)
+        return openai.chat_plan(body, origin, self._tokenizer, self._model(), self._max_n)
 
     def _model(self) -> ModelInfo:
         info = self._backend.model()
@@ -131,7 +138,7 @@ class _Generations:
     def _response_plan(self, raw: bytes, origin: openai.Origin) -> openai.Plan:
         body = schemas.shape(schemas.ResponseBody, schemas.parse_json(raw))
         chat = responses.chat_of(body)
-        plan = openai.chat_plan(chat, origin, self._tokenizer, self._model(), self._config.max_n)
+        plan = openai.chat_plan(chat, origin, self._tokenizer, self._model(), self._max_n)
         return responses.response_plan(body, plan)
 
     async def _generate(
@@ -146,7 +153,13 @@ class _Generations:
         span = tracing.traceparent(request.headers)
         origin = openai.Origin(request.state.request_id, time.monotonic(), session, span)
         plan = await _aside(raw, lambda: make_plan(raw, origin))
-        generation = Generation(plan, self._tokenizer, self._backend)
+        try:
+            place = await self._gate.enter(request.state.key, plan, request.receive)
+        finally:
+            request.state.headers = self._gate.headers(request.state.key)
+        if place is None:
+            return Response(status_code=CLIENT_GONE)
+        generation = Generation(plan, self._tokenizer, self._backend, place.leave)
         return stream(generation) if plan.stream else await answer(generation, request.receive, word)
 
 

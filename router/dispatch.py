@@ -79,11 +79,10 @@ class Dispatcher:
         machine = HandOver(now, self.config.handover_timeout_seconds)
         flight = Flight(request, machine, on_cancel=lambda flight: self.handle(flight, Event.CANCELLED))
         flight.timeline.stamp(Stage.RECEIVED, request.received or now)
-        if len(self._open) >= self.config.max_requests:
-            words = f"{len(self._open)} requests are under way, which is --max-requests"
-            self._refuse(Overloaded(words, kind="max_requests", retry_after_s=1))
         ask = self._route(flight)
-        self._refuse(admit(self._slo, flight.prefill.load, flight.last_member.load, ask))
+        self._refuse(
+            admit(self._slo, flight.prefill.load, flight.last_member.load, ask, now - (request.received or now))
+        )
         flight.timeline.stamp(Stage.ADMITTED, time.monotonic())
         self._start(flight)
         self._open.add(request.request_id)

@@ -62,6 +62,30 @@ class Metrics:
             ["reason"],
             registry=self.registry,
         )
+        self.key_requests = Gauge(
+            "pdserve_key_requests_under_way",
+            "requests of an API key, each choice counted",
+            ["key"],
+            registry=self.registry,
+        )
+        self.key_waiting = Gauge(
+            "pdserve_key_requests_waiting",
+            "requests of an API key that wait to be let in, answers of several choices counted once",
+            ["key"],
+            registry=self.registry,
+        )
+        self.key_tokens = Counter(
+            "pdserve_key_tokens_total",
+            "prompt and output tokens of an API key's requests that ended",
+            ["key"],
+            registry=self.registry,
+        )
+        self.key_refusals = Counter(
+            "pdserve_key_refusals_total",
+            "requests of an API key that were refused for its limits, or because too many waited",
+            ["key", "reason"],
+            registry=self.registry,
+        )
         self.fallbacks = Counter(
             "pdserve_handover_fallbacks_total",
             "hand-overs that decode had to complete by computing, by what happened to prefill",

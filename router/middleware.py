@@ -49,7 +49,7 @@ class InternalError(RequestError):
 class RequestId:
     """Gives each request its id, the client's own or a new one, and each response the header with it.
 
-    The endpoints find it in `request.state.request_id`.
+    The endpoints find it in `request.state.request_id`, and may put further headers into `request.state.headers`.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -70,7 +70,9 @@ class RequestId:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[ID_HEADER] = request_id
+                headers = MutableHeaders(scope=message)
+                headers[ID_HEADER] = request_id
+                headers.update(scope["state"].get("headers", {}))
             await send(message)
 
         await self.app(scope, receive, send_with_id)

@@ -77,11 +77,15 @@ class Choice:
 
 
 class Generation:
-    """The choices of one request, from the moment that the backend has accepted them all."""
+    """The choices of one request, from the moment that the backend has accepted them all.
 
-    def __init__(self, plan: Plan, tokenizer: Tokenizer, backend: Backend) -> None:
+    `leave` is called once or more when it is over, with the tokens of its prompts and of its choices, or 0 if it was refused.
+    """
+
+    def __init__(self, plan: Plan, tokenizer: Tokenizer, backend: Backend, leave: Callable[[int], None]) -> None:
         """Raises RequestError, with nothing left running, if the backend refuses one of them."""
         self.plan = plan
+        self._leave = leave
         self.tokenizer = tokenizer
         self.choices: list[Choice] = []
         try:
@@ -92,6 +96,7 @@ class Generation:
                 tools = ToolCalls(plan.tools.format, plan.tools.names, plan.tools.single) if plan.tools else None
                 self.choices.append(Choice(index, backend.open(request), text, echo, tools))
         except BaseException:
+            leave(0)
             self.close()
             raise
 
@@ -108,20 +113,29 @@ class Generation:
         for choice in self.choices:
             if choice.text.finish_reason is None:
                 choice.stream.cancel()
+        self._leave(self.prompt_tokens + self.completion_tokens)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The prompt of several choices counts once."""
+        return sum(map(len, self.plan.prompts))
+
+    @property
+    def completion_tokens(self) -> int:
+        """So far."""
+        return sum(choice.tokens for choice in self.choices)
 
     def usage(self) -> Json:
-        """Tokens so far. The prompt of several choices counts once, and as cached only what none of them computed."""
+        """Tokens so far; as cached count only those of a prompt that none of its choices computed."""
         prompts, choices = self.plan.prompts, self.choices
         n = len(choices) // len(prompts)
         cached = 0
         for i in range(len(prompts)):
             cached += min(choice.stream.timeline.cached_tokens for choice in choices[i * n : (i + 1) * n])
-        prompt_tokens = sum(map(len, prompts))
-        completion_tokens = sum(choice.tokens for choice in choices)
         return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 

@@ -21,6 +21,8 @@ from pdserve.router.api import create_app
 from pdserve.router.dispatch import Dispatcher
 from pdserve.router.events import Events
 from pdserve.router.fleet import Fleet
+from pdserve.router.gate import Gate
+from pdserve.router.key_file import Key, declared
 from pdserve.router.metrics import Metrics
 from pdserve.router.overview import Overview
 from pdserve.router.policy import POLICIES
@@ -35,7 +37,7 @@ def serve(config: RouterConfig) -> None:
     """Runs a router in this process until SIGTERM or SIGINT.
 
     Raises:
-        SetupError: a port is taken, the tokenizer or a certificate is not there, the policy is unknown.
+        SetupError: a port is taken, the tokenizer, a certificate or the file of keys cannot be read, the policy is unknown.
     """
     config = replace(
         config,
@@ -49,12 +51,13 @@ def serve(config: RouterConfig) -> None:
             known = ", ".join(POLICIES)
             raise SetupError(f"--{flag.replace('_', '-')} {name} is unknown; there are {known}")
     _check_certificate(config)
+    keys = declared(config.api_key, config.keys_file)
     listening = _listen(config.host, config.port)
     tokenizer = Tokenizer(config.model)
-    asyncio.run(_serve(config, tokenizer, listening))
+    asyncio.run(_serve(config, keys, tokenizer, listening))
 
 
-async def _serve(config: RouterConfig, tokenizer: Tokenizer, listening: socket.socket) -> None:
+async def _serve(config: RouterConfig, keys: list[Key], tokenizer: Tokenizer, listening: socket.socket) -> None:
     fleet = Fleet(f"router-{secrets.token_hex(4)}", config.name, config.lease_seconds, config.control_token)
     metrics = Metrics(fleet)
     dispatcher = Dispatcher(config, fleet, metrics)
@@ -66,7 +69,8 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, listening: socket.s
     events = Events()
     logging.getLogger("pdserve").addHandler(events)
     overview = Overview(dispatcher, metrics, events)
-    app = create_app(config, tokenizer, dispatcher, metrics.text, dispatcher.timelines.latest, overview.now)
+    gate = Gate(keys, config, metrics)
+    app = create_app(config, tokenizer, dispatcher, gate, metrics.text, dispatcher.timelines.latest, overview.now)
     control, control_port = await fleet_module.serve(fleet, config.control_host, config.control_port)
     tls: dict[str, Any] = (
         {"ssl_certfile": config.ssl_certfile, "ssl_keyfile": config.ssl_keyfile} if config.ssl_certfile else {}

@@ -21,6 +21,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pdserve.kv_transfer.registry import GROUP
 
+if importlib.util.find_spec("hypothesis"):  # kernels are tested where there is none
+    import hypothesis
+
+    # A busy machine can take long over any example.
+    slow = hypothesis.HealthCheck.too_slow
+    hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[slow])
+    hypothesis.settings.load_profile("patient")
+
 CONTEXT = 1024
 VOCAB = 260  # 256 bytes, 2 special tokens, 2 unused
 EOS = 256

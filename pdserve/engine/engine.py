@@ -10,11 +10,11 @@ from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.checkpoint import Checkpoint, load
 from pdserve.engine.grammar import Grammars
 from pdserve.engine.model_runner import ModelRunner
-from pdserve.engine.scheduler import LEVEL, Scheduler
+from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import SetupError
 from pdserve.keys import root_key
-from pdserve.request import SamplingParams
+from pdserve.request import LEVEL, SamplingParams
 
 
 @dataclass

@@ -22,8 +22,6 @@ from pdserve.engine.budget import Budget
 from pdserve.engine.sequence import Sequence, Swapped
 from pdserve.request import SamplingParams
 
-LEVEL = 1000  # arrivals that one level of priority is worth
-
 
 @dataclass
 class Schedule:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from pdserve.costs import Costs
 from pdserve.engine.block_pool import BlockPool
-from pdserve.engine.scheduler import LEVEL, Schedule, Scheduler
+from pdserve.engine.scheduler import Schedule, Scheduler
 from pdserve.engine.sequence import Sequence
-from pdserve.request import SamplingParams
+from pdserve.request import LEVEL, SamplingParams
 
 BLOCK = 4
 

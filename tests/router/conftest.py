@@ -23,6 +23,10 @@ from pdserve.errors import RequestError
 from pdserve.lifetime import Stage
 from pdserve.request import Request, TokenLogprobs
 from pdserve.router.api import create_app
+from pdserve.router.fleet import Fleet
+from pdserve.router.gate import Gate
+from pdserve.router.key_file import declared
+from pdserve.router.metrics import Metrics
 from pdserve.router.stream import Chunk, ModelInfo
 from pdserve.router.timeline import Timeline, TimelineLog
 from pdserve.router.tokenizer import Tokenizer
@@ -213,12 +217,19 @@ def backend(tokenizer: Tokenizer) -> ScriptedBackend:
 
 
 @pytest.fixture
-def make_app(backend: ScriptedBackend) -> Callable[..., FastAPI]:
+def metrics() -> Metrics:
+    """Of the gate in front of the fake backend."""
+    return Metrics(Fleet("router", "demo", 1.0))
+
+
+@pytest.fixture
+def make_app(backend: ScriptedBackend, metrics: Metrics) -> Callable[..., FastAPI]:
     """make_app(tokenizer, **settings) → the app in front of the fake backend."""
 
     def make(tokenizer: Tokenizer, **settings: Any) -> FastAPI:
-        config = RouterConfig(model="demo", max_body_bytes=20_000, max_n=8, **settings)
-        return create_app(config, tokenizer, backend, lambda: b"pdserve_up 1\n", backend.log.latest, dict)
+        config = RouterConfig(**{"model": "demo", "max_body_bytes": 20_000, "max_n": 8, **settings})
+        gate = Gate(declared(config.api_key, config.keys_file), config, metrics)
+        return create_app(config, tokenizer, backend, gate, lambda: b"pdserve_up 1\n", backend.log.latest, dict)
 
     return make
 

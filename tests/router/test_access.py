@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from pdserve.config import RouterConfig
 from pdserve.deployment import free_port
 from pdserve.errors import SetupError
-from pdserve.router.access import Keys
+from pdserve.router.key_file import declared
 from pdserve.router.server import serve
 from pdserve.router.tokenizer import Tokenizer
 
@@ -80,7 +80,7 @@ def test_the_refusal_says_what_would_be_right(
 @pytest.mark.parametrize("setting", ["a,,b", ",", " ", "sha256:12", "a,"])
 def test_keys_that_cannot_be(setting: str) -> None:
     with pytest.raises(SetupError):
-        Keys(setting)
+        declared(setting)
 
 
 def test_keys_stand_in_no_printed_setting() -> None:

@@ -544,19 +544,6 @@ def test_who_moves_again_needs_budget_for_it() -> None:
     play(story())
 
 
-def test_so_many_requests_are_under_way_at_most() -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "decode", max_requests=2)
-        first, _ = stage.open("r0"), stage.open("r1")
-        with pytest.raises(Overloaded, match="2 requests are under way"):
-            stage.open("r2")
-        first.cancel()
-        stage.open("r2")
-        assert b'pdserve_refusals_total{reason="max_requests"} 1.0' in stage.dispatcher._metrics.text()
-
-    play(story())
-
-
 def test_cached_tokens_need_no_computing() -> None:
     async def story() -> None:
         stage = Stage("prefill", "prefill", "prefill", "decode", policy="prefix_aware")

@@ -20,6 +20,8 @@ from pdserve.router.api import PAGE, create_app
 from pdserve.router.dispatch import Dispatcher
 from pdserve.router.events import CAPACITY, Events
 from pdserve.router.fleet import Fleet, Member
+from pdserve.router.gate import Gate
+from pdserve.router.key_file import declared
 from pdserve.router.metrics import Metrics
 from pdserve.router.overview import Overview
 from pdserve.router.tokenizer import Tokenizer
@@ -40,7 +42,8 @@ class Scene:
         self.dispatcher = Dispatcher(config, self.fleet, metrics)
         overview = Overview(self.dispatcher, metrics, events)
         latest = self.dispatcher.timelines.latest
-        self.app = create_app(config, tokenizer, self.dispatcher, metrics.text, latest, overview.now)
+        gate = Gate(declared(config.api_key), config, metrics)
+        self.app = create_app(config, tokenizer, self.dispatcher, gate, metrics.text, latest, overview.now)
 
     def join(self, role: str, name: str) -> Member:
         hello = pb.Hello(instance_id=name, role=role, model="demo", max_model_len=100, vocab_size=50, num_blocks=99)
