@@ -32,21 +32,39 @@ def file(folder: str | None, size: int) -> Iterator[str]:
         yield f"file://{path}?max_bytes={size}"
 
 
+class RedisServer:
+    """A redis-server of our own, which keeps nothing on disk; `kill` and `start` as often as you like.
+
+    Args:
+        size: bytes that it may take; then the longest unused goes.
+        hosts: addresses to listen on.
+    """
+
+    def __init__(self, folder: str, size: int, *hosts: str) -> None:
+        self.port, self.socket = free_port(), f"{folder}/redis.sock"
+        self._command = [_redis_server(), "--port", str(self.port), "--unixsocket", self.socket, "--dir", folder]
+        self._command += ["--bind", *(hosts or ["127.0.0.1"]), "--protected-mode", "no", "--save", ""]
+        self._command += ["--maxmemory", str(size), "--maxmemory-policy", "allkeys-lru"]
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+        _await_port(self.port)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+
 @contextmanager
 def redis(url: str, size: int) -> Iterator[str]:
-    """A redis-server of our own; `{port}` and `{socket}` in the URL stand for where it listens."""
-    server = _redis_server()
+    """`{port}` and `{socket}` in the URL stand for where the server listens."""
     with tempfile.TemporaryDirectory(prefix="pdserve-benchmark-") as folder:
-        port, path = free_port(), f"{folder}/redis.sock"
-        arguments = ["--port", str(port), "--bind", "127.0.0.1", "--unixsocket", path, "--dir", folder, "--save", ""]
-        arguments += ["--maxmemory", str(size), "--maxmemory-policy", "allkeys-lru"]
-        process = subprocess.Popen([server, *arguments], stdout=subprocess.DEVNULL)
+        server = RedisServer(folder, size)
         try:
-            _await_port(port)
-            yield url.format(port=port, socket=path)
+            yield url.format(port=server.port, socket=server.socket)
         finally:
-            process.terminate()
-            process.wait(10)
+            server.kill()
 
 
 def _redis_server() -> str:

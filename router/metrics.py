@@ -1,5 +1,6 @@
 """The router's Prometheus metrics: the lifetime stamps as histograms, and what the instances count, with their labels."""
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable
 
@@ -107,6 +108,10 @@ class Metrics:
         self.retry_budget = Gauge(
             "pdserve_retry_budget", "moves left for requests that have moved before", registry=self.registry
         )
+        tasks = Gauge(
+            "pdserve_router_tasks", "asyncio tasks: a few, and some for each connection", registry=self.registry
+        )
+        tasks.set_function(_tasks)
         self.registry.register(_FleetCounts(fleet))
 
     def finished(self, timeline: Timeline) -> None:
@@ -122,6 +127,13 @@ class Metrics:
     def text(self) -> bytes:
         """The exposition format."""
         return generate_latest(self.registry)
+
+
+def _tasks() -> int:
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:  # not asked by the router itself
+        return 0
 
 
 INDEX: list[tuple[str, str, Callable[[Fleet, Member, float], float]]] = [

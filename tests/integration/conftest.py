@@ -81,15 +81,11 @@ def fork_server() -> Iterator[socket.socket]:
 
 
 @pytest.fixture(scope="session")
-def deploy(fork_server: socket.socket) -> Deploy:
-    """`with deploy(model=path, prefill=2) as deployment:` a running router and instances; what they said on a failure.
-
-    `flags={"decode": ["--block-size", "64"]}` adds to what the instances of a role, or the router, are started with;
-    `said` is a list to which what they say is added; `wait=False` gives them before they are ready.
-    """
+def forked(fork_server: socket.socket) -> type[Deployment]:
+    """A deployment whose processes the fork server makes; `flags` as in `deploy`."""
 
     class Mixed(Deployment):
-        flags: ClassVar[dict[str, list[str]]]
+        flags: ClassVar[dict[str, list[str]]] = {}
 
         def _spawn(self, arguments: list[str], environment: dict[str, str]) -> Any:
             output, printed = os.pipe()
@@ -98,13 +94,28 @@ def deploy(fork_server: socket.socket) -> Deploy:
             child.stdout = open(output)  # noqa: SIM115 - closed by its reader
             return child
 
+    return Mixed
+
+
+@pytest.fixture(scope="session")
+def deploy(forked: type[Deployment]) -> Deploy:
+    """`with deploy(model=path, prefill=2) as deployment:` a running router and instances; what they said on a failure.
+
+    `flags={"decode": ["--block-size", "64"]}` adds to what the instances of a role, or the router, are started with;
+    `said` is a list to which what they say is added; `wait=False` gives them before they are ready.
+    """
+
     @contextmanager
     def run(
         *, flags: dict[str, list[str]] | None = None, said: list[str] | None = None, wait: bool = True, **settings: Any
     ) -> Iterator[Deployment]:
         said = [] if said is None else said
         config = UpConfig(**{"port": free_port(), "threads": 1, "local_prefill_tokens": 0, **settings})
-        kind = type("Mixed", (Mixed,), {"flags": flags or {}})
+        flags = {
+            "router": ["--lease-seconds", "5"],
+            **(flags or {}),
+        }  # a busy machine can keep anybody silent for 1.5 s
+        kind = type("Mixed", (forked,), {"flags": flags})
         with kind(config, say=said.append) as deployment:
             try:
                 if wait:

@@ -215,26 +215,37 @@ def test_a_frozen_instance_is_out_and_comes_back(checkpoint: Callable[..., Path]
         wait_until(lambda: "decode-1" in instances(url), 60, "it has attached again")
 
 
-@pytest.mark.parametrize("streaming", [True, False])
-def test_a_client_that_leaves_frees_its_blocks(
-    streaming: bool,
+def test_nobody_works_on_for_a_client_that_has_left(
     checkpoint: Callable[..., Path],
     deploy: Callable[..., Any],
     blocks_held: Callable[..., dict[str, float]],
     metric: Callable[..., float],
 ) -> None:
-    with deploy(model=str(checkpoint("llama")), num_blocks=512, max_num_batched_tokens=32) as deployment:
-        body = {"model": deployment.config.name, "prompt": [1, 2, 3], "max_tokens": 1000, "ignore_eos": True}
-        text = json.dumps({**body, "stream": streaming})
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(text)}"
-        )
-        with socket.create_connection(("127.0.0.1", deployment.config.port)) as client:
-            client.sendall(f"{head}\r\n\r\n{text}".encode())
-            wait_until(lambda: instances(deployment.url)["decode-0"]["requests"] == 1, 60, "it decodes")
-        wait_until(lambda: metric(deployment, "requests_total", finish_reason="cancelled") == 1, 60, "it is cut short")
-        wait_until(lambda: not any(blocks_held(deployment).values()), 60, "its blocks are back")
-        assert instances(deployment.url)["decode-0"]["requests"] == 0
+    """One of the two is frozen when the client leaves, so that it cannot have been done before it hears of that."""
+    flags = {"router": ["--lease-seconds", "200"]}
+    cases = list(itertools.product((True, False), ("prefill-0", "decode-0")))
+    with deploy(model=str(checkpoint("llama")), num_blocks=512, max_num_batched_tokens=8, flags=flags) as deployment:
+        url, model = deployment.url, deployment.config.name
+        cancelled = partial(metric, deployment, "requests_total", finish_reason="cancelled")
+        for number, (streaming, frozen) in enumerate(cases, 1):
+            body = {"model": model, "prompt": [number] * 600, "max_tokens": 400, "ignore_eos": True}
+            text = json.dumps({**body, "stream": streaming})
+            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length:"
+            os.kill(deployment.child(frozen).pid, signal.SIGSTOP)
+            try:
+                with socket.create_connection(("127.0.0.1", deployment.config.port)) as client:
+                    client.sendall(f"{head} {len(text)}\r\n\r\n{text}".encode())
+                    wait_until(lambda name=frozen: instances(url)[name]["requests"] == 1, 60, "it is on its way")  # type: ignore[misc]
+                wait_until(lambda count=number: cancelled() == count, 60, "it is cut short")  # type: ignore[misc]
+            finally:
+                os.kill(deployment.child(frozen).pid, signal.SIGCONT)
+        assert stream(url, model, [9] * 40, 4)[1] == "", "both have read all that was sent before"
+        computed = partial(metric, deployment, "prompt_tokens_by_source_total", role="prefill")
+        wait_until(lambda: computed() % 600 == 40, 60, "the counters are of now")
+        wait_until(lambda: not any(blocks_held(deployment).values()), 60, "all blocks are back")
+        assert computed() <= 2 * 600 + 40, "prefill has computed what decode was too frozen for, at most"
+        assert metric(deployment, "generation_tokens_total", role="decode") < 400, "and decode next to nothing"
+        assert not any(one["requests"] for one in instances(url).values())
 
 
 def test_two_hundred_requests_with_a_fifth_cancelled_leave_nothing(

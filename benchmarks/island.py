@@ -1,0 +1,79 @@
+"""A network namespace of our own: processes that live in it reach this host over one link, which can be cut."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pdserve.errors import SetupError
+
+HOST, INSIDE = "198.18.{}.1", "198.18.{}.2"  # of the range that RFC 2544 keeps for tests
+CLONE_NEWNET = 0x40000000
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class Island:
+    """Use it as a context manager; what runs on it has to be gone at the end.
+
+    Attributes:
+        host: the address at which those on the island reach this host.
+
+    Raises:
+        SetupError: on entry, with the reason why there can be none.
+    """
+
+    def __init__(self) -> None:
+        number = os.getpid()
+        self._name, self._link = f"pdserve-{number}", f"pd{number}"
+        self.host, self._inside = HOST.format(number % 250), INSIDE.format(number % 250)
+
+    def __enter__(self) -> "Island":
+        if shutil.which("ip") is None or os.geteuid() != 0:
+            raise SetupError("namespaces need root and the program ip")
+        try:
+            _ip("netns", "add", self._name)
+            _ip("link", "add", self._link, "type", "veth", "peer", "name", "out", "netns", self._name)
+            _ip("addr", "add", f"{self.host}/30", "dev", self._link)
+            _ip("-n", self._name, "addr", "add", f"{self._inside}/30", "dev", "out")
+            for device in ("out", "lo"):
+                _ip("-n", self._name, "link", "set", device, "up")
+            self.mend()
+        except SetupError:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        subprocess.run(
+            ["ip", "netns", "del", self._name], stderr=subprocess.DEVNULL, check=False
+        )  # the link goes with it
+
+    def cut(self) -> None:
+        """From now on the link swallows everything, in both directions; connections are not told."""
+        _ip("link", "set", self._link, "down")
+
+    def mend(self) -> None:
+        _ip("link", "set", self._link, "up")
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Processes that this thread starts meanwhile live on the island."""
+        with open("/proc/thread-self/ns/net") as here, open(f"/run/netns/{self._name}") as there:
+            _enter(there.fileno())
+            try:
+                yield
+            finally:
+                _enter(here.fileno())
+
+
+def _enter(namespace: int) -> None:
+    if _LIBC.setns(namespace, CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SetupError(f"ip {' '.join(words)}: {done.stderr.strip()}")
