@@ -337,12 +337,13 @@ class Dispatcher:
         flight.timeline.stored, flight.timeline.loaded = Moved(), Moved()
         flight.machine.resumed(split=decode is not None)
         self.flights[flight.id] = flight
-        if decode is None:
-            phase = pb.PREFILL if prefill.hello.role == "prefill" else pb.BOTH
-            self._submit(flight, prefill, phase)
-        else:
-            self._submit(flight, decode, pb.DECODE)
-            self._submit(flight, prefill, pb.PREFILL)
+        frame = flight.submission()
+        if decode is not None:
+            copy = pb.RouterFrame()
+            copy.CopyFrom(frame)
+            self._submit(flight, decode, pb.DECODE, copy)
+        alone = decode is None and prefill.role != "prefill"
+        self._submit(flight, prefill, pb.BOTH if alone else pb.PREFILL, frame)
 
     def _resume(self, flight: Flight, error: RequestError) -> None:
         """Moves the request to other instances; its stream goes on after the tokens that are out."""
@@ -369,21 +370,25 @@ class Dispatcher:
         Raises:
             Unavailable: there is none of a kind.
         """
-        missing = self._missing(avoid)
-        if missing:
-            raise Unavailable(f"{missing} is there to take it", kind="no_instance", retry_after_s=1)
+        able = {role: self._able(role, avoid) for role in ("prefill", "decode")}
+        if not all(able.values()):
+            raise Unavailable(f"{self._missing(avoid)} is there to take it", kind="no_instance", retry_after_s=1)
         self._turn += 1
         flight.cached = self._cached(flight)
-        ask = Ask(flight.tokens, self._turn, flight.request.session, flight.cached, flight.tokens_left)
-        flight.prefill, flight.decode, flight.timeline.placement = self._place(ask, flight, avoid)
+        alone = all(member.role == "both" for member in able["prefill"])
+        session, left = flight.request.session, flight.tokens_left
+        ask = Ask(flight.tokens, self._turn, session, flight.cached, left, alone=alone)
+        flight.prefill, flight.decode, flight.timeline.placement = self._place(ask, flight, able)
         return ask
 
-    def _place(self, ask: Ask, flight: Flight, avoid: Member | None) -> tuple[Member, Member | None, Placement]:
+    def _place(
+        self, ask: Ask, flight: Flight, able: dict[str, list[Member]]
+    ) -> tuple[Member, Member | None, Placement]:
         if flight.tokens_left == 1:  # the first token is all there is to do
-            one = self._take(flight, "prefill", self._decide("prefill", ask, self._able("prefill", avoid)))
+            one = self._take(flight, "prefill", self._decide("prefill", ask, able["prefill"]))
             return one, None, Placement("prefill", "one_token")
-        decode = self._take(flight, "decode", self._decide("decode", ask, self._able("decode", avoid)))
-        partners, both = self._partners(decode, avoid), decode.hello.role == "both"
+        decode = self._take(flight, "decode", self._decide("decode", ask, able["decode"]))
+        partners, both = self._partners(decode, able["prefill"]), decode.role == "both"
         if partners == [decode]:
             return decode, None, Placement("both", "no_prefill_instance")
         decision = self._decide("prefill", ask, partners)
@@ -399,11 +404,11 @@ class Dispatcher:
 
     def _cached(self, flight: Flight) -> dict[str, int]:
         """Leading tokens of the prompt that each instance need not compute, by the index. The last token always is."""
-        cached = {}
-        for block_size, keys in flight.request.keys.items():
+        cached: dict[str, int] = {}
+        for block_size, keys in sorted(flight.request.keys.items(), reverse=True):  # an instance's own tells the most
+            most = (flight.tokens - 1) // block_size
             for name, blocks in self.fleet.index.match(keys).items():
-                if self.fleet.members[name].hello.block_size == block_size:
-                    cached[name] = min(blocks, (flight.tokens - 1) // block_size) * block_size
+                cached[name] = (blocks if blocks < most else most) * block_size
         return cached
 
     def _able(self, role: str, avoid: Member | None = None) -> list[Member]:
@@ -413,11 +418,13 @@ class Dispatcher:
             return able
         return [member for member in able if breakers.allows(member.id, len(member.requests), now)]
 
-    def _partners(self, decode: Member, avoid: Member | None) -> list[Member]:
+    def _partners(self, decode: Member, able: list[Member]) -> list[Member]:
         """Who may prefill for it: those that reach its store, if any do. A `both` asks no other `both`, but itself."""
-        able, now = self._able("prefill", avoid), time.monotonic()
-        if decode.hello.role == "both":
-            able = [member for member in able if member is decode or member.hello.role == "prefill"]
+        now = time.monotonic()
+        if decode.role == "both":
+            able = [member for member in able if member is decode or member.role == "prefill"]
+        if not self._pairs.any_apart:
+            return able
         return [member for member in able if not self._pairs.apart((member.id, decode.id), now)] or able
 
     def _missing(self, avoid: Member | None = None) -> str:
@@ -432,7 +439,7 @@ class Dispatcher:
 
     def _decide(self, role: str, ask: Ask, able: list[Member]) -> Decision:
         """What the role's policy says."""
-        ask = replace(ask, decode=role == "decode", alone=not self.fleet.serving("prefill"))
+        ask = replace(ask, decode=role == "decode")
         return decide(self._policies[role], [member.load for member in able], ask)
 
     def _take(self, flight: Flight, role: str, decision: Decision) -> Member:
@@ -441,12 +448,12 @@ class Dispatcher:
         self._metrics.decisions.labels(role=role, policy=decision.policy).inc()
         return self.fleet.members[decision.chosen]
 
-    def _submit(self, flight: Flight, member: Member, phase: "pb.Phase") -> None:
+    def _submit(self, flight: Flight, member: Member, phase: "pb.Phase", frame: pb.RouterFrame) -> None:
         member.give(flight.id, flight.left(phase, flight.cached.get(member.id, 0)))
-        message = flight.submission(phase)
+        frame.submit.phase = phase
         if phase == pb.DECODE and flight.prefill.hello.namespace != member.hello.namespace:
-            message.writer.CopyFrom(flight.prefill.hello.layout)
-        member.send(pb.RouterFrame(submit=message))
+            frame.submit.writer.CopyFrom(flight.prefill.hello.layout)
+        member.send(frame)
 
     def _hand_over(self, flight: Flight, message: pb.HandOver) -> None:
         if flight.decode is not None:

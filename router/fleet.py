@@ -55,18 +55,17 @@ class Member:
     requests: dict[str, Load] = field(default_factory=dict)
     outbox: asyncio.Queue[pb.RouterFrame | None] = field(default_factory=asyncio.Queue)
     draining: bool = False  # takes nothing new
+    id: str = field(init=False)
+    role: str = field(init=False)
 
     def __post_init__(self) -> None:
+        self.id, self.role = self.hello.instance_id, self.hello.role
         self.load = Candidate(
             self.id,
-            both=self.hello.role == "both",
+            both=self.role == "both",
             token_bytes=self.hello.block_bytes // max(1, self.hello.block_size),
             capacity_tokens=self.hello.num_blocks * self.hello.block_size,
         )
-
-    @property
-    def id(self) -> str:
-        return self.hello.instance_id
 
     def give(self, request_id: str, left: Load) -> None:
         """Notes what is left to do of a request, which may be a new one."""
@@ -83,7 +82,7 @@ class Member:
 
     def serves_as(self, hello: pb.Hello) -> None:
         """It has drained and has another role now."""
-        self.hello, self.draining = hello, False
+        self.hello, self.role, self.draining = hello, hello.role, False
         self.load.both = hello.role == "both"
 
     def heard_of(self, beat: pb.Heartbeat) -> None:
@@ -122,7 +121,7 @@ class Fleet(RouterServicer):
         self._token = token
 
     def serving(self, *roles: str) -> list[Member]:
-        return [m for m in self.members.values() if m.hello.role in roles and not m.draining]
+        return [m for m in self.members.values() if m.role in roles and not m.draining]
 
     async def Attach(self, frames: AsyncIterator[pb.InstanceFrame], context: Any) -> AsyncIterator[pb.RouterFrame]:
         """The one RPC: lives as long as the instance does."""

@@ -28,6 +28,11 @@ class Pairs:
             self._apart_until[pair] = now + RETRY_S
         return self._in_vain[pair] == IN_VAIN
 
+    @property
+    def any_apart(self) -> bool:
+        """If not, most requests need not ask pair by pair."""
+        return bool(self._apart_until)
+
     def apart(self, pair: Pair, now: float) -> bool:
         return now < self._apart_until.get(pair, now)
 

@@ -7,13 +7,16 @@ session) it leaves to another by name, and the decision says so.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nsmallest
+from operator import attrgetter
 from random import Random
 from typing import NamedTuple
 
 import xxhash
 
-from pdserve.costs import Costs
+from pdserve.costs import Costs, attended
 
+NAME, REQUESTS, WORK = attrgetter("instance_id"), attrgetter("requests"), attrgetter("work_tokens")
 UNKNOWN = Costs()  # of an instance that has not told its own yet
 SHOWN = 8  # candidates in a decision's explanation
 SPREAD = 64  # tokens over which a wait before the second one counts as spread, when a decode instance is picked
@@ -63,6 +66,10 @@ class Candidate:
     token_bytes: int = 1
     capacity_tokens: int = 1 << 62
 
+    def __lt__(self, other: "Candidate") -> bool:
+        """So that sorting scores goes by name where these are equal."""
+        return self.instance_id < other.instance_id
+
     @property
     def work_tokens(self) -> int:
         return self.prefill_tokens + self.output_tokens
@@ -99,8 +106,11 @@ class Ask:
     decode: bool = False
     alone: bool = False
 
+    def cached_on(self, candidate: Candidate) -> int:
+        return self.cached.get(candidate.instance_id, 0)
+
     def uncached(self, candidate: Candidate) -> int:
-        return self.tokens - self.cached.get(candidate.instance_id, 0)
+        return self.tokens - self.cached_on(candidate)
 
 
 Scores = list[tuple[float, Candidate]]
@@ -141,7 +151,7 @@ class Decision:
 
 def round_robin(candidates: Sequence[Candidate], ask: Ask) -> Scores:
     """One after the other, in order of their names."""
-    ordered = sorted(candidates, key=lambda c: c.instance_id)
+    ordered = sorted(candidates, key=NAME)
     return [((rank - ask.turn) % len(ordered), candidate) for rank, candidate in enumerate(ordered)]
 
 
@@ -152,7 +162,7 @@ def least_loaded(candidates: Sequence[Candidate], ask: Ask) -> Scores:
 
 def power_of_two(candidates: Sequence[Candidate], ask: Ask) -> Scores:
     """The less loaded of two drawn at random: several routers with the same news do not all run to the same instance."""
-    ordered = sorted(candidates, key=lambda c: c.instance_id)
+    ordered = sorted(candidates, key=NAME)
     return least_loaded(Random(ask.turn).sample(ordered, min(2, len(ordered))), ask)
 
 
@@ -164,7 +174,8 @@ def session(candidates: Sequence[Candidate], ask: Ask) -> Scores:
 
 def prefix_aware(candidates: Sequence[Candidate], ask: Ask) -> Scores:
     """The fewest tokens to compute before this request has its turn and its KV: what is queued, and what is not cached."""
-    return [(c.work_tokens + ask.uncached(c), c) for c in candidates]
+    tokens, cached = ask.tokens, ask.cached
+    return [(c.work_tokens + tokens - cached.get(c.instance_id, 0), c) for c in candidates]
 
 
 def auto(candidates: Sequence[Candidate], ask: Ask) -> Scores:
@@ -175,22 +186,24 @@ def auto(candidates: Sequence[Candidate], ask: Ask) -> Scores:
 
 def time_to_first_token(candidate: Candidate, ask: Ask) -> float:
     """Forecast, in seconds: what is queued there, one step of what it decodes, and what is not cached."""
-    costs, uncached = candidate.costs, ask.uncached(candidate)
-    queue = costs.prefills_seconds(candidate.prefills, candidate.prefill_tokens, candidate.attended_tokens)
-    decoding = candidate.requests - candidate.prefills if candidate.context_tokens else 0
-    step = costs.step_seconds(decoding, candidate.context_tokens)
-    return queue + step + costs.prefill_seconds(uncached, ask.tokens - uncached)
+    costs, cached = candidate.costs, ask.cached.get(candidate.instance_id, 0)
+    uncached = ask.tokens - cached
+    pairs = candidate.attended_tokens + attended(uncached, cached)
+    seconds = costs.prefills_seconds(candidate.prefills + 1, candidate.prefill_tokens + uncached, pairs)
+    if candidate.context_tokens:
+        seconds += costs.step_seconds(candidate.requests - candidate.prefills, candidate.context_tokens)
+    return seconds
 
 
 def time_between_tokens(candidate: Candidate, ask: Ask) -> float:
     """Forecast, in seconds: a step with this request in it, and its share of the wait for KV and for room in the pool."""
-    costs = candidate.costs
-    step = costs.step_seconds(candidate.requests + 1, candidate.context_tokens + ask.tokens)
+    costs, context = candidate.costs, candidate.context_tokens + ask.tokens
+    step = costs.step_seconds(candidate.requests + 1, context)
     if candidate.both and ask.alone:
         wait = time_to_first_token(candidate, ask)
     else:
         wait = costs.transfer_seconds(ask.uncached(candidate) * candidate.token_bytes)
-    if candidate.context_tokens + ask.tokens > candidate.capacity_tokens:
+    if context > candidate.capacity_tokens:
         wait += step * candidate.output_tokens / max(1, candidate.requests)  # until one of them ends
     return step + wait / max(1, min(SPREAD, ask.output_tokens))
 
@@ -220,15 +233,22 @@ def decide(policy: str, candidates: Sequence[Candidate], ask: Ask) -> Decision:
     why = ""
     if policy == "session" and not ask.session:
         policy, why = "least_loaded", "there is no session to go by; "
-    scores = sorted(POLICIES[policy](candidates, ask), key=lambda scored: (scored[0], scored[1].instance_id))
-    limit = scores[0][0] * (1 + TOLERANCE.get(policy, 0))
-    near = [scored for scored in scores if scored[0] <= limit]
-    least = min((scored[1].requests, scored[1].work_tokens) for scored in near)
-    equal = [scored for scored in near if (scored[1].requests, scored[1].work_tokens) == least]
-    scores.insert(0, scores.pop(scores.index(equal[ask.turn % len(equal)])))
-    shown = [_shown(score, candidate, ask) for score, candidate in scores[:SHOWN]]
+    scores = POLICIES[policy](candidates, ask)
+    limit = min(scores)[0] * (1 + TOLERANCE.get(policy, 0))
+    near = _least([scored for scored in scores if scored[0] <= limit], REQUESTS)
+    equal = sorted(_least(near, WORK))
+    chosen = equal[ask.turn % len(equal)]
+    others = [scored for scored in nsmallest(SHOWN, scores) if scored is not chosen]
+    shown = [_shown(score, candidate, ask) for score, candidate in (chosen, *others[: SHOWN - 1])]
     why += AUTO_DECODE if policy == "auto" and ask.decode else WHY[policy]
-    return Decision(policy, scores[0][1].instance_id, why, shown, len(candidates))
+    return Decision(policy, chosen[1].instance_id, why, shown, len(candidates))
+
+
+def _least(scores: Scores, key: Callable[[Candidate], int]) -> Scores:
+    """Those whose candidates have the least of something."""
+    amounts = [key(candidate) for _, candidate in scores]
+    least = min(amounts)
+    return [scored for scored, amount in zip(scores, amounts, strict=True) if amount == least]
 
 
 def _drawn(session: str, instance_id: str) -> float:
@@ -237,7 +257,5 @@ def _drawn(session: str, instance_id: str) -> float:
 
 
 def _shown(score: float, candidate: Candidate, ask: Ask) -> Scored:
-    cached = ask.tokens - ask.uncached(candidate)
-    return Scored(
-        candidate.instance_id, score, candidate.requests, candidate.prefill_tokens, candidate.output_tokens, cached
-    )
+    work = candidate.requests, candidate.prefill_tokens, candidate.output_tokens
+    return Scored(candidate.instance_id, score, *work, ask.cached_on(candidate))

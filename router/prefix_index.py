@@ -7,7 +7,8 @@ instance can have more blocks in it than it has in its pool.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import accumulate, count, repeat
+from operator import and_
 
 
 @dataclass
@@ -58,14 +59,13 @@ class PrefixIndex:
         """How many leading keys each instance has; those that lack the first are left out."""
         found: dict[int, int] = {}
         having, length = sum(instance.bit for instance in self._instances.values()), 0
-        for key in keys:
-            still = having & self._holders.get(key, 0)
+        holders = map(self._holders.get, keys, repeat(0))
+        for length, still in enumerate(accumulate(holders, and_, initial=having)):
             if still != having:
-                _note(found, having ^ still, length)
-            having = still
-            if not having:
-                break
-            length += 1
+                _note(found, having ^ still, length - 1)
+                having = still
+                if not having:
+                    break
         _note(found, having, length)
         return {name: found[instance.bit] for name, instance in self._instances.items() if instance.bit in found}
 

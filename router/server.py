@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import uvicorn
+import uvloop
 
 from pdserve.config import RouterConfig
 from pdserve.errors import SetupError
@@ -54,7 +55,7 @@ def serve(config: RouterConfig) -> None:
     keys = declared(config.api_key, config.keys_file)
     listening = _listen(config.host, config.port)
     tokenizer = Tokenizer(config.model)
-    asyncio.run(_serve(config, keys, tokenizer, listening))
+    uvloop.run(_serve(config, keys, tokenizer, listening))
 
 
 async def _serve(config: RouterConfig, keys: list[Key], tokenizer: Tokenizer, listening: socket.socket) -> None:
@@ -115,7 +116,7 @@ def _check_certificate(config: RouterConfig) -> None:
 def _listen(host: str, port: int) -> socket.socket:
     """Binds before anything slow is loaded, so that a taken port is known at once.
 
-    asyncio sets TCP_NODELAY on connections whose socket says TCP, and this one's do only if it says so itself.
+    Event loops set TCP_NODELAY on connections whose socket says TCP, and this one's do only if it says so itself.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

@@ -80,6 +80,19 @@ def test_pd(tmp_path: Path) -> None:
     assert colocated["handed_over"] == 0 and split["handed_over"] == 4 and split["handover_ms_p50"] > 0
 
 
+def test_router(tmp_path: Path) -> None:
+    content = run("router.py", tmp_path)
+    rows = content["rows"]
+    kinds = {(row["fleet"], row["prompt_tokens"], row["stream"], row["output_tokens"]) for row in rows}
+    short = {("split", 16, stream, tokens) for stream in (True, False) for tokens in (1, 4)}
+    assert kinds == {*short, ("split", 8192, True, 4)}
+    assert all(row["requests"] > 0 and row["requests_per_s"] > 0 and row["ms_p50"] > 0 for row in rows)
+    assert content["per_token_cpu_us"].keys() == {"split, 2 connections"}
+    timed = {(row["what"], row["instances"]) for row in content["decisions"]}
+    assert {("auto", 8), ("auto", 256), ("open", 256), ("hash the prompt", 8)} <= timed
+    assert all(row["us_p50"] > 0 for row in content["decisions"])
+
+
 def test_codecs(tmp_path: Path) -> None:
     rows = {row["codec"]: row for row in run("codecs.py", tmp_path, "--speed")["rows"]}
     assert list(rows) == ["none", "lz4", "zstd", "fp8", "int8"]
