@@ -163,6 +163,7 @@ class RouterConfig(ModelConfig):
     max_queue: int = flag("requests that wait to be let in, in fair order of their keys; more get a 429", 1024)
     lease_seconds: float = flag("an instance silent for this long is dropped", 1.5)
     handover_timeout_seconds: float = flag("a hand-over that makes no progress for this long ends in a 503", 60.0)
+    client_timeout_seconds: float = flag("a client that takes nothing of its answer for this long is cut off", 60.0)
     max_body_bytes: int = flag("request bodies larger than this get a 413", 4 * 1024 * 1024)
     max_n: int = flag("choices that one request may ask for, over all its prompts", 64)
     api_key: str = flag(
@@ -194,6 +195,7 @@ class RouterConfig(ModelConfig):
         for name in (
             "lease_seconds",
             "handover_timeout_seconds",
+            "client_timeout_seconds",
             "max_body_bytes",
             "max_n",
             "timelines",

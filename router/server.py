@@ -53,7 +53,7 @@ def serve(config: RouterConfig) -> None:
             raise SetupError(f"--{flag.replace('_', '-')} {name} is unknown; there are {known}")
     _check_certificate(config)
     keys = declared(config.api_key, config.keys_file)
-    listening = _listen(config.host, config.port)
+    listening = listen(config)
     tokenizer = Tokenizer(config.model)
     uvloop.run(_serve(config, keys, tokenizer, listening))
 
@@ -113,14 +113,20 @@ def _check_certificate(config: RouterConfig) -> None:
             raise SetupError(f"--ssl-certfile {config.ssl_certfile} with --ssl-keyfile: {reason}") from error
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Binds before anything slow is loaded, so that a taken port is known at once.
+def listen(config: RouterConfig) -> socket.socket:
+    """The socket for clients, bound before anything slow is loaded, so that a taken port is known at once.
 
-    Event loops set TCP_NODELAY on connections whose socket says TCP, and this one's do only if it says so itself.
+    Event loops set TCP_NODELAY on connections whose socket says TCP, and this one's do only if it says so itself. The kernel
+    cuts off clients that take nothing of what is sent to them; the time-out is passed on to connections.
+
+    Raises:
+        SetupError: the port is taken.
     """
+    host, port = config.host, config.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(config.client_timeout_seconds * 1000))
     try:
         listening.bind((host, port))
     except OSError as error:

@@ -66,6 +66,37 @@ def test_tokens_are_the_same(
             assert any(name.startswith("store_hits") for name in counters) == (swap_space == 0)
 
 
+def test_prefill_that_runs_ahead_takes_no_blocks_of_decode(
+    checkpoint: Callable[..., Path], generate: Generate, desk: Callable[..., Any], store_in_hand: Callable[..., Any]
+) -> None:
+    """All prompts are in the store at once, and decode has room for one request: nobody loses blocks to another's KV."""
+    path, store, prompts = checkpoint("llama"), store_in_hand(), PROMPTS[:4]
+    settings = {"model": str(path), **SETTINGS, "store_generated": "off"}
+    decode, prefill = desk(store, num_blocks=9, **settings), desk(store_in_hand(values=store.values), **settings)
+    for i, prompt in enumerate(prompts):
+        prefill.submit(f"{i}", prompt, TOKENS, pb.PREFILL)
+    prefill.until(lambda outputs: sum(output.stored.final for output in outputs) == len(prompts))
+    for i, prompt in enumerate(prompts):
+        decode.submit(f"{i}", prompt, TOKENS, pb.DECODE)
+    for i, prompt in reversed(list(enumerate(prompts))):  # whose KV comes first is not who came first
+        first = prefill.tokens(f"{i}")[0]
+        message = pb.HandOver(request_id=f"{i}", num_blocks=-(-len(prompt) // 16), final=True, first_token=first)
+        decode.instance.hand_over("router", message)
+    over: list[str] = []
+
+    def done(outputs: list[pb.Output]) -> bool:
+        over[:] = [output.request_id for output in outputs if output.finish_reason]
+        begun = {output.request_id for output in outputs if output.token_ids} - set(over)
+        assert len(begun) <= 1 and decode.instance.engine.scheduler.num_preemptions == 0
+        return len(over) == len(prompts)
+
+    decode.until(done)
+    decode.until_idle()
+    assert over == ["0", "1", "2", "3"], "in order of arrival"
+    expected = generate(path, prompts, TOKENS)
+    assert [decode.tokens(f"{i}") for i in range(len(prompts))] == [tokens[1:] for tokens in expected]
+
+
 def test_one_that_is_cancelled_while_the_store_is_asked_for_its_kv_leaves_nothing(
     checkpoint: Callable[..., Path], desk: Callable[..., Any], store_in_hand: Any
 ) -> None:

@@ -271,8 +271,8 @@ def make_client() -> type[Client]:
 
 
 @pytest.fixture
-def serving() -> Callable[[FastAPI], AbstractContextManager[str]]:
-    """`with serving(app) as url:` a real server on a free port."""
+def serving() -> Callable[..., AbstractContextManager[str]]:
+    """`with serving(app) as url:` a real server on a free port, or on a socket that is given."""
     return serve
 
 
@@ -284,8 +284,8 @@ def url(app: FastAPI) -> Iterator[str]:
 
 
 @contextmanager
-def serve(app: FastAPI) -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+def serve(app: FastAPI, listener: socket.socket | None = None) -> Iterator[str]:
+    with listener or socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

@@ -17,7 +17,9 @@ import pytest
 from fastapi import FastAPI
 
 from pdserve import __version__
+from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest, Conflict, Overloaded, RequestError, Unavailable
+from pdserve.router.server import listen
 from pdserve.router.stream import Chunk
 from pdserve.router.tokenizer import Tokenizer
 
@@ -457,6 +459,21 @@ def test_a_client_that_leaves_frees_all_its_choices(
     eventually(lambda: all(stream.cancelled for stream in backend.streams), seconds=1.0)
     assert time.monotonic() - left < 1.0
     assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_a_client_that_reads_nothing_is_cut_off(
+    app: FastAPI, backend: ScriptedBackend, serving: Callable[..., Any], eventually: Callable[..., None]
+) -> None:
+    backend.plays([5] * 2000, finish_reason=None, hang=True)
+    listening = listen(RouterConfig(port=0, client_timeout_seconds=1))
+    with serving(app, listening) as url, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        address = urlsplit(url)
+        client.connect((address.hostname, address.port))
+        body = json.dumps({**HELLO, "stream": True}).encode()
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: router\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        eventually(lambda: [stream.cancelled for stream in backend.streams] == [True], seconds=60)
 
 
 def test_a_client_that_leaves_while_it_sends_is_no_error(app: FastAPI, backend: ScriptedBackend) -> None:

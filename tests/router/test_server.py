@@ -3,6 +3,7 @@
 import asyncio
 import socket
 
+from pdserve.config import RouterConfig
 from pdserve.router import server
 
 
@@ -17,7 +18,7 @@ def test_small_writes_leave_at_once() -> None:
             accepted.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             writer.close()
 
-        listening = server._listen("127.0.0.1", 0)
+        listening = server.listen(RouterConfig(port=0))
         async with await asyncio.start_server(connected, sock=listening):
             _, writer = await asyncio.open_connection(*listening.getsockname())
             writer.close()
