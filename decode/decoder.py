@@ -185,7 +185,7 @@ class Decoder:
         if job.over:
             self._end(decode)
             return
-        job.moved(result, self._engine.layout.block_bytes, self._desk.now())
+        job.moved(result, self._desk.now())
         if result.leading < len(result.outcomes):
             broken = first + result.leading
             decode.broken = broken if decode.broken is None else min(broken, decode.broken)
@@ -211,6 +211,7 @@ class Decoder:
         self._engine.register_full_blocks(seq)
         self._release(decode)
         self._desk.count_sources(job)
+        job.tell_moved(self._engine.layout.block_bytes)
         job.stamp(Stage.KV_READY, self._desk.now())
         self._engine.add(seq)
 

@@ -53,11 +53,14 @@ class Job:
             self.stamped.add(stage)
             self.news().stamps.add(stage=stage.value, seconds=now)  # made relative when the frame is sent
 
-    def moved(self, result: Result, block_bytes: int, now: float) -> None:
+    def moved(self, result: Result, now: float) -> None:
         """Adds a transfer that has just ended to the request's totals. Time shared with others counts once."""
         self.moved_blocks += result.outcomes.count(Outcome.OK)
         self.moved_seconds += min(result.seconds, now - self.moved_until)
         self.moved_until = now
+
+    def tell_moved(self, block_bytes: int) -> None:
+        """Reports the totals, along with other news: they are not worth a frame of their own in the middle of a hand-over."""
         self.news().moved.CopyFrom(
             pb.Moved(blocks=self.moved_blocks, bytes=self.moved_blocks * block_bytes, seconds=self.moved_seconds)
         )

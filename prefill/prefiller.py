@@ -129,7 +129,7 @@ class Prefiller:
         if prefill.has_gap:
             self._transfers.drop(job)
         if not job.over:
-            job.moved(result, self._engine.layout.block_bytes, self._desk.now())
+            job.moved(result, self._desk.now())
             if result.ticket:
                 job.news().stored.tickets.append(result.ticket)
             self._announce(prefill)
@@ -159,6 +159,8 @@ class Prefiller:
         if job.over or (stored <= prefill.announced and not final):
             return
         prefill.announced = stored
+        if job.moved_blocks:
+            job.tell_moved(self._engine.layout.block_bytes)
         news = job.news().stored
         news.num_blocks = stored
         news.final = final
