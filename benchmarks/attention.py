@@ -35,17 +35,12 @@ BLOCK = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(report.EngineSettings):
     batches: str = flag("sequences, comma separated", "1,8,32")
     contexts: str = flag("KV tokens of each sequence, comma separated", "160,1024,4096")
     kernels: str = flag("kernels to compare, comma separated", "reference,cpu")
     dtype: str = flag("of queries and KV: bfloat16, float16, float32", "bfloat16")
-    device: str = flag("cpu or cuda", "cpu")
     seconds: float = flag("for each row, over all kernels", 3.0)
-    threads: int | None = flag("CPU threads; default: all cores", None)
-    quick: bool = flag("small tasks, for seeing that it works", False)
-    note: str = flag(report.NOTE_HELP, "")
-    out: str = flag(report.OUT_HELP, "")
 
 
 QUICK = {"batches": "1,2", "contexts": "160", "seconds": 0.05}
@@ -53,10 +48,7 @@ QUICK = {"batches": "1,2", "contexts": "160", "seconds": 0.05}
 
 def benchmark(settings: Settings) -> None:
     """Measure decode attention: each kernel beside the least time that reading the KV takes."""
-    if settings.quick:
-        settings = report.in_place_of_defaults(settings, QUICK)
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    settings = settings.sized(QUICK).threaded()
     device = torch.device(settings.device)
     try:
         kernels = {name: choose(name, device) for name in settings.kernels.split(",")}

@@ -79,6 +79,7 @@ def make(shape: Shape, path: Path, seed: int = 0) -> Path:
         pad_token_id=BYTE_VOCABULARY - 1,
     )
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     torch.manual_seed(seed)
     dtype = torch_dtype(shape.dtype)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]

@@ -35,7 +35,7 @@ import demo_text
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(report.Settings):
     model: str = flag("a local directory, or `demo` for the bundled model", "demo")
     dtypes: str = flag("of weights and KV, comma separated", "bfloat16,float16,float32")
     documents: int = flag("how many, each drawn anew from the demo model's kind of text", 32)
@@ -44,9 +44,6 @@ class Settings:
     )
     next_tokens: int = flag("of each, whose logits are compared", 64)
     speed: bool = flag("also time encoding and decoding beside a memcpy, on one thread; wants idle cores", False)
-    quick: bool = flag(report.QUICK_HELP, False)
-    note: str = flag(report.NOTE_HELP, "")
-    out: str = flag(report.OUT_HELP, "")
 
     def __post_init__(self) -> None:
         """Raises ValueError for a setting that can never work."""
@@ -137,8 +134,7 @@ class Bench:
 
 def benchmark(settings: Settings) -> None:
     """Measure each codec: bytes that cross, and what becomes of the logits."""
-    if settings.quick:
-        settings = report.in_place_of_defaults(settings, QUICK)
+    settings = settings.sized(QUICK)
     documents = _documents(settings)
     rows: list[dict[str, Any]] = []
     with Console(stderr=True).status("…") as status:

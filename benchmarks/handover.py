@@ -32,7 +32,7 @@ from pdserve.lifetime import Stage
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(report.Settings):
     tokens: str = flag("prompt lengths, comma separated", "1,16,128,512,1024,2048,4096")
     connectors: str = flag("comma separated, see the README", "shm,file-tmpfs,file-disk,redis-tcp,redis-unix,nixl")
     model: str = flag("checkpoint directory; default: a random one with the KV of Qwen3-0.6B and little else", "")
@@ -41,9 +41,6 @@ class Settings:
     max_num_batched_tokens: int = flag("tokens of a prefill chunk at most", EngineConfig.max_num_batched_tokens)
     store_size: str = flag("what each store may take; twice the KV of the longest prompt is enough", "1536MiB")
     disk: str = flag("folder for file-disk; default: the system's for temporary files", "")
-    quick: bool = flag(report.QUICK_HELP, False)
-    note: str = flag(report.NOTE_HELP, "")
-    out: str = flag(report.OUT_HELP, "")
 
     def __post_init__(self) -> None:
         """Raises ValueError for a setting that can never work."""
@@ -109,8 +106,7 @@ class Measured:
 def benchmark(settings: Settings) -> None:
     """Measure the hand-over: its stages, bytes and rates, for each prompt length and connector."""
     shape = checkpoints.TINY if settings.quick else checkpoints.WIDE_KV
-    if settings.quick:
-        settings = report.in_place_of_defaults(settings, QUICK)
+    settings = settings.sized(QUICK)
     measured: dict[str, Measured] = {}
     with tempfile.TemporaryDirectory() as folder, Console(stderr=True).status("making the checkpoint") as status:
         model = Path(settings.model) if settings.model else checkpoints.make(shape, Path(folder))

@@ -34,15 +34,12 @@ TRACES = Path(__file__).parent / "traces"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(report.Settings):
     traces: str = flag("files in traces/, comma separated; default: all", "")
     requests: int = flag("of each trace", 1500)
     longest: int = flag("how many of the longest requests the memory could hold", 16)
     block_size: int = flag("tokens of a block", EngineConfig.block_size)
     max_num_batched_tokens: int = flag("tokens in one step at most", EngineConfig.max_num_batched_tokens)
-    quick: bool = flag(report.QUICK_HELP, False)
-    note: str = flag(report.NOTE_HELP, "")
-    out: str = flag(report.OUT_HELP, "")
 
 
 QUICK = {"traces": "azure-conv-2023", "requests": 60, "longest": 4}
@@ -70,8 +67,7 @@ class Moment:
 
 def benchmark(settings: Settings) -> None:
     """Measure the share of KV memory that holds nothing, with paging and with contiguous reservation."""
-    if settings.quick:
-        settings = report.in_place_of_defaults(settings, QUICK)
+    settings = settings.sized(QUICK)
     names = settings.traces.split(",") if settings.traces else sorted(path.stem for path in TRACES.glob("*.csv"))
     rows = []
     with Console(stderr=True).status("simulating") as status:

@@ -29,7 +29,7 @@ from pdserve.lifetime import Stage
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(report.Settings):
     requests: int = flag("requests of a round", 96)
     concurrency: int = flag("requests under way at a time", 16)
     prompt_tokens: int = flag("tokens of each prompt", 128)
@@ -37,9 +37,6 @@ class Settings:
     connector: str = flag("of the 1P+1D deployment; default: a segment of shared memory", "")
     repeat: int = flag("rounds of each deployment, in turn", 3)
     dtype: str = flag("of weights and KV", "bfloat16")
-    quick: bool = flag(report.QUICK_HELP, False)
-    note: str = flag(report.NOTE_HELP, "")
-    out: str = flag(report.OUT_HELP, "")
 
 
 QUICK = {"requests": 4, "concurrency": 2, "prompt_tokens": 20, "output_tokens": 5, "repeat": 1}
@@ -88,8 +85,7 @@ class Round:
 def benchmark(settings: Settings) -> None:
     """Compare 1P+1D with one colocated instance: throughput, TTFT, ITL, hand-over."""
     shape = checkpoints.TINY if settings.quick else replace(SMALL, dtype=settings.dtype)
-    if settings.quick:
-        settings = report.in_place_of_defaults(settings, QUICK)
+    settings = settings.sized(QUICK)
     with tempfile.TemporaryDirectory() as folder, Console(stderr=True).status("making the checkpoint") as status:
         model = checkpoints.make(shape, Path(folder))
         with ExitStack() as stack:

@@ -16,7 +16,6 @@ from typing import Any
 import checkpoints
 import report
 import torch
-import transformers
 from checkpoints import Shape
 from rich.console import Console
 from rich.table import Table
@@ -31,18 +30,13 @@ from pdserve.request import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(report.EngineSettings):
     block_sizes: str = flag("comma separated", "8,16,32,64,128")
     requests: int = flag("all at once", 8)
     prompt_tokens: int = flag("length of each prompt", 256)
     output_tokens: int = flag("tokens generated for each", 64)
     room: float = flag("share of what all requests need in the end that the small pool has", 0.7)
     repeat: int = flag("rounds; the ways take turns in each", 1)
-    device: str = flag("cpu or cuda", "cpu")
-    threads: int | None = flag("CPU threads; default: all cores", None)
-    quick: bool = flag(report.QUICK_HELP, False)
-    note: str = flag(report.NOTE_HELP, "")
-    out: str = flag(report.OUT_HELP, "")
 
     def blocks(self, size: int) -> int:
         """Of one sequence in the end."""
@@ -58,12 +52,7 @@ TRIES = 5  # of one copy or one computation
 def benchmark(settings: Settings) -> None:
     """Measure preemption by recomputation and by swapping, over block sizes."""
     shape = checkpoints.TINY if settings.quick else checkpoints.QWEN3_0_6B
-    if settings.quick:
-        settings = report.in_place_of_defaults(settings, QUICK)
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    settings = replace(settings, threads=torch.get_num_threads())
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    settings = settings.sized(QUICK).threaded()
     rows = []
     with tempfile.TemporaryDirectory() as folder, Console(stderr=True).status("making a checkpoint") as status:
         config = EngineConfig(model=str(checkpoints.make(shape, Path(folder))), device=settings.device)

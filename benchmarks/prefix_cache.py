@@ -9,14 +9,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import checkpoints
 import report
 import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 
@@ -30,17 +29,12 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(report.EngineSettings):
     requests: int = flag("prompts of a round, all at once", 8)
     prompt_tokens: int = flag("length of each", 512)
     output_tokens: int = flag("tokens generated for each", 32)
     repeat: int = flag("rounds; the cases take turns in each", 5)
     block_size: int = flag("tokens in a KV block", EngineConfig.block_size)
-    device: str = flag("cpu or cuda", "cpu")
-    threads: int | None = flag("CPU threads; default: all cores", None)
-    quick: bool = flag(report.QUICK_HELP, False)
-    note: str = flag(report.NOTE_HELP, "")
-    out: str = flag(report.OUT_HELP, "")
 
 
 QUICK = {"requests": 4, "prompt_tokens": 160, "output_tokens": 4, "repeat": 1}
@@ -70,12 +64,7 @@ class Round:
 def benchmark(settings: Settings) -> None:
     """Measure throughput with 0, 50 and 90 % prefix hits, and without a prefix cache."""
     shape = checkpoints.TINY if settings.quick else checkpoints.QWEN3_0_6B
-    if settings.quick:
-        settings = report.in_place_of_defaults(settings, QUICK)
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    settings = replace(settings, threads=torch.get_num_threads())
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    settings = settings.sized(QUICK).threaded()
     cases = [Case(None), *(Case(hits) for hits in HITS)]
     rounds: dict[Case, list[Round]] = {case: [] for case in cases}
     with tempfile.TemporaryDirectory() as folder, Console(stderr=True).status("making a checkpoint") as status:
@@ -103,8 +92,9 @@ class Bench:
         self._random = torch.Generator().manual_seed(0)
         self._bookkeeping = 0.0
         scheduler = self._engine.scheduler
-        scheduler.reserve = self._timed(scheduler.reserve)  # type: ignore[method-assign]
-        self._engine.register_full_blocks = self._timed(self._engine.register_full_blocks)  # type: ignore[method-assign]
+        # In place, so that what is timed is the engine as it is.
+        for one, name in ((scheduler, "reserve"), (self._engine, "register_full_blocks")):
+            setattr(one, name, self._timed(getattr(one, name)))
 
     def round(self, case: Case) -> Round:
         count = self._settings.prompt_tokens * (case.hits or 0) // 100 // self._settings.block_size
@@ -128,7 +118,7 @@ class Bench:
             seq = self._engine.new_sequence(str(i), prompt, sampling)
             if not cached:
                 seq.exact = False
-                seq.full_keys = list  # type: ignore[method-assign]
+                seq.full_keys = list  # type: ignore[method-assign]  # no keys: no cache
             self._engine.add(seq)
         while self._engine.has_work:
             for seq in self._engine.step().sampled:

@@ -6,16 +6,17 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from pdserve.config import flag
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.threaded import SWITCH_INTERVAL_S
 
@@ -31,6 +32,33 @@ WIDE = 160  # columns
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the command line does, for every engine that is measured
 
 S = TypeVar("S", bound="DataclassInstance")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What every benchmark can be asked for."""
+
+    quick: bool = flag(QUICK_HELP, False)
+    note: str = flag(NOTE_HELP, "")
+    out: str = flag(OUT_HELP, "")
+
+    def sized(self, quick: Mapping[str, Any]) -> Self:
+        """The same, or with --quick these values in place of defaults."""
+        return in_place_of_defaults(self, quick) if self.quick else self
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings(Settings):
+    """The same, of one that runs the engine in this process."""
+
+    device: str = flag("cpu or cuda", "cpu")
+    threads: int | None = flag("CPU threads; default: all cores", None)
+
+    def threaded(self) -> Self:
+        """Tells torch the number of threads, and says in the settings how many those are."""
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        return replace(self, threads=torch.get_num_threads())
 
 
 def machine() -> dict[str, Any]:

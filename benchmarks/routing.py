@@ -31,7 +31,7 @@ TRACE_BLOCK = 512  # tokens that one of the trace's hashes stands for
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(report.Settings):
     policies: str = flag("of prefill and decode, comma separated; the first is what the others are compared with", "")
     requests: int = flag("of the trace, the first so many", 400)
     concurrency: int = flag("requests under way at a time", 8)
@@ -39,9 +39,6 @@ class Settings:
     num_blocks: int = flag("blocks of 16 tokens in each pool", 1024)
     scale: int = flag("prompts and answers are shorter by this factor than in the trace", 32)
     repeat: int = flag("rounds of each deployment, in turn", 3)
-    quick: bool = flag(report.QUICK_HELP, False)
-    note: str = flag(report.NOTE_HELP, "")
-    out: str = flag(report.OUT_HELP, "")
 
 
 POLICIES = "round_robin,prefix_aware,auto"
@@ -69,8 +66,7 @@ class Round:
 def benchmark(settings: Settings) -> None:
     """Compare routing policies on conversations: hit rate, time to the first token."""
     shape = checkpoints.TINY if settings.quick else pd.SMALL
-    if settings.quick:
-        settings = report.in_place_of_defaults(settings, QUICK)
+    settings = settings.sized(QUICK)
     settings = report.in_place_of_defaults(settings, {"policies": POLICIES})
     turns = read(settings, shape.vocabulary)
     with tempfile.TemporaryDirectory() as folder, Console(stderr=True).status("making the checkpoint") as status:

@@ -35,7 +35,7 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(report.Settings):
     minutes: float = flag("how long", 20.0)
     clients: int = flag("requests under way at a time, at most", 8)
     pause: float = flag("seconds that a client waits before its next request, on average", 0.2)
@@ -43,9 +43,6 @@ class Settings:
     blocks: int = flag("of each pool", 120)
     tier_size: str = flag("what each tier may take", "2MiB")
     seed: int = flag("of the traffic", 0)
-    quick: bool = flag(report.QUICK_HELP, False)
-    note: str = flag(report.NOTE_HELP, "")
-    out: str = flag(report.OUT_HELP, "")
 
 
 QUICK = {"minutes": 0.3, "every": 1.0, "pause": 0.05}
@@ -73,8 +70,7 @@ class Traffic:
 
 def soak(settings: Settings) -> None:
     """Run mixed traffic for a long time, and see that nothing grows, leaks, or is counted wrong."""
-    if settings.quick:
-        settings = report.in_place_of_defaults(settings, QUICK)
+    settings = settings.sized(QUICK)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         status = stack.enter_context(Console(stderr=True).status("starting"))

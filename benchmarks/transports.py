@@ -32,15 +32,12 @@ from pdserve.kv_transfer.rules.trial import Instance, Trial, new_keys
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(report.Settings):
     connectors: str = flag("comma separated, see the README", "shm,file-tmpfs,redis-unix,nixl")
     block_bytes: str = flag("bytes of a block", "1792KiB")
     blocks: int = flag("blocks of one store or load", 64)
     pieces: int = flag("operations into which they are divided, under way together", 4)
     repeat: int = flag("turns", 9)
-    quick: bool = flag(report.QUICK_HELP, False)
-    note: str = flag(report.NOTE_HELP, "")
-    out: str = flag(report.OUT_HELP, "")
 
     def __post_init__(self) -> None:
         """Raises ValueError for a setting that can never work."""
@@ -75,8 +72,7 @@ class Turns:
 
 def benchmark(settings: Settings) -> None:
     """Measure connectors beside the bare transports under them, and a memcpy."""
-    if settings.quick:
-        settings = report.in_place_of_defaults(settings, QUICK)
+    settings = settings.sized(QUICK)
     rows, skipped = [], {}
     with Console(stderr=True).status("measuring") as status:
         for name in settings.connectors.split(","):
