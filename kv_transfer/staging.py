@@ -50,7 +50,7 @@ class StagedConnector(Connector):
     def __init__(
         self, inner: Connector, pool: torch.Tensor, layout: Layout, staging_bytes: int = STAGING_BYTES
     ) -> None:
-        self.scheme = inner.scheme  # type: ignore[misc]
+        self.scheme = inner.scheme  # type: ignore[misc]  # elsewhere it belongs to the class
         if inner.in_place:
             raise SetupError(f"{inner.scheme}:// reads pools in place and cannot do so with one on {pool.device} yet")
         self._inner = inner

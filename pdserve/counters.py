@@ -54,17 +54,17 @@ def series(name: str, **labels: str) -> str:
 
 def families(counts: Iterable[tuple[Mapping[str, str], Mapping[str, float]]]) -> list[Metric]:
     """Prometheus metric families of several processes: (labels of the process, its counts by series)."""
-    metrics: dict[str, Metric] = {}
+    metrics: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
     for process, values in counts:
         for key, value in values.items():
             match = _SERIES.fullmatch(key)
             assert match is not None, f"not a series: {key}"
             labels = dict(process) | dict(_LABEL.findall(match["labels"] or ""))
             family = metrics.setdefault(match["name"], _family(match["name"], list(labels)))
-            family.add_metric([labels[name] for name in sorted(labels)], value)  # type: ignore[attr-defined]
+            family.add_metric([labels[name] for name in sorted(labels)], value)
     return list(metrics.values())
 
 
-def _family(name: str, labels: list[str]) -> Metric:
+def _family(name: str, labels: list[str]) -> CounterMetricFamily | GaugeMetricFamily:
     kind = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
     return kind(f"pdserve_{name}", HELP.get(name, "from an instance of another version"), labels=sorted(labels))

@@ -34,5 +34,5 @@ def command_of(config: type, run: Callable[..., None], **extra: Any) -> Callable
         )
         for field in fields(config)
     ]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
     return command

@@ -5,6 +5,7 @@
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 
@@ -172,7 +173,7 @@ def _joined(deltas: list[Delta]) -> Delta:
     )
 
 
-class EventStream(Response):
+class EventStream(Response, ABC):
     """Server-sent events. The status line waits for the first token, so that an error before it has its own status.
 
     An error after it is an event of its own, on which OpenAI's client raises.
@@ -221,11 +222,11 @@ class EventStream(Response):
 
     end = b""  # behind the last event
 
-    def events_of(self, delta: Delta) -> list[Json]:
-        raise NotImplementedError
+    @abstractmethod
+    def events_of(self, delta: Delta) -> list[Json]: ...
 
-    def last_events(self) -> list[Json]:
-        raise NotImplementedError
+    @abstractmethod
+    def last_events(self) -> list[Json]: ...
 
     def error_event(self, error: RequestError) -> Json:
         return error_data(error)

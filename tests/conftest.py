@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import json
 import shutil
 import subprocess
@@ -90,7 +91,7 @@ def _save_tokenizer(path: Path) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def patience() -> None:
     """httpx gives up after 5 seconds, which a busy machine can take. Tests that mean a time-out say which."""
-    limits = httpx._config.DEFAULT_TIMEOUT_CONFIG
+    limits = inspect.signature(httpx.Client).parameters["timeout"].default  # one object, the default of all functions
     limits.connect = limits.read = limits.write = limits.pool = 60.0
 
 

@@ -53,7 +53,7 @@ class Stage:
         self.next_key = 0
         instance = SimpleNamespace(news=self.news, heartbeat=lambda link: pb.Heartbeat(), drop_link=lambda link: None)
         hello = pb.Hello(instance_id="i")
-        self.serving = asyncio.create_task(self.links.run(instance, hello))  # type: ignore[arg-type]
+        self.serving = asyncio.create_task(self.links.run(instance, hello))  # type: ignore[arg-type]  # what links use of an instance
 
     @asynccontextmanager
     async def router(self) -> AsyncIterator[Router]:

@@ -118,7 +118,7 @@ def test_one_that_is_larger_than_all_the_room_goes_alone() -> None:
 
 def test_what_is_read_in_place_is_held_until_it_has_been_read_and_fills_no_room() -> None:
     stage, job, read = Stage(4), new_job(), Future[None]()
-    stage.connector.in_place = True  # type: ignore[misc]
+    stage.connector.in_place = True  # type: ignore[misc]  # elsewhere it belongs to the class
     for _ in range(3):
         stage.store(job, 4)
     assert stage.transfers.in_flight == 0 and len(stage.connector.under_way) == 3

@@ -39,7 +39,7 @@ def test_the_kernel_equals_transformers(shape: tuple[int, ...], dtype: torch.dty
     ("norm", "replaced"), [(LlamaRMSNorm(64), True), (Qwen3RMSNorm(64), True), (Gemma3RMSNorm(64), False)]
 )
 def test_what_computes_something_else_is_left_alone(norm: torch.nn.Module, replaced: bool) -> None:
-    torch.nn.init.normal_(norm.weight, std=0.5)  # type: ignore[arg-type]
+    torch.nn.init.normal_(norm.weight, std=0.5)  # type: ignore[arg-type]  # a tensor, not a module
     model = torch.nn.Sequential(norm, torch.nn.LayerNorm(64)).to(torch.bfloat16)
     assert fuse_norms(model) == replaced
     assert isinstance(model[0], FusedNorm) == replaced and isinstance(model[1], torch.nn.LayerNorm)

@@ -44,7 +44,7 @@ def test_a_loaded_model_is_packed_and_keeps_its_embedding(checkpoint_path: Path)
     loaded = checkpoint.load(EngineConfig(model=str(checkpoint_path), dtype="bfloat16", device="cpu"))
     kinds = [type(module) for module in loaded.model.modules()]
     assert PackedLinear in kinds and torch.nn.Linear not in kinds
-    embedding = loaded.model.get_input_embeddings()  # type: ignore[operator]
+    embedding = loaded.model.get_input_embeddings()  # type: ignore[operator]  # a method, not a tensor
     assert torch.isfinite(embedding(torch.arange(8))).all()
 
 

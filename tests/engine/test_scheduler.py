@@ -87,18 +87,22 @@ def test_a_running_prefill_does_not_hold_up_those_that_decode() -> None:
     assert plan.tokens == {short: 1, long: 7}
 
 
-def test_the_latest_arrival_is_preempted_and_finishes_later() -> None:
+@pytest.mark.parametrize(
+    ("ranks", "last"), [((0, 1), 1), ((LEVEL, 1), 0)], ids=["the latest arrival", "the lowest priority"]
+)
+def test_the_last_in_rank_is_preempted_and_finishes_later(ranks: tuple[int, int], last: int) -> None:
     sched = scheduler(4)
-    first, second = sequence("first", [1] * 7, 6), sequence("second", [2] * 7, 6)
-    sched.add(first)
-    sched.add(second)
+    two = sequence("first", [1] * 7, 6), sequence("second", [2] * 7, 6)
+    for seq, rank in zip(two, ranks, strict=True):
+        seq.rank = rank
+        sched.add(seq)
     preempted, order = [], []
     for _ in range(60):
         plan, finished = run_step(sched)
         preempted += plan.preempted
         order += finished
-    assert preempted and set(preempted) == {second}
-    assert order == [first, second]
+    assert preempted and set(preempted) == {two[last]}
+    assert order == [two[1 - last], two[last]]
 
 
 def loaded_and_waiting(sched: Scheduler, loaded_tokens: int, waiting_tokens: int) -> tuple[Sequence, Sequence]:
@@ -109,21 +113,6 @@ def loaded_and_waiting(sched: Scheduler, loaded_tokens: int, waiting_tokens: int
     assert sched.reserve(loaded, 0, loaded_tokens)
     sched.add(loaded)
     return loaded, waiting
-
-
-def test_the_lowest_priority_is_preempted_first_though_it_came_first() -> None:
-    sched = scheduler(4)
-    first, second = sequence("first", [1] * 7, 6), sequence("second", [2] * 7, 6)
-    first.rank, second.rank = LEVEL, 1
-    sched.add(first)
-    sched.add(second)
-    preempted, order = [], []
-    for _ in range(60):
-        plan, finished = run_step(sched)
-        preempted += plan.preempted
-        order += finished
-    assert preempted and set(preempted) == {first}
-    assert order == [second, first]
 
 
 def test_a_low_priority_is_served_although_others_never_end() -> None:

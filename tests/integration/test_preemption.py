@@ -102,7 +102,7 @@ def test_one_that_is_cancelled_while_the_store_is_asked_for_its_kv_leaves_nothin
 ) -> None:
     begun, cancelled = threading.Event(), threading.Event()
 
-    class Asked(store_in_hand):  # type: ignore[misc]
+    class Asked(store_in_hand):  # type: ignore[misc]  # a class that came as a fixture
         def contains(self, name: str) -> bool:
             if begun.is_set() and not cancelled.is_set():
                 for request in "ab":

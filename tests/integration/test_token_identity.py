@@ -91,6 +91,9 @@ def test_every_connector_in_chunks_with_one_pair_and_with_two(
         assert metric(deployment, "kv_transfer_failures_total", **tiers) == 0
         loaded = partial(metric, deployment, "kv_transfer_blocks_total", direction="load")
         until(lambda: loaded(instance="decode-0") > 0 and loaded(instance="decode-1") > 0)
+        if "codec" in connector_url:
+            bytes_each = metric(deployment, "kv_transfer_bytes_total", direction="load") / loaded()
+            assert bytes_each < 3 * 2 * 2 * 16 * 16 * 4, "layers, K and V, heads, tokens, dimensions, bytes"
 
 
 def double(deployment: Any) -> None:

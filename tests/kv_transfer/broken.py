@@ -227,7 +227,7 @@ class NoDeadline(MemoryConnector):
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self._watchdog.watch = lambda operation: None  # type: ignore[method-assign]
+        self._watchdog.watch = lambda operation: None  # type: ignore[method-assign]  # what is broken about it
 
 
 class NoFence(MemoryConnector):

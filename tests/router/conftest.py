@@ -198,15 +198,15 @@ class ScriptedBackend:
             raise self.script.error
         self.drained.append((instance_id, role))
 
-    def plays(self, ids: list[int], finish_reason: str | None = "length", **script: object) -> None:
+    def plays(self, ids: list[int], finish_reason: str | None = "length", **script: Any) -> None:
         """One token per chunk, the same for every choice."""
         chunks = [Chunk([token_id]) for token_id in ids]
         if finish_reason is not None:
             chunks[-1] = Chunk(chunks[-1].token_ids, finish_reason)
-        self.script = Script(chunks=[chunks], **script)  # type: ignore[arg-type]
+        self.script = Script(chunks=[chunks], **script)
 
-    def fails(self, error: RequestError, **script: object) -> None:
-        self.script = Script(error=error, **script)  # type: ignore[arg-type]
+    def fails(self, error: RequestError, **script: Any) -> None:
+        self.script = Script(error=error, **script)
 
 
 @pytest.fixture
@@ -245,19 +245,19 @@ class Client:
     def __init__(self, app: FastAPI) -> None:
         self._app = app
 
-    def request(self, method: str, path: str, **options: object) -> httpx.Response:
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         return asyncio.run(self._request(method, path, options))
 
     def get(self, path: str) -> httpx.Response:
         return self.request("GET", path)
 
-    def post(self, path: str, body: object, **options: object) -> httpx.Response:
+    def post(self, path: str, body: object, **options: Any) -> httpx.Response:
         return self.request("POST", path, content=json.dumps(body).encode(), **options)
 
-    async def _request(self, method: str, path: str, options: dict[str, object]) -> httpx.Response:
+    async def _request(self, method: str, path: str, options: dict[str, Any]) -> httpx.Response:
         transport = httpx.ASGITransport(self._app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
-            return await client.request(method, path, **options)  # type: ignore[arg-type]
+            return await client.request(method, path, **options)
 
 
 @pytest.fixture

@@ -407,7 +407,9 @@ def test_a_mistake_of_ours_is_told_apart(client: Client, events: Events, backend
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_failed_choice_ends_the_others(client: Client, backend: ScriptedBackend, stream: bool) -> None:
+def test_one_failed_choice_ends_the_others(
+    client: Client, backend: ScriptedBackend, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend.plays([7], finish_reason=None, hang=True)
     real_open = backend.open
 
@@ -417,13 +419,15 @@ def test_one_failed_choice_ends_the_others(client: Client, backend: ScriptedBack
             opened._script = type(opened._script)(error=LOST)
         return opened
 
-    backend.open = open_and_fail_third  # type: ignore[method-assign]
+    monkeypatch.setattr(backend, "open", open_and_fail_third)
     response = client.post(COMPLETIONS, {**HELLO, "n": 3, "stream": stream})
     assert "instance d0 was lost" in response.text
     assert [stream.cancelled for stream in backend.streams] == [True, True, True]
 
 
-def test_a_choice_that_is_refused_cancels_those_before(client: Client, backend: ScriptedBackend) -> None:
+def test_a_choice_that_is_refused_cancels_those_before(
+    client: Client, backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real_open = backend.open
 
     def open_two(request: Any) -> Any:
@@ -431,7 +435,7 @@ def test_a_choice_that_is_refused_cancels_those_before(client: Client, backend: 
             raise LOST
         return real_open(request)
 
-    backend.open = open_two  # type: ignore[method-assign]
+    monkeypatch.setattr(backend, "open", open_two)
     assert client.post(COMPLETIONS, {**HELLO, "n": 3}).status_code == 503
     assert [stream.cancelled for stream in backend.streams] == [True, True]
 

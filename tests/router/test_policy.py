@@ -177,9 +177,9 @@ def test_a_load_that_comes_and_goes_leaves_nothing(loads: list[tuple[int, int, i
 MACHINE = Costs(prefill=(0.01, 1e-4, 1e-8), decode=(0.005, 1e-4, 1e-7), transfer=(0.001, 1e-9))
 
 
-def auto(*candidates: Candidate, **ask: object) -> tuple[str, Any]:
+def auto(*candidates: Candidate, tokens: int = 1000, **ask: Any) -> tuple[str, Any]:
     """Whom it picks, and by which forecast in seconds."""
-    decision = decide("auto", candidates, Ask(**{"tokens": 1000, **ask}))  # type: ignore[arg-type]
+    decision = decide("auto", candidates, Ask(tokens=tokens, **ask))
     return decision.chosen, decision.candidates[0].score
 
 

@@ -1,5 +1,7 @@
 """The prefix index: the same answers as one set of keys per instance would give."""
 
+from collections.abc import Iterator
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -56,10 +58,10 @@ def test_a_walk_ends_where_nobody_has_more() -> None:
     index.add("p0", KEYS[:2])
     asked = []
 
-    def prompt() -> object:
+    def prompt() -> Iterator[bytes]:
         for key in KEYS:
             asked.append(key)
             yield key
 
-    assert index.match(prompt()) == {"p0": 2}  # type: ignore[arg-type]
+    assert index.match(prompt()) == {"p0": 2}
     assert asked == KEYS[:3]
