@@ -164,12 +164,19 @@ def huge_pages(x: torch.Tensor, *, written: bool = False) -> None:
     """Asks the system to keep a large tensor in pages of 2 MiB, where it can: reading gets a quarter faster, as blocks and
     weights are too far apart for the processor's table of small pages. Free before the first write; `written` memory is
     moved, at some 3 GB/s."""
-    if not (sys.platform == "linux" and x.device.type == "cpu" and x.nbytes >= 2 * HUGE_PAGE):
+    if x.device.type == "cpu":
+        huge_pages_at(x.data_ptr(), x.nbytes, written=written)
+
+
+def huge_pages_at(address: int, nbytes: int, *, written: bool = False) -> None:
+    """The same for any memory. What is `written` takes what lies beside it along, in the pages that it begins and ends in."""
+    first, end = address // HUGE_PAGE * HUGE_PAGE, -(-(address + nbytes) // HUGE_PAGE) * HUGE_PAGE
+    if not written:
+        first, end = -(-address // HUGE_PAGE) * HUGE_PAGE, (address + nbytes) // HUGE_PAGE * HUGE_PAGE
+    if sys.platform != "linux" or nbytes < HUGE_PAGE or first >= end:
         return
-    start = -(-x.data_ptr() // HUGE_PAGE) * HUGE_PAGE
-    length = (x.data_ptr() + x.nbytes - start) // HUGE_PAGE * HUGE_PAGE
     for advice in (MADV_HUGEPAGE, MADV_COLLAPSE) if written else (MADV_HUGEPAGE,):
-        _madvise()(start, length, advice)  # best effort: kernels without them answer with an error
+        _madvise()(first, end - first, advice)  # best effort: kernels without them answer with an error
 
 
 @cache

@@ -5,6 +5,8 @@ For CPUs, and for 16-bit weights only: float32 keeps the arithmetic of `torch.nn
 
 import torch
 
+from pdserve.kernels import cpu
+
 # The order is chosen for a number of rows. This one serves 1 to 128 rows best, and larger ones as well as any.
 _ROWS = 128
 
@@ -20,6 +22,11 @@ class PackedLinear(torch.nn.Module):
         # An opaque tensor, which nothing but the operator below can read; no parameter, so that nothing tries to.
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.data, _ROWS)
 
+    def use_huge_pages(self) -> None:
+        """Moves the weight: its memory is oneDNN's own, which starts anywhere and knows nothing of large pages."""
+        nbytes = torch.ops.mkldnn._nbytes(self._packed)
+        cpu.huge_pages_at(torch.ops.mkldnn.data_ptr(self._packed), nbytes, written=True)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] → [..., out_features]"""
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
@@ -34,13 +41,15 @@ def prepack(model: torch.nn.Module) -> int:
     Returns:
         How many were replaced.
     """
-    count = 0
+    packed = []
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if type(child) is torch.nn.Linear and _has_kernel(child.weight):
-                setattr(parent, name, PackedLinear(child))
-                count += 1
-    return count
+                packed.append(PackedLinear(child))
+                setattr(parent, name, packed[-1])
+    for linear in packed:  # when all lie where they will stay: pages are shared by neighbours
+        linear.use_huge_pages()
+    return len(packed)
 
 
 def _has_kernel(weight: torch.Tensor) -> bool:

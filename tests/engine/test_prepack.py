@@ -33,6 +33,18 @@ def test_equals_the_plain_layer(wide: int, high: int, rows: int, bias: bool) -> 
     torch.testing.assert_close(packed.double(), exact, rtol=2**-7, atol=2**-8)
 
 
+@needs_bf16
+@torch.inference_mode()
+def test_large_weights_and_what_lies_beside_them_survive_their_move_to_huge_pages() -> None:
+    layers = [PackedLinear(torch.nn.Linear(1024, 1536, dtype=torch.bfloat16)) for _ in range(4)]
+    beside, x = [torch.arange(1 << 17) for _ in range(4)], torch.randn(3, 1024, dtype=torch.bfloat16)
+    before = [layer(x) for layer in layers]
+    for layer in layers:
+        layer.use_huge_pages()
+    assert all(torch.equal(layer(x), y) for layer, y in zip(layers, before, strict=True))
+    assert all(torch.equal(y, torch.arange(1 << 17)) for y in beside)
+
+
 def test_float32_is_left_alone() -> None:
     plain = torch.nn.Sequential(torch.nn.Linear(8, 8))
     assert prepack(plain) == 0 and type(plain[0]) is torch.nn.Linear
