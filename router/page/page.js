@@ -444,6 +444,7 @@ const PIECES = [["routed", "router"], ["prefill_started", "router"], ["first_tok
 
 const running = (row) => row.stages_ms.finished === undefined;
 const total = (row, now) => (running(row) ? (now.time - row.time) * 1000 : row.stages_ms.finished);
+const POINTS = matchMedia("(hover: hover)");
 const FILTERS = {
   all: () => true,
   late: (row, now, scale) => row.stages_ms.first_token / 1000 > now.slo.ttft || total(row, now) > scale,
@@ -458,6 +459,9 @@ function drawRequests(now) {
   const shown = rows.filter((row) => filter(row, now, scale)).slice(0, SHOWN);
   const open = rows.filter((row) => lines.get(row.request_id)?.details.open && !shown.includes(row));
   const list = $("rows");
+  const held = lines.size && list.matches(":hover") && POINTS.matches; // nothing moves under a pointer that is about to click
+  $("held").hidden = !held;
+  if (held) shown.splice(0, shown.length, ...rows.filter((row) => lines.has(row.request_id)));
   list.querySelector(".empty")?.remove();
   for (const row of [...shown, ...open]) {
     const line = lines.get(row.request_id) ?? newLine(row);
@@ -465,7 +469,7 @@ function drawRequests(now) {
     updateLine(line, row, now, scale);
   }
   const kept = new Set(shown.map((row) => row.request_id));
-  for (const [id, line] of lines) {
+  for (const [id, line] of held ? [] : lines) {
     if (kept.has(id) || line.details.open || line.item.contains(document.activeElement)) continue;
     line.item.remove();
     lines.delete(id);
