@@ -126,7 +126,8 @@ class Fleet(RouterServicer):
     async def Attach(self, frames: AsyncIterator[pb.InstanceFrame], context: Any) -> AsyncIterator[pb.RouterFrame]:
         """The one RPC: lives as long as the instance does."""
         if not self._knows_token(context):
-            log.warning("refused %s: it does not know the --control-token", context.peer())
+            extra = {"event": "refused", "instance": context.peer()}
+            log.warning("refused %s: it does not know the --control-token", context.peer(), extra=extra)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this router asks for another --control-token")
         first = await anext(aiter(frames))
         refusal = self.refusal(first)
@@ -231,7 +232,7 @@ class Fleet(RouterServicer):
         if refusal := self.refusal(frame):
             self._leave(member, refusal)
         else:
-            log.info("%s serves as %s now", member.id, frame.hello.role)
+            log.info("%s serves as %s now", member.id, frame.hello.role, extra={"event": "role", "instance": member.id})
             member.serves_as(frame.hello)
 
     def _take_news(self, member: Member, blocks: pb.Blocks) -> None:

@@ -47,6 +47,7 @@ class Overview:
             "why": why,
             "slo": {name: limit for name, limit in vars(self._slo).items() if math.isfinite(limit)},
             "under_way": len(dispatcher.flights),
+            "waiting": sum(sample.value for one in metrics.key_waiting.collect() for sample in one.samples),
             "max_requests": dispatcher.config.max_requests,
             "requests": _by_label(metrics.requests),
             "placements": _by_label(metrics.placements),

@@ -253,7 +253,7 @@ function drawFigures(now) {
   const loads = rate(gained("load_bytes")), stores = rate(gained("store_bytes"));
   const total = sum(Object.values(sources));
   $("figures").replaceChildren(
-    figure("Requests", perSecond(rate(ended), "/s"), `${whole(now.under_way)} under way`, curve(ended), "router"),
+    figure("Requests", perSecond(rate(ended), "/s"), `${whole(now.under_way)} under way${now.waiting ? `, ${whole(now.waiting)} waiting` : ""}`, curve(ended), "router"),
     figure("Output", perSecond(rate(tokens), "tokens/s"), "of this router", curve(tokens), "decode"),
     latency("ttft", "prefill", "TTFT"),
     latency("itl", "decode", "ITL"),
@@ -410,7 +410,7 @@ function drawKv(now) {
 
 const EVENTS = {
   left: ["lost", "bad"], failed: ["failed", "bad"], breaker: ["breaker", "bad"], moved: ["moved", "warn"], fallback: ["computed", "warn"],
-  in_vain: ["in vain", "warn"], refused: ["refused", "warn"], draining: ["draining", "warn"], joined: ["joined", "good"],
+  role: ["role", "good"], in_vain: ["in vain", "warn"], refused: ["refused", "warn"], draining: ["draining", "warn"], joined: ["joined", "good"],
 };
 let faultsShown = "";
 

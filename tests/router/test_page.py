@@ -97,7 +97,7 @@ def test_the_picture_of_a_request_and_a_fault(scene: Callable[..., Scene], make_
     assert answer.headers["cache-control"] == "no-store"
     now = answer.json()
     assert now["ready"] and now["router"] == "router" and now["slo"] == {"ttft": 1.0}
-    assert now["requests"] == {"length": 1} and now["under_way"] == 1
+    assert now["requests"] == {"length": 1} and (now["under_way"], now["waiting"]) == (1, 0)
     assert now["placements"] == {"split": 3} and now["migrations"] == {"instance_lost": 1}
     assert sum(now["ttft"]["counts"]) == 1 and sum(now["itl"]["counts"]) == 2
     assert len(now["itl"]["counts"]) == len(now["itl"]["limits"]) + 1
