@@ -40,7 +40,7 @@ from pdserve.flags import command_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(report.Settings):
     seconds: float = flag("how long faults come", 900.0)
     every: float = flag("seconds between two faults, on average", 3.0)
     lasting: float = flag("seconds that freezes, cuts and restarts of the store last, at most", 4.0)
@@ -50,9 +50,6 @@ class Settings:
     deadline: float = flag("seconds that a request may take", 120.0)
     store: str = flag("where KV blocks go: redis, shm", "redis")
     seed: int = flag("of the order of faults, and of the requests", 0)
-    quick: bool = flag("half a minute with pauses, to see that it works", False)
-    note: str = flag(report.NOTE_HELP, "")
-    out: str = flag(report.OUT_HELP, "")
 
 
 QUICK = {"seconds": 30.0, "every": 1.5, "lasting": 2.5, "clients": 4, "cases": 12, "pause": 0.1}
@@ -554,8 +551,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 def chaos(settings: Settings) -> None:
     """Serve under load while instances, network and store fail at random, and see that no token and nothing else is lost."""
-    if settings.quick:
-        settings = report.in_place_of_defaults(settings, QUICK)
+    settings = settings.sized(QUICK)
     if settings.store not in ("redis", "shm"):
         raise SetupError(f"--store is redis or shm, not {settings.store!r}")
     shown = play(settings)

@@ -164,6 +164,9 @@ class RouterConfig(ModelConfig):
     lease_seconds: float = flag("an instance silent for this long is dropped", 1.5)
     handover_timeout_seconds: float = flag("a hand-over that makes no progress for this long ends in a 503", 60.0)
     client_timeout_seconds: float = flag("a client that takes nothing of its answer for this long is cut off", 60.0)
+    hedge_prefill_after: float | None = flag(
+        "seconds without a first token until a second prefill instance is asked too; default: never", None
+    )
     max_body_bytes: int = flag("request bodies larger than this get a 413", 4 * 1024 * 1024)
     max_n: int = flag("choices that one request may ask for, over all its prompts", 64)
     api_key: str = flag(
@@ -212,6 +215,8 @@ class RouterConfig(ModelConfig):
         Slo.parse(self.slo)
         if self.local_prefill_tokens is not None and self.local_prefill_tokens < 0:
             raise ValueError(f"--local-prefill-tokens must be 0 (never) or more, not {self.local_prefill_tokens}")
+        if self.hedge_prefill_after is not None and self.hedge_prefill_after <= 0:
+            raise ValueError(f"--hedge-prefill-after must be more than 0, not {self.hedge_prefill_after}")
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
             raise ValueError("--ssl-certfile and --ssl-keyfile belong together: give both or none")
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from dataclasses import replace
@@ -148,6 +149,9 @@ class Dispatcher:
         flight = self.flights.get(output.request_id)
         if flight is None or flight.id not in member.requests:
             return  # it is over, or this instance has been given up
+        if member is flight.hedge:
+            self._on_hedge(flight, member, output)
+            return
         flight.note(member, output, time.monotonic())
         if member is flight.decode and any(stamp.stage == Stage.KV_READY for stamp in output.stamps):
             self._note_pair(flight, flight.prefill.hello, member.hello)
@@ -183,9 +187,12 @@ class Dispatcher:
     async def watch(self) -> None:
         """Ends requests that make no progress."""
         while True:
-            await asyncio.sleep(min(1.0, self.config.handover_timeout_seconds / 4))
+            hedge_after = self.config.hedge_prefill_after
+            await asyncio.sleep(min(1.0, self.config.handover_timeout_seconds / 4, (hedge_after or math.inf) / 4))
             now = time.monotonic()
             for flight in list(self.flights.values()):
+                if hedge_after is not None and now - flight.started > hedge_after:
+                    self._hedge(flight)
                 flight.machine.progressed(flight.owner.stepped)
                 if flight.machine.late(now):
                     self._fault(flight.owner, now)
@@ -229,6 +236,7 @@ class Dispatcher:
                     )
                 case Action.CANCEL_PREFILL:
                     self._let_go(flight, flight.prefill)
+                    self._drop_hedge(flight)
                 case Action.CANCEL_DECODE if flight.decode is not None:
                     self._let_go(flight, flight.decode)
                 case Action.FAIL:
@@ -254,6 +262,7 @@ class Dispatcher:
         if not output.finish_reason and (output.token_ids or output.HasField("stored")):
             self._hand_over(flight, message)
         if output.token_ids:
+            self._drop_hedge(flight)
             self.handle(flight, Event.FIRST_TOKEN)
             self._emit(flight, output)
         if output.finish_reason:
@@ -275,7 +284,52 @@ class Dispatcher:
     def _member_failed(self, flight: Flight, member: Member, error: RequestError) -> None:
         split_prefill = flight.decode is not None and member is flight.prefill
         member.release(flight.id)
-        self.handle(flight, Event.PREFILL_FAILED if split_prefill else Event.DECODE_FAILED, error)
+        if member is flight.hedge:
+            flight.hedge = None
+        elif split_prefill and flight.hedge is not None:
+            self._prefer_hedge(flight)
+        else:
+            self.handle(flight, Event.PREFILL_FAILED if split_prefill else Event.DECODE_FAILED, error)
+
+    # A prefill that is late is asked of another instance too. Who has the first token first goes on; both compute, and store
+    # under the same keys, the same KV.
+
+    def _hedge(self, flight: Flight) -> None:
+        if flight.machine.state is not State.PREFILLING or flight.hedge is not None:
+            return
+        first, decode = flight.prefill, flight.decode
+        assert decode is not None
+        flight.started = math.inf  # once is enough
+        able = [member for member in self._partners(decode, self._able("prefill", avoid=first)) if member is not decode]
+        able = [member for member in able if member.hello.namespace == first.hello.namespace]
+        if able:
+            ask = Ask(flight.tokens, self._turn, flight.request.session, flight.cached, flight.tokens_left)
+            flight.hedge, flight.held = self._take(flight, "prefill", self._decide("prefill", ask, able)), []
+            self._submit(flight, flight.hedge, pb.PREFILL, flight.submission())
+            self._metrics.hedges.labels(outcome="asked").inc()
+
+    def _on_hedge(self, flight: Flight, member: Member, output: pb.Output) -> None:
+        flight.held.append(output)
+        if output.HasField("error"):
+            member.release(flight.id)
+            flight.hedge = None
+        elif output.token_ids:
+            self._let_go(flight, flight.prefill)
+            self._prefer_hedge(flight)
+
+    def _prefer_hedge(self, flight: Flight) -> None:
+        """It takes the first one's place, and has said what it has said."""
+        assert flight.hedge is not None
+        flight.prefill, flight.hedge = flight.hedge, None
+        flight.timeline.prefill_instance = flight.prefill.id
+        self._metrics.hedges.labels(outcome="preferred").inc()
+        for output in flight.held:
+            self.on_output(flight.prefill, output)
+
+    def _drop_hedge(self, flight: Flight) -> None:
+        if flight.hedge is not None:
+            self._let_go(flight, flight.hedge)
+            flight.hedge = None
 
     def _emit(self, flight: Flight, output: pb.Output) -> None:
         now = time.monotonic()
@@ -336,6 +390,7 @@ class Dispatcher:
         flight.timeline.decode_instance = (decode or prefill).id
         flight.timeline.stored, flight.timeline.loaded = Moved(), Moved()
         flight.machine.resumed(split=decode is not None)
+        flight.started = time.monotonic()
         self.flights[flight.id] = flight
         frame = flight.submission()
         if decode is not None:

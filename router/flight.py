@@ -26,6 +26,9 @@ class Flight:
         self.machine = machine
         self.timeline = Timeline(request.request_id, request.traceparent, prompt_tokens=len(request.prompt))
         self.last_token_at: float | None = None
+        self.started = 0.0  # when instances were asked
+        self.hedge: Member | None = None  # asked to prefill too, because the first one is late
+        self.held: list[pb.Output] = []  # what it has said, until it turns out to be the faster one
         self.emitted: list[int] = []
         self.cached: dict[str, int] = {}  # instance id → leading tokens in its pool when it was picked
         self._on_cancel = on_cancel

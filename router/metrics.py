@@ -93,6 +93,12 @@ class Metrics:
             ["kind"],
             registry=self.registry,
         )
+        self.hedges = Counter(
+            "pdserve_prefill_hedges_total",
+            "late prefills that a second instance was asked for too, and those that went on with it",
+            ["outcome"],
+            registry=self.registry,
+        )
         self.migrations = Counter(
             "pdserve_migrations_total",
             "streams that other instances took over, by what happened to the first",

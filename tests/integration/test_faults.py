@@ -184,9 +184,9 @@ def test_instances_restart_and_change_roles_under_load_and_no_request_fails(
             refused = order("drain", "prefill-0")
             assert refused.startswith("pdserve: while prefill-0 drains, no prefill instance would be there"), refused
             assert order("role", "decode-1", "prefill") == "decode-1 serves as prefill\n"
-            for name in ("prefill-0", "decode-1"):  # which says how it was started, and so what it is again
-                assert order("drain", name) == f"{name} is drained and gone\n"
-                wait_until(lambda name=name: _is_ready_again(deployment, name), 120, f"{name} serves again")  # type: ignore[misc]
+            assert order("drain", "prefill-0") == "prefill-0 is drained and gone\n"
+            wait_until(lambda: _is_ready_again(deployment, "prefill-0"), 120, "it serves again")
+            assert order("role", "decode-1", "decode") == "decode-1 serves as decode\n"
             assert order("drain", "decode-0") == "decode-0 is drained and gone\n"
         finally:
             stop.set()
@@ -213,6 +213,29 @@ def test_a_frozen_instance_is_out_and_comes_back(checkpoint: Callable[..., Path]
         finally:
             os.kill(frozen, signal.SIGCONT)
         wait_until(lambda: "decode-1" in instances(url), 60, "it has attached again")
+
+
+def test_a_second_prefill_helps_where_the_first_is_late(
+    checkpoint: Callable[..., Path],
+    generate: Callable[..., list[list[int]]],
+    deploy: Callable[..., Any],
+    complete_all: Callable[..., list[list[int]]],
+    blocks_held: Callable[..., dict[str, float]],
+    metric: Callable[..., float],
+) -> None:
+    path = checkpoint("llama")
+    expected = generate(path, LONG, TOKENS)
+    flags = {"router": ["--lease-seconds", "200", "--hedge-prefill-after", "0.1", "--prefill-policy", "round_robin"]}
+    with deploy(model=str(path), num_blocks=512, prefill=2, flags=flags) as deployment:
+        frozen = deployment.child("prefill-1").pid
+        os.kill(frozen, signal.SIGSTOP)
+        try:
+            assert complete_all(deployment, LONG[:8], max_tokens=20) == [tokens[:20] for tokens in expected[:8]]
+        finally:
+            os.kill(frozen, signal.SIGCONT)
+        assert metric(deployment, "prefill_hedges_total", outcome="preferred") == 4, "every second one"
+        assert complete_all(deployment, LONG[8:], max_tokens=4) == [expected[8][:4]]
+        wait_until(lambda: not any(blocks_held(deployment).values()), 60, "all blocks are back")
 
 
 def test_nobody_works_on_for_a_client_that_has_left(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest, Conflict, NotFound, Overloaded, RequestError, Unavailable
+from pdserve.handover import State
 from pdserve.keys import block_keys
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
@@ -591,7 +592,107 @@ def test_both_instances_do_not_prefill_for_each_other() -> None:
     play(story())
 
 
-EVENTS = st.lists(st.tuples(st.sampled_from(["join", "lose", "drain", "open", "end", "cancel"]), st.integers(0, 99)))
+def hedged(stage: Stage) -> tuple[Flight, Member, Member, Member]:
+    """A flight that two are asked to prefill: it, the first, the second, and decode."""
+    flight = stage.open()
+    first, decode = flight.prefill, flight.decode
+    assert decode is not None
+    stage.dispatcher._hedge(flight)
+    stage.dispatcher._hedge(flight)
+    second = flight.hedge
+    assert second is not None and second is not first
+    assert [message.phase for member in (first, second) for _, message in sent(member)] == [pb.PREFILL] * 2
+    sent(decode)
+    return flight, first, second, decode
+
+
+def ends_well(stage: Stage, flight: Flight) -> None:
+    """Nobody is left with anything, and the counts of hedges are these."""
+    assert not stage.dispatcher.flights and flight.hedge is None
+    for member in stage.fleet.members.values():
+        assert not member.requests and member.load.requests == 0
+
+
+def test_of_two_that_prefill_the_faster_one_goes_on() -> None:
+    async def story() -> None:
+        stage = Stage("prefill", "prefill", "decode")
+        flight, first, second, decode = hedged(stage)
+        stage.says(first, stored=pb.Stored(num_blocks=2))
+        stage.says(second, stored=pb.Stored(num_blocks=1, tickets=[b"t"]))
+        assert [list(message.tickets) for _, message in sent(decode)] == [[]], "only the first one's news count yet"
+        stage.says(second, token_ids=[7])
+        assert [kind for kind, _ in sent(first)] == ["cancel"] and flight.prefill is second
+        (ticket, token) = (message for _, message in sent(decode))
+        assert list(ticket.tickets) == [b"t"] and token.first_token == 7
+        stage.says(first, token_ids=[99])  # it had not heard yet
+        stage.says(second, stored=pb.Stored(num_blocks=3, final=True))
+        stage.says(decode, token_ids=[8, 9, 10], finish_reason="length")
+        assert await tokens(flight) == [7, 8, 9, 10]
+        assert flight.timeline.prefill_instance == second.id
+        ends_well(stage, flight)
+
+        flight, first, second, decode = hedged(stage)
+        stage.says(second, stored=pb.Stored(num_blocks=1))
+        stage.says(first, token_ids=[7], stored=pb.Stored(num_blocks=1, final=True))
+        assert [kind for kind, _ in sent(second)] == ["cancel"] and flight.prefill is first
+        stage.says(second, token_ids=[99])
+        stage.says(decode, token_ids=[8, 9, 10], finish_reason="length")
+        assert await tokens(flight) == [7, 8, 9, 10]
+        ends_well(stage, flight)
+        text = stage.dispatcher._metrics.text()
+        assert b'hedges_total{outcome="asked"} 2.0' in text and b'hedges_total{outcome="preferred"} 1.0' in text
+
+    play(story())
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_of_two_that_prefill_one_may_fail(refused: bool) -> None:
+    async def story() -> None:
+        stage = Stage("prefill", "prefill", "decode")
+        flight, first, second, decode = hedged(stage)
+        stage.fleet._leave(first, "test")
+        assert flight.prefill is second and not sent(decode), "the other goes on"
+        stage.says(second, token_ids=[7, 8, 9, 10], finish_reason="length")
+        assert await tokens(flight) == [7, 8, 9, 10]
+        ends_well(stage, flight)
+
+        stage.join(first.id, "prefill")
+        flight, first, second, decode = hedged(stage)
+        if refused:
+            stage.says(second, error=pb.Error(kind="rejected", message="no"))
+        else:
+            stage.fleet._leave(second, "test")
+        assert flight.prefill is first and flight.hedge is None
+        stage.says(first, token_ids=[7, 8, 9, 10], finish_reason="length")
+        assert await tokens(flight) == [7, 8, 9, 10]
+        ends_well(stage, flight)
+
+    play(story())
+
+
+def test_only_what_waits_for_its_first_token_is_asked_of_a_second() -> None:
+    async def story() -> None:
+        stage = Stage("prefill", "prefill", "decode", "decode", hedge_prefill_after=0.05)
+        watch = asyncio.create_task(stage.dispatcher.watch())
+        late, done = stage.open("late"), stage.open("done")
+        stage.says(done.prefill, "done", token_ids=[7])
+        while late.hedge is None:
+            await asyncio.sleep(0.01)
+        stage.fleet._leave(late.last_member, "test")  # it moves, and may be late again
+        assert late.hedge is None and done.hedge is None
+        while late.hedge is None:
+            await asyncio.sleep(0.01)
+        late.cancel()
+        done.cancel()
+        ends_well(stage, late)
+        watch.cancel()
+
+    play(story())
+
+
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["join", "lose", "drain", "open", "late", "first", "end", "cancel"]), st.integers(0, 99))
+)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -621,6 +722,12 @@ def test_nobody_dead_or_draining_is_asked_and_nothing_stays_on_the_books(
             elif event == "open":
                 with contextlib.suppress(Unavailable):
                     flights.append(stage.open(f"r{number}", session=str(which % 5), max_tokens=1 + which % 3))
+            elif flights and event == "late" and not flights[which % len(flights)].machine.ended:
+                stage.dispatcher._hedge(flights[which % len(flights)])
+            elif flights and event == "first":
+                flight = flights[which % len(flights)]
+                if flight.id in (flight.hedge or flight.prefill).requests and flight.machine.state is State.PREFILLING:
+                    stage.says(flight.hedge or flight.prefill, flight.id, token_ids=[7])
             elif flights and event == "end":
                 flight = flights[which % len(flights)]
                 stage.says(flight.last_member, flight.id, finish_reason="stop")
