@@ -261,8 +261,8 @@ class Copier:
 
 
 def _row(connector: str, length: int, samples: list[Sample]) -> dict[str, Any]:
-    def median(value: Callable[[Sample], float], digits: int = 3) -> float:
-        return round(statistics.median(map(value, samples)), digits)
+    def median(value: Callable[[Sample], float], digits: int = 4) -> float:
+        return report.rounded(statistics.median(map(value, samples)), digits)
 
     return {
         "connector": connector,
@@ -279,7 +279,7 @@ def _row(connector: str, length: int, samples: list[Sample]) -> dict[str, Any]:
         "store_gb_per_s": median(lambda s: s.store_gb_per_s),
         "load_gb_per_s": median(lambda s: s.load_gb_per_s),
         "memcpy_ms": median(lambda s: s.memcpy),
-        "handover_to_memcpy": median(lambda s: s.handover / s.memcpy, 2),
+        "handover_to_memcpy": median(lambda s: s.handover / s.memcpy, 3),
         "whole": sum(s.whole for s in samples),
         "requests": len(samples),
     }

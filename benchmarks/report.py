@@ -116,6 +116,11 @@ def _git(*arguments: str) -> str:
         return ""
 
 
+def rounded(figure: float, digits: int) -> float:
+    """To significant digits: a rate of a slow machine, or of few bytes, is small and not 0."""
+    return float(f"{figure:.{digits}g}")
+
+
 def show(table: Table) -> None:
     """Prints it, uncut where the output is no terminal."""
     Console(width=None if sys.stdout.isatty() else WIDE).print(table)

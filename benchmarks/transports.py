@@ -265,11 +265,11 @@ def _row(name: str, way: str, what: str, turns: Turns, nbytes: int) -> dict[str,
     raw: list[float] = getattr(turns, f"raw_{way}") or (turns.memcpy if what == "one memcpy" else [])
 
     def rate(seconds: list[float]) -> float | None:
-        return round(nbytes / statistics.median(seconds) / 1e9, 2) if seconds else None
+        return report.rounded(nbytes / statistics.median(seconds) / 1e9, 3) if seconds else None
 
     def ratio(seconds: list[float]) -> float | None:
         pairs = zip(seconds, ours, strict=True)
-        return round(statistics.median(other / own for other, own in pairs), 3) if seconds else None
+        return report.rounded(statistics.median(other / own for other, own in pairs), 3) if seconds else None
 
     return {
         "connector": name,
