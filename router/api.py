@@ -4,7 +4,7 @@
     POST /v1/responses                              GET /debug/requests, /debug/requests/{id}, /debug/instances
     GET  /v1/models, /v1/models/{id}                POST /tokenize, /detokenize
     POST /admin/instances/{id}/drain, /admin/instances/{id}/role
-    GET  /                                          GET /debug/overview
+    GET  /                                          GET /debug/overview, /openapi.json
 
 A request has one id: the response's `id` field, its `X-Request-Id` header (the client's own, if it sent one) and what
 /debug/requests/{id} answers to are the same. When it asks for several choices, choice i is `{id}-{i}`.
@@ -30,6 +30,7 @@ from pdserve.router.access import Guard, Keys
 from pdserve.router.gate import Gate
 from pdserve.router.key_file import declared
 from pdserve.router.middleware import BodyLimit, InternalError, RequestId, error_response, json_response
+from pdserve.router.openapi import describe
 from pdserve.router.quota import RATE_HEADERS
 from pdserve.router.respond import CLIENT_GONE, ChunkStream, EventStream, Generation, Word, answer, whole_body
 from pdserve.router.stream import Backend, ModelInfo
@@ -80,6 +81,7 @@ def create_app(
     _Models(config, tokenizer, backend).add_to(app)
     _Operations(backend, metrics_text, latest_timelines, overview, config.max_n).add_to(app)
     _add_page(app)
+    app.add_api_route("/openapi.json", lambda: json_response(describe(app)), methods=["GET"], include_in_schema=False)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     app.add_middleware(Guard, clients=Keys(gate.keys), operators=Keys(declared(config.admin_key)))
     app.add_middleware(RequestId)  # around the others: their errors have an id too

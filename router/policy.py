@@ -1,8 +1,9 @@
 """Who gets the next request: pure functions of a snapshot of the candidates.
 
-A policy scores candidates, and the lowest gets the request; ties go to who has the fewest requests, then the least work, then
-round. Prefill and decode instances are picked by a policy each. What a policy cannot judge (a session policy and no
-session) it leaves to another by name, and the decision says so.
+A policy scores candidates, and the lowest gets the request. Ties go to who has the least to compute of it, since that is good
+for whoever comes next, then to who has the fewest requests, then the least work, then round. Prefill and decode instances are
+picked by a policy each. What a policy cannot judge (a session policy and no session) it leaves to another by name, and the
+decision says so.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -235,8 +236,10 @@ def decide(policy: str, candidates: Sequence[Candidate], ask: Ask) -> Decision:
         policy, why = "least_loaded", "there is no session to go by; "
     scores = POLICIES[policy](candidates, ask)
     limit = min(scores)[0] * (1 + TOLERANCE.get(policy, 0))
-    near = _least([scored for scored in scores if scored[0] <= limit], REQUESTS)
-    equal = sorted(_least(near, WORK))
+    near = [scored for scored in scores if scored[0] <= limit]
+    if not ask.decode:
+        near = _least(near, ask.uncached)
+    equal = sorted(_least(_least(near, REQUESTS), WORK))
     chosen = equal[ask.turn % len(equal)]
     others = [scored for scored in nsmallest(SHOWN, scores) if scored is not chosen]
     shown = [_shown(score, candidate, ask) for score, candidate in (chosen, *others[: SHOWN - 1])]
