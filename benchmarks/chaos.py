@@ -34,9 +34,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.table import Table
 
 from pdserve.config import UpConfig, flag, parse_size
-from pdserve.deployment import Child, Deployment, free_port
+from pdserve.deployment import Deployment, free_port
 from pdserve.errors import SetupError
 from pdserve.flags import command_of
+from pdserve.supervisor import Child
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,12 @@ def demo(config: UpConfig) -> None:
 
 
 def router(config: RouterConfig) -> None:
-    """Start one router."""
+    """Start one router, or several on one port."""
+    if config.workers > 1:
+        from pdserve.workers import workers
+
+        workers(config)
+        return
     logs.set_up(config.log_format)
     from pdserve.router.server import serve
 

@@ -192,6 +192,13 @@ class RouterConfig(ModelConfig):
     log_format: str = flag(LOG_HELP, "text")
     log_requests: bool = flag("log a line for each request that has ended", False)
     timelines: int = flag("how many finished requests /debug/requests remembers", 1000)
+    workers: int = flag(
+        "router processes that share --port; the next ones have the next --control-port and --own-port each", 1
+    )
+    own_port: int | None = flag(
+        "a further port for clients and operators, which no other router shares, for metrics; default: none", None
+    )
+    reuse_port: bool = flag("share --port with other routers of this machine that say so too", False)
 
     def __post_init__(self) -> None:
         """Raises ValueError for a setting that can never work."""
@@ -210,6 +217,14 @@ class RouterConfig(ModelConfig):
         _check_port("--control-port", self.control_port)
         if self.port and self.port == self.control_port:
             raise ValueError(f"--port and --control-port are both {self.port}; clients and instances need one each")
+        if self.own_port is not None:
+            _check_port("--own-port", self.own_port, least=1)
+        if self.workers < 1:
+            raise ValueError(f"--workers must be at least 1, not {self.workers}")
+        if self.workers > 1 and not (self.port and self.control_port):
+            raise ValueError(
+                "--workers needs a --port and a --control-port other than 0, which each would choose for itself"
+            )
         if self.max_queue < 0:
             raise ValueError(f"--max-queue must be 0 or more, not {self.max_queue}")
         Slo.parse(self.slo)
@@ -226,6 +241,7 @@ class UpConfig(TransferConfig):
     prefill: int = flag("prefill instances", 1)
     decode: int = flag("decode instances", 1)
     both: int = flag("instances that do both", 0)
+    workers: int = flag("router processes that share --port", 1)
     host: str = flag("address that clients reach", "127.0.0.1")
     port: int = flag("port for clients", DEFAULT_PORT)
     control_port: int = flag("port for instances; 0 takes a free one", 0)
@@ -243,6 +259,8 @@ class UpConfig(TransferConfig):
         for name in ("prefill", "decode", "both"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name} must be 0 or more, not {getattr(self, name)}")
+        if self.workers < 1:
+            raise ValueError(f"--workers must be at least 1, not {self.workers}")
         _check_port("--port", self.port, least=1)
         _check_port("--control-port", self.control_port)
         if self.port == self.control_port:

@@ -1,64 +1,33 @@
-"""A router and its instances as child processes on this machine: started together, restarted one by one, stopped as one.
+"""Routers and their instances as child processes on this machine.
 
 with Deployment(config) as deployment:
     deployment.wait_ready()
     ...                          # deployment.url answers; call deployment.tend() now and then
 """
 
-import ctypes
 import os
-import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import fields, replace
 from pathlib import Path
-from types import TracebackType
 
 import httpx
 
-from pdserve.config import DEFAULT_CONNECTOR, TransferConfig, UpConfig
+from pdserve.config import DEFAULT_CONNECTOR, RouterConfig, TransferConfig, UpConfig
 from pdserve.errors import SetupError
+from pdserve.supervisor import Child, Supervisor
+from pdserve.workers import router_child
 
-BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # before a restart; the last one repeats
-STABLE_S = 60.0  # a child that ran this long starts over with the first back-off
-STOP_S = 10.0  # from SIGTERM to SIGKILL
-SETUP_ERROR = 2  # exit code of a start-up error: the same command would fail again
-PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec there is little that one may do
+OF_UP = {"served_model_name", "control_port", "workers", "lease_seconds"}  # mean something else, or are set by us
 
 
-@dataclass
-class Child:
-    """One process of the deployment."""
+class Deployment(Supervisor):
+    """Everything that `pdserve up` starts.
 
-    name: str
-    arguments: list[str]
-    environment: dict[str, str] = field(default_factory=dict)
-    process: subprocess.Popen[str] | None = None
-    reader: threading.Thread | None = None
-    started: float = 0.0
-    failures: int = 0
-    restart_at: float | None = None
-
-    @property
-    def pid(self) -> int:
-        assert self.process is not None
-        return self.process.pid
-
-    @property
-    def running(self) -> bool:
-        return self.process is not None and self.process.poll() is None
-
-
-class Deployment:
-    """Everything that `pdserve up` starts. Use it as a context manager.
-
-    Args:
-        say: called with each line that a child prints, its name in front.
+    Attributes:
+        url: where clients ask.
+        routers: the URL of each router, which reaches that one alone.
     """
 
     def __init__(self, config: UpConfig, say: Callable[[str], None] = print) -> None:
@@ -71,36 +40,12 @@ class Deployment:
         if self.connector == DEFAULT_CONNECTOR:
             self.connector = f"shm://up-{os.getpid()}"  # ours alone, so that it can be removed at the end
         self.url = f"http://{config.host}:{config.port}"
-        self._say = say
-        self._was_ready = False  # afterwards, what cannot start now may start later
-        self._control = f"127.0.0.1:{config.control_port or free_port(but=config.port)}"
-        self.children = [self._router(), *self._instances()]
-
-    def __enter__(self) -> "Deployment":
-        for child in self.children:
-            self._start(child)
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self.stop()
-
-    def child(self, name: str) -> Child:
-        return next(child for child in self.children if child.name == name)
-
-    def tend(self) -> None:
-        """Restarts children that have died, each after its back-off.
-
-        Raises:
-            SetupError: one says that it cannot start at all.
-        """
-        now = time.monotonic()
-        for child in self.children:
-            if child.running:
-                continue
-            if child.restart_at is None:
-                self._died(child, now)
-            elif now >= child.restart_at:
-                self._start(child)
+        routers = self._routers()
+        self.routers = [f"http://{config.host}:{one.own_port or one.port}" for one in routers]
+        self._control = ",".join(f"127.0.0.1:{one.control_port}" for one in routers)
+        names = ["router"] if len(routers) == 1 else [f"router-{i}" for i in range(len(routers))]
+        children = [router_child(name, one) for name, one in zip(names, routers, strict=True)]
+        super().__init__([*children, *self._instances()], say)
 
     def wait_ready(self, timeout_s: float = 300.0) -> None:
         """Returns once a request can be served by all instances.
@@ -116,89 +61,46 @@ class Deployment:
         raise SetupError(f"not ready within {timeout_s:.0f} s")
 
     def poll_ready(self) -> bool:
-        """Tends the children, and says whether all instances have registered."""
+        """Tends the children, and says whether all instances have registered with all routers."""
         self.tend()
         try:
             with httpx.Client(timeout=1.0, verify=False) as http:  # reading certificates takes longer than asking
-                ready = http.get(f"{self.url}/ready")
+                answers = [http.get(f"{url}/ready") for url in self.routers]
         except httpx.TransportError:
             return False
-        if ready.status_code != 200 or ready.json()["instances"] < len(self.children) - 1:
+        instances = len(self.children) - len(self.routers)
+        if any(one.status_code != 200 or one.json()["instances"] < instances for one in answers):
             return False
         self._was_ready = True
         return True
 
     def stop(self) -> None:
         """Ends all children, the instances first, and removes what they shared."""
-        for child in reversed(self.children):
-            if child.running:
-                os.kill(child.pid, signal.SIGINT)  # SIGTERM would drain an instance first
-        for child in self.children:
-            if child.process is None:
-                continue
-            try:
-                child.process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                self._say(f"[{child.name}] did not stop within {STOP_S:.0f} s: killed")
-                child.process.kill()
-                child.process.wait()
-            if child.reader is not None:
-                child.reader.join(timeout=1.0)
+        super().stop()
         if self.connector.startswith("shm://") and self.connector != self.config.connector:
             from pdserve.kv_transfer.shm import unlink
 
             unlink(self.connector)
 
-    def _died(self, child: Child, now: float) -> None:
-        assert child.process is not None
-        code = child.process.returncode
-        if code == SETUP_ERROR and not self._was_ready:
-            if child.reader is not None:
-                child.reader.join(timeout=1.0)
-            raise SetupError(f"{child.name} could not start; its reason stands above")
-        if now - child.started > STABLE_S or code == 0:  # it was drained
-            child.failures = 0
-        pause = BACKOFF_S[min(child.failures, len(BACKOFF_S) - 1)]
-        child.failures += 1
-        child.restart_at = now + pause
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        self._say(f"[{child.name}] ended ({how}); restarting in {pause:g} s")
+    def _routers(self) -> list[RouterConfig]:
+        """One, or workers that share the port, each with a control port and a port of its own."""
+        config, taken = self.config, {self.config.port, self.config.control_port}
 
-    def _start(self, child: Child) -> None:
-        child.restart_at = None
-        child.started = time.monotonic()
-        child.process = self._spawn(child.arguments, os.environ | child.environment)
-        child.reader = threading.Thread(target=self._pump, args=(child.name, child.process), daemon=True)
-        child.reader.start()
+        def free() -> int:
+            port = next(port for port in iter(free_port, 0) if port not in taken)
+            taken.add(port)
+            return port
 
-    def _spawn(self, arguments: list[str], environment: dict[str, str]) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
-            [sys.executable, "-m", "pdserve", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-            start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then stops them in order
-            preexec_fn=_die_with_parent,
-        )
-
-    def _pump(self, name: str, process: "subprocess.Popen[str]") -> None:
-        assert process.stdout is not None
-        with process.stdout:
-            for line in process.stdout:
-                self._say(f"[{name}] {line.rstrip()}")
-
-    def _router(self) -> Child:
-        config = self.config
-        host, port = self._control.rsplit(":", 1)
-        arguments = ["router", "--model", config.model, "--served-model-name", config.name]
-        arguments += ["--host", config.host, "--port", str(config.port), "--policy", config.policy]
-        arguments += ["--slo", config.slo, "--otlp-endpoint", config.otlp_endpoint, "--keys-file", config.keys_file]
-        arguments += ["--prefill-policy", config.prefill_policy, "--decode-policy", config.decode_policy]
-        if config.local_prefill_tokens is not None:
-            arguments += ["--local-prefill-tokens", str(config.local_prefill_tokens)]
-        return Child("router", [*arguments, "--control-host", host, "--control-port", port])
+        shared = {one.name for one in fields(RouterConfig)} & {one.name for one in fields(UpConfig)} - OF_UP
+        settings = {name: getattr(config, name) for name in shared}
+        try:
+            first = RouterConfig(**settings, served_model_name=config.name, control_port=config.control_port or free())
+        except ValueError as error:
+            raise SetupError(str(error)) from error
+        if config.workers == 1:
+            return [first]
+        more = [replace(first, control_port=free()) for _ in range(config.workers - 1)]
+        return [replace(one, own_port=free(), reuse_port=True) for one in (first, *more)]
 
     def _instances(self) -> list[Child]:
         config = self.config
@@ -238,8 +140,3 @@ def _flags(config: UpConfig) -> dict[str, object]:
     """The instances' settings that differ from their defaults, but for the connector, which may be one of our own."""
     values = {f.name: (getattr(config, f.name), f.default) for f in fields(TransferConfig) if f.name != "connector"}
     return {name: value for name, (value, default) in values.items() if value is not None and value != default}
-
-
-def _die_with_parent() -> None:
-    """In the child: a supervisor that is killed takes its children with it."""
-    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

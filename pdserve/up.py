@@ -21,7 +21,8 @@ def up(config: UpConfig) -> None:
     with Deployment(config, say=lambda line: print(line, flush=True)) as deployment:
         kinds = [(config.prefill, "prefill"), (config.decode, "decode"), (config.both, "both")]
         parts = " + ".join(f"{count} {kind}" for count, kind in kinds if count)
-        print(f"starting a router and {parts} on {config.model} over {deployment.connector}", flush=True)
+        routers = "a router" if config.workers == 1 else f"{config.workers} routers"
+        print(f"starting {routers} and {parts} on {config.model} over {deployment.connector}", flush=True)
         while not stop.is_set() and not deployment.poll_ready():
             stop.wait(TEND_S)
         if not stop.is_set():

@@ -274,7 +274,7 @@ class _Operations:
         found = [self._backend.timeline(f"{request_id}-{i}") for i in range(self._max_n)]
         choices = [choice.as_dict() for choice in found if choice is not None]
         if not choices:
-            message = "no request with this id is remembered"
+            message = "no request with this id is remembered here; a router knows those that it served itself"
             raise NotFound(message, kind="request_not_found", param="request_id")
         return json_response({"request_id": request_id, "choices": choices})
 

@@ -8,6 +8,7 @@ import secrets
 import signal
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from pdserve.router.events import Events
 from pdserve.router.fleet import Fleet
 from pdserve.router.gate import Gate
 from pdserve.router.key_file import Key, declared
+from pdserve.router.listening import listen
 from pdserve.router.metrics import Metrics
 from pdserve.router.overview import Overview
 from pdserve.router.policy import POLICIES
@@ -32,6 +34,8 @@ from pdserve.router.tokenizer import Tokenizer
 from pdserve.router.tracing import Tracer
 
 log = logging.getLogger(__name__)
+
+ATTACH_S = 5.0  # a router that shares its port waits so long for instances before it takes connections
 
 
 def serve(config: RouterConfig) -> None:
@@ -53,12 +57,14 @@ def serve(config: RouterConfig) -> None:
             raise SetupError(f"--{flag.replace('_', '-')} {name} is unknown; there are {known}")
     _check_certificate(config)
     keys = declared(config.api_key, config.keys_file)
-    listening = listen(config)
+    listening = [listen(config)]
+    if config.own_port is not None:
+        listening.append(listen(replace(config, port=config.own_port, reuse_port=False)))
     tokenizer = Tokenizer(config.model)
     uvloop.run(_serve(config, keys, tokenizer, listening))
 
 
-async def _serve(config: RouterConfig, keys: list[Key], tokenizer: Tokenizer, listening: socket.socket) -> None:
+async def _serve(config: RouterConfig, keys: list[Key], tokenizer: Tokenizer, listening: list[socket.socket]) -> None:
     fleet = Fleet(f"router-{secrets.token_hex(4)}", config.name, config.lease_seconds, config.control_token)
     metrics = Metrics(fleet)
     dispatcher = Dispatcher(config, fleet, metrics)
@@ -82,10 +88,12 @@ async def _serve(config: RouterConfig, keys: list[Key], tokenizer: Tokenizer, li
     server = _Server(settings)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
-    log.info("router: clients on port %d, instances on port %d", listening.getsockname()[1], control_port)
+    log.info("router: clients on port %d, instances on port %d", listening[0].getsockname()[1], control_port)
     watches = [asyncio.create_task(watch) for watch in (fleet.watch(), dispatcher.watch())]
     try:
-        await server.serve(sockets=[listening])
+        if config.reuse_port:
+            await _attached(dispatcher, server)
+        await server.serve(sockets=listening)
     finally:
         for watch in watches:
             watch.cancel()
@@ -94,6 +102,13 @@ async def _serve(config: RouterConfig, keys: list[Key], tokenizer: Tokenizer, li
         await control.stop(grace=2.0)
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
+
+
+async def _attached(dispatcher: Dispatcher, server: uvicorn.Server) -> None:
+    """Until instances are there: others take the connections meanwhile. Not for long, as they may be waiting too."""
+    give_up = time.monotonic() + ATTACH_S
+    while not dispatcher.ready()[0] and not server.should_exit and time.monotonic() < give_up:
+        await asyncio.sleep(0.05)
 
 
 class _Server(uvicorn.Server):
@@ -111,26 +126,3 @@ def _check_certificate(config: RouterConfig) -> None:
         except OSError as error:  # ssl.SSLError is one
             reason = f"{type(error).__name__}: {error}"
             raise SetupError(f"--ssl-certfile {config.ssl_certfile} with --ssl-keyfile: {reason}") from error
-
-
-def listen(config: RouterConfig) -> socket.socket:
-    """The socket for clients, bound before anything slow is loaded, so that a taken port is known at once.
-
-    Event loops set TCP_NODELAY on connections whose socket says TCP, and this one's do only if it says so itself. The kernel
-    cuts off clients that take nothing of what is sent to them; the time-out is passed on to connections.
-
-    Raises:
-        SetupError: the port is taken.
-    """
-    host, port = config.host, config.port
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(config.client_timeout_seconds * 1000))
-    try:
-        listening.bind((host, port))
-    except OSError as error:
-        raise SetupError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
-        ) from error
-    return listening

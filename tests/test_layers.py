@@ -31,7 +31,7 @@ CORE = {
 }
 JOB = {"fetcher", "job", "transfers"}
 INSTANCE = {"block_news", "instance", "link", "serve_instance"}
-COMMANDS = {"__main__", "cli", "deployment", "demo", "doctor", "operate", "up"}
+COMMANDS = {"__main__", "cli", "deployment", "demo", "doctor", "operate", "supervisor", "up", "workers"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),

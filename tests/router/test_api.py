@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from pdserve import __version__
 from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest, Conflict, Overloaded, RequestError, Unavailable
-from pdserve.router.server import listen
+from pdserve.router.listening import listen
 from pdserve.router.stream import Chunk
 from pdserve.router.tokenizer import Tokenizer
 

@@ -4,7 +4,7 @@ import asyncio
 import socket
 
 from pdserve.config import RouterConfig
-from pdserve.router import server
+from pdserve.router.listening import listen
 
 
 def test_small_writes_leave_at_once() -> None:
@@ -18,7 +18,7 @@ def test_small_writes_leave_at_once() -> None:
             accepted.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             writer.close()
 
-        listening = server.listen(RouterConfig(port=0))
+        listening = listen(RouterConfig(port=0))
         async with await asyncio.start_server(connected, sock=listening):
             _, writer = await asyncio.open_connection(*listening.getsockname())
             writer.close()

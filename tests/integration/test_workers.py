@@ -1,0 +1,86 @@
+"""Several routers on one port, over the same instances."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from pdserve.deployment import Deployment, free_port
+
+
+def test_routers_share_a_port_and_one_of_them_may_die(
+    checkpoint: Callable[..., Path],
+    deploy: Callable[..., Any],
+    generate: Callable[[Path, list[list[int]], int], list[list[int]]],
+    complete_all: Callable[..., list[list[int]]],
+    until: Callable[..., None],
+    blocks_held: Callable[[Deployment], dict[str, float]],
+) -> None:
+    path, prompts = checkpoint("llama"), [[(i * i + k * i) % 256 for i in range(40)] for k in range(8)]
+    expected = generate(path, prompts, 32)
+    long = generate(path, prompts[:1], 300)[0]
+    said: list[str] = []
+    with deploy(model=str(path), workers=2, num_blocks=200, said=said) as deployment:
+
+        def served(before: tuple[float, ...] = (0, 0)) -> list[float]:
+            """By each router, since they had served so many."""
+            return [_finished(url) - count for url, count in zip(deployment.routers, before, strict=True)]
+
+        def all_serve(before: tuple[float, ...] = (0, 0)) -> bool:
+            """The kernel draws a router for each connection, so both come up sooner or later."""
+            assert complete_all(deployment, prompts) == expected
+            return 0 not in served(before)
+
+        until(all_serve, "both routers serve")
+        body = {"model": str(path), "prompt": prompts[0], "max_tokens": 300, "ignore_eos": True, "temperature": 0}
+        own = f"{deployment.routers[1]}/v1/completions"
+        with ThreadPoolExecutor(1) as threads:
+            streaming = threads.submit(_stream, own, {**body, "return_token_ids": True, "stream": True})
+            until(lambda: any(one["requests"] for one in _instances(deployment.routers[1])), "it is under way")
+            os.kill(deployment.child("router-0").pid, signal.SIGKILL)
+            until(lambda: not deployment.child("router-0").running, "it is dead")
+            request_id, tokens = streaming.result()
+        assert tokens == long, "the other router's stream goes on"
+        assert complete_all(deployment, prompts) == expected, "new connections go to the one that is left"
+        deployment.wait_ready(120)
+        assert [line for line in said if "[router-0] ended (SIGKILL); restarting" in line]
+        until(lambda: all_serve((0, _finished(deployment.routers[1]))), "both routers serve again")
+        until(lambda: not any(blocks_held(deployment).values()), "nothing is held")
+        found = httpx.get(f"{deployment.routers[1]}/debug/requests/{request_id}")
+        assert found.status_code == 200
+        unknown = httpx.get(f"{deployment.routers[0]}/debug/requests/{request_id}")
+        assert unknown.status_code == 404 and "those that it served itself" in unknown.json()["error"]["message"]
+
+
+def test_workers_that_cannot_be(pdserve: Callable[..., Any]) -> None:
+    port = free_port()
+    flags = ["--port", str(port), "--control-port", str(free_port(but=port)), "--workers", "2"]
+    done = pdserve("router", *flags, "--model", "/no/such/place")
+    assert done.returncode == 2 and "[router-" in done.stdout and "no such model directory" in done.stdout
+    assert "could not start; its reason stands above" in done.stderr
+    done = pdserve("router", "--workers", "2", "--port", "0")
+    assert done.returncode == 2 and "--workers needs a --port and a --control-port other than 0" in done.stderr
+
+
+def _stream(url: str, body: dict[str, Any]) -> tuple[str, list[int]]:
+    """The id and the tokens of an answer."""
+    with httpx.stream("POST", url, json=body, timeout=120) as reply:
+        lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    events = [json.loads(line) for line in lines]
+    return events[0]["id"], [token for event in events for token in event["choices"][0]["token_ids"]]
+
+
+def _finished(url: str) -> float:
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("pdserve_requests_total{"))
+
+
+def _instances(url: str) -> list[dict[str, Any]]:
+    instances: list[dict[str, Any]] = httpx.get(f"{url}/debug/instances").json()["instances"]
+    return instances
