@@ -28,11 +28,12 @@ from pdserve.errors import BadRequest, NotFound, RequestError, Unavailable
 from pdserve.router import openai, responses, schemas, tracing
 from pdserve.router.access import Guard, Keys
 from pdserve.router.gate import Gate
+from pdserve.router.generation import Generation
 from pdserve.router.key_file import declared
 from pdserve.router.middleware import BodyLimit, InternalError, RequestId, error_response, json_response
 from pdserve.router.openapi import describe
 from pdserve.router.quota import RATE_HEADERS
-from pdserve.router.respond import CLIENT_GONE, ChunkStream, EventStream, Generation, Word, answer, whole_body
+from pdserve.router.respond import CLIENT_GONE, ChunkStream, EventStream, Word, answer, whole_body
 from pdserve.router.stream import Backend, ModelInfo
 from pdserve.router.timeline import Timeline
 from pdserve.router.tokenizer import Tokenizer

@@ -6,9 +6,10 @@ Nothing is kept: a conversation comes whole with each request, as in /v1/chat/co
 from dataclasses import dataclass, field
 
 from pdserve.errors import BadRequest, RequestError
+from pdserve.router.generation import Delta, Generation, Json
 from pdserve.router.middleware import error_data, to_json
 from pdserve.router.openai import Plan
-from pdserve.router.respond import Delta, EventStream, Generation, Json
+from pdserve.router.respond import EventStream
 from pdserve.router.schemas import ChatBody, JsonSchema, Message, ResponseBody, ResponseFormat, StreamOptions, quote
 
 ROLES = ("system", "developer", "user", "assistant")

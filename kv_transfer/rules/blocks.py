@@ -9,6 +9,7 @@ import numpy as np
 from pdserve.keys import LAYOUT_VERSION
 from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.header import HEADER_BYTES
+from pdserve.kv_transfer.rules.hands import tamper
 from pdserve.kv_transfer.rules.trial import (
     Broken,
     Instance,
@@ -21,7 +22,6 @@ from pdserve.kv_transfer.rules.trial import (
     refused_as_note,
     size_text,
     summary,
-    tamper,
 )
 
 SIZES = (4 * KiB, 64 * KiB, 1_835_008, 8 * MiB)  # the third is Qwen3-0.6B's
