@@ -24,7 +24,7 @@ from pdserve.router.placement import Placement, place
 from pdserve.router.policy import Ask, Decision, Load, decide
 from pdserve.router.retry_budget import RetryBudget
 from pdserve.router.stream import ModelInfo
-from pdserve.router.timeline import Moved, Timeline, TimelineLog
+from pdserve.router.timeline import Move, Moved, Timeline, TimelineLog
 from pdserve.slo import Slo
 
 log = logging.getLogger(__name__)
@@ -404,7 +404,7 @@ class Dispatcher:
         """Moves the request to other instances; its stream goes on after the tokens that are out."""
         del self.flights[flight.id]
         failed, moves = flight.last_member, flight.timeline.migrations
-        flight.timeline.migrations += 1
+        flight.timeline.moves.append(Move(time.monotonic(), failed.id, str(error)))
         self.flights[flight.id] = flight
         try:
             self._route(flight, avoid=failed)

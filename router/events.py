@@ -15,7 +15,7 @@ class Happened:
     Attributes:
         number: counts up, so that readers can tell what is new.
         time: of the last of them, in seconds since 1970.
-        event: joined, left, draining, role, refused, breaker, fallback, moved, failed, in_vain.
+        event: joined, left, draining, drained, role, refused, breaker, fallback, moved, failed, in_vain.
         text: what the log says of the last.
         instance, request_id: whom it is about; empty: nobody.
         count: how many.

@@ -199,7 +199,7 @@ class Fleet(RouterServicer):
         del self.members[member.id]
         self.index.forget(member.id)
         self.num_lost += 1
-        extra = {"event": "left", "instance": member.id}
+        extra = {"event": "drained" if member.draining else "left", "instance": member.id}
         log.warning("%s left: %s; %d requests were with it", member.id, reason, len(member.requests), extra=extra)
         member.outbox.put_nowait(None)
         assert self.listener is not None

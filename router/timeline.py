@@ -4,6 +4,7 @@ import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from pdserve.lifetime import PARTS, Stage
 from pdserve.router.placement import Placement
@@ -25,6 +26,14 @@ class Moved:
         return {"blocks": self.blocks, "bytes": self.bytes, "seconds": self.seconds, "gb_per_s": rate}
 
 
+class Move(NamedTuple):
+    """Other instances took a request over: when, from which instance, and why."""
+
+    at: float
+    instance: str
+    why: str
+
+
 @dataclass
 class Timeline:
     """The stamps and counts of one request.
@@ -35,6 +44,7 @@ class Timeline:
             prefilled, found in its pool, or loaded by it from the KV store.
         decisions: (role, how its instance was picked), in order; a request that moves has more.
         placement: who computes the prompt, and why.
+        moves: to other instances, in order.
         stored, loaded: what prefill wrote to the KV store, and what decode read from it.
     """
 
@@ -47,7 +57,7 @@ class Timeline:
     placement: Placement | None = None
     prompt_tokens: int = 0
     output_tokens: int = 0
-    migrations: int = 0  # how often other instances took over
+    moves: list[Move] = field(default_factory=list)
     computed_tokens: int = 0
     local_hit_tokens: int = 0
     loaded_tokens: int = 0
@@ -55,6 +65,11 @@ class Timeline:
     loaded: Moved = field(default_factory=Moved)
     finish_reason: str = ""  # stop, length, cancelled, error
     error: str = ""
+
+    @property
+    def migrations(self) -> int:
+        """How often other instances took over."""
+        return len(self.moves)
 
     @property
     def cached_tokens(self) -> int:
@@ -99,6 +114,7 @@ class Timeline:
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
             "migrations": self.migrations,
+            "moves": [{"ms": ms(move.at), "instance": move.instance, "why": move.why} for move in self.moves],
             "prompt_tokens_by_source": {
                 "computed": self.computed_tokens,
                 "local_hit": self.local_hit_tokens,

@@ -79,6 +79,8 @@ class Tracer:
         if root.is_recording():
             for stage, at in timeline.stamps.items():
                 root.add_event(stage.value, timestamp=ns(at))
+            for move in timeline.moves:
+                root.add_event("moved", {"pdserve.instance": move.instance, "pdserve.why": move.why}, ns(move.at))
             if timeline.error:
                 root.set_status(StatusCode.ERROR, timeline.error)
             inside = set_span_in_context(root)

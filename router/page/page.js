@@ -410,7 +410,7 @@ function drawKv(now) {
 
 const EVENTS = {
   left: ["lost", "bad"], failed: ["failed", "bad"], breaker: ["breaker", "bad"], moved: ["moved", "warn"], fallback: ["computed", "warn"],
-  role: ["role", "good"], in_vain: ["in vain", "warn"], refused: ["refused", "warn"], draining: ["draining", "warn"], joined: ["joined", "good"],
+  role: ["role", "good"], in_vain: ["in vain", "warn"], refused: ["refused", "warn"], draining: ["draining", ""], drained: ["drained", ""], joined: ["joined", "good"],
 };
 let faultsShown = "";
 
@@ -544,9 +544,9 @@ function story(line, told) {
     `${whole(told.prompt_tokens)} prompt tokens: ${whole(from.computed)} computed, ${whole(from.local_hit)} in the pool, ${whole(from.loaded)} from the store.`,
     `${whole(told.output_tokens)} output tokens${first === undefined ? "" : `, the first after ${words(duration(first / 1000))}`}.`,
     moved.blocks ? `${whole(moved.blocks)} blocks (${(moved.bytes / 2 ** 20).toFixed(2)} MiB) loaded at ${words(bandwidth(moved.gb_per_s * 1e9))}.` : "",
-    told.migrations ? `Moved ${told.migrations === 1 ? "once" : `${told.migrations} times`} to other instances.` : "",
   ];
   const found = [gantt, h("p", "", facts.filter(Boolean).join(" "))];
+  found.push(...told.moves.map((move) => h("p", "bad", `Moved away from ${move.instance} after ${words(duration(move.ms / 1000))}: ${move.why}`)));
   if (told.error) found.push(h("p", "bad", told.error));
   if (told.placement) found.push(h("p", "", `Placement: ${told.placement.way}, because of ${told.placement.reason}.`));
   found.push(...told.decisions.map(decision));

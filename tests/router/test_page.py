@@ -110,6 +110,8 @@ def test_the_picture_of_a_request_and_a_fault(scene: Callable[..., Scene], make_
     assert (moved["event"], moved["request_id"], moved["instance"]) == ("moved", "s", "d")
     assert (left["event"], left["instance"]) == ("left", "d") and left["time"] <= now["time"] + 1
     assert [one["event"] for one in joined] == ["joined"] * 3
+    (move,) = client.get("/debug/requests/s").json()["moves"]
+    assert move["instance"] == "d" and move["why"].startswith("instance d was lost") and move["ms"] >= 0
     told = client.get("/debug/requests/r").json()
     assert [(part["name"], part["who"]) for part in told["parts"]][-1] == ("decode", "decode")
 
