@@ -590,7 +590,10 @@ def test_debug_finds_each_choice(client: Client, backend: ScriptedBackend) -> No
     assert [timeline["request_id"] for timeline in latest] == [f"{three}-2", f"{three}-1", f"{three}-0", one]
     unknown = client.get("/debug/requests/nobody")
     assert unknown.status_code == 404
-    assert unknown.json()["error"]["message"] == "no request with this id is remembered"
+    assert (
+        unknown.json()["error"]["message"]
+        == "no request with this id is remembered here; a router knows those that it served itself"
+    )
 
 
 def test_models(client: Client, backend: ScriptedBackend) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -218,3 +219,29 @@ def test_whose_answers_are_longer_has_fewer_turns(
 
     asyncio.run(story())
     assert backend.requests[-1].request_id == "next-of-c"
+
+
+def test_among_those_of_a_key_the_lowest_priority_goes_first(
+    make_app: Callable[..., FastAPI], tokenizer: Tokenizer, metrics: Metrics, backend: ScriptedBackend
+) -> None:
+    app = make_app(tokenizer, max_requests=1)
+    assert backend.info is not None
+    backend.info = replace(backend.info, by_priority=True)
+    backend.plays([5], finish_reason=None, hang=True)
+
+    async def story() -> None:
+        async with asyncio.timeout(120), callers(app) as clients:
+            running = clients.call("", "holder")
+            await soon(lambda: len(backend.requests) == 1)
+            for number, priority in enumerate((2, 0, -1, 0), 1):
+                clients.call("", f"{number}-of-{priority}", priority=priority)
+                await soon(
+                    lambda: sample(metrics, "pdserve_key_requests_waiting", key="anonymous") == len(clients.tasks) - 1
+                )
+            while waiting := len(clients.tasks) - len(backend.requests):
+                running.cancel()
+                await soon(lambda waiting=waiting: len(clients.tasks) - len(backend.requests) < waiting)  # type: ignore[misc]
+                running = clients.tasks[int(backend.requests[-1].request_id[0])]
+
+    asyncio.run(story())
+    assert [request.request_id for request in backend.requests] == ["holder", "3-of--1", "2-of-0", "4-of-0", "1-of-2"]
