@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.config import EngineConfig
+from pdserve.costs import Costs
 from pdserve.engine.engine import Engine
 from pdserve.request import SamplingParams
 
@@ -38,12 +39,19 @@ def test_cpu_equals_generate(
 
 
 @pytest.mark.usefixtures("cpu_kernel")
-def test_cpu_equals_generate_while_preempting(
-    checkpoint: Callable[..., Path], generate: Generate, prompts: list[list[int]]
+@pytest.mark.parametrize("swap_space", [0, 0.01])
+@pytest.mark.parametrize("kernel", ["reference", "cpu"])  # triton: triton_cases.py
+def test_equals_generate_while_preempting(
+    kernel: str, swap_space: float, checkpoint: Callable[..., Path], generate: Generate, prompts: list[list[int]]
 ) -> None:
-    path, short = checkpoint("llama"), [prompt for prompt in prompts if len(prompt) <= 100]
-    engine = Engine(
-        EngineConfig(model=str(path), num_blocks=16, max_num_batched_tokens=64, max_model_len=200, kernel="cpu")
-    )
-    assert run(engine, short) == generate(path, short, GREEDY.max_tokens)
-    assert engine.scheduler.num_preemptions > 0
+    """Recomputing and swapping, cold and warm."""
+    path, short = checkpoint("llama"), [prompt for prompt in prompts if 30 < len(prompt) <= 100][:5]
+    settings = {"num_blocks": 10, "max_num_batched_tokens": 64, "swap_space": swap_space}
+    engine = Engine(EngineConfig(model=str(path), kernel=kernel, **settings))
+    engine.scheduler.costs = Costs(prefill=(1, 1, 0), swap=(0, 0))  # who can be swapped is
+    expected = generate(path, short, GREEDY.max_tokens)
+    for _ in range(2):
+        before, swapped = engine.scheduler.num_preemptions, engine.scheduler.num_swaps
+        assert run(engine, short) == expected
+        assert engine.scheduler.num_preemptions > before
+        assert (engine.scheduler.num_swaps > swapped) == (swap_space > 0)
