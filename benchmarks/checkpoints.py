@@ -51,6 +51,9 @@ class Shape:
 QWEN3_0_6B = Shape(
     layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128, intermediate=3072, context=40_960, vocabulary=151_936
 )
+QWEN3_8B = Shape(
+    layers=36, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=12288, context=40_960, vocabulary=151_936
+)
 # The KV of Qwen3-0.6B (1.75 MiB in a block of 16 tokens) behind matrices that cost a CPU next to nothing.
 WIDE_KV = Shape(layers=28, hidden=64, heads=8, kv_heads=8, head_dim=128, intermediate=64, context=8192)
 TINY = Shape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, context=1024)

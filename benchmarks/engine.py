@@ -44,6 +44,7 @@ class Settings:
     output_tokens: int = flag("tokens generated for each of them", 64)
     prefill_tokens: int = flag("length of the prompt of the prefill task", 1024)
     repeat: int = flag("rounds; all tasks of all engines take turns in each", 3)
+    shape: str = flag("of Qwen3: 0.6b, 8b", "0.6b")
     dtype: str = flag("of weights and KV: bfloat16, float32", "bfloat16")
     device: str = flag("cpu or cuda", "cpu")
     kernel: str = flag("attention kernel of ours", EngineConfig.kernel)
@@ -58,6 +59,7 @@ class Settings:
     out: str = flag(report.OUT_HELP, "")
 
 
+SHAPES = {"0.6b": checkpoints.QWEN3_0_6B, "8b": checkpoints.QWEN3_8B}
 PEER = Path(__file__).parent / "peers" / "peer.py"
 PEERS = ("transformers", "openvino", "llama_cpp", "vllm")
 CONVERTED = ("openvino", "llama_cpp")  # do not load the checkpoint itself
@@ -279,7 +281,9 @@ def benchmark(settings: Settings) -> None:
         raise SetupError(f"--peers {','.join(unknown)} is not known; there is: {', '.join(PEERS)}")
     for name in _peers(settings):
         _python(name, settings)
-    shape = checkpoints.TINY if settings.quick else checkpoints.QWEN3_0_6B
+    if settings.shape not in SHAPES:
+        raise SetupError(f"--shape {settings.shape} is not known; there is: {', '.join(SHAPES)}")
+    shape = checkpoints.TINY if settings.quick else SHAPES[settings.shape]
     shape = replace(shape, dtype=settings.dtype)
     if settings.quick:
         settings = report.in_place_of_defaults(settings, QUICK)
