@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,7 @@ def test_equals_generate_while_preempting(
 ) -> None:
     """Recomputing and swapping, cold and warm."""
     path, short = checkpoint("llama"), [prompt for prompt in prompts if 30 < len(prompt) <= 100][:5]
-    settings = {"num_blocks": 10, "max_num_batched_tokens": 64, "swap_space": swap_space}
+    settings: dict[str, Any] = {"num_blocks": 10, "max_num_batched_tokens": 64, "swap_space": swap_space}
     engine = Engine(EngineConfig(model=str(path), kernel=kernel, **settings))
     engine.scheduler.costs = Costs(prefill=(1, 1, 0), swap=(0, 0))  # who can be swapped is
     expected = generate(path, short, GREEDY.max_tokens)

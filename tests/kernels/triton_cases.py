@@ -96,7 +96,7 @@ def test_equals_generate_while_preempting(
 ) -> None:
     """The whole engine, cold and warm, in a pool too small for two."""
     path, prompts = checkpoint("llama"), [[3, 1, 4, 1, 5, 9, 2, 6, 5], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4]]
-    settings = {"num_blocks": 6, "block_size": 4, "max_num_batched_tokens": 8, "swap_space": swap_space}
+    settings: dict[str, Any] = {"num_blocks": 6, "block_size": 4, "max_num_batched_tokens": 8, "swap_space": swap_space}
     engine = Engine(EngineConfig(model=str(path), kernel="triton", **settings))
     engine.scheduler.costs = Costs(prefill=(1, 1, 0), swap=(0, 0))
     greedy = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
