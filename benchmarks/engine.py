@@ -380,7 +380,7 @@ def _rows(
                 "tokens_per_s_best": round(max(rates), 2),
                 "tokens_per_cpu_s": round(statistics.median(cpu_rates), 2),
                 "roofline_tokens_per_s": round(bound, 2),
-                "ratio": round(statistics.median(rates) / bound, 4),
+                "ratio": float(f"{statistics.median(rates) / bound:.4g}"),
                 "seconds": [round(timing.seconds(task), 4) for timing in several],
                 "cpu_seconds": [round(timing.cpu_seconds(task), 4) for timing in several],
                 "outside_model": round(statistics.median(outside), 5) if outside else None,

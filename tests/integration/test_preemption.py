@@ -97,28 +97,6 @@ def test_prefill_that_runs_ahead_takes_no_blocks_of_decode(
     assert [decode.tokens(f"{i}") for i in range(len(prompts))] == [tokens[1:] for tokens in expected]
 
 
-@pytest.mark.parametrize(
-    "settings", [{"prefill": 1, "decode": 1}, {"prefill": 0, "decode": 0, "both": 1, "swap_space": 0.01}]
-)
-def test_processes_with_small_pools(
-    settings: dict[str, Any],
-    checkpoint: Callable[..., Path],
-    generate: Generate,
-    deploy: Callable[..., Any],
-    complete_all: Callable[..., list[list[int]]],
-    metric: Callable[..., float],
-    until: Callable[..., None],
-) -> None:
-    """Eight answers that grow beyond what three of them may have; cold and warm."""
-    path, prompts, tokens = checkpoint("llama"), [[k + i % 50 for i in range(70)] for k in range(8)], 100
-    expected = generate(path, prompts, tokens)
-    with deploy(model=str(path), num_blocks=24, max_num_batched_tokens=64, **settings) as deployment:
-        for _ in range(2):
-            before = metric(deployment, "num_preemptions_total")
-            assert complete_all(deployment, prompts, max_tokens=tokens) == expected
-            until(lambda before=before: metric(deployment, "num_preemptions_total") > before, "nobody was preempted")
-
-
 def test_one_that_is_cancelled_while_the_store_is_asked_for_its_kv_leaves_nothing(
     checkpoint: Callable[..., Path], desk: Callable[..., Any], store_in_hand: Any
 ) -> None:
