@@ -138,7 +138,8 @@ class Supervisor:
         assert process.stdout is not None
         with process.stdout:
             for line in process.stdout:
-                self._say(f"[{name}] {line.rstrip()}")
+                line = line.rstrip()
+                self._say(line if line.startswith("{") else f"[{name}] {line}")  # --log-format json stays JSON
 
 
 def _die_with_parent() -> None:

@@ -9,7 +9,8 @@ const KEY = "pdserve-admin-key";
 
 const $ = (id) => document.getElementById(id);
 
-let pictures = []; // of one router, the oldest first
+const histories = new Map(); // router → its pictures: workers that share a port take turns
+let pictures = []; // of the router that answered last, the oldest first
 let rows = []; // its latest requests, the newest first
 let paused = false;
 let timer = 0;
@@ -95,7 +96,9 @@ async function poll() {
 }
 
 function take(picture) {
-  if (pictures.length && last(pictures).router !== picture.router) pictures = []; // another router, or it has started again
+  if (!histories.has(picture.router)) histories.set(picture.router, []);
+  pictures = histories.get(picture.router);
+  while (histories.size > 16) histories.delete(histories.keys().next().value); // those that have started again are gone
   rows = picture.timelines;
   delete picture.timelines;
   picture.byId = new Map(picture.instances.map((one) => [one.instance_id, one]));
@@ -109,6 +112,7 @@ function lock(message) {
   if (message === null) return;
   const tried = sessionStorage.getItem(KEY) !== null;
   sessionStorage.removeItem(KEY);
+  histories.clear();
   pictures = [];
   $("rows").replaceChildren();
   say($("state"), "");
