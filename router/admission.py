@@ -23,7 +23,7 @@ def admit(slo: Slo, prefill: Candidate, decode: Candidate, ask: Ask, waited: flo
     A request in which there is nothing to decode has no time between tokens.
     """
     ttft = waited + time_to_first_token(prefill, ask)
-    if ttft > slo.ttft and (prefill.prefills or waited > slo.ttft):
+    if ttft > slo.ttft and prefill.prefills:
         words = f"the first token would come after {ttft:.3g} s, by forecast, because of the prompts before this one"
         words += f"; --slo says {slo.ttft:.3g} s"
         return Overloaded(words, kind="slo_ttft", retry_after_s=_whole(ttft - slo.ttft))
