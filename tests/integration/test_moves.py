@@ -1,0 +1,145 @@
+"""Streams that move to another instance after any number of tokens have the same tokens, whoever picks the instances.
+
+The real dispatcher and real engines around one table: frames are passed by hand, so a move happens after exactly the token at
+which it is due.
+"""
+
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve import serve_instance
+from pdserve.config import InstanceConfig, RouterConfig
+from pdserve.errors import Unavailable
+from pdserve.handover import Event
+from pdserve.instance import Instance
+from pdserve.keys import block_keys, root_key
+from pdserve.proto import pdserve_pb2 as pb
+from pdserve.request import Request, SamplingParams
+from pdserve.router.dispatch import Dispatcher
+from pdserve.router.fleet import Fleet
+from pdserve.router.flight import Flight
+from pdserve.router.metrics import Metrics
+from pdserve.router.policy import POLICIES
+
+TOKENS, MOVES = 16, 3  # moves of a stream, at most
+DEADLINE_S = 120.0
+
+
+class Seat:
+    """One instance at the table."""
+
+    def __init__(self, name: str, model: Path, connector: str) -> None:
+        config = InstanceConfig(
+            model=str(model), connector=connector, instance_id=name, num_blocks=256, max_num_batched_tokens=64
+        )
+        self.frames: list[pb.InstanceFrame] = []
+        self.instance = Instance(config, lambda _, frame: self.frames.append(frame))
+        self.hello = serve_instance._hello(name.partition("-")[0], config, self.instance)
+
+    def sit_down(self, dispatcher: Dispatcher) -> None:
+        self.dispatcher = dispatcher
+        self.member = dispatcher.fleet._join(self.hello)
+        self.untold = self.instance.news.open()
+
+    def turn(self) -> None:
+        """What the router has sent, one step, and what comes of it."""
+        while not self.member.outbox.empty():
+            frame = self.member.outbox.get_nowait()
+            assert frame is not None
+            match frame.WhichOneof("frame"):
+                case "submit":
+                    self.instance.submit("router", frame.submit)
+                case "hand_over":
+                    self.instance.hand_over("router", frame.hand_over)
+                case "cancel":
+                    self.instance.cancel("router", frame.cancel.request_id)
+        self.instance.turn(wait=False)
+        frames, self.frames = self.frames, []
+        for output in (output for frame in frames for output in frame.step.outputs):
+            self.dispatcher.on_output(self.member, output)
+        removed, added = self.untold.take(1024)
+        self.dispatcher.fleet._take_news(self.member, pb.Blocks(removed=b"".join(removed), added=b"".join(added)))
+
+
+@pytest.fixture(scope="module")
+def seats(checkpoint: Callable[..., Path]) -> Iterator[list[Seat]]:
+    connector, threads = f"memory://{uuid.uuid4().hex}", torch.get_num_threads()
+    torch.set_num_threads(1)  # small steps, and neighbours
+    names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+    seats = [Seat(name, checkpoint("llama"), connector) for name in names]
+    yield seats
+    for seat in seats:
+        seat.instance.converters.close()
+        seat.instance.connector.close()
+    torch.set_num_threads(threads)
+
+
+def requests(seats: list[Seat]) -> list[Request]:
+    """Greedy ones and sampled ones, of all lengths around blocks; two share a beginning."""
+    random = Random(3)
+    prompts = [[random.randrange(256) for _ in range(length)] for length in (1, 16, 33, 90)]
+    prompts.append([*prompts[-1][:64], 5, 6, 7])
+    root = root_key(weights=seats[0].instance.engine.layout.weights)
+    return [
+        Request(
+            request_id=f"r{i}",
+            prompt=prompt,
+            sampling=SamplingParams(max_tokens=TOKENS, temperature=i % 2 * 0.8, seed=i, ignore_eos=True),
+            session=f"s{i % 3}",
+            keys={16: block_keys(root, prompt, 16)},
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def serve(seats: list[Seat], policy: str, moves: list[list[int]]) -> list[Flight]:
+    """All requests side by side; each moves when so many of its tokens are out."""
+    fleet = Fleet("router", seats[0].hello.model, 60.0)
+    config = RouterConfig(model=seats[0].hello.model, policy=policy, local_prefill_tokens=0)
+    dispatcher = Dispatcher(config, fleet, Metrics(fleet))
+    for seat in seats:
+        seat.sit_down(dispatcher)
+    flights = [dispatcher.open(request) for request in requests(seats)]
+    deadline = time.monotonic() + DEADLINE_S
+    while not all(flight.machine.ended for flight in flights) or any(seat.instance.num_jobs for seat in seats):
+        assert time.monotonic() < deadline, [(flight.id, flight.machine.state) for flight in flights]
+        for seat in seats:
+            for flight, due in zip(flights, moves, strict=True):
+                if due and len(flight.emitted) == due[0]:
+                    del due[0]
+                    dispatcher._let_go(flight, flight.last_member)
+                    dispatcher.handle(flight, Event.DECODE_FAILED, Unavailable("it has to go", kind="drained"))
+            seat.turn()  # of each request a token, at most
+    for seat in seats:
+        seat.instance.news.close(seat.untold)
+    return flights
+
+
+def moves_of(random: Random, flights: int) -> list[list[int]]:
+    return [sorted(random.sample(range(TOKENS), random.randint(1, MOVES))) for _ in range(flights)]
+
+
+def test_streams_that_move_at_any_token_keep_their_tokens(
+    seats: list[Seat], generate: Callable[..., Any], checkpoint: Any
+) -> None:
+    at_rest = serve(seats, "auto", [[] for _ in requests(seats)])
+    expected = [flight.emitted for flight in at_rest]
+    greedy = [request.prompt for request in requests(seats) if request.sampling.temperature == 0]
+    assert expected[::2] == generate(checkpoint("llama"), greedy, TOKENS)
+    random = Random(11)
+    for policy in POLICIES:
+        moves = moves_of(random, len(expected))
+        wanted = [len(due) for due in moves]
+        flights = serve(seats, policy, moves)
+        assert [flight.emitted for flight in flights] == expected, policy
+        assert [flight.timeline.migrations for flight in flights] == wanted, policy
+        assert {flight.timeline.error for flight in flights} == {""}
+        decided = {decision.policy for flight in flights for _, decision in flight.timeline.decisions}
+        assert decided == {policy}
