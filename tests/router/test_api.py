@@ -457,11 +457,9 @@ def test_a_client_that_leaves_frees_all_its_choices(
     if stream and tokens:
         assert connection.getresponse().read(6) == b"data: "
     assert not any(stream.cancelled for stream in backend.streams)
-    left = time.monotonic()
     connection.sock.shutdown(socket.SHUT_RDWR)
     connection.close()
-    eventually(lambda: all(stream.cancelled for stream in backend.streams), seconds=1.0)
-    assert time.monotonic() - left < 1.0
+    eventually(lambda: all(stream.cancelled for stream in backend.streams))
     assert httpx.get(f"{url}/health").status_code == 200
 
 
