@@ -5,6 +5,7 @@
 
 import re
 from dataclasses import MISSING, dataclass, field
+from itertools import combinations
 from typing import Any
 
 from pdserve.slo import Slo
@@ -213,14 +214,9 @@ class RouterConfig(ModelConfig):
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name)}")
-        _check_port("--port", self.port)
-        _check_port("--control-port", self.control_port)
-        if self.port and self.port == self.control_port:
-            raise ValueError(f"--port and --control-port are both {self.port}; clients and instances need one each")
-        if self.own_port is not None:
-            _check_port("--own-port", self.own_port, least=1)
         if self.workers < 1:
             raise ValueError(f"--workers must be at least 1, not {self.workers}")
+        self._check_ports()
         if self.workers > 1 and not (self.port and self.control_port):
             raise ValueError(
                 "--workers needs a --port and a --control-port other than 0, which each would choose for itself"
@@ -234,6 +230,20 @@ class RouterConfig(ModelConfig):
             raise ValueError(f"--hedge-prefill-after must be more than 0, not {self.hedge_prefill_after}")
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
             raise ValueError("--ssl-certfile and --ssl-keyfile belong together: give both or none")
+
+    def _check_ports(self) -> None:
+        """Workers share --port, and each has its own of the others, from the one that is named upwards."""
+        first = {"--port": self.port, "--control-port": self.control_port}
+        if self.own_port is not None:
+            _check_port("--own-port", self.own_port, least=1)
+            first["--own-port"] = self.own_port
+        ports = {flag: range(port, port + (1 if flag == "--port" else self.workers)) for flag, port in first.items()}
+        for flag, own in ports.items():
+            _check_port(flag, own[0])
+            _check_port(f"{flag} of the last of --workers {self.workers}", own[-1])
+        for (flag, own), (other, others) in combinations(ports.items(), 2):
+            if shared := (set(own) & set(others)) - {0}:
+                raise ValueError(f"{flag} and {other} are both {min(shared)}; each needs another, and each worker too")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,7 +59,7 @@ def serve(config: RouterConfig) -> None:
     keys = declared(config.api_key, config.keys_file)
     listening = [listen(config)]
     if config.own_port is not None:
-        listening.append(listen(replace(config, port=config.own_port, reuse_port=False)))
+        listening.append(listen(replace(config, port=config.own_port, own_port=None, reuse_port=False)))
     tokenizer = Tokenizer(config.model)
     uvloop.run(_serve(config, keys, tokenizer, listening))
 

@@ -98,6 +98,11 @@ def test_a_port_in_use(pdserve: Command, checkpoint: Callable[..., Path]) -> Non
         (["decode", "--router", "other:0"], "the port of --router other:0 must be from 1 to 65535"),
         (["router", "--control-port", "-1"], "--control-port must be from 0 to 65535, not -1"),
         (["router", "--port", "9000", "--control-port", "9000"], "--port and --control-port are both 9000"),
+        (["router", "--workers", "2", "--port", "8002"], "--port and --control-port are both 8002"),
+        (
+            ["router", "--workers", "2", "--own-port", "65535"],
+            "--own-port of the last of --workers 2 must be from 0 to",
+        ),
         (["router", "--port", "0", "--control-port", "0", "--api-key", "a,,b"], "a key is empty"),
         (["up", "--prefill", "0", "--decode", "1"], "no request could be served"),
         (["up", "--prefill", "-1", "--both", "1"], "--prefill must be 0 or more, not -1"),
