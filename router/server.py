@@ -90,6 +90,8 @@ async def _serve(config: RouterConfig, keys: list[Key], tokenizer: Tokenizer, li
         asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
     log.info("router: clients on port %d, instances on port %d", listening[0].getsockname()[1], control_port)
     watches = [asyncio.create_task(watch) for watch in (fleet.watch(), dispatcher.watch())]
+    for watch in watches:  # without one of them nothing would ever be late, and no instance lost
+        watch.add_done_callback(lambda _: server.handle_exit(signal.SIGTERM, None))
     try:
         if config.reuse_port:
             await _attached(dispatcher, server)
@@ -97,11 +99,14 @@ async def _serve(config: RouterConfig, keys: list[Key], tokenizer: Tokenizer, li
     finally:
         for watch in watches:
             watch.cancel()
-        await asyncio.gather(*watches, return_exceptions=True)
+        ended = await asyncio.gather(*watches, return_exceptions=True)
         fleet.close()
         await control.stop(grace=2.0)
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
+        for defect in ended:
+            if isinstance(defect, Exception):
+                raise defect
 
 
 async def _attached(dispatcher: Dispatcher, server: uvicorn.Server) -> None:

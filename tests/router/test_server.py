@@ -3,8 +3,12 @@
 import asyncio
 import socket
 
+import pytest
+
 from pdserve.config import RouterConfig
+from pdserve.router.dispatch import Dispatcher
 from pdserve.router.listening import listen
+from pdserve.router.server import serve
 
 
 def test_small_writes_leave_at_once() -> None:
@@ -25,3 +29,14 @@ def test_small_writes_leave_at_once() -> None:
             return await asyncio.wait_for(accepted, 60)
 
     assert asyncio.run(story()) != 0
+
+
+def test_a_router_whose_clock_has_stopped_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would serve on, and nothing would ever be late."""
+
+    async def stopped(_: Dispatcher) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(Dispatcher, "watch", stopped)
+    with pytest.raises(RuntimeError, match="a defect"):
+        serve(RouterConfig(model="demo", port=0, control_port=0))
