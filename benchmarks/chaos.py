@@ -84,7 +84,7 @@ class Chaotic(Deployment):
             child.arguments += ["--drain-seconds", "10"]
         if island is not None:
             router, there = self.child("router"), self.child(ON_ISLAND)
-            router.arguments[router.arguments.index("--control-host") + 1] = "0.0.0.0"
+            router.arguments += ["--control-host", "0.0.0.0"]
             there.arguments = [word.replace("127.0.0.1", island.host) for word in there.arguments]
 
     @property
