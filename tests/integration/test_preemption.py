@@ -97,6 +97,33 @@ def test_prefill_that_runs_ahead_takes_no_blocks_of_decode(
     assert [decode.tokens(f"{i}") for i in range(len(prompts))] == [tokens[1:] for tokens in expected]
 
 
+@pytest.mark.parametrize(
+    "settings", [{"prefill": 1, "decode": 1}, {"prefill": 0, "decode": 0, "both": 1, "swap_space": 0.01}]
+)
+def test_processes_with_small_pools(
+    settings: dict[str, Any],
+    checkpoint: Callable[..., Path],
+    generate: Generate,
+    deploy: Callable[..., Any],
+    complete: Callable[..., dict[str, Any]],
+    metric: Callable[..., float],
+    until: Callable[..., None],
+) -> None:
+    """Eight answers to one request, which grow beyond what three of them may have; cold and warm."""
+    path, prompts, tokens = checkpoint("llama"), [[k + i % 50 for i in range(70)] for k in range(8)], 100
+    expected = generate(path, prompts, tokens)
+    with deploy(model=str(path), num_blocks=24, max_num_batched_tokens=64, **settings) as deployment:
+        before = 0.0
+        for rounds in (1, 2):
+            choices = complete(deployment, prompt=prompts, max_tokens=tokens, ignore_eos=True)["choices"]
+            assert [choice["token_ids"] for choice in choices] == expected
+            # Counts come together, in a heartbeat.
+            until(lambda told=rounds * 800: metric(deployment, "generation_tokens_total") == told)
+            preemptions = metric(deployment, "num_preemptions_total")
+            assert preemptions > before, "nobody was preempted"
+            before = preemptions
+
+
 def test_one_that_is_cancelled_while_the_store_is_asked_for_its_kv_leaves_nothing(
     checkpoint: Callable[..., Path], desk: Callable[..., Any], store_in_hand: Any
 ) -> None:
