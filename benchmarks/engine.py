@@ -304,7 +304,7 @@ def benchmark(settings: Settings) -> None:
         "rows": rows,
     }
     _print(rows, roofline)
-    print(report.write("engine", settings, content))
+    print(report.write("engine", replace(settings, peers_folder=""), content))
 
 
 def _measure(
