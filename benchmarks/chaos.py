@@ -72,13 +72,14 @@ Make = Callable[[UpConfig, Callable[[str], None]], Deployment]
 
 
 class Chaotic(Deployment):
-    """A deployment of which one instance lives on an island, if there is one."""
+    """A deployment of which one instance lives on an island, if there is one. `pids` are all that it has ever started."""
 
     island: Island | None = None
+    pids: set[int]
 
     def settle(self, island: Island | None) -> None:
         """Call it before it starts."""
-        self.island = island
+        self.island, self.pids = island, set()
         self.child("router").arguments += ["--handover-timeout-seconds", "10"]
         for child in self.instances:
             child.arguments += ["--drain-seconds", "10"]
@@ -94,6 +95,10 @@ class Chaotic(Deployment):
     @property
     def instances(self) -> list[Child]:
         return [child for child in self.children if child.name != "router"]
+
+    def _start(self, child: Child) -> None:
+        super()._start(child)
+        self.pids.add(child.pid)
 
     def _spawn(self, arguments: list[str], environment: dict[str, str]) -> Any:
         if self.island is None or ON_ISLAND not in arguments:
@@ -460,16 +465,7 @@ def _slack(name: str) -> float:
 
 def play(settings: Settings, make: Make = Chaotic) -> dict[str, Any]:
     """Everything that the JSON holds."""
-    processes = set[int]()
     with stage(settings, make) as at:
-        spawn = at.deployment._start
-
-        def start(child: Child) -> None:
-            spawn(child)
-            processes.add(child.pid)
-
-        at.deployment._start = start  # type: ignore[method-assign]
-        processes |= {child.pid for child in at.deployment.children}
         try:
             shown, traffic = asyncio.run(_play(at, settings))
         finally:
@@ -477,7 +473,7 @@ def play(settings: Settings, make: Make = Chaotic) -> dict[str, Any]:
                 if child.running:
                     os.kill(child.pid, signal.SIGCONT)  # a frozen one hears nothing else
     left = {
-        "processes": sum(Path(f"/proc/{pid}").exists() for pid in processes),
+        "processes": sum(Path(f"/proc/{pid}").exists() for pid in at.deployment.pids),
         "segments of shared memory": sum(at.deployment.store_name in name for name in os.listdir("/dev/shm")),
     }
     verdicts = [*shown.pop("verdicts"), *({"what": f"{name} left", "may be": 0, "is": n} for name, n in left.items())]

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -129,6 +130,9 @@ def show(table: Table) -> None:
 def main(command: Callable[..., None]) -> None:
     """Runs a script's command. A mistake is one line on stderr and exit code 2."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # as instances do
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # servers and peers end with the benchmark, however it ends
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(command)
     try:
