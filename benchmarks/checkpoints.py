@@ -81,11 +81,11 @@ def make(shape: Shape, path: Path, seed: int = 0) -> Path:
         eos_token_id=BYTE_VOCABULARY - len(SPECIAL_TOKENS),
         pad_token_id=BYTE_VOCABULARY - 1,
     )
-    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
     torch.manual_seed(seed)
     dtype = torch_dtype(shape.dtype)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(path)
     del model
     gc.collect()  # modules lie in cycles, and these weights would count against what is measured

@@ -152,7 +152,7 @@ def benchmark(settings: Settings) -> None:
 
 def _documents(settings: Settings) -> list[list[int]]:
     """Token ids, prompt and continuation together."""
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model(settings.model))  # type: ignore[no-untyped-call]
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(settings.model))
     rng, wanted = random.Random(0), settings.prompt_tokens + settings.next_tokens
     documents = []
     for _ in range(settings.documents):

@@ -290,7 +290,7 @@ def benchmark(settings: Settings) -> None:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     settings = replace(settings, threads=torch.get_num_threads())
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.set_verbosity_error()
     tasks = [
         Task("offline", settings.requests, settings.prompt_tokens, settings.output_tokens),
         Task("prefill", 1, settings.prefill_tokens, 1),

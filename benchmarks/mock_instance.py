@@ -67,7 +67,7 @@ class MockInstance:
     async def serve(self, router: str) -> None:
         """Until the router closes the stream."""
         async with grpc.aio.insecure_channel(router, options=CHANNEL_OPTIONS) as channel:
-            stub = RouterStub(channel)  # type: ignore[no-untyped-call]
+            stub = RouterStub(channel)
             async for frame in stub.Attach(self._frames(), wait_for_ready=True):
                 self._receive(frame)
 

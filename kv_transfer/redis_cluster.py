@@ -159,7 +159,7 @@ class RedisClusterConnector(RedisConnector):
         patience = self.timeout / 4  # it may ask several nodes, and the operation that waits has a deadline
         return RedisCluster(
             url=self._addresses[0],
-            startup_nodes=[ClusterNode(host, port) for host, port in self._hosts[1:]],  # type: ignore[no-untyped-call]
+            startup_nodes=[ClusterNode(host, port) for host, port in self._hosts[1:]],
             require_full_coverage=False,
             socket_timeout=patience,
             socket_connect_timeout=patience,

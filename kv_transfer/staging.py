@@ -68,7 +68,7 @@ class StagedConnector(Connector):
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
         written = None
         if self._pool.device.type == "cuda":
-            written = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            written = torch.cuda.Event()
             written.record(torch.cuda.current_stream(self._pool.device))
 
         def move(keys: Sequence[bytes], blocks: list[int], slots: list[int]) -> Result:
@@ -125,7 +125,7 @@ class StagedConnector(Connector):
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 class _Synchronized:
@@ -134,7 +134,7 @@ class _Synchronized:
         self._context = torch.cuda.stream(stream)
 
     def __enter__(self) -> torch.cuda.Stream:
-        self._context.__enter__()  # type: ignore[no-untyped-call]
+        self._context.__enter__()
         return self._stream
 
     def __exit__(self, *error: Any) -> None:

@@ -87,7 +87,7 @@ class Links:
             try:
                 async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
                     frames = self._frames(link, instance, hello, untold)
-                    stub = RouterStub(channel)  # type: ignore[no-untyped-call]
+                    stub = RouterStub(channel)
                     async for frame in stub.Attach(frames, metadata=self._credentials):
                         attempt = 0
                         self._receive(address, link, frame, instance)

@@ -103,9 +103,8 @@ class _Generations:
     """/v1/completions, /v1/chat/completions and /v1/responses."""
 
     def __init__(self, config: RouterConfig, tokenizer: Tokenizer, backend: Backend, gate: Gate) -> None:
-        self._max_n = min(
-            config.max_n, config.max_requests
-        )  # who asks for more places than there are would wait for ever
+        # Who asks for more places than there are would wait for ever.
+        self._max_n = min(config.max_n, config.max_requests)
         self._tokenizer = tokenizer
         self._backend = backend
         self._gate = gate

@@ -61,5 +61,6 @@ class Events(logging.Handler):
 
     def latest(self) -> list[dict[str, object]]:
         """The newest first."""
-        with self.lock:  # type: ignore[union-attr]
+        assert self.lock is not None  # a handler has one, as long as nobody takes it
+        with self.lock:
             return [asdict(one) for one in reversed(self._latest)]

@@ -282,7 +282,7 @@ async def serve(fleet: Fleet, host: str, port: int) -> tuple[grpc.aio.Server, in
         SetupError: the port is taken.
     """
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    add_RouterServicer_to_server(fleet, server)  # type: ignore[no-untyped-call]
+    add_RouterServicer_to_server(fleet, server)
     try:
         bound = server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as error:

@@ -39,10 +39,9 @@ ERROR: dict[str, Any] = {
 def describe(app: FastAPI) -> dict[str, Any]:
     """OpenAPI 3.1. The endpoints read bodies themselves, so their shapes are put in here; every other answer is an error."""
     models = [(model, "validation") for model in BODIES.values()]
-    _, shapes = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
-    routes = [
-        route for route in app.routes if "HEAD" not in getattr(route, "methods", ())
-    ]  # the page's files are no API
+    _, shapes = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]  # lists are invariant
+    # The page's files are no API.
+    routes = [route for route in app.routes if "HEAD" not in getattr(route, "methods", ())]
     described = get_openapi(title="pdserve", version=__version__, routes=routes)
     described["components"] = {"schemas": {**shapes["$defs"], "Error": ERROR}}
     for path, methods in described["paths"].items():

@@ -92,7 +92,7 @@ class Tracer:
 
     def close(self) -> None:
         """Sends what waits, for a few seconds at most."""
-        self._processor.shutdown()  # type: ignore[no-untyped-call]
+        self._processor.shutdown()
 
 
 def _context_of(traceparent: str) -> "Context | None":

@@ -125,7 +125,7 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
             text = text.replace(token, "\n")
         texts.append(text)
     tokenizer.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=demo_text.TURN_END,
         pad_token=demo_text.EOS,
@@ -217,7 +217,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     model = LlamaForCausalLM(config)
     place_lookback_heads(model)
     stops: dict[str, Any] = {"eos_token_id": [TURN_END_ID, EOS_ID], "pad_token_id": EOS_ID, "do_sample": False}
-    model.generation_config = GenerationConfig(**stops)  # type: ignore[no-untyped-call]
+    model.generation_config = GenerationConfig(**stops)
     return model
 
 
@@ -436,7 +436,7 @@ def train(worker: int, steps: int, output: Path, state: Path | None, checkpoint_
         started = time.monotonic()
         ids, weights = make_batch(tokenizer.backend_tokenizer, step, worker)
         loss, on_answers = loss_of(model, ids, weights)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         share_gradients(model)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizers.step(learning_rate(step, steps))
@@ -473,7 +473,7 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         shared = (arguments.steps, arguments.output, arguments.state, arguments.checkpoint_seconds, f"{folder}/meeting")
-        mp.spawn(train, shared, nprocs=WORKERS)  # type: ignore[attr-defined, no-untyped-call]
+        mp.spawn(train, shared, nprocs=WORKERS)  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

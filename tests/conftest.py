@@ -117,7 +117,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             name, extra = ARCHITECTURES[architecture]
             config = getattr(transformers, name)(**{**SHAPE, **extra})
             torch.manual_seed(seed)
-            model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            model = transformers.AutoModelForCausalLM.from_config(config)
             model = model.to(getattr(torch, dtype))
             path = tmp_path_factory.mktemp(f"{architecture}-{seed}-{dtype}")
             model.save_pretrained(path)
@@ -149,7 +149,7 @@ def generate() -> Callable[[Path, list[list[int]], int], list[list[int]]]:
         return known[key]
 
     def compute(path: Path, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-        model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()  # type: ignore[no-untyped-call]
+        model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
         outputs: dict[int, list[int]] = {}
         for length in {len(prompt) for prompt in prompts}:  # equal lengths together: no padding, half the time
             rows = [i for i, prompt in enumerate(prompts) if len(prompt) == length]

@@ -58,7 +58,7 @@ class Stage:
     @asynccontextmanager
     async def router(self) -> AsyncIterator[Router]:
         router, server = Router(), grpc.aio.server()
-        add_RouterServicer_to_server(router, server)  # type: ignore[no-untyped-call]
+        add_RouterServicer_to_server(router, server)
         server.add_insecure_port(self.address)
         await server.start()
         try:

@@ -20,7 +20,7 @@ def lines() -> Iterator[list[str]]:
     logger, handler = logging.getLogger("pdserve"), logging.Handler()
     handler.setFormatter(JsonFormatter())
     written: list[str] = []
-    handler.emit = lambda record: written.append(handler.format(record))  # type: ignore[method-assign]
+    handler.emit = lambda record: written.append(handler.format(record))  # type: ignore[method-assign]  # a handler is no more
     before = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)

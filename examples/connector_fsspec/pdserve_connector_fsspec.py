@@ -12,7 +12,7 @@ import errno
 import uuid
 from typing import Any, ClassVar
 
-import fsspec  # type: ignore[import-untyped]
+import fsspec  # type: ignore[import-untyped]  # it has no stubs
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.header import HEADER_BYTES

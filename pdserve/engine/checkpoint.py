@@ -133,7 +133,7 @@ def _hf_config(path: Path) -> Any:
 
 def _load_model(path: Path, hf_config: Any, dtype: torch.dtype, device: torch.device, *, fuse: bool) -> torch.nn.Module:
     paged_model.register()
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()
     kind = (hf_config.architectures or [hf_config.model_type])[0]
     unsupported = f"architecture {kind} is not supported"
     if type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -144,7 +144,7 @@ def _load_model(path: Path, hf_config: Any, dtype: torch.dtype, device: torch.de
         )
     except ValueError as error:
         raise SetupError(f"{unsupported}: {str(error).strip().splitlines()[0]}") from error
-    loaded: torch.nn.Module = model.eval().requires_grad_(False)  # type: ignore[no-untyped-call]
+    loaded: torch.nn.Module = model.eval().requires_grad_(False)
     loaded = loaded.to(device)
     if device.type == "cpu":
         prepack(loaded)

@@ -59,7 +59,7 @@ class Faulty(BatchedConnector):
         self._in_parts("load", blocks, super().get_many)  # type: ignore[safe-super]  # the real connector's
 
     def put_many(self, blocks: Sequence[Outgoing], lease_s: float) -> None:
-        put = super().put_many  # type: ignore[safe-super]
+        put = super().put_many  # type: ignore[safe-super]  # likewise
         self._in_parts("store", blocks, lambda part: put(part, lease_s))
 
     @abstractmethod

@@ -257,8 +257,8 @@ def test_nobody_works_on_for_a_client_that_has_left(
             try:
                 with socket.create_connection(("127.0.0.1", deployment.config.port)) as client:
                     client.sendall(f"{head} {len(text)}\r\n\r\n{text}".encode())
-                    wait_until(lambda name=frozen: instances(url)[name]["requests"] == 1, 60, "it is on its way")  # type: ignore[misc]
-                wait_until(lambda count=number: cancelled() == count, 60, "it is cut short")  # type: ignore[misc]
+                    wait_until(lambda name=frozen: instances(url)[name]["requests"] == 1, 60, "it is on its way")  # type: ignore[misc]  # a lambda with a default
+                wait_until(lambda count=number: cancelled() == count, 60, "it is cut short")  # type: ignore[misc]  # likewise
             finally:
                 os.kill(deployment.child(frozen).pid, signal.SIGCONT)
         assert stream(url, model, [9] * 40, 4)[1] == "", "both have read all that was sent before"

@@ -81,7 +81,7 @@ def test_seeded_output_is_the_same_everywhere(
 
 def _check_logprobs(path: Path, choice: dict[str, Any]) -> None:
     """They are log_softmax of transformers' own logits."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()  # type: ignore[no-untyped-call]
+    model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
     ids = torch.tensor([[*LIKELY["prompt"], *choice["token_ids"]]])
     with torch.no_grad():
         right = model(ids).logits[0, len(LIKELY["prompt"]) - 1 : -1].log_softmax(-1)

@@ -240,7 +240,7 @@ def test_among_those_of_a_key_the_lowest_priority_goes_first(
                 )
             while waiting := len(clients.tasks) - len(backend.requests):
                 running.cancel()
-                await soon(lambda waiting=waiting: len(clients.tasks) - len(backend.requests) < waiting)  # type: ignore[misc]
+                await soon(lambda waiting=waiting: len(clients.tasks) - len(backend.requests) < waiting)  # type: ignore[misc]  # a default
                 running = clients.tasks[int(backend.requests[-1].request_id[0])]
 
     asyncio.run(story())
