@@ -23,6 +23,7 @@ from pdserve.kernels.batch import PagedBatch
 
 NAME = "cpu"
 SOURCE = Path(__file__).with_name("paged.cpp")
+HEADERS = sorted(SOURCE.parent.glob("*.h"))
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
 HUGE_PAGE = 1 << 21
@@ -254,7 +255,8 @@ def _built(openmp: Path) -> Path:
     if command is None:
         raise CannotBuild(f"no C++ compiler on the path ({', '.join(COMPILERS)})")
     key = hashlib.blake2b(digest_size=10)
-    for part in (SOURCE.read_text(), _output(command, "--version"), _cpu(), " ".join(FLAGS), str(openmp)):
+    texts = [path.read_text() for path in (SOURCE, *HEADERS)]
+    for part in (*texts, _output(command, "--version"), _cpu(), " ".join(FLAGS), str(openmp)):
         key.update(part.encode() + b"\0")
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdserve" / "kernels"
     target = folder / f"paged-{key.hexdigest()}.so"

@@ -1,0 +1,131 @@
+// Vectors of floats as wide as the processor has them, for all kernels: loads that widen, stores that round, exp and tanh.
+// Written with the compilers' vector types, so that one source serves AVX-512, AVX2 and NEON.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+namespace {
+
+using i64 = int64_t;
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;  // NEON, SSE
+#endif
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
+typedef uint32_t vu __attribute__((vector_size(4 * W)));
+
+struct bf16 { uint16_t bits; };
+typedef _Float16 fp16;
+
+inline vf splat(float x) { return x - vf{}; }
+inline vf load(const float* p) { vf v; std::memcpy(&v, p, sizeof v); return v; }
+inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
+inline vf load(const bf16* p) {
+    typedef uint16_t half __attribute__((vector_size(2 * W)));
+    half h;
+    std::memcpy(&h, p, sizeof h);
+    return (vf)(__builtin_convertvector(h, vu) << 16);
+}
+inline vf load(const fp16* p) {
+#if defined(__AVX512F__)  // compilers before 2024 convert element by element
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__F16C__)
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#endif
+    typedef fp16 half __attribute__((vector_size(2 * W)));
+    half h;
+    std::memcpy(&h, p, sizeof h);
+    return __builtin_convertvector(h, vf);
+}
+inline float to_float(float x) { return x; }
+inline float to_float(fp16 x) { return (float)x; }
+inline float to_float(bf16 x) {
+    uint32_t bits = (uint32_t)x.bits << 16;
+    float f;
+    std::memcpy(&f, &bits, 4);
+    return f;
+}
+inline void from_float(float& to, float x) { to = x; }
+inline void from_float(fp16& to, float x) { to = (fp16)x; }
+inline void from_float(bf16& to, float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
+    to.bits = (uint16_t)(x == x ? rounded : 0x7fc0);
+}
+
+inline vf vmax(vf a, vf b) { return a > b ? a : b; }
+inline float sum(vf v) {
+    float x[W], total = 0;
+    store(x, v);
+#pragma omp simd reduction(+ : total)
+    for (int i = 0; i < W; i++) total += x[i];
+    return total;
+}
+
+// to[i] = Σ over the lanes of v[i], for four vectors at once: a quarter of the shuffles.
+inline void sum4(const vf* v, float* to) {
+#if defined(__AVX512F__)
+    const __m512 a = (__m512)v[0], b = (__m512)v[1], c = (__m512)v[2], d = (__m512)v[3];
+    const __m512 ab = _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xee);
+    const __m512 cd = _mm512_shuffle_f32x4(c, d, 0x44) + _mm512_shuffle_f32x4(c, d, 0xee);
+    __m512 s = _mm512_shuffle_f32x4(ab, cd, 0x88) + _mm512_shuffle_f32x4(ab, cd, 0xdd);
+    s += _mm512_permute_ps(s, 0x4e);
+    s += _mm512_permute_ps(s, 0xb1);
+    const __m512i lanes = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    _mm_storeu_ps(to, _mm512_castps512_ps128(_mm512_permutexvar_ps(lanes, s)));
+#elif defined(__AVX__)
+    const __m256 ab = _mm256_hadd_ps((__m256)v[0], (__m256)v[1]), cd = _mm256_hadd_ps((__m256)v[2], (__m256)v[3]);
+    const __m256 s = _mm256_hadd_ps(ab, cd);
+    _mm_storeu_ps(to, _mm256_castps256_ps128(s) + _mm256_extractf128_ps(s, 1));
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+    const float32x4_t ab = vpaddq_f32((float32x4_t)v[0], (float32x4_t)v[1]);
+    vst1q_f32(to, vpaddq_f32(ab, vpaddq_f32((float32x4_t)v[2], (float32x4_t)v[3])));
+#else
+    for (int i = 0; i < 4; i++) to[i] = sum(v[i]);
+#endif
+}
+
+// e^x to 2 ulp for x <= 0 (Cephes); 0 below -87.
+inline vf exp_(vf x) {
+    const vf y = vmax(x, splat(-87.f));
+    const vf magic = splat(12582912.f);  // 1.5 × 2^23: adding it rounds to an integer
+    const vf n = (y * 1.44269504f + magic) - magic;
+    const vf r = (y - n * 0.693359375f) + n * 2.12194440e-4f;
+    vf p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.f;
+    const vf scale = (vf)((__builtin_convertvector(n, vi) + 127) << 23);
+    return x > splat(-87.f) ? p * scale : vf{};
+}
+
+// Cephes' tanhf: a polynomial near 0, where the quotient would cancel.
+inline vf tanh_(vf x) {
+    const vf a = vmax(x, -x), z = x * x;
+    vf p = splat(-5.70498872745e-3f);
+    p = p * z + 2.06390887954e-2f;
+    p = p * z - 5.37397155531e-2f;
+    p = p * z + 1.33314422036e-1f;
+    p = p * z - 3.33332819422e-1f;
+    const vf small = p * z * x + x;
+    const vf e = exp_(-2.f * a), t = (1.f - e) / (1.f + e);
+    return a < splat(0.625f) ? small : (x < vf{} ? -t : t);
+}
+
+}  // namespace
