@@ -1,11 +1,8 @@
-"""From a request to its stream of tokens: picks P and D, runs the hand-over machine, keeps the timeline."""
+"""From a request to its stream of tokens: asks P and D, runs the hand-over machine, keeps the timeline."""
 
 import asyncio
 import logging
-import math
-import secrets
 import time
-from dataclasses import replace
 
 from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest, Conflict, NotFound, Overloaded, RequestError, Unavailable
@@ -15,13 +12,12 @@ from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request
 from pdserve.router.admission import admit
-from pdserve.router.breaker import BreakerState
+from pdserve.router.chooser import Chooser
 from pdserve.router.fleet import Fleet, Member
 from pdserve.router.flight import Flight
+from pdserve.router.hedge import Hedges
 from pdserve.router.metrics import Metrics
-from pdserve.router.pairs import IN_VAIN, Pairs
-from pdserve.router.placement import Placement, place
-from pdserve.router.policy import Ask, Decision, Load, decide
+from pdserve.router.policy import Ask, Load
 from pdserve.router.retry_budget import RetryBudget
 from pdserve.router.stream import ModelInfo
 from pdserve.router.timeline import Move, Moved, Timeline, TimelineLog
@@ -41,15 +37,11 @@ class Dispatcher:
         self._open: set[str] = set()  # request ids; a flight that moves changes its own id
         self.watchers = [metrics.finished]  # of requests that have ended
         self._metrics = metrics
-        self._pairs = Pairs()
+        self._chooser = Chooser(config, fleet, metrics)
+        self._hedges = Hedges(config.hedge_prefill_after, self._chooser, metrics, self.on_output)
         self._budget = RetryBudget()
         metrics.retry_budget.set_function(lambda: self._budget.left)
-        self._policies = {
-            "prefill": config.prefill_policy or config.policy,
-            "decode": config.decode_policy or config.policy,
-        }
-        self._slo = Slo.parse(config.slo)
-        self._turn = secrets.randbits(32)  # routers that start together do not go round together
+        self.slo = Slo.parse(config.slo)
         fleet.listener = self
 
     # ---- for the HTTP side (stream.Backend) -------------------------------------------------------------------
@@ -70,7 +62,7 @@ class Dispatcher:
         )
 
     def ready(self) -> tuple[bool, str]:
-        missing = self._missing()
+        missing = self._chooser.missing()
         return not missing, f"{missing} is registered" if missing else "ready"
 
     def open(self, request: Request) -> Flight:
@@ -82,7 +74,7 @@ class Dispatcher:
         flight.timeline.stamp(Stage.RECEIVED, request.received or now)
         ask = self._route(flight)
         self._refuse(
-            admit(self._slo, flight.prefill.load, flight.last_member.load, ask, now - (request.received or now))
+            admit(self.slo, flight.prefill.load, flight.last_member.load, ask, now - (request.received or now))
         )
         flight.timeline.stamp(Stage.ADMITTED, time.monotonic())
         self._start(flight)
@@ -96,27 +88,9 @@ class Dispatcher:
         now = time.monotonic()
         return [
             {
-                "instance_id": member.id,
-                "epoch": member.hello.epoch,
-                "role": member.hello.role,
-                "model": member.hello.model,
-                "device": member.hello.device,
-                "dtype": member.hello.dtype,
-                "kernel": member.hello.kernel,
-                "connector": member.hello.connector,
-                "block_size": member.hello.block_size,
-                "num_blocks": member.hello.num_blocks,
-                "free_blocks": member.beat.free_blocks,
-                "running": member.beat.running,
-                "waiting": member.beat.waiting,
-                "requests": len(member.requests),
-                "prefill_tokens": member.load.prefill_tokens,
-                "output_tokens": member.load.output_tokens,
+                **member.as_dict(now),
                 "cached_blocks": self.fleet.index.blocks(member.id),
-                "costs": vars(member.load.costs),
-                "draining": member.draining,
                 "breaker": self.fleet.breakers.state(member.id, now),
-                "last_heard_seconds": round(now - member.heard, 3),
             }
             for member in sorted(self.fleet.members.values(), key=lambda m: m.id)
         ]
@@ -132,7 +106,7 @@ class Dispatcher:
             raise Conflict(f"{instance_id} is draining already", kind="draining")
         if role == member.hello.role:
             return
-        if missing := self._missing(avoid=member):
+        if missing := self._chooser.missing(avoid=member):
             message = f"while {instance_id} drains, {missing} would be there, so requests would fail"
             raise Conflict(message, kind="last_instance")
         hello = pb.Hello()
@@ -150,11 +124,11 @@ class Dispatcher:
         if flight is None or flight.id not in member.requests:
             return  # it is over, or this instance has been given up
         if member is flight.hedge:
-            self._on_hedge(flight, member, output)
+            self._hedges.on_output(flight, member, output)
             return
         flight.note(member, output, time.monotonic())
         if member is flight.decode and any(stamp.stage == Stage.KV_READY for stamp in output.stamps):
-            self._note_pair(flight, flight.prefill.hello, member.hello)
+            self._note_pair(flight, flight.prefill, member)
         if output.token_ids:
             self.fleet.breakers.succeeded(member.id)
         if output.HasField("error"):
@@ -166,9 +140,9 @@ class Dispatcher:
             self._on_prefill(flight, member, output)
 
     def on_lost(self, member: Member) -> None:
-        self._pairs.forget(member.id)
+        self._chooser.forget(member)
         if member.requests and not member.draining:
-            self._fault(member, time.monotonic())
+            self.fleet.fault(member, time.monotonic())
         for request_id in list(member.requests):
             flight = self.flights.get(request_id)
             if flight is not None:
@@ -179,34 +153,24 @@ class Dispatcher:
         """Moves the streams that it decodes to others, if there are any; else they end where they are."""
         for request_id in list(member.requests):
             flight = self.flights.get(request_id)
-            if flight is not None and member is flight.last_member and not self._missing(avoid=member):
-                self._let_go(flight, member)
+            if flight is not None and member is flight.last_member and not self._chooser.missing(avoid=member):
+                flight.let_go(member)
                 reason = Unavailable(f"instance {member.id} was drained", kind="drained")
                 self.handle(flight, Event.DRAINED, reason)
 
     async def watch(self) -> None:
         """Ends requests that make no progress."""
         while True:
-            hedge_after = self.config.hedge_prefill_after
-            await asyncio.sleep(min(1.0, self.config.handover_timeout_seconds / 4, (hedge_after or math.inf) / 4))
+            await asyncio.sleep(min(1.0, self.config.handover_timeout_seconds / 4, self._hedges.after / 4))
             now = time.monotonic()
             for flight in list(self.flights.values()):
-                if hedge_after is not None and now - flight.started > hedge_after:
-                    self._hedge(flight)
+                self._hedges.watch(flight, now)
                 flight.machine.progressed(flight.owner.stepped)
                 if flight.machine.late(now):
-                    self._fault(flight.owner, now)
+                    self.fleet.fault(flight.owner, now)
                     state = flight.machine.state
                     message = f"no progress for {self.config.handover_timeout_seconds} s while {state}"
                     self.handle(flight, Event.LATE, Unavailable(message, kind="timeout"))
-
-    def _fault(self, member: Member, now: float) -> None:
-        if self.fleet.breakers.failed(member.id, now):
-            log.warning(
-                "%s has failed again and again; it gets nothing for a while, then one request, to see",
-                member.id,
-                extra={"event": "breaker", "instance": member.id},
-            )
 
     # ---- the hand-over ----------------------------------------------------------------------------------------
 
@@ -218,36 +182,32 @@ class Dispatcher:
                     assert error is not None
                     self._resume(flight, error)
                 case Action.FINALIZE:
-                    assert flight.decode is not None
-                    self._hand_over(flight, pb.HandOver(final=True))
-                    kind = error.kind if error else event.value
-                    self._metrics.fallbacks.labels(kind=kind).inc()
-                    extra = {
-                        "event": "fallback",
-                        "instance": flight.prefill.id,
-                        "request_id": flight.request.request_id,
-                    }
-                    log.warning(
-                        "%s: decode computes what %s did not hand over (%s)",
-                        flight.id,
-                        flight.prefill.id,
-                        kind,
-                        extra=extra,
-                    )
+                    self._finalize(flight, error.kind if error else event.value)
                 case Action.CANCEL_PREFILL:
-                    self._let_go(flight, flight.prefill)
-                    self._drop_hedge(flight)
+                    flight.let_go(flight.prefill)
+                    self._hedges.drop(flight)
                 case Action.CANCEL_DECODE if flight.decode is not None:
-                    self._let_go(flight, flight.decode)
+                    flight.let_go(flight.decode)
                 case Action.FAIL:
                     assert error is not None
-                    flight.timeline.error = str(error)
-                    flight.put(error)
-                    if error.status >= 500:
-                        extra = {"event": "failed", "request_id": flight.request.request_id}
-                        log.warning("%s failed: %s", flight.id, error, extra=extra)
+                    self._fail(flight, error)
         if flight.machine.ended:
             self._end(flight)
+
+    def _finalize(self, flight: Flight, kind: str) -> None:
+        assert flight.decode is not None
+        flight.hand_over(pb.HandOver(final=True))
+        self._metrics.fallbacks.labels(kind=kind).inc()
+        prefill, extra = flight.prefill.id, {"event": "fallback", "request_id": flight.request.request_id}
+        extra["instance"] = prefill
+        log.warning("%s: decode computes what %s did not hand over (%s)", flight.id, prefill, kind, extra=extra)
+
+    def _fail(self, flight: Flight, error: RequestError) -> None:
+        flight.timeline.error = str(error)
+        flight.put(error)
+        if error.status >= 500:
+            extra = {"event": "failed", "request_id": flight.request.request_id}
+            log.warning("%s failed: %s", flight.id, error, extra=extra)
 
     def _on_prefill(self, flight: Flight, member: Member, output: pb.Output) -> None:
         message = pb.HandOver(
@@ -260,9 +220,9 @@ class Dispatcher:
             done = max(flight.cached.get(member.id, 0), output.stored.num_blocks * member.hello.block_size)
             member.give(flight.id, flight.left(pb.PREFILL, done))
         if not output.finish_reason and (output.token_ids or output.HasField("stored")):
-            self._hand_over(flight, message)
+            flight.hand_over(message)
         if output.token_ids:
-            self._drop_hedge(flight)
+            self._hedges.drop(flight)
             self.handle(flight, Event.FIRST_TOKEN)
             self._emit(flight, output)
         if output.finish_reason:
@@ -287,49 +247,9 @@ class Dispatcher:
         if member is flight.hedge:
             flight.hedge = None
         elif split_prefill and flight.hedge is not None:
-            self._prefer_hedge(flight)
+            self._hedges.prefer(flight)
         else:
             self.handle(flight, Event.PREFILL_FAILED if split_prefill else Event.DECODE_FAILED, error)
-
-    # A prefill that is late is asked of another instance too. Who has the first token first goes on; both compute, and store
-    # under the same keys, the same KV.
-
-    def _hedge(self, flight: Flight) -> None:
-        if flight.machine.state is not State.PREFILLING or flight.hedge is not None:
-            return
-        first, decode = flight.prefill, flight.decode
-        assert decode is not None
-        flight.started = math.inf  # once is enough
-        able = [member for member in self._partners(decode, self._able("prefill", avoid=first)) if member is not decode]
-        able = [member for member in able if member.hello.namespace == first.hello.namespace]
-        if able:
-            ask = Ask(flight.tokens, self._turn, flight.request.session, flight.cached, flight.tokens_left)
-            flight.hedge, flight.held = self._take(flight, "prefill", self._decide("prefill", ask, able)), []
-            self._submit(flight, flight.hedge, pb.PREFILL, flight.submission())
-            self._metrics.hedges.labels(outcome="asked").inc()
-
-    def _on_hedge(self, flight: Flight, member: Member, output: pb.Output) -> None:
-        flight.held.append(output)
-        if output.HasField("error"):
-            member.release(flight.id)
-            flight.hedge = None
-        elif output.token_ids:
-            self._let_go(flight, flight.prefill)
-            self._prefer_hedge(flight)
-
-    def _prefer_hedge(self, flight: Flight) -> None:
-        """It takes the first one's place, and has said what it has said."""
-        assert flight.hedge is not None
-        flight.prefill, flight.hedge = flight.hedge, None
-        flight.timeline.prefill_instance = flight.prefill.id
-        self._metrics.hedges.labels(outcome="preferred").inc()
-        for output in flight.held:
-            self.on_output(flight.prefill, output)
-
-    def _drop_hedge(self, flight: Flight) -> None:
-        if flight.hedge is not None:
-            self._let_go(flight, flight.hedge)
-            flight.hedge = None
 
     def _emit(self, flight: Flight, output: pb.Output) -> None:
         now = time.monotonic()
@@ -337,26 +257,13 @@ class Dispatcher:
             self._metrics.inter_token.observe((now - flight.last_token_at) / max(1, len(output.token_ids)))
         flight.emit(output, now)
 
-    def _note_pair(self, flight: Flight, prefill: pb.Hello, decode: pb.Hello) -> None:
-        """Whether the two reach the same store is known once decode has tried to load what prefill stored."""
+    def _note_pair(self, flight: Flight, prefill: Member, decode: Member) -> None:
         loaded = flight.timeline.loaded
         if not loaded.seconds:
             return  # decode had it all, or nothing was stored
         if not loaded.blocks:
-            self._metrics.in_vain.labels(prefill=prefill.instance_id, decode=decode.instance_id).inc()
-        pair = prefill.instance_id, decode.instance_id
-        if self._pairs.handed_over(pair, loaded.blocks, time.monotonic()):
-            log.warning(
-                "%s (%s://) found nothing of what %s (%s://) had stored, %d times in a row: their --connector seems to lead "
-                "to different stores, or to one that is far too small. Prompts are computed twice; the two are kept apart "
-                "for a while if there are others.",
-                decode.instance_id,
-                decode.connector,
-                prefill.instance_id,
-                prefill.connector,
-                IN_VAIN,
-                extra={"event": "in_vain", "instance": decode.instance_id},
-            )
+            self._metrics.in_vain.labels(prefill=prefill.id, decode=decode.id).inc()
+        self._chooser.handed_over(prefill.hello, decode.hello, loaded.blocks)
 
     def _end(self, flight: Flight) -> None:
         """Forgets the flight. Every way out of a request comes through here, once."""
@@ -390,15 +297,15 @@ class Dispatcher:
         flight.timeline.decode_instance = (decode or prefill).id
         flight.timeline.stored, flight.timeline.loaded = Moved(), Moved()
         flight.machine.resumed(split=decode is not None)
-        flight.started = time.monotonic()
+        flight.started, flight.hedged = time.monotonic(), False
         self.flights[flight.id] = flight
         frame = flight.submission()
         if decode is not None:
             copy = pb.RouterFrame()
             copy.CopyFrom(frame)
-            self._submit(flight, decode, pb.DECODE, copy)
+            flight.submit(decode, pb.DECODE, copy)
         alone = decode is None and prefill.role != "prefill"
-        self._submit(flight, prefill, pb.BOTH if alone else pb.PREFILL, frame)
+        flight.submit(prefill, pb.BOTH if alone else pb.PREFILL, frame)
 
     def _resume(self, flight: Flight, error: RequestError) -> None:
         """Moves the request to other instances; its stream goes on after the tokens that are out."""
@@ -420,103 +327,9 @@ class Dispatcher:
         log.warning("%s goes on with %s: %s", flight.id, flight.timeline.decode_instance, error, extra=extra)
 
     def _route(self, flight: Flight, avoid: Member | None = None) -> Ask:
-        """Picks the prefill and the decode instance; None for decode when the first does it all.
-
-        Raises:
-            Unavailable: there is none of a kind.
-        """
-        able = {role: self._able(role, avoid) for role in ("prefill", "decode")}
-        if not all(able.values()):
-            raise Unavailable(f"{self._missing(avoid)} is there to take it", kind="no_instance", retry_after_s=1)
-        self._turn += 1
-        flight.cached = self._cached(flight)
-        alone = all(member.role == "both" for member in able["prefill"])
-        session, left = flight.request.session, flight.tokens_left
-        ask = Ask(flight.tokens, self._turn, session, flight.cached, left, alone=alone)
-        flight.prefill, flight.decode, flight.timeline.placement = self._place(ask, flight, able)
-        return ask
-
-    def _place(
-        self, ask: Ask, flight: Flight, able: dict[str, list[Member]]
-    ) -> tuple[Member, Member | None, Placement]:
-        if flight.tokens_left == 1:  # the first token is all there is to do
-            one = self._take(flight, "prefill", self._decide("prefill", ask, able["prefill"]))
-            return one, None, Placement("prefill", "one_token")
-        decode = self._take(flight, "decode", self._decide("decode", ask, able["decode"]))
-        partners, both = self._partners(decode, able["prefill"]), decode.role == "both"
-        if partners == [decode]:
-            return decode, None, Placement("both", "no_prefill_instance")
-        decision = self._decide("prefill", ask, partners)
-        prefill = self.fleet.members[decision.chosen]
-        if both:
-            placement = Placement("both" if prefill is decode else "split", "policy")
-        else:
-            placement = place(prefill.load, decode.load, ask, self.config.local_prefill_tokens)
-        if placement.way == "decode":
-            return decode, None, placement
-        self._take(flight, "prefill", decision)
-        return prefill, None if prefill is decode else decode, placement
-
-    def _cached(self, flight: Flight) -> dict[str, int]:
-        """Leading tokens of the prompt that each instance need not compute, by the index. The last token always is."""
-        cached: dict[str, int] = {}
-        for block_size, keys in sorted(flight.request.keys.items(), reverse=True):  # an instance's own tells the most
-            most = (flight.tokens - 1) // block_size
-            for name, blocks in self.fleet.index.match(keys).items():
-                cached[name] = (blocks if blocks < most else most) * block_size
-        return cached
-
-    def _able(self, role: str, avoid: Member | None = None) -> list[Member]:
-        able = [member for member in self.fleet.serving(role, "both") if member is not avoid]
-        breakers, now = self.fleet.breakers, time.monotonic()
-        if not breakers.any_failed:
-            return able
-        return [member for member in able if breakers.allows(member.id, len(member.requests), now)]
-
-    def _partners(self, decode: Member, able: list[Member]) -> list[Member]:
-        """Who may prefill for it: those that reach its store, if any do. A `both` asks no other `both`, but itself."""
-        now = time.monotonic()
-        if decode.role == "both":
-            able = [member for member in able if member is decode or member.role == "prefill"]
-        if not self._pairs.any_apart:
-            return able
-        return [member for member in able if not self._pairs.apart((member.id, decode.id), now)] or able
-
-    def _missing(self, avoid: Member | None = None) -> str:
-        """What keeps a request from being served, such as `no decode instance`, or nothing."""
-        roles = [role for role in ("prefill", "decode") if not self._able(role, avoid)]
-        if not roles:
-            return ""
-        now = time.monotonic()
-        out = [name for name in self.fleet.members if self.fleet.breakers.state(name, now) is not BreakerState.CLOSED]
-        but = f" but {', '.join(out)}, out after repeated faults," if out else ""
-        return f"no {' and no '.join(roles)} instance{but}"
-
-    def _decide(self, role: str, ask: Ask, able: list[Member]) -> Decision:
-        """What the role's policy says."""
-        ask = replace(ask, decode=role == "decode")
-        return decide(self._policies[role], [member.load for member in able], ask)
-
-    def _take(self, flight: Flight, role: str, decision: Decision) -> Member:
-        """Notes a decision that is carried out in the request's timeline."""
-        flight.timeline.decisions.append((role, decision))
-        self._metrics.decisions.labels(role=role, policy=decision.policy).inc()
-        return self.fleet.members[decision.chosen]
-
-    def _submit(self, flight: Flight, member: Member, phase: "pb.Phase", frame: pb.RouterFrame) -> None:
-        member.give(flight.id, flight.left(phase, flight.cached.get(member.id, 0)))
-        frame.submit.phase = phase
-        if phase == pb.DECODE and flight.prefill.hello.namespace != member.hello.namespace:
-            frame.submit.writer.CopyFrom(flight.prefill.hello.layout)
-        member.send(frame)
-
-    def _hand_over(self, flight: Flight, message: pb.HandOver) -> None:
-        if flight.decode is not None:
-            message.request_id = flight.id
-            flight.decode.send(pb.RouterFrame(hand_over=message))
-
-    def _let_go(self, flight: Flight, member: Member) -> None:
-        """Tells an instance that nobody wants more of this request, unless it has said itself that it is done."""
-        if flight.id in member.requests:
-            member.send(pb.RouterFrame(cancel=pb.Cancel(request_id=flight.id)))
-            member.release(flight.id)
+        """Says which instances the request has from here on; what was asked is the answer. Raises as `choose` does."""
+        choice = self._chooser.choose(flight.ask, flight.request.keys, avoid)
+        flight.prefill, flight.decode, flight.cached = choice.prefill, choice.decode, choice.ask.cached
+        flight.timeline.placement = choice.placement
+        flight.timeline.decisions += choice.decisions
+        return choice.ask

@@ -93,6 +93,30 @@ class Member:
             self.load.costs = Costs(prefill, decode, transfer)
         self.beat = beat
 
+    def as_dict(self, now: float) -> dict[str, object]:
+        """What it said of itself, and what it has to do."""
+        return {
+            "instance_id": self.id,
+            "epoch": self.hello.epoch,
+            "role": self.role,
+            "model": self.hello.model,
+            "device": self.hello.device,
+            "dtype": self.hello.dtype,
+            "kernel": self.hello.kernel,
+            "connector": self.hello.connector,
+            "block_size": self.hello.block_size,
+            "num_blocks": self.hello.num_blocks,
+            "free_blocks": self.beat.free_blocks,
+            "running": self.beat.running,
+            "waiting": self.beat.waiting,
+            "requests": len(self.requests),
+            "prefill_tokens": self.load.prefill_tokens,
+            "output_tokens": self.load.output_tokens,
+            "costs": vars(self.load.costs),
+            "draining": self.draining,
+            "last_heard_seconds": round(now - self.heard, 3),
+        }
+
     def send(self, frame: pb.RouterFrame) -> None:
         self.outbox.put_nowait(frame)
 
@@ -122,6 +146,15 @@ class Fleet(RouterServicer):
 
     def serving(self, *roles: str) -> list[Member]:
         return [m for m in self.members.values() if m.role in roles and not m.draining]
+
+    def fault(self, member: Member, now: float) -> None:
+        """It has failed a request."""
+        if self.breakers.failed(member.id, now):
+            log.warning(
+                "%s has failed again and again; it gets nothing for a while, then one request, to see",
+                member.id,
+                extra={"event": "breaker", "instance": member.id},
+            )
 
     async def Attach(self, frames: AsyncIterator[pb.InstanceFrame], context: Any) -> AsyncIterator[pb.RouterFrame]:
         """The one RPC: lives as long as the instance does."""

@@ -1,7 +1,7 @@
 """One request under way on its instances: what is known of it, what is left of it, and its tokens on their way out."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from pdserve.costs import attended
 from pdserve.errors import RequestError
@@ -10,7 +10,7 @@ from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, TokenLogprobs
 from pdserve.router.fleet import Member
-from pdserve.router.policy import Load
+from pdserve.router.policy import Ask, Load
 from pdserve.router.stream import Chunk
 from pdserve.router.timeline import Moved, Timeline
 
@@ -27,10 +27,11 @@ class Flight:
         self.timeline = Timeline(request.request_id, request.traceparent, prompt_tokens=len(request.prompt))
         self.last_token_at: float | None = None
         self.started = 0.0  # when instances were asked
+        self.hedged = False  # since then, a second instance was to be asked to prefill too; once is enough
         self.hedge: Member | None = None  # asked to prefill too, because the first one is late
         self.held: list[pb.Output] = []  # what it has said, until it turns out to be the faster one
         self.emitted: list[int] = []
-        self.cached: dict[str, int] = {}  # instance id → leading tokens in its pool when it was picked
+        self.cached: Mapping[str, int] = {}  # instance id → leading tokens in its pool when it was picked
         self._on_cancel = on_cancel
         self._chunks: asyncio.Queue[Chunk | RequestError] = asyncio.Queue()
 
@@ -59,6 +60,11 @@ class Flight:
     def tokens_left(self) -> int:
         return self.request.sampling.max_tokens - len(self.emitted)
 
+    @property
+    def ask(self) -> Ask:
+        """What is to be placed by now."""
+        return Ask(self.tokens, session=self.request.session, cached=self.cached, output_tokens=self.tokens_left)
+
     def left(self, phase: "pb.Phase", done: int = 0) -> Load:
         """What is left to do in a phase, with so many tokens computed or cached. The last one always has to be computed."""
         load = Load()
@@ -80,6 +86,25 @@ class Flight:
         submit.output.extend(self.emitted)
         submit.sampling.CopyFrom(pb.Sampling(**vars(request.sampling)))
         return frame
+
+    def submit(self, member: Member, phase: "pb.Phase", frame: pb.RouterFrame) -> None:
+        member.give(self.id, self.left(phase, self.cached.get(member.id, 0)))
+        frame.submit.phase = phase
+        if phase == pb.DECODE and self.prefill.hello.namespace != member.hello.namespace:
+            frame.submit.writer.CopyFrom(self.prefill.hello.layout)
+        member.send(frame)
+
+    def hand_over(self, message: pb.HandOver) -> None:
+        """Tells decode, if there is one apart, what prefill has done."""
+        if self.decode is not None:
+            message.request_id = self.id
+            self.decode.send(pb.RouterFrame(hand_over=message))
+
+    def let_go(self, member: Member) -> None:
+        """Tells an instance that nobody wants more of this request, unless it has said itself that it is done."""
+        if self.id in member.requests:
+            member.send(pb.RouterFrame(cancel=pb.Cancel(request_id=self.id)))
+            member.release(self.id)
 
     def put(self, item: Chunk | RequestError) -> None:
         self._chunks.put_nowait(item)

@@ -14,7 +14,6 @@ from pdserve.router.events import Events
 from pdserve.router.fleet import Member
 from pdserve.router.metrics import Metrics
 from pdserve.router.timeline import Timeline
-from pdserve.slo import Slo
 
 LATEST = 100  # requests
 COUNTS = ("generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "kv_cache_blocks_held")
@@ -29,7 +28,6 @@ class Overview:
         self._metrics = metrics
         self._events = events
         self._started = time.monotonic()
-        self._slo = Slo.parse(dispatcher.config.slo)
 
     def now(self) -> dict[str, object]:
         """Times of day are in seconds since 1970, by this machine's clock, which `time` tells; durations are in seconds."""
@@ -45,7 +43,7 @@ class Overview:
             "uptime": now - self._started,
             "ready": ready,
             "why": why,
-            "slo": {name: limit for name, limit in vars(self._slo).items() if math.isfinite(limit)},
+            "slo": {name: limit for name, limit in vars(dispatcher.slo).items() if math.isfinite(limit)},
             "under_way": len(dispatcher.flights),
             "waiting": sum(sample.value for one in metrics.key_waiting.collect() for sample in one.samples),
             "max_requests": dispatcher.config.max_requests,

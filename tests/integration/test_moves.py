@@ -114,7 +114,7 @@ def serve(seats: list[Seat], policy: str, moves: list[list[int]]) -> list[Flight
             for flight, due in zip(flights, moves, strict=True):
                 if due and len(flight.emitted) == due[0]:
                     del due[0]
-                    dispatcher._let_go(flight, flight.last_member)
+                    flight.let_go(flight.last_member)
                     dispatcher.handle(flight, Event.DECODE_FAILED, Unavailable("it has to go", kind="drained"))
             seat.turn()  # of each request a token, at most
     for seat in seats:

@@ -17,7 +17,7 @@ from pdserve.handover import State
 from pdserve.keys import block_keys
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
-from pdserve.router import dispatch, metrics
+from pdserve.router import chooser, dispatch, metrics
 from pdserve.router.dispatch import Dispatcher
 from pdserve.router.fleet import PROTOCOL_VERSION, Fleet, Member
 from pdserve.router.flight import Flight
@@ -462,7 +462,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        for module in (dispatch, metrics):
+        for module in (chooser, dispatch, metrics):
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
 
 
@@ -597,8 +597,8 @@ def hedged(stage: Stage) -> tuple[Flight, Member, Member, Member]:
     flight = stage.open()
     first, decode = flight.prefill, flight.decode
     assert decode is not None
-    stage.dispatcher._hedge(flight)
-    stage.dispatcher._hedge(flight)
+    stage.dispatcher._hedges.ask(flight)
+    stage.dispatcher._hedges.ask(flight)
     second = flight.hedge
     assert second is not None and second is not first
     assert [message.phase for member in (first, second) for _, message in sent(member)] == [pb.PREFILL] * 2
@@ -723,7 +723,7 @@ def test_nobody_dead_or_draining_is_asked_and_nothing_stays_on_the_books(
                 with contextlib.suppress(Unavailable):
                     flights.append(stage.open(f"r{number}", session=str(which % 5), max_tokens=1 + which % 3))
             elif flights and event == "late" and not flights[which % len(flights)].machine.ended:
-                stage.dispatcher._hedge(flights[which % len(flights)])
+                stage.dispatcher._hedges.ask(flights[which % len(flights)])
             elif flights and event == "first":
                 flight = flights[which % len(flights)]
                 if flight.id in (flight.hedge or flight.prefill).requests and flight.machine.state is State.PREFILLING:
