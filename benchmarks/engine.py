@@ -7,12 +7,7 @@ decoding, the rate of a matrix product bounds prefill; of each step the slower o
 
 import contextlib
 import hashlib
-import json
-import os
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import checkpoints
+import peer_process
 import report
 import torch
 import transformers
 from checkpoints import Shape
+from peer_process import Peer
 from rich.console import Console
 from rich.table import Table
 
@@ -60,9 +57,6 @@ class Settings:
 
 
 SHAPES = {"0.6b": checkpoints.QWEN3_0_6B, "8b": checkpoints.QWEN3_8B}
-PEER = Path(__file__).parent / "peers" / "peer.py"
-PEERS = ("transformers", "openvino", "llama_cpp", "vllm")
-CONVERTED = ("openvino", "llama_cpp")  # do not load the checkpoint itself
 QUICK = {"requests": 4, "prompt_tokens": 16, "output_tokens": 8, "prefill_tokens": 64, "repeat": 1}
 ROOFLINE_BYTES = 1 << 30  # more than any cache
 ROOFLINE_PIECE = 1 << 26  # read at a time: short goes, some of which nothing else on the machine disturbs
@@ -208,79 +202,10 @@ class OurEngine:
         self._forward += seconds
 
 
-class Peer:
-    """Another engine in a process of its own, which is stopped while nothing is asked of it."""
-
-    def __init__(self, name: str, path: Path, settings: Settings) -> None:
-        options = [str(settings.threads), settings.dtype, settings.device]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(settings.threads)}
-        environment.pop("OMP_WAIT_POLICY", None)
-        self._name = name
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
-        self._process = subprocess.Popen(
-            [_python(name, settings), str(PEER), "run", name, str(path), *options],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=environment,
-        )
-        try:
-            self._answer()
-        except SetupError:
-            self.close()
-            raise
-
-    def run(self, prompts: list[list[int]], output_tokens: int) -> Timing:
-        self._process.send_signal(signal.SIGCONT)
-        assert self._process.stdin is not None
-        print(json.dumps({"prompts": prompts, "output_tokens": output_tokens}), file=self._process.stdin, flush=True)
-        return Timing(**json.loads(self._answer()), forward=[])
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._log.close()
-
-    def _answer(self) -> str:
-        """The next line; the process is stopped after that."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._log.seek(0)
-            raise SetupError(f"{self._name} ended; the last that it said: {self._log.read()[-2000:]}")
-        self._process.send_signal(signal.SIGSTOP)
-        return line
-
-
-def _python(name: str, settings: Settings, purpose: str = "") -> str:
-    """The interpreter of a peer's environment; of ours for transformers."""
-    if name == "transformers":
-        return sys.executable
-    python = Path(settings.peers_folder) / (name + purpose) / "bin/python"
-    if purpose and not python.exists():
-        return _python(name, settings)
-    if not python.exists():
-        raise SetupError(f"{name} is not there: benchmarks/peers/install FOLDER {name}, then --peers-folder FOLDER")
-    return str(python)
-
-
-def _convert(name: str, path: Path, settings: Settings) -> None:
-    """Writes what the peer loads, unless an earlier run has."""
-    if name in CONVERTED and not path.with_name(f"{path.name}-{name}").exists():
-        command = [_python(name, settings, "_convert"), str(PEER), "convert", name, str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise SetupError(f"the checkpoint could not be converted for {name}: {done.stderr[-2000:]}")
-
-
 def benchmark(settings: Settings) -> None:
     """Measure the engine: offline throughput, prefill, decode, each beside its roofline."""
-    unknown = set(_peers(settings)) - set(PEERS)
-    if unknown:
-        raise SetupError(f"--peers {','.join(unknown)} is not known; there is: {', '.join(PEERS)}")
     for name in _peers(settings):
-        _python(name, settings)
+        peer_process.python(name, settings.peers_folder)
     if settings.shape not in SHAPES:
         raise SetupError(f"--shape {settings.shape} is not known; there is: {', '.join(SHAPES)}")
     shape = checkpoints.TINY if settings.quick else SHAPES[settings.shape]
@@ -321,10 +246,7 @@ def _measure(
         runs: dict[str, Run] = {"pdserve": OurEngine(path, settings, max(task.blocks for task in tasks)).run}
         for name in _peers(settings):
             status.update(f"{name}: converting the checkpoint, and loading it")
-            _convert(name, path, settings)
-            peer = Peer(name, path, settings)
-            stack.callback(peer.close)
-            runs[name] = peer.run
+            runs[name] = _run_of_peer(name, path, settings, stack)
         for name, run in runs.items():
             for task in tasks:
                 status.update(f"{name}, {task.name}: warming up")
@@ -341,6 +263,14 @@ def _measure(
                     timing = run(task.prompts(shape.vocabulary, seed=turn), task.output_tokens)
                     timings.setdefault((name, task.name), []).append(timing)
     return timings, roofline
+
+
+def _run_of_peer(name: str, path: Path, settings: Settings, stack: contextlib.ExitStack) -> Run:
+    assert settings.threads is not None
+    peer_process.convert(name, settings.peers_folder, path)
+    peer = Peer(name, settings.peers_folder, path, settings.threads, settings.dtype, settings.device)
+    stack.callback(peer.close)
+    return lambda prompts, output_tokens: Timing(**peer.run(prompts, output_tokens), forward=[])
 
 
 @contextlib.contextmanager
