@@ -23,17 +23,11 @@ import demo_text
 import torch
 import torch.distributed
 import torch.multiprocessing as mp
+from demo_evaluation import evaluate
+from lookback_heads import place_lookback_heads
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
-from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SEED = 20
 VOCABULARY = 2048
@@ -61,14 +55,6 @@ LENGTHS: tuple[tuple[int, dict[int, float]], ...] = (
     (700, {256: 0.35, 512: 0.25, 1024: 0.4}),
     (1300, {256: 0.3, 512: 0.2, 1024: 0.3, 2048: 0.2}),
     (2000, {256: 0.3, 512: 0.15, 1024: 0.25, 2048: 0.25, 4096: 0.05}),
-)
-
-SAMPLES = (
-    "Hello",
-    "Who are you?",
-    "What is the capital of Japan?",
-    "What is 3 plus 4?",
-    "Tell me a story about a fox.",
 )
 
 CHAT_TEMPLATE = (
@@ -221,68 +207,6 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return model
 
 
-def pattern_of_offset(offset: int, pairs: int = 3) -> Tensor:
-    """A query that, rotated, meets the all-ones key of the fastest rotary pairs ``offset`` tokens back."""
-    half = HEAD_DIM // 2
-    angle = -offset * ROPE_THETA ** (-torch.arange(half) / half)
-    pattern = torch.cat([angle.cos() - angle.sin(), angle.sin() + angle.cos()])
-    pattern[torch.arange(HEAD_DIM) % half >= pairs] = 0.0
-    return pattern
-
-
-def part(index: int) -> slice:
-    """The rows (or columns) of one head in a projection."""
-    return slice(index * HEAD_DIM, (index + 1) * HEAD_DIM)
-
-
-def look_at_previous_tokens(attention: LlamaAttention, constant: Tensor, seen: Tensor, written: Tensor) -> None:
-    """Make the first group's heads look one and two tokens back and write what they see elsewhere."""
-    sharpness = 0.6
-    attention.k_proj.weight[part(0)] = sharpness * torch.outer(pattern_of_offset(0), constant)
-    for index in range(HEADS_PER_GROUP):
-        attention.q_proj.weight[part(index)] = sharpness * torch.outer(pattern_of_offset(index + 1), constant)
-    attention.v_proj.weight[part(0)] = 0.25 * seen
-    attention.o_proj.weight[:, part(0)] = 0.25 * written.T
-
-
-def copy_what_followed(attention: LlamaAttention, group: int, seen: Tensor, written: Tensor, copied: Tensor) -> None:
-    """Make a group's heads find positions whose previous token was the current one, and copy the token there."""
-    slow = (torch.arange(HEAD_DIM) % (HEAD_DIM // 2) >= HEAD_DIM // 4)[:, None]
-    attention.k_proj.weight[part(group)] = 2.0 * written * slow
-    attention.v_proj.weight[part(group)] = 0.25 * copied
-    for index in range(HEADS_PER_GROUP * group, HEADS_PER_GROUP * (group + 1)):
-        attention.q_proj.weight[part(index)] = 2.0 * seen * slow
-        attention.o_proj.weight[:, part(index)] = 0.25 / HEADS_PER_GROUP * copied.T
-
-
-@torch.no_grad()
-def place_lookback_heads(model: LlamaForCausalLM) -> None:
-    """Start with heads that find "what followed this token before": training finds them too, but needs long for it.
-
-    In layer 0 a head looks one token back and writes what it saw into a subspace of its own. In layers 1 and 2 heads
-    compare the current token with that subspace at earlier positions and copy the token found there. The comparison
-    uses only the slow rotary pairs, which hardly turn within the context, so it works at any distance. All of it
-    stays trainable.
-    """
-    basis = torch.linalg.qr(torch.randn(HIDDEN, HIDDEN)).Q.T
-    constant, seen, written = basis[0], basis[1 : 1 + HEAD_DIM], basis[1 + HEAD_DIM : 1 + 2 * HEAD_DIM]
-    model.model.embed_tokens.padding_idx = None  # it also ends texts: it must be learned
-    embedding = model.model.embed_tokens.weight
-    embedding[EOS_ID] = 0.02 * torch.randn(HIDDEN)
-    # What every token shares, in equal parts, so that a head can attend by position alone.
-    embedding -= torch.outer(embedding @ constant, constant)
-    embedding *= 0.3 / embedding.norm(dim=1, keepdim=True)
-    embedding += 0.15 * constant
-    for layer in model.model.layers:  # a quiet start for what is not placed, else it drowns what is
-        layer.self_attn.o_proj.weight *= 0.2
-        layer.mlp.down_proj.weight *= 0.2
-    look_at_previous_tokens(model.model.layers[0].self_attn, constant, seen, written)
-    for number, group in ((1, 0), (1, 1), (2, 0), (2, 1)):  # each group copies another part of the token
-        start = (2 * (number - 1) + group + 2) * HEAD_DIM
-        copied = basis[start : start + HEAD_DIM]
-        copy_what_followed(model.model.layers[number].self_attn, group, seen, written, copied)
-
-
 def learning_rate(step: int, steps: int) -> float:
     """Warm up, stay, and go down at the end."""
     return LEARNING_RATE * min((step + 1) / 100, 1.0, max(0.02, (steps - step) / (DECAY * steps)))
@@ -329,61 +253,6 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Pa
     rounded.config.dtype = torch.bfloat16
     rounded.save_pretrained(output)
     tokenizer.save_pretrained(output)
-
-
-# ------------------------------------------------------------------------------------------------------ evaluation
-
-
-@torch.inference_mode()
-def complete(model: Any, tokenizer: Any, prompts: list[str], max_new_tokens: int) -> list[str]:
-    """Greedy completions, in batches of prompts of like length."""
-    tokenizer.padding_side = "left"
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    results = [""] * len(prompts)
-    for start in range(0, len(order), 10):
-        chosen = order[start : start + 10]
-        inputs = tokenizer([prompts[i] for i in chosen], return_tensors="pt", padding=True, add_special_tokens=False)
-        inputs.pop("token_type_ids", None)
-        output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
-        for i, tokens in zip(chosen, output[:, inputs["input_ids"].shape[1] :], strict=True):
-            results[i] = tokenizer.decode(tokens, skip_special_tokens=True)
-    return results
-
-
-def chat(tokenizer: Any, message: str) -> str:
-    messages = [{"role": "user", "content": message}]
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-
-
-def evaluate(output: Path, log: Log, thorough: bool = False) -> None:
-    """Measure the files in ``output`` as anyone would load them."""
-    model = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(output)
-
-    def count_tokens(text: str) -> int:
-        return len(tokenizer(text)["input_ids"])
-
-    distances = [(300, 1500, 100), (1500, 3000, 20)] if thorough else [(300, 1500, 20)]
-    for low, high, count in distances:
-        cases = demo_text.retrieval_cases(SEED + 2, count, count_tokens, low, high)
-        plain = complete(model, tokenizer, [case.prompt() for case in cases], 24)
-        chats = complete(model, tokenizer, [chat(tokenizer, case.message()) for case in cases], 24)
-        for kind, answers in (("completion", plain), ("chat", chats)):
-            right = sum(case.expected in answer.split("\n")[0] for case, answer in zip(cases, answers, strict=True))
-            log(f"eval retrieval {kind}, {low} to {high} tokens back: {right}/{count}")
-    countries = demo_text.CAPITALS
-    answers = complete(model, tokenizer, [f"The capital of {country} is" for country in countries], 8)
-    right = sum(capital in answer for capital, answer in zip(countries.values(), answers, strict=True))
-    log(f"eval capitals, completion: {right}/{len(countries)}")
-    if not thorough:
-        return
-    sums = [(a, b) for a in range(11) for b in range(11)]
-    answers = complete(model, tokenizer, [chat(tokenizer, f"What is {a} plus {b}?") for a, b in sums], 16)
-    right = sum(answer.endswith(f" is {a + b}.") for (a, b), answer in zip(sums, answers, strict=True))
-    log(f"eval sums to 20, chat: {right}/{len(sums)}")
-    for message in SAMPLES:
-        log(f"chat {message!r}: {complete(model, tokenizer, [chat(tokenizer, message)], 300)[0]!r}")
-    log(f"completion 'Once upon a time': {complete(model, tokenizer, ['Once upon a time'], 300)[0]!r}")
 
 
 # ------------------------------------------------------------------------------------------------------------- run
