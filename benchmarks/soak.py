@@ -23,7 +23,7 @@ import checkpoints
 import httpx
 import report
 import stores
-from prometheus_client.parser import text_string_to_metric_families
+from leftovers import totals
 from rich.console import Console
 from rich.table import Table
 
@@ -230,17 +230,12 @@ def _settled(deployment: Deployment) -> dict[str, float]:
     """The counters that matter, once nothing is under way."""
     deadline = time.monotonic() + SETTLE_S
     while True:
-        families = text_string_to_metric_families(httpx.get(f"{deployment.url}/metrics").text)
-        totals: Counter[str] = Counter()
-        for family in families:
-            for one in family.samples:
-                kind = one.labels.get("finish_reason") or one.labels.get("kind") or one.labels.get("source") or ""
-                totals[f"{one.name} {kind}".strip()] += one.value
-        busy = totals["pdserve_kv_cache_blocks_held"] or totals["pdserve_num_requests_running"]
+        found = totals(deployment)
+        busy = found["pdserve_kv_cache_blocks_held"] or found["pdserve_num_requests_running"]
         if not busy or time.monotonic() > deadline:
             keep = ("requests_total", "blocks_held", "num_requests", "preempt", "failures", "in_flight", "by_source")
             keep += ("lost_total", "migrations", "fallbacks", "integrity", "transfer_blocks")
-            return {name: value for name, value in sorted(totals.items()) if any(part in name for part in keep)}
+            return {name: value for name, value in sorted(found.items()) if any(part in name for part in keep)}
         time.sleep(0.2)
 
 

@@ -13,6 +13,7 @@ a time, without a lease, since nobody waits for them. The engine waits for none 
 
 import math
 from bisect import insort
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -95,12 +96,13 @@ class Decoder:
     def hand_over(self, job: Job, message: pb.HandOver) -> None:
         """What is in the store by now, the first token, or that no more will come."""
         decode = self._decodes.get(job)
-        if decode is None or decode.started:
-            if message.tickets:  # of blocks that are here already, or that nobody wants any more
-                self._connector.release((), tickets=tuple(message.tickets))
+        if decode is None:
             return
         blocks = message.num_blocks if decode.converted is None else decode.converted.covered(message.num_blocks)
-        decode.available = max(decode.available, blocks)
+        before, decode.available = decode.available, max(decode.available, blocks)
+        if decode.started:  # they are here already
+            self._release(decode, decode.job.keys[before : decode.available], message.tickets)
+            return
         decode.tickets += message.tickets
         decode.final = decode.final or message.final
         if message.HasField("first_token"):
@@ -209,15 +211,15 @@ class Decoder:
             seq.exact, decode.worth = False, 0
         decode.started = seq.admitted = True
         self._engine.register_full_blocks(seq)
-        self._release(decode)
+        self._release(decode, job.keys[: decode.available], decode.tickets)
         self._desk.count_sources(job)
         job.tell_moved(self._engine.layout.block_bytes)
         job.stamp(Stage.KV_READY, self._desk.now())
         self._engine.add(seq)
 
-    def _release(self, decode: _Decode) -> None:
-        source = decode.converted or self._connector
-        source.release(decode.job.keys, tickets=tuple(decode.tickets))
+    def _release(self, decode: _Decode, keys: Many[bytes], tickets: Many[bytes]) -> None:
+        if keys or tickets:
+            (decode.converted or self._connector).release(keys, tickets=tuple(tickets))
 
     def _reopen_prompt(self, seq: Sequence) -> None:
         """Prefill died before it could say the first token: the prompt's end is computed again for its logits."""
@@ -271,6 +273,6 @@ class Decoder:
             self._engine.remove(job.seq)
         if job.transfers == 0:
             if not decode.started:
-                self._release(decode)  # what was stored for it, nobody will load
+                self._release(decode, job.keys, decode.tickets)  # what was stored for it, nobody will load
             del self._decodes[job]
             self._desk.close_job(job)

@@ -30,6 +30,11 @@ def unlink(url: str) -> bool:
     return slab.unlink(_name(url))
 
 
+def leases(url: str) -> int:
+    """How many blocks in the segments of this URL are leased at the moment."""
+    return slab.leases(_name(url))
+
+
 class ShmConnector(BatchedConnector):
     scheme: ClassVar[str] = "shm"
 

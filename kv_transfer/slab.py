@@ -64,6 +64,7 @@ _WORD = struct.Struct("<Q")
 
 _RECORD_BYTES: Final = 128
 _RECORD = struct.Struct("<QddQ96x")  # word (owner and state), lease's end, last use, holders
+_RECORDS = np.dtype([("word", "<u8"), ("end", "<f8"), ("rest", "V112")])
 _SET = struct.Struct("<" + _WAYS * "Qdd104x")
 _LEASE = struct.Struct("<ddQ")
 _LEASE_AT: Final = 8
@@ -314,6 +315,20 @@ def unlink(name: str) -> bool:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
     return bool(paths)
+
+
+def leases(name: str) -> int:
+    """How many blocks in the slabs of this name are leased at the moment."""
+    return sum(_leases(path) for path in _paths(name))
+
+
+def _leases(path: str) -> int:
+    with open(path, "rb") as file:
+        geometry = Geometry.read(file.fileno())
+        if geometry is None:
+            return 0
+        records = np.frombuffer(os.pread(file.fileno(), geometry.slots * _RECORD_BYTES, _PAGE), _RECORDS)
+    return int(np.count_nonzero((records["word"] & 0xFF == _READY) & (records["end"] > time.monotonic())))
 
 
 def _remove_unused(paths: Iterable[str]) -> None:

@@ -95,6 +95,11 @@ class Transfers:
         from_there = source or self._connector
         self._add(job, blocks, False, lambda: from_there.load(keys, blocks, tickets=tickets), then)
 
+    def release(self, keys: Sequence[bytes], ticket: bytes) -> None:
+        """Ends the leases of a store that has ended; nobody will load what it stored."""
+        if keys:
+            self._connector.release(keys, tickets=[ticket] if ticket else [])
+
     def drop(self, job: Job) -> None:
         """Those of the job's transfers that still wait end here: nobody wants them any more."""
         dropped = [transfer for transfer in self._waiting if transfer.job is job]

@@ -5,6 +5,7 @@ submit ─► fetch what the store has already ─► queue in the engine
        ─► when every store is done: "final", and nothing of the request is left here
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdserve.engine.engine import Engine
@@ -31,12 +32,14 @@ class _Prefill:
     """What the role remembers of one job.
 
     Attributes:
+        lease_s: of what is stored for decode.
         submitted: leading blocks of the prompt handed to the connector.
         stores: one behind the other.
         sampled: the first token is out.
     """
 
     job: Job
+    lease_s: float
     submitted: int = 0
     stores: list[_Store] = field(default_factory=list)
     announced: int = 0
@@ -73,9 +76,10 @@ class Prefiller:
     def submit(self, job: Job) -> None:
         job.keys = job.seq.given_keys()
         job.seq.exported = True
-        prefill = self._prefills[job] = _Prefill(job)
-        if self._transfers.in_place and job.seq.sampling.max_tokens - job.seq.num_output == 1:
-            prefill.submitted = len(job.keys)  # no decode will read them, and no other prefill can
+        last = job.seq.sampling.max_tokens - job.seq.num_output == 1  # then there is no decode that loads them
+        prefill = self._prefills[job] = _Prefill(job, 0.0 if last else self._lease_seconds)
+        if last and self._transfers.in_place:
+            prefill.submitted = len(job.keys)  # and no other prefill can
         self._fetcher.fetch(job, cancelled=lambda: self._end_if_done(prefill))
 
     def advanced(self, job: Job, sampled: bool, step_started: float) -> None:
@@ -120,12 +124,14 @@ class Prefiller:
         prefill.stores.append(store)
         keys, blocks = job.keys[first:stop], job.seq.blocks(first, stop)
         self._transfers.store(
-            job, keys, blocks, self._lease_seconds, lambda result: self._stored(prefill, store, result)
+            job, keys, blocks, prefill.lease_s, lambda result: self._stored(prefill, store, keys, result)
         )
 
-    def _stored(self, prefill: _Prefill, store: _Store, result: Result) -> None:
+    def _stored(self, prefill: _Prefill, store: _Store, keys: Sequence[bytes], result: Result) -> None:
         job = prefill.job
         store.arrived = result.leading
+        if job.over and prefill.lease_s:  # too late: decode will not hear of them
+            self._transfers.release(keys[: result.leading], result.ticket)
         if prefill.has_gap:
             self._transfers.drop(job)
         if not job.over:

@@ -17,7 +17,7 @@ from pdserve.errors import SetupError
 from pdserve.keys import Layout
 from pdserve.kv_transfer import rangelock, slab
 from pdserve.kv_transfer.connector import Outcome, PoolMemory
-from pdserve.kv_transfer.shm import ShmConnector, unlink
+from pdserve.kv_transfer.shm import ShmConnector, leases, unlink
 from pdserve.kv_transfer.threaded import MAX_LEASE_S
 
 Attach = Callable[..., Any]
@@ -202,6 +202,7 @@ def test_a_release_ends_the_lease_when_all_holders_have_released(small: str, att
     instance = attach(small, blocks=SLOTS)
     keys = new_keys(SLOTS)
     instance.store(keys, range(SLOTS))
+    assert leases(small) == SLOTS
     instance.store(keys[:1], [0])  # a second request shares this block
     instance.store(keys[:1], [0], lease_s=0.0)  # and somebody has it in passing, who will not release it
     instance.connector.release(keys[:2])
@@ -211,6 +212,9 @@ def test_a_release_ends_the_lease_when_all_holders_have_released(small: str, att
     instance.connector.release(keys[:1])
     assert instance.store(new_keys(1), [5]).leading == 1
     assert instance.match(keys[:1]) == 0
+    instance.connector.release(keys[2:])
+    instance.connector.close()
+    assert leases(small) == 2
 
 
 def test_most_of_a_segment_can_be_leased(name: str, attach: Attach, new_keys: NewKeys) -> None:

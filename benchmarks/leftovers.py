@@ -1,0 +1,70 @@
+"""What a deployment may not have any more when nothing is under way, and what it may not have more of than before."""
+
+import asyncio
+import os
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from stage import LEASE_S, Stage
+
+from pdserve.deployment import Deployment
+
+SETTLE_S = 3 * LEASE_S
+SLACK = 4  # sockets and threads of an instance: connections to the store are opened as they are needed
+LABELS = ("kind", "finish_reason", "source")
+
+Counts = dict[str, float]
+
+
+def totals(deployment: Deployment) -> Counter[str]:
+    """What /metrics says, summed over all labels, and beside that for each value of LABELS."""
+    found: Counter[str] = Counter()
+    for family in text_string_to_metric_families(httpx.get(f"{deployment.url}/metrics", timeout=60).text):
+        for one in family.samples:
+            for name in (one.name, *(f"{one.name} {one.labels[label]}" for label in LABELS if label in one.labels)):
+                found[name] += one.value
+    return found
+
+
+def books(at: Stage) -> Counts:
+    """What must be 0 when nothing is under way."""
+    metrics = totals(at.deployment)
+    names = ("kv_cache_blocks_held", "num_requests_running", "num_requests_waiting")
+    names += ("kv_transfer_bytes_in_flight", "kv_transfer_bytes_waiting")
+    attached = httpx.get(f"{at.deployment.url}/debug/instances", timeout=60).json()["instances"]
+    found: Counts = {name: metrics[f"pdserve_{name}"] for name in names}
+    for name in ("requests", "prefill_tokens", "output_tokens", "draining"):
+        found[f"{name} on the router's books"] = sum(one[name] for one in attached)
+    found["instances not attached"] = len(at.deployment.instances) - len(attached)
+    return found | {"leases in the store": at.leases()}
+
+
+def footprint(at: Stage) -> Counts:
+    """What may be there when nothing is under way, by process."""
+    found: Counts = {}
+    for child in at.deployment.children:
+        descriptors = [os.readlink(path) for path in Path(f"/proc/{child.pid}/fd").iterdir()]
+        found[f"sockets of {child.name}"] = sum(one.startswith("socket:") for one in descriptors)
+        found[f"threads of {child.name}"] = len(os.listdir(f"/proc/{child.pid}/task"))
+    return found | {"tasks of router": totals(at.deployment)["pdserve_router_tasks"]}
+
+
+def allowed(name: str, before: float) -> float:
+    return before if name in ("sockets of router", "tasks of router") else before + SLACK
+
+
+async def settled(at: Stage, seconds: float = SETTLE_S, before: Counts | None = None) -> tuple[Counts, Counts]:
+    """Books and footprint once they are as they should be, or after a while."""
+    give_up = time.monotonic() + seconds
+    while True:
+        at.deployment.tend()
+        with suppress(FileNotFoundError, ProcessLookupError, AssertionError):  # one has just ended
+            left, after = books(at), footprint(at)
+            grown = before and [name for name, value in after.items() if value > allowed(name, before[name])]
+            if time.monotonic() > give_up or not (grown or any(left.values())):
+                return left, after
+        await asyncio.sleep(0.2)

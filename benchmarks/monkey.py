@@ -1,0 +1,115 @@
+"""The one that breaks things: faults drawn at random, each round of them with one of every kind."""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import httpx
+from stage import Stage
+
+if TYPE_CHECKING:
+    from chaos import Settings
+
+KINDS = ("kill", "freeze", "drain", "flip", "store", "cut")
+ROLES = ("prefill", "decode", "both")
+
+
+class Monkey:
+    """Does what must not matter.
+
+    Attributes:
+        done: faults by kind and by what became of them: `done`, `refused` by the router, or `not now`, because one of the
+            same victim lasts yet, or it has that role.
+    """
+
+    def __init__(self, at: Stage, settings: "Settings") -> None:
+        self.done: Counter[str] = Counter()
+        self.log: list[str] = []
+        self._deployment, self._store, self._settings = at.deployment, at.store, settings
+        self._http = httpx.AsyncClient(base_url=at.deployment.url, timeout=settings.deadline)
+        self._lasting: dict[str, asyncio.Task[None]] = {}
+        self._kinds = [kind for kind in KINDS if kind not in at.left_out]
+
+    @property
+    def missing(self) -> list[str]:
+        """Kinds of faults that have not come yet."""
+        return [kind for kind in self._kinds if not self.done[f"{kind} done"]]
+
+    async def rage(self) -> None:
+        """As long as asked, and on a slow machine until there has been each kind. What lasts is over when this returns."""
+        drawn, names = random.Random(f"faults {self._settings.seed}"), [c.name for c in self._deployment.instances]
+        started, round_ = time.monotonic(), list[str]()
+        until = started + self._settings.seconds
+        async with self._http:
+            while (now := time.monotonic()) < until or (self.missing and now < until + self._settings.deadline):
+                # All of it is drawn in any case, so that the order does not depend on what comes of it.
+                round_ = round_ or drawn.sample(self._kinds, len(self._kinds))
+                kind, pause = round_.pop(), drawn.uniform(0, 2 * self._settings.every)
+                victim, role, seconds = (
+                    drawn.choice(names),
+                    drawn.choice(ROLES),
+                    drawn.uniform(0.1, self._settings.lasting),
+                )
+                if now < until or kind in self.missing:
+                    await asyncio.sleep(pause)
+                    became = await self._do(kind, victim, seconds, role)
+                    self.done[f"{kind} {became}"] += 1
+                    at = time.monotonic() - started
+                    self.log.append(f"{at:.1f} s: {kind} {victim} {seconds:.1f} s {role}: {became}")
+            await asyncio.gather(*self._lasting.values())
+
+    async def _do(self, kind: str, victim: str, seconds: float, role: str) -> str:
+        """What became of it."""
+        child, store, island = self._deployment.child(victim), self._store, self._deployment.island
+        match kind:
+            case "store":
+                assert store is not None
+                return self._for_a_while("store", seconds, store.kill, store.start)
+            case "cut":
+                assert island is not None
+                return self._for_a_while("link", seconds, island.cut, island.mend)
+            case "drain":
+                return await self._order(victim, "drain", {})
+            case "flip":
+                attached = (await self._http.get("/debug/instances")).json()["instances"]
+                if (victim, role) in ((one["instance_id"], one["role"]) for one in attached):
+                    return "not now"
+                return await self._order(victim, "role", {"role": role})
+        if victim in self._lasting or not child.running:
+            return "not now"
+        pid = child.pid
+        if kind == "kill":
+            child.failures = 0
+            os.kill(pid, signal.SIGKILL)
+            return "done"
+
+        def thaw() -> None:
+            if child.running and child.pid == pid:
+                os.kill(pid, signal.SIGCONT)
+
+        return self._for_a_while(victim, seconds, lambda: os.kill(pid, signal.SIGSTOP), thaw)
+
+    async def _order(self, victim: str, path: str, body: dict[str, str]) -> str:
+        reply = await self._http.post(f"/admin/instances/{victim}/{path}", json=body)
+        assert reply.status_code in (202, 404, 409), reply.text
+        return "done" if reply.status_code == 202 else "refused"
+
+    def _for_a_while(self, victim: str, seconds: float, begin: Callable[[], object], end: Callable[[], object]) -> str:
+        if victim in self._lasting:
+            return "not now"
+
+        async def last() -> None:
+            try:
+                await asyncio.sleep(seconds)
+            finally:
+                end()
+                del self._lasting[victim]
+
+        begin()
+        self._lasting[victim] = asyncio.create_task(last())
+        return "done"

@@ -1,0 +1,129 @@
+"""Where chaos takes place: two prefill and two decode instances behind a router, and a store that can be restarted. One of
+them lives on an island, where we may make one."""
+
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import stores
+from island import Island
+
+from pdserve.config import UpConfig, parse_size
+from pdserve.deployment import Deployment, free_port
+from pdserve.errors import SetupError
+from pdserve.kv_transfer.shm import leases
+from pdserve.supervisor import Child
+
+ON_ISLAND = "decode-1"
+STORE_BYTES = parse_size("64MiB")
+LEASE_S = 30.0  # of blocks in the store: nobody ends those of instances that were killed
+
+Make = Callable[[UpConfig, Callable[[str], None]], Deployment]
+
+
+class Chaotic(Deployment):
+    """A deployment of which one instance lives on an island, if there is one. `pids` are all that it has ever started."""
+
+    island: Island | None = None
+    pids: set[int]
+
+    def settle(self, island: Island | None) -> None:
+        """Call it before it starts."""
+        self.island, self.pids = island, set()
+        self.child("router").arguments += ["--handover-timeout-seconds", "10"]
+        for child in self.instances:
+            child.arguments += ["--drain-seconds", "10"]
+        if island is not None:
+            router, there = self.child("router"), self.child(ON_ISLAND)
+            router.arguments += ["--control-host", "0.0.0.0"]
+            there.arguments = [word.replace("127.0.0.1", island.host) for word in there.arguments]
+
+    @property
+    def instances(self) -> list[Child]:
+        return [child for child in self.children if child.name != "router"]
+
+    def stop(self) -> None:
+        for child in self.instances:
+            if child.running:
+                os.kill(child.pid, signal.SIGCONT)  # a frozen one hears nothing else
+        super().stop()
+
+    def _start(self, child: Child) -> None:
+        super()._start(child)
+        self.pids.add(child.pid)
+
+    def _spawn(self, arguments: list[str], environment: dict[str, str]) -> Any:
+        if self.island is None or ON_ISLAND not in arguments:
+            return super()._spawn(arguments, environment)
+        with self.island.entered():
+            return Deployment._spawn(self, arguments, environment)
+
+
+@dataclass
+class Stage:
+    """Attributes:
+    store: to be restarted, if it can be.
+    leases: how many the store has at the moment.
+    said: every line that a process has printed.
+    left_out: faults that there are not, and why.
+    """
+
+    deployment: Chaotic
+    store: stores.RedisServer | None
+    leases: Callable[[], int]
+    said: list[str]
+    left_out: dict[str, str]
+
+    def left(self) -> dict[str, int]:
+        """What must be 0 when all has ended."""
+        name = self.deployment.connector.partition("://")[2].partition("?")[0]
+        return {
+            "processes": sum(Path(f"/proc/{pid}").exists() for pid in self.deployment.pids),
+            "segments of shared memory": sum(name in file for file in os.listdir("/dev/shm")),
+        }
+
+
+@contextmanager
+def stage(kind: str, make: Make) -> Iterator[Stage]:
+    """`kind` of store: redis or shm."""
+    left_out: dict[str, str] = {}
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        island = store = None
+        try:
+            island = stack.enter_context(Island())
+        except SetupError as error:
+            left_out["cut"] = str(error)
+        if kind == "redis":
+            store = stores.RedisServer(folder, STORE_BYTES, "127.0.0.1", *([island.host] if island else []))
+            stack.callback(store.kill)
+            url, leased = f"redis://127.0.0.1:{store.port}/0?timeout=2", store.eternal
+        else:
+            url = stack.enter_context(stores.shm(STORE_BYTES))
+            leased = lambda: leases(url)  # noqa: E731
+            left_out["store"] = f"--store {kind} has no server"
+        config = UpConfig(
+            model=str(checkpoints.make(checkpoints.TINY, Path(folder) / "model")),
+            dtype="float32",
+            port=free_port(),
+            prefill=2,
+            decode=2,
+            num_blocks=256,
+            max_num_batched_tokens=128,
+            threads=1,
+            connector=url,
+            lease_seconds=LEASE_S,
+        )
+        said: list[str] = []
+        deployment = make(config, said.append)
+        assert isinstance(deployment, Chaotic)
+        deployment.settle(island)
+        stack.enter_context(deployment)
+        deployment.wait_ready()
+        yield Stage(deployment, store, leased, said, left_out)

@@ -1,0 +1,156 @@
+"""The clients: each asks again as soon as it has its answer, and compares that with what came without faults."""
+
+import asyncio
+import itertools
+import json
+import random
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+if TYPE_CHECKING:
+    from chaos import Settings
+
+WHOLE = ("stop", "length")
+NOBODY = ("is there to take it", "no instance has registered")
+
+
+@dataclass
+class Case:
+    """One request, and its tokens and end without faults."""
+
+    body: dict[str, Any]
+    tokens: list[int] = field(default_factory=list)
+    end: str = ""
+
+
+@dataclass
+class Answer:
+    """What one client saw of one request: how it ended (a finish reason, `cancelled`, or a status and why), its tokens, and
+    the longest pause between two events of a stream, in seconds."""
+
+    end: str = "broken off"
+    tokens: list[int] = field(default_factory=list)
+    pause: float = 0.0
+
+
+class Traffic:
+    """Requests of many kinds, and what became of them.
+
+    Attributes:
+        ends: answers by how they ended; of a 503 that does not say that nobody is there, what it says.
+        defects: what must not be, in words.
+        seconds: that answers took which are whole.
+        pauses: the longest in each stream that is whole, by request id.
+    """
+
+    def __init__(self, url: str, model: str, settings: "Settings") -> None:
+        self.ends: Counter[str] = Counter()
+        self.defects: list[str] = []
+        self.seconds: list[float] = []
+        self.pauses: dict[str, float] = {}
+        self._url, self._settings = url, settings
+        self._cases = _cases(model, settings)
+        self._numbers = itertools.count()
+
+    async def learn(self) -> None:
+        """What is right: every request without faults."""
+
+        async def ask(case: Case) -> None:
+            while case.end not in WHOLE:  # a busy machine can look like a fault
+                answer = await _ask(http, case.body)
+                case.end, case.tokens = answer.end, answer.tokens
+
+        async with self._http() as http, asyncio.TaskGroup() as group:
+            for case in self._cases:
+                group.create_task(ask(case))
+
+    async def run(self, over: asyncio.Event) -> None:
+        """Until then, and until the last request has ended."""
+        async with self._http() as http, asyncio.TaskGroup() as group:
+            for number in range(self._settings.clients):
+                drawn = random.Random(f"client {number} {self._settings.seed}")
+                group.create_task(self._client(http, drawn, over))
+
+    def _http(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self._url, timeout=None, limits=httpx.Limits(max_connections=None))
+
+    async def _client(self, http: httpx.AsyncClient, drawn: random.Random, over: asyncio.Event) -> None:
+        while not over.is_set():
+            case, streams = drawn.choice(self._cases), drawn.random() < 0.6
+            stay = drawn.choice([0.05, 0.2, 0.8]) if drawn.random() < 0.2 else None
+            name, body = f"chaos-{next(self._numbers)}", {**case.body, "stream": streams}
+            started = time.monotonic()
+            try:
+                async with asyncio.timeout(self._settings.deadline):
+                    answer = await _ask(http, body, name, stay)
+            except TimeoutError:
+                answer = Answer(f"no end within {self._settings.deadline:g} s")
+            except httpx.HTTPError as error:
+                answer = Answer(f"broken off: {error!r}")
+            gave_up = answer.end.startswith(("503", "429"))
+            self.ends[answer.end] += 1
+            if answer.end in WHOLE:
+                right = (answer.end, answer.tokens) == (case.end, case.tokens)
+                self.seconds.append(time.monotonic() - started)
+                self.pauses |= {name: answer.pause} if streams else {}
+            else:
+                right = (gave_up or answer.end == "cancelled") and answer.tokens == case.tokens[: len(answer.tokens)]
+            if not right:
+                self.defects.append(f"{body} was answered {answer}; right is {case.tokens} ({case.end})")
+            await asyncio.sleep(drawn.uniform(0, 2 * self._settings.pause) + 0.2 * gave_up)
+
+
+def _cases(model: str, settings: "Settings") -> list[Case]:
+    """Prompts of which many begin alike; greedy and sampled."""
+    drawn = random.Random(f"cases {settings.seed}")
+    beginnings = [[], *([drawn.randrange(250) for _ in range(150)] for _ in range(3))]
+    found = []
+    for number in range(settings.cases):
+        own = [drawn.randrange(250) for _ in range(drawn.choice([1, 20, 90, 300]))]
+        body = {"model": model, "prompt": drawn.choice(beginnings) + own, "max_tokens": drawn.choice([1, 20, 80, 250])}
+        body |= {"ignore_eos": drawn.random() < 0.8, "temperature": float(number % 2), "seed": number}
+        found.append(Case({**body, "return_token_ids": True}))
+    return found
+
+
+async def _ask(http: httpx.AsyncClient, body: dict[str, Any], name: str = "", stay: float | None = None) -> Answer:
+    """`name`: the request's id. `stay`: seconds until the client leaves."""
+    answer, last, finish = Answer(), 0.0, ""
+    headers = {"X-Request-Id": name} if name else {}
+    with suppress(TimeoutError):
+        async with (
+            asyncio.timeout(stay),
+            http.stream("POST", "/v1/completions", json=body, headers=headers) as reply,
+        ):
+            if reply.status_code != 200 or not body.get("stream"):
+                whole = json.loads(await reply.aread())
+                if reply.status_code != 200:
+                    return Answer(_failure(reply.status_code, whole["error"]))
+                return Answer(whole["choices"][0]["finish_reason"], whole["choices"][0]["token_ids"])
+            async for line in reply.aiter_lines():
+                if line == "data: [DONE]":
+                    answer.end = finish or answer.end
+                    return answer
+                if not line.startswith("data: "):
+                    continue
+                event, now = json.loads(line.removeprefix("data: ")), time.monotonic()
+                if "error" in event:
+                    status = {"service_unavailable": 503, "rate_limit_error": 429}.get(event["error"]["type"], 500)
+                    answer.end = _failure(status, event["error"])
+                    return answer
+                answer.pause, last = max(answer.pause, now - last if last else 0.0), now
+                answer.tokens += event["choices"][0].get("token_ids") or []
+                finish = event["choices"][0].get("finish_reason") or finish
+            return answer
+    answer.end = "cancelled"
+    return answer
+
+
+def _failure(status: int, error: dict[str, str]) -> str:
+    words = "" if any(one in error["message"] for one in NOBODY) else f", though: {error['message']}"
+    return f"{status} {error['code']}{words}"
