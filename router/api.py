@@ -25,6 +25,7 @@ from starlette.responses import Response
 from pdserve import __version__
 from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest, NotFound, RequestError, Unavailable
+from pdserve.model_path import resolve_model
 from pdserve.router import openai, responses, schemas, tracing
 from pdserve.router.access import Guard, Keys
 from pdserve.router.gate import Gate
@@ -170,6 +171,7 @@ class _Models:
 
     def __init__(self, config: RouterConfig, tokenizer: Tokenizer, backend: Backend) -> None:
         self._name = config.name
+        self._root = str(resolve_model(config.model))  # where vLLM's benchmark client takes its tokenizer from
         self._tokenizer = tokenizer
         self._backend = backend
         self._created = int(time.time())
@@ -195,7 +197,7 @@ class _Models:
         if info is None:
             return []
         card = {"id": info.name, "object": "model", "created": self._created, "owned_by": "pdserve"}
-        return [{**card, "max_model_len": info.max_model_len}]
+        return [{**card, "root": self._root, "parent": None, "max_model_len": info.max_model_len}]
 
     async def _tokenize(self, request: Request) -> Response:
         raw = await _json_body(request)

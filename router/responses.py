@@ -10,7 +10,16 @@ from pdserve.router.generation import Delta, Generation, Json
 from pdserve.router.middleware import error_data, to_json
 from pdserve.router.openai import Plan
 from pdserve.router.respond import EventStream
-from pdserve.router.schemas import ChatBody, JsonSchema, Message, ResponseBody, ResponseFormat, StreamOptions, quote
+from pdserve.router.schemas import (
+    ChatBody,
+    GenerationBody,
+    JsonSchema,
+    Message,
+    ResponseBody,
+    ResponseFormat,
+    StreamOptions,
+    quote,
+)
 
 ROLES = ("system", "developer", "user", "assistant")
 TEXT_PARTS = ("input_text", "output_text", "text")
@@ -34,13 +43,12 @@ def chat_of(body: ResponseBody) -> ChatBody:
     messages = _messages(body.input)
     if body.instructions is not None:
         messages.insert(0, Message(role="system", content=body.instructions))
-    shared = ("model", "temperature", "top_p", "stream", "user", "prompt_cache_key")
     return ChatBody(
         messages=messages,
         max_completion_tokens=body.max_output_tokens,
         response_format=_format(body),
         stream_options=StreamOptions() if body.stream else None,
-        **{name: getattr(body, name) for name in shared},
+        **{name: getattr(body, name) for name in GenerationBody.model_fields},
     )
 
 

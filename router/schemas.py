@@ -107,23 +107,19 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
-class SamplingBody(Body):
-    """What completions and chat have in common. None is the default, as if the field were absent.
+class GenerationBody(Body):
+    """What all endpoints that generate have in common. None is the default, as if the field were absent.
 
     `top_k` of -1 is vLLM's other word for 0: keep all.
     """
 
-    neutral: ClassVar = NEUTRAL
-
     model: str | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    n: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
@@ -131,22 +127,31 @@ class SamplingBody(Body):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
     include_stop_str_in_output: bool | None = None
-    return_token_ids: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     cache_salt: str | None = None
     priority: int | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+
+
+class SamplingBody(GenerationBody):
+    """What completions and chat have in common."""
+
+    neutral: ClassVar = NEUTRAL
+
+    max_tokens: int | None = None
+    n: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    return_token_ids: bool | None = None
+    stream_options: StreamOptions | None = None
 
 
 class CompletionBody(SamplingBody):
@@ -223,21 +228,13 @@ class Text(Body):
     format: TextFormat | None = None
 
 
-class ResponseBody(Body):
+class ResponseBody(GenerationBody):
     neutral: ClassVar = NEUTRAL_IN_RESPONSES
 
-    model: str | None = None
     input: Any = None  # `responses._messages` says in words what is wrong
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     text: Text | None = None
-    stream: bool | None = None
-    user: str | None = None
-    prompt_cache_key: str | None = None
-    metadata: dict[str, Any] | None = None
-    safety_identifier: str | None = None
 
 
 class RoleBody(Body):

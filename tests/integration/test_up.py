@@ -1,5 +1,7 @@
 """`pdserve up` and `pdserve demo` as a newcomer meets them: the bundled model, the official client, a clean end."""
 
+import asyncio
+import importlib.util
 import itertools
 import json
 import os
@@ -19,6 +21,7 @@ import httpx
 import openai
 import pytest
 import transformers
+from pydantic import BaseModel
 
 from pdserve.deployment import free_port
 from pdserve.lifetime import Stage
@@ -150,6 +153,61 @@ def test_official_client_asks_for_more_than_text(client: openai.OpenAI) -> None:
     asked = {"model": "demo", "input": "Where is Paris?", "temperature": 0, "max_output_tokens": 8, "stream": True}
     deltas = [event.delta for event in client.responses.create(**asked) if event.type == "response.output_text.delta"]
     assert "".join(deltas) == whole.output_text != ""
+
+
+def test_langchain(up: Up) -> None:
+    from langchain_openai import ChatOpenAI  # takes a second, and modules are imported to collect tests
+
+    question = "What is the capital of France?"
+
+    class Weather(BaseModel):
+        rain: bool
+        wind: bool
+
+    def chat(**settings: Any) -> Any:
+        asked: Any = {
+            "model": "demo",
+            "base_url": f"{up.url}/v1",
+            "api_key": "none",
+            "temperature": 0,
+            "max_tokens": 40,
+        }
+        return ChatOpenAI(**asked, max_retries=0, timeout=60, **settings)
+
+    answer = chat().invoke(question)
+    tokens = answer.usage_metadata
+    assert "Paris" in answer.content and answer.response_metadata["finish_reason"] == "stop"
+    assert tokens["total_tokens"] == tokens["input_tokens"] + tokens["output_tokens"] and tokens["output_tokens"] > 1
+    pieces = list(chat(stream_usage=True).stream(question))
+    assert "".join(piece.content for piece in pieces) == answer.content and len(pieces) > tokens["output_tokens"]
+    told = [piece.usage_metadata for piece in pieces if piece.usage_metadata]
+    assert [one["output_tokens"] for one in told] == [tokens["output_tokens"]]
+    assert [one.content for one in chat().batch([question] * 3)] == [answer.content] * 3
+
+    async def asked() -> str:
+        return "".join([piece.content async for piece in chat().astream(question)])
+
+    assert asyncio.run(asked()) == answer.content
+    likely = chat().bind(logprobs=True, top_logprobs=2).invoke(question).response_metadata["logprobs"]["content"]
+    assert len(likely) == tokens["output_tokens"]
+    assert isinstance(chat().with_structured_output(Weather, method="json_schema").invoke(question), Weather)
+    responses = chat(use_responses_api=True)
+    assert [part["text"] for part in responses.invoke(question).content] == [answer.content]
+    parts = [part["text"] for piece in responses.stream(question) for part in piece.content if "text" in part]
+    assert "".join(parts) == answer.content
+    with pytest.raises(openai.BadRequestError, match="teaches no tool calls"):
+        chat().bind_tools([Weather]).invoke(question)
+
+
+def test_vllm_bench_serve(up: Up) -> None:
+    """Where there is a vLLM: here, or in the environment whose Python is in PDSERVE_VLLM."""
+    python = os.environ.get("PDSERVE_VLLM") or (sys.executable if importlib.util.find_spec("vllm") else "")
+    if not python:
+        pytest.skip("there is no vLLM; PDSERVE_VLLM names the Python of an environment that has it")
+    script = Path(__file__).parents[2] / "scripts" / "vllm_bench_check.py"
+    done = subprocess.run([python, script, up.url], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("none failed") == 4
 
 
 def test_the_timeline_has_every_stage_in_order(up: Up, client: openai.OpenAI) -> None:

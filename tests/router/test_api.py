@@ -8,6 +8,7 @@ import json
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -597,6 +598,7 @@ def test_debug_finds_each_choice(client: Client, backend: ScriptedBackend) -> No
 def test_models(client: Client, backend: ScriptedBackend) -> None:
     [card] = client.get("/v1/models").json()["data"]
     assert card.items() >= {"id": "demo", "object": "model", "owned_by": "pdserve", "max_model_len": 256}.items()
+    assert Path(card["root"], "tokenizer.json").exists(), "vLLM's benchmark client looks for it there"
     assert client.get("/v1/models/demo").json() == card
     assert client.get("/v1/models/org/other").json()["error"]["message"] == "the model 'org/other' does not exist"
     backend.info = None

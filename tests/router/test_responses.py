@@ -90,6 +90,16 @@ def test_an_answer_that_was_cut_off(client: Client, backend: ScriptedBackend, to
     assert events[0]["response"]["output"] == [] and events[0]["response"]["usage"] is None
 
 
+def test_vllms_extra_parameters(client: Client, backend: ScriptedBackend) -> None:
+    extra = {"ignore_eos": True, "top_k": 7, "min_p": 0.1, "seed": 5, "repetition_penalty": 1.5, "cache_salt": "s"}
+    assert client.post(RESPONSES, {"input": "hello", "max_output_tokens": 9, **extra}).status_code == 200
+    [request] = backend.requests
+    sampling = {name: getattr(request.sampling, name) for name in extra if name != "cache_salt"}
+    assert {**sampling, "cache_salt": "s"} == extra and request.salt
+    backend.plays([40, 41, 42], "length")
+    assert client.post(RESPONSES, {"input": "hello", "stop": "H"}).json()["output"][0]["content"][0]["text"] == "G"
+
+
 def test_an_error_within_a_stream(client: Client, backend: ScriptedBackend) -> None:
     backend.fails(Unavailable("instance d0 was lost", kind="instance_lost"))
     assert client.post(RESPONSES, {"input": "hello", "stream": True}).status_code == 503
