@@ -38,7 +38,7 @@ name the devices, as `UCX_NET_DEVICES` or here, which comes first: `devices=eth0
 
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -147,8 +147,9 @@ class NixlConnector(BatchedConnector):
             else:
                 by_peer.setdefault(block.owner.name, []).append(block)
         try:
+            late = {peer for reader in self._readers for peer in reader.collect()}
             for wanted in by_peer.values():
-                self._get_from(wanted[0].owner, wanted)
+                self._get_from(wanted[0].owner, wanted, late)
         finally:
             self._tell_owners(self._tickets.mark_read(places))
 
@@ -200,13 +201,13 @@ class NixlConnector(BatchedConnector):
             block.place = places.get(block.key)
         self.get_many(blocks)
 
-    def _get_from(self, owner: Introduction, wanted: Sequence[Wanted]) -> None:
+    def _get_from(self, owner: Introduction, wanted: Sequence[Wanted], late: Container[bytes]) -> None:
         if owner.name == self._introduction.name:
             for block in wanted:
                 block.take(self.memory.rows[block.row])
             return
         try:
-            if any(owner.name in reader.collect() for reader in self._readers):
+            if owner.name in late:
                 raise TooLate("it did not answer an earlier read, which is still not over")
             self._reader().read(owner, wanted)
         except NixlFault as fault:
