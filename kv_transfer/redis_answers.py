@@ -8,7 +8,7 @@ import socket
 from typing import Any, Final
 
 import redis
-from redis.connection import DefaultParser
+from redis._parsers import BaseParser
 
 _LINE_BYTES: Final = 4096  # read at a time where a line is expected: what of a value comes along is copied twice
 _LARGE: Final = 1024  # bytes of a value that is not worth a view
@@ -16,14 +16,13 @@ _LARGE: Final = 1024  # bytes of a value that is not worth a view
 Answer = bytes | memoryview | int | None | list[Any] | Exception
 
 
-class Answers(DefaultParser):  # type: ignore[misc, valid-type]  # chosen when redis-py is imported
+class Answers(BaseParser):
     """The parser of a redis-py connection (`parser_class=`), for RESP 2.
 
     A large value is a `memoryview`, valid until the next answer is read from the connection.
     """
 
     def __init__(self, socket_read_size: int) -> None:
-        super().__init__(socket_read_size)
         self._line = memoryview(bytearray(_LINE_BYTES))
         self._start = self._end = 0  # what has been received into `_line` and not been looked at
         self._values = memoryview(bytearray())
@@ -65,7 +64,7 @@ class Answers(DefaultParser):  # type: ignore[misc, valid-type]  # chosen when r
             case b"+":
                 return rest
             case b"-":
-                error: Exception = self.parse_error(rest.decode(errors="replace"))
+                error: Exception = BaseParser.parse_error(rest.decode(errors="replace"))
                 return error
         raise redis.InvalidResponse(f"Redis answered with {bytes(line[:40])!r}")
 

@@ -70,7 +70,6 @@ def _packages() -> list[Finding]:
         "triton": ("triton", "--kernel triton: what auto takes on GPUs"),
         "nixl": ("nixl", "nixl://"),
         "redis": ("redis", "redis://"),
-        "hiredis": ("hiredis", "redis:// at full speed"),
         "mooncake": ("mooncake-transfer-engine-non-cuda", "mooncake://, with the system's libibverbs1"),
         "lz4": ("lz4", "?codec=lz4 of connectors"),
         "zstandard": ("zstandard", "?codec=zstd"),
