@@ -26,7 +26,7 @@ from pdserve import __version__
 from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest, NotFound, RequestError, Unavailable
 from pdserve.model_path import resolve_model
-from pdserve.router import openai, responses, schemas, tracing
+from pdserve.router import openai, parsing, responses, schemas, tracing
 from pdserve.router.access import Guard, Keys
 from pdserve.router.gate import Gate
 from pdserve.router.generation import Generation
@@ -125,11 +125,11 @@ class _Generations:
         return await self._generate(request, self._response_plan, responses.ResponseEvents, responses.whole_response)
 
     def _completion_plan(self, raw: bytes, origin: openai.Origin) -> openai.Plan:
-        body = schemas.shape(schemas.CompletionBody, schemas.parse_json(raw))
+        body = parsing.shape(schemas.CompletionBody, parsing.parse_json(raw))
         return openai.completion_plan(body, origin, self._tokenizer, self._model(), self._max_n)
 
     def _chat_plan(self, raw: bytes, origin: openai.Origin) -> openai.Plan:
-        body = schemas.shape(schemas.ChatBody, schemas.parse_json(raw))
+        body = parsing.shape(schemas.ChatBody, parsing.parse_json(raw))
         return openai.chat_plan(body, origin, self._tokenizer, self._model(), self._max_n)
 
     def _model(self) -> ModelInfo:
@@ -139,7 +139,7 @@ class _Generations:
         return info
 
     def _response_plan(self, raw: bytes, origin: openai.Origin) -> openai.Plan:
-        body = schemas.shape(schemas.ResponseBody, schemas.parse_json(raw))
+        body = parsing.shape(schemas.ResponseBody, parsing.parse_json(raw))
         chat = responses.chat_of(body)
         plan = openai.chat_plan(chat, origin, self._tokenizer, self._model(), self._max_n)
         return responses.response_plan(body, plan)
@@ -204,7 +204,7 @@ class _Models:
         return json_response(await _aside(raw, lambda: self._tokens(raw)))
 
     def _tokens(self, raw: bytes) -> dict[str, object]:
-        body = schemas.shape(schemas.TokenizeBody, schemas.parse_json(raw))
+        body = parsing.shape(schemas.TokenizeBody, parsing.parse_json(raw))
         openai.check_model(body.model, self._name)
         ids = openai.tokens_of(body, self._tokenizer)
         info = self._backend.model()
@@ -213,7 +213,7 @@ class _Models:
         return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": strings}
 
     async def _detokenize(self, request: Request) -> Response:
-        body = schemas.shape(schemas.DetokenizeBody, schemas.parse_json(await _json_body(request)))
+        body = parsing.shape(schemas.DetokenizeBody, parsing.parse_json(await _json_body(request)))
         openai.check_model(body.model, self._name)
         openai.check_ids(body.tokens, self._tokenizer.vocab_size, "tokens")
         return json_response({"prompt": self._tokenizer.decode(body.tokens, skip_special=False)})
@@ -289,7 +289,7 @@ class _Operations:
 
     async def _role(self, instance_id: str, request: Request) -> Response:
         _refuse_other_pages(request)
-        body = schemas.shape(schemas.RoleBody, schemas.parse_json(await request.body()))
+        body = parsing.shape(schemas.RoleBody, parsing.parse_json(await request.body()))
         return self._ask(instance_id, body.role)
 
     def _ask(self, instance_id: str, role: str = "") -> Response:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdserve.errors import BadRequest
-from pdserve.router.schemas import ChatBody, Function, Message, Tool, ToolCall, json_type, or_default, quote
+from pdserve.router.parsing import json_type, or_default, quote
+from pdserve.router.schemas import ChatBody, Function, Message, Tool, ToolCall
 from pdserve.router.tokenizer import Tokenizer
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")

@@ -4,7 +4,8 @@ import json
 from typing import Any
 
 from pdserve.errors import BadRequest
-from pdserve.router.schemas import SamplingBody, quote
+from pdserve.router.parsing import quote
+from pdserve.router.schemas import SamplingBody
 from pdserve.router.stream import ModelInfo
 
 MAX_CHARS = 65536

@@ -11,15 +11,8 @@ from pdserve.keys import block_keys, root_key
 from pdserve.request import MAX_LOGPROBS, Request, SamplingParams
 from pdserve.router.chat import Tools, chat_messages, tools_of
 from pdserve.router.grammars import check_possible, grammar_of
-from pdserve.router.schemas import (
-    ChatBody,
-    CompletionBody,
-    SamplingBody,
-    StreamOptions,
-    TokenizeBody,
-    or_default,
-    quote,
-)
+from pdserve.router.parsing import or_default, quote
+from pdserve.router.schemas import ChatBody, CompletionBody, SamplingBody, StreamOptions, TokenizeBody
 from pdserve.router.stream import ModelInfo
 from pdserve.router.tokenizer import Tokenizer
 

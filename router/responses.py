@@ -9,6 +9,7 @@ from pdserve.errors import BadRequest, RequestError
 from pdserve.router.generation import Delta, Generation, Json
 from pdserve.router.middleware import error_data, to_json
 from pdserve.router.openai import Plan
+from pdserve.router.parsing import quote
 from pdserve.router.respond import EventStream
 from pdserve.router.schemas import (
     ChatBody,
@@ -18,7 +19,6 @@ from pdserve.router.schemas import (
     ResponseBody,
     ResponseFormat,
     StreamOptions,
-    quote,
 )
 
 ROLES = ("system", "developer", "user", "assistant")
