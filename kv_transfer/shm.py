@@ -1,7 +1,7 @@
 """`shm://name?size=1GiB`: a store in the shared memory of one machine. The default of `pdserve up`.
 
-One copy on the way out, one on the way in, and one reading of the block for its checksum each time. See `slab.py` for
-the segment and for what happens when a process dies.
+One copy on the way out, one on the way in, and one reading of the block for its checksum each time. See `slab.py`
+for what happens when a process dies.
 
 Size: default 512 MiB, at most half of what is free, and at least 32 blocks. A segment that somebody uses keeps its
 size; one that nobody uses is made again if another size is asked for. There is one for each length of blocks; one that
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 from pdserve.errors import SetupError
-from pdserve.kv_transfer import slab
+from pdserve.kv_transfer import segment, slab
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.header import payload_length
@@ -27,7 +27,7 @@ _GROUP_BLOCKS = 32  # the lock is held for some 0.1 ms then
 def unlink(url: str) -> bool:
     """Removes the segments of this URL. Whether there was one. Connectors still attached to them keep working among
     themselves; those that attach later do not see them."""
-    return slab.unlink(_name(url))
+    return segment.unlink(_name(url))
 
 
 def leases(url: str) -> int:

@@ -15,7 +15,7 @@ import pytest
 
 from pdserve.errors import SetupError
 from pdserve.keys import Layout
-from pdserve.kv_transfer import rangelock, slab
+from pdserve.kv_transfer import rangelock, segment, slab
 from pdserve.kv_transfer.connector import Outcome, PoolMemory
 from pdserve.kv_transfer.shm import ShmConnector, leases, unlink
 from pdserve.kv_transfer.threaded import MAX_LEASE_S
@@ -70,7 +70,7 @@ def start_writer(
 
 
 def size_for(slots: int, block_bytes: int) -> int:
-    return slab.Geometry(slots // 16, block_bytes).total + 4096
+    return segment.Geometry(slots // 16, block_bytes).total + 4096
 
 
 @pytest.fixture
@@ -268,7 +268,7 @@ def test_a_small_dev_shm(
 ) -> None:
     """The default takes half of what is free; an error, and not a SIGBUS, comes when that is too little."""
     folder = small_disk("16m")
-    monkeypatch.setattr(slab, "DIRECTORY", str(folder))
+    monkeypatch.setattr(segment, "DIRECTORY", str(folder))
     connector = attach_to("shm://one", layout_of(64 * KiB))
     assert 6 * MiB < (folder / f"pdserve-one@{64 * KiB}").stat().st_size <= 8 * MiB
     connector.close()
@@ -301,8 +301,8 @@ def test_other_blocks_under_the_same_name(name: str, attach: Attach, layout_of: 
 
 
 def test_a_segment_that_is_being_made_is_not_in_the_way(name: str, layout_of: LayoutOf) -> None:
-    making = slab._open(name, f"{slab.DIRECTORY}/pdserve-{name}@8192")
-    rangelock.lock(making, slab.CREATE, 0)
+    making = segment._open(name, f"{segment.DIRECTORY}/pdserve-{name}@8192")
+    rangelock.lock(making, segment.CREATE, 0)
     attach_to(f"shm://{name}?size=8MiB", layout_of(4096)).close()
     assert segments_of(name) == {4096, 8192}
     os.close(making)
@@ -312,11 +312,11 @@ def test_a_segment_that_is_being_made_is_not_in_the_way(name: str, layout_of: La
 
 def segments_of(name: str) -> set[int]:
     """The lengths of blocks for which there are some."""
-    return {int(path.name.rpartition("@")[2]) for path in Path(slab.DIRECTORY).glob(f"pdserve-{name}@*")}
+    return {int(path.name.rpartition("@")[2]) for path in Path(segment.DIRECTORY).glob(f"pdserve-{name}@*")}
 
 
 def test_another_size_under_the_same_name(name: str, layout_of: LayoutOf) -> None:
-    path = Path(slab.DIRECTORY) / f"pdserve-{name}@4096"
+    path = Path(segment.DIRECTORY) / f"pdserve-{name}@4096"
     first = attach_to(f"shm://{name}?size=8MiB", layout_of(4096))
     second = attach_to(f"shm://{name}?size=16MiB", layout_of(4096))  # joins
     assert path.stat().st_size <= 8 * MiB
@@ -334,7 +334,7 @@ def test_a_segment_whose_making_was_cut_short_is_made_again(
     small: str, name: str, attach: Attach, new_keys: NewKeys, damage: str
 ) -> None:
     attach(small).connector.close()
-    path = Path(slab.DIRECTORY) / f"pdserve-{name}@4096"
+    path = Path(segment.DIRECTORY) / f"pdserve-{name}@4096"
     with path.open("r+b") as file:
         if damage in ("emptied", "shortened"):
             file.truncate(0 if damage == "emptied" else 5000)
@@ -368,7 +368,7 @@ def test_unlinked_and_remade_while_attached_means_misses(small: str, attach: Att
 
 
 def test_a_segment_of_another_user_is_refused(name: str, layout_of: LayoutOf) -> None:
-    path = Path(slab.DIRECTORY) / f"pdserve-{name}@4096"
+    path = Path(segment.DIRECTORY) / f"pdserve-{name}@4096"
     path.touch()
     try:
         os.chown(path, 12345, 12345)
@@ -379,7 +379,7 @@ def test_a_segment_of_another_user_is_refused(name: str, layout_of: LayoutOf) ->
 
 
 def test_a_symbolic_link_is_refused(name: str, layout_of: LayoutOf, tmp_path: Path) -> None:
-    (Path(slab.DIRECTORY) / f"pdserve-{name}@4096").symlink_to(tmp_path / "elsewhere")
+    (Path(segment.DIRECTORY) / f"pdserve-{name}@4096").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(SetupError, match="cannot be opened"):
         attach_to(f"shm://{name}", layout_of(4096))
     assert not (tmp_path / "elsewhere").exists()
