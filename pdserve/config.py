@@ -118,6 +118,9 @@ class InstanceConfig(TransferConfig):
     router: str = flag(
         "control addresses of the routers to serve, host:port, comma separated", f"127.0.0.1:{DEFAULT_CONTROL_PORT}"
     )
+    registry: str = flag(
+        "in place of --router: the Redis where routers register, such as redis://host:6379/0; empty: none", ""
+    )
     control_token: str = flag(
         "what the routers' --control-token says; default: PDSERVE_CONTROL_TOKEN in the environment", "", secret=True
     )
@@ -136,6 +139,8 @@ class InstanceConfig(TransferConfig):
             raise ValueError(f"--drain-seconds must be 0 or more, not {self.drain_seconds}")
         if self.metrics_port is not None:
             _check_port("--metrics-port", self.metrics_port)
+        if self.registry and self.router != InstanceConfig.router:
+            raise ValueError("--router and --registry both say which routers there are; give one of them")
         if not self.routers:
             raise ValueError("--router is empty; write host:port, several with commas between them")
         for address in self.routers:
@@ -155,6 +160,13 @@ class RouterConfig(ModelConfig):
     port: int = flag("port for clients", DEFAULT_PORT)
     control_host: str = flag("address that instances reach", "127.0.0.1")
     control_port: int = flag("port for instances", DEFAULT_CONTROL_PORT)
+    registry: str = flag(
+        "the Redis where this router registers for instances to find it, such as redis://host:6379/0; empty: none", ""
+    )
+    announce_host: str = flag(
+        "where instances with a --registry dial this router; default: --control-host; if that is 0.0.0.0, as Redis sees it",
+        "",
+    )
     policy: str = flag(POLICY_HELP, "auto")
     prefill_policy: str = flag("how prefill instances are picked; empty: as --policy says", "")
     decode_policy: str = flag("how decode instances are picked; empty: as --policy says", "")
@@ -192,6 +204,7 @@ class RouterConfig(ModelConfig):
     cors_origins: str = flag("origins whose web pages may ask, comma separated, or *; empty: none", "")
     log_format: str = flag(LOG_HELP, "text")
     log_requests: bool = flag("log a line for each request that has ended", False)
+    drain_seconds: float = flag("how long requests may go on after SIGTERM before they are cut off", 25.0)
     timelines: int = flag("how many finished requests /debug/requests remembers", 1000)
     workers: int = flag(
         "router processes that share --port; the next ones have the next --control-port and --own-port each", 1
@@ -221,6 +234,8 @@ class RouterConfig(ModelConfig):
             raise ValueError(
                 "--workers needs a --port and a --control-port other than 0, which each would choose for itself"
             )
+        if self.drain_seconds < 0:
+            raise ValueError(f"--drain-seconds must be 0 or more, not {self.drain_seconds}")
         if self.max_queue < 0:
             raise ValueError(f"--max-queue must be 0 or more, not {self.max_queue}")
         Slo.parse(self.slo)

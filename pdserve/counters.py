@@ -25,6 +25,7 @@ HELP = {
     "store_back_skipped_blocks": "KV blocks not stored back because too many bytes were in flight",
     "integrity_checks": "looks at the whole pool while idle, each of which found every block in its place",
     "engine_steps": "forward passes",
+    "lookups_of_routers_failed": "times that the registry did not say which routers there are",
     "num_requests_running": "sequences in the running batch, loading or storing",
     "num_requests_waiting": "sequences that have not started",
     "kv_cache_blocks": "blocks of the pool",

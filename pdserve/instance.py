@@ -95,6 +95,10 @@ class Instance:
         """The router is gone: nobody wants the output of its requests any more."""
         self._inbox.put(lambda: self._cancel_all(link))
 
+    def note(self, name: str) -> None:
+        """Counts something that has happened outside of the engine thread."""
+        self._inbox.put(lambda: self.count(name, 1))
+
     def heartbeat(self, link: str) -> pb.Heartbeat:
         """The latest snapshot of the load, as one router is told."""
         others = [load for other, loads in self._left.items() if other != link for load in loads]

@@ -6,6 +6,7 @@ The engine thread hands frames over with `send`; frames from the router become c
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from itertools import count
 
 import grpc
 
@@ -13,6 +14,7 @@ from pdserve.block_news import Untold
 from pdserve.instance import Instance
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.proto.pdserve_pb2_grpc import RouterStub
+from pdserve.registry import LOOK_S, Registry
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +35,12 @@ CHANNEL_OPTIONS = [
 class Links:
     """All streams of one instance. `send` may be called from the engine thread; everything else runs on the loop."""
 
-    def __init__(self, routers: list[str], token: str = "") -> None:
-        """`token` is what the routers' --control-token says."""
-        self._routers = routers
+    def __init__(self, routers: list[str], token: str = "", registry: Registry | None = None) -> None:
+        """`token` is what the routers' --control-token says. With a registry, the routers are those that it names."""
+        self._routers = set(routers)
+        self._served: set[str] = set()
+        self._connections = count(1)
+        self._registry = registry
         self._credentials = [("authorization", f"Bearer {token}")] if token else []
         self._loop = asyncio.get_running_loop()
         self._outboxes: dict[str, asyncio.Queue[pb.InstanceFrame | None]] = {}
@@ -74,14 +79,21 @@ class Links:
     async def run(self, instance: Instance, hello: pb.Hello) -> None:
         """Serves every router until cancelled or closed."""
         async with asyncio.TaskGroup() as group:
-            for address in self._routers:
-                group.create_task(self._serve_forever(address, instance, hello))
+            while not self._closing:
+                if self._registry is not None and (found := await self._registry.routers()) is not None:
+                    self._routers = found
+                for address in self._routers - self._served:
+                    self._served.add(address)
+                    group.create_task(self._serve_forever(address, instance, hello))
+                if self._registry is None:
+                    return
+                await asyncio.sleep(LOOK_S)
 
     async def _serve_forever(self, address: str, instance: Instance, hello: pb.Hello) -> None:
-        attempt = connection = 0
-        while not self._closing:
-            connection += 1
-            link = f"{address}#{connection}"
+        """While it is one of the routers; a stream that lasts is left alone, whatever the registry says."""
+        attempt = 0
+        while address in self._routers and not self._closing:
+            link = f"{address}#{next(self._connections)}"
             self._outboxes[link] = asyncio.Queue()
             untold = instance.news.open()
             try:
@@ -103,6 +115,9 @@ class Links:
                 instance.drop_link(link)
             await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
             attempt += 1
+        self._served.discard(address)
+        if not self._closing:
+            log.info("router %s is not in the registry any more", address)
 
     async def _frames(
         self, link: str, instance: Instance, hello: pb.Hello, untold: Untold

@@ -23,6 +23,7 @@ from pdserve.instance import Instance
 from pdserve.kv_transfer.threaded import SWITCH_INTERVAL_S
 from pdserve.link import PROTOCOL_VERSION, Links
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.registry import Registry
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,10 @@ def serve(role: str, config: InstanceConfig) -> None:
 
 async def _serve(role: str, config: InstanceConfig) -> None:
     token = config.control_token or os.environ.get("PDSERVE_CONTROL_TOKEN", "")
-    links = Links(config.routers, token)
+    registry = None
+    if config.registry:
+        registry = Registry(config.registry, config.name, token, lambda: instance.note("lookups_of_routers_failed"))
+    links = Links([] if registry else config.routers, token, registry)
     started = time.monotonic()
     instance = Instance(config, links.send)
     if config.metrics_port is not None:

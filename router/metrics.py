@@ -114,6 +114,9 @@ class Metrics:
         self.retry_budget = Gauge(
             "pdserve_retry_budget", "moves left for requests that have moved before", registry=self.registry
         )
+        self.registry_failures = Counter(
+            "pdserve_registry_failures_total", "calls that the registry did not answer", registry=self.registry
+        )
         tasks = Gauge(
             "pdserve_router_tasks", "asyncio tasks: a few, and some for each connection", registry=self.registry
         )

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import secrets
 import signal
@@ -11,6 +12,7 @@ import ssl
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -18,6 +20,7 @@ import uvloop
 
 from pdserve.config import RouterConfig
 from pdserve.errors import SetupError
+from pdserve.registry import Registry
 from pdserve.router import fleet as fleet_module
 from pdserve.router.api import create_app
 from pdserve.router.dispatch import Dispatcher
@@ -35,6 +38,7 @@ from pdserve.router.tracing import Tracer
 
 log = logging.getLogger(__name__)
 
+INTERRUPTED_S = 5  # for requests to end after Ctrl-C
 ATTACH_S = 5.0  # a router that shares its port waits so long for instances before it takes connections
 
 
@@ -67,6 +71,9 @@ def serve(config: RouterConfig) -> None:
 async def _serve(config: RouterConfig, keys: list[Key], tokenizer: Tokenizer, listening: list[socket.socket]) -> None:
     fleet = Fleet(f"router-{secrets.token_hex(4)}", config.name, config.lease_seconds, config.control_token)
     metrics = Metrics(fleet)
+    registry = None
+    if config.registry:
+        registry = Registry(config.registry, config.name, config.control_token, metrics.registry_failures.inc)
     dispatcher = Dispatcher(config, fleet, metrics)
     tracer = Tracer(config.otlp_endpoint) if config.otlp_endpoint else None
     if tracer is not None:
@@ -82,16 +89,17 @@ async def _serve(config: RouterConfig, keys: list[Key], tokenizer: Tokenizer, li
     tls: dict[str, Any] = (
         {"ssl_certfile": config.ssl_certfile, "ssl_keyfile": config.ssl_keyfile} if config.ssl_certfile else {}
     )
-    settings = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=5, **tls
-    )
-    server = _Server(settings)
+    settings = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", **tls)
+    server = _Server(settings, config.drain_seconds)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
     log.info("router: clients on port %d, instances on port %d", listening[0].getsockname()[1], control_port)
-    watches = [asyncio.create_task(watch) for watch in (fleet.watch(), dispatcher.watch())]
+    watching = [fleet.watch(), dispatcher.watch()]
+    if registry is not None:
+        watching.append(registry.announce(config.announce_host or config.control_host, control_port))
+    watches = [asyncio.create_task(watch) for watch in watching]
     for watch in watches:  # without one of them nothing would ever be late, and no instance lost
-        watch.add_done_callback(lambda _: server.handle_exit(signal.SIGTERM, None))
+        watch.add_done_callback(lambda _: server.handle_exit(signal.SIGINT, None))
     try:
         if config.reuse_port:
             await _attached(dispatcher, server)
@@ -100,6 +108,8 @@ async def _serve(config: RouterConfig, keys: list[Key], tokenizer: Tokenizer, li
         for watch in watches:
             watch.cancel()
         ended = await asyncio.gather(*watches, return_exceptions=True)
+        if registry is not None:
+            await registry.close()
         fleet.close()
         await control.stop(grace=2.0)
         if tracer is not None:
@@ -117,7 +127,19 @@ async def _attached(dispatcher: Dispatcher, server: uvicorn.Server) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's own handlers raise the signal once more when it has ended, and what is closed after that would be cut off."""
+    """Ends at SIGTERM once its requests have ended, at another or at Ctrl-C soon.
+
+    uvicorn's own handlers raise the signal once more when it has ended, and what is closed after that would be cut off.
+    """
+
+    def __init__(self, config: uvicorn.Config, drain_seconds: float) -> None:
+        super().__init__(config)
+        self._drain_seconds = math.ceil(drain_seconds)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        patience = self._drain_seconds if sig == signal.SIGTERM else min(INTERRUPTED_S, self._drain_seconds)
+        self.config.timeout_graceful_shutdown = patience
+        self.force_exit, self.should_exit = self.should_exit, True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

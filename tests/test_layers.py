@@ -26,6 +26,7 @@ CORE = {
     "lifetime",
     "logs",
     "model_path",
+    "registry",
     "request",
     "slo",
 }
