@@ -1,7 +1,8 @@
-"""Paged attention on CPUs: paged.cpp, compiled for this very processor at first use and kept in the user's cache.
+"""Paged attention on CPUs: C++, compiled for this very processor at first use and kept in the user's cache.
 
-The library is plain C called with addresses, so that it needs no headers of torch and outlives torch's versions. It runs
-on the OpenMP runtime that torch has loaded already: a second one in the process would fight for the same cores.
+The library, which has the functions of elementwise.py in it as well, is plain C called with addresses, so that it needs no
+headers of torch and outlives torch's versions. It runs on the OpenMP runtime that torch has loaded already: a second one in
+the process would fight for the same cores.
 """
 
 import ctypes
@@ -22,19 +23,20 @@ from pdserve.kernels import reference
 from pdserve.kernels.batch import PagedBatch
 
 NAME = "cpu"
-SOURCE = Path(__file__).with_name("paged.cpp")
-HEADERS = sorted(SOURCE.parent.glob("*.h"))
+SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
 HUGE_PAGE = 1 << 21
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of <linux/mman.h>
 AMX_TOKENS = 64  # new tokens of one sequence, from which on torch's matrix instructions win over gathering for them
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # by the numbers that paged.cpp gives them
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # by the numbers that the sources give them
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ATTEND = (_I, _P, _I, _I, _P, _I, _I, _P, _I, _I, _I, _P, _P, _P, _I, _I, _I, _I, _I, _I, _F, _I, _F, _I, _I, _I)
 _WRITE_KV = (_P, _I, _I, _I, _P, _I, _I, _P, _I, _I, _P, _I, _I, _I, _I, _I)
 _RMS_NORM = (_I, _P, _P, _P, _I, _I, _F, _I)
+_ROTARY = (_I, _I, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I)
 _COPY_BLOCKS = (_P, _I, _P, _P, _I, _P, _I, _I, _I)
 
 
@@ -139,28 +141,6 @@ def scatter_blocks(pool_N: torch.Tensor, blocks_C: torch.Tensor, values_C: torch
     _copy(pool_N, blocks_C, values_C, None, len(blocks_C))
 
 
-def rms_norm(x: torch.Tensor, weight_N: torch.Tensor, eps: float) -> torch.Tensor:
-    """weight · x / √(mean(x²) + eps) over the last dimension, [..., N], of one dtype.
-
-    The quotient is computed in float32 and rounded to the dtype, then multiplied with the weight: the order of Llama's
-    norm (Zhang and Sennrich 2019) in transformers.
-    """
-    assert x.dtype == weight_N.dtype and x.shape[-1:] == weight_N.shape
-    x = x.contiguous()
-    y = torch.empty_like(x)
-    library().pdserve_rms_norm(
-        DTYPES.index(x.dtype),
-        y.data_ptr(),
-        x.data_ptr(),
-        weight_N.contiguous().data_ptr(),
-        x.numel() // len(weight_N),
-        len(weight_N),
-        eps,
-        torch.get_num_threads(),
-    )
-    return y
-
-
 def huge_pages(x: torch.Tensor, *, written: bool = False) -> None:
     """Asks the system to keep a large tensor in pages of 2 MiB, where it can: reading gets a quarter faster, as blocks and
     weights are too far apart for the processor's table of small pages. Free before the first write; `written` memory is
@@ -233,6 +213,7 @@ def library() -> ctypes.CDLL:
         (loaded.pdserve_write_kv, _WRITE_KV),
         (loaded.pdserve_copy_blocks, _COPY_BLOCKS),
         (loaded.pdserve_rms_norm, _RMS_NORM),
+        (loaded.pdserve_rotary, _ROTARY),
     ):
         function.argtypes, function.restype = list(arguments), None
     return loaded
@@ -242,6 +223,15 @@ def library() -> ctypes.CDLL:
 def has_amx() -> bool:
     """The processor multiplies bfloat16 matrices, and torch makes use of it."""
     return "amx_bf16" in _cpu()
+
+
+def can_build() -> bool:
+    """There is a library, or there will be one when it is asked for. The kernel's choice tells why there is none."""
+    try:
+        library()
+    except CannotBuild:
+        return False
+    return True
 
 
 def compiler() -> str | None:
@@ -255,7 +245,7 @@ def _built(openmp: Path) -> Path:
     if command is None:
         raise CannotBuild(f"no C++ compiler on the path ({', '.join(COMPILERS)})")
     key = hashlib.blake2b(digest_size=10)
-    texts = [path.read_text() for path in (SOURCE, *HEADERS)]
+    texts = [path.read_text() for path in (*SOURCES, *HEADERS)]
     for part in (*texts, _output(command, "--version"), _cpu(), " ".join(FLAGS), str(openmp)):
         key.update(part.encode() + b"\0")
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdserve" / "kernels"
@@ -263,11 +253,13 @@ def _built(openmp: Path) -> Path:
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as build:  # instances start together: each builds, the last stays
-            made = Path(build) / "paged"
-            _output(command, *FLAGS, "-c", str(SOURCE), "-o", f"{made}.o")
+            made = Path(build) / "made.so"
+            objects = [f"{build}/{source.stem}.o" for source in SOURCES]
+            for source, compiled in zip(SOURCES, objects, strict=True):
+                _output(command, *FLAGS, "-c", str(source), "-o", compiled)
             # Linked without -fopenmp, which would name the compiler's own runtime.
-            _output(command, "-shared", f"{made}.o", str(openmp), "-Wl,-z,defs", "-lm", "-o", f"{made}.so")
-            os.replace(f"{made}.so", target)
+            _output(command, "-shared", *objects, str(openmp), "-Wl,-z,defs", "-lm", "-o", str(made))
+            os.replace(made, target)
     return target
 
 

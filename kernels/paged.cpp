@@ -363,29 +363,6 @@ void attend(const Problem& a, i64 longest_run, i64 most_new) {
     }
 }
 
-template <typename T>
-void rms_norm(T* y, const T* x, const T* w, i64 rows, i64 n, float eps, i64 threads) {
-#pragma omp parallel for num_threads((int)threads) if (rows * n > 1 << 16)
-    for (i64 r = 0; r < rows; r++) {
-        const T* from = x + r * n;
-        T* to = y + r * n;
-        vf squares{};
-        i64 i = 0;
-        for (; i + W <= n; i += W) {
-            const vf v = load(from + i);
-            squares += v * v;
-        }
-        float total = sum(squares);
-        for (; i < n; i++) total += to_float(from[i]) * to_float(from[i]);
-        const float factor = 1 / std::sqrt(total / n + eps);
-        for (i = 0; i < n; i++) {
-            T unit;
-            from_float(unit, to_float(from[i]) * factor);
-            from_float(to[i], to_float(w[i]) * to_float(unit));
-        }
-    }
-}
-
 }  // namespace
 
 extern "C" {
@@ -422,13 +399,6 @@ void pdserve_copy_blocks(char* to, i64 to_stride, const i64* targets, const char
 #pragma omp parallel for num_threads((int)threads) if (count * bytes > 1 << 18)
     for (i64 i = 0; i < count; i++)
         std::memcpy(to + (targets ? targets[i] : i) * to_stride, from + (sources ? sources[i] : i) * from_stride, bytes);
-}
-
-// dtype as above, of all three. y = w · x / √(mean(x²) + eps), the quotient being rounded to the dtype before the product.
-void pdserve_rms_norm(i64 dtype, void* y, const void* x, const void* w, i64 rows, i64 n, float eps, i64 threads) {
-    if (dtype == 0) rms_norm((float*)y, (const float*)x, (const float*)w, rows, n, eps, threads);
-    if (dtype == 1) rms_norm((bf16*)y, (const bf16*)x, (const bf16*)w, rows, n, eps, threads);
-    if (dtype == 2) rms_norm((fp16*)y, (const fp16*)x, (const fp16*)w, rows, n, eps, threads);
 }
 
 }  // extern "C"

@@ -65,6 +65,56 @@ inline void from_float(bf16& to, float x) {
     uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
     to.bits = (uint16_t)(x == x ? rounded : 0x7fc0);
 }
+inline void store(bf16* p, vf v) {
+#if defined(__AVX512BF16__)
+    const __m256bh h = _mm512_cvtneps_pbh((__m512)v);  // numbers below 1e-38 become 0
+#else
+    typedef uint16_t half __attribute__((vector_size(2 * W)));
+    const vu bits = (vu)v;
+    const half h = __builtin_convertvector(v == v ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : vu{} + 0x7fc0, half);
+#endif
+    std::memcpy(p, &h, sizeof h);
+}
+inline void store(fp16* p, vf v) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__F16C__)
+    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+    typedef fp16 half __attribute__((vector_size(2 * W)));
+    const half h = __builtin_convertvector(v, half);
+    std::memcpy(p, &h, sizeof h);
+#endif
+}
+
+// The first n numbers only, if n < W: what is left of a row. The other lanes are 0.
+template <class T>
+inline vf load(const T* p, i64 n) {
+    if (n >= W) return load(p);
+    T part[W] = {};
+    std::memcpy(part, p, n * sizeof(T));
+    return load(part);
+}
+template <class T>
+inline void store(T* p, vf v, i64 n) {
+    if (n >= W) return store(p, v);
+    T part[W];
+    store(part, v);
+    std::memcpy(p, part, n * sizeof(T));
+}
+
+// To the precision of T and back.
+template <class T>
+inline vf rounded(vf x) {
+    T y[W];
+    store(y, x);
+    return load(y);
+}
+template <>
+inline vf rounded<bf16>(vf x) {
+    const vu bits = (vu)x;
+    return x == x ? (vf)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u) : x;
+}
 
 inline vf vmax(vf a, vf b) { return a > b ? a : b; }
 inline float sum(vf v) {

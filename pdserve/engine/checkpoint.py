@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from pdserve.config import EngineConfig
 from pdserve.engine import paged_model
 from pdserve.engine.fused_norm import fuse_norms
+from pdserve.engine.fused_rotary import fuse_rotary
 from pdserve.engine.prepack import prepack
 from pdserve.errors import SetupError
 from pdserve.kernels import cpu
@@ -148,8 +149,9 @@ def _load_model(path: Path, hf_config: Any, dtype: torch.dtype, device: torch.de
     loaded = loaded.to(device)
     if device.type == "cpu":
         prepack(loaded)
-        if fuse:
+        if fuse and cpu.can_build():
             fuse_norms(loaded)
+            fuse_rotary(loaded)
         for parameter in loaded.parameters():  # every step reads all of them: fewer page walks, a tenth of its time
             cpu.huge_pages(parameter.data, written=True)
     return loaded

@@ -1,0 +1,65 @@
+"""What a decoder computes number by number, in one pass each instead of torch's many: elementwise.cpp, for CPUs."""
+
+import torch
+
+from pdserve.kernels.cpu import DTYPES, library
+
+
+def rms_norm(x: torch.Tensor, weight_N: torch.Tensor, eps: float) -> torch.Tensor:
+    """weight · x / √(mean(x²) + eps) over the last dimension, [..., N], of one dtype.
+
+    The quotient is computed in float32 and rounded to the dtype, then multiplied with the weight: the order of Llama's
+    norm (Zhang and Sennrich 2019) in transformers.
+    """
+    assert x.dtype == weight_N.dtype and x.shape[-1:] == weight_N.shape
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    library().pdserve_rms_norm(
+        DTYPES.index(x.dtype),
+        y.data_ptr(),
+        x.data_ptr(),
+        weight_N.contiguous().data_ptr(),
+        x.numel() // len(weight_N),
+        len(weight_N),
+        eps,
+        torch.get_num_threads(),
+    )
+    return y
+
+
+def rotary(
+    q_1THD: torch.Tensor, k_1TGD: torch.Tensor, cos_1TR: torch.Tensor, sin_1TR: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary embedding (Su et al. 2021) of the first R of each head's D numbers: x · cos + (-x2, x1) · sin, with x1 and x2
+    the two halves of those R, as Llama in transformers has it. New tensors [1, T, H, D] and [1, T, G, D].
+
+    cos and sin are of the dtype of q and k, or float32. Products are rounded to their dtype, the sum to that of q and k.
+    """
+    _, tokens, heads, size = q_1THD.shape
+    kv_heads, turning = k_1TGD.shape[2], cos_1TR.shape[2]
+    assert k_1TGD.shape == (1, tokens, kv_heads, size) and cos_1TR.shape == sin_1TR.shape == (1, tokens, turning)
+    assert k_1TGD.dtype == q_1THD.dtype and cos_1TR.dtype == sin_1TR.dtype in (q_1THD.dtype, torch.float32)
+    q_1THD, k_1TGD = (x if x.stride(3) == 1 else x.contiguous() for x in (q_1THD, k_1TGD))
+    cos_1TR, sin_1TR = cos_1TR.contiguous(), sin_1TR.contiguous()
+    q_out, k_out = torch.empty(q_1THD.shape, dtype=q_1THD.dtype), torch.empty(k_1TGD.shape, dtype=k_1TGD.dtype)
+    library().pdserve_rotary(
+        DTYPES.index(q_1THD.dtype),
+        DTYPES.index(cos_1TR.dtype),
+        q_out.data_ptr(),
+        q_1THD.data_ptr(),
+        q_1THD.stride(1),
+        q_1THD.stride(2),
+        heads,
+        k_out.data_ptr(),
+        k_1TGD.data_ptr(),
+        k_1TGD.stride(1),
+        k_1TGD.stride(2),
+        kv_heads,
+        cos_1TR.data_ptr(),
+        sin_1TR.data_ptr(),
+        tokens,
+        size,
+        turning,
+        torch.get_num_threads(),
+    )
+    return q_out, k_out
