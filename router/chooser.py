@@ -48,20 +48,26 @@ class Chooser:
             "decode": config.decode_policy or config.policy,
         }
         self._local_prefill_tokens = config.local_prefill_tokens
+        self._missed = ""  # the role that nobody had at the last choice
         self._turn = secrets.randbits(32)  # routers that start together do not go round together
 
     def choose(self, ask: Ask, keys: Mapping[int, Sequence[bytes]], avoid: Member | None = None) -> Choice:
         """Picks the prefill and the decode instance. `keys` are the prompt's, by block size.
 
         Raises:
-            Unavailable: there is none of a kind.
+            Unavailable: there is none of either kind.
         """
         able = {role: self._able(role, avoid) for role in ("prefill", "decode")}
-        if not all(able.values()):
+        there = [role for role, members in able.items() if members]
+        if not there:
             raise Unavailable(f"{self.missing(avoid)} is there to take it", kind="no_instance", retry_after_s=1)
         self._turn += 1
-        alone = all(member.role == "both" for member in able["prefill"])
-        return self._place(replace(ask, turn=self._turn, cached=self._cached(ask.tokens, keys), alone=alone), able)
+        alone = len(there) == 1 or all(member.role == "both" for member in able["prefill"])
+        ask = replace(ask, turn=self._turn, cached=self._cached(ask.tokens, keys), alone=alone)
+        if len(there) == 1:
+            return self._stand_in(ask, there[0], able[there[0]])
+        self._missed = ""
+        return self._place(ask, able)
 
     def second(self, ask: Ask, first: Member, decode: Member) -> tuple[Member, Decision] | None:
         """Picks who prefills for `decode` what `first` prefills too, if there is anybody."""
@@ -73,7 +79,7 @@ class Chooser:
         return self._take("prefill", decision), decision
 
     def missing(self, avoid: Member | None = None) -> str:
-        """What keeps a request from being served, such as `no decode instance`, or nothing."""
+        """Which role nobody has, such as `no decode instance`, or nothing."""
         roles = [role for role in ("prefill", "decode") if not self._able(role, avoid)]
         if not roles:
             return ""
@@ -100,6 +106,16 @@ class Chooser:
     def forget(self, member: Member) -> None:
         """It has left."""
         self._pairs.forget(member.id)
+
+    def _stand_in(self, ask: Ask, role: str, able: list[Member]) -> Choice:
+        """One of those who are there does everything: its role says what an instance is asked for, not what it can do."""
+        missing = "decode" if role == "prefill" else "prefill"
+        if missing != self._missed:
+            self._missed, extra = missing, {"event": "missing"}
+            log.warning("no %s instance is there: %s instances do everything meanwhile", missing, role, extra=extra)
+        decision = self._decide(role, ask, able)
+        placement = Placement(role, f"no_{missing}_instance")
+        return Choice(ask, self._take(role, decision), None, placement, [(role, decision)])
 
     def _place(self, ask: Ask, able: dict[str, list[Member]]) -> Choice:
         if ask.output_tokens == 1:  # the first token is all there is to do

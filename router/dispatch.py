@@ -6,7 +6,7 @@ import time
 
 from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest, Conflict, NotFound, Overloaded, RequestError, Unavailable
-from pdserve.handover import Action, Event, HandOver, State
+from pdserve.handover import MAX_RESUMPTIONS, Action, Event, HandOver, State
 from pdserve.keys import Layout
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
@@ -107,7 +107,7 @@ class Dispatcher:
         if role == member.hello.role:
             return
         if missing := self._chooser.missing(avoid=member):
-            message = f"while {instance_id} drains, {missing} would be there, so requests would fail"
+            message = f"while {instance_id} drains, {missing} would be there"
             raise Conflict(message, kind="last_instance")
         hello = pb.Hello()
         hello.CopyFrom(member.hello)
@@ -203,6 +203,8 @@ class Dispatcher:
         log.warning("%s: decode computes what %s did not hand over (%s)", flight.id, prefill, kind, extra=extra)
 
     def _fail(self, flight: Flight, error: RequestError) -> None:
+        if flight.machine.resumptions < 0:
+            error = Unavailable(f"{error}, and it has moved {MAX_RESUMPTIONS} times already", kind=error.kind)
         flight.timeline.error = str(error)
         flight.put(error)
         if error.status >= 500:
@@ -304,7 +306,7 @@ class Dispatcher:
             copy = pb.RouterFrame()
             copy.CopyFrom(frame)
             flight.submit(decode, pb.DECODE, copy)
-        alone = decode is None and prefill.role != "prefill"
+        alone = decode is None and (prefill.role != "prefill" or flight.tokens_left > 1)
         flight.submit(prefill, pb.BOTH if alone else pb.PREFILL, frame)
 
     def _resume(self, flight: Flight, error: RequestError) -> None:

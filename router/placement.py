@@ -15,9 +15,9 @@ class Placement:
 
     Attributes:
         way: `split` (a prefill instance, then decode gets its KV), `decode` (the decode instance itself), `both` (an
-            instance that does both) or `prefill` (of one token there is nothing to decode).
+            instance that does both) or `prefill` (of one token there is nothing to decode, or nobody to do it).
         reason: `threshold` or `forecast` for the choice between the first two, `policy` if prefill's policy had a `both` to
-            choose; else what left no choice: `one_token`, `no_prefill_instance`.
+            choose; else what left no choice: `one_token`, `no_prefill_instance`, `no_decode_instance`.
         uncached_tokens: of the prompt, on the decode instance; None where nobody asked.
         here_seconds, there_seconds: forecasts of the delay if the decode instance computes it, and if it is split.
     """

@@ -413,7 +413,7 @@ function drawKv(now) {
 // ---- faults
 
 const EVENTS = {
-  left: ["lost", "bad"], failed: ["failed", "bad"], breaker: ["breaker", "bad"], moved: ["moved", "warn"], fallback: ["computed", "warn"],
+  left: ["lost", "bad"], failed: ["failed", "bad"], breaker: ["breaker", "bad"], missing: ["missing", "bad"], moved: ["moved", "warn"], fallback: ["computed", "warn"],
   role: ["role", "good"], in_vain: ["in vain", "warn"], refused: ["refused", "warn"], draining: ["draining", ""], drained: ["drained", ""], joined: ["joined", "good"],
 };
 let faultsShown = "";

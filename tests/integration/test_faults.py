@@ -52,7 +52,7 @@ def instances(url: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
-def test_a_killed_instance_costs_time_or_a_clear_error(
+def test_a_killed_instance_costs_time_and_nothing_else(
     victim: str,
     checkpoint: Callable[..., Path],
     generate: Callable[..., list[list[int]]],
@@ -71,14 +71,7 @@ def test_a_killed_instance_costs_time_or_a_clear_error(
         wait_until(busy, 60, f"{victim} is in the middle of it")
         os.kill(deployment.child(victim).pid, signal.SIGKILL)
         results = [future.result(60) for future in futures]
-        errors = [error for _, error in results if error]
-        for (ids, error), tokens in zip(results, expected, strict=True):
-            assert ids == (tokens if not error else tokens[: len(ids)]), "a wrong token"
-        if victim == "prefill-0":
-            refused = [error for error in errors if "no prefill instance is there to take it" not in error]
-            assert not refused, "decode completes what prefill began"
-        else:
-            assert errors and all("no decode instance is there to take it" in e for e in errors)
+        assert results == [(tokens, "") for tokens in expected], "the other one does everything meanwhile"
 
         wait_until(lambda: _is_ready_again(deployment, victim), 120, f"{victim} is restarted and serves again")
         assert stream(url, model, LONG[3], 8) == (expected[3][:8], "")

@@ -161,9 +161,8 @@ def test_a_draining_decode_hands_its_streams_over_if_somebody_can_take_them() ->
         assert [kind for kind, _ in sent(staying)] == ["submit"] and flight.decode is staying
         staying.draining = True
         stage.dispatcher.on_draining(staying)
-        assert not sent(staying), "it ends here: nobody else is left"
-        with pytest.raises(Unavailable, match="no decode instance"):
-            stage.open("later")
+        assert not sent(staying), "it ends here: no other decode instance is left"
+        assert stage.open("later").last_member is prefill
 
     play(story())
 
@@ -232,18 +231,43 @@ def test_a_role_that_does_not_go_with_the_others_is_refused() -> None:
     play(story())
 
 
-def test_with_nobody_left_the_client_is_told() -> None:
+@pytest.mark.parametrize(("first", "second"), [("prefill", "decode"), ("decode", "prefill")])
+def test_who_is_left_does_everything_and_with_nobody_left_the_client_is_told(first: str, second: str) -> None:
+    async def story() -> None:
+        stage = Stage(first, second)
+        left, lost = stage.members
+        stage.fleet._leave(lost, "test")
+        flight = stage.open()
+        ((_, submit),) = sent(left)
+        placement = flight.timeline.placement
+        assert submit.phase == pb.BOTH and placement is not None and placement.reason == f"no_{second}_instance"
+        stage.says(left, token_ids=[7])
+        again = stage.join("both-1", "both")
+        stage.fleet._leave(left, "test")
+        ((_, submit),) = sent(again)
+        assert submit.phase == pb.BOTH and list(submit.output) == [7]
+        stage.fleet._leave(again, "test")
+        with pytest.raises(Unavailable, match=r"both-1 was lost .* no prefill and no decode instance is there to take"):
+            await tokens(flight)
+        with pytest.raises(Unavailable, match="no prefill and no decode instance"):
+            stage.open()
+
+    play(story())
+
+
+def test_a_stream_of_a_lost_decode_goes_on_with_prefill_alone() -> None:
     async def story() -> None:
         stage = Stage("prefill", "decode")
         prefill, decode = stage.members
         flight = stage.open()
+        stage.says(prefill, token_ids=[7], stored=pb.Stored(num_blocks=1, final=True))
+        stage.says(decode, token_ids=[8])
         sent(prefill)
         stage.fleet._leave(decode, "test")
-        with pytest.raises(Unavailable, match=r"decode-1 was lost .* no decode instance is there to take it"):
-            await tokens(flight)
-        assert [kind for kind, _ in sent(prefill)] == ["cancel"]
-        with pytest.raises(Unavailable, match="no decode instance"):
-            stage.open()
+        ((_, submit),) = sent(prefill)
+        assert submit.phase == pb.BOTH and list(submit.output) == [7, 8]
+        stage.says(prefill, "r#1", token_ids=[9, 10], finish_reason="length")
+        assert await tokens(flight) == [7, 8, 9, 10]
 
     play(story())
 
@@ -475,10 +499,11 @@ def test_who_dies_again_and_again_gets_nothing_and_then_one_request(monkeypatch:
             clock.now += 10
             stage.fleet._leave(decode, "test")
             decode = stage.join("decode-1", "decode")
-        with pytest.raises(Unavailable, match="no decode instance but decode-1, out after repeated faults, is there"):
-            stage.open("r3")
-        assert not stage.dispatcher.ready()[0]
-        assert not prefill.requests and not sent(decode), "nothing is dispatched by half"
+        assert stage.open("r3").last_member is prefill and not sent(decode), "prefill does everything meanwhile"
+        assert stage.dispatcher.ready() == (
+            False,
+            "no decode instance but decode-1, out after repeated faults, is registered",
+        )
         assert b'pdserve_breaker_state{instance="decode-1"} 2.0' in stage.dispatcher._metrics.text()
         other = stage.join("decode-2", "decode")
         assert all(stage.open(f"o{number}").decode is other for number in range(5))
@@ -486,8 +511,7 @@ def test_who_dies_again_and_again_gets_nothing_and_then_one_request(monkeypatch:
         clock.now += 5
         assert {one["breaker"] for one in stage.dispatcher.instances()} == {"closed", "half_open"}
         probe = stage.open("probe")
-        with pytest.raises(Unavailable, match="out after repeated faults"):
-            stage.open("r4")
+        assert stage.open("r4").last_member is prefill
         stage.says(prefill, "probe", token_ids=[7], stored=pb.Stored(num_blocks=1, final=True))
         stage.says(decode, "probe", token_ids=[8])
         assert not probe.machine.ended
