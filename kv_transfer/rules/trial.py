@@ -47,7 +47,7 @@ def new_keys(count: int) -> list[bytes]:
     return [os.urandom(KEY_BYTES) for _ in range(count)]
 
 
-def make_layout(block_bytes: int, fingerprint: str, version: int = LAYOUT_VERSION) -> Layout:
+def make_layout(block_bytes: int, fingerprint: str = "a model", version: int = LAYOUT_VERSION) -> Layout:
     return Layout(
         model_fingerprint=fingerprint,
         num_layers=1,

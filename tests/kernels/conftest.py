@@ -2,12 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from pdserve.config import EngineConfig
+from pdserve.costs import Costs
+from pdserve.engine.engine import Engine
 from pdserve.kernels import cpu, reference
 from pdserve.kernels.batch import Kernel, PagedBatch
+from pdserve.request import SamplingParams
 
 LAYERS, LAYER = 3, 1
 
@@ -100,3 +106,50 @@ def cpu_kernel() -> Kernel:
     except cpu.CannotBuild as error:
         pytest.skip(str(error))
     return cpu
+
+
+def continue_greedily(engine: Engine, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    greedy = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
+    seqs = [engine.new_sequence(str(i), prompt, greedy) for i, prompt in enumerate(prompts)]
+    for seq in seqs:
+        engine.add(seq)
+    while engine.has_work:
+        for seq in engine.step().sampled:
+            if seq.finish_reason():
+                engine.remove(seq)
+    return [seq.tokens[seq.num_prompt :] for seq in seqs]
+
+
+@pytest.fixture
+def equals_generate(checkpoint: Callable[..., Path], generate: Callable[..., list[list[int]]]) -> Callable[..., Engine]:
+    """equals_generate(architecture, prompts, new_tokens, **settings) checks the whole engine, cold and warm → the engine."""
+
+    def check(architecture: str, prompts: list[list[int]], new_tokens: int, **settings: Any) -> Engine:
+        path = checkpoint(architecture)
+        expected = generate(path, prompts, new_tokens)
+        engine = Engine(EngineConfig(model=str(path), **settings))
+        assert continue_greedily(engine, prompts, new_tokens) == expected
+        assert continue_greedily(engine, prompts, new_tokens) == expected, "with a warm prefix cache"
+        return engine
+
+    return check
+
+
+@pytest.fixture
+def equals_generate_while_preempting(
+    checkpoint: Callable[..., Path], generate: Callable[..., list[list[int]]]
+) -> Callable[..., None]:
+    """The same in a pool that is too small for all prompts: recomputing and, with swap_space, swapping."""
+
+    def check(prompts: list[list[int]], new_tokens: int, swap_space: float, **settings: Any) -> None:
+        path = checkpoint("llama")
+        expected = generate(path, prompts, new_tokens)
+        engine = Engine(EngineConfig(model=str(path), swap_space=swap_space, **settings))
+        engine.scheduler.costs = Costs(prefill=(1, 1, 0), swap=(0, 0))  # who can be swapped is
+        for _ in range(2):
+            before, swapped = engine.scheduler.num_preemptions, engine.scheduler.num_swaps
+            assert continue_greedily(engine, prompts, new_tokens) == expected
+            assert engine.scheduler.num_preemptions > before
+            assert (engine.scheduler.num_swaps > swapped) == (swap_space > 0)
+
+    return check

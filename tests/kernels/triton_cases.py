@@ -1,19 +1,14 @@
 """Collected by test_triton.py only. Small shapes: the interpreter is some 200 times slower than torch."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from pdserve.config import EngineConfig
-from pdserve.costs import Costs
-from pdserve.engine.engine import Engine
 from pdserve.kernels import reference
 from pdserve.kernels.attention import choose
 from pdserve.kernels.batch import Kernel
-from pdserve.request import SamplingParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -92,23 +87,9 @@ def test_blocks(dtype: torch.dtype, kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("swap_space", [0, 0.001])
 def test_equals_generate_while_preempting(
-    swap_space: float, checkpoint: Callable[..., Path], generate: Callable[..., list[list[int]]]
+    swap_space: float, equals_generate_while_preempting: Callable[..., None]
 ) -> None:
-    """The whole engine, cold and warm, in a pool too small for two."""
-    path, prompts = checkpoint("llama"), [[3, 1, 4, 1, 5, 9, 2, 6, 5], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4]]
-    settings: dict[str, Any] = {"num_blocks": 6, "block_size": 4, "max_num_batched_tokens": 8, "swap_space": swap_space}
-    engine = Engine(EngineConfig(model=str(path), kernel="triton", **settings))
-    engine.scheduler.costs = Costs(prefill=(1, 1, 0), swap=(0, 0))
-    greedy = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
-    for _ in range(2):
-        before, swapped = engine.scheduler.num_preemptions, engine.scheduler.num_swaps
-        seqs = [engine.new_sequence(str(i), prompt, greedy) for i, prompt in enumerate(prompts)]
-        for seq in seqs:
-            engine.add(seq)
-        while engine.has_work:
-            for seq in engine.step().sampled:
-                if seq.finish_reason():
-                    engine.remove(seq)
-        assert [seq.tokens[seq.num_prompt :] for seq in seqs] == generate(path, prompts, greedy.max_tokens)
-        assert engine.scheduler.num_preemptions > before
-        assert (engine.scheduler.num_swaps > swapped) == (swap_space > 0)
+    """The whole engine, in a pool too small for two."""
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4]]
+    settings = {"kernel": "triton", "num_blocks": 6, "block_size": 4, "max_num_batched_tokens": 8}
+    equals_generate_while_preempting(prompts, 6, swap_space, **settings)

@@ -23,6 +23,7 @@ from pdserve.kv_transfer.memory import MemoryConnector
 from pdserve.kv_transfer.mooncake import MooncakeConnector
 from pdserve.kv_transfer.redis import RedisConnector
 from pdserve.kv_transfer.redis_cluster import RedisClusterConnector
+from pdserve.kv_transfer.rules.trial import make_layout
 from pdserve.kv_transfer.shm import ShmConnector
 from pdserve.kv_transfer.tiered import TieredConnector
 
@@ -39,18 +40,6 @@ CLASSES: dict[str, Callable[[str], Connector]] = {
     "tiered": TieredConnector,
     "mooncake": MooncakeConnector,
 }
-
-
-def make_layout(block_bytes: int, fingerprint: str = "a model") -> Layout:
-    return Layout(
-        model_fingerprint=fingerprint,
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=block_bytes // 2,
-        block_size=1,
-        dtype="uint8",
-        itemsize=1,
-    )
 
 
 def make_keys(count: int) -> list[bytes]:

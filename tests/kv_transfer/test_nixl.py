@@ -23,6 +23,7 @@ from pdserve.kv_transfer.connector import Outcome, PoolMemory, Result
 from pdserve.kv_transfer.header import HEADER_BYTES, Row
 from pdserve.kv_transfer.nixl import NixlConnector
 from pdserve.kv_transfer.nixl_tickets import ENTRY, Introduction, pack_ticket, unpack_ticket
+from pdserve.kv_transfer.rules.trial import make_layout
 
 BLOCK_BYTES = 16384
 OK, MISSING, CORRUPT, UNAVAILABLE = Outcome.OK, Outcome.MISSING, Outcome.CORRUPT, Outcome.UNAVAILABLE
@@ -30,16 +31,14 @@ OK, MISSING, CORRUPT, UNAVAILABLE = Outcome.OK, Outcome.MISSING, Outcome.CORRUPT
 OWNER = """
 import json, sys, time
 import numpy as np
-from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import PoolMemory
 from pdserve.kv_transfer.nixl import NixlConnector
+from pdserve.kv_transfer.rules.trial import make_layout
 
 url, block_bytes, blocks, seed = sys.argv[1], *map(int, sys.argv[2:5])
-layout = Layout(model_fingerprint="a model", num_layers=1, num_kv_heads=1, head_dim=block_bytes // 2, block_size=1,
-                dtype="uint8", itemsize=1)
 rows = np.random.default_rng(seed).integers(0, 256, (blocks, block_bytes), dtype=np.uint8)
 connector = NixlConnector(url)
-connector.attach(PoolMemory(rows, layout))
+connector.attach(PoolMemory(rows, make_layout(block_bytes)))
 held = []
 
 def store(keys, ids, lease_s):
@@ -65,18 +64,6 @@ for line in sys.stdin:
     name, arguments = json.loads(line)
     print(json.dumps(globals()[name](**arguments)), flush=True)
 """
-
-
-def layout_for(block_bytes: int, fingerprint: str = "a model") -> Layout:
-    return Layout(
-        model_fingerprint=fingerprint,
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=block_bytes // 2,
-        block_size=1,
-        dtype="uint8",
-        itemsize=1,
-    )
 
 
 @dataclass(frozen=True)
@@ -129,7 +116,7 @@ class Reader:
     """The pool of this process. Its rows are all 7 at first."""
 
     def __init__(self, url: str = "nixl://", layout: Layout | None = None, blocks: int = 64) -> None:
-        self.layout = layout or layout_for(BLOCK_BYTES)
+        self.layout = layout or make_layout(BLOCK_BYTES)
         self.rows: Row = np.full((blocks, self.layout.block_bytes), 7, np.uint8)
         self.connector = NixlConnector(url)
         self.connector.attach(PoolMemory(self.rows, self.layout))
@@ -239,7 +226,7 @@ def test_a_pool_of_large_blocks_over_tcp(
     owners: StartOwners, reader: StartReader, new_keys: Callable[[int], list[bytes]], only_tcp: str
 ) -> None:
     [owner] = owners(block_bytes=3 << 20, blocks=8)
-    mine, keys = reader("nixl://?piece=6MiB", layout=layout_for(3 << 20), blocks=8), new_keys(7)
+    mine, keys = reader("nixl://?piece=6MiB", layout=make_layout(3 << 20), blocks=8), new_keys(7)
     stored = owner.store(keys, [6, 0, 5, 1, 4, 2, 3])
     assert mine.load(keys, [1, 2, 3, 4, 5, 6, 7], stored).leading == 7
     np.testing.assert_array_equal(mine.rows[1:], owner.rows[[6, 0, 5, 1, 4, 2, 3]])
@@ -298,7 +285,7 @@ def test_tickets_that_make_no_sense(owner: Owner, reader: StartReader, new_keys:
 def test_another_model_is_never_read(owner: Owner, reader: StartReader, new_keys: Callable[[int], list[bytes]]) -> None:
     keys = new_keys(2)
     stored = owner.store(keys, [0, 1])
-    for layout in (layout_for(BLOCK_BYTES, "another model"), layout_for(2 * BLOCK_BYTES)):
+    for layout in (make_layout(BLOCK_BYTES, "another model"), make_layout(2 * BLOCK_BYTES)):
         mine = reader(layout=layout)
         assert mine.load(keys, [0, 1], stored).outcomes == [CORRUPT] * 2
         assert (mine.rows == 7).all()
@@ -369,7 +356,7 @@ def test_a_peer_killed_while_it_is_read(
     if tls:
         monkeypatch.setenv("UCX_TLS", tls)
     [owner] = owners(block_bytes=1 << 20, blocks=16)
-    mine, keys = reader("nixl://?piece=1MiB", layout=layout_for(1 << 20), blocks=16), new_keys(16)
+    mine, keys = reader("nixl://?piece=1MiB", layout=make_layout(1 << 20), blocks=16), new_keys(16)
     stored = owner.store(keys, range(16))
     meanwhile(mine, monkeypatch, at=9, do=owner.kill)
     outcomes = mine.load(keys, range(15, -1, -1), stored).outcomes
@@ -399,7 +386,7 @@ def test_a_stopped_peer_costs_the_time_out_and_writes_nothing_later(
     owners: StartOwners, reader: StartReader, new_keys: Callable[[int], list[bytes]], only_tcp: str
 ) -> None:
     stopped, other = owners(2, block_bytes=1 << 20, blocks=16)
-    mine, keys = reader("nixl://?timeout=2&piece=2MiB", layout=layout_for(1 << 20), blocks=16), new_keys(17)
+    mine, keys = reader("nixl://?timeout=2&piece=2MiB", layout=make_layout(1 << 20), blocks=16), new_keys(17)
     assert mine.load(keys[:1], [0], stopped.store(keys[:1], [0])).leading == 1
     stored, instead = stopped.store(keys[1:], range(16)), other.store(keys[1:], range(16))
     stopped.signal(signal.SIGSTOP)

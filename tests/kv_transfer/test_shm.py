@@ -32,20 +32,18 @@ SLOTS = 32  # the smallest segment: two sets, so that a key may use every slot
 WRITER = """
 import sys
 import numpy as np
-from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import PoolMemory
+from pdserve.kv_transfer.rules.trial import make_layout
 from pdserve.kv_transfer.shm import ShmConnector
 
 url, block_bytes, seed, count, lease_s, passes = sys.argv[1], *map(int, sys.argv[2:5]), *map(float, sys.argv[5:])
-layout = Layout(model_fingerprint="a model", num_layers=1, num_kv_heads=1, head_dim=block_bytes // 2, block_size=1,
-                dtype="uint8", itemsize=1)
 rows = np.zeros((count, block_bytes), np.uint8)
 keys = []
 for n in range(count):
     keys.append(seed.to_bytes(8, "little") + n.to_bytes(8, "little"))
     rows[n] = np.random.default_rng([seed, n]).integers(0, 256, block_bytes, dtype=np.uint8)
 connector = ShmConnector(url)
-connector.attach(PoolMemory(rows, layout))
+connector.attach(PoolMemory(rows, make_layout(block_bytes)))
 print("ready", flush=True)
 while passes > 0:
     passes -= 1
