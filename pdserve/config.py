@@ -161,7 +161,7 @@ class RouterConfig(ModelConfig):
     control_host: str = flag("address that instances reach", "127.0.0.1")
     control_port: int = flag("port for instances", DEFAULT_CONTROL_PORT)
     registry: str = flag(
-        "the Redis where this router registers for instances to find it, such as redis://host:6379/0; empty: none", ""
+        "the Redis where this router registers, and shares limits of keys, such as redis://host:6379/0; empty: none", ""
     )
     announce_host: str = flag(
         "where instances with a --registry dial this router; default: --control-host; if that is 0.0.0.0, as Redis sees it",

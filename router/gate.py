@@ -53,7 +53,7 @@ class Gate:
     def __init__(self, keys: Sequence[Key], config: RouterConfig, metrics: Metrics) -> None:
         self.keys = keys
         everybody = [*keys, Key(ANYONE, b"")]
-        self._quotas = {key.name: Quota(key.limits) for key in everybody}
+        self.quotas = {key.name: Quota(key.limits) for key in everybody}
         self._queue = FairQueue[Place]({key.name: key.weight for key in everybody})
         self._free = self._max_requests = config.max_requests
         self._max_queue = config.max_queue
@@ -67,7 +67,7 @@ class Gate:
         """
         prompt_tokens, choices = sum(map(len, plan.prompts)), len(plan.requests)
         max_tokens = prompt_tokens + sum(request.sampling.max_tokens for request in plan.requests)
-        now, quota = time.monotonic(), self._quotas[key]
+        now, quota = time.monotonic(), self.quotas[key]
         if (refusal := quota.refusal(choices, max_tokens, now)) is not None:
             raise self._counted(key, refusal)
         quota.take(choices, max_tokens, now)
@@ -92,7 +92,7 @@ class Gate:
     def left(self, place: Place, tokens: int) -> None:
         """A place is free again, in the queue or among those under way."""
         tokens = min(tokens, place.max_tokens)
-        self._quotas[place.key].give_back(place.choices, place.max_tokens - tokens, time.monotonic())
+        self.quotas[place.key].give_back(place.choices, place.max_tokens - tokens, time.monotonic())
         if not place.turn.done():
             self._queue.remove(place.key, place)
         elif place.turn.result() is None:
@@ -104,7 +104,7 @@ class Gate:
 
     def headers(self, key: str) -> dict[str, str]:
         """What is left of a key's limits, in OpenAI's words."""
-        return self._quotas[key].headers(time.monotonic())
+        return self.quotas[key].headers(time.monotonic())
 
     def _let_in(self) -> None:
         """Nobody overtakes one that waits for several places."""

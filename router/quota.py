@@ -6,6 +6,7 @@ it ends. So a key never gets more than its rate, however many requests run at on
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdserve.errors import BadRequest, Overloaded, RequestError
@@ -49,6 +50,7 @@ class Bucket:
         self.rate = rate
         self._left = float(rate.amount)
         self._at = -math.inf
+        self._untold = 0.0
 
     def left(self, now: float) -> float:
         """Below 0 while somebody holds more than a full bucket."""
@@ -57,7 +59,17 @@ class Bucket:
 
     def take(self, cost: float, now: float) -> None:
         """A negative cost gives back."""
+        self._untold += cost
         self._left, self._at = min(float(self.rate.amount), self.left(now) - cost), now
+
+    def tell(self) -> dict[str, float]:
+        """What was taken since the last time, for the account that several routers have of it."""
+        taken, self._untold = self._untold, 0.0
+        return {**vars(self.rate), "taken": taken}
+
+    def hear(self, left: float, now: float) -> None:
+        """What that account has left. Of what was taken since it was told, it does not know yet."""
+        self._left, self._at = min(float(self.rate.amount), left - self._untold), now
 
     def wait(self, cost: float, now: float) -> float:
         """Seconds until so much is there. Who wants more than the bucket holds waits until it is full."""
@@ -78,22 +90,32 @@ class Quota:
 
     Attributes:
         choices: that it has under way or waiting.
+        elsewhere: those that it has by way of other routers.
+        limited: there are limits.
+        stale: it may have changed here since other routers were told, or there since this one was.
     """
 
     def __init__(self, limits: Limits) -> None:
-        self.choices = 0
+        self.choices = self.elsewhere = 0
+        self.limited = limits != Limits()
         self._limits = limits
         self._requests = limits.requests and Bucket(limits.requests)
         self._tokens = limits.tokens and Bucket(limits.tokens)
+        self._asked = False
+
+    @property
+    def stale(self) -> bool:
+        return self._asked or self.choices + self.elsewhere > 0
 
     def refusal(self, choices: int, tokens: int, now: float) -> RequestError | None:
         """Why a request may not come now, with the seconds after which it may, or None."""
-        most = self._limits.concurrency
+        most, under_way = self._limits.concurrency, self.choices + self.elsewhere
+        self._asked = True
         if most is not None and choices > most:
             message = f"this API key may have {most} choices under way, and the request asks for {choices}"
             return BadRequest(message, kind="too_many_choices", param="n")
-        if most is not None and self.choices + choices > most:
-            words = f"this API key has {self.choices} choices under way or waiting, of {most} that it may have"
+        if most is not None and under_way + choices > most:
+            words = f"this API key has {under_way} choices under way or waiting, of {most} that it may have"
             return Overloaded(words, kind="rate_limit_concurrency", retry_after_s=1)
         if self._requests and (wait := self._requests.wait(1, now)):
             words = f"this API key may send {_worded(self._requests.rate, 'requests')}"
@@ -116,14 +138,29 @@ class Quota:
 
     def give_back(self, choices: int, tokens: int, now: float) -> None:
         """Of a request that has ended: its choices, and the tokens that it did not need."""
+        self._asked = True
         self.choices -= choices
         assert self.choices >= 0 and tokens >= 0, (self.choices, tokens)
         if self._tokens:
             self._tokens.take(-tokens, now)
 
     def headers(self, now: float) -> dict[str, str]:
-        buckets = (("requests", self._requests), ("tokens", self._tokens))
-        return {name: value for what, one in buckets if one for name, value in one.headers(what, now).items()}
+        return {name: value for what, one in self._buckets() for name, value in one.headers(what, now).items()}
+
+    def tell(self) -> dict[str, object]:
+        """For the account that several routers have of the key."""
+        self._asked = False
+        return {"choices": self.choices, "rates": {what: one.tell() for what, one in self._buckets()}}
+
+    def hear(self, choices: int, left: Mapping[str, float], now: float) -> None:
+        """What other routers have under way, and what is left of each rate, as far as anybody knows."""
+        self.elsewhere = choices
+        for what, one in self._buckets():
+            if what in left:
+                one.hear(left[what], now)
+
+    def _buckets(self) -> list[tuple[str, Bucket]]:
+        return [(what, one) for what, one in (("requests", self._requests), ("tokens", self._tokens)) if one]
 
 
 def _worded(rate: Rate, what: str) -> str:

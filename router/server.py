@@ -32,6 +32,7 @@ from pdserve.router.listening import listen
 from pdserve.router.metrics import Metrics
 from pdserve.router.overview import Overview
 from pdserve.router.policy import POLICIES
+from pdserve.router.shared_quota import SharedQuotas
 from pdserve.router.timeline import log_ended
 from pdserve.router.tokenizer import Tokenizer
 from pdserve.router.tracing import Tracer
@@ -97,6 +98,7 @@ async def _serve(config: RouterConfig, keys: list[Key], tokenizer: Tokenizer, li
     watching = [fleet.watch(), dispatcher.watch()]
     if registry is not None:
         watching.append(registry.announce(config.announce_host or config.control_host, control_port))
+        watching.append(SharedQuotas(registry, fleet.router_id, gate.quotas).run())
     watches = [asyncio.create_task(watch) for watch in watching]
     for watch in watches:  # without one of them nothing would ever be late, and no instance lost
         watch.add_done_callback(lambda _: server.handle_exit(signal.SIGINT, None))

@@ -132,6 +132,19 @@ def test_instances_find_all_routers(fleet: Fleet) -> None:
         assert fleet.ask(router, 2) == (fleet.expected[2], "")
 
 
+def test_a_key_has_one_account_for_all_routers(fleet: Fleet, until: Callable[..., None]) -> None:
+    for router in (0, 1):
+        assert fleet.ask(router, 2, key="b") == (fleet.expected[2], "")
+
+    def account() -> dict[str, Any]:
+        with closing(redis.Redis.from_url(fleet.redis.url)) as client:
+            text: Any = client.get(f"pdserve:limits:bob:{fleet.deployment.config.name}")
+        return dict(json.loads(text or "{}"))
+
+    until(lambda: 2 <= account().get("requests", [4])[0] < 3, "two of four requests are left")
+    until(lambda: account()["choices"] == {}, "nothing is under way")
+
+
 def test_nobody_is_lost_with_redis(fleet: Fleet, until: Callable[..., None]) -> None:
     fleet.redis.kill()
     for name in ("registry_failures_total", "lookups_of_routers_failed_total"):
