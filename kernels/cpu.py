@@ -7,6 +7,7 @@ the process would fight for the same cores.
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -19,8 +20,9 @@ from pathlib import Path
 
 import torch
 
-from pdserve.kernels import reference
 from pdserve.kernels.batch import PagedBatch
+
+log = logging.getLogger(__name__)
 
 NAME = "cpu"
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
@@ -29,7 +31,6 @@ COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
 HUGE_PAGE = 1 << 21
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of <linux/mman.h>
-AMX_TOKENS = 64  # new tokens of one sequence, from which on torch's matrix instructions win over gathering for them
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # by the numbers that the sources give them
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -76,21 +77,18 @@ def attend(
     window: int | None,
     softcap: float | None,
     longest_run: int = 0,
-    most_new: int | None = None,
+    amx: bool = True,
 ) -> torch.Tensor:
     """Attention of every new token over its own sequence, [T, H, D].
 
-    `longest_run` is how much KV one thread reads before a decoding sequence is split; 0 leaves it to the kernel. Sequences
-    with more than `most_new` new tokens are computed by torch; None takes what is faster here.
+    `longest_run` is how much KV one thread reads before a decoding sequence is split; 0 leaves it to the kernel. `amx` lets
+    matrix instructions compute prefill in bfloat16, where there are any.
     """
     assert q_THD.dtype == cache_N2GBD.dtype
     q_THD = _rows(q_THD)
-    tokens, heads, size = q_THD.shape
-    out_THD = q_THD.new_empty((tokens, heads, size))
+    _, heads, size = q_THD.shape
+    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
     tables_SM, starts = batch.tables_SM.contiguous(), batch.starts
-    if most_new is None:
-        amx = q_THD.dtype == torch.bfloat16 and has_amx() and softcap is None  # torch has no fused soft cap
-        most_new = AMX_TOKENS - 1 if amx else tokens
     library().pdserve_attend(
         DTYPES.index(q_THD.dtype),
         out_THD.data_ptr(),
@@ -114,15 +112,9 @@ def attend(
         window or 0,
         softcap or 0.0,
         longest_run,
-        most_new,
+        amx,
         torch.get_num_threads(),
     )
-    first = 0
-    for s, count in enumerate(batch.query_lens):
-        if count > most_new:
-            span = slice(first, first + count)
-            out_THD[span] = reference.attend_sequence(q_THD[span], cache_N2GBD, batch, s, scale, window, softcap)
-        first += count
     return out_THD
 
 
@@ -216,13 +208,9 @@ def library() -> ctypes.CDLL:
         (loaded.pdserve_rotary, _ROTARY),
     ):
         function.argtypes, function.restype = list(arguments), None
+    if "amx_bf16" in _cpu() and not loaded.pdserve_amx():
+        log.warning("prefill in bfloat16 is slower: compiler or system do not let it use AMX, the matrix instructions")
     return loaded
-
-
-@cache
-def has_amx() -> bool:
-    """The processor multiplies bfloat16 matrices, and torch makes use of it."""
-    return "amx_bf16" in _cpu()
 
 
 def can_build() -> bool:

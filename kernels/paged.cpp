@@ -10,6 +10,7 @@
 // afterwards (flash-decoding, Dao et al. 2023).
 // Prefill (more new tokens): one task is a tile of query rows (token × query head) of one key/value head. Vector lanes run
 // along the query rows, so that neither the products nor the softmax ever sum across lanes (after FlashAttention-2, Dao 2023).
+// In bfloat16 amx.h does it, where there are matrix instructions.
 //
 // Names: see problem.h.
 
@@ -19,6 +20,7 @@
 #include <cstring>
 #include <vector>
 
+#include "amx.h"
 #include "problem.h"
 #include "vectors.h"
 
@@ -190,9 +192,6 @@ void combine(const Problem& a, const Run& run, const float* partial, i64 size) {
 
 // ---- prefill ----------------------------------------------------------------------------------------------------------
 
-// Query rows [first, end) of one sequence and key/value head; row = new token × R + query head within the group.
-struct Tile { i64 s, g, first, end; };
-
 // c[i][x] += Σ_j a[i · ai + j · aj] · b[j][x] for `rows` × (V vectors): outer products, no sum across lanes.
 template <int I, int V>
 inline void multiply(float* c, const float* a, i64 ai, i64 aj, const float* b, i64 J) {
@@ -301,18 +300,18 @@ void prefill(const Problem& a, const Tile& tile, Scratch& x) {
 // ---- tasks ------------------------------------------------------------------------------------------------------------
 
 template <class T>
-void attend(const Problem& a, i64 longest_run, i64 most_new) {
+void attend(const Problem& a, i64 longest_run, bool matrices) {
     const i64 R = a.H / a.G, D = a.D;
     i64 decoding = 0, work = 0;
     std::vector<i64> firsts(a.S);
     for (i64 s = 0; s < a.S; s++) {
         const i64 news = a.starts[s + 1] - a.starts[s];
-        if (news > most_new) continue;
         firsts[s] = a.window ? std::max<i64>(0, a.kv_lens[s] - a.window) : 0;
         if (news == 1) decoding += (a.kv_lens[s] - firsts[s]) * a.G;
         work += (a.kv_lens[s] - firsts[s]) * a.H * news;
     }
     // Four tasks per thread even out what the system takes from one of them.
+    const i64 height = matrices ? amx::height(a.starts[a.S] * a.H / (4 * a.threads)) : ROWS;
     i64 length = longest_run ? longest_run : std::max(SMALLEST_RUN, decoding / (4 * a.threads));
     length = (length + TILE - 1) / TILE * TILE;
     std::vector<Run> runs;
@@ -321,14 +320,13 @@ void attend(const Problem& a, i64 longest_run, i64 most_new) {
     for (i64 s = 0; s < a.S; s++) {
         const i64 news = a.starts[s + 1] - a.starts[s], first = firsts[s], end = a.kv_lens[s];
         const i64 cuts = (end - first + length - 1) / length;
-        if (news > most_new) continue;
-        for (i64 g = 0; g < a.G; g++) {
-            if (news == 1)
+        if (news == 1) {
+            for (i64 g = 0; g < a.G; g++)
                 for (i64 i = 0; i < cuts; i++)
                     runs.push_back({s, g, first + i * length, std::min(end, first + (i + 1) * length), i, cuts});
-            else
-                for (i64 row = (news * R - 1) / ROWS * ROWS; row >= 0; row -= ROWS)  // those that see most come first
-                    tiles.push_back({s, g, row, std::min(row + ROWS, news * R)});
+        } else {
+            for (i64 row = (news * R - 1) / height * height; row >= 0; row -= height)  // those that see most come first
+                for (i64 g = 0; g < a.G; g++) tiles.push_back({s, g, row, std::min(row + height, news * R)});
         }
         if (news == 1 && cuts > 1) slots += cuts * a.G;
     }
@@ -341,7 +339,12 @@ void attend(const Problem& a, i64 longest_run, i64 most_new) {
     const i64 num_runs = runs.size(), num_tiles = tiles.size();
 #pragma omp parallel num_threads((int)a.threads) if (work * D > 1 << 16)
     {
-        if (num_tiles) {
+        if (num_tiles && matrices) {
+            const amx::Registers registers;
+            amx::Scratch scratch(D);
+#pragma omp for schedule(dynamic, 1) nowait
+            for (i64 i = 0; i < num_tiles; i++) amx::prefill(a, tiles[i], scratch);
+        } else if (num_tiles) {
             Scratch scratch(D);
 #pragma omp for schedule(dynamic, 1) nowait
             for (i64 i = 0; i < num_tiles; i++) prefill<T>(a, tiles[i], scratch);
@@ -367,17 +370,20 @@ void attend(const Problem& a, i64 longest_run, i64 most_new) {
 
 extern "C" {
 
+// The library has matrix instructions, and the system lets this process use them.
+i64 pdserve_amx() { return amx::permitted(); }
+
 // dtype: 0 float32, 1 bfloat16, 2 float16, of query, cache and output. longest_run 0 lets the kernel decide on the split.
-// Sequences with more than most_new new tokens are left alone.
+// `matrices`: bfloat16 with more than one new token is computed by the processor's matrix instructions, if pdserve_amx().
 void pdserve_attend(i64 dtype, void* out, i64 out_token, i64 out_head, const void* q, i64 q_token, i64 q_head,
                     const void* cache, i64 block, i64 half, i64 head, const i64* tables, const i64* starts,
                     const i64* kv_lens, i64 S, i64 H, i64 G, i64 D, i64 B, i64 M, float scale, i64 window, float softcap,
-                    i64 longest_run, i64 most_new, i64 threads) {
+                    i64 longest_run, i64 matrices, i64 threads) {
     const Problem a{out,  q, cache, tables, starts, kv_lens, out_token, out_head, q_token, q_head, block, half,
                     head, S, H,     G,      D,      B,       M,         scale,    softcap, window, threads};
-    if (dtype == 0) attend<float>(a, longest_run, most_new);
-    if (dtype == 1) attend<bf16>(a, longest_run, most_new);
-    if (dtype == 2) attend<fp16>(a, longest_run, most_new);
+    if (dtype == 0) attend<float>(a, longest_run, false);
+    if (dtype == 1) attend<bf16>(a, longest_run, matrices && amx::permitted());
+    if (dtype == 2) attend<fp16>(a, longest_run, false);
 }
 
 // K and V rows of `row` bytes go to their slots. All strides in bytes.

@@ -29,6 +29,9 @@ struct Problem {
     i64 threads;
 };
 
+// Query rows [first, end) of one sequence and key/value head; row = new token × R + query head within the group.
+struct Tile { i64 s, g, first, end; };
+
 // Where the K and V rows of one sequence and head lie: tokens of one block follow each other.
 template <class T>
 struct Rows {

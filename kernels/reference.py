@@ -39,23 +39,8 @@ def attend(
     for s, length in enumerate(batch.query_lens):
         if length > 1:
             span = slice(starts[s], starts[s] + length)
-            out_THD[span] = attend_sequence(q_THD[span], cache_N2GBD, batch, s, scale, window, softcap)
+            out_THD[span] = _attend_sequence(q_THD[span], cache_N2GBD, batch, s, scale, window, softcap)
     return out_THD
-
-
-def attend_sequence(
-    q_THD: torch.Tensor,
-    cache_N2GBD: torch.Tensor,
-    batch: PagedBatch,
-    s: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    """Attention of the new tokens of one sequence."""
-    blocks = batch.tables_SM[s, : -(-batch.kv_lens[s] // batch.block_size)]
-    k_GLD, v_GLD = _gather(cache_N2GBD, blocks[None])
-    return _attend_one(q_THD, k_GLD[0], v_GLD[0], batch.kv_lens[s], scale, window, softcap)
 
 
 def copy_blocks(pool_N: torch.Tensor, sources_C: torch.Tensor, targets_C: torch.Tensor) -> None:
@@ -110,6 +95,20 @@ def _attend_decoding(
     hidden_SGLD = ~seen_SL[:, None, :, None]
     k_SGLD, v_SGLD = k_SGLD.masked_fill(hidden_SGLD, 0), v_SGLD.masked_fill(hidden_SGLD, 0)
     return _softmax_attention(q_SHD[:, :, None], k_SGLD, v_SGLD, seen_SL[:, None, None], scale, softcap)[:, :, 0]
+
+
+def _attend_sequence(
+    q_THD: torch.Tensor,
+    cache_N2GBD: torch.Tensor,
+    batch: PagedBatch,
+    s: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    blocks = batch.tables_SM[s, : -(-batch.kv_lens[s] // batch.block_size)]
+    k_GLD, v_GLD = _gather(cache_N2GBD, blocks[None])
+    return _attend_one(q_THD, k_GLD[0], v_GLD[0], batch.kv_lens[s], scale, window, softcap)
 
 
 def _attend_one(

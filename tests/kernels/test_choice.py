@@ -86,6 +86,30 @@ def test_one_openmp_runtime() -> None:
     assert len(done.stdout.split()) == 1
 
 
+@pytest.mark.usefixtures("cpu_kernel")
+@pytest.mark.skipif("amx_bf16" not in cpu._cpu(), reason="this processor has no matrix instructions")
+def test_without_matrix_instructions() -> None:
+    """The system lets no process use them that has a signal stack too small for their registers."""
+    code = """
+import ctypes, logging
+class Stack(ctypes.Structure):
+    _fields_ = [("address", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+memory = ctypes.create_string_buffer(8192)
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(memory), 0, len(memory))), None) == 0
+logging.basicConfig(format="%(message)s")
+import torch
+from pdserve.kernels import cpu
+from pdserve.kernels.batch import PagedBatch
+pool = torch.ones((1, 1, 2, 1, 8, 32), dtype=torch.bfloat16)
+one = torch.tensor([[0]])
+batch = PagedBatch(pool, one[0], one, [5], [5], torch.tensor([5]), cpu)
+print(cpu.attend(torch.ones((5, 2, 32), dtype=torch.bfloat16), batch.layer(0), batch, 1.0, None, None).unique().tolist())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[1.0]\n"
+    assert "do not let it use AMX" in done.stderr
+
+
 def test_on_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "pdserve.kernels.gpu.triton_kernels", raising=False)

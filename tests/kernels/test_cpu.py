@@ -1,6 +1,7 @@
 """The compiled kernel equals the reference, computed in float32."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,13 +21,13 @@ pytestmark = pytest.mark.usefixtures("cpu_kernel")
 
 
 def check(case: Any, window: int | None, softcap: float | None) -> None:
-    """Unsplit and split over KV, and with long prefills left to torch."""
+    """Unsplit and split over KV, with and without the processor's matrix instructions."""
     scale, dtype = case.q_THD.shape[2] ** -0.5, case.q_THD.dtype
     expected = case.expected(scale, window, softcap)
     cpu.write_kv(case.cache_N2GBD, case.k_TGD, case.v_TGD, case.batch.slots_T)
     case.hide(window)
-    for longest_run, most_new in ((1 << 20, 1 << 20), (64, 1 << 20), (0, 39), (0, None)):
-        got = cpu.attend(case.q_THD, case.cache_N2GBD, case.batch, scale, window, softcap, longest_run, most_new)
+    for longest_run, amx in ((1 << 20, False), (64, True)):
+        got = cpu.attend(case.q_THD, case.cache_N2GBD, case.batch, scale, window, softcap, longest_run, amx)
         assert got.dtype == dtype
         torch.testing.assert_close(got.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     again = reference.attend(case.q_THD, case.cache_N2GBD, case.batch, scale, window, softcap)
@@ -54,25 +55,45 @@ def test_block_sizes(dtype: torch.dtype, block_size: int, make_case: Callable[..
     check(make_case(dtype, 8, 4, 64, block_size, RAGGED, cpu), None, None)
 
 
-@pytest.mark.parametrize("lengths", [[(1, n)] for n in (1, 2, 63, 64, 65, 129)] + [[(n, n)] for n in (2, 31, 32, 33)])
-def test_borders(lengths: list[tuple[int, int]], make_case: Callable[..., Any]) -> None:
-    check(make_case(torch.float32, 4, 2, 32, 16, lengths, cpu), None, None)
-    check(make_case(torch.float32, 4, 2, 32, 16, lengths, cpu), 1, None)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "lengths",
+    [[(1, n)] for n in (1, 2, 63, 64, 65, 129)]
+    + [[(n, n)] for n in (2, 7, 8, 9, 31, 32, 33, 255, 256, 257)]
+    + [[(2, n), (16, n)] for n in (255, 256, 257, 258, 530)],
+)
+def test_borders(dtype: torch.dtype, lengths: list[tuple[int, int]], make_case: Callable[..., Any]) -> None:
+    for window in (None, 1, 33):
+        check(make_case(dtype, 4, 2, 32, 16, lengths, cpu), window, None)
 
 
-def test_large_scores_stay_finite(make_case: Callable[..., Any]) -> None:
-    case = make_case(torch.float32, 4, 2, 32, 16, [(1, 100), (20, 90)], cpu)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_scores_stay_finite(dtype: torch.dtype, make_case: Callable[..., Any]) -> None:
+    case = make_case(dtype, 4, 2, 32, 16, [(1, 100), (20, 90), (9, 700)], cpu)
     case.q_THD.mul_(1000)
     check(case, None, None)
     check(case, None, 5.0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prefill_in_pieces(dtype: torch.dtype, make_case: Callable[..., Any]) -> None:
+    """To the bit: what a token gets does not depend on what is computed beside it."""
+    case = make_case(dtype, 6, 2, 64, 16, [(600, 600)], cpu)
+    cpu.write_kv(case.cache_N2GBD, case.k_TGD, case.v_TGD, case.batch.slots_T)
+    whole = cpu.attend(case.q_THD, case.cache_N2GBD, case.batch, 0.125, None, None)
+    for first, end in ((0, 77), (77, 340), (340, 600)):
+        piece = replace(case.batch, query_lens=[end - first], kv_lens=[end], kv_lens_S=torch.tensor([end]))
+        got = cpu.attend(case.q_THD[first:end], case.cache_N2GBD, piece, 0.125, None, None)
+        assert torch.equal(got, whole[first:end])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_any_number_of_threads(threads: int, make_case: Callable[..., Any]) -> None:
+def test_any_number_of_threads(dtype: torch.dtype, threads: int, make_case: Callable[..., Any]) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        check(make_case(torch.float32, 4, 2, 64, 16, RAGGED, cpu), None, None)
+        check(make_case(dtype, 4, 2, 64, 16, [*RAGGED, (600, 1300)], cpu), None, None)
     finally:
         torch.set_num_threads(before)
 
