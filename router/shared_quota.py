@@ -2,7 +2,7 @@
 
     pdserve:limits:<name>:<model>    what is left of its rates, and the choices that each router has under way
 
-A router decides by its copies, so no request waits for Redis. Ten times a second it tells what was taken of the keys that were
+A router decides by its copies, so no request waits for Redis. Ten times a second it tells what was taken of keys that were
 asked for, and hears what is left. Until then it does not know of the others' latest: at worst, each lets in a whole amount.
 That is a debt then, and nobody is let in until it is paid, so over longer times a key has its rate and no more.
 Without Redis, each router counts for itself.
