@@ -77,13 +77,17 @@ def create_app(
 ) -> FastAPI:
     """The app; `metrics_text` is the body of /metrics, `latest_timelines(count)` that of /debug/requests, `overview` that of
     /debug/overview."""
+
+    async def openapi() -> Response:
+        return json_response(describe(app, config.name))
+
     app = FastAPI(title="pdserve", redirect_slashes=False, openapi_url=None, docs_url=None, redoc_url=None)
     _add_errors(app)
     _Generations(config, tokenizer, backend, gate).add_to(app)
     _Models(config, tokenizer, backend).add_to(app)
     _Operations(backend, metrics_text, latest_timelines, overview, config.max_n).add_to(app)
     _add_page(app)
-    app.add_api_route("/openapi.json", lambda: json_response(describe(app)), methods=["GET"], include_in_schema=False)
+    app.add_api_route("/openapi.json", openapi, methods=["GET"], include_in_schema=False)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     app.add_middleware(Guard, clients=Keys(gate.keys), operators=Keys(declared(config.admin_key)))
     app.add_middleware(RequestId)  # around the others: their errors have an id too

@@ -1,5 +1,7 @@
-"""The description of the endpoints at /openapi.json, made from the routes and the shapes of the bodies."""
+"""The description of the endpoints at /openapi.json, made from the routes and the shapes of bodies and answers."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI
@@ -8,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from pdserve import __version__
-from pdserve.router import schemas
+from pdserve.router import answers, schemas
 
 BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": schemas.CompletionBody,
@@ -18,43 +20,75 @@ BODIES: dict[str, type[BaseModel]] = {
     "/detokenize": schemas.DetokenizeBody,
     "/admin/instances/{instance_id}/role": schemas.RoleBody,
 }
-ERROR: dict[str, Any] = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": "string"},
-            },
-        }
-    },
+QUESTION = {"role": "user", "content": "What is the capital of France?"}
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "The capital of France is", "max_tokens": 8},
+    "/v1/chat/completions": {"messages": [QUESTION], "max_completion_tokens": 8},
+    "/v1/responses": {"input": QUESTION["content"], "max_output_tokens": 8},
+    "/tokenize": {"prompt": "The capital of France is"},
+    "/detokenize": {"tokens": [1, 2, 3]},
+    "/admin/instances/{instance_id}/role": {"role": "decode"},
 }
+ERRORS = {
+    "400": "The request is not one that can be served; the message says what would be right",
+    "401": "The API key is missing or wrong",
+    "404": "There is no such model, request or instance",
+    "409": "The order does not go with what the instances do",
+    "413": "The body is too large",
+    "415": "The body is not JSON",
+    "429": "Too much is asked of this router, or by this API key; Retry-After says when to ask again",
+    "500": "A mistake of the server, which its log explains",
+    "503": "Nobody can serve the request now",
+}
+ALWAYS = {"400", "401", "500"}  # 400: a malformed X-Request-Id
+WITH_BODY = ALWAYS | {"404", "413", "415"}
+GENERATING = WITH_BODY | {"429", "503"}
 
 
-def describe(app: FastAPI) -> dict[str, Any]:
-    """OpenAPI 3.1. The endpoints read bodies themselves, so their shapes are put in here; every other answer is an error."""
+def describe(app: FastAPI, model: str) -> dict[str, Any]:
+    """OpenAPI 3.1. The endpoints read bodies and write answers themselves, so the shapes are put in here.
+
+    `model` is the name of the served one, which is the only one that a body can ask for.
+    """
     models = [(model, "validation") for model in BODIES.values()]
     _, shapes = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]  # lists are invariant
+    for shape in shapes["$defs"].values():
+        if "model" in shape["properties"]:
+            shape["properties"]["model"] = {"enum": [model, None]}
     # The page's files are no API.
     routes = [route for route in app.routes if "HEAD" not in getattr(route, "methods", ())]
     described = get_openapi(title="pdserve", version=__version__, routes=routes)
-    described["components"] = {"schemas": {**shapes["$defs"], "Error": ERROR}}
+    described["components"] = {"schemas": {**shapes["$defs"], "Error": answers.ERROR}}
     for path, methods in described["paths"].items():
         for operation in methods.values():
-            good = "202" if path.startswith("/admin/") else "200"
-            operation["responses"] = {
-                good: {"description": "The answer"},
-                "default": {"description": "Error", "content": _json("Error")},
-            }
+            operation["responses"] = _responses(path)
             if path in BODIES:
-                operation["requestBody"] = {"required": True, "content": _json(BODIES[path].__name__)}
+                operation["requestBody"] = {"required": True, "content": _json(BODIES[path].__name__, _examples(path))}
     return described
 
 
-def _json(name: str) -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+def _responses(path: str) -> dict[str, Any]:
+    streams: dict[str, Any] = {"text/event-stream": {}} if path in answers.STREAMED else {}
+    kind = "text/plain" if path == "/metrics" else "application/json"
+    good = {"description": "The answer", "content": {kind: {"schema": answers.OF[path]}, **streams}}
+    errors = {status: {"description": ERRORS[status], "content": _json("Error")} for status in sorted(_errors(path))}
+    return {"202" if path.startswith("/admin/") else "200": good, **errors}
+
+
+def _errors(path: str) -> set[str]:
+    if path in answers.STREAMED:
+        return GENERATING
+    if path.startswith("/admin/"):
+        return WITH_BODY | {"409"}
+    if path in BODIES:
+        return WITH_BODY
+    return ALWAYS | ({"404"} if "{" in path else set()) | ({"503"} if path == "/ready" else set())
+
+
+def _examples(path: str) -> dict[str, Any]:
+    ways = {"whole": {}, "streamed": {"stream": True}} if path in answers.STREAMED else {"example": {}}
+    return {"examples": {name: {"value": EXAMPLES[path] | way} for name, way in ways.items()}}
+
+
+def _json(name: str, more: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}, **more}}

@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from pdserve.request import MAX_LOGPROBS
+
 # Field → the values at which it changes nothing. Absent is always fine, and so is null.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
@@ -68,6 +70,23 @@ NEUTRAL_IN_RESPONSES: dict[str, tuple[object, ...]] = {
 }
 
 
+def within(low: float, high: float) -> Any:
+    """None by default. The bounds are for `/openapi.json`; `SamplingParams.validate` refuses others, in words."""
+    return Field(None, json_schema_extra={"minimum": low, "maximum": high})
+
+
+def described(schema: dict[str, Any]) -> Any:
+    """None by default; for a field of several forms, of which the code that reads it says in words what is wrong."""
+    return Field(None, json_schema_extra=schema)
+
+
+TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
+IDS: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+SEVERAL: list[dict[str, Any]] = [{"type": "array", "minItems": 1, "items": one} for one in (TEXT, IDS)]
+PARTS: dict[str, Any] = {"type": "array", "items": {"type": "object", "required": ["type", "text"]}}
+MESSAGES: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "object"}}
+
+
 class Body(BaseModel):
     """`neutral`: fields that are known and not supported, with the values at which they change nothing."""
 
@@ -101,22 +120,22 @@ class GenerationBody(Body):
 
     model: str | None = None
     min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
+    temperature: float | None = within(0, 100)
+    top_p: float | None = within(0, 1)
+    top_k: int | None = within(-1, 2**31 - 1)
+    min_p: float | None = within(0, 1)
+    seed: int | None = within(0, 2**63 - 1)
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
+    frequency_penalty: float | None = within(-2, 2)
+    presence_penalty: float | None = within(-2, 2)
+    repetition_penalty: float | None = within(0, 10)
     logit_bias: dict[str, float] | None = None
     include_stop_str_in_output: bool | None = None
     stream: bool | None = None
     cache_salt: str | None = None
-    priority: int | None = None
+    priority: int | None = within(-(2**31) + 1, 2**31 - 1)
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -141,9 +160,9 @@ class SamplingBody(GenerationBody):
 
 
 class CompletionBody(SamplingBody):
-    prompt: Any = None  # a string, token ids, or a list of either: `_prompts` says in words what is wrong
+    prompt: Any = described({"anyOf": [TEXT, IDS, *SEVERAL]})
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: int | None = within(0, MAX_LOGPROBS)
 
 
 class CalledFunction(Body):
@@ -160,7 +179,7 @@ class ToolCall(Body):
 
 class Message(Body):
     role: str
-    content: Any = None
+    content: Any = described({"anyOf": [{"type": ["string", "null"]}, PARTS]})
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -182,9 +201,9 @@ class ChatBody(SamplingBody):
     messages: list[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: int | None = within(0, MAX_LOGPROBS)
     tools: list[Tool] | None = None
-    tool_choice: Any = None  # `chat.tools_of` says in words what is wrong
+    tool_choice: Any = described({"type": ["string", "object", "null"]})
     parallel_tool_calls: bool | None = None
 
 
@@ -217,7 +236,7 @@ class Text(Body):
 class ResponseBody(GenerationBody):
     neutral: ClassVar = NEUTRAL_IN_RESPONSES
 
-    input: Any = None  # `responses._messages` says in words what is wrong
+    input: Any = described({"anyOf": [{"type": "string"}, MESSAGES]})
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: Text | None = None

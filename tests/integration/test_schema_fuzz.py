@@ -1,0 +1,32 @@
+"""Schemathesis reads /openapi.json and sends a whole deployment what it makes of that; scripts/fuzz does so for longer."""
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pdserve.deployment import Deployment
+
+EXAMPLES = 4  # of each operation, the same in every run
+CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+
+
+def test_answers_are_what_the_schema_says(
+    deploy: Callable[..., AbstractContextManager[Deployment]], checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    if importlib.util.find_spec("schemathesis") is None:
+        pytest.skip("Schemathesis is not installed: pip install schemathesis")
+    with deploy(model=str(checkpoint("llama")), served_model_name="demo", max_model_len=48) as deployment:
+        command = [sys.executable, "-m", "schemathesis.cli", "run", f"{deployment.url}/openapi.json"]
+        command += ["--checks", CHECKS, "--phases", "examples,fuzzing", "--max-examples", str(EXAMPLES)]
+        command += ["--generation-deterministic", "--suppress-health-check", "all", "--request-timeout", "250"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=280)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "Operations:       17 selected" in done.stdout
+        told = httpx.get(f"{deployment.url}/metrics").text
+        assert 'pdserve_requests_total{finish_reason="length"}' in told, "not even the examples were generated"
