@@ -38,6 +38,7 @@ _ATTEND = (_I, _P, _I, _I, _P, _I, _I, _P, _I, _I, _I, _P, _P, _P, _I, _I, _I, _
 _WRITE_KV = (_P, _I, _I, _I, _P, _I, _I, _P, _I, _I, _P, _I, _I, _I, _I, _I)
 _RMS_NORM = (_I, _P, _P, _P, _I, _I, _F, _I)
 _ROTARY = (_I, _I, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I)
+_GATE = (_I, _I, _P, _P, _I, _I)
 _COPY_BLOCKS = (_P, _I, _P, _P, _I, _P, _I, _I, _I)
 
 
@@ -206,6 +207,7 @@ def library() -> ctypes.CDLL:
         (loaded.pdserve_copy_blocks, _COPY_BLOCKS),
         (loaded.pdserve_rms_norm, _RMS_NORM),
         (loaded.pdserve_rotary, _ROTARY),
+        (loaded.pdserve_gate, _GATE),
     ):
         function.argtypes, function.restype = list(arguments), None
     if "amx_bf16" in _cpu() and not loaded.pdserve_amx():

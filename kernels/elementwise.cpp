@@ -1,4 +1,4 @@
-// What a decoder computes number by number, each in one pass over its input: norms and rotary embeddings, for CPUs.
+// What a decoder computes number by number, each in one pass over its input: norms, rotary embeddings and gates, for CPUs.
 // Numbers are rounded to their type where transformers' modules round them, that is after each of their operations.
 
 #include <cmath>
@@ -54,6 +54,20 @@ void rotary(const Heads (&both)[2], const C* cos, const C* sin, i64 tokens, i64 
                        sin + t * R, D, R);
 }
 
+inline vf sigmoid(vf x) {
+    const vf e = exp_(-vmax(x, -x));
+    return (x < vf{} ? e : splat(1.f)) / (1.f + e);
+}
+inline vf silu(vf x) { return x * sigmoid(x); }
+inline vf gelu_tanh(vf x) { return x * sigmoid(1.595769122f * (x + 0.044715f * x * x * x)); }  // (1 + tanh u) / 2 = sigmoid 2u
+
+template <typename T, vf activation(vf)>
+void gate(T* x, const T* up, i64 n, i64 threads) {
+#pragma omp parallel for num_threads((int)threads) if (n > 1 << 16)
+    for (i64 i = 0; i < n; i += W)
+        store(x + i, rounded<T>(activation(load(x + i, n - i))) * load(up + i, n - i), n - i);
+}
+
 }  // namespace
 
 // dtypes: 0 float32, 1 bfloat16, 2 float16.
@@ -76,6 +90,14 @@ void pdserve_rotary(i64 dtype, i64 table, void* q_out, const void* q, i64 q_toke
     if (dtype == 1 && table == 1) rotary<bf16>(both, (const bf16*)cos, (const bf16*)sin, T, D, R, threads);
     if (dtype == 2 && table == 0) rotary<fp16>(both, wide_cos, wide_sin, T, D, R, threads);
     if (dtype == 2 && table == 2) rotary<fp16>(both, (const fp16*)cos, (const fp16*)sin, T, D, R, threads);
+}
+
+// x = activation(x) · up, n numbers; the activation is 0 silu, 1 gelu by its approximation with tanh.
+void pdserve_gate(i64 dtype, i64 activation, void* x, const void* up, i64 n, i64 threads) {
+    if (dtype == 1 && activation == 0) gate<bf16, silu>((bf16*)x, (const bf16*)up, n, threads);
+    if (dtype == 1 && activation == 1) gate<bf16, gelu_tanh>((bf16*)x, (const bf16*)up, n, threads);
+    if (dtype == 2 && activation == 0) gate<fp16, silu>((fp16*)x, (const fp16*)up, n, threads);
+    if (dtype == 2 && activation == 1) gate<fp16, gelu_tanh>((fp16*)x, (const fp16*)up, n, threads);
 }
 
 }  // extern "C"

@@ -4,6 +4,8 @@ import torch
 
 from pdserve.kernels.cpu import DTYPES, library
 
+ACTIVATIONS = ("silu", "gelu_tanh")  # by the numbers that elementwise.cpp gives them
+
 
 def rms_norm(x: torch.Tensor, weight_N: torch.Tensor, eps: float) -> torch.Tensor:
     """weight · x / √(mean(x²) + eps) over the last dimension, [..., N], of one dtype.
@@ -63,3 +65,18 @@ def rotary(
         torch.get_num_threads(),
     )
     return q_out, k_out
+
+
+def gate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> None:
+    """Puts activation(gate) · up in the place of `gate`. Both are contiguous, of one shape and 16-bit dtype, to which the
+    activation is rounded before the product."""
+    assert gate.dtype == up.dtype != torch.float32 and gate.shape == up.shape
+    assert gate.is_contiguous() and up.is_contiguous()
+    library().pdserve_gate(
+        DTYPES.index(gate.dtype),
+        ACTIVATIONS.index(activation),
+        gate.data_ptr(),
+        up.data_ptr(),
+        gate.numel(),
+        torch.get_num_threads(),
+    )

@@ -6,6 +6,7 @@ their weight is meant to be added to 1.
 
 import torch
 
+from pdserve.engine.trial import DTYPES, close
 from pdserve.kernels import elementwise
 
 _TRIALS = 16  # rows
@@ -46,13 +47,11 @@ def _fused(norm: torch.nn.Module) -> FusedNorm | None:
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if not isinstance(weight, torch.nn.Parameter) or weight.dim() != 1 or not isinstance(eps, float):
         return None
-    if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float16) or list(norm.children()):
+    if weight.device.type != "cpu" or weight.dtype not in DTYPES or list(norm.children()):
         return None
     fused = FusedNorm(weight, eps)
     random = torch.Generator().manual_seed(0)
     x = (torch.randn((_TRIALS, len(weight)), generator=random) * torch.logspace(-4, 2, _TRIALS)[:, None]).to(
         weight.dtype
     )
-    # One unit in the last place of bfloat16: sums in another order may round to the next number.
-    close = torch.isclose(fused(x).float(), norm(x).float(), rtol=2**-7, atol=2**-20)
-    return fused if bool(close.all()) else None
+    return fused if close(fused(x), norm(x)) else None

@@ -10,6 +10,7 @@ from types import FunctionType, MethodType
 
 import torch
 
+from pdserve.engine.trial import DTYPES, close
 from pdserve.kernels import elementwise
 
 NAME = "apply_rotary_pos_emb"
@@ -26,7 +27,7 @@ def fuse_rotary(model: torch.nn.Module) -> int:
         In how many modules.
     """
     dtype = next(model.parameters()).dtype
-    if dtype not in (torch.bfloat16, torch.float16):
+    if dtype not in DTYPES:
         return 0
     forwards: dict[FunctionType, FunctionType | None] = {}
     count = 0
@@ -84,12 +85,7 @@ def _equal(original: Rotary, dtype: torch.dtype, table: torch.dtype) -> bool:
                     continue  # it does not turn parts of heads, so that nobody can ask it to
                 return False
             got = _rotary(q, k, cos, sin, unsqueeze_dim)
-            if not all(x.dtype == dtype and _close(x, y) for x, y in zip(expected, got, strict=True)):
+            if not all(close(x, y) for x, y in zip(expected, got, strict=True)):
                 return False
             q, k = q.transpose(1, 2), k.transpose(1, 2)
     return True
-
-
-def _close(x: torch.Tensor, y: torch.Tensor) -> bool:
-    unit = torch.finfo(x.dtype).eps
-    return bool(torch.isclose(x.float(), y.float(), rtol=unit, atol=2**-20).all())
