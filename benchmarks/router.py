@@ -292,7 +292,7 @@ def decide_among(count: int, repeat: int) -> list[dict[str, Any]]:
         others = pb.Load(requests=chosen.randrange(1, 9), prefills=1)
         others.prefill_tokens, others.output_tokens = chosen.randrange(4096), chosen.randrange(4096)
         others.attended_tokens, others.context_tokens = chosen.randrange(1 << 20), chosen.randrange(1 << 16)
-        member.heard_of(pb.Heartbeat(others=others))
+        member.heard_of_others(others)
         fleet.index.add(member.id, keys[: i * len(keys) // count])
     members = list(fleet.members.values())
     loads = [member.load for member in members]

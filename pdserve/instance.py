@@ -37,6 +37,7 @@ LOAD_INTERVAL_S = 0.1  # between two snapshots of the load while steps follow ea
 COSTS_INTERVAL_S = 1.0  # between two fits of the cost models
 CHECK_INTERVAL_S = 1.0  # between two looks at the whole pool
 INFLIGHT_BYTES = 512 << 20
+LOAD_FIELDS = tuple(pb.Load.DESCRIPTOR.fields_by_name)
 Send = Callable[[str, pb.InstanceFrame], None]
 
 
@@ -99,16 +100,10 @@ class Instance:
         """Counts something that has happened outside of the engine thread."""
         self._inbox.put(lambda: self.count(name, 1))
 
-    def heartbeat(self, link: str) -> pb.Heartbeat:
-        """The latest snapshot of the load, as one router is told."""
+    def others(self, link: str) -> pb.Load:
+        """What is left to do for all routers but one."""
         others = [load for other, loads in self._left.items() if other != link for load in loads]
-        if not others:
-            return self.load
-        beat = pb.Heartbeat()
-        beat.CopyFrom(self.load)
-        for field in pb.Load.DESCRIPTOR.fields_by_name:
-            setattr(beat.others, field, sum(getattr(load, field) for load in others))
-        return beat
+        return pb.Load(**{field: sum(getattr(load, field) for load in others) for field in LOAD_FIELDS})
 
     @property
     def num_jobs(self) -> int:

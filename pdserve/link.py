@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = 1
 HEARTBEAT_S = 0.4
-NEWS_S = 0.1  # between two looks for changes in the pool
+NEWS_S = 0.1  # between two looks for changes in the pool, and in what other routers have sent
 NEWS_KEYS = 1024  # in a frame at most: tokens must not wait behind a pool's content
 RETRY_S = (0.1, 0.2, 0.5, 1.0)  # between attempts to reach a router; the last one repeats
 CHANNEL_OPTIONS = [
@@ -122,18 +122,22 @@ class Links:
     async def _frames(
         self, link: str, instance: Instance, hello: pb.Hello, untold: Untold
     ) -> AsyncIterator[pb.InstanceFrame]:
-        """What goes to the router: Hello, then steps as they come, news of the pool soon after, and heartbeats."""
+        """What goes to the router: Hello, then steps as they come, news of the pool and of others soon after, heartbeats."""
         yield pb.InstanceFrame(hello=hello)
         if self._draining:
             yield pb.InstanceFrame(draining=pb.Draining())
         outbox = self._outboxes[link]
         beat = news = self._loop.time()
+        told = pb.Load()
         while True:
             now = self._loop.time()
             if now >= beat:
-                yield pb.InstanceFrame(heartbeat=instance.heartbeat(link))
+                yield pb.InstanceFrame(heartbeat=instance.load)
                 beat = now + HEARTBEAT_S
             if now >= news:
+                if (others := instance.others(link)) != told:
+                    told = others
+                    yield pb.InstanceFrame(others=others)
                 if untold:
                     removed, added = untold.take(NEWS_KEYS)
                     blocks = pb.Blocks(removed=b"".join(removed), added=b"".join(added), untold=len(untold))

@@ -1,7 +1,7 @@
 """`pdserve router --workers K`: routers that share a port, as children of one process.
 
 The kernel gives each new connection to one of those that listen (SO_REUSEPORT). Nothing else is shared: instances dial all
-of them, and what one does the others hear in heartbeats.
+of them, and what one does the others hear from them.
 """
 
 import signal

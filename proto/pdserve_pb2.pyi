@@ -17,18 +17,20 @@ PREFILL: Phase
 DECODE: Phase
 
 class InstanceFrame(_message.Message):
-    __slots__ = ("hello", "step", "heartbeat", "draining", "blocks")
+    __slots__ = ("hello", "step", "heartbeat", "draining", "blocks", "others")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     step: Step
     heartbeat: Heartbeat
     draining: Draining
     blocks: Blocks
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ...) -> None: ...
+    others: Load
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., others: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ()
@@ -99,7 +101,7 @@ class Layout(_message.Message):
     def __init__(self, model_fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., itemsize: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("waiting", "running", "free_blocks", "others", "counters", "costs")
+    __slots__ = ("waiting", "running", "free_blocks", "counters", "costs")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -110,16 +112,14 @@ class Heartbeat(_message.Message):
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    OTHERS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     COSTS_FIELD_NUMBER: _ClassVar[int]
     waiting: int
     running: int
     free_blocks: int
-    others: Load
     counters: _containers.ScalarMap[str, float]
     costs: Costs
-    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., others: _Optional[_Union[Load, _Mapping]] = ..., counters: _Optional[_Mapping[str, float]] = ..., costs: _Optional[_Union[Costs, _Mapping]] = ...) -> None: ...
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., costs: _Optional[_Union[Costs, _Mapping]] = ...) -> None: ...
 
 class Costs(_message.Message):
     __slots__ = ("prefill", "decode", "transfer")

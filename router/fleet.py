@@ -39,7 +39,7 @@ class Member:
 
     Attributes:
         beat: its last heartbeat.
-        load: what policies see of it: this router's requests as they are now, and other routers' by the last heartbeat.
+        load: what policies see of it: this router's requests as they are now, and other routers' as last heard.
         heard: when its last frame came, on the router's monotonic clock.
         stepped: when its engine was last seen to have moved on.
         untold: how many blocks the prefix index has yet to be told of, and since when there are some.
@@ -54,6 +54,7 @@ class Member:
     beat: pb.Heartbeat = field(default_factory=pb.Heartbeat)
     requests: dict[str, Load] = field(default_factory=dict)
     outbox: asyncio.Queue[pb.RouterFrame | None] = field(default_factory=asyncio.Queue)
+    others: Load = NOTHING
     draining: bool = False  # takes nothing new
     id: str = field(init=False)
     role: str = field(init=False)
@@ -87,11 +88,15 @@ class Member:
 
     def heard_of(self, beat: pb.Heartbeat) -> None:
         """Takes a heartbeat's news."""
-        self.load.replace(_load(self.beat.others), _load(beat.others))
         if beat.HasField("costs"):
             prefill, decode, transfer = (tuple(getattr(beat.costs, name)) for name in ("prefill", "decode", "transfer"))
             self.load.costs = Costs(prefill, decode, transfer)
         self.beat = beat
+
+    def heard_of_others(self, others: pb.Load) -> None:
+        """Takes what other routers' requests come to."""
+        before, self.others = self.others, Load(*(getattr(others, name) for name in Load._fields))
+        self.load.replace(before, self.others)
 
     def as_dict(self, now: float) -> dict[str, object]:
         """What it said of itself, and what it has to do."""
@@ -253,6 +258,8 @@ class Fleet(RouterServicer):
                 self._take_role(member, frame)
             elif frame.WhichOneof("frame") == "blocks":
                 self._take_news(member, frame.blocks)
+            elif frame.WhichOneof("frame") == "others":
+                member.heard_of_others(frame.others)
             elif frame.WhichOneof("frame") == "heartbeat":
                 if frame.heartbeat.counters["engine_steps"] != member.beat.counters["engine_steps"]:
                     member.stepped = member.heard
@@ -302,10 +309,6 @@ def _cannot_hand_over(one: pb.Hello, other: pb.Hello) -> str:
                 f"{decode.instance_id} with --convert-kv"
             )
     return ""
-
-
-def _load(message: pb.Load) -> Load:
-    return Load(*(getattr(message, name) for name in Load._fields))
 
 
 async def serve(fleet: Fleet, host: str, port: int) -> tuple[grpc.aio.Server, int]:

@@ -51,7 +51,9 @@ class Stage:
         self.pool.on_change = self.news.changed
         self.links = Links([self.address])
         self.next_key = 0
-        instance = SimpleNamespace(news=self.news, heartbeat=lambda link: pb.Heartbeat(), drop_link=lambda link: None)
+        instance = SimpleNamespace(
+            news=self.news, load=pb.Heartbeat(), others=lambda link: pb.Load(), drop_link=lambda link: None
+        )
         hello = pb.Hello(instance_id="i")
         self.serving = asyncio.create_task(self.links.run(instance, hello))  # type: ignore[arg-type]  # what links use of an instance
 

@@ -354,8 +354,8 @@ def test_what_is_left_to_do_is_known_between_heartbeats() -> None:
         assert prefill.load.prefill_tokens == 5 and prefill.load.requests == 1
         stage.says(decode, token_ids=[8])
         assert decode.load.output_tokens == 6 and decode.load.context_tokens == 16
-        prefill.heard_of(pb.Heartbeat(others=pb.Load(requests=2, prefill_tokens=100)))
-        prefill.heard_of(pb.Heartbeat(others=pb.Load(requests=1, prefill_tokens=30)))
+        prefill.heard_of_others(pb.Load(requests=2, prefill_tokens=100))
+        prefill.heard_of_others(pb.Load(requests=1, prefill_tokens=30))
         assert prefill.load.prefill_tokens == 35 and prefill.load.requests == 2, "what other routers have sent"
 
     play(story())

@@ -15,6 +15,7 @@ from pdserve.request import Request, SamplingParams
 from pdserve.router.dispatch import Dispatcher
 from pdserve.router.fleet import PROTOCOL_VERSION, Fleet, Member, serve
 from pdserve.router.metrics import Metrics
+from pdserve.router.policy import Load
 
 
 def hello_of(
@@ -116,10 +117,35 @@ class Idle:
     def __init__(self) -> None:
         self.news = BlockNews()
 
-    def heartbeat(self, link: str) -> pb.Heartbeat:
-        return pb.Heartbeat()
+        self.load, self.left = pb.Heartbeat(), pb.Load()
+
+    def others(self, link: str) -> pb.Load:
+        return self.left
 
     def drop_link(self, link: str) -> None: ...
+
+
+def test_a_router_hears_what_others_have_sent() -> None:
+    async def scenario() -> None:
+        fleet, instance = Fleet("router", "model", 60.0), Idle()
+        fleet.listener = cast(Any, SimpleNamespace(on_lost=lambda member: None))
+        server, port = await serve(fleet, "127.0.0.1", 0)
+        task = asyncio.create_task(Links([f"127.0.0.1:{port}"]).run(cast(Any, instance), hello_of("decode-0")))
+        async with asyncio.timeout(60):
+            while not fleet.members:
+                await asyncio.sleep(0.01)
+            load = fleet.members["decode-0"].load
+            fleet.members["decode-0"].give("ours", Load(output_tokens=7))
+            for others in (pb.Load(requests=2, output_tokens=5, context_tokens=9), pb.Load(requests=1), pb.Load()):
+                instance.left = others
+                while (load.requests, load.output_tokens) != (1 + others.requests, 7 + others.output_tokens):
+                    await asyncio.sleep(0.01)
+                assert load.context_tokens == others.context_tokens
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await server.stop(None)
+
+    asyncio.run(scenario())
 
 
 def test_instances_have_to_know_the_token(caplog: pytest.LogCaptureFixture) -> None:
