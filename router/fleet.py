@@ -90,7 +90,7 @@ class Member:
         """Takes a heartbeat's news."""
         if beat.HasField("costs"):
             prefill, decode, transfer = (tuple(getattr(beat.costs, name)) for name in ("prefill", "decode", "transfer"))
-            self.load.costs = Costs(prefill, decode, transfer)
+            self.load.learn(Costs(prefill, decode, transfer))
         self.beat = beat
 
     def heard_of_others(self, others: pb.Load) -> None:

@@ -8,14 +8,14 @@ decision says so.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import nsmallest
+from functools import cached_property
 from operator import attrgetter
 from random import Random
 from typing import NamedTuple
 
 import xxhash
 
-from pdserve.costs import Costs, attended
+from pdserve.costs import Costs
 
 NAME, REQUESTS, WORK = attrgetter("instance_id"), attrgetter("requests"), attrgetter("work_tokens")
 UNKNOWN = Costs()  # of an instance that has not told its own yet
@@ -66,10 +66,27 @@ class Candidate:
     both: bool = False
     token_bytes: int = 1
     capacity_tokens: int = 1 << 62
+    _queued_seconds: float | None = field(default=None, init=False, repr=False)
+    _step_seconds: float | None = field(default=None, init=False, repr=False)
 
-    def __lt__(self, other: "Candidate") -> bool:
-        """So that sorting scores goes by name where these are equal."""
-        return self.instance_id < other.instance_id
+    # Hundreds of candidates are scored for a request, and few have changed since the one before.
+
+    @property
+    def queued_seconds(self) -> float:
+        """Forecast for what is queued there, one more prompt of no tokens, and one step of what it decodes."""
+        if self._queued_seconds is None:
+            seconds = self.costs.prefills_seconds(self.prefills + 1, self.prefill_tokens, self.attended_tokens)
+            if self.context_tokens:
+                seconds += self.costs.step_seconds(self.requests - self.prefills, self.context_tokens)
+            self._queued_seconds = seconds
+        return self._queued_seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """Forecast for a step with one more sequence of no tokens in it."""
+        if self._step_seconds is None:
+            self._step_seconds = self.costs.step_seconds(self.requests + 1, self.context_tokens)
+        return self._step_seconds
 
     @property
     def work_tokens(self) -> int:
@@ -83,6 +100,12 @@ class Candidate:
         self.context_tokens += new.context_tokens - old.context_tokens
         self.prefills += new.prefills - old.prefills
         self.attended_tokens += new.attended_tokens - old.attended_tokens
+        self._queued_seconds = self._step_seconds = None
+
+    def learn(self, costs: Costs) -> None:
+        """What things take there by now."""
+        self.costs = costs
+        self._queued_seconds = self._step_seconds = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +129,11 @@ class Ask:
     output_tokens: int = 1
     decode: bool = False
     alone: bool = False
+
+    @cached_property
+    def spread(self) -> int:
+        """Over how many tokens a wait before the second one counts as spread."""
+        return max(1, min(SPREAD, self.output_tokens))
 
     def cached_on(self, candidate: Candidate) -> int:
         return self.cached.get(candidate.instance_id, 0)
@@ -187,26 +215,22 @@ def auto(candidates: Sequence[Candidate], ask: Ask) -> Scores:
 
 def time_to_first_token(candidate: Candidate, ask: Ask) -> float:
     """Forecast, in seconds: what is queued there, one step of what it decodes, and what is not cached."""
-    costs, cached = candidate.costs, ask.cached.get(candidate.instance_id, 0)
+    (_, token, pair), cached = candidate.costs.prefill, ask.cached.get(candidate.instance_id, 0)
     uncached = ask.tokens - cached
-    pairs = candidate.attended_tokens + attended(uncached, cached)
-    seconds = costs.prefills_seconds(candidate.prefills + 1, candidate.prefill_tokens + uncached, pairs)
-    if candidate.context_tokens:
-        seconds += costs.step_seconds(candidate.requests - candidate.prefills, candidate.context_tokens)
-    return seconds
+    return candidate.queued_seconds + (token + pair * (cached + uncached / 2)) * uncached  # `attended`, written out
 
 
 def time_between_tokens(candidate: Candidate, ask: Ask) -> float:
     """Forecast, in seconds: a step with this request in it, and its share of the wait for KV and for room in the pool."""
-    costs, context = candidate.costs, candidate.context_tokens + ask.tokens
-    step = costs.step_seconds(candidate.requests + 1, context)
+    step = candidate.step_seconds + candidate.costs.decode[2] * ask.tokens
     if candidate.both and ask.alone:
         wait = time_to_first_token(candidate, ask)
     else:
-        wait = costs.transfer_seconds(ask.uncached(candidate) * candidate.token_bytes)
-    if context > candidate.capacity_tokens:
+        nbytes = (ask.tokens - ask.cached.get(candidate.instance_id, 0)) * candidate.token_bytes
+        wait = candidate.costs.transfer_seconds(nbytes)
+    if candidate.context_tokens + ask.tokens > candidate.capacity_tokens:
         wait += step * candidate.output_tokens / max(1, candidate.requests)  # until one of them ends
-    return step + wait / max(1, min(SPREAD, ask.output_tokens))
+    return step + wait / ask.spread
 
 
 POLICIES: dict[str, Policy] = {
@@ -235,13 +259,15 @@ def decide(policy: str, candidates: Sequence[Candidate], ask: Ask) -> Decision:
     if policy == "session" and not ask.session:
         policy, why = "least_loaded", "there is no session to go by; "
     scores = POLICIES[policy](candidates, ask)
-    limit = min(scores)[0] * (1 + TOLERANCE.get(policy, 0))
+    best = sorted([score for score, _ in scores])[:SHOWN]
+    limit = best[0] * (1 + TOLERANCE.get(policy, 0))
     near = [scored for scored in scores if scored[0] <= limit]
     if not ask.decode:
         near = _least(near, ask.uncached)
-    equal = sorted(_least(_least(near, REQUESTS), WORK))
+    equal = sorted(_least(_least(near, REQUESTS), WORK), key=_rank)
     chosen = equal[ask.turn % len(equal)]
-    others = [scored for scored in nsmallest(SHOWN, scores) if scored is not chosen]
+    few = sorted([scored for scored in scores if scored[0] <= best[-1]], key=_rank)[:SHOWN]
+    others = [scored for scored in few if scored is not chosen]
     shown = [_shown(score, candidate, ask) for score, candidate in (chosen, *others[: SHOWN - 1])]
     why += AUTO_DECODE if policy == "auto" and ask.decode else WHY[policy]
     return Decision(policy, chosen[1].instance_id, why, shown, len(candidates))
@@ -252,6 +278,11 @@ def _least(scores: Scores, key: Callable[[Candidate], int]) -> Scores:
     amounts = [key(candidate) for _, candidate in scores]
     least = min(amounts)
     return [scored for scored, amount in zip(scores, amounts, strict=True) if amount == least]
+
+
+def _rank(scored: tuple[float, Candidate]) -> tuple[float, str]:
+    """By name where the scores are equal."""
+    return scored[0], scored[1].instance_id
 
 
 def _drawn(session: str, instance_id: str) -> float:

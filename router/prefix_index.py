@@ -7,7 +7,7 @@ instance can have more blocks in it than it has in its pool.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import accumulate, count, repeat
+from itertools import accumulate, repeat
 from operator import and_
 
 
@@ -21,14 +21,17 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._holders: dict[bytes, int] = {}  # block key → the bits of those that have it
         self._instances: dict[str, _Instance] = {}
+        self._names: dict[int, str] = {}  # by bit
+        self._all = 0  # their bits
 
     def add(self, instance_id: str, keys: Iterable[bytes]) -> None:
         """The instance has these. It may be a new one."""
         instance = self._instances.get(instance_id)
         if instance is None:
-            taken = {other.bit for other in self._instances.values()}
-            bit = next(1 << i for i in count() if 1 << i not in taken)
+            bit = ~self._all & (self._all + 1)  # the lowest that nobody has
             instance = self._instances[instance_id] = _Instance(bit)
+            self._names[bit] = instance_id
+            self._all |= bit
         for key in keys:
             self._holders[key] = self._holders.get(key, 0) | instance.bit
             instance.keys.add(key)
@@ -47,6 +50,8 @@ class PrefixIndex:
         """The instance has gone, with all it had."""
         instance = self._instances.pop(instance_id, None)
         if instance is not None:
+            del self._names[instance.bit]
+            self._all ^= instance.bit
             for key in instance.keys:
                 self._clear(key, instance.bit)
 
@@ -57,17 +62,24 @@ class PrefixIndex:
 
     def match(self, keys: Iterable[bytes]) -> dict[str, int]:
         """How many leading keys each instance has; those that lack the first are left out."""
-        found: dict[int, int] = {}
-        having, length = sum(instance.bit for instance in self._instances.values()), 0
+        found: dict[str, int] = {}
+        having, length = self._all, 0
         holders = map(self._holders.get, keys, repeat(0))
         for length, still in enumerate(accumulate(holders, and_, initial=having)):
             if still != having:
-                _note(found, having ^ still, length - 1)
+                self._note(found, having ^ still, length - 1)
                 having = still
                 if not having:
                     break
-        _note(found, having, length)
-        return {name: found[instance.bit] for name, instance in self._instances.items() if instance.bit in found}
+        self._note(found, having, length)
+        return found
+
+    def _note(self, found: dict[str, int], bits: int, length: int) -> None:
+        """Writes the length down for each bit's instance, unless it is 0."""
+        while bits and length:
+            bit = bits & -bits
+            found[self._names[bit]] = length
+            bits ^= bit
 
     def _clear(self, key: bytes, bit: int) -> None:
         left = self._holders[key] & ~bit
@@ -75,11 +87,3 @@ class PrefixIndex:
             self._holders[key] = left
         else:
             del self._holders[key]
-
-
-def _note(found: dict[int, int], bits: int, length: int) -> None:
-    """Writes the length down for each bit, unless it is 0."""
-    while bits and length:
-        bit = bits & -bits
-        found[bit] = length
-        bits ^= bit

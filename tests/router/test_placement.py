@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from pdserve.costs import Costs
 from pdserve.router.placement import place
-from pdserve.router.policy import Ask, Candidate
+from pdserve.router.policy import NOTHING, Ask, Candidate, Load
 
 MACHINE = Costs(prefill=(0.01, 1e-4, 1e-8), decode=(0.005, 1e-4, 1e-7), transfer=(0.02, 1e-9))
 
@@ -33,9 +33,9 @@ def test_by_forecast_short_prompts_stay_with_decode() -> None:
     assert way(1000) == "split"
     assert way(1000, decode=995) == "decode", "another turn of what it has decoded"
     assert way(1000, prefill=995) == "split"
-    decode.requests, decode.context_tokens = 30, 30_000
+    decode.replace(NOTHING, Load(30, context_tokens=30_000))
     assert way(10) == "split", "thirty streams would wait for it"
-    prefill.prefills, prefill.prefill_tokens = 1, 20_000
+    prefill.replace(NOTHING, Load(0, prefills=1, prefill_tokens=20_000))
     assert way(10) == "decode", "but not as long as it would wait in the queue"
 
 
