@@ -85,16 +85,23 @@ class Supervisor:
 
     def stop(self) -> None:
         """Ends all children, the last first."""
+        self._end(signal.SIGINT, STOP_S)
+
+    def drain(self, seconds: float) -> None:
+        """Ends all children, each when what it has under way has ended, which may take so long."""
+        self._end(signal.SIGTERM, seconds + STOP_S)
+
+    def _end(self, number: signal.Signals, patience_s: float) -> None:
         for child in reversed(self.children):
             if child.running:
-                os.kill(child.pid, signal.SIGINT)  # SIGTERM would drain an instance first
+                os.kill(child.pid, number)
         for child in self.children:
             if child.process is None:
                 continue
             try:
-                child.process.wait(STOP_S)
+                child.process.wait(patience_s)
             except subprocess.TimeoutExpired:
-                self._say(f"[{child.name}] did not stop within {STOP_S:.0f} s: killed")
+                self._say(f"[{child.name}] did not stop within {patience_s:.0f} s: killed")
                 child.process.kill()
                 child.process.wait()
             if child.reader is not None:

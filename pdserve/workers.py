@@ -7,6 +7,7 @@ of them, and what one does the others hear from them.
 import signal
 import threading
 from dataclasses import fields, replace
+from types import FrameType
 
 from pdserve.config import RouterConfig
 from pdserve.supervisor import Child, Supervisor
@@ -16,7 +17,7 @@ SECRETS = ("api_key", "admin_key", "control_token")  # go by environment: everyb
 
 
 def workers(config: RouterConfig) -> None:
-    """Serves until SIGINT or SIGTERM.
+    """Serves until SIGINT, or until SIGTERM and the requests that there are then have ended.
 
     Raises:
         SetupError: a worker cannot start, now or again.
@@ -24,9 +25,14 @@ def workers(config: RouterConfig) -> None:
     from pdserve.router.listening import listen
 
     listen(config).close()  # workers would share the port with any other that does
-    stop = threading.Event()
+    stop, told = threading.Event(), list[int]()
+
+    def end(number: int, _: FrameType | None) -> None:
+        told.append(number)
+        stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, end)
     children = [
         router_child(
             f"router-{i}",
@@ -43,6 +49,9 @@ def workers(config: RouterConfig) -> None:
     with Supervisor(children, say=lambda line: print(line, flush=True)) as supervisor:
         while not stop.wait(TEND_S):
             supervisor.tend()
+        if signal.SIGTERM in told:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # another one ends us, and so the workers at once
+            supervisor.drain(config.drain_seconds)
 
 
 def router_child(name: str, config: RouterConfig) -> Child:

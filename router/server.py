@@ -141,6 +141,8 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         patience = self._drain_seconds if sig == signal.SIGTERM else min(INTERRUPTED_S, self._drain_seconds)
         self.config.timeout_graceful_shutdown = patience
+        if not self.should_exit:
+            log.info("ending: what is under way may take %d s", patience)
         self.force_exit, self.should_exit = self.should_exit, True
 
     @contextlib.contextmanager

@@ -325,6 +325,23 @@ def pdserve(fork_server: socket.socket) -> Callable[..., subprocess.CompletedPro
     return run
 
 
+@pytest.fixture
+def start(fork_server: socket.socket, tmp_path: Path) -> Iterator[Callable[..., Forked]]:
+    """start("router", "--port", "0") → the running command, which is killed in the end."""
+    with (tmp_path / "output").open("w") as output:
+        running: list[Forked] = []
+
+        def run(*arguments: str) -> Forked:
+            descriptors = output.fileno(), output.fileno()
+            running.append(Forked(fork_server, list(arguments), dict(os.environ), *descriptors))
+            return running[-1]
+
+        yield run
+        for one in running:
+            one.kill()
+    print((tmp_path / "output").read_text())
+
+
 @pytest.fixture(scope="session")
 def blocks_held() -> Callable[[Deployment], dict[str, float]]:
     """Held blocks and running requests over all instances, from /metrics."""

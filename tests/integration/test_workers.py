@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -57,6 +58,33 @@ def test_routers_share_a_port_and_one_of_them_may_die(
         assert unknown.status_code == 404 and "those that it served itself" in unknown.json()["error"]["message"]
 
 
+def test_workers_finish_their_requests_when_they_are_told_to_end(
+    start: Callable[..., Any], until: Callable[..., None], tmp_path: Path
+) -> None:
+    port = free_port()
+    control_port = next(one for one in iter(free_port, 0) if port not in (one, one + 1) and _is_free(one + 1))
+    workers = start("router", "--workers", "2", "--port", str(port), "--control-port", str(control_port))
+
+    def serves() -> bool:
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    until(serves, "they are there")
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
+        assert client.recv(1000).startswith(b"HTTP/1.1 100"), "the request is under way"
+        os.kill(workers.pid, signal.SIGTERM)
+        until(lambda: not serves(), "they take no connections")
+        said, waiting = tmp_path / "output", "ending: what is under way may take 25 s"
+        until(lambda: said.read_text().count(waiting) == 2, "both end when their requests do")
+        assert workers.poll() is None
+        client.sendall(b"{}")
+        assert client.recv(1000).startswith(b"HTTP/1.1 "), "it has an answer"
+    assert workers.wait(60) == 0
+
+
 def test_workers_that_cannot_be(pdserve: Callable[..., Any]) -> None:
     port = free_port()
     flags = ["--port", str(port), "--control-port", str(free_port(but=port)), "--workers", "2"]
@@ -74,6 +102,11 @@ def _stream(url: str, body: dict[str, Any]) -> tuple[str, list[int]]:
     assert lines.pop() == "[DONE]"
     events = [json.loads(line) for line in lines]
     return events[0]["id"], [token for event in events for token in event["choices"][0]["token_ids"]]
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 def _finished(url: str) -> float:
