@@ -148,7 +148,8 @@ inline void prefetch(const Rows<bf16>& kv, i64 first, i64 end) {
 inline __m512 exp2_(__m512 x) {
     const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = _mm512_sub_ps(x, n);
     __m512 p = _mm512_set1_ps(9.570101791e-3f);
-    for (const float c : {5.591786031e-2f, 0.2402474483f, 0.6931218147f, 0.9999992614f}) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+    for (const float c : {5.591786031e-2f, 0.2402474483f, 0.6931218147f, 0.9999992614f})
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.f), _CMP_GT_OQ), p, n);
 }
 

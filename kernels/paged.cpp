@@ -6,8 +6,8 @@
 //
 // Decode (one new token): one task is a run of KV of one sequence and one key/value head, read once for all query heads
 // that share it. Vector lanes run along the head, so that K and V stream from the pool as they lie there; the next rows are
-// prefetched, since blocks lie far apart. Long runs are cut into several tasks and their (m, l, output) are combined
-// afterwards (flash-decoding, Dao et al. 2023).
+// prefetched, since blocks lie far apart, a little with every product, as the products would wait behind many at once. Long
+// runs are cut into several tasks and their (m, l, output) are combined afterwards (flash-decoding, Dao et al. 2023).
 // Prefill (more new tokens): one task is a tile of query rows (token × query head) of one key/value head. Vector lanes run
 // along the query rows, so that neither the products nor the softmax ever sum across lanes (after FlashAttention-2, Dao 2023).
 // In bfloat16 amx.h does it, where there are matrix instructions.
@@ -48,8 +48,8 @@ void dots(const float* q, const T* k, const T* v, i64 count, i64 D, float* s) {
     i64 t = 0;
     for (; t + Z <= count; t += Z) {
         vf acc[N][Z] = {};
-        for (int z = 0; z < Z; z++) prefetch(v + (t + z) * D, D);
         for (i64 d = 0; d < full; d += W) {
+            prefetch(v + t * D + Z * d, Z * W);
             vf kd[Z];
             for (int z = 0; z < Z; z++) kd[z] = load(k + (t + z) * D + d);
             for (int r = 0; r < N; r++) {
@@ -78,13 +78,12 @@ template <class T, int N>
 void weigh(const float* p, const T* v, const T* next, i64 count, i64 D, float* o) {
     constexpr int Z = 4;  // vectors along the head at a time
     i64 d = 0;
-    if (next)
-        for (i64 t = 0; t < count; t++) prefetch(next + t * D, D);
     for (; d + Z * W <= D; d += Z * W) {
         vf acc[N][Z];
         for (int r = 0; r < N; r++)
             for (int z = 0; z < Z; z++) acc[r][z] = load(o + r * D + d + z * W);
         for (i64 t = 0; t < count; t++) {
+            if (next) prefetch(next + t * D + d, Z * W);
             vf vd[Z];
             for (int z = 0; z < Z; z++) vd[z] = load(v + t * D + d + z * W);
             for (int r = 0; r < N; r++)
@@ -97,6 +96,7 @@ void weigh(const float* p, const T* v, const T* next, i64 count, i64 D, float* o
         vf acc[N];
         for (int r = 0; r < N; r++) acc[r] = load(o + r * D + d);
         for (i64 t = 0; t < count; t++) {
+            if (next) prefetch(next + t * D + d, W);
             const vf vd = load(v + t * D + d);
             for (int r = 0; r < N; r++) acc[r] += p[r * TILE + t] * vd;
         }
