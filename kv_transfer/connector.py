@@ -40,6 +40,7 @@ class Outcome(StrEnum):
     CORRUPT = "corrupt"  # load: header or checksum do not fit: torn, foreign, older layout, flipped bits
     FULL = "full"  # store: no room
     UNAVAILABLE = "unavailable"  # the store did not answer in time, or not at all
+    CANCELLED = "cancelled"  # the caller did not want it any more
 
 
 @dataclass(frozen=True)

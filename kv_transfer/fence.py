@@ -9,17 +9,19 @@ class Expired(Exception):
 
 
 class Fence:
-    """Open while the operation's rows may be touched. `with fence:` raises `Expired` once it is closed."""
+    """Open while the operation's rows may be touched. `with fence:` raises `Expired` once it is closed. It also does so
+    once `left` is set, which waits for nothing: a copy may be under way."""
 
-    __slots__ = ("_closed", "_lock")
+    __slots__ = ("_closed", "_lock", "left")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._closed = False
+        self.left = False
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        if self._closed:
+        if self._closed or self.left:
             self._lock.release()
             raise Expired
 

@@ -14,6 +14,19 @@ from pdserve.kv_transfer.fence import Fence
 T = TypeVar("T")
 
 
+class Answer(Future[T]):
+    """Of an operation. It cannot be cancelled, as rows stay reserved until the end, but one may say that nobody wants it."""
+
+    def __init__(self, fence: Fence) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()
+        self._fence = fence
+
+    def unwanted(self) -> None:
+        """Has the operation end with the block that is being moved; the others end as CANCELLED. Returns at once."""
+        self._fence.left = True
+
+
 class Operation(Generic[T]):
     """One call of store, load, match or release on its way through the workers."""
 
@@ -26,8 +39,7 @@ class Operation(Generic[T]):
         self.deadline = deadline  # on the monotonic clock
         self.fence = Fence()
         self.work: Callable[[], None] | None = None
-        self.future: Future[T] = Future()
-        self.future.set_running_or_notify_cancel()  # rows stay reserved until the end, so nobody can cancel
+        self.future: Answer[T] = Answer(self.fence)
         self._answer = answer
 
     @property
@@ -36,12 +48,15 @@ class Operation(Generic[T]):
 
     @property
     def over(self) -> bool:
-        return self.future.done() or time.monotonic() >= self.deadline
+        return self.fence.left or self.future.done() or time.monotonic() >= self.deadline
 
     def complete(self) -> None:
         """The watchdog and the worker both come here; the first one answers."""
         if self.fence.close():
             self.work = None
+            if self.fence.left:
+                end = {Outcome.UNAVAILABLE: Outcome.CANCELLED}
+                self.outcomes = [end.get(outcome, outcome) for outcome in self.outcomes]
             self.future.set_result(self._answer(self))
 
     def fail(self, defect: BaseException) -> None:

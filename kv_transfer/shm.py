@@ -89,7 +89,7 @@ class ShmConnector(BatchedConnector):
         try:
             with self._slab.locked(self.timeout):
                 for block, slot, header in written:
-                    self._publish(block, slot, header, lease_s)
+                    self._publish(block, slot, header, lease_s if block.in_time() else 0.0)  # else nobody hears of it
                 for _, slot in claimed[len(written) :]:
                     self._slab.free(slot)
         except TimeoutError:

@@ -26,6 +26,7 @@ from pdserve.job import Job
 from pdserve.kv_transfer.connector import Connector
 from pdserve.kv_transfer.registry import connect
 from pdserve.kv_transfer.staging import attach_pool
+from pdserve.lifetime import RELEASED
 from pdserve.prefill.prefiller import Prefiller
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams
@@ -237,7 +238,7 @@ class Instance:
             then(job)
 
     def _cancel(self, job: Job) -> None:
-        job.output = None
+        job.output, job.cut_short = None, True
         self._role(job).cancel(job)
         self.transfers.drop(job)
 
@@ -329,6 +330,8 @@ class Instance:
         name = job.link, job.seq.request_id
         if self._jobs.get(name) is job:
             del self._jobs[name]
+        if job.cut_short:
+            job.news().stamps.add(stage=RELEASED, seconds=self.now())
         self._outgoing[job] = None
 
     def count_sources(self, job: Job) -> None:

@@ -28,6 +28,7 @@ class Job:
         moved_blocks, moved_seconds, moved_until: those that have ended: their blocks, the time in which at least one of
             them was under way, and when the last one ended.
         over: the router has been told how it ended, or does not want to know.
+        cut_short: the latter.
     """
 
     link: str
@@ -42,6 +43,7 @@ class Job:
     moved_seconds: float = 0.0
     moved_until: float = -math.inf
     over: bool = False
+    cut_short: bool = False
 
     def news(self) -> pb.Output:
         if self.output is None:

@@ -31,6 +31,9 @@ class Stage(StrEnum):
     FINISHED = "finished"
 
 
+# Not a stage: an instance's stamp for when it held nothing any more of a request that was cut short.
+RELEASED = "released"
+
 # What each part of the system does for a request: name → (who, from, to). The bars of a waterfall, the spans of a trace.
 PARTS: dict[str, tuple[str, Stage, Stage]] = {
     "admission": ("router", Stage.RECEIVED, Stage.ADMITTED),

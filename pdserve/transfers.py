@@ -17,6 +17,7 @@ from typing import Protocol
 from pdserve.engine.block_pool import BlockPool
 from pdserve.job import Desk, Job
 from pdserve.kv_transfer.connector import Connector, Outcome, Result
+from pdserve.kv_transfer.operation import Answer
 
 Then = Callable[[Result], None]
 
@@ -38,8 +39,10 @@ class _Transfer:
     is_store: bool
     start: Callable[[], Future[Result]]
     then: Then
+    leased: bool  # for somebody who waits for it
     asked: float  # when, on the desk's clock
     waited: float = 0.0  # seconds
+    future: Future[Result] | None = None  # once it is under way
 
 
 class Transfers:
@@ -58,6 +61,7 @@ class Transfers:
         self._desk = desk
         self._max_blocks = max_blocks
         self._waiting: deque[_Transfer] = deque()
+        self._under_way: set[_Transfer] = set()
         self.largest = max(1, max_blocks // 2)
         self._silent_until = -math.inf
         self.in_flight = 0
@@ -80,7 +84,8 @@ class Transfers:
 
     def store(self, job: Job, keys: Sequence[bytes], blocks: list[int], lease_s: float, then: Then) -> None:
         """`then` gets the result on the engine thread; until it is called, `job.transfers` counts the transfer."""
-        self._add(job, blocks, True, lambda: self._connector.store(keys, blocks, lease_s=lease_s), then)
+        start = lambda: self._connector.store(keys, blocks, lease_s=lease_s)  # noqa: E731
+        self._add(_Transfer(job, blocks, True, start, then, lease_s > 0, self._desk.now()))
 
     def load(
         self,
@@ -93,7 +98,8 @@ class Transfers:
     ) -> None:
         """As `store`. `source` None is the connector."""
         from_there = source or self._connector
-        self._add(job, blocks, False, lambda: from_there.load(keys, blocks, tickets=tickets), then)
+        start = lambda: from_there.load(keys, blocks, tickets=tickets)  # noqa: E731
+        self._add(_Transfer(job, blocks, False, start, then, True, self._desk.now()))
 
     def release(self, keys: Sequence[bytes], ticket: bytes) -> None:
         """Ends the leases of a store that has ended; nobody will load what it stored."""
@@ -101,18 +107,20 @@ class Transfers:
             self._connector.release(keys, tickets=[ticket] if ticket else [])
 
     def drop(self, job: Job) -> None:
-        """Those of the job's transfers that still wait end here: nobody wants them any more."""
+        """Nobody wants the job's transfers any more. Those that wait end here; those under way end with the block that is
+        being moved, where the connector can do that. What is stored without a lease, for whoever finds it, goes on."""
+        for transfer in self._under_way:
+            if transfer.job is job and transfer.leased and isinstance(transfer.future, Answer):
+                transfer.future.unwanted()
         dropped = [transfer for transfer in self._waiting if transfer.job is job]
         self._waiting = deque(transfer for transfer in self._waiting if transfer.job is not job)
         self._give_up(dropped)
 
-    def _add(
-        self, job: Job, blocks: list[int], is_store: bool, start: Callable[[], Future[Result]], then: Then
-    ) -> None:
-        self._pool.hold(blocks)
+    def _add(self, transfer: _Transfer) -> None:
+        self._pool.hold(transfer.blocks)
         self.num_holding += 1
-        job.transfers += 1
-        self._waiting.append(_Transfer(job, blocks, is_store, start, then, self._desk.now()))
+        transfer.job.transfers += 1
+        self._waiting.append(transfer)
         self._start()
         self._leave_silent_store()
 
@@ -121,9 +129,12 @@ class Transfers:
             transfer = self._waiting.popleft()
             transfer.waited = self._desk.now() - transfer.asked
             self.in_flight += self._weight(transfer)
-            self._desk.when_done(transfer.start(), partial(self._done, transfer))
+            transfer.future = transfer.start()
+            self._under_way.add(transfer)
+            self._desk.when_done(transfer.future, partial(self._done, transfer))
 
     def _done(self, transfer: _Transfer, result: Result) -> None:
+        self._under_way.discard(transfer)
         self.in_flight -= self._weight(transfer)
         if self._weight(transfer):
             self._desk.moved(result.outcomes.count(Outcome.OK), result.seconds)

@@ -8,7 +8,7 @@ from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest, Conflict, NotFound, Overloaded, RequestError, Unavailable
 from pdserve.handover import MAX_RESUMPTIONS, Action, Event, HandOver, State
 from pdserve.keys import Layout
-from pdserve.lifetime import Stage
+from pdserve.lifetime import RELEASED, Stage
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request
 from pdserve.router.admission import admit
@@ -122,6 +122,7 @@ class Dispatcher:
     def on_output(self, member: Member, output: pb.Output) -> None:
         flight = self.flights.get(output.request_id)
         if flight is None or flight.id not in member.requests:
+            self._note_released(member, output)
             return  # it is over, or this instance has been given up
         if member is flight.hedge:
             self._hedges.on_output(flight, member, output)
@@ -266,6 +267,15 @@ class Dispatcher:
         if not loaded.blocks:
             self._metrics.in_vain.labels(prefill=prefill.id, decode=decode.id).inc()
         self._chooser.handed_over(prefill.hello, decode.hello, loaded.blocks)
+
+    def _note_released(self, member: Member, output: pb.Output) -> None:
+        timeline = self.timelines.get(output.request_id)
+        if timeline is not None and timeline.finish_reason == "cancelled":
+            for stamp in output.stamps:
+                if stamp.stage == RELEASED:
+                    since = time.monotonic() - stamp.seconds - timeline.stamps[Stage.FINISHED]
+                    timeline.released[member.id] = since
+                    self._metrics.released.labels(role=member.role).observe(since)
 
     def _end(self, flight: Flight) -> None:
         """Forgets the flight. Every way out of a request comes through here, once."""

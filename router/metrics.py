@@ -38,6 +38,13 @@ class Metrics:
             buckets=SECONDS,
             registry=self.registry,
         )
+        self.released = Histogram(
+            "pdserve_release_after_cancel_seconds",
+            "from a client's leaving until an instance holds nothing of its request any more",
+            ["role"],
+            buckets=SECONDS,
+            registry=self.registry,
+        )
         self.requests = Counter(
             "pdserve_requests_total", "requests by how they ended", ["finish_reason"], registry=self.registry
         )

@@ -45,6 +45,7 @@ class Timeline:
         decisions: (role, how its instance was picked), in order; a request that moves has more.
         placement: who computes the prompt, and why.
         moves: to other instances, in order.
+        released: instance → seconds from the end of a request that was cut short until it held nothing of it any more.
         stored, loaded: what prefill wrote to the KV store, and what decode read from it.
     """
 
@@ -63,6 +64,7 @@ class Timeline:
     loaded_tokens: int = 0
     stored: Moved = field(default_factory=Moved)
     loaded: Moved = field(default_factory=Moved)
+    released: dict[str, float] = field(default_factory=dict)
     finish_reason: str = ""  # stop, length, cancelled, error
     error: str = ""
 
@@ -122,6 +124,7 @@ class Timeline:
             },
             "stored": self.stored.as_dict(),
             "loaded": self.loaded.as_dict(),
+            "released_ms": {name: round(seconds * 1e3, 3) for name, seconds in self.released.items()},
             "stages_ms": {stage.value: ms(at) for stage, at in ordered},
             "parts": [
                 {"name": name, "who": who, "start_ms": ms(begin), "end_ms": ms(end)}

@@ -220,6 +220,14 @@ def redis_url(redis_server: Any) -> str:
 
 
 @pytest.fixture
+def shm_url() -> Iterator[str]:
+    """A segment of its own."""
+    url = f"shm://test-{uuid.uuid4().hex}?size=16MiB"
+    yield url
+    unlink(url)
+
+
+@pytest.fixture
 def connector_url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A URL for the kind of store given by indirect parametrisation; `shm?codec=zstd` gives it a codec.
 
