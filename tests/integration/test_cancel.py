@@ -50,7 +50,10 @@ def test_while_it_is_computed(
 ) -> None:
     one = desk(model=str(checkpoint("llama")), connector=shm_url, num_blocks=64, max_num_batched_tokens=32)
     one.submit("r", PROMPT, 5, phase)
-    steps = lambda: one.instance._counts.get("engine_steps", 0)  # noqa: E731
+
+    def steps() -> float:
+        return float(one.instance._counts.get("engine_steps", 0))
+
     one.until(lambda _: steps() == 3)
     cancel(one)
     assert_nothing_is_left(one)

@@ -261,8 +261,12 @@ def test_nobody_works_on_for_a_client_that_has_left(
         assert computed() <= 2 * 600 + 40, "prefill has computed what decode was too frozen for, at most"
         assert metric(deployment, "generation_tokens_total", role="decode") < 400, "and decode next to nothing"
         assert not any(one["requests"] for one in instances(url).values())
-        told = lambda: [one["released_ms"] for one in httpx.get(f"{url}/debug/requests").json()["requests"]]  # noqa: E731
-        wait_until(lambda: sum("decode-0" in one for one in told()) == len(cases), 60, "it holds nothing any more")
+
+        def told() -> int:
+            found = httpx.get(f"{url}/debug/requests").json()["requests"]
+            return sum("decode-0" in one["released_ms"] for one in found)
+
+        wait_until(lambda: told() == len(cases), 60, "decode holds nothing any more, and has said so")
 
 
 def test_two_hundred_requests_with_a_fifth_cancelled_leave_nothing(
