@@ -99,12 +99,12 @@ class Decoder:
         if decode is None:
             return
         blocks = message.num_blocks if decode.converted is None else decode.converted.covered(message.num_blocks)
-        before, decode.available = decode.available, max(decode.available, blocks)
+        decode.available = max(decode.available, blocks)
+        decode.final = decode.final or message.final
         if decode.started:  # they are here already
-            self._release(decode, decode.job.keys[before : decode.available], message.tickets)
+            self._release(decode, message.tickets)
             return
         decode.tickets += message.tickets
-        decode.final = decode.final or message.final
         if message.HasField("first_token"):
             decode.first_token = message.first_token
         self._proceed(decode)
@@ -211,13 +211,15 @@ class Decoder:
             seq.exact, decode.worth = False, 0
         decode.started = seq.admitted = True
         self._engine.register_full_blocks(seq)
-        self._release(decode, job.keys[: decode.available], decode.tickets)
+        self._release(decode, decode.tickets)
         self._desk.count_sources(job)
         job.tell_moved(self._engine.layout.block_bytes)
         job.stamp(Stage.KV_READY, self._desk.now())
         self._engine.add(seq)
 
-    def _release(self, decode: _Decode, keys: Many[bytes], tickets: Many[bytes]) -> None:
+    def _release(self, decode: _Decode, tickets: Many[bytes]) -> None:
+        """Ends the leases, of keys once all is stored: a prefill that is told to stop before that ends those itself."""
+        keys = decode.job.keys[: decode.available] if decode.final else ()
         if keys or tickets:
             (decode.converted or self._connector).release(keys, tickets=tuple(tickets))
 
@@ -273,6 +275,6 @@ class Decoder:
             self._engine.remove(job.seq)
         if job.transfers == 0:
             if not decode.started:
-                self._release(decode, job.keys, decode.tickets)  # what was stored for it, nobody will load
+                self._release(decode, decode.tickets)  # what was stored for it, nobody will load
             del self._decodes[job]
             self._desk.close_job(job)

@@ -98,7 +98,9 @@ class Prefiller:
     def cancel(self, job: Job) -> None:
         """Stops computing; blocks under transfer are let go when the transfers end."""
         if job in self._prefills:
-            job.over = True
+            job.over, prefill = True, self._prefills[job]
+            if not self._transfers.in_place and prefill.lease_s:  # in place, decode may be reading yet
+                self._transfers.release(job.keys[: prefill.stored], b"")
             self._engine.remove(job.seq)
             self._end_if_done(self._prefills[job])
 

@@ -58,6 +58,8 @@ def test_while_it_is_computed(
     cancel(one)
     assert_nothing_is_left(one)
     assert steps() == 3 and not one.tokens("r")
+    one.instance.connector.close()  # and with it waits for what it has asked the store for
+    assert leases(shm_url) == 0
 
 
 def test_while_it_is_decoded(checkpoint: Callable[..., Path], desk: Callable[..., Any], shm_url: str) -> None:
@@ -107,14 +109,15 @@ def test_in_the_middle_of_a_load(
 
 
 def test_leases_end_too(checkpoint: Callable[..., Path], desk: Callable[..., Any], shm_url: str) -> None:
-    """Decode ends them, whether it was told of the blocks or not."""
+    """Decode ends them, as prefill was done when it was cancelled."""
     prefill, decode = (desk(model=str(checkpoint("llama")), connector=shm_url, num_blocks=64) for _ in range(2))
     decode.submit("r", PROMPT, 5, pb.DECODE)
     decode.instance.turn(wait=False)
     prefill.submit("r", PROMPT, 5, pb.PREFILL)
     prefill.until(lambda outputs: any(output.stored.final for output in outputs))
     assert leases(shm_url) == BLOCKS
+    decode.instance.hand_over("router", pb.HandOver(request_id="r", num_blocks=BLOCKS, final=True))
     cancel(decode)
     assert_nothing_is_left(decode)
-    decode.instance.connector.close()  # and with it waits for what it has asked the store for
+    decode.instance.connector.close()
     assert leases(shm_url) == 0
