@@ -14,7 +14,7 @@ a time, without a lease, since nobody waits for them. The engine waits for none 
 import math
 from bisect import insort
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from pdserve.decode.converter import ConvertedPrompt
@@ -22,7 +22,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
 from pdserve.fetcher import Fetcher
 from pdserve.job import Desk, Job
-from pdserve.kv_transfer.connector import Connector, Result
+from pdserve.kv_transfer.connector import Connector, Outcome, Result
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.transfers import Transfers
@@ -36,7 +36,9 @@ class _Decode:
 
     Attributes:
         available: leading blocks of the prompt that are in the KV store.
+        coming: leading blocks that are there, or being stored.
         requested: leading blocks that are here, or for which a load was started.
+        outrun: a load did not find all that is being stored. The rest is loaded when it is there.
         broken: the first block that a load did not bring, or None.
         final: no more blocks will become available.
         reserved, started: it has its blocks; it has joined the engine.
@@ -47,7 +49,9 @@ class _Decode:
 
     job: Job
     available: int = 0
+    coming: int = 0
     requested: int = 0
+    outrun: bool = False
     broken: int | None = None
     final: bool = False
     first_token: int | None = None
@@ -104,6 +108,8 @@ class Decoder:
         if decode.started:  # they are here already
             self._release(decode, message.tickets)
             return
+        if decode.converted is None and self._transfers.follows:
+            decode.coming = max(decode.coming, message.coming)
         decode.tickets += message.tickets
         if message.HasField("first_token"):
             decode.first_token = message.first_token
@@ -165,8 +171,13 @@ class Decoder:
         """Starts the next load or, if nothing is missing or will come, the decoding."""
         if not decode.reserved or decode.started or decode.job.over:
             return
+        if decode.outrun and decode.job.transfers > 0:
+            return  # what follows may be on its way to the same rows
+        decode.outrun = False
         while decode.broken is None and decode.available > decode.requested:
             self._load(decode)
+        if decode.broken is None:
+            self._follow(decode)
         if decode.job.transfers > 0:
             return
         complete = decode.requested == len(decode.job.keys) and decode.first_token is not None
@@ -178,16 +189,31 @@ class Decoder:
         stop = min(decode.available, first + self._transfers.largest)
         keys, blocks = job.keys[first:stop], job.seq.blocks(first, stop)
         decode.requested = stop
-        tickets = tuple(decode.tickets)
-        then = partial(self._loaded, decode, first)
+        then, tickets = partial(self._loaded, decode, first), tuple(decode.tickets)
         self._transfers.load(job, keys, blocks, then, tickets, source=decode.converted)
+
+    def _follow(self, decode: _Decode) -> None:
+        """Starts to load what is being stored, in the pieces in which it is."""
+        job = decode.job
+        for first, stop in self._transfers.pieces(decode.requested, max(decode.requested, decode.coming)):
+            decode.requested = stop
+            then = partial(self._followed, decode, first)
+            self._transfers.follow(job, job.keys[first:stop], job.seq.blocks(first, stop), then)
+
+    def _followed(self, decode: _Decode, first: int, result: Result) -> None:
+        if result.leading < len(result.outcomes) and result.outcomes[result.leading] is Outcome.MISSING:
+            decode.requested, decode.coming = min(decode.requested, first + result.leading), 0
+            decode.outrun = True
+            result = replace(result, outcomes=result.outcomes[: result.leading])
+        self._loaded(decode, first, result)
 
     def _loaded(self, decode: _Decode, first: int, result: Result) -> None:
         job = decode.job
         if job.over:
             self._end(decode)
             return
-        job.moved(result, self._desk.now())
+        if result.outcomes:
+            job.moved(result, self._desk.now())
         if result.leading < len(result.outcomes):
             broken = first + result.leading
             decode.broken = broken if decode.broken is None else min(broken, decode.broken)
@@ -276,5 +302,7 @@ class Decoder:
         if job.transfers == 0:
             if not decode.started:
                 self._release(decode, decode.tickets)  # what was stored for it, nobody will load
+            elif decode.coming and not decode.final:  # it followed, and was done before prefill's last news came
+                self._connector.release(job.keys)
             del self._decodes[job]
             self._desk.close_job(job)

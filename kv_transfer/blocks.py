@@ -22,6 +22,10 @@ class Block:
         self._payload_bytes = 0
         self.key = key
 
+    @property
+    def outcome(self) -> Outcome:
+        return self._operation.outcomes[self._index]
+
 
 class Outgoing(Block):
     """A block on its way out, as `put_many` sees it. One that is never marked ends as UNAVAILABLE."""

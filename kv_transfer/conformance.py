@@ -34,6 +34,7 @@ RULES: tuple[Rule, ...] = (
     blocks.results,
     blocks.leading_match,
     blocks.missing,
+    blocks.following,
     blocks.whole_blocks,
     blocks.concurrent_stores,
     processes.between_processes,

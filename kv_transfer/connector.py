@@ -134,6 +134,7 @@ class Connector(ABC):
     API_VERSION: ClassVar[int] = API_VERSION
     scheme: ClassVar[str]
     in_place: ClassVar[bool] = False  # peers read the pool's rows where they are, see Result.held
+    follows: ClassVar[bool] = False  # has `follow`
 
     @abstractmethod
     def attach(self, memory: PoolMemory) -> None:
@@ -153,6 +154,13 @@ class Connector(ABC):
     @abstractmethod
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
         """Copies the blocks under `keys` into pool rows `block_ids`. A failed row's bytes are undefined afterwards."""
+
+    def follow(self, keys: Sequence[bytes], block_ids: Sequence[int], *, patience_s: float) -> Future[Result]:
+        """As `load`, for blocks that are being stored right now: waits for the next one as long as `patience_s` at most.
+
+        For stores where asking again and again costs next to nothing. The others hear of blocks when they are there.
+        """
+        raise NotImplementedError(f"{self.scheme}:// does not follow")
 
     @abstractmethod
     def match(self, keys: Sequence[bytes]) -> Future[int]:

@@ -35,6 +35,7 @@ def unlink(url: str) -> None:
 
 class MemoryConnector(ThreadedConnector):
     scheme: ClassVar[str] = "memory"
+    follows: ClassVar[bool] = True
 
     def configure(self, query: Query) -> None:
         self._size = query.size("size", 1 << 30)

@@ -20,7 +20,7 @@ from pdserve.kv_transfer.header import payload_length
 from pdserve.kv_transfer.threaded import BatchedConnector
 from pdserve.kv_transfer.url import Query, split
 
-_GROUP_BYTES = 16 << 20  # claimed and published together
+_GROUP_BYTES = 4 << 20  # claimed and published together
 _GROUP_BLOCKS = 32  # the lock is held for some 0.1 ms then
 
 
@@ -37,6 +37,7 @@ def leases(url: str) -> int:
 
 class ShmConnector(BatchedConnector):
     scheme: ClassVar[str] = "shm"
+    follows: ClassVar[bool] = True
 
     def configure(self, query: Query) -> None:
         self._name = _name(self.url)

@@ -21,6 +21,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from itertools import takewhile
 from typing import Any, ClassVar, TypeVar
 
 from pdserve.errors import SetupError
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 SLOWEST_BYTES_PER_S = 64 << 20  # a store that is slower than this does not answer in time
 MAX_PENDING = 4096  # operations; more than this means a store that does not keep up at all
 SWITCH_INTERVAL_S = 0.0005  # the interpreter's, where workers run: the default of 5 ms is as long as 30 MiB take
+FOLLOW_S = 0.0002  # between two looks for a block that is being stored
 MAX_LEASE_S = 86_400.0  # a mistaken lease must not pin a block for ever
 
 B = TypeVar("B", bound=Block)
@@ -146,7 +148,15 @@ class BatchedConnector(Connector):
         self.memory.check(keys, block_ids)
         operation = Operation("load", len(keys), self._deadline(len(keys)), self._finish_transfer)
         pairs = list(zip(keys, block_ids, strict=True))
-        return self._submit(operation, lambda: self._get_and_heal(operation, self._blocks(Incoming, operation, pairs)))
+        return self._submit(operation, lambda: self._get_and_heal(self._blocks(Incoming, operation, pairs)))
+
+    def follow(self, keys: Sequence[bytes], block_ids: Sequence[int], *, patience_s: float) -> Future[Result]:
+        self.memory.check(keys, block_ids)
+        operation = Operation("load", len(keys), self._deadline(len(keys)), self._finish_following)
+        pairs = list(zip(keys, block_ids, strict=True))
+        return self._submit(
+            operation, lambda: self._get_coming(operation, self._blocks(Incoming, operation, pairs), patience_s)
+        )
 
     def match(self, keys: Sequence[bytes]) -> Future[int]:
         operation: Operation[int] = Operation("match", 0, self._deadline(0), lambda done: done.matched)
@@ -229,9 +239,24 @@ class BatchedConnector(Connector):
         rows, seal, codec = self.memory.rows, self.seal, self.codec
         return [kind(operation, i, key, rows[row], seal, codec) for i, (key, row) in enumerate(pairs)]
 
-    def _get_and_heal(self, operation: Operation[Result], blocks: Sequence[Incoming]) -> None:
+    def _get_coming(self, operation: Operation[Result], blocks: Sequence[Incoming], patience_s: float) -> None:
+        """Loads blocks as they come, until one keeps us waiting for too long."""
+        give_up = time.monotonic() + patience_s
+        while blocks:
+            there = sum(1 for _ in takewhile(bool, self.contains_many([block.key for block in blocks])))
+            if there:
+                self._get_and_heal(blocks[:there])
+                blocks, give_up = blocks[there:], time.monotonic() + patience_s
+            elif operation.over or time.monotonic() >= give_up:
+                break
+            else:
+                time.sleep(FOLLOW_S)
+        for block in blocks:
+            block.missing()
+
+    def _get_and_heal(self, blocks: Sequence[Incoming]) -> None:
         self.get_many(blocks)
-        corrupt = [b.key for b, o in zip(blocks, operation.outcomes, strict=True) if o is Outcome.CORRUPT]
+        corrupt = [block.key for block in blocks if block.outcome is Outcome.CORRUPT]
         if corrupt:
             self._complaints.add(f"{len(corrupt)} blocks were corrupt and are removed from the store", kind="corrupt")
             self.delete_many(corrupt)
@@ -244,10 +269,20 @@ class BatchedConnector(Connector):
 
     def _finish_transfer(self, operation: Operation[Result]) -> Result:
         result = Result(list(operation.outcomes), operation.seconds)
+        self._count(operation, result)
+        return result
+
+    def _finish_following(self, operation: Operation[Result]) -> Result:
+        """What has not come yet is no loss."""
+        result = Result(list(operation.outcomes), operation.seconds)
+        came: list[Outcome] = [outcome for outcome in result.outcomes if outcome is not Outcome.MISSING]
+        self._count(operation, Result(came, result.seconds))
+        return result
+
+    def _count(self, operation: Operation[Result], result: Result) -> None:
         with self._lock:
             self._stats.bytes[operation.kind] += operation.moved
             self._stats.count(operation.kind, result)
-        return result
 
 
 class ThreadedConnector(BatchedConnector):

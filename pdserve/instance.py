@@ -54,7 +54,9 @@ class Instance:
         self.engine = Engine(config)
         pool = self.engine.runner.pool_NL2GBD
         self.connector = attach_pool(connector or connect(config.connector), pool, self.engine.layout)
-        self.transfers = Transfers(self.engine.pool, self.connector, self, _max_blocks(config, self.engine))
+        self.transfers = Transfers(
+            self.engine.pool, self.connector, self, _max_blocks(config, self.engine), self.engine.layout.block_bytes
+        )
         self.fetcher = fetcher = Fetcher(self.engine, self.connector, self.transfers, self)
         self.prefiller = Prefiller(self.engine, self.transfers, fetcher, self, config.lease_seconds)
         self.converters = Converters(pool, self.engine.layout, config.connector if config.convert_kv else None)

@@ -20,6 +20,9 @@ from pdserve.kv_transfer.connector import Connector, Outcome, Result
 from pdserve.kv_transfer.operation import Answer
 
 Then = Callable[[Result], None]
+PIECES = 4  # into which blocks that come together are divided
+PIECE_BYTES = 8 << 20  # at least, so that a piece's messages cost little beside its bytes
+PATIENCE_S = 0.1  # for the next block of those that are being stored
 
 
 class Source(Protocol):
@@ -51,21 +54,24 @@ class Transfers:
     Attributes:
         largest: blocks that one transfer should have at most, so that others get in between.
         in_flight: blocks that the connector is moving.
+        follows: loads can be started while the blocks are being stored.
         in_place: peers read the pool's rows where they are, if they are handed a ticket.
         num_holding: transfers whose blocks are still held; those that peers read in place may outlive their request.
     """
 
-    def __init__(self, pool: BlockPool, connector: Connector, desk: Desk, max_blocks: int) -> None:
+    def __init__(self, pool: BlockPool, connector: Connector, desk: Desk, max_blocks: int, block_bytes: int) -> None:
         self._pool = pool
         self._connector = connector
         self._desk = desk
         self._max_blocks = max_blocks
+        self._block_bytes = block_bytes
         self._waiting: deque[_Transfer] = deque()
         self._under_way: set[_Transfer] = set()
         self.largest = max(1, max_blocks // 2)
         self._silent_until = -math.inf
         self.in_flight = 0
         self.in_place = connector.in_place
+        self.follows = connector.follows
         self.num_holding = 0
 
     @property
@@ -105,6 +111,16 @@ class Transfers:
         """Ends the leases of a store that has ended; nobody will load what it stored."""
         if keys:
             self._connector.release(keys, tickets=[ticket] if ticket else [])
+
+    def follow(self, job: Job, keys: Sequence[bytes], blocks: list[int], then: Then) -> None:
+        """As `load`, of blocks that are being stored."""
+        self._add(job, blocks, False, lambda: self._connector.follow(keys, blocks, patience_s=PATIENCE_S), then)
+
+    def pieces(self, first: int, stop: int) -> Iterable[tuple[int, int]]:
+        """Divides a range of blocks that come together, so that several threads move them, and others get in between."""
+        least = max(1, PIECE_BYTES // self._block_bytes)
+        step = min(max(least, -(-(stop - first) // PIECES)), self.largest)
+        return ((start, min(start + step, stop)) for start in range(first, stop, step))
 
     def drop(self, job: Job) -> None:
         """Nobody wants the job's transfers any more. Those that wait end here; those under way end with the block that is

@@ -15,9 +15,6 @@ from pdserve.kv_transfer.connector import Result
 from pdserve.lifetime import Stage
 from pdserve.transfers import Transfers
 
-PIECES = 4  # into which the blocks of one step are divided
-PIECE_BYTES = 8 << 20  # at least, so that a piece's messages cost little beside its bytes
-
 
 @dataclass(eq=False)
 class _Store:
@@ -70,7 +67,6 @@ class Prefiller:
         self._fetcher = fetcher
         self._desk = desk
         self._lease_seconds = lease_seconds
-        self._least = max(1, PIECE_BYTES // engine.layout.block_bytes)
         self._prefills: dict[Job, _Prefill] = {}
 
     def submit(self, job: Job) -> None:
@@ -89,6 +85,8 @@ class Prefiller:
         self._store_computed(prefill)
         if sampled:
             self._first_token(prefill)
+        else:
+            self._announce(prefill)
 
     def returned(self, job: Job) -> None:
         """A prompt that was preempted has blocks again: what the store has of it need not be computed."""
@@ -116,9 +114,8 @@ class Prefiller:
             self._engine.runner.clear_tail(seq.block_ids[ready - 1], seq.num_given % seq.block_size)
         prefill.submitted = ready
         # In pieces, so that decode loads the first while the last is still on its way out.
-        step = min(max(self._least, -(-(ready - first) // PIECES)), self._transfers.largest)
-        for start in range(first, ready, step):
-            self._store(prefill, start, min(start + step, ready))
+        for start, stop in self._transfers.pieces(first, ready):
+            self._store(prefill, start, stop)
 
     def _store(self, prefill: _Prefill, first: int, stop: int) -> None:
         job = prefill.job
@@ -160,17 +157,18 @@ class Prefiller:
         self._end_if_done(prefill)
 
     def _announce(self, prefill: _Prefill) -> None:
-        """Tells the router how many leading blocks decode may load, and whether more will come."""
+        """Tells the router how many leading blocks decode may load, or follow, and whether more will come."""
         job = prefill.job
         stored = prefill.stored
+        coming = prefill.submitted if self._transfers.follows and not prefill.has_gap else stored
         final = prefill.sampled and all(store.arrived is not None for store in prefill.stores)
-        if job.over or (stored <= prefill.announced and not final):
+        if job.over or (max(stored, coming) <= prefill.announced and not final):
             return
-        prefill.announced = stored
+        prefill.announced = max(stored, coming)
         if job.moved_blocks:
             job.tell_moved(self._engine.layout.block_bytes)
         news = job.news().stored
-        news.num_blocks = stored
+        news.num_blocks, news.coming = stored, coming
         news.final = final
         if final:
             job.stamp(Stage.KV_STORED, self._desk.now())

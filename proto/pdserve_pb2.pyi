@@ -212,14 +212,16 @@ class Stamp(_message.Message):
     def __init__(self, stage: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Stored(_message.Message):
-    __slots__ = ("num_blocks", "final", "tickets")
+    __slots__ = ("num_blocks", "final", "tickets", "coming")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FINAL_FIELD_NUMBER: _ClassVar[int]
     TICKETS_FIELD_NUMBER: _ClassVar[int]
+    COMING_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     final: bool
     tickets: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, num_blocks: _Optional[int] = ..., final: _Optional[bool] = ..., tickets: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    coming: int
+    def __init__(self, num_blocks: _Optional[int] = ..., final: _Optional[bool] = ..., tickets: _Optional[_Iterable[bytes]] = ..., coming: _Optional[int] = ...) -> None: ...
 
 class Tokens(_message.Message):
     __slots__ = ("computed", "local_hit", "loaded")
@@ -327,18 +329,20 @@ class Sampling(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., grammar: _Optional[str] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ...) -> None: ...
 
 class HandOver(_message.Message):
-    __slots__ = ("request_id", "num_blocks", "final", "tickets", "first_token")
+    __slots__ = ("request_id", "num_blocks", "final", "tickets", "first_token", "coming")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FINAL_FIELD_NUMBER: _ClassVar[int]
     TICKETS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    COMING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     num_blocks: int
     final: bool
     tickets: _containers.RepeatedScalarFieldContainer[bytes]
     first_token: int
-    def __init__(self, request_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., final: _Optional[bool] = ..., tickets: _Optional[_Iterable[bytes]] = ..., first_token: _Optional[int] = ...) -> None: ...
+    coming: int
+    def __init__(self, request_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., final: _Optional[bool] = ..., tickets: _Optional[_Iterable[bytes]] = ..., first_token: _Optional[int] = ..., coming: _Optional[int] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("request_id",)

@@ -213,8 +213,9 @@ class Dispatcher:
             log.warning("%s failed: %s", flight.id, error, extra=extra)
 
     def _on_prefill(self, flight: Flight, member: Member, output: pb.Output) -> None:
+        stored = output.stored
         message = pb.HandOver(
-            num_blocks=output.stored.num_blocks, final=output.stored.final, tickets=output.stored.tickets
+            num_blocks=stored.num_blocks, coming=stored.coming, final=stored.final, tickets=stored.tickets
         )
         if output.token_ids:
             message.first_token = output.token_ids[0]

@@ -83,7 +83,7 @@ def new_job() -> Job:
 class Stage:
     def __init__(self, max_blocks: int) -> None:
         self.pool, self.connector, self.desk = BlockPool(POOL, 16), ByHand(), Desk()
-        self.transfers = Transfers(self.pool, self.connector, self.desk, max_blocks)
+        self.transfers = Transfers(self.pool, self.connector, self.desk, max_blocks, 1)
         self.results: list[Result] = []
 
     def store(self, job: Job, count: int) -> None:

@@ -22,8 +22,10 @@ from pdserve.kv_transfer.rules.trial import (
     refused_as_note,
     size_text,
     summary,
+    until,
 )
 
+PATIENCE_S = 1.0
 SIZES = (4 * KiB, 64 * KiB, 1_835_008, 8 * MiB)  # the third is Qwen3-0.6B's
 
 
@@ -93,6 +95,25 @@ def missing(trial: Trial) -> str:
     expect(result.outcomes == right, ", ".join(right), ", ".join(result.outcomes))
     one.must_equal(8, one.rows[0])
     one.must_equal(10, one.rows[2])
+    return ""
+
+
+def following(trial: Trial) -> str:
+    """Where there is `follow`, it brings blocks that are stored while it waits; what does not come in time is missing."""
+    source, target, keys = trial.instance(), trial.instance(), new_keys(6)
+    if not target.connector.follows:
+        return "it does not follow"
+    source.must_store(keys[:1], [0])
+    future = target.connector.follow(keys, range(8, 14), patience_s=PATIENCE_S)
+    until(future.done, PATIENCE_S / 10)  # it should not be
+    for row, key in enumerate(keys[1:4], start=1):
+        source.must_store([key], [row])
+    outcomes = target.result(future, "follow", 6).outcomes
+    gone = Outcome.MISSING
+    right = [*(4 * [Outcome.OK]), gone, gone]
+    expect(outcomes == right, ", ".join(right), ", ".join(outcomes))
+    for row in range(4):
+        target.must_equal(8 + row, source.rows[row])
     return ""
 
 

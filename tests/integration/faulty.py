@@ -46,7 +46,7 @@ class Faulty(BatchedConnector):
     API_VERSION: ClassVar[int] = 1
 
     def __init__(self, url: str) -> None:
-        super().__init__(url.removeprefix("faulty+"))
+        super().__init__(url.partition("+")[2])
 
     def configure(self, query: Query) -> None:
         super().configure(query)
@@ -117,6 +117,8 @@ class Faulty(BatchedConnector):
 
 
 class FaultyShm(Faulty, ShmConnector):
+    follows: ClassVar[bool] = False
+
     def lose(self, key: bytes) -> bool:
         there = self._slab.find(self.namespace + key) is not None
         self.delete_many([key])
@@ -137,6 +139,12 @@ class FaultyShm(Faulty, ShmConnector):
             payload = self._slab.payload(slot)
             payload[chance.randrange(len(payload))] ^= np.uint8(1 << chance.randrange(8))
         return slot is not None
+
+
+class FollowingShm(FaultyShm):
+    """Blocks are read while others of their operation are not there yet: one hit can spoil a block twice, or none."""
+
+    follows: ClassVar[bool] = True
 
 
 class FaultyRedis(Faulty, RedisConnector):

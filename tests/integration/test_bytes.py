@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.prefill import prefiller
+from pdserve import transfers
 from pdserve.proto import pdserve_pb2 as pb
 
 
 @pytest.mark.parametrize("connector_url", ["shm", "file", "redis"], indirect=True)
-@pytest.mark.parametrize("piece_bytes", [1, prefiller.PIECE_BYTES])
+@pytest.mark.parametrize("piece_bytes", [1, transfers.PIECE_BYTES])
 def test_every_block_of_a_700_token_prompt(
     piece_bytes: int,
     connector_url: str,
@@ -21,7 +21,7 @@ def test_every_block_of_a_700_token_prompt(
     desk: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefiller, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(transfers, "PIECE_BYTES", piece_bytes)
     path = checkpoint("llama")
     settings = {"num_blocks": 64, "max_num_batched_tokens": 128, "max_model_len": 1000}
     prompt = [(i * i + 3 * i) % 256 for i in range(700)]
@@ -44,12 +44,18 @@ def test_every_block_of_a_700_token_prompt(
     sent = prefill.instance.engine.runner.pool_NL2GBD[tables[-1]].clone()
     assert len(tables[-1]) == 44
     first = next(o.token_ids[0] for o in prefill.outputs if o.token_ids)
-    counts = [o.stored.num_blocks for o in prefill.outputs if o.HasField("stored")]
+    news = [o.stored for o in prefill.outputs if o.HasField("stored")]
+    counts = [stored.num_blocks for stored in news]
     assert counts[-1] == 44 and counts == sorted(counts)
 
-    for count in counts:
-        final = count == 44
-        message = pb.HandOver(request_id="x", num_blocks=count, final=final, first_token=first if final else None)
+    for stored in news:
+        message = pb.HandOver(
+            request_id="x",
+            num_blocks=stored.num_blocks,
+            coming=stored.coming,
+            final=stored.final,
+            first_token=first if stored.final else None,
+        )
         decode.instance.hand_over("r", message)
     decode.until(lambda outputs: any(o.finish_reason for o in outputs))
     received = decode.instance.engine.runner.pool_NL2GBD[reserved]

@@ -82,11 +82,11 @@ def faulty(
     monkeypatch: pytest.MonkeyPatch,
     install_connectors: Callable[..., None],
 ) -> Iterator[tuple[str, Path]]:
-    """The URL of a store with faults, of the scheme given by indirect parametrisation; and their journal."""
+    """The URL of a store with faults, `redis` or how over shm://, by indirect parametrisation; and their journal."""
     site, journal = tmp_path / "site", tmp_path / "journal"
     site.mkdir()
     journal.mkdir()
-    classes = {"faulty+shm": "FaultyShm", "faulty+redis": "FaultyRedis"}
+    classes = {"faulty+shm": "FaultyShm", "following+shm": "FollowingShm", "faulty+redis": "FaultyRedis"}
     install_connectors(site, "pdserve_faulty", Path(__file__).parent / "faulty.py", classes)
     monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     parameters = f"seed=7&journal={journal}&threads={THREADS}"
@@ -94,7 +94,7 @@ def faulty(
         yield f"faulty+{request.getfixturevalue('redis_url')}?{parameters}", journal
     else:
         name = f"shm://test-{uuid.uuid4().hex}"
-        yield f"faulty+{name}?size=128MiB&{parameters}", journal
+        yield f"{request.param}+{name}?size=128MiB&{parameters}", journal
         unlink(name)
 
 
@@ -153,7 +153,7 @@ def run(
     return compare
 
 
-@pytest.mark.parametrize("faulty", ["shm"], indirect=True)
+@pytest.mark.parametrize("faulty", ["faulty"], indirect=True)
 def test_every_fault_is_counted_once_and_none_is_seen(run: Callable[..., tuple[Counts, Counts]]) -> None:
     """No two prompts have a block in common, so each stored block is loaded once, and found out once."""
     was_done, was_counted = run(requests(REQUESTS, REQUESTS), operator.eq, num_blocks=1024, max_num_batched_tokens=256)
@@ -163,7 +163,7 @@ def test_every_fault_is_counted_once_and_none_is_seen(run: Callable[..., tuple[C
     assert was_done.total() > REQUESTS / 3
 
 
-@pytest.mark.parametrize("faulty", ["redis"], indirect=True)
+@pytest.mark.parametrize("faulty", ["redis", "following"], indirect=True)
 def test_blocks_that_several_instances_share(run: Callable[..., tuple[Counts, Counts]]) -> None:
     """A hit may be found out by several, and one who comes second finds what the first has removed or put right."""
     was_done, was_counted = run(

@@ -78,6 +78,13 @@ class Raises(MemoryConnector):
         return self._store.values[name]
 
 
+class Impatient(MemoryConnector):
+    """Follows by loading what is there."""
+
+    def follow(self, keys: Sequence[bytes], block_ids: Sequence[int], *, patience_s: float) -> Future[Result]:
+        return self.load(keys, block_ids)
+
+
 class Early(MemoryConnector):
     """Publishes a block before its bytes are there."""
 
@@ -316,6 +323,7 @@ BROKEN: list[tuple[type, str, str]] = [
     (PastTheGap, "leading-match", "3 leading keys, the fourth being missing, saw 5"),
     (GivesUp, "missing", "saw ok, missing, missing"),
     (Raises, "missing", "saw its future raise KeyError"),
+    (Impatient, "following", "saw ok, missing"),
     (Early, "whole-blocks", "whole or missing, saw a load that said corrupt"),
     (OneAtATime, "concurrent-stores", "all 8 blocks stored"),
     (OneProcess, "between-processes", "every process to store all blocks"),

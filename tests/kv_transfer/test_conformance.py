@@ -280,7 +280,7 @@ def test_the_example_package(tmp_path: Path, fsspec_package: Path) -> None:
     shutil.copytree(ROOT / "examples" / "connector_fsspec" / "tests", tmp_path / "tests")
     done = run_pytest(tmp_path, fsspec_package, "-p", "pdserve.kv_transfer.pytest_plugin", "--connector-seconds", "0.5")
     # Not checked: a store without a limit, twice; and memory, which other processes do not see.
-    assert "44 passed, 6 skipped" in done.stdout, done.stdout + done.stderr
+    assert "46 passed, 6 skipped" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_store_that_takes_nothing_is_no_store(command: Callable[..., Any]) -> None:
@@ -386,7 +386,7 @@ def test_pytest_with_a_url(tmp_path: Path, broken_package: Path) -> None:
     chosen = "missing or leading or between"
     options = ["-p", "pdserve.kv_transfer.pytest_plugin", "--connector", "broken-pastthegap://x", "-k", chosen]
     done = run_pytest(tmp_path, broken_package, *options)
-    assert "1 failed, 1 passed, 1 skipped, 19 deselected" in done.stdout, done.stdout + done.stderr
+    assert "1 failed, 1 passed, 1 skipped, 20 deselected" in done.stdout, done.stdout + done.stderr
     assert "leading-match: expected 3 leading keys, the fourth being missing, saw 5" in done.stdout
     assert "Traceback" not in done.stdout and "each process has a store of its own" in done.stdout
 

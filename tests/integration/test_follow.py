@@ -1,0 +1,102 @@
+"""Decode loads blocks while prefill stores them, and what it came too early for, later."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve import transfers
+from pdserve.kv_transfer.connector import Connector
+from pdserve.proto import pdserve_pb2 as pb
+
+Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
+
+PROMPT = [(i * i + 11 * i) % 256 for i in range(150)]  # its last block is partial
+BLOCKS = 10
+TOKENS = 5
+
+
+class Pair:
+    """A prefill and a decode instance around one store in which decode can follow."""
+
+    def __init__(
+        self, desk: Callable[..., Any], in_hand: type[Connector], model: Path, before_put: Callable[[], object]
+    ):
+        follower = type("Follower", (in_hand,), {"follows": True})
+        values: dict[str, bytes] = {}
+        self.stored = values
+        self.prefill = desk(follower(values=values, before_put=before_put), model=str(model), num_blocks=64)
+        self.decode = desk(follower(values=values), model=str(model), num_blocks=64)
+        self.told = 0
+
+    def begin(self) -> None:
+        """Until prefill has the first token, and decode knows what it knows."""
+        self.decode.submit("r", PROMPT, TOKENS, pb.DECODE)
+        self.prefill.submit("r", PROMPT, TOKENS, pb.PREFILL)
+        self.prefill.until(lambda outputs: any(output.token_ids for output in outputs))
+        self.tell()
+
+    def tell(self) -> list[pb.Output]:
+        """Does what the router does, with what prefill has said since the last time."""
+        said: list[pb.Output] = self.prefill.outputs[self.told :]
+        self.told += len(said)
+        for output in said:
+            stored = output.stored
+            message = pb.HandOver(
+                request_id="r", num_blocks=stored.num_blocks, coming=stored.coming, final=stored.final
+            )
+            if output.token_ids:
+                message.first_token = output.token_ids[0]
+            self.decode.instance.hand_over("router", message)
+        return said
+
+    def end(self) -> list[int]:
+        """All tokens, once both have let go of the request; what was loaded was not computed."""
+        self.decode.until_idle()
+        self.prefill.until_idle()
+        self.decode.instance.turn(wait=False)  # idle, it publishes its counters
+        counters = self.decode.instance.load.counters
+        assert counters['prompt_tokens_by_source{source="loaded"}'] == len(PROMPT)
+        tokens: list[int] = self.prefill.tokens("r") + self.decode.tokens("r")
+        return tokens
+
+
+def test_decode_has_everything_before_it_is_told_that_it_is_there(
+    checkpoint: Callable[..., Path],
+    generate: Generate,
+    desk: Callable[..., Any],
+    store_in_hand: type[Connector],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfers, "PATIENCE_S", 60.0)
+    path, gate = checkpoint("llama"), threading.Event()
+    pair = Pair(desk, store_in_hand, path, before_put=lambda: gate.wait(60))
+    pair.begin()
+    pair.decode.until(lambda _: pair.decode.instance.transfers.in_flight > 0)
+    assert not pair.stored, "decode waits for blocks of which none is there"
+    gate.set()
+    pair.decode.until(lambda outputs: any(output.token_ids for output in outputs))
+    assert pair.end() == generate(path, [PROMPT], TOKENS)[0]
+
+
+def test_decode_that_was_too_early_loads_later(
+    checkpoint: Callable[..., Path],
+    generate: Generate,
+    desk: Callable[..., Any],
+    store_in_hand: type[Connector],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfers, "PATIENCE_S", 0.0)
+    path, gate = checkpoint("llama"), threading.Semaphore(4)
+    pair = Pair(desk, store_in_hand, path, before_put=lambda: gate.acquire(timeout=60))
+    pair.begin()
+    decode = pair.decode.instance
+    pair.decode.until(lambda _: decode.connector.stats().seconds["load"] and not decode.transfers.in_flight)
+    assert not decode.connector.stats().failures, "nothing was lost"
+    assert not pair.decode.tokens("r"), "a part of the KV is missing"
+    gate.release(BLOCKS)
+    while not any(output.stored.final for output in pair.tell()):
+        pair.prefill.instance.turn(wait=True)
+    assert pair.end() == generate(path, [PROMPT], TOKENS)[0]
