@@ -86,6 +86,7 @@ def play(settings: Settings, make: Make = Chaotic) -> dict[str, Any]:
         "whole_answer_s": _spread(traffic.seconds),
         "longest_pause_s": _spread(traffic.pauses.values()),
         "longest_pause_of_moved_s": _spread(pause for name, pause in traffic.pauses.items() if name in moved),
+        "moved_streams": len(moved & traffic.pauses.keys()),
         "verdicts": verdicts,
     }
     details = {"metrics": metrics, "left_out": at.left_out, "defects": traffic.defects, "fault_log": monkey.log}
@@ -136,6 +137,7 @@ def _summary(shown: dict[str, Any]) -> dict[str, str]:
         "left by their clients, exact up to there": f"{ends['cancelled']:,}",
         "ended otherwise": ", ".join(others) or "0",
         "longest pause in a stream": f"{pause['max']:.2f} s",
+        "streams that moved, exact": f"{shown['moved_streams']:,}",
         "longest pause of a stream that moved, p50 / p99": f"{moved['p50']:.2f} s / {moved['p99']:.2f} s",
         "at the end": ", ".join(left),
         "sockets, threads, tasks beyond what was there before": ", ".join(grown) or "none",
