@@ -1,6 +1,6 @@
 """Mock instances that answer at once, for measuring a router: the real control plane, and nothing behind it.
 
-    python benchmarks/mock_instance.py ROUTER NAME…      each NAME is an instance, and begins with its role: decode-0
+    python benchmarks/mock_instance.py ROUTER[,ROUTER…] NAME…     each NAME is an instance, and begins with its role: decode-0
 
 An engine step takes no time and gives each sequence a token, and one frame carries those of all, as it would from an
 instance. A prefill has stored everything when it has the first token. Nothing is hashed, so no news of a pool is sent.
@@ -141,10 +141,13 @@ class MockInstance:
         return pb.Step(outputs=outputs)
 
 
-async def main(router: str, names: list[str]) -> None:
-    mocks = [MockInstance(hello(name, name.partition("-")[0], "demo")) for name in names]
-    await asyncio.gather(*(mock.serve(router) for mock in mocks))
+async def main(routers: list[str], names: list[str]) -> None:
+    """What one router asks makes no difference to the others."""
+    pairs = [
+        (router, MockInstance(hello(name, name.partition("-")[0], "demo"))) for router in routers for name in names
+    ]
+    await asyncio.gather(*(mock.serve(router) for router, mock in pairs))
 
 
 if __name__ == "__main__":
-    uvloop.run(main(sys.argv[1], sys.argv[2:]))
+    uvloop.run(main(sys.argv[1].split(","), sys.argv[2:]))

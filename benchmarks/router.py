@@ -1,49 +1,40 @@
 """What a router takes, in front of mock instances that answer at once: `python benchmarks/router.py`.
 
 Client, router and mocks (`mock_instance.py`) are a process each and share the machine's cores. The client writes bytes that
-were made before and looks for the end of each answer. Decisions are timed in this process, without a network.
+were made before and looks for the end of each answer. The fleet `none` is a server that answers at once by itself
+(`mock_server.py`), without a router: what is added to its latency is the router's.
 """
 
 import asyncio
 import json
 import os
-import statistics
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
-import mock_instance
 import pd
 import report
 import uvloop
+from decisions import LONG, MODEL, decide_among, prompt_text
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.config import RouterConfig, flag
+from pdserve.config import flag
 from pdserve.deployment import free_port
 from pdserve.errors import SetupError
-from pdserve.keys import block_keys
-from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import Request, SamplingParams
-from pdserve.router.dispatch import Dispatcher
-from pdserve.router.fleet import Fleet
-from pdserve.router.metrics import Metrics
-from pdserve.router.policy import POLICIES, Ask, decide
-from pdserve.router.tokenizer import Tokenizer
 
-MODEL = "demo"
-WORDS = ["the", "river", "runs", "past", "a", "small", "town", "where", "the", "baker", "meets", "the", "fisher"]
-SHORT, LONG = 16, 8192  # tokens of a prompt, about
+SHORT = 16  # tokens of a prompt, about
 START_S = 120.0
 TICKS = os.sysconf("SC_CLK_TCK")
 MOCK = Path(__file__).parent / "mock_instance.py"
+SERVER = Path(__file__).parent / "mock_server.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +42,8 @@ class Settings:
     seconds: float = flag("that each case is measured, after half a second or a tenth of it", 8.0)
     connections: str = flag("of the client, a request at a time on each; comma separated", "1,32")
     output_tokens: int = flag("of each answer: as many events where it is streamed", 16)
-    fleets: str = flag("behind a router of their own each: both, split; comma separated", "both,split")
+    fleets: str = flag("behind a router of their own each: none, both, split; comma separated", "none,both,split")
+    workers: str = flag("routers that share a port; more than one at the most connections; comma separated", "1,2")
     instances: str = flag("candidates of a decision; comma separated", "8,64,256")
     decisions: int = flag("timed of each kind", 300)
     repeat: int = flag("rounds of all cases, in turn", 1)
@@ -60,19 +52,28 @@ class Settings:
     out: str = flag(report.OUT_HELP, "")
 
 
-QUICK = {"seconds": 0.3, "connections": "2", "fleets": "split", "output_tokens": 4, "decisions": 5}
-FLEETS = {"both": ["both-0", "both-1"], "split": ["prefill-0", "decode-0"]}
+QUICK = {"seconds": 0.3, "connections": "2", "fleets": "none,split", "workers": "1", "output_tokens": 4, "decisions": 5}
+FLEETS = {"none": [], "both": ["both-0", "both-1"], "split": ["prefill-0", "decode-0"]}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of traffic. In a fleet of `both`, one instance does it all; in one of `split`, a hand-over is made."""
+    """One kind of traffic. In a fleet of `both`, one instance does it all; in one of `split`, a hand-over is made; with
+    `none` there is no router."""
 
     fleet: str
     prompt_tokens: int
     output_tokens: int
     stream: bool
     connections: int
+    workers: int = 1
+
+
+class Served(NamedTuple):
+    """What is measured: its port, and its processes."""
+
+    port: int
+    pids: list[int]
 
 
 @dataclass
@@ -105,21 +106,32 @@ def benchmark(settings: Settings) -> None:
         decisions = [row for count in _numbers(settings.instances) for row in decide_among(count, settings.decisions)]
         measured: dict[Case, Measured] = {}
         with ExitStack() as stack:
-            ports = {fleet: stack.enter_context(_served(FLEETS[fleet])) for fleet in _fleets(settings)}
+            kinds = dict.fromkeys((case.fleet, case.workers) for case in _cases(settings))
+            served = {kind: stack.enter_context(_served(*kind)) for kind in kinds}
             for _ in range(settings.repeat):
                 for case in _cases(settings):
                     status.update(str(case))
-                    port, pid = ports[case.fleet]
-                    uvloop.run(play(case, port, pid, settings.seconds, measured.setdefault(case, Measured())))
+                    one = served[case.fleet, case.workers]
+                    uvloop.run(play(case, one, settings.seconds, measured.setdefault(case, Measured())))
     rows = [one.row(case) for case, one in measured.items()]
+    _add_what_is_added(rows)
     _print(rows, decisions)
     content = {"rows": rows, "per_token_cpu_us": per_token_cpu(rows), "decisions": decisions}
     print(report.write("router", settings, content))
 
 
+def _add_what_is_added(rows: list[dict[str, Any]]) -> None:
+    """The median latency beyond that of the same traffic without a router, where that was measured."""
+    kind = ("prompt_tokens", "output_tokens", "stream", "connections")
+    direct = {tuple(row[name] for name in kind): row["ms_p50"] for row in rows if row["fleet"] == "none"}
+    for row in rows:
+        reference = direct.get(tuple(row[name] for name in kind))
+        row["added_ms_p50"] = None if reference is None else round(row["ms_p50"] - reference, 3)
+
+
 def per_token_cpu(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Of the router, in microseconds, by fleet and connections: what streams of many tokens take beyond those of one."""
-    streams = [row for row in rows if row["stream"]]
+    streams = [row for row in rows if row["stream"] and row["workers"] == 1 and row["fleet"] != "none"]
     costs: dict[str, float] = {}
     for many in streams:
         for one in streams:
@@ -154,34 +166,61 @@ def _cases(settings: Settings) -> Iterator[Case]:
             yield Case(fleet, SHORT, tokens, False, connections)
             yield Case(fleet, SHORT, 1, True, connections)
             yield Case(fleet, SHORT, tokens, True, connections)
-            yield Case(fleet, LONG, tokens, True, connections)
+            if fleet != "none":
+                yield Case(fleet, LONG, tokens, True, connections)
+    for workers in set(_numbers(settings.workers)) - {1}:
+        for fleet in sorted(set(_fleets(settings)) - {"none"}):
+            for tokens, stream in ((1, False), (settings.output_tokens, True)):
+                yield Case(fleet, SHORT, tokens, stream, max(_numbers(settings.connections)), workers)
 
 
 # ---- through the network ----------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _served(names: list[str]) -> Iterator[tuple[int, int]]:
-    """A router with these mock instances: its port and its process id."""
-    port = free_port()
-    control = free_port(but=port)
-    router = ["-m", "pdserve", "router", "--model", MODEL, "--port", str(port), "--control-port", str(control)]
-    router += ["--local-prefill-tokens", "0", "--timelines", "100"]
+def _served(fleet: str, workers: int) -> Iterator[Served]:
+    """So many routers on one port, with mock instances behind them; or, without a fleet, a server that needs none."""
+    names = FLEETS[fleet]
+    port, *others = _free_ports(1 + 2 * workers)
+    controls, own = others[:workers], others[workers:] if workers > 1 else [port]
+    commands = (
+        [_router(port, *ports) for ports in zip(controls, own, strict=True)] if names else [[str(SERVER), str(port)]]
+    )
     with ExitStack() as stack:
-        process = stack.enter_context(_process(router))
-        stack.enter_context(_process([str(MOCK), f"127.0.0.1:{control}", *names]))
+        processes = [stack.enter_context(_process(command)) for command in commands]
+        if names:
+            addresses = ",".join(f"127.0.0.1:{control}" for control in controls)
+            stack.enter_context(_process([str(MOCK), addresses, *names]))
         deadline = time.monotonic() + START_S
-        while not _ready(port, len(names)):
-            if process.poll() is not None or time.monotonic() > deadline:
+        while not all(_ready(one, len(names)) for one in own):
+            if any(process.poll() is not None for process in processes) or time.monotonic() > deadline:
                 raise SetupError("the router does not serve; start it by hand to see why: pdserve router --model demo")
             time.sleep(0.05)
-        yield port, process.pid
+        yield Served(port, [process.pid for process in processes])
+
+
+def _free_ports(count: int) -> list[int]:
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+    return list(ports)
+
+
+def _router(port: int, control: int, own: int) -> list[str]:
+    """`own` is the port that reaches this one alone; where that is the port of all, there are no others."""
+    command = ["-m", "pdserve", "router", "--model", MODEL, "--port", str(port), "--control-port", str(control)]
+    command += ["--local-prefill-tokens", "0", "--timelines", "100"]
+    return command if own == port else [*command, "--reuse-port", "--own-port", str(own)]
 
 
 def _ready(port: int, instances: int) -> bool:
+    """Without instances there is no router, and a connection will do."""
     try:
+        if not instances:
+            socket.create_connection(("127.0.0.1", port), 1.0).close()
+            return True
         ready = httpx.get(f"http://127.0.0.1:{port}/ready", timeout=1.0, verify=False)
-    except httpx.TransportError:
+    except (httpx.TransportError, OSError):
         return False
     return ready.status_code == 200 and ready.json()["instances"] == instances
 
@@ -201,14 +240,14 @@ def _process(arguments: list[str]) -> Iterator["subprocess.Popen[bytes]"]:
             process.wait()
 
 
-async def play(case: Case, port: int, pid: int, seconds: float, into: Measured) -> None:
+async def play(case: Case, served: Served, seconds: float, into: Measured) -> None:
     """A closed loop on each connection for so long; what ends in the warm-up does not count."""
-    request = request_bytes(case, port)
+    request = request_bytes(case, served.port)
     begin = time.perf_counter() + min(0.5, seconds / 10)
     end = begin + seconds
 
     async def client() -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         while (sent := time.perf_counter()) < end:
             writer.write(request)
             head = await reader.readuntil(b"\r\n\r\n")
@@ -222,10 +261,10 @@ async def play(case: Case, port: int, pid: int, seconds: float, into: Measured) 
 
     async def watch() -> None:
         await asyncio.sleep(begin - time.perf_counter())
-        started, cpu = time.perf_counter(), cpu_seconds(pid)
+        started, cpu = time.perf_counter(), cpu_seconds(served.pids)
         await asyncio.gather(*clients)
         into.seconds += time.perf_counter() - started
-        into.cpu_seconds += cpu_seconds(pid) - cpu
+        into.cpu_seconds += cpu_seconds(served.pids) - cpu
 
     clients = [asyncio.create_task(client()) for _ in range(case.connections)]
     await watch()
@@ -260,87 +299,17 @@ def request_bytes(case: Case, port: int) -> bytes:
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
-def prompt_text(tokens: int) -> str:
-    """Of so many words; with the demo model's tokenizer, about as many tokens."""
-    chosen = Random(tokens)
-    return " ".join(chosen.choice(WORDS) for _ in range(tokens))
-
-
-def cpu_seconds(pid: int) -> float:
-    """Of all threads of a process, in user and system mode."""
-    times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(times[11]) + int(times[12])) / TICKS
-
-
-# ---- in this process --------------------------------------------------------------------------------------------
-
-
-def decide_among(count: int, repeat: int) -> list[dict[str, Any]]:
-    """Times each policy over so many candidates, and `open`: all from an understood request to the frames for instances.
-
-    Half of the instances prefill and half decode, all are busy, and each has the beginning of the prompt, all of another
-    length. The prompt has been hashed before; how long that takes is a row of its own, as is tokenizing.
-    """
-    fleet = Fleet("router", MODEL, 1.0)
-    dispatcher = Dispatcher(RouterConfig(model=MODEL), fleet, Metrics(fleet))
-    prompt = [Random(0).randrange(2048) for _ in range(LONG)]
-    keys = block_keys(b"root", prompt, mock_instance.BLOCK_SIZE)
-    chosen = Random(count)
-    for i in range(count):
-        role = "decode" if i % 2 else "prefill"
-        member = fleet._join(mock_instance.hello(f"{role}-{i}", role, MODEL))
-        others = pb.Load(requests=chosen.randrange(1, 9), prefills=1)
-        others.prefill_tokens, others.output_tokens = chosen.randrange(4096), chosen.randrange(4096)
-        others.attended_tokens, others.context_tokens = chosen.randrange(1 << 20), chosen.randrange(1 << 16)
-        member.heard_of_others(others)
-        fleet.index.add(member.id, keys[: i * len(keys) // count])
-    members = list(fleet.members.values())
-    loads = [member.load for member in members]
-    cached = {member.id: fleet.index.blocks(member.id) * mock_instance.BLOCK_SIZE for member in members}
-    ask = Ask(LONG, session="somebody", cached=cached, output_tokens=64)
-
-    def opened(turn: int) -> None:
-        sampling = SamplingParams(max_tokens=64)
-        request = Request(
-            request_id=f"r{turn}", prompt=prompt, sampling=sampling, keys={mock_instance.BLOCK_SIZE: keys}
-        )
-        dispatcher.open(request)
-
-    def closed(turn: int) -> None:
-        dispatcher.flights[f"r{turn}"].cancel()
-        for member in members:
-            while not member.outbox.empty():
-                member.outbox.get_nowait()
-
-    def timed(policy: str) -> Callable[[int], object]:
-        return lambda turn: decide(policy, loads, replace(ask, turn=turn))
-
-    kinds = {policy: _microseconds(timed(policy), repeat) for policy in POLICIES}
-    kinds["match the prompt's keys"] = _microseconds(lambda _: fleet.index.match(keys), repeat)
-    kinds["open"] = _microseconds(opened, repeat, after=closed)
-    if count == 8:  # the same for all
-        kinds["hash the prompt"] = _microseconds(lambda _: block_keys(b"root", prompt, 16), repeat)
-        tokenizer, text = Tokenizer(MODEL), prompt_text(LONG)
-        kinds["tokenize the prompt"] = _microseconds(lambda _: tokenizer.encode(text), repeat)
-    return [{"instances": count, "what": what, "us_p50": round(us, 1)} for what, us in kinds.items()]
-
-
-def _microseconds(work: Callable[[int], object], repeat: int, after: Callable[[int], object] | None = None) -> float:
-    """The median, of this thread's processor time."""
-    times = []
-    for turn in range(repeat):
-        started = time.thread_time_ns()
-        work(turn)
-        times.append((time.thread_time_ns() - started) / 1e3)
-        if after is not None:
-            after(turn)
-    return statistics.median(times)
+def cpu_seconds(pids: list[int]) -> float:
+    """Of all threads of these processes, in user and system mode."""
+    times = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum(int(one[11]) + int(one[12]) for one in times) / TICKS
 
 
 def _print(rows: list[dict[str, Any]], decisions: list[dict[str, Any]]) -> None:
     table = Table(show_edge=False, pad_edge=False)
     table.add_column("fleet")
     for column in (
+        "workers",
         "prompt",
         "tokens",
         "stream",
@@ -350,11 +319,13 @@ def _print(rows: list[dict[str, Any]], decisions: list[dict[str, Any]]) -> None:
         "first byte ms",
         "ms p50",
         "p99",
+        "added ms",
     ):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
             row["fleet"],
+            str(row["workers"]),
             f"{row['prompt_tokens']:,}",
             str(row["output_tokens"]),
             "yes" if row["stream"] else "no",
@@ -362,6 +333,7 @@ def _print(rows: list[dict[str, Any]], decisions: list[dict[str, Any]]) -> None:
             f"{row['requests_per_s']:,.0f}",
             f"{row['router_cpu_ms']:.2f}",
             *(f"{row[name]:.2f}" for name in ("first_byte_ms_p50", "ms_p50", "ms_p99")),
+            "" if row["added_ms_p50"] is None else f"{row['added_ms_p50']:.2f}",
         )
     report.show(table)
     counts = sorted({row["instances"] for row in decisions})

@@ -83,9 +83,14 @@ def test_pd(tmp_path: Path) -> None:
 def test_router(tmp_path: Path) -> None:
     content = run("router.py", tmp_path)
     rows = content["rows"]
-    kinds = {(row["fleet"], row["prompt_tokens"], row["stream"], row["output_tokens"]) for row in rows}
-    short = {("split", 16, stream, tokens) for stream in (True, False) for tokens in (1, 4)}
-    assert kinds == {*short, ("split", 8192, True, 4)}
+    kinds = {
+        tuple(row[name] for name in ("fleet", "workers", "prompt_tokens", "stream", "output_tokens")) for row in rows
+    }
+    short = {
+        (fleet, 1, 16, stream, tokens) for fleet in ("none", "split") for stream in (True, False) for tokens in (1, 4)
+    }
+    assert kinds == {*short, ("split", 1, 8192, True, 4)}
+    assert {row["fleet"] for row in rows if row["added_ms_p50"] == 0} == {"none"}
     assert all(row["requests"] > 0 and row["requests_per_s"] > 0 and row["ms_p50"] > 0 for row in rows)
     assert content["per_token_cpu_us"].keys() == {"split, 2 connections"}
     timed = {(row["what"], row["instances"]) for row in content["decisions"]}

@@ -1,0 +1,92 @@
+"""How long a router takes to decide, in this process, without a network. `router.py` prints it."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import mock_instance
+
+from pdserve.config import RouterConfig
+from pdserve.keys import block_keys
+from pdserve.proto import pdserve_pb2 as pb
+from pdserve.request import Request, SamplingParams
+from pdserve.router.dispatch import Dispatcher
+from pdserve.router.fleet import Fleet
+from pdserve.router.metrics import Metrics
+from pdserve.router.policy import POLICIES, Ask, decide
+from pdserve.router.tokenizer import Tokenizer
+
+MODEL = "demo"
+WORDS = ["the", "river", "runs", "past", "a", "small", "town", "where", "the", "baker", "meets", "the", "fisher"]
+LONG = 8192  # tokens of a prompt, about
+
+
+def prompt_text(tokens: int) -> str:
+    """Of so many words; with the demo model's tokenizer, about as many tokens."""
+    chosen = Random(tokens)
+    return " ".join(chosen.choice(WORDS) for _ in range(tokens))
+
+
+def decide_among(count: int, repeat: int) -> list[dict[str, Any]]:
+    """Times each policy over so many candidates, and `open`: all from an understood request to the frames for instances.
+
+    Half of the instances prefill and half decode, all are busy, and each has the beginning of the prompt, all of another
+    length. The prompt has been hashed before; how long that takes is a row of its own, as is tokenizing.
+    """
+    fleet = Fleet("router", MODEL, 1.0)
+    dispatcher = Dispatcher(RouterConfig(model=MODEL), fleet, Metrics(fleet))
+    prompt = [Random(0).randrange(2048) for _ in range(LONG)]
+    keys = block_keys(b"root", prompt, mock_instance.BLOCK_SIZE)
+    chosen = Random(count)
+    for i in range(count):
+        role = "decode" if i % 2 else "prefill"
+        member = fleet._join(mock_instance.hello(f"{role}-{i}", role, MODEL))
+        others = pb.Load(requests=chosen.randrange(1, 9), prefills=1)
+        others.prefill_tokens, others.output_tokens = chosen.randrange(4096), chosen.randrange(4096)
+        others.attended_tokens, others.context_tokens = chosen.randrange(1 << 20), chosen.randrange(1 << 16)
+        member.heard_of_others(others)
+        fleet.index.add(member.id, keys[: i * len(keys) // count])
+    members = list(fleet.members.values())
+    loads = [member.load for member in members]
+    cached = {member.id: fleet.index.blocks(member.id) * mock_instance.BLOCK_SIZE for member in members}
+    ask = Ask(LONG, session="somebody", cached=cached, output_tokens=64)
+
+    def opened(turn: int) -> None:
+        sampling = SamplingParams(max_tokens=64)
+        request = Request(
+            request_id=f"r{turn}", prompt=prompt, sampling=sampling, keys={mock_instance.BLOCK_SIZE: keys}
+        )
+        dispatcher.open(request)
+
+    def closed(turn: int) -> None:
+        dispatcher.flights[f"r{turn}"].cancel()
+        for member in members:
+            while not member.outbox.empty():
+                member.outbox.get_nowait()
+
+    def timed(policy: str) -> Callable[[int], object]:
+        return lambda turn: decide(policy, loads, replace(ask, turn=turn))
+
+    kinds = {policy: _microseconds(timed(policy), repeat) for policy in POLICIES}
+    kinds["match the prompt's keys"] = _microseconds(lambda _: fleet.index.match(keys), repeat)
+    kinds["open"] = _microseconds(opened, repeat, after=closed)
+    if count == 8:  # the same for all
+        kinds["hash the prompt"] = _microseconds(lambda _: block_keys(b"root", prompt, 16), repeat)
+        tokenizer, text = Tokenizer(MODEL), prompt_text(LONG)
+        kinds["tokenize the prompt"] = _microseconds(lambda _: tokenizer.encode(text), repeat)
+    return [{"instances": count, "what": what, "us_p50": round(us, 1)} for what, us in kinds.items()]
+
+
+def _microseconds(work: Callable[[int], object], repeat: int, after: Callable[[int], object] | None = None) -> float:
+    """The median, of this thread's processor time."""
+    times = []
+    for turn in range(repeat):
+        started = time.thread_time_ns()
+        work(turn)
+        times.append((time.thread_time_ns() - started) / 1e3)
+        if after is not None:
+            after(turn)
+    return statistics.median(times)

@@ -1,0 +1,46 @@
+"""A server of completions that answers at once, over HTTP itself: what `router.py` compares a router with, whose clients then
+reach one directly.
+
+    python benchmarks/mock_server.py PORT
+"""
+
+import asyncio
+import json
+import sys
+
+import uvloop
+
+CHOICE = b'"choices":[{"index":0,"text":" word","logprobs":null,"finish_reason":null}]'
+EVENT = b'data: {"id":"cmpl-0","object":"text_completion","created":0,"model":"demo",' + CHOICE + b"}\n\n"
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answers one connection until the client closes it."""
+    while True:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.IncompleteReadError:
+            writer.close()
+            return
+        length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+        body = json.loads(await reader.readexactly(length))
+        tokens = body["max_tokens"]
+        if body["stream"]:
+            writer.write(STREAM)
+            for event in (*[EVENT] * tokens, b"data: [DONE]\n\n"):  # a write for each, as tokens come one by one
+                writer.write(b"%x\r\n%b\r\n" % (len(event), event))
+            writer.write(b"0\r\n\r\n")
+        else:
+            text, usage = " word" * tokens, {"completion_tokens": tokens}
+            answer = json.dumps({"id": "cmpl-0", "choices": [{"index": 0, "text": text}], "usage": usage}).encode()
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(answer), answer))
+
+
+async def main(port: int) -> None:
+    async with await asyncio.start_server(serve, "127.0.0.1", port) as server:
+        await server.serve_forever()
+
+
+if __name__ == "__main__":
+    uvloop.run(main(int(sys.argv[1])))
