@@ -39,6 +39,7 @@ _WRITE_KV = (_P, _I, _I, _I, _P, _I, _I, _P, _I, _I, _P, _I, _I, _I, _I, _I)
 _RMS_NORM = (_I, _P, _P, _P, _I, _I, _F, _I)
 _ROTARY = (_I, _I, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I)
 _GATE = (_I, _I, _P, _P, _I, _I)
+_ARGMAX = (_I, _P, _P, _I, _I, _I)
 _COPY_BLOCKS = (_P, _I, _P, _P, _I, _P, _I, _I, _I)
 
 
@@ -208,6 +209,7 @@ def library() -> ctypes.CDLL:
         (loaded.pdserve_rms_norm, _RMS_NORM),
         (loaded.pdserve_rotary, _ROTARY),
         (loaded.pdserve_gate, _GATE),
+        (loaded.pdserve_argmax, _ARGMAX),
     ):
         function.argtypes, function.restype = list(arguments), None
     if "amx_bf16" in _cpu() and not loaded.pdserve_amx():
@@ -215,6 +217,7 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
+@cache
 def can_build() -> bool:
     """There is a library, or there will be one when it is asked for. The kernel's choice tells why there is none."""
     try:

@@ -1,7 +1,9 @@
-// What a decoder computes number by number, each in one pass over its input: norms, rotary embeddings and gates, for CPUs.
-// Numbers are rounded to their type where transformers' modules round them, that is after each of their operations.
+// What a decoder computes number by number, each in one pass over its input: norms, rotary embeddings, gates, and the largest
+// of the logits; for CPUs. Numbers are rounded to their type where transformers' modules round them: after each operation.
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "vectors.h"
 
@@ -68,6 +70,25 @@ void gate(T* x, const T* up, i64 n, i64 threads) {
         store(x + i, rounded<T>(activation(load(x + i, n - i))) * load(up + i, n - i), n - i);
 }
 
+// The first of a row's largest numbers: the block that has it is found by vectors, the place in the block by another look.
+template <typename T>
+i64 argmax(const T* x, i64 n) {
+    constexpr i64 BLOCK = 64 * W;
+    float most = -std::numeric_limits<float>::infinity();
+    i64 found = 0;
+    for (i64 first = 0; first < n; first += BLOCK) {
+        const i64 whole = std::min(n - first, BLOCK) / W * W, end = std::min(n, first + BLOCK);
+        vf largest = splat(most);
+        for (i64 i = first; i < first + whole; i += W) largest = vmax(load(x + i), largest);
+        float lanes[W];
+        store(lanes, largest);
+        const bool larger = *std::max_element(lanes, lanes + W) > most;
+        for (i64 i = larger ? first : first + whole; i < end; i++)
+            if (to_float(x[i]) > most) most = to_float(x[i]), found = i;
+    }
+    return found;
+}
+
 }  // namespace
 
 // dtypes: 0 float32, 1 bfloat16, 2 float16.
@@ -98,6 +119,16 @@ void pdserve_gate(i64 dtype, i64 activation, void* x, const void* up, i64 n, i64
     if (dtype == 1 && activation == 1) gate<bf16, gelu_tanh>((bf16*)x, (const bf16*)up, n, threads);
     if (dtype == 2 && activation == 0) gate<fp16, silu>((fp16*)x, (const fp16*)up, n, threads);
     if (dtype == 2 && activation == 1) gate<fp16, gelu_tanh>((fp16*)x, (const fp16*)up, n, threads);
+}
+
+// places[r] = the first of the largest of row r's n numbers.
+void pdserve_argmax(i64 dtype, i64* places, const void* x, i64 rows, i64 n, i64 threads) {
+#pragma omp parallel for num_threads((int)threads) if (rows * n > 1 << 16)
+    for (i64 r = 0; r < rows; r++) {
+        if (dtype == 0) places[r] = argmax((const float*)x + r * n, n);
+        if (dtype == 1) places[r] = argmax((const bf16*)x + r * n, n);
+        if (dtype == 2) places[r] = argmax((const fp16*)x + r * n, n);
+    }
 }
 
 }  // extern "C"

@@ -80,3 +80,17 @@ def gate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> None:
         gate.numel(),
         torch.get_num_threads(),
     )
+
+
+def argmax(x_RN: torch.Tensor) -> torch.Tensor:
+    """The first of each row's largest numbers, int64 [R]. NaN is no number, and the first is told where all are."""
+    x_RN = x_RN.contiguous()
+    places_R = torch.empty(len(x_RN), dtype=torch.long)
+    library().pdserve_argmax(
+        DTYPES.index(x_RN.dtype),
+        places_R.data_ptr(),
+        x_RN.data_ptr(),
+        *x_RN.shape,
+        torch.get_num_threads(),
+    )
+    return places_R

@@ -8,6 +8,7 @@ import torch
 
 from pdserve.engine.grammar import constrain
 from pdserve.engine.sequence import Sequence
+from pdserve.kernels import cpu, elementwise
 from pdserve.request import SamplingParams, TokenLogprobs
 
 CACHED_LOGITS = 1 << 17  # 1 MiB in float64
@@ -47,7 +48,7 @@ def sample(logits_SV: torch.Tensor, seqs: Rows[Sequence]) -> list[int]:
     _add_bias(logits_SV, seqs)
     constrain(logits_SV, seqs)
     _forbid_early_stops(logits_SV, seqs)
-    tokens = logits_SV.max(dim=-1).indices  # argmax, and on a CPU in a fifth of its time
+    tokens = _largest(logits_SV)
     rows = [i for i, seq in enumerate(seqs) if seq.sampling.temperature > 0]
     # On a CPU a few rows at a time, so that a dozen passes over them stay in the cache: a quarter of the time.
     count = max(1, CACHED_LOGITS // logits_SV.shape[1]) if logits_SV.device.type == "cpu" else len(seqs)
@@ -56,6 +57,12 @@ def sample(logits_SV: torch.Tensor, seqs: Rows[Sequence]) -> list[int]:
         tokens[part] = _draw(logits_SV[part].float(), [seqs[i] for i in part])
     chosen: list[int] = tokens.tolist()
     return chosen
+
+
+def _largest(logits_SV: torch.Tensor) -> torch.Tensor:
+    if logits_SV.device.type == "cpu" and cpu.can_build():
+        return elementwise.argmax(logits_SV)  # a fifth of the time that `max` takes, which is a quarter of argmax's
+    return logits_SV.max(dim=-1).indices
 
 
 def model_logprobs(logits_SV: torch.Tensor, rows: list[int]) -> torch.Tensor:
