@@ -160,7 +160,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     logs.set_up()
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
+    except typer.TyperException as error:
+        if message := error.format_message():  # else there were no arguments at all, and the help has been shown
+            print(f"pdserve: error: {message.rstrip('.')} (see --help)", file=sys.stderr)
+        raise SystemExit(2) from error
     except SetupError as error:
         print(f"pdserve: {error}", file=sys.stderr)
         raise SystemExit(2) from error

@@ -239,6 +239,9 @@ class RouterConfig(ModelConfig):
         if self.max_queue < 0:
             raise ValueError(f"--max-queue must be 0 or more, not {self.max_queue}")
         Slo.parse(self.slo)
+        for origin in map(str.strip, self.cors_origins.split(",") if self.cors_origins else ()):
+            if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/]+", origin):
+                raise ValueError(f"--cors-origins: {origin!r} is no origin; write such as https://example.com, or *")
         if self.local_prefill_tokens is not None and self.local_prefill_tokens < 0:
             raise ValueError(f"--local-prefill-tokens must be 0 (never) or more, not {self.local_prefill_tokens}")
         if self.hedge_prefill_after is not None and self.hedge_prefill_after <= 0:

@@ -15,6 +15,9 @@ def up(config: UpConfig) -> None:
     Raises:
         SetupError: it cannot start.
     """
+    from pdserve.kv_transfer.registry import connect
+
+    connect(config.connector)  # what is wrong with it is said once, not by every child
     stop = threading.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: stop.set())

@@ -91,10 +91,10 @@ async def _serve(config: RouterConfig, keys: list[Key], tokenizer: Tokenizer, li
         {"ssl_certfile": config.ssl_certfile, "ssl_keyfile": config.ssl_keyfile} if config.ssl_certfile else {}
     )
     settings = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", **tls)
-    server = _Server(settings, config.drain_seconds)
+    ports = f"clients on port {listening[0].getsockname()[1]}, instances on port {control_port}"
+    server = _Server(settings, config.drain_seconds, ports)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
-    log.info("router: clients on port %d, instances on port %d", listening[0].getsockname()[1], control_port)
     watching = [fleet.watch(), dispatcher.watch()]
     if registry is not None:
         watching.append(registry.announce(config.announce_host or config.control_host, control_port))
@@ -134,9 +134,14 @@ class _Server(uvicorn.Server):
     uvicorn's own handlers raise the signal once more when it has ended, and what is closed after that would be cut off.
     """
 
-    def __init__(self, config: uvicorn.Config, drain_seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, drain_seconds: float, ports: str) -> None:
         super().__init__(config)
+        self._ports = ports
         self._drain_seconds = math.ceil(drain_seconds)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        log.info("router: %s", self._ports)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         patience = self._drain_seconds if sig == signal.SIGTERM else min(INTERRUPTED_S, self._drain_seconds)
