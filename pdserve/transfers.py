@@ -114,7 +114,8 @@ class Transfers:
 
     def follow(self, job: Job, keys: Sequence[bytes], blocks: list[int], then: Then) -> None:
         """As `load`, of blocks that are being stored."""
-        self._add(job, blocks, False, lambda: self._connector.follow(keys, blocks, patience_s=PATIENCE_S), then)
+        start = lambda: self._connector.follow(keys, blocks, patience_s=PATIENCE_S)  # noqa: E731
+        self._add(_Transfer(job, blocks, False, start, then, True, self._desk.now()))
 
     def pieces(self, first: int, stop: int) -> Iterable[tuple[int, int]]:
         """Divides a range of blocks that come together, so that several threads move them, and others get in between."""
