@@ -13,11 +13,9 @@
 #pragma once
 
 #include "problem.h"
+#include "tiles.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__linux__)
-
-#include <sys/syscall.h>
-#include <unistd.h>
+#ifdef PDSERVE_AMX
 
 #include <cstdlib>
 
@@ -28,13 +26,6 @@ constexpr i64 SIDE = 16, PAIRS = 2 * SIDE, FLOATS = SIDE * SIDE, HALVES = 2 * FL
 constexpr i64 ROWS = 1024, STRIP = 32, LENGTH = 256;
 constexpr float LOG2_E = 1.44269504f;
 constexpr float SLACK = 8;  // powers of two by which weights may exceed 1 before the output is rescaled
-
-// Linux hands out the tiles' registers on request, for the whole process.
-inline bool permitted() {
-    constexpr long REQUEST = 0x1023, TILES = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    static const bool granted = syscall(SYS_arch_prctl, REQUEST, TILES) == 0;
-    return granted;
-}
 
 // Rows of a task, if so many are as good as any. The more, the more use is made of what was fetched.
 inline i64 height(i64 rows) { return std::clamp((rows + STRIP - 1) / STRIP * STRIP, STRIP, ROWS); }
@@ -304,7 +295,6 @@ inline void prefill(const Problem& a, const Tile& tile, Scratch& x) {
 namespace amx {
 namespace {
 
-inline bool permitted() { return false; }
 inline i64 height(i64 rows) { return rows; }
 struct Registers {};
 struct Scratch { explicit Scratch(i64) {} };

@@ -40,6 +40,7 @@ _RMS_NORM = (_I, _P, _P, _P, _I, _I, _F, _I)
 _ROTARY = (_I, _I, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I)
 _GATE = (_I, _I, _P, _P, _I, _I)
 _ARGMAX = (_I, _P, _P, _I, _I, _I)
+_LINEAR = (_P, _P, _P, _P, _I, _I, _I, _I)
 _COPY_BLOCKS = (_P, _I, _P, _P, _I, _P, _I, _I, _I)
 
 
@@ -210,10 +211,11 @@ def library() -> ctypes.CDLL:
         (loaded.pdserve_rotary, _ROTARY),
         (loaded.pdserve_gate, _GATE),
         (loaded.pdserve_argmax, _ARGMAX),
+        (loaded.pdserve_linear, _LINEAR),
     ):
         function.argtypes, function.restype = list(arguments), None
     if "amx_bf16" in _cpu() and not loaded.pdserve_amx():
-        log.warning("prefill in bfloat16 is slower: compiler or system do not let it use AMX, the matrix instructions")
+        log.warning("bfloat16 is slower: compiler or system do not let it use AMX, the matrix instructions")
     return loaded
 
 

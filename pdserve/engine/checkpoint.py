@@ -149,7 +149,7 @@ def _load_model(path: Path, hf_config: Any, dtype: torch.dtype, device: torch.de
     loaded: torch.nn.Module = model.eval().requires_grad_(False)
     loaded = loaded.to(device)
     if device.type == "cpu":
-        prepack(loaded)
+        prepack(loaded, tiled=fuse)
         if fuse and cpu.can_build():
             fuse_norms(loaded)
             fuse_rotary(loaded)

@@ -1,0 +1,26 @@
+// Intel's matrix instructions (AMX): whether there are any. Their operands are tiles, of 16 rows of 64 bytes.
+
+#pragma once
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__linux__)
+#define PDSERVE_AMX
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace amx {
+namespace {
+
+inline bool permitted() {
+#ifdef PDSERVE_AMX
+    constexpr long REQUEST = 0x1023, TILES = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA: for the whole process
+    static const bool granted = syscall(SYS_arch_prctl, REQUEST, TILES) == 0;
+    return granted;
+#else
+    return false;
+#endif
+}
+
+}  // namespace
+}  // namespace amx

@@ -1,0 +1,46 @@
+"""The linear kernel equals a product in float64, rounded, for every way that rows and columns are cut into tiles."""
+
+import pytest
+import torch
+
+from pdserve.kernels import linear
+
+pytestmark = pytest.mark.skipif(not linear.available(), reason="needs a processor with AMX, and a compiler")
+
+
+@pytest.fixture(params=[1, 3], autouse=True)
+def threads(request: pytest.FixtureRequest) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    request.addfinalizer(lambda: torch.set_num_threads(before))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("wide", "high"), [(32, 32), (64, 96), (128, 160), (40, 1), (7, 70), (256, 33), (416, 1000)])
+def test_equals_a_product_in_float64(wide: int, high: int, bias: bool) -> None:
+    torch.manual_seed(wide)
+    weight, b = torch.randn(high, wide).bfloat16(), torch.randn(high).bfloat16() if bias else None
+    packed = linear.pack(weight)
+    for rows in (0, 1, 2, 15, 16, 17, 31, 32, 33, 48, 65, 200, 256, 257, 289):
+        x = torch.randn(rows, wide).bfloat16()
+        y = linear.linear(x, packed, high, b)
+        exact = x.double() @ weight.double().T + (0 if b is None else b.double())
+        # Half a unit in the last place of bfloat16, and what a sum in float32 may be off.
+        torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=2**-16 * wide**0.5)
+
+
+def test_a_row_is_the_same_whatever_is_computed_with_it() -> None:
+    weight, x = torch.randn(200, 96).bfloat16(), torch.randn(300, 96).bfloat16()
+    packed = linear.pack(weight)
+    together = linear.linear(x, packed, 200, None)
+    for count in (1, 16, 17, 33):
+        for first in (0, 16, 250):
+            rows = slice(first, first + count)
+            assert torch.equal(linear.linear(x[rows], packed, 200, None), together[rows])
+
+
+def test_leading_dimensions_and_strides_are_the_callers() -> None:
+    weight, x = torch.randn(64, 64).bfloat16(), torch.randn(64, 3, 2).bfloat16().permute(2, 1, 0)
+    y = linear.linear(x, linear.pack(weight), 64, None)
+    assert y.shape == (2, 3, 64)
+    assert torch.equal(y.flatten(0, 1), linear.linear(x.flatten(0, 1), linear.pack(weight), 64, None))
