@@ -75,14 +75,14 @@ async def _rows(deployment: Deployment, settings: Settings) -> list[dict[str, An
         {
             "left during": state,
             "instance": instance,
-            "clients": len(ms),
+            "clients": len(took),
             **{
-                name: round(ms[int(share * (len(ms) - 1))], 1)
+                name: round(took[int(share * (len(took) - 1))], 1)
                 for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1))
             },
         }
         for (state, instance), values in samples.items()
-        if (ms := sorted(values))
+        if (took := sorted(values))
     ]
 
 

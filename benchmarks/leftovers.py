@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections import Counter
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,9 +20,9 @@ LABELS = ("kind", "finish_reason", "source")
 Counts = dict[str, float]
 
 
-def totals(deployment: Deployment) -> Counter[str]:
-    """What /metrics says, summed over all labels, and beside that for each value of LABELS."""
-    found: Counter[str] = Counter()
+def totals(deployment: Deployment) -> dict[str, float]:
+    """What /metrics says, summed over all labels, and beside that for each value of LABELS. What it does not say is 0."""
+    found: dict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(httpx.get(f"{deployment.url}/metrics", timeout=60).text):
         for one in family.samples:
             for name in (one.name, *(f"{one.name} {one.labels[label]}" for label in LABELS if label in one.labels)):
@@ -33,8 +33,8 @@ def totals(deployment: Deployment) -> Counter[str]:
 def books(at: Stage) -> Counts:
     """What must be 0 when nothing is under way."""
     metrics = totals(at.deployment)
-    names = ("kv_cache_blocks_held", "num_requests_running", "num_requests_waiting")
-    names += ("kv_transfer_bytes_in_flight", "kv_transfer_bytes_waiting")
+    names = ["kv_cache_blocks_held", "num_requests_running", "num_requests_waiting"]
+    names += ["kv_transfer_bytes_in_flight", "kv_transfer_bytes_waiting"]
     attached = httpx.get(f"{at.deployment.url}/debug/instances", timeout=60).json()["instances"]
     found: Counts = {name: metrics[f"pdserve_{name}"] for name in names}
     for name in ("requests", "prefill_tokens", "output_tokens", "draining"):

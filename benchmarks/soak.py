@@ -233,8 +233,8 @@ def _settled(deployment: Deployment) -> dict[str, float]:
         found = totals(deployment)
         busy = found["pdserve_kv_cache_blocks_held"] or found["pdserve_num_requests_running"]
         if not busy or time.monotonic() > deadline:
-            keep = ("requests_total", "blocks_held", "num_requests", "preempt", "failures", "in_flight", "by_source")
-            keep += ("lost_total", "migrations", "fallbacks", "integrity", "transfer_blocks")
+            keep = ["requests_total", "blocks_held", "num_requests", "preempt", "failures", "in_flight", "by_source"]
+            keep += ["lost_total", "migrations", "fallbacks", "integrity", "transfer_blocks"]
             return {name: value for name, value in sorted(found.items()) if any(part in name for part in keep)}
         time.sleep(0.2)
 

@@ -8,8 +8,10 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 def pattern_of_offset(config: LlamaConfig, offset: int, pairs: int = 3) -> Tensor:
     """A query that, rotated, meets the all-ones key of the fastest rotary pairs ``offset`` tokens back."""
-    half = config.head_dim // 2
-    angle = -offset * config.rope_parameters["rope_theta"] ** (-torch.arange(half) / half)
+    assert config.head_dim is not None and config.rope_parameters is not None
+    half, theta = config.head_dim // 2, config.rope_parameters["rope_theta"]
+    assert theta is not None
+    angle = -offset * theta ** (-torch.arange(half) / half)
     pattern = torch.cat([angle.cos() - angle.sin(), angle.sin() + angle.cos()])
     pattern[torch.arange(config.head_dim) % half >= pairs] = 0.0
     return pattern
@@ -52,7 +54,7 @@ def place_lookback_heads(model: LlamaForCausalLM) -> None:
     uses only the slow rotary pairs, which hardly turn within the context, so it works at any distance. All of it
     stays trainable.
     """
-    hidden, size = model.config.hidden_size, model.config.head_dim
+    hidden, size = model.config.hidden_size, model.model.layers[0].self_attn.head_dim
     basis = torch.linalg.qr(torch.randn(hidden, hidden)).Q.T
     constant, seen, written = basis[0], basis[1 : 1 + size], basis[1 + size : 1 + 2 * size]
     model.model.embed_tokens.padding_idx = None  # it also ends texts: it must be learned

@@ -342,7 +342,7 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         shared = (arguments.steps, arguments.output, arguments.state, arguments.checkpoint_seconds, f"{folder}/meeting")
-        mp.spawn(train, shared, nprocs=WORKERS)  # type: ignore[attr-defined]
+        mp.spawn(train, shared, nprocs=WORKERS)  # type: ignore[attr-defined, no-untyped-call]
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def test_router(tmp_path: Path) -> None:
 
 
 def test_codecs(tmp_path: Path) -> None:
-    rows = {row["codec"]: row for row in run("codecs.py", tmp_path, "--speed")["rows"]}
+    rows = {row["codec"]: row for row in run("kv_codecs.py", tmp_path, "--speed")["rows"]}
     assert list(rows) == ["none", "lz4", "zstd", "fp8", "int8"]
     for name in ("none", "lz4", "zstd"):
         assert rows[name]["kv_equal"] and rows[name]["logits_max_error"] == 0 and rows[name]["greedy_agreement"] == 1
