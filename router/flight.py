@@ -33,7 +33,9 @@ class Flight:
         self.emitted: list[int] = []
         self.cached: Mapping[str, int] = {}  # instance id → leading tokens in its pool when it was picked
         self._on_cancel = on_cancel
-        self._chunks: asyncio.Queue[Chunk | RequestError] = asyncio.Queue()
+        self._chunk: Chunk | None = None  # what the client's side has not taken yet
+        self._error: RequestError | None = None  # after that
+        self._news = asyncio.Event()
 
     @property
     def id(self) -> str:
@@ -107,16 +109,25 @@ class Flight:
             member.release(self.id)
 
     def put(self, item: Chunk | RequestError) -> None:
-        self._chunks.put_nowait(item)
+        """Tokens that come faster than they are taken become one chunk, which costs as much as one token."""
+        if isinstance(item, RequestError):
+            self._error = item
+        else:
+            self._chunk = self._chunk.plus(item) if self._chunk is not None else item
+        self._news.set()
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         while True:
-            item = await self._chunks.get()
-            if isinstance(item, RequestError):
-                raise item
-            yield item
-            if item.finish_reason is not None:
-                return
+            chunk, self._chunk = self._chunk, None
+            if chunk is not None:
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+            elif self._error is not None:
+                raise self._error
+            else:
+                self._news.clear()
+                await self._news.wait()
 
     def cancel(self, finish_reason: str = "cancelled") -> None:
         if not self.machine.ended:

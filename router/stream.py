@@ -18,6 +18,9 @@ class Chunk:
     finish_reason: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
+    def plus(self, later: "Chunk") -> "Chunk":
+        return Chunk(self.token_ids + later.token_ids, later.finish_reason, self.logprobs + later.logprobs)
+
 
 @dataclass(frozen=True)
 class ModelInfo:

@@ -179,7 +179,7 @@ def test_langchain(up: Up) -> None:
     assert "Paris" in answer.content and answer.response_metadata["finish_reason"] == "stop"
     assert tokens["total_tokens"] == tokens["input_tokens"] + tokens["output_tokens"] and tokens["output_tokens"] > 1
     pieces = list(chat(stream_usage=True).stream(question))
-    assert "".join(piece.content for piece in pieces) == answer.content and len(pieces) > tokens["output_tokens"]
+    assert "".join(piece.content for piece in pieces) == answer.content and len(pieces) > 2
     told = [piece.usage_metadata for piece in pieces if piece.usage_metadata]
     assert [one["output_tokens"] for one in told] == [tokens["output_tokens"]]
     assert [one.content for one in chat().batch([question] * 3)] == [answer.content] * 3

@@ -92,6 +92,25 @@ def test_the_good_way() -> None:
     play(story())
 
 
+def test_tokens_that_nobody_has_taken_yet_are_one_chunk_and_an_error_comes_after_them() -> None:
+    async def story() -> None:
+        stage = Stage("both")
+        (both,) = stage.members
+        flight = stage.open(max_tokens=9)
+        chunks = aiter(flight)
+        stage.says(both, token_ids=[7])
+        assert (await anext(chunks)).token_ids == [7]
+        for token in (8, 9):
+            stage.says(both, token_ids=[token], logprobs=[pb.Logprobs(logprob=-token)])
+        stage.fleet._leave(both, "test")  # and nobody can take over
+        chunk = await anext(chunks)
+        assert chunk.token_ids == [8, 9] and [one.logprob for one in chunk.logprobs] == [-8, -9]
+        with pytest.raises(RequestError):
+            await anext(chunks)
+
+    play(story())
+
+
 def test_one_token_needs_no_decode() -> None:
     async def story() -> None:
         stage = Stage("prefill", "decode")
