@@ -222,7 +222,8 @@ class Decoder:
     def _start(self, decode: _Decode) -> None:
         """Joins the engine with the KV that is here; what is missing is computed like a preempted sequence's."""
         job, seq = decode.job, decode.job.seq
-        here = decode.requested if decode.broken is None else decode.broken
+        # Blocks that came too late may lie before the broken one: then they are not here either.
+        here = decode.requested if decode.broken is None else min(decode.broken, decode.requested)
         seq.num_computed = min(here * seq.block_size, seq.num_given)
         if decode.first_token is not None:
             seq.tokens.append(decode.first_token)

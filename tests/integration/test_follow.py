@@ -100,3 +100,31 @@ def test_decode_that_was_too_early_loads_later(
     while not any(output.stored.final for output in pair.tell()):
         pair.prefill.instance.turn(wait=True)
     assert pair.end() == generate(path, [PROMPT], TOKENS)[0]
+
+
+def test_a_block_that_is_late_and_a_later_one_that_is_corrupt(
+    checkpoint: Callable[..., Path],
+    generate: Generate,
+    desk: Callable[..., Any],
+    store_in_hand: type[Connector],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was not loaded, before what could not be, is computed too."""
+    monkeypatch.setattr(transfers, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(transfers, "PIECE_BYTES", 1)
+    path = checkpoint("llama")
+    pair = Pair(desk, store_in_hand, path, before_put=lambda: None)
+    pair.decode.submit("r", PROMPT, TOKENS, pb.DECODE)
+    pair.prefill.submit("r", PROMPT, TOKENS, pb.PREFILL)
+    pair.prefill.until(lambda outputs: any(output.stored.final for output in outputs))
+    names = list(pair.stored)
+    late, corrupt = names[1], names[4]  # of the first piece, and of the second
+    del pair.stored[late]
+    pair.stored[corrupt] = pair.stored[corrupt][:-1] + bytes([pair.stored[corrupt][-1] ^ 1])
+    (first_token,) = pair.prefill.tokens("r")
+    decode = pair.decode.instance
+    decode.hand_over("router", pb.HandOver(request_id="r", coming=BLOCKS, first_token=first_token))
+    pair.decode.until(lambda _: decode.connector.stats().failures and not decode.transfers.in_flight)
+    decode.hand_over("router", pb.HandOver(request_id="r", num_blocks=BLOCKS, final=True))
+    pair.decode.until_idle()
+    assert [first_token, *pair.decode.tokens("r")] == generate(path, [PROMPT], TOKENS)[0]
