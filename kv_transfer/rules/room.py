@@ -85,7 +85,7 @@ def capacity(trial: Trial) -> str:
 
 
 class _Fill:
-    """Stores blocks of 1 MiB, each with its number in it, until the store refuses or has forgotten the first."""
+    """Stores blocks of 1 MiB, each with its number in it, until the store refuses or has forgotten one."""
 
     def __init__(self, trial: Trial, lease_s: float) -> None:
         self.one: Instance = trial.instance(MiB, 2 * BATCH)
@@ -98,7 +98,7 @@ class _Fill:
 
     def until_full(self) -> None:
         for outcomes in self.batches(FILL_BYTES):
-            if Outcome.FULL in outcomes or self.one.match(self.stored[:1]) == 0:
+            if Outcome.FULL in outcomes or self.one.match(self.stored) < len(self.stored):
                 return
         self.load_all()  # a store that mixes blocks up when it is full may never seem to be
         raise NotChecked(f"no limit was reached with {size_text(self._bytes)}; try a URL of a smaller store")
