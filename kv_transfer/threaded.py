@@ -19,8 +19,10 @@ import queue
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from typing import Any, ClassVar, TypeVar
 
@@ -138,25 +140,20 @@ class BatchedConnector(Connector):
             self._workers.append(worker)
 
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
-        self.memory.check(keys, block_ids)
-        operation = Operation("store", len(keys), self._deadline(len(keys)), self._finish_transfer)
-        pairs = list(zip(keys, block_ids, strict=True))
         lease_s = min(lease_s, MAX_LEASE_S)
-        return self._submit(operation, lambda: self.put_many(self._blocks(Outgoing, operation, pairs), lease_s))
+        operation = self._transfer("store", keys, block_ids)
+        blocks = partial(self._blocks, Outgoing, operation, list(zip(keys, block_ids, strict=True)))
+        return self._submit(operation, lambda: self.put_many(blocks(), lease_s))
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
-        self.memory.check(keys, block_ids)
-        operation = Operation("load", len(keys), self._deadline(len(keys)), self._finish_transfer)
-        pairs = list(zip(keys, block_ids, strict=True))
-        return self._submit(operation, lambda: self._get_and_heal(self._blocks(Incoming, operation, pairs)))
+        operation = self._transfer("load", keys, block_ids)
+        blocks = partial(self._blocks, Incoming, operation, list(zip(keys, block_ids, strict=True)))
+        return self._submit(operation, lambda: self._get_and_heal(blocks()))
 
     def follow(self, keys: Sequence[bytes], block_ids: Sequence[int], *, patience_s: float) -> Future[Result]:
-        self.memory.check(keys, block_ids)
-        operation = Operation("load", len(keys), self._deadline(len(keys)), self._finish_following)
-        pairs = list(zip(keys, block_ids, strict=True))
-        return self._submit(
-            operation, lambda: self._get_coming(operation, self._blocks(Incoming, operation, pairs), patience_s)
-        )
+        operation = self._transfer("load", keys, block_ids, {Outcome.MISSING})
+        blocks = partial(self._blocks, Incoming, operation, list(zip(keys, block_ids, strict=True)))
+        return self._submit(operation, lambda: self._get_coming(operation, blocks(), patience_s))
 
     def match(self, keys: Sequence[bytes]) -> Future[int]:
         operation: Operation[int] = Operation("match", 0, self._deadline(0), lambda done: done.matched)
@@ -267,22 +264,20 @@ class BatchedConnector(Connector):
                 break
             operation.matched += 1
 
-    def _finish_transfer(self, operation: Operation[Result]) -> Result:
-        result = Result(list(operation.outcomes), operation.seconds)
-        self._count(operation, result)
-        return result
+    def _transfer(
+        self, kind: str, keys: Sequence[bytes], block_ids: Sequence[int], expected: Set[Outcome] = frozenset()
+    ) -> Operation[Result]:
+        """A store or load; `expected` outcomes are no failures."""
+        self.memory.check(keys, block_ids)
+        return Operation(kind, len(keys), self._deadline(len(keys)), lambda done: self._finish_transfer(done, expected))
 
-    def _finish_following(self, operation: Operation[Result]) -> Result:
-        """What has not come yet is no loss."""
+    def _finish_transfer(self, operation: Operation[Result], expected: Set[Outcome] = frozenset()) -> Result:
         result = Result(list(operation.outcomes), operation.seconds)
-        came: list[Outcome] = [outcome for outcome in result.outcomes if outcome is not Outcome.MISSING]
-        self._count(operation, Result(came, result.seconds))
-        return result
-
-    def _count(self, operation: Operation[Result], result: Result) -> None:
+        counted = replace(result, outcomes=[outcome for outcome in result.outcomes if outcome not in expected])
         with self._lock:
             self._stats.bytes[operation.kind] += operation.moved
-            self._stats.count(operation.kind, result)
+            self._stats.count(operation.kind, counted)
+        return result
 
 
 class ThreadedConnector(BatchedConnector):

@@ -162,9 +162,9 @@ class Prefiller:
         stored = prefill.stored
         coming = prefill.submitted if self._transfers.follows and not prefill.has_gap else stored
         final = prefill.sampled and all(store.arrived is not None for store in prefill.stores)
-        if job.over or (max(stored, coming) <= prefill.announced and not final):
+        if job.over or (coming <= prefill.announced and not final):
             return
-        prefill.announced = max(stored, coming)
+        prefill.announced = coming
         if job.moved_blocks:
             job.tell_moved(self._engine.layout.block_bytes)
         news = job.news().stored

@@ -178,8 +178,8 @@ class Ticketed(MemoryConnector):
         future.set_result(0)
         return future
 
-    def _finish_transfer(self, operation):
-        result = MemoryConnector._finish_transfer(self, operation)
+    def _finish_transfer(self, operation, expected=frozenset()):
+        result = MemoryConnector._finish_transfer(self, operation, expected)
         return replace(result, ticket=b"here" if operation.kind == "store" else b"")
 
 class TicketedShm(ShmConnector):
