@@ -393,7 +393,7 @@ def test_a_stopped_peer_costs_the_time_out_and_writes_nothing_later(
     mine.rows[:] = 7
     started = time.monotonic()
     assert mine.load(keys[1:], range(16), stored).outcomes == [UNAVAILABLE] * 16
-    assert 1.7 < time.monotonic() - started < 4
+    assert 1.7 < time.monotonic() - started < 15
     started = time.monotonic()
     assert mine.load(keys[1:], range(16), stored).outcomes == [UNAVAILABLE] * 16
     assert time.monotonic() - started < 1.7, "its earlier read is not over"
@@ -419,7 +419,7 @@ def test_a_peer_that_was_never_there_in_time(
     owner.signal(signal.SIGSTOP)
     started = time.monotonic()
     assert mine.load(keys, [0], stored).outcomes in ([UNAVAILABLE], [OK])  # shared memory does without the peer
-    assert time.monotonic() - started < 2.5
+    assert time.monotonic() - started < 10
     mine.connector.close()  # with a read that is not over
     owner.signal(signal.SIGCONT)
 

@@ -124,11 +124,11 @@ def test_a_server_that_hangs_costs_no_more_than_the_timeout(
     server = start_redis()
     instance, keys = attach(f"{server.url}?timeout=0.5"), new_keys(2)
     with closing(redis.Redis.from_url(server.url)) as client:
-        client.client_pause(3000)
+        client.client_pause(20_000)
     started = time.monotonic()
     assert instance.load(keys, [0, 1]).outcomes == [Outcome.UNAVAILABLE] * 2
     assert instance.match(keys) == 0
-    assert time.monotonic() - started < 2.5
+    assert time.monotonic() - started < 10
 
 
 def test_a_full_server_is_full_and_keeps_no_halves(
