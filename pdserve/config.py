@@ -176,7 +176,9 @@ class RouterConfig(ModelConfig):
     max_queue: int = flag("requests that wait to be let in, in fair order of their keys; more get a 429", 1024)
     lease_seconds: float = flag("an instance silent for this long is dropped", 1.5)
     handover_timeout_seconds: float = flag("a hand-over that makes no progress for this long ends in a 503", 60.0)
-    client_timeout_seconds: float = flag("a client that takes nothing of its answer for this long is cut off", 60.0)
+    client_timeout_seconds: float = flag(
+        "a client that sends nothing of its body, or takes nothing of its answer, for this long is cut off", 60.0
+    )
     hedge_prefill_after: float | None = flag(
         "seconds without a first token until a second prefill instance is asked too; default: never", None
     )

@@ -48,6 +48,10 @@ class Conflict(BadRequest):
     status = 409
 
 
+class TooSlow(BadRequest):
+    status = 408
+
+
 class TooLarge(BadRequest):
     status = 413
 

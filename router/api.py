@@ -88,7 +88,7 @@ def create_app(
     _Operations(backend, metrics_text, latest_timelines, overview, config.max_n).add_to(app)
     _add_page(app)
     app.add_api_route("/openapi.json", openapi, methods=["GET"], include_in_schema=False)
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, silence_s=config.client_timeout_seconds)
     app.add_middleware(Guard, clients=Keys(gate.keys), operators=Keys(declared(config.admin_key)))
     app.add_middleware(RequestId)  # around the others: their errors have an id too
     if config.cors_origins:

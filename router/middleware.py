@@ -1,5 +1,6 @@
-"""Around every request: its id, the limit of its body, and errors in OpenAI's format."""
+"""Around every request: its id, the limits of its body, and errors in OpenAI's format."""
 
+import asyncio
 import json
 import re
 import secrets
@@ -8,7 +9,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pdserve.errors import BadRequest, RequestError, TooLarge
+from pdserve.errors import BadRequest, RequestError, TooLarge, TooSlow
 
 ID_HEADER = "x-request-id"
 ID_FORM = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -38,7 +39,7 @@ def error_response(error: RequestError) -> Response:
     headers: dict[str, str] = {}
     if error.status == 429 or error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s or 1)
-    if error.status == 413:
+    if error.status in (408, 413):
         headers["Connection"] = "close"  # what is left of the body must not be taken for the next request
     return json_response(error_data(error), error.status, headers)
 
@@ -83,28 +84,40 @@ class RequestId:
 
 
 class BodyLimit:
-    """Raises TooLarge where the body is read, as soon as it is longer than the limit, announced or not.
+    """Raises TooLarge where the body is read, as soon as it is longer than the limit, announced or not; TooSlow when nothing
+    of it comes for `silence_s`.
 
-    The rest is read and thrown away, up to a few times the limit: a client that is still sending would otherwise see a
-    broken connection instead of the answer.
+    The rest of one that is too long is read and thrown away, up to a few times the limit: a client that is still sending
+    would otherwise see a broken connection instead of the answer.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, silence_s: float) -> None:
         self.app = app
         self.max_bytes = max_bytes
+        self.silence_s = silence_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        received = 0
+        received, whole = 0, False
 
         async def limited() -> Message:
-            nonlocal received
-            message = await receive()
+            nonlocal received, whole
+            if whole:  # what comes next is that the client left, at any time
+                return await receive()
+            message = await self._next(receive)
             received += len(message.get("body", b""))
+            whole = not message.get("more_body", False)
             if received <= self.max_bytes:
                 return message
             while message.get("more_body", False) and received < DRAIN_FACTOR * self.max_bytes:
-                message = await receive()
+                message = await self._next(receive)
                 received += len(message.get("body", b""))
             raise TooLarge(f"the body is larger than {self.max_bytes} bytes", kind="body_too_large")
 
         await self.app(scope, limited if scope["type"] == "http" else receive, send)
+
+    async def _next(self, receive: Receive) -> Message:
+        try:
+            async with asyncio.timeout(self.silence_s):
+                return await receive()
+        except TimeoutError:
+            raise TooSlow(f"nothing of the body came for {self.silence_s:g} s", kind="body_too_slow") from None

@@ -479,6 +479,23 @@ def test_a_client_that_reads_nothing_is_cut_off(
         eventually(lambda: [stream.cancelled for stream in backend.streams] == [True], seconds=60)
 
 
+def test_a_client_that_sends_nothing_more_is_cut_off(
+    make_app: Callable[..., FastAPI], tokenizer: Tokenizer, serving: Callable[..., Any], backend: ScriptedBackend
+) -> None:
+    with serving(make_app(tokenizer, client_timeout_seconds=1)) as url:
+        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+        connection.putrequest("POST", COMPLETIONS)
+        connection.putheader("Content-Length", "100")
+        connection.endheaders(b"{")
+        reply = connection.getresponse()
+        assert (reply.status, reply.getheader("Connection")) == (408, "close")
+        error = json.loads(reply.read())["error"]
+        assert (error["code"], error["message"]) == ("body_too_slow", "nothing of the body came for 1 s")
+        connection.close()
+        backend.plays([5], pause=1.5)
+        assert httpx.post(f"{url}{COMPLETIONS}", json=HELLO).status_code == 200, "an answer may take longer"
+
+
 def test_a_client_that_leaves_while_it_sends_is_no_error(app: FastAPI, backend: ScriptedBackend) -> None:
     messages = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
     sent: list[Any] = []
