@@ -114,7 +114,16 @@ class TransferConfig(EngineConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InstanceConfig(TransferConfig):
+class ControlConfig(ModelConfig):
+    control_certfile: str = flag(
+        "certificate chain in PEM: routers and instances speak TLS and show one to each other; with the next two", ""
+    )
+    control_keyfile: str = flag("its private key in PEM", "")
+    control_cafile: str = flag("in PEM, the authorities that sign the other side's certificate", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceConfig(ControlConfig, TransferConfig):
     router: str = flag(
         "control addresses of the routers to serve, host:port, comma separated", f"127.0.0.1:{DEFAULT_CONTROL_PORT}"
     )
@@ -155,7 +164,7 @@ class InstanceConfig(TransferConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(ModelConfig):
+class RouterConfig(ControlConfig):
     host: str = flag("address that clients reach", "127.0.0.1")
     port: int = flag("port for clients", DEFAULT_PORT)
     control_host: str = flag("address that instances reach", "127.0.0.1")
@@ -267,7 +276,7 @@ class RouterConfig(ModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpConfig(TransferConfig):
+class UpConfig(ControlConfig, TransferConfig):
     prefill: int = flag("prefill instances", 1)
     decode: int = flag("decode instances", 1)
     both: int = flag("instances that do both", 0)

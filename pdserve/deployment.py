@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx
 
-from pdserve.config import DEFAULT_CONNECTOR, RouterConfig, TransferConfig, UpConfig
+from pdserve.config import DEFAULT_CONNECTOR, ControlConfig, RouterConfig, TransferConfig, UpConfig
 from pdserve.errors import SetupError
 from pdserve.supervisor import Child, Supervisor
 from pdserve.workers import router_child
@@ -142,5 +142,8 @@ def free_port(but: int = 0, draw: Callable[[], int] = _unused_port) -> int:
 
 def _flags(config: UpConfig) -> dict[str, object]:
     """The instances' settings that differ from their defaults, but for the connector, which may be one of our own."""
-    values = {f.name: (getattr(config, f.name), f.default) for f in fields(TransferConfig) if f.name != "connector"}
+    settings = {
+        f.name: f.default for of in (TransferConfig, ControlConfig) for f in fields(of) if f.name != "connector"
+    }
+    values = {name: (getattr(config, name), default) for name, default in settings.items()}
     return {name: value for name, (value, default) in values.items() if value is not None and value != default}

@@ -11,6 +11,7 @@ from itertools import count
 import grpc
 
 from pdserve.block_news import Untold
+from pdserve.certificates import unreachable
 from pdserve.instance import Instance
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.proto.pdserve_pb2_grpc import RouterStub
@@ -35,13 +36,21 @@ CHANNEL_OPTIONS = [
 class Links:
     """All streams of one instance. `send` may be called from the engine thread; everything else runs on the loop."""
 
-    def __init__(self, routers: list[str], token: str = "", registry: Registry | None = None) -> None:
-        """`token` is what the routers' --control-token says. With a registry, the routers are those that it names."""
+    def __init__(
+        self,
+        routers: list[str],
+        token: str = "",
+        registry: Registry | None = None,
+        tls: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        """`token` is what the routers' --control-token says. With a registry, the routers are those that it names. Without
+        `tls`, the channels are plain."""
         self._routers = set(routers)
         self._served: set[str] = set()
         self._connections = count(1)
         self._registry = registry
-        self._credentials = [("authorization", f"Bearer {token}")] if token else []
+        self._tls = tls
+        self._metadata = [("authorization", f"Bearer {token}")] if token else []
         self._loop = asyncio.get_running_loop()
         self._outboxes: dict[str, asyncio.Queue[pb.InstanceFrame | None]] = {}
         self._draining = self._closing = False
@@ -97,10 +106,10 @@ class Links:
             self._outboxes[link] = asyncio.Queue()
             untold = instance.news.open()
             try:
-                async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+                async with self._channel(address) as channel:
                     frames = self._frames(link, instance, hello, untold)
                     stub = RouterStub(channel)
-                    async for frame in stub.Attach(frames, metadata=self._credentials):
+                    async for frame in stub.Attach(frames, metadata=self._metadata):
                         attempt = 0
                         self._receive(address, link, frame, instance)
                 if not self._closing:
@@ -108,7 +117,8 @@ class Links:
             except grpc.aio.AioRpcError as error:
                 refused = error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED)
                 if refused or attempt in (0, 10):
-                    log.warning("router %s: %s", address, error.details() if refused else "not reachable, trying on")
+                    said = error.details() or ""
+                    log.warning("router %s: %s", address, said if refused else f"{unreachable(said)}, trying on")
             finally:
                 del self._outboxes[link]
                 instance.news.close(untold)
@@ -118,6 +128,11 @@ class Links:
         self._served.discard(address)
         if not self._closing:
             log.info("router %s is not in the registry any more", address)
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if self._tls is None:
+            return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return grpc.aio.secure_channel(address, self._tls, options=CHANNEL_OPTIONS)
 
     async def _frames(
         self, link: str, instance: Instance, hello: pb.Hello, untold: Untold

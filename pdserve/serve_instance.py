@@ -16,6 +16,7 @@ from prometheus_client import REGISTRY, start_http_server
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from pdserve.certificates import channel_credentials
 from pdserve.config import InstanceConfig
 from pdserve.counters import families
 from pdserve.errors import SetupError
@@ -35,7 +36,7 @@ def serve(role: str, config: InstanceConfig) -> None:
     """Runs an instance in this process until SIGTERM or SIGINT.
 
     Raises:
-        SetupError: the model, the memory, the connector or a port is not there.
+        SetupError: the model, the memory, the connector, a port or a certificate is not there.
     """
     # The engine thread may run Python for a whole step; frames that arrive or leave must not wait for it as long as the
     # default of 5 ms.
@@ -55,7 +56,7 @@ async def _serve(role: str, config: InstanceConfig) -> None:
     registry = None
     if config.registry:
         registry = Registry(config.registry, config.name, token, lambda: instance.note("lookups_of_routers_failed"))
-    links = Links([] if registry else config.routers, token, registry)
+    links = Links([] if registry else config.routers, token, registry, channel_credentials(config))
     started = time.monotonic()
     instance = Instance(config, links.send)
     if config.metrics_port is not None:

@@ -311,8 +311,10 @@ def _cannot_hand_over(one: pb.Hello, other: pb.Hello) -> str:
     return ""
 
 
-async def serve(fleet: Fleet, host: str, port: int) -> tuple[grpc.aio.Server, int]:
-    """Starts the control server; port 0 takes a free one.
+async def serve(
+    fleet: Fleet, host: str, port: int, tls: grpc.ServerCredentials | None = None
+) -> tuple[grpc.aio.Server, int]:
+    """Starts the control server; port 0 takes a free one. Without `tls`, it is plain.
 
     Raises:
         SetupError: the port is taken.
@@ -320,7 +322,8 @@ async def serve(fleet: Fleet, host: str, port: int) -> tuple[grpc.aio.Server, in
     server = grpc.aio.server(options=SERVER_OPTIONS)
     add_RouterServicer_to_server(fleet, server)
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        address = f"{host}:{port}"
+        bound = server.add_secure_port(address, tls) if tls else server.add_insecure_port(address)
     except RuntimeError as error:
         raise SetupError(
             f"control port {host}:{port} is in use or not ours to take; choose another --control-port"

@@ -8,16 +8,17 @@ import os
 import secrets
 import signal
 import socket
-import ssl
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from types import FrameType
 from typing import Any
 
+import grpc
 import uvicorn
 import uvloop
 
+from pdserve.certificates import check_pair, server_credentials
 from pdserve.config import RouterConfig
 from pdserve.errors import SetupError
 from pdserve.registry import Registry
@@ -60,16 +61,24 @@ def serve(config: RouterConfig) -> None:
         if name not in POLICIES:
             known = ", ".join(POLICIES)
             raise SetupError(f"--{flag.replace('_', '-')} {name} is unknown; there are {known}")
-    _check_certificate(config)
+    if config.ssl_certfile:
+        check_pair("--ssl", config.ssl_certfile, config.ssl_keyfile)
+    tls = server_credentials(config)
     keys = declared(config.api_key, config.keys_file)
     listening = [listen(config)]
     if config.own_port is not None:
         listening.append(listen(replace(config, port=config.own_port, own_port=None, reuse_port=False)))
     tokenizer = Tokenizer(config.model)
-    uvloop.run(_serve(config, keys, tokenizer, listening))
+    uvloop.run(_serve(config, keys, tls, tokenizer, listening))
 
 
-async def _serve(config: RouterConfig, keys: list[Key], tokenizer: Tokenizer, listening: list[socket.socket]) -> None:
+async def _serve(
+    config: RouterConfig,
+    keys: list[Key],
+    tls: grpc.ServerCredentials | None,
+    tokenizer: Tokenizer,
+    listening: list[socket.socket],
+) -> None:
     fleet = Fleet(f"router-{secrets.token_hex(4)}", config.name, config.lease_seconds, config.control_token)
     metrics = Metrics(fleet)
     registry = None
@@ -86,11 +95,11 @@ async def _serve(config: RouterConfig, keys: list[Key], tokenizer: Tokenizer, li
     overview = Overview(dispatcher, metrics, events)
     gate = Gate(keys, config, metrics)
     app = create_app(config, tokenizer, dispatcher, gate, metrics.text, dispatcher.timelines.latest, overview.now)
-    control, control_port = await fleet_module.serve(fleet, config.control_host, config.control_port)
-    tls: dict[str, Any] = (
+    control, control_port = await fleet_module.serve(fleet, config.control_host, config.control_port, tls)
+    https: dict[str, Any] = (
         {"ssl_certfile": config.ssl_certfile, "ssl_keyfile": config.ssl_keyfile} if config.ssl_certfile else {}
     )
-    settings = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", **tls)
+    settings = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", **https)
     ports = f"clients on port {listening[0].getsockname()[1]}, instances on port {control_port}"
     server = _Server(settings, config.drain_seconds, ports)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -153,12 +162,3 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _check_certificate(config: RouterConfig) -> None:
-    if config.ssl_certfile:
-        try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-        except OSError as error:  # ssl.SSLError is one
-            reason = f"{type(error).__name__}: {error}"
-            raise SetupError(f"--ssl-certfile {config.ssl_certfile} with --ssl-keyfile: {reason}") from error

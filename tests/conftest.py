@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -258,3 +259,18 @@ def start_tls_proxy(redis_servers: Any) -> Iterator[Callable[..., int]]:
     """start_tls_proxy(6379, context) → the port of a proxy in front of that one."""
     with ExitStack() as stack:
         yield lambda port, context: stack.enter_context(closing(redis_servers.TlsProxy(port, context))).port
+
+
+@pytest.fixture
+def control_files(tmp_path: Path) -> Callable[..., dict[str, str]]:
+    """control_files(trustme.CA(), "127.0.0.1") → the settings of the control port's TLS, with files."""
+
+    def write(authority: Any, name: str = "127.0.0.1") -> dict[str, str]:
+        folder, issued = tempfile.mkdtemp(dir=tmp_path), authority.issue_cert(name)
+        paths = {f"control_{kind}": f"{folder}/{kind}.pem" for kind in ("certfile", "keyfile", "cafile")}
+        issued.cert_chain_pems[0].write_to_path(paths["control_certfile"])
+        issued.private_key_pem.write_to_path(paths["control_keyfile"])
+        authority.cert_pem.write_to_path(paths["control_cafile"])
+        return paths
+
+    return write

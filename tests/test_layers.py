@@ -16,6 +16,7 @@ FOLDERS = ("prefill", "decode", "kv_transfer", "router", "proto", "kernels")
 CORE = {
     "",
     "break_even",
+    "certificates",
     "config",
     "costs",
     "counters",

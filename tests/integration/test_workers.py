@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import trustme
 
 from pdserve.deployment import Deployment, free_port
 
@@ -21,12 +22,15 @@ def test_routers_share_a_port_and_one_of_them_may_die(
     complete_all: Callable[..., list[list[int]]],
     until: Callable[..., None],
     blocks_held: Callable[[Deployment], dict[str, float]],
+    control_files: Callable[..., dict[str, str]],
 ) -> None:
+    """The control ports speak TLS here, so that this is seen in a whole deployment."""
     path, prompts = checkpoint("llama"), [[(i * i + k * i) % 256 for i in range(40)] for k in range(8)]
     expected = generate(path, prompts, 32)
     long = generate(path, prompts[:1], 300)[0]
     said: list[str] = []
-    with deploy(model=str(path), workers=2, num_blocks=200, said=said) as deployment:
+    tls = control_files(trustme.CA())
+    with deploy(model=str(path), workers=2, num_blocks=200, said=said, **tls) as deployment:
 
         def served(before: tuple[float, ...] = (0, 0)) -> list[float]:
             """By each router, since they had served so many."""

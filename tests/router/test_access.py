@@ -135,7 +135,7 @@ def test_a_router_with_a_certificate_and_keys(tmp_path: Path, tokenizer_dir: Pat
 
 
 def test_a_certificate_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match="--ssl-certfile nowhere"):
+    with pytest.raises(SetupError, match="--ssl-certfile nowhere: No such file"):
         serve(RouterConfig(ssl_certfile="nowhere", ssl_keyfile="nothing"))
     with pytest.raises(ValueError, match="give both or none"):
         RouterConfig(ssl_certfile="nowhere")
