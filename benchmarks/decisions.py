@@ -67,10 +67,11 @@ def decide_among(count: int, repeat: int) -> list[dict[str, Any]]:
             while not member.outbox.empty():
                 member.outbox.get_nowait()
 
-    def timed(policy: str) -> Callable[[int], object]:
-        return lambda turn: decide(policy, loads, replace(ask, turn=turn))
+    def timed(policy: str, decode: bool) -> Callable[[int], object]:
+        return lambda turn: decide(policy, loads, replace(ask, turn=turn, decode=decode))
 
-    kinds = {policy: _microseconds(timed(policy), repeat) for policy in POLICIES}
+    kinds = {policy: _microseconds(timed(policy, decode=False), repeat) for policy in POLICIES}
+    kinds["auto, to decode"] = _microseconds(timed("auto", decode=True), repeat)
     kinds["match the prompt's keys"] = _microseconds(lambda _: fleet.index.match(keys), repeat)
     kinds["open"] = _microseconds(opened, repeat, after=closed)
     if count == 8:  # the same for all

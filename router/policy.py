@@ -209,8 +209,9 @@ def prefix_aware(candidates: Sequence[Candidate], ask: Ask) -> Scores:
 
 def auto(candidates: Sequence[Candidate], ask: Ask) -> Scores:
     """Prefill: the earliest first token. Decode: the shortest time between tokens. Both in seconds, by forecast."""
-    forecast = time_between_tokens if ask.decode else time_to_first_token
-    return [(forecast(c, ask), c) for c in candidates]
+    if ask.decode:
+        return _times_between_tokens(candidates, ask)
+    return [(time_to_first_token(c, ask), c) for c in candidates]
 
 
 def time_to_first_token(candidate: Candidate, ask: Ask) -> float:
@@ -222,15 +223,26 @@ def time_to_first_token(candidate: Candidate, ask: Ask) -> float:
 
 def time_between_tokens(candidate: Candidate, ask: Ask) -> float:
     """Forecast, in seconds: a step with this request in it, and its share of the wait for KV and for room in the pool."""
-    step = candidate.step_seconds + candidate.costs.decode[2] * ask.tokens
-    if candidate.both and ask.alone:
-        wait = time_to_first_token(candidate, ask)
-    else:
-        nbytes = (ask.tokens - ask.cached.get(candidate.instance_id, 0)) * candidate.token_bytes
-        wait = candidate.costs.transfer_seconds(nbytes)
-    if candidate.context_tokens + ask.tokens > candidate.capacity_tokens:
-        wait += step * candidate.output_tokens / max(1, candidate.requests)  # until one of them ends
-    return step + wait / ask.spread
+    return _times_between_tokens([candidate], ask)[0][0]
+
+
+def _times_between_tokens(candidates: Sequence[Candidate], ask: Ask) -> Scores:
+    """One loop without calls, since there may be hundreds of them for each request."""
+    tokens, cached, spread, alone = ask.tokens, ask.cached.get, ask.spread, ask.alone
+    scores = []
+    for c in candidates:
+        costs = c.costs
+        step = (c._step_seconds or c.step_seconds) + costs.decode[2] * tokens
+        if alone and c.both:
+            wait = time_to_first_token(c, ask)
+        else:
+            first, byte = costs.transfer
+            uncached = tokens - cached(c.instance_id, 0)
+            wait = first + byte * c.token_bytes * uncached if uncached else 0.0  # `transfer_seconds`, written out
+        if c.context_tokens + tokens > c.capacity_tokens:
+            wait += step * c.output_tokens / max(1, c.requests)  # until one of them ends
+        scores.append((step + wait / spread, c))
+    return scores
 
 
 POLICIES: dict[str, Policy] = {
