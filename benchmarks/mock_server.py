@@ -1,7 +1,9 @@
 """A server of completions that answers at once, over HTTP itself: what `router.py` compares a router with, whose clients then
 reach one directly.
 
-    python benchmarks/mock_server.py PORT
+    python benchmarks/mock_server.py PORT…
+
+Whatever is asked for but completions gets a list of models: other routers look at what they route to.
 """
 
 import asyncio
@@ -12,6 +14,8 @@ import uvloop
 
 CHOICE = b'"choices":[{"index":0,"text":" word","logprobs":null,"finish_reason":null}]'
 EVENT = b'data: {"id":"cmpl-0","object":"text_completion","created":0,"model":"demo",' + CHOICE + b"}\n\n"
+MODELS = b'{"object":"list","data":[{"id":"demo","object":"model"}],"model_path":"demo"}'
+WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: "
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -23,8 +27,12 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         except asyncio.IncompleteReadError:
             writer.close()
             return
-        length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
-        body = json.loads(await reader.readexactly(length))
+        length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0] or 0)
+        content = await reader.readexactly(length)
+        if b"/v1/completions " not in head:
+            writer.write(b"%b%d\r\n\r\n%b" % (WHOLE, len(MODELS), MODELS))
+            continue
+        body = json.loads(content)
         tokens = body["max_tokens"]
         if body["stream"]:
             writer.write(STREAM)
@@ -34,13 +42,13 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         else:
             text, usage = " word" * tokens, {"completion_tokens": tokens}
             answer = json.dumps({"id": "cmpl-0", "choices": [{"index": 0, "text": text}], "usage": usage}).encode()
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(answer), answer))
+            writer.write(b"%b%d\r\n\r\n%b" % (WHOLE, len(answer), answer))
 
 
-async def main(port: int) -> None:
-    async with await asyncio.start_server(serve, "127.0.0.1", port) as server:
-        await server.serve_forever()
+async def main(ports: list[int]) -> None:
+    servers = [await asyncio.start_server(serve, "127.0.0.1", port) for port in ports]
+    await asyncio.gather(*(server.serve_forever() for server in servers))
 
 
 if __name__ == "__main__":
-    uvloop.run(main(int(sys.argv[1])))
+    uvloop.run(main([int(port) for port in sys.argv[1:]]))

@@ -2,19 +2,20 @@
 
 Client, router and mocks (`mock_instance.py`) are a process each and share the machine's cores. The client writes bytes that
 were made before and looks for the end of each answer. The fleet `none` is a server that answers at once by itself
-(`mock_server.py`), without a router: what is added to its latency is the router's.
+(`mock_server.py`), without a router: what is added to its latency is the router's. Other routers (`--peers`) stand in front
+of two of those.
 """
 
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ import pd
 import report
 import uvloop
 from decisions import LONG, MODEL, decide_among, prompt_text
+from peer_routers import SERVER, peer
 from rich.console import Console
 from rich.table import Table
 
@@ -33,8 +35,8 @@ from pdserve.errors import SetupError
 SHORT = 16  # tokens of a prompt, about
 START_S = 120.0
 TICKS = os.sysconf("SC_CLK_TCK")
+END = b"\r\n0\r\n\r\n"  # of what comes in chunks
 MOCK = Path(__file__).parent / "mock_instance.py"
-SERVER = Path(__file__).parent / "mock_server.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,9 @@ class Settings:
     connections: str = flag("of the client, a request at a time on each; comma separated", "1,32")
     output_tokens: int = flag("of each answer: as many events where it is streamed", 16)
     fleets: str = flag("behind a router of their own each: none, both, split; comma separated", "none,both,split")
-    workers: str = flag("routers that share a port; more than one at the most connections; comma separated", "1,2")
+    workers: str = flag("routers that share a port, each with the most connections; comma separated", "1,2")
+    peers: str = flag("nginx, smg, vllm_router, sglang_router, dynamo, litellm beside it; comma separated", "")
+    peers_folder: str = flag("where peers/install has put them", "")
     instances: str = flag("candidates of a decision; comma separated", "8,64,256")
     decisions: int = flag("timed of each kind", 300)
     repeat: int = flag("rounds of all cases, in turn", 1)
@@ -70,28 +74,32 @@ class Case:
 
 
 class Served(NamedTuple):
-    """What is measured: its port, and its processes."""
+    """What is measured: its port, its processes, and those behind it."""
 
     port: int
     pids: list[int]
+    mocks: list[int]
 
 
 @dataclass
 class Measured:
-    """Seconds: `latencies` to the end of an answer, `firsts` to its first bytes; processor time of all threads."""
+    """Seconds: `latencies` to the end of an answer, `firsts` to its first bytes; processor time of all threads of the
+    router's processes, of the client, of the mocks."""
 
     latencies: list[float] = field(default_factory=list)
     firsts: list[float] = field(default_factory=list)
     seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    tokens: int = 0
+    cpu_seconds: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
 
     def row(self, case: Case) -> dict[str, Any]:
+        router, client, mocks = (seconds / len(self.latencies) * 1e3 for seconds in self.cpu_seconds)
         return vars(case) | {
             "requests": len(self.latencies),
             "requests_per_s": round(len(self.latencies) / self.seconds, 1),
-            "router_cpu_ms": round(self.cpu_seconds / len(self.latencies) * 1e3, 3),
-            "router_cores": round(self.cpu_seconds / self.seconds, 2),
+            "router_cpu_ms": round(router, 3),
+            "client_cpu_ms": round(client, 3),
+            "mocks_cpu_ms": round(mocks, 3),
+            "router_cores": round(self.cpu_seconds[0] / self.seconds, 2),
             "first_byte_ms_p50": pd.milliseconds(self.firsts, 50),
             "ms_p50": pd.milliseconds(self.latencies, 50),
             "ms_p99": pd.milliseconds(self.latencies, 99),
@@ -107,7 +115,7 @@ def benchmark(settings: Settings) -> None:
         measured: dict[Case, Measured] = {}
         with ExitStack() as stack:
             kinds = dict.fromkeys((case.fleet, case.workers) for case in _cases(settings))
-            served = {kind: stack.enter_context(_served(*kind)) for kind in kinds}
+            served = {kind: stack.enter_context(_served(*kind, settings.peers_folder)) for kind in kinds}
             for _ in range(settings.repeat):
                 for case in _cases(settings):
                     status.update(str(case))
@@ -117,7 +125,7 @@ def benchmark(settings: Settings) -> None:
     _add_what_is_added(rows)
     _print(rows, decisions)
     content = {"rows": rows, "per_token_cpu_us": per_token_cpu(rows), "decisions": decisions}
-    print(report.write("router", settings, content))
+    print(report.write("router", replace(settings, peers_folder=""), content))
 
 
 def _add_what_is_added(rows: list[dict[str, Any]]) -> None:
@@ -155,7 +163,7 @@ def _fleets(settings: Settings) -> list[str]:
     for name in fleets:
         if name not in FLEETS:
             raise SetupError(f"there is no fleet {name!r}; there are {', '.join(FLEETS)}")
-    return fleets
+    return fleets + (settings.peers.split(",") if settings.peers else [])
 
 
 def _cases(settings: Settings) -> Iterator[Case]:
@@ -166,37 +174,43 @@ def _cases(settings: Settings) -> Iterator[Case]:
             yield Case(fleet, SHORT, tokens, False, connections)
             yield Case(fleet, SHORT, 1, True, connections)
             yield Case(fleet, SHORT, tokens, True, connections)
-            if fleet != "none":
+            if FLEETS.get(fleet):
                 yield Case(fleet, LONG, tokens, True, connections)
-    for workers in set(_numbers(settings.workers)) - {1}:
-        for fleet in sorted(set(_fleets(settings)) - {"none"}):
+    for workers in sorted(set(_numbers(settings.workers)) - {1}):
+        for fleet in filter(FLEETS.get, _fleets(settings)):
             for tokens, stream in ((1, False), (settings.output_tokens, True)):
-                yield Case(fleet, SHORT, tokens, stream, max(_numbers(settings.connections)), workers)
+                yield Case(fleet, SHORT, tokens, stream, max(_numbers(settings.connections)) * workers, workers)
 
 
 # ---- through the network ----------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _served(fleet: str, workers: int) -> Iterator[Served]:
-    """So many routers on one port, with mock instances behind them; or, without a fleet, a server that needs none."""
-    names = FLEETS[fleet]
-    port, *others = _free_ports(1 + 2 * workers)
+def _served(fleet: str, workers: int, peers_folder: str) -> Iterator[Served]:
+    """So many routers on one port, with mock instances behind them; a server that needs no router; or another router."""
+    names = FLEETS.get(fleet, [])
+    port, spare, *others = _free_ports(2 + 2 * workers)
     controls, own = others[:workers], others[workers:] if workers > 1 else [port]
-    commands = (
-        [_router(port, *ports) for ports in zip(controls, own, strict=True)] if names else [[str(SERVER), str(port)]]
-    )
+    environment = {"OMP_NUM_THREADS": "1"}
     with ExitStack() as stack:
-        processes = [stack.enter_context(_process(command)) for command in commands]
         if names:
             addresses = ",".join(f"127.0.0.1:{control}" for control in controls)
-            stack.enter_context(_process([str(MOCK), addresses, *names]))
+            commands = [_router(port, *ports) for ports in zip(controls, own, strict=True)]
+            behind = [[sys.executable, str(MOCK), addresses, *names]]
+        elif fleet in FLEETS:
+            commands, behind = [[sys.executable, str(SERVER), str(port)]], []
+        else:
+            work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            other = peer(fleet, peers_folder, work, (port, spare), others)
+            commands, behind, environment = [other.router], [other.backend], environment | other.environment
+        mocks = [stack.enter_context(_process(command, environment)) for command in behind]
+        routers = [stack.enter_context(_process(command, environment)) for command in commands]
         deadline = time.monotonic() + START_S
         while not all(_ready(one, len(names)) for one in own):
-            if any(process.poll() is not None for process in processes) or time.monotonic() > deadline:
-                raise SetupError("the router does not serve; start it by hand to see why: pdserve router --model demo")
+            if any(process.poll() is not None for process in routers + mocks) or time.monotonic() > deadline:
+                raise SetupError(f"{fleet} does not serve; start it by hand to see why: {' '.join(commands[0])}")
             time.sleep(0.05)
-        yield Served(port, [process.pid for process in processes])
+        yield Served(port, [process.pid for process in routers], [process.pid for process in mocks])
 
 
 def _free_ports(count: int) -> list[int]:
@@ -208,27 +222,27 @@ def _free_ports(count: int) -> list[int]:
 
 def _router(port: int, control: int, own: int) -> list[str]:
     """`own` is the port that reaches this one alone; where that is the port of all, there are no others."""
-    command = ["-m", "pdserve", "router", "--model", MODEL, "--port", str(port), "--control-port", str(control)]
-    command += ["--local-prefill-tokens", "0", "--timelines", "100"]
+    command = [sys.executable, "-m", "pdserve", "router", "--model", MODEL, "--port", str(port)]
+    command += ["--control-port", str(control), "--local-prefill-tokens", "0", "--timelines", "100"]
     return command if own == port else [*command, "--reuse-port", "--own-port", str(own)]
 
 
 def _ready(port: int, instances: int) -> bool:
-    """Without instances there is no router, and a connection will do."""
+    """It answers a request, and one of our own has that many instances."""
     try:
-        if not instances:
-            socket.create_connection(("127.0.0.1", port), 1.0).close()
-            return True
-        ready = httpx.get(f"http://127.0.0.1:{port}/ready", timeout=1.0, verify=False)
-    except (httpx.TransportError, OSError):
+        url, body = f"http://127.0.0.1:{port}", {"model": MODEL, "prompt": "a", "max_tokens": 1, "stream": False}
+        with httpx.Client(timeout=5.0, verify=False) as http:
+            if instances and http.get(f"{url}/ready").json().get("instances") != instances:
+                return False
+            return http.post(f"{url}/v1/completions", json=body).status_code == 200
+    except httpx.TransportError:
         return False
-    return ready.status_code == 200 and ready.json()["instances"] == instances
 
 
 @contextmanager
-def _process(arguments: list[str]) -> Iterator["subprocess.Popen[bytes]"]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL, env=environment)
+def _process(command: list[str], environment: dict[str, str]) -> Iterator["subprocess.Popen[bytes]"]:
+    environment = os.environ | environment
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
     try:
         yield process
     finally:
@@ -261,10 +275,12 @@ async def play(case: Case, served: Served, seconds: float, into: Measured) -> No
 
     async def watch() -> None:
         await asyncio.sleep(begin - time.perf_counter())
-        started, cpu = time.perf_counter(), cpu_seconds(served.pids)
+        parts = served.pids, [os.getpid()], served.mocks
+        started, cpu = time.perf_counter(), [cpu_seconds(pids) for pids in parts]
         await asyncio.gather(*clients)
         into.seconds += time.perf_counter() - started
-        into.cpu_seconds += cpu_seconds(served.pids) - cpu
+        for part, (pids, before) in enumerate(zip(parts, cpu, strict=True)):
+            into.cpu_seconds[part] += cpu_seconds(pids) - before
 
     clients = [asyncio.create_task(client()) for _ in range(case.connections)]
     await watch()
@@ -274,15 +290,15 @@ async def play(case: Case, served: Served, seconds: float, into: Measured) -> No
 async def _rest(case: Case, head: bytes, reader: asyncio.StreamReader) -> None:
     """Reads an answer to its end and checks that it is whole."""
     assert head.startswith(b"HTTP/1.1 200"), head + await reader.read(1000)
+    tokens = case.output_tokens
     if case.stream:
-        body = await reader.readuntil(b"\r\n0\r\n\r\n")
-        events = body.count(b"data: ")
-        assert events == case.output_tokens + 1, f"{events} events instead of {case.output_tokens} and [DONE]"
-    else:
-        length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
-        body = await reader.readexactly(length)
-        tokens = json.loads(body)["usage"]["completion_tokens"]
-        assert tokens == case.output_tokens, f"{tokens} tokens instead of {case.output_tokens}"
+        events = (await reader.readuntil(END)).count(b"data: ")
+        assert events in (tokens + 1, tokens + 2), f"{events} events instead of {tokens}, the end perhaps, and [DONE]"
+        return
+    length = head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]
+    body = await (reader.readexactly(int(length)) if length else reader.readuntil(END))
+    had = json.loads(body[body.index(b"{") : body.rindex(b"}") + 1])["usage"]["completion_tokens"]
+    assert had == tokens, f"{had} tokens instead of {tokens}"
 
 
 def request_bytes(case: Case, port: int) -> bytes:
@@ -316,6 +332,8 @@ def _print(rows: list[dict[str, Any]], decisions: list[dict[str, Any]]) -> None:
         "connections",
         "requests/s",
         "CPU ms",
+        "client",
+        "mocks",
         "first byte ms",
         "ms p50",
         "p99",
@@ -331,7 +349,7 @@ def _print(rows: list[dict[str, Any]], decisions: list[dict[str, Any]]) -> None:
             "yes" if row["stream"] else "no",
             str(row["connections"]),
             f"{row['requests_per_s']:,.0f}",
-            f"{row['router_cpu_ms']:.2f}",
+            *(f"{row[f'{part}_cpu_ms']:.2f}" for part in ("router", "client", "mocks")),
             *(f"{row[name]:.2f}" for name in ("first_byte_ms_p50", "ms_p50", "ms_p99")),
             "" if row["added_ms_p50"] is None else f"{row['added_ms_p50']:.2f}",
         )
