@@ -96,11 +96,13 @@ class Generation:
 
     async def run(self, emit: Emit) -> None:
         """Emits what the choices bring, in the order in which it comes. The first error ends all of them."""
+        if len(self.choices) == 1:
+            return await self.choices[0].run(emit)
         tasks = [asyncio.create_task(choice.run(emit)) for choice in self.choices]
         try:
             await asyncio.gather(*tasks)
         finally:
-            await cancel_all(tasks)
+            await _cancel_all(tasks)
 
     def close(self) -> None:
         """Cancels the choices that are not over."""
@@ -134,7 +136,7 @@ class Generation:
         }
 
 
-async def cancel_all(tasks: list[asyncio.Task[None]]) -> None:
+async def _cancel_all(tasks: list[asyncio.Task[None]]) -> None:
     """Cancels what runs and waits for it; the errors are the caller's, who has them from the first that failed."""
     for task in tasks:
         task.cancel()

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import RequestError
-from pdserve.router.generation import Delta, Generation, Json, cancel_all
+from pdserve.router.generation import Delta, Generation, Json
 from pdserve.router.logprobs import of_chat, of_completion
 from pdserve.router.middleware import InternalError, error_data, json_response, to_json
 from pdserve.router.openai import Plan
@@ -61,8 +61,9 @@ class EventStream(Response, ABC):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._generation = generation
+        self._unfinished = len(generation.plan.requests)  # choices whose last event is not out
         self._started = False
-        self._sending = asyncio.Lock()  # choices send side by side, and some send twice in a row
+        self._sending = asyncio.Lock()  # choices send side by side, and wait for a slow client in turn
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -72,27 +73,29 @@ class EventStream(Response, ABC):
 
     async def _stream(self, send: Send) -> None:
         async def emit(delta: Delta) -> None:
-            await self._send(send, self.events_of(delta))
+            async with self._sending:
+                self._unfinished -= delta.finish_reason is not None
+                last = not self._unfinished
+                events = self.events_of(delta)
+                await self._send(send, [*events, *self.last_events()] if last else events, last)
 
         try:
             await self._generation.run(emit)
-            await self._send(send, self.last_events())
         except Exception as error:
             if not self._started:
                 raise
             told = error if isinstance(error, RequestError) else InternalError()
-            await self._send(send, [self.error_event(told)])
+            await self._send(send, [self.error_event(told)], told is error)
             if told is not error:
                 raise
-        await send({"type": "http.response.body", "body": self.end, "more_body": False})
 
-    async def _send(self, send: Send, events: list[Json]) -> None:
-        async with self._sending:
-            if not self._started:
-                self._started = True
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            body = b"".join(self.encoded(event) for event in events)
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+    async def _send(self, send: Send, events: list[Json], last: bool) -> None:
+        """One write, which wakes the client and costs more than wording the event."""
+        if not self._started:
+            self._started = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        body = b"".join(self.encoded(event) for event in events) + (self.end if last else b"")
+        await send({"type": "http.response.body", "body": body, "more_body": not last})
 
     # ---- how one endpoint words it ----------------------------------------------------------------------------
 
@@ -144,17 +147,27 @@ class ChunkStream(EventStream):
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[None, None, None]) -> bool:
-    """Does the work, but stops it at once when the client goes away. Whether it was done to its end."""
-    worker = asyncio.create_task(work)
+    """Does the work, but cancels it at once when the client goes away. Whether it was done to its end."""
+    worker, gone = asyncio.current_task(), False
+    assert worker is not None
+
+    def leave(_: "asyncio.Task[None]") -> None:
+        nonlocal gone
+        gone = True
+        worker.cancel()
+
     watcher = asyncio.create_task(_disconnect(receive))
+    watcher.add_done_callback(leave)
     try:
-        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not worker.done():
-            return False
-        worker.result()
-        return True
+        await work
+    except asyncio.CancelledError:
+        if not gone or worker.uncancel() > 0:  # somebody else wants us to end
+            raise
+        return False
     finally:
-        await cancel_all([worker, watcher])
+        watcher.remove_done_callback(leave)
+        watcher.cancel()
+    return True
 
 
 async def _disconnect(receive: Receive) -> None:
