@@ -14,9 +14,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from functools import cache
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,7 +57,7 @@ def write_kv(cache_N2GBD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor
     k_TGD, v_TGD = _rows(k_TGD), _rows(v_TGD)
     tokens, heads, size = k_TGD.shape
     item = cache_N2GBD.itemsize
-    library().pdserve_write_kv(
+    functions().pdserve_write_kv(
         cache_N2GBD.data_ptr(),
         *(item * stride for stride in _strides(cache_N2GBD)),
         k_TGD.data_ptr(),
@@ -92,7 +95,7 @@ def attend(
     _, heads, size = q_THD.shape
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
     tables_SM, starts = batch.tables_SM.contiguous(), batch.starts
-    library().pdserve_attend(
+    functions().pdserve_attend(
         DTYPES.index(q_THD.dtype),
         out_THD.data_ptr(),
         out_THD.stride(0),
@@ -168,7 +171,7 @@ def _copy(
     assert to.dtype == source.dtype and to.shape[1:] == source.shape[1:]
     assert to[:0].is_contiguous() and source[:0].is_contiguous() and to[0].is_contiguous() and source[0].is_contiguous()
     targets, sources = (None if ids is None else ids.contiguous() for ids in (targets, sources))
-    library().pdserve_copy_blocks(
+    functions().pdserve_copy_blocks(
         to.data_ptr(),
         to.itemsize * to.stride(0),
         None if targets is None else targets.data_ptr(),
@@ -190,6 +193,40 @@ def _strides(cache_N2GBD: torch.Tensor) -> tuple[int, int, int]:
     block, half, head, token, element = cache_N2GBD.stride()
     assert (token, element) == (cache_N2GBD.shape[4], 1)
     return block, half, head
+
+
+class _Noting:
+    """The library, with every call made known as something that can be called again."""
+
+    def __init__(self, note: Callable[[Callable[[], object]], object]) -> None:
+        self._note = note
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = getattr(library(), name)
+
+        def call(*arguments: Any) -> None:
+            self._note(partial(function, *arguments))
+            function(*arguments)
+
+        return call
+
+
+_thread = threading.local()
+
+
+@contextmanager
+def noted(note: Callable[[Callable[[], object]], object]) -> Iterator[None]:
+    """This thread's calls of kernels are made known, with addresses instead of tensors, while this lasts."""
+    _thread.functions = _Noting(note)
+    try:
+        yield
+    finally:
+        del _thread.functions
+
+
+def functions() -> Any:
+    """The kernels by their names in the sources."""
+    return getattr(_thread, "functions", None) or library()
 
 
 @cache

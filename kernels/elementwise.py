@@ -2,7 +2,7 @@
 
 import torch
 
-from pdserve.kernels.cpu import DTYPES, library
+from pdserve.kernels.cpu import DTYPES, functions
 
 ACTIVATIONS = ("silu", "gelu_tanh")  # by the numbers that elementwise.cpp gives them
 
@@ -16,7 +16,7 @@ def rms_norm(x: torch.Tensor, weight_N: torch.Tensor, eps: float) -> torch.Tenso
     assert x.dtype == weight_N.dtype and x.shape[-1:] == weight_N.shape
     x = x.contiguous()
     y = torch.empty_like(x)
-    library().pdserve_rms_norm(
+    functions().pdserve_rms_norm(
         DTYPES.index(x.dtype),
         y.data_ptr(),
         x.data_ptr(),
@@ -44,7 +44,7 @@ def rotary(
     q_1THD, k_1TGD = (x if x.stride(3) == 1 else x.contiguous() for x in (q_1THD, k_1TGD))
     cos_1TR, sin_1TR = cos_1TR.contiguous(), sin_1TR.contiguous()
     q_out, k_out = torch.empty(q_1THD.shape, dtype=q_1THD.dtype), torch.empty(k_1TGD.shape, dtype=k_1TGD.dtype)
-    library().pdserve_rotary(
+    functions().pdserve_rotary(
         DTYPES.index(q_1THD.dtype),
         DTYPES.index(cos_1TR.dtype),
         q_out.data_ptr(),
@@ -72,7 +72,7 @@ def gate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> None:
     activation is rounded before the product."""
     assert gate.dtype == up.dtype != torch.float32 and gate.shape == up.shape
     assert gate.is_contiguous() and up.is_contiguous()
-    library().pdserve_gate(
+    functions().pdserve_gate(
         DTYPES.index(gate.dtype),
         ACTIVATIONS.index(activation),
         gate.data_ptr(),
@@ -86,7 +86,7 @@ def argmax(x_RN: torch.Tensor) -> torch.Tensor:
     """The first of each row's largest numbers, int64 [R]. NaN is no number, and the first is told where all are."""
     x_RN = x_RN.contiguous()
     places_R = torch.empty(len(x_RN), dtype=torch.long)
-    library().pdserve_argmax(
+    functions().pdserve_argmax(
         DTYPES.index(x_RN.dtype),
         places_R.data_ptr(),
         x_RN.data_ptr(),

@@ -33,7 +33,7 @@ def linear(x: torch.Tensor, packed: torch.Tensor, out_features: int, bias_N: tor
     wide = x.shape[-1]
     assert len(packed) == wide * (out_features + -out_features % _UNIT_N)
     assert bias_N is None or (bias_N.shape == (out_features,) and bias_N.dtype == x.dtype and bias_N.is_contiguous())
-    cpu.library().pdserve_linear(
+    cpu.functions().pdserve_linear(
         y.data_ptr(),
         x.data_ptr(),
         packed.data_ptr(),

@@ -12,7 +12,9 @@ from pdserve.engine.checkpoint import Checkpoint, cpu_memory_available
 from pdserve.engine.paged_model import UnsupportedAttention
 from pdserve.engine.sampler import model_logprobs, sample, tell_logprobs
 from pdserve.engine.sequence import Sequence
+from pdserve.engine.tape import Tapes
 from pdserve.errors import SetupError
+from pdserve.kernels import cpu
 from pdserve.kernels.attention import KernelUnavailable, choose
 from pdserve.kernels.batch import Kernel, PagedBatch
 from pdserve.kernels.cpu import huge_pages
@@ -26,6 +28,7 @@ class ModelRunner:
     """`num_blocks` and the pool [N, L, 2, G, B, D] are set once the memory has been measured.
 
     Attributes:
+        tapes: of decode steps, if they are played; None makes the model compute all.
         window: a token sees so many at most, itself included, in every layer; None if some layer sees all.
     """
 
@@ -37,6 +40,7 @@ class ModelRunner:
             self.kernel = choose(config.kernel, self.device)
         except KernelUnavailable as error:
             raise SetupError(str(error)) from error
+        self.tapes: Tapes | None = None
         self.window = self._check_architecture()
         if self.device.type == "cuda":
             self._profile(config)
@@ -46,6 +50,8 @@ class ModelRunner:
         self._host_NL2GBD = self._new_pool(self.num_places, torch.device("cpu"))
         if self.num_places and self.device.type == "cuda":
             self._host_NL2GBD = self._host_NL2GBD.pin_memory()
+        if self.kernel is cpu:
+            self.tapes = Tapes(self._model, min(self.num_blocks, -(-checkpoint.context // self.block_size)))
 
     def _new_pool(self, num_blocks: int, device: torch.device | None = None) -> torch.Tensor:
         layout = self.checkpoint.layout
@@ -108,7 +114,7 @@ class ModelRunner:
         ends = dict(zip(seqs, torch.tensor(list(tokens.values())).cumsum(0).tolist(), strict=True))
         last = torch.tensor([ends[seq] - 1 for seq in complete], dtype=torch.long, device=self.device)
         batch = self._batch(seqs, list(tokens.values()), positions)
-        logits_SV = self._forward(ids, positions, batch, last)
+        logits_SV = self.forward(ids, positions, batch, last)
         if not complete:
             return {}
         asking = [i for i, seq in enumerate(complete) if seq.sampling.logprobs is not None]
@@ -117,15 +123,20 @@ class ModelRunner:
         tell_logprobs(logprobs_AV, [complete[i] for i in asking], [sampled[i] for i in asking])
         return dict(zip(complete, sampled, strict=True))
 
-    def _forward(self, ids: list[int], positions: list[int], batch: PagedBatch, last: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: list[int], positions: list[int], batch: PagedBatch, last: torch.Tensor) -> torch.Tensor:
         """Logits [S, V] of the tokens at `last`. At least one row is computed: models take no empty selection."""
+        ids_1T, positions_1T = (torch.tensor([values], device=self.device) for values in (ids, positions))
+        if self.tapes is not None and len(last) == len(ids):
+            return self.tapes.logits(ids_1T, positions_1T, batch)
         keep = last if len(last) else torch.zeros(1, dtype=torch.long, device=self.device)
+        return self._model(ids_1T, positions_1T, batch, keep)
+
+    def _model(
+        self, ids_1T: torch.Tensor, positions_1T: torch.Tensor, batch: PagedBatch, keep: torch.Tensor | int = 0
+    ) -> torch.Tensor:
+        """Logits of the tokens to keep, by default of all."""
         output = self.checkpoint.model(
-            input_ids=torch.tensor([ids], device=self.device),
-            position_ids=torch.tensor([positions], device=self.device),
-            logits_to_keep=keep,
-            use_cache=False,
-            paged=batch,
+            input_ids=ids_1T, position_ids=positions_1T, logits_to_keep=keep, use_cache=False, paged=batch
         )
         logits_SV: torch.Tensor = output.logits[0]
         return logits_SV
@@ -171,7 +182,7 @@ class ModelRunner:
         watched = cast(Kernel, SimpleNamespace(write_kv=self.kernel.write_kv, attend=attend))
         batch = replace(self._batch([probe], [2], [0, 1]), kernel=watched)
         try:
-            self._forward(probe.tokens, [0, 1], batch, torch.tensor([1], device=self.device))
+            self.forward(probe.tokens, [0, 1], batch, torch.tensor([1], device=self.device))
         except (UnsupportedAttention, TypeError) as error:
             if isinstance(error, TypeError) and "paged" not in str(error):
                 raise  # not the model's refusal of our argument, but a defect
