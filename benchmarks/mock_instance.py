@@ -1,9 +1,10 @@
 """Mock instances that answer at once, for measuring a router: the real control plane, and nothing behind it.
 
-    python benchmarks/mock_instance.py ROUTER[,ROUTER…] NAME…     each NAME is an instance, and begins with its role: decode-0
+    python benchmarks/mock_instance.py STEP_MS ROUTER[,ROUTER…] NAME…     a NAME begins with the role: decode-0
 
-An engine step takes no time and gives each sequence a token, and one frame carries those of all, as it would from an
-instance. A prefill has stored everything when it has the first token. Nothing is hashed, so no news of a pool is sent.
+An engine step gives each sequence a token, and one frame carries those of all, as it would from an instance. Steps begin
+STEP_MS apart at least, and take no time; at 0, a sequence is at its end before another one comes, and a frame carries one
+token. A prefill has stored everything when it has the first token. Nothing is hashed, so no news of a pool is sent.
 """
 
 import asyncio
@@ -56,8 +57,9 @@ def hello(name: str, role: str, model: str) -> pb.Hello:
 class MockInstance:
     """One of them. `outputs` is what the next frame carries beside the tokens of `running`."""
 
-    def __init__(self, hello: pb.Hello) -> None:
+    def __init__(self, hello: pb.Hello, step_s: float) -> None:
         self._hello = hello
+        self._step_s = step_s
         self._reserved: dict[str, int] = {}  # request id → tokens to generate, once prefill has the first
         self._running: dict[str, int] = {}  # request id → tokens left
         self._outputs: list[pb.Output] = []
@@ -108,12 +110,15 @@ class MockInstance:
     async def _frames(self) -> AsyncIterator[pb.InstanceFrame]:
         yield pb.InstanceFrame(hello=self._hello)
         loop = asyncio.get_running_loop()
-        beat = loop.time()
+        beat = step = loop.time()
         while True:
             if loop.time() >= beat:
                 beat = loop.time() + HEARTBEAT_S
                 yield pb.InstanceFrame(heartbeat=pb.Heartbeat(counters={"engine_steps": self._steps}))
             if self._running or self._outputs:
+                if loop.time() < step:
+                    await asyncio.sleep(step - loop.time())  # others join it meanwhile
+                step = loop.time() + self._step_s
                 yield pb.InstanceFrame(step=self._step())
                 continue
             self._awake.clear()
@@ -141,13 +146,15 @@ class MockInstance:
         return pb.Step(outputs=outputs)
 
 
-async def main(routers: list[str], names: list[str]) -> None:
+async def main(step_s: float, routers: list[str], names: list[str]) -> None:
     """What one router asks makes no difference to the others."""
     pairs = [
-        (router, MockInstance(hello(name, name.partition("-")[0], "demo"))) for router in routers for name in names
+        (router, MockInstance(hello(name, name.partition("-")[0], "demo"), step_s))
+        for router in routers
+        for name in names
     ]
     await asyncio.gather(*(mock.serve(router) for router, mock in pairs))
 
 
 if __name__ == "__main__":
-    uvloop.run(main(sys.argv[1].split(","), sys.argv[2:]))
+    uvloop.run(main(float(sys.argv[1]) / 1e3, sys.argv[2].split(","), sys.argv[3:]))

@@ -44,6 +44,7 @@ class Settings:
     seconds: float = flag("that each case is measured, after half a second or a tenth of it", 8.0)
     connections: str = flag("of the client, a request at a time on each; comma separated", "1,32")
     output_tokens: int = flag("of each answer: as many events where it is streamed", 16)
+    step_ms: float = flag("between two steps of an instance, each with a token for all its streams; 0: at once", 0.0)
     fleets: str = flag("behind a router of their own each: none, both, split; comma separated", "none,both,split")
     workers: str = flag("routers that share a port, each with the most connections; comma separated", "1,2")
     peers: str = flag("nginx, smg, vllm_router, sglang_router, dynamo, litellm beside it; comma separated", "")
@@ -115,7 +116,7 @@ def benchmark(settings: Settings) -> None:
         measured: dict[Case, Measured] = {}
         with ExitStack() as stack:
             kinds = dict.fromkeys((case.fleet, case.workers) for case in _cases(settings))
-            served = {kind: stack.enter_context(_served(*kind, settings.peers_folder)) for kind in kinds}
+            served = {kind: stack.enter_context(_served(*kind, settings)) for kind in kinds}
             for _ in range(settings.repeat):
                 for case in _cases(settings):
                     status.update(str(case))
@@ -186,7 +187,7 @@ def _cases(settings: Settings) -> Iterator[Case]:
 
 
 @contextmanager
-def _served(fleet: str, workers: int, peers_folder: str) -> Iterator[Served]:
+def _served(fleet: str, workers: int, settings: Settings) -> Iterator[Served]:
     """So many routers on one port, with mock instances behind them; a server that needs no router; or another router."""
     names = FLEETS.get(fleet, [])
     port, spare, *others = _free_ports(2 + 2 * workers)
@@ -196,12 +197,12 @@ def _served(fleet: str, workers: int, peers_folder: str) -> Iterator[Served]:
         if names:
             addresses = ",".join(f"127.0.0.1:{control}" for control in controls)
             commands = [_router(port, *ports) for ports in zip(controls, own, strict=True)]
-            behind = [[sys.executable, str(MOCK), addresses, *names]]
+            behind = [[sys.executable, str(MOCK), str(settings.step_ms), addresses, *names]]
         elif fleet in FLEETS:
             commands, behind = [[sys.executable, str(SERVER), str(port)]], []
         else:
             work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            other = peer(fleet, peers_folder, work, (port, spare), others)
+            other = peer(fleet, settings.peers_folder, work, (port, spare), others)
             commands, behind, environment = [other.router], [other.backend], environment | other.environment
         mocks = [stack.enter_context(_process(command, environment)) for command in behind]
         routers = [stack.enter_context(_process(command, environment)) for command in commands]
