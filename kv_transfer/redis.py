@@ -187,7 +187,7 @@ class RedisConnector(BatchedConnector):
                     raise answer
         except self.faults as error:
             self._server.pool.disconnect()
-            raise SetupError(f"No Redis answers at {without_password(self.url)}: {error}.") from error
+            raise SetupError(f"No Redis answers at {without_password(self.url)}: {str(error).rstrip('.')}.") from error
 
     def shut(self) -> None:
         self._server.pool.disconnect()

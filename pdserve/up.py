@@ -3,7 +3,7 @@
 import signal
 import threading
 
-from pdserve.config import UpConfig
+from pdserve.config import RouterConfig, UpConfig
 from pdserve.deployment import Deployment
 
 TEND_S = 0.2
@@ -16,8 +16,10 @@ def up(config: UpConfig) -> None:
         SetupError: it cannot start.
     """
     from pdserve.kv_transfer.registry import connect
+    from pdserve.router.listening import listen
 
     connect(config.connector)  # what is wrong with it is said once, not by every child
+    listen(RouterConfig(host=config.host, port=config.port)).close()  # another router there would say that all is ready
     stop = threading.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: stop.set())

@@ -98,8 +98,9 @@ def _refuse(error: ErrorDetails, known: set[str]) -> NoReturn:
         raise BadRequest("stop must be a string or a list of strings", kind="invalid_parameter", param=top)
     if error["type"] == "finite_number":
         raise BadRequest(f"{name} must be a finite number", kind="invalid_parameter", param=name)
-    what = error["msg"].removeprefix("Input should be ")
-    message = f"{name} must be {what}, not {json_type(error['input'])}"
+    what, given = error["msg"].removeprefix("Input should be "), error["input"]
+    one_of = error["type"] == "literal_error" and isinstance(given, str)
+    message = f"{name} must be {what}, not {quote(given) if one_of else json_type(given)}"
     raise BadRequest(message, kind="invalid_parameter", param=name)
 
 

@@ -78,6 +78,7 @@ def test_a_port_in_use(pdserve: Command, checkpoint: Callable[..., Path]) -> Non
         free = str(free_port())
         done = pdserve("router", "--model", str(checkpoint("llama")), "--port", free, "--control-port", str(port))
         fails(done, f"control port 127.0.0.1:{port} is in use")
+        fails(pdserve("up", "--port", str(port)), f"cannot listen on 127.0.0.1:{port}")
 
 
 @pytest.mark.parametrize(

@@ -648,6 +648,8 @@ def test_operators_give_orders(client: Client, backend: ScriptedBackend) -> None
     assert backend.drained == [("decode-0", ""), ("decode-0", "prefill")]
     for body in ({}, {"role": "leader"}, {"role": ""}, {"role": "both", "now": True}):
         assert client.post(f"{orders}/role", body, **json_only).status_code == 400
+    refused = client.post(f"{orders}/role", {"role": "leader"}, **json_only)
+    assert refused.json()["error"]["message"] == "role must be 'prefill', 'decode' or 'both', not 'leader'"
     for path in ("drain", "role"):  # as a page of another origin could send it to a router without keys
         assert client.post(f"{orders}/{path}", {"role": "prefill"}).status_code == 415
     assert len(backend.drained) == 2
