@@ -6,11 +6,9 @@ decoding, the rate of a matrix product bounds prefill; of each step the slower o
 """
 
 import contextlib
-import hashlib
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,7 @@ Run = Callable[[list[list[int]], int], "Timing"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(peer_process.Settings):
     requests: int = flag("prompts of the offline task", 32)
     prompt_tokens: int = flag("length of the prompts of the offline and decode tasks", 128)
     output_tokens: int = flag("tokens generated for each of them", 64)
@@ -47,13 +45,6 @@ class Settings:
     kernel: str = flag("attention kernel of ours", EngineConfig.kernel)
     threads: int | None = flag("CPU threads; default: all cores", None)
     max_num_batched_tokens: int = flag("tokens in one step at most", EngineConfig.max_num_batched_tokens)
-    peers: str = flag(
-        "also measure, each in its own environment: transformers, openvino, llama_cpp, vllm; by comma", ""
-    )
-    peers_folder: str = flag("where peers/install has put them; converted checkpoints stay there too", "")
-    quick: bool = flag(report.QUICK_HELP, False)
-    note: str = flag(report.NOTE_HELP, "")
-    out: str = flag(report.OUT_HELP, "")
 
 
 SHAPES = {"0.6b": checkpoints.QWEN3_0_6B, "8b": checkpoints.QWEN3_8B}
@@ -208,14 +199,12 @@ class OurEngine:
 
 def benchmark(settings: Settings) -> None:
     """Measure the engine: offline throughput, prefill, decode, each beside its roofline."""
-    for name in _peers(settings):
-        peer_process.python(name, settings.peers_folder)
+    settings.named()
     if settings.shape not in SHAPES:
         raise SetupError(f"--shape {settings.shape} is not known; there is: {', '.join(SHAPES)}")
     shape = checkpoints.TINY if settings.quick else SHAPES[settings.shape]
     shape = replace(shape, dtype=settings.dtype)
-    if settings.quick:
-        settings = report.in_place_of_defaults(settings, QUICK)
+    settings = settings.sized(QUICK)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     settings = replace(settings, threads=torch.get_num_threads())
@@ -245,10 +234,10 @@ def _measure(
     with contextlib.ExitStack() as stack:
         status = stack.enter_context(Console(stderr=True).status("…"))
         status.update("writing the checkpoint")
-        path = stack.enter_context(_checkpoint(shape, settings))
+        path = stack.enter_context(peer_process.checkpoint(shape, settings.peers_folder))
         status.update("loading it")
         runs: dict[str, Run] = {"pdserve": OurEngine(path, settings, max(task.blocks for task in tasks)).run}
-        for name in _peers(settings):
+        for name in settings.named():
             status.update(f"{name}: converting the checkpoint, and loading it")
             runs[name] = _run_of_peer(name, path, settings, stack)
         for name, run in runs.items():
@@ -275,24 +264,6 @@ def _run_of_peer(name: str, path: Path, settings: Settings, stack: contextlib.Ex
     peer = Peer(name, settings.peers_folder, path, settings.threads, settings.dtype, settings.device)
     stack.callback(peer.close)
     return lambda prompts, output_tokens: Timing(**peer.run(prompts, output_tokens), forward=[])
-
-
-@contextlib.contextmanager
-def _checkpoint(shape: Shape, settings: Settings) -> Iterator[Path]:
-    """A new one, or the one that the peers' folder has of this shape: what they convert and compile then stays."""
-    if not settings.peers_folder:
-        with tempfile.TemporaryDirectory() as folder:
-            yield checkpoints.make(shape, Path(folder) / "checkpoint")
-        return
-    path = Path(settings.peers_folder) / f"checkpoint-{hashlib.sha256(repr(shape).encode()).hexdigest()[:8]}"
-    if not path.exists():
-        unfinished = path.with_name(f"{path.name}-unfinished")
-        checkpoints.make(shape, unfinished).rename(path)
-    yield path.resolve()
-
-
-def _peers(settings: Settings) -> list[str]:
-    return settings.peers.split(",") if settings.peers else []
 
 
 def _rows(

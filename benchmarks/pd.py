@@ -1,23 +1,27 @@
 """What disaggregation costs or gains on this machine: `python benchmarks/pd.py`.
 
 Two deployments of one model side by side: 1P+1D with a share of the cores each, and one `both` instance with all cores.
-A closed loop of streaming clients sends the same requests to each of them in turn, round after round.
+A closed loop of streaming clients sends the same requests to each of them in turn, round after round. With --peers, vLLM
+takes its turns too: one server, and its disaggregated mode.
 """
 
 import asyncio
 import json
+import os
 import random
 import statistics
-import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import checkpoints
 import httpx
+import peer_process
 import report
+from peer_process import Server
 from rich.console import Console
 from rich.table import Table
 
@@ -29,7 +33,7 @@ from pdserve.lifetime import Stage
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(report.Settings):
+class Settings(peer_process.Settings):
     requests: int = flag("requests of a round", 96)
     concurrency: int = flag("requests under way at a time", 16)
     prompt_tokens: int = flag("tokens of each prompt", 128)
@@ -37,6 +41,7 @@ class Settings(report.Settings):
     connector: str = flag("of the 1P+1D deployment; default: a segment of shared memory", "")
     repeat: int = flag("rounds of each deployment, in turn", 3)
     dtype: str = flag("of weights and KV", "bfloat16")
+    peers: str = flag("also measure, in its own environment: vllm", "")
 
 
 QUICK = {"requests": 4, "concurrency": 2, "prompt_tokens": 20, "output_tokens": 5, "repeat": 1}
@@ -82,29 +87,90 @@ class Round:
         return sum(len(reply.arrivals) for reply in self.replies) / self.seconds
 
 
+class Ours:
+    """A deployment of pdserve."""
+
+    def __init__(self, config: UpConfig, stack: ExitStack) -> None:
+        self._deployment = stack.enter_context(Deployment(config, lambda _: None))
+        self.url, self.model = self._deployment.url, config.name
+        self._deployment.wait_ready()
+
+    def at_work(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    async def ask(self, http: httpx.AsyncClient, name: str, prompt: list[int], count: int) -> Reply:
+        return await ask(http, self.model, name, prompt, count)
+
+    async def handovers(self, http: httpx.AsyncClient, names: list[str]) -> list[float]:
+        """Seconds of each, of those that had one."""
+        stages = [(await http.get(f"/debug/requests/{name}")).json()["stages_ms"] for name in names]
+        return [(each[Stage.KV_READY] - each[Stage.FIRST_TOKEN]) / 1e3 for each in stages if Stage.KV_READY in each]
+
+
+class Vllm:
+    """One server of vLLM, or one that prefills and one that decodes. What its proxies do between these two, the clients do
+    themselves, so that it costs nothing."""
+
+    def __init__(self, settings: Settings, model: Path, stack: ExitStack, *roles: str) -> None:
+        threads = max(1, len(os.sched_getaffinity(0)) // len(roles))
+        self._servers: list[Server] = []
+        for role in roles:
+            server = Server("vllm", settings.peers_folder, model, threads, settings.dtype, role)
+            stack.callback(server.close)
+            self._servers.append(server)
+        self.url = self._servers[-1].url
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for server in self._servers:
+                stack.enter_context(server.at_work())
+            yield
+
+    async def ask(self, http: httpx.AsyncClient, name: str, prompt: list[int], count: int) -> Reply:
+        sent = time.perf_counter()
+        fields = {}
+        if len(self._servers) > 1:
+            wanted = {"do_remote_decode": True, "do_remote_prefill": False}
+            body = {"model": "model", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": wanted}
+            answer = await http.post(f"{self._servers[0].url}/v1/completions", json=body)
+            if answer.status_code != 200:
+                raise SetupError(f"vLLM's prefill answered {answer.status_code}: {answer.text}")
+            fields["kv_transfer_params"] = answer.json()["kv_transfer_params"]
+        return replace(await ask(http, "model", name, prompt, count, **fields), sent=sent)
+
+    async def handovers(self, http: httpx.AsyncClient, names: list[str]) -> list[float]:
+        """It has no such figure."""
+        return []
+
+
 def benchmark(settings: Settings) -> None:
     """Compare 1P+1D with one colocated instance: throughput, TTFT, ITL, hand-over."""
+    peers = settings.named(("vllm",))
     shape = checkpoints.TINY if settings.quick else replace(SMALL, dtype=settings.dtype)
     settings = settings.sized(QUICK)
-    with tempfile.TemporaryDirectory() as folder, Console(stderr=True).status("making the checkpoint") as status:
-        model = checkpoints.make(shape, Path(folder))
-        with ExitStack() as stack:
-            deployments = {
-                name: stack.enter_context(Deployment(config, lambda _: None))
-                for name, config in _configs(model, settings).items()
-            }
-            for deployment in deployments.values():
-                deployment.wait_ready()
-            rounds: dict[str, list[Round]] = {name: [] for name in deployments}
-            for turn in range(settings.repeat + 1):
-                for name, deployment in deployments.items():
-                    status.update(f"{name}: " + (f"round {turn} of {settings.repeat}" if turn else "warming up"))
-                    measured = asyncio.run(_round(deployment, settings, shape.vocabulary, seed=turn))
-                    if turn:
-                        rounds[name].append(measured)
+    with ExitStack() as stack:
+        status = stack.enter_context(Console(stderr=True).status("making the checkpoint"))
+        model = stack.enter_context(peer_process.checkpoint(shape, settings.peers_folder))
+        status.update("starting")
+        candidates: dict[str, Ours | Vllm] = {
+            name: Ours(config, stack) for name, config in _configs(model, settings).items()
+        }
+        if peers:
+            status.update("starting vLLM, which compiles the first time")
+            candidates["vLLM, 1 server"] = Vllm(settings, model, stack, "")
+            candidates["vLLM, 1P+1D"] = Vllm(settings, model, stack, "kv_producer", "kv_consumer")
+        rounds: dict[str, list[Round]] = {name: [] for name in candidates}
+        for turn in range(settings.repeat + 1):
+            for name, candidate in candidates.items():
+                status.update(f"{name}: " + (f"round {turn} of {settings.repeat}" if turn else "warming up"))
+                with candidate.at_work():
+                    measured = asyncio.run(_round(candidate, settings, shape.vocabulary, seed=turn))
+                if turn:
+                    rounds[name].append(measured)
     rows = [_row(name, each, rounds[COLOCATED]) for name, each in rounds.items()]
     _print(rows)
-    print(report.write("pd", settings, {"rows": rows}))
+    print(report.write("pd", replace(settings, peers_folder=""), {"rows": rows}))
 
 
 def _configs(model: Path, settings: Settings) -> dict[str, UpConfig]:
@@ -114,26 +180,24 @@ def _configs(model: Path, settings: Settings) -> dict[str, UpConfig]:
     return {COLOCATED: colocated, SPLIT: replace(split, connector=settings.connector) if settings.connector else split}
 
 
-async def _round(deployment: Deployment, settings: Settings, vocabulary: int, seed: int) -> Round:
+async def _round(candidate: Ours | Vllm, settings: Settings, vocabulary: int, seed: int) -> Round:
     chosen = random.Random(seed)
     prompts = [[chosen.randrange(vocabulary) for _ in range(settings.prompt_tokens)] for _ in range(settings.requests)]
     waiting = iter(enumerate(prompts))
     replies: list[Reply] = []
     names: list[str] = []
-    async with httpx.AsyncClient(base_url=deployment.url, timeout=TIMEOUT_S) as http:
+    async with httpx.AsyncClient(base_url=candidate.url, timeout=TIMEOUT_S) as http:
 
         async def client() -> None:
             for i, prompt in waiting:
                 name = f"pd-{seed}-{i}"
-                replies.append(await ask(http, deployment.config.name, name, prompt, settings.output_tokens))
+                replies.append(await candidate.ask(http, name, prompt, settings.output_tokens))
                 names.append(name)
 
         started = time.perf_counter()
         await asyncio.gather(*(client() for _ in range(settings.concurrency)))
         seconds = time.perf_counter() - started
-        timelines = [(await http.get(f"/debug/requests/{name}")).json() for name in names]
-    handovers = [_handover(timeline) for timeline in timelines]
-    return Round(seconds, replies, [one for one in handovers if one is not None])
+        return Round(seconds, replies, await candidate.handovers(http, names))
 
 
 async def ask(http: httpx.AsyncClient, model: str, name: str, prompt: list[int], count: int, **fields: object) -> Reply:
@@ -147,7 +211,7 @@ async def ask(http: httpx.AsyncClient, model: str, name: str, prompt: list[int],
     reply = Reply(time.perf_counter(), [])
     async with http.stream("POST", "/v1/completions", json=body, headers={"x-request-id": name}) as response:
         if response.status_code != 200:
-            raise SetupError(f"the router answered {response.status_code}: {(await response.aread()).decode()}")
+            raise SetupError(f"the server answered {response.status_code}: {(await response.aread()).decode()}")
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
                 now = time.perf_counter()
@@ -156,13 +220,6 @@ async def ask(http: httpx.AsyncClient, model: str, name: str, prompt: list[int],
     if len(reply.arrivals) != count:
         raise SetupError(f"{len(reply.arrivals)} tokens came instead of {count}")
     return reply
-
-
-def _handover(timeline: dict[str, Any]) -> float | None:
-    stages = timeline["stages_ms"]
-    if Stage.KV_READY not in stages:
-        return None
-    return float(stages[Stage.KV_READY] - stages[Stage.FIRST_TOKEN]) / 1e3
 
 
 def _row(name: str, rounds: list[Round], colocated: list[Round]) -> dict[str, Any]:

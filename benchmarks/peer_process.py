@@ -1,42 +1,99 @@
 """Other engines, each in a process and an environment of its own, which `peers/install` makes; `peers/peer.py` runs there."""
 
+import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import checkpoints
+import httpx
+import report
+
+from pdserve.config import flag
+from pdserve.deployment import free_port
 from pdserve.errors import SetupError
+from pdserve.supervisor import die_with_parent
 
 PEER = Path(__file__).parent / "peers" / "peer.py"
 PEERS = ("transformers", "openvino", "llama_cpp", "vllm")
 CONVERTED = ("openvino", "llama_cpp")  # do not load the checkpoint itself
+SERVER_START_S = 300.0  # the first one compiles
+SERVER_STOP_S = 20.0
 
 
-class Peer:
-    """Another engine in a process of its own, which is stopped while nothing is asked of it."""
+@dataclass(frozen=True, kw_only=True)
+class Settings(report.Settings):
+    """What a benchmark with peers can be asked for."""
 
-    def __init__(self, name: str, folder: str, path: Path, threads: int, dtype: str, device: str) -> None:
-        """`folder` has the environments, `path` the checkpoint.
+    peers: str = flag(f"also measure, each in its own environment: {', '.join(PEERS)}; by comma", "")
+    peers_folder: str = flag("where peers/install has put them; converted checkpoints stay there too", "")
+
+    def named(self, known: tuple[str, ...] = PEERS) -> list[str]:
+        """Those that were asked for.
 
         Raises:
-            SetupError: it does not start.
+            SetupError: there is no such peer here, or no environment for it.
         """
+        names = self.peers.split(",") if self.peers else []
+        for name in names:
+            if name not in known:
+                raise SetupError(f"--peers {name} is not known; there is: {', '.join(known)}")
+            python(name, self.peers_folder)
+        return names
+
+
+class _Process:
+    """`peer.py` in a peer's environment, all of its processes. They are stopped while nothing is asked of them."""
+
+    def __init__(self, action: str, name: str, folder: str, path: Path, threads: int, *options: str) -> None:
+        """`folder` has the environments, `path` the checkpoint."""
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         environment.pop("OMP_WAIT_POLICY", None)
         self._name = name
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
-            [python(name, folder), str(PEER), "run", name, str(path), str(threads), dtype, device],
+            [python(name, folder), str(PEER), action, name, str(path), str(threads), *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
             env=environment,
+            process_group=0,  # in our session: where we end without a word, the system wakes and ends who is stopped
+            preexec_fn=die_with_parent,  # for who is not
         )
+
+    def close(self) -> None:
+        self._signal(signal.SIGKILL)
+        self._process.communicate()
+        self._log.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To all processes, as far as there are any."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def _ended(self) -> SetupError:
+        self._log.seek(0)
+        return SetupError(f"{self._name} ended; the last that it said: {self._log.read()[-2000:]}")
+
+
+class Peer(_Process):
+    """Another engine, asked over pipes."""
+
+    def __init__(self, name: str, folder: str, path: Path, threads: int, dtype: str, device: str) -> None:
+        """Raises:
+        SetupError: it does not start.
+        """
+        super().__init__("run", name, folder, path, threads, dtype, device)
         try:
             self._answer()
         except SetupError:
@@ -45,36 +102,79 @@ class Peer:
 
     def run(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
         """What `peer.py` has timed."""
-        self._process.send_signal(signal.SIGCONT)
+        self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
         print(json.dumps({"prompts": prompts, "output_tokens": output_tokens}), file=self._process.stdin, flush=True)
         answer: dict[str, Any] = json.loads(self._answer())
         return answer
 
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._log.close()
-
     def _answer(self) -> str:
-        """The next line; the process is stopped after that."""
+        """The next line; the processes are stopped after that."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            self._log.seek(0)
-            raise SetupError(f"{self._name} ended; the last that it said: {self._log.read()[-2000:]}")
-        self._process.send_signal(signal.SIGSTOP)
+            raise self._ended()
+        self._signal(signal.SIGSTOP)
         return line
+
+
+class Server(_Process):
+    """Another engine behind OpenAI's API, which serves the model under the name `model`.
+
+    Attributes:
+        url: where it listens.
+    """
+
+    def __init__(self, name: str, folder: str, path: Path, threads: int, dtype: str, role: str = "") -> None:
+        """`role`: `kv_producer` or `kv_consumer`, for one half of a disaggregated pair.
+
+        Raises:
+            SetupError: it does not start.
+        """
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        super().__init__("serve", name, folder, path, threads, dtype, str(port), str(free_port(but=port)), role)
+        try:
+            self._wait_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def close(self) -> None:
+        """It may clean up what it shares among its processes; then whoever is left is killed."""
+        self._signal(signal.SIGCONT)
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(SERVER_STOP_S)
+        super().close()
+
+    def _wait_ready(self) -> None:
+        deadline = time.monotonic() + SERVER_START_S
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise self._ended()
+            with suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/health", timeout=1.0).status_code == 200:
+                    self._signal(signal.SIGSTOP)
+                    return
+            time.sleep(0.2)
+        raise SetupError(f"{self._name} was not ready within {SERVER_START_S:.0f} s")
 
 
 def python(name: str, folder: str, purpose: str = "") -> str:
     """The interpreter of a peer's environment; of ours for transformers.
 
     Raises:
-        SetupError: there is no such peer, or no environment for it.
+        SetupError: there is no environment for it.
     """
-    if name not in PEERS:
-        raise SetupError(f"--peers {name} is not known; there is: {', '.join(PEERS)}")
     if name == "transformers":
         return sys.executable
     interpreter = Path(folder) / (name + purpose) / "bin/python"
@@ -96,3 +196,17 @@ def convert(name: str, folder: str, path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise SetupError(f"the checkpoint could not be converted for {name}: {done.stderr[-2000:]}")
+
+
+@contextmanager
+def checkpoint(shape: checkpoints.Shape, folder: str) -> Iterator[Path]:
+    """A new one, or the one that the peers' folder has of this shape: what they convert and compile then stays."""
+    if not folder:
+        with tempfile.TemporaryDirectory() as temporary:
+            yield checkpoints.make(shape, Path(temporary) / "checkpoint")
+        return
+    path = Path(folder) / f"checkpoint-{hashlib.sha256(repr(shape).encode()).hexdigest()[:8]}"
+    if not path.exists():
+        unfinished = path.with_name(f"{path.name}-unfinished")
+        checkpoints.make(shape, unfinished).rename(path)
+    yield path.resolve()

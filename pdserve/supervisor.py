@@ -138,7 +138,7 @@ class Supervisor:
             text=True,
             env=environment,
             start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then stops them in order
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
 
     def _pump(self, name: str, process: "subprocess.Popen[str]") -> None:
@@ -149,6 +149,6 @@ class Supervisor:
                 self._say(line if line.startswith("{") else f"[{name}] {line}")  # --log-format json stays JSON
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """In the child: a supervisor that is killed takes its children with it."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,22 +1,26 @@
-"""Another engine, in an environment of its own (`install`), asked over pipes by ../engine.py.
+"""Another engine, in an environment of its own (`install`), asked over pipes by ../engine.py, or by HTTP by ../pd.py.
 
     python peer.py run NAME CHECKPOINT THREADS DTYPE DEVICE
         Loads the engine and prints a line when that is done. Then each line of input, `{"prompts": [[id, …], …],
         "output_tokens": n}`, is generated greedily and answered with one, `{"steps": […], "cpu": […], "first": i}`, as
         `Timing` of ../engine.py has them.
+    python peer.py serve NAME CHECKPOINT THREADS DTYPE PORT SIDE_PORT ROLE
+        Becomes its OpenAI server on that port of 127.0.0.1, with a model named `model`. ROLE is `kv_producer` or
+        `kv_consumer` for one half of a disaggregated pair, which meets the other half by SIDE_PORT; or empty.
     python peer.py convert NAME CHECKPOINT
         Writes the checkpoint as that engine wants it, beside the other.
 
 Imports nothing of ours: the peer's environment has the peer's packages.
 """
 
+import importlib.util
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 SEQS, STEP_TOKENS, CONTEXT = 32, 2048, 2048  # room for every task
 CACHE_GIB = 3
@@ -173,14 +177,7 @@ def convert_llama_cpp(path: Path, target: Path) -> None:
 
 def run_vllm(path: Path, threads: int, dtype: str, device: str) -> Run:
     """vLLM's build for CPUs, with torch.compile; its scheduler and its worker in this process."""
-    os.environ.update(
-        VLLM_ALLOW_LONG_MAX_MODEL_LEN="1",
-        VLLM_CACHE_ROOT=str(converted(path, "vllm")),  # of compiled code, for the next time
-        VLLM_CPU_KVCACHE_SPACE=str(CACHE_GIB),
-        VLLM_CPU_NUM_OF_RESERVED_CPU="0",
-        VLLM_CPU_OMP_THREADS_BIND="nobind",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    )
+    os.environ.update(vllm_environment(path), VLLM_ENABLE_V1_MULTIPROCESSING="0")
     from vllm import LLM, SamplingParams
 
     engine = LLM(
@@ -204,6 +201,33 @@ def run_vllm(path: Path, threads: int, dtype: str, device: str) -> Run:
             clock.step(all_began=len(began) == len(prompts))
 
     return run
+
+
+def serve_vllm(path: Path, dtype: str, port: str, side_port: str, role: str) -> NoReturn:
+    """vLLM's own server, or with a role one of the two that its NixlConnector joins through the host's memory."""
+    os.environ.update(vllm_environment(path), HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+    os.environ.update(UCX_TLS="tcp,shm,cma,self", UCX_NET_DEVICES="lo")
+    os.environ.update(VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1", VLLM_NIXL_SIDE_CHANNEL_PORT=side_port)
+    arguments = ["--host", "127.0.0.1", "--port", port, "--model", str(path), "--served-model-name", "model"]
+    arguments += ["--dtype", dtype, "--max-model-len", str(CONTEXT), "--max-num-seqs", str(SEQS)]
+    arguments += ["--max-num-batched-tokens", str(STEP_TOKENS), "--disable-uvicorn-access-log"]
+    if role:
+        if importlib.util.find_spec("nixl") is None:
+            sys.exit("nixl is not in vLLM's environment: install it again")
+        transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
+        arguments += ["--kv-transfer-config", json.dumps(transfer | {"kv_connector_module_path": "patient_nixl"})]
+        os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments])
+
+
+def vllm_environment(path: Path) -> dict[str, str]:
+    return {
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+        "VLLM_CACHE_ROOT": str(converted(path, "vllm")),  # of compiled code, for the next time
+        "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB),
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
 
 
 def run_transformers(path: Path, threads: int, dtype: str, device: str) -> Run:
@@ -250,7 +274,7 @@ def converted(path: Path, name: str) -> Path:
     return path.with_name(f"{path.name}-{name}")
 
 
-def main(action: str, name: str, checkpoint: str, *options: str) -> None:
+def main(action: str, name: str, checkpoint: str, threads: str = "", dtype: str = "", *options: str) -> None:
     path = Path(checkpoint)
     if action == "convert":
         target = converted(path, name)
@@ -260,9 +284,11 @@ def main(action: str, name: str, checkpoint: str, *options: str) -> None:
         return
     if name == "vllm":
         preload()
-    threads, dtype, device = options
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # engines print what they like
+    if action == "serve":
+        globals()[f"serve_{name}"](path, dtype, *options)
+    (device,) = options
     run, clock = globals()[f"run_{name}"](path, int(threads), dtype, device), Clock()
     print("ready", file=answers, flush=True)
     for line in sys.stdin:

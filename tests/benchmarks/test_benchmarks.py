@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 HEAD = {"benchmark", "when", "note", "machine", "commit", "settings", "rows"}
 
@@ -127,8 +129,15 @@ def test_preemption(tmp_path: Path) -> None:
         assert all(rate > 0 for rate in row["output_tok_per_s"].values())
 
 
-def test_a_mistake_is_one_line() -> None:
-    command = [sys.executable, str(BENCHMARKS / "handover.py"), "--connectors", "pigeon"]
+@pytest.mark.parametrize(
+    ("script", "arguments", "said"),
+    [
+        ("handover.py", ["--connectors", "pigeon"], ("pigeon", "redis-tcp")),
+        ("pd.py", ["--peers", "vllm", "--peers-folder", "/no/such/place"], ("vllm is not there", "peers/install")),
+    ],
+)
+def test_a_mistake_is_one_line(script: str, arguments: list[str], said: tuple[str, ...]) -> None:
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "pigeon" in done.stderr and "redis-tcp" in done.stderr
+    assert all(part in done.stderr for part in said)
