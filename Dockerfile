@@ -11,15 +11,20 @@ FROM python:3.11-slim
 ENV PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore PYTHONUNBUFFERED=1 HF_HOME=/models
 WORKDIR /tmp/build
 
-# What rarely changes comes first: torch, then the other dependencies, then pdserve itself.
+# What rarely changes comes first: a compiler for the CPU kernels (and for what Triton launches), torch, the other dependencies.
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ >/dev/null && rm -rf /var/lib/apt/lists/*
+
 COPY constraints.txt ./
 ARG TORCH_INDEX=""
 RUN pip install -q ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -c constraints.txt torch
 
 COPY pyproject.toml ./
-RUN python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
-      >requirements.txt \
-    && pip install -q -c constraints.txt -r requirements.txt
+# xgrammar asks for Triton, 0.7 GB, which it needs on GPUs alone; torch's build for GPUs has brought it.
+RUN python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; extra = p["optional-dependencies"]; \
+      print(*p["dependencies"], *extra["codecs"], *extra["otel"], "apache-tvm-ffi", sep="\n"); \
+      print(*extra["structured"], sep="\n", file=open("alone.txt", "w"))' >requirements.txt \
+    && pip install -q -c constraints.txt -r requirements.txt \
+    && pip install -q -c constraints.txt --no-deps -r alone.txt
 
 RUN useradd --create-home --uid 10001 pdserve && install -d -o pdserve -g pdserve /models /run/gpus
 
@@ -29,6 +34,8 @@ RUN pip install -q --no-deps /tmp/wheels/*.whl && rm -r /tmp/build /tmp/wheels
 
 USER pdserve
 WORKDIR /home/pdserve
+# The kernels for this machine's processor; on another one, each instance compiles them when it starts.
+RUN python -c 'from pdserve.kernels.cpu import can_build; print("CPU kernels:", can_build())'
 EXPOSE 8000 8001
 ENTRYPOINT ["entrypoint"]
 CMD ["--help"]
