@@ -59,6 +59,19 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2Config", {"sliding_window": 48, "query_pre_attn_scalar": 16}),
     "gemma3": ("Gemma3TextConfig", {"sliding_window": 48, "query_pre_attn_scalar": 16}),
     "olmo2": ("Olmo2Config", {}),
+    "phi3": (
+        "Phi3Config",
+        {
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "short_factor": [1.0 + i / 10 for i in range(8)],
+                "long_factor": [2.0 + i for i in range(8)],
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
     "qwen3_moe": (
         "Qwen3MoeConfig",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1},

@@ -1,5 +1,6 @@
 """Loads a checkpoint of any decoder that transformers knows, with our paged attention in it, and describes it."""
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from pdserve.kernels import cpu
 from pdserve.keys import Layout
 from pdserve.model_path import resolve_model
 
+log = logging.getLogger(__name__)
+
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
@@ -31,7 +34,7 @@ class Checkpoint:
     Attributes:
         model: the transformers module, in eval mode, on its device.
         layout: of one KV block, hence the namespace of its keys.
-        context: positions that the model was made for.
+        context: positions that the model was made for, and gives the same tokens for in any batch.
         eos_token_ids: generation ends with one of these.
     """
 
@@ -71,12 +74,24 @@ def load(config: EngineConfig) -> Checkpoint:
     return Checkpoint(
         model=model,
         layout=layout,
-        context=text.max_position_embeddings,
+        context=_context(text),
         vocab_size=text.vocab_size,
         eos_token_ids=_eos_token_ids(path, text),
         device=device,
         dtype=dtype,
     )
+
+
+def _context(text: Any) -> int:
+    """Rotary embeddings of the kind longrope change for all that a step computes once one position in it is past the
+    original ones: tokens would depend on who else is there, and on where a prompt was cut. So nobody goes there."""
+    context: int = text.max_position_embeddings
+    ropes = getattr(text, "rope_parameters", None) or {}
+    for rope in (ropes, *(one for one in ropes.values() if isinstance(one, dict))):
+        if rope.get("rope_type") == "longrope" and (original := rope["original_max_position_embeddings"]) < context:
+            log.warning("the context is %d of the model's %d: longrope beyond it is not supported", original, context)
+            context = original
+    return context
 
 
 def fingerprint(path: Path) -> str:

@@ -54,6 +54,18 @@ def test_equals_generate(
     assert roomy.scheduler.prefix_hits > 1000
 
 
+def test_longrope_stays_where_all_that_a_step_computes_agrees(
+    checkpoint: Callable[..., Path], generate: Generate, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, lengths = checkpoint("phi3"), (1, 10, 31, 48)
+    prompts = [list(range(length)) for length in lengths]
+    engine = Engine(EngineConfig(model=str(path), num_blocks=100, max_num_batched_tokens=16))
+    assert engine.max_model_len == 64 and "the context is 64 of the model's 1024" in caplog.text
+    assert run(engine, prompts, [greedy(16)] * len(prompts)) == generate(path, prompts, 16)
+    with pytest.raises(ValueError, match="64 that fit"):
+        engine.new_sequence("long", list(range(60)), greedy(5))
+
+
 def test_equals_generate_with_blocks_of_one_token(
     checkpoint: Callable[..., Path], generate: Generate, prompts: list[list[int]]
 ) -> None:
