@@ -43,6 +43,8 @@ class Settings(peer_process.Settings):
     dtype: str = flag("of weights and KV: bfloat16, float32", "bfloat16")
     device: str = flag("cpu or cuda", "cpu")
     kernel: str = flag("attention kernel of ours", EngineConfig.kernel)
+    temperature: float = flag("of our requests; 0 is greedy", 0.0)
+    top_p: float = flag("of our requests", 1.0)
     threads: int | None = flag("CPU threads; default: all cores", None)
     max_num_batched_tokens: int = flag("tokens in one step at most", EngineConfig.max_num_batched_tokens)
 
@@ -163,6 +165,7 @@ class OurEngine:
             max_num_batched_tokens=settings.max_num_batched_tokens,
         )
         self._engine = Engine(config)
+        self._sampling = SamplingParams(temperature=settings.temperature, top_p=settings.top_p, ignore_eos=True)
         self._forward = 0.0
         runner = self._engine.runner
         forward = runner.forward
@@ -176,7 +179,7 @@ class OurEngine:
         setattr(runner, "forward", timed)  # noqa: B010 - mypy takes no assignment to a method
 
     def run(self, prompts: list[list[int]], output_tokens: int) -> Timing:
-        sampling = SamplingParams(max_tokens=output_tokens, temperature=0, ignore_eos=True)
+        sampling = replace(self._sampling, max_tokens=output_tokens)
         waiting = {self._engine.new_sequence(str(i), prompt, sampling) for i, prompt in enumerate(prompts)}
         for seq in waiting:
             self._engine.add(seq)

@@ -1,8 +1,8 @@
 """Paged attention on CPUs: C++, compiled for this very processor at first use and kept in the user's cache.
 
-The library, which has the functions of elementwise.py in it as well, is plain C called with addresses, so that it needs no
-headers of torch and outlives torch's versions. It runs on the OpenMP runtime that torch has loaded already: a second one in
-the process would fight for the same cores.
+The library, which has the functions of elementwise.py, linear.py and draw.py in it as well, is plain C called with addresses,
+so that it needs no headers of torch and outlives torch's versions. It runs on the OpenMP runtime that torch has loaded
+already: a second one in the process would fight for the same cores.
 """
 
 import ctypes
@@ -43,6 +43,7 @@ _RMS_NORM = (_I, _P, _P, _P, _I, _I, _F, _I)
 _ROTARY = (_I, _I, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I)
 _GATE = (_I, _I, _P, _P, _I, _I)
 _ARGMAX = (_I, _P, _P, _I, _I, _I)
+_DRAW = (_I, _P, _P, _I, _P, _P, _P, _P, _I, _I)
 _LINEAR = (_P, _P, _P, _P, _I, _I, _I, _I)
 _COPY_BLOCKS = (_P, _I, _P, _P, _I, _P, _I, _I, _I)
 
@@ -248,6 +249,7 @@ def library() -> ctypes.CDLL:
         (loaded.pdserve_rotary, _ROTARY),
         (loaded.pdserve_gate, _GATE),
         (loaded.pdserve_argmax, _ARGMAX),
+        (loaded.pdserve_draw, _DRAW),
         (loaded.pdserve_linear, _LINEAR),
     ):
         function.argtypes, function.restype = list(arguments), None
