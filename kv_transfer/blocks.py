@@ -1,7 +1,9 @@
 """Blocks on their way through a connector: a key, a row of the pool, and what became of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import xxhash
 
 from pdserve.kv_transfer.codec import Codec, Undecodable
 from pdserve.kv_transfer.connector import Outcome
@@ -48,7 +50,9 @@ class Outgoing(Block):
         with self._fence:
             payload = self._codec.encode(self._row)
             self._payload_bytes = len(payload)
-            return self._seal.pack_checksum(self.key, len(payload), copy(target, payload))
+            hasher = xxhash.xxh3_64()
+            copy(target, payload, hasher)
+            return self._seal.pack_checksum(self.key, len(payload), hasher.digest())
 
     def in_time(self) -> bool:
         return not self._operation.over
@@ -70,13 +74,16 @@ class Incoming(Block):
 
     __slots__ = ()
 
-    def accept(self, header: bytes, *parts: Buffer | Row) -> Outcome:
+    def accept(self, header: bytes, parts: Iterable[Buffer | Row]) -> Outcome:
         """Checks what the store gave for this key, and puts it into the row: OK or CORRUPT, which it also marks.
+
+        Parts are asked for one at a time, and the next when the last is no longer looked at. Whoever gives them may wait
+        for them, and may raise.
 
         The checksum is taken after the copy, over the row, or over a copy of our own that is then decoded: what was
         verified is what will be used, even if somebody overwrote the source meanwhile.
         """
-        fits = self._seal.fits(header, self.key) and sum(map(len, parts)) == payload_length(header)
+        fits = self._seal.fits(header, self.key)
         take = self._copy if self._codec.as_is else self._decode
         return self._accepted(Outcome.OK if fits and take(header, parts) else Outcome.CORRUPT, header)
 
@@ -115,13 +122,19 @@ class Incoming(Block):
         self._operation.outcomes[self._index] = outcome
         return outcome
 
-    def _copy(self, header: bytes, parts: Sequence[Buffer | Row]) -> bool:
-        with self._fence:
-            return announces(header, copy(self._row, *parts))
+    def _copy(self, header: bytes, parts: Iterable[Buffer | Row]) -> bool:
+        hasher, at = xxhash.xxh3_64(), 0
+        for part in parts:
+            if at + len(part) > len(self._row):
+                return False
+            with self._fence:
+                copy(self._row[at:], part, hasher)
+            at += len(part)
+        return at == len(self._row) and announces(header, hasher.digest())
 
-    def _decode(self, header: bytes, parts: Sequence[Buffer | Row]) -> bool:
-        payload = b"".join(parts)  # type: ignore[arg-type]  # an array is a buffer; typed so from 3.12 on
-        if not intact(header, payload):
+    def _decode(self, header: bytes, parts: Iterable[Buffer | Row]) -> bool:
+        payload = b"".join(map(bytes, parts))
+        if len(payload) != payload_length(header) or not intact(header, payload):
             return False
         try:
             row = self._codec.decode(payload)

@@ -137,7 +137,7 @@ class FileConnector(BatchedConnector):
         outcome = self._read_straight(block, fd)
         if outcome is None:
             end = _read_all(fd, buffer.data)
-            outcome = block.accept(buffer[: min(end, HEADER_BYTES)].tobytes(), buffer[HEADER_BYTES:end])
+            outcome = block.accept(buffer[: min(end, HEADER_BYTES)].tobytes(), [buffer[HEADER_BYTES:end]])
         if outcome is Outcome.OK and self._janitor.active and os.fstat(fd).st_mtime < time.time():
             _set_time(fd, time.time())
 

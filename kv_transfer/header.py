@@ -83,22 +83,14 @@ def announces(header: bytes, digest: bytes) -> bool:
     return header[_CHECKSUM_AT:] == digest
 
 
-def copy(target: Row, *sources: Buffer | Row) -> bytes:
-    """Copies the sources one behind the other to the front of `target`, which is as long as all of them or longer.
-
-    Returns:
-        The checksum of what is there then, whatever became of the sources meanwhile.
-    """
-    hasher, at = xxhash.xxh3_64(), 0
-    for source in sources:
-        array = source if isinstance(source, np.ndarray) else np.frombuffer(source, np.uint8)
-        for start in range(0, len(array), _SPAN_BYTES):
-            span = array[start : start + _SPAN_BYTES]
-            copied = target[at : at + len(span)]
-            copied[:] = span
-            hasher.update(copied)  # type: ignore[arg-type]  # an array is a buffer; typed so from 3.12 on
-            at += len(span)
-    return hasher.digest()
+def copy(target: Row, source: Buffer | Row, hasher: xxhash.xxh3_64) -> None:
+    """Copies `source` to the front of `target`, and has `hasher` read what is there then, whatever becomes of the source."""
+    array = source if isinstance(source, np.ndarray) else np.frombuffer(source, np.uint8)
+    for start in range(0, len(array), _SPAN_BYTES):
+        span = array[start : start + _SPAN_BYTES]
+        copied = target[start : start + len(span)]
+        copied[:] = span
+        hasher.update(copied)  # type: ignore[arg-type]  # an array is a buffer; typed so from 3.12 on
 
 
 def fill(target: Row, read: Callable[[memoryview, int], int]) -> bytes | None:

@@ -109,7 +109,7 @@ class MooncakeConnector(BatchedConnector):
             for block in group:
                 value, length = found[self._name(block.key)]
                 if length > 0:
-                    block.accept(value[: min(length, HEADER_BYTES)].tobytes(), value[HEADER_BYTES:length])
+                    block.accept(value[: min(length, HEADER_BYTES)].tobytes(), [value[HEADER_BYTES:length]])
                 elif length in _MISSING:
                     block.missing()
                 else:

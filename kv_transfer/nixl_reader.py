@@ -55,7 +55,7 @@ class Wanted(Incoming):
 
     def take(self, arrived: Row) -> None:
         assert self.place is not None
-        self.accept(self.place.header, arrived)
+        self.accept(self.place.header, [arrived])
 
     def check(self) -> None:
         assert self.place is not None

@@ -13,9 +13,9 @@ trusts everybody. `cert=/path&key=/path` show a certificate of our own, which Re
 
 import os
 import re
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from typing import Any, ClassVar, TypeVar
 
 import redis
@@ -30,11 +30,13 @@ from pdserve.kv_transfer.redis_answers import Answers
 from pdserve.kv_transfer.threaded import BatchedConnector
 from pdserve.kv_transfer.url import Query, split, without_password
 
-# Payload in one round trip. Redis answers large values one after the other about twice as fast as many in a pipeline.
-_PIPELINE_BYTES = 1 << 20
+_PIPELINE_BYTES = 1 << 20  # of blocks stored in one round trip
 _PIPELINE_BLOCKS = 256
 
-ANY_TIME: AbstractContextManager[None] = nullcontext()
+# A load reads values in parts, and asks for so many more before it reads one. With fewer, the server waits for us; with
+# more or larger ones it answers into memory that is new each time, which costs as much as the transfer.
+_PART_BYTES = 256 << 10
+_PARTS_AHEAD = 3
 
 T = TypeVar("T")
 
@@ -50,15 +52,21 @@ class Names:
         self.piece_bytes = min(value_bytes, longest)
         self.starts = range(0, longest, self.piece_bytes)
         self.group = max(1, min(_PIPELINE_BLOCKS, _PIPELINE_BYTES // longest))
+        self.at_once = max(1, _PART_BYTES // self.piece_bytes)  # commands of a load
+        self.ranges = [  # of a block: piece, first and last byte
+            (piece, first, min(first + _PART_BYTES, self.piece_bytes) - 1)
+            for piece, start in enumerate(self.starts)
+            for first in range(0, min(self.piece_bytes, longest - start), _PART_BYTES)
+        ]
         self._namespace = namespace.hex()
 
     def tag(self, key: bytes) -> str:
         return f"{self._namespace}:{key.hex()}"
 
     def of(self, key: bytes) -> list[str]:
-        """The pieces' names, and the header's as the last. Instances that cut differently do not see each other's."""
+        """The header's name, and the pieces'. Instances that cut differently do not see each other's."""
         name = f"pdserve:{{{self.tag(key)}}}:{self.piece_bytes}"
-        return [*(f"{name}:{i}" for i in range(len(self.starts))), name]
+        return [name, *(f"{name}:{i}" for i in range(len(self.starts)))]
 
 
 class Server:
@@ -68,7 +76,6 @@ class Server:
         self.pool = pool
         self._names = names
         self._complain = complain
-        self._turn = threading.Lock()  # to be answered: while one receives, another checks what it has
 
     def put(self, blocks: Sequence[Outgoing], milliseconds: int) -> None:
         for group in self._groups(blocks):
@@ -85,16 +92,22 @@ class Server:
             self._put_group(absent, milliseconds)
 
     def get(self, blocks: Sequence[Incoming]) -> None:
-        for group in self._groups(blocks):
-            found = self.call(*(("MGET", *self._names.of(block.key)) for block in group), turn=self._turn)
-            for block, values in zip(group, found, strict=True):
-                if self._failed([values]):
-                    continue
-                *payload, header = values
-                if header is None or None in payload:
+        asks = (ask for block in blocks for ask in self._gets(block))
+        answers = self.call(*asks, at_once=self._names.at_once)
+        corrupt = []
+        for header, block in zip(answers, blocks, strict=True):  # in this order: the answers are asked for their end
+            parts = islice(answers, len(self._names.ranges))
+            try:
+                if header is None:
                     block.missing()
-                else:
-                    block.accept(header, *payload)
+                elif block.accept(_whole(header), map(_whole, parts)) is Outcome.CORRUPT:
+                    corrupt.append(block)
+            except redis.ResponseError as error:
+                self._complain(error)
+            deque(parts, 0)  # those that were not looked at
+        for block, there in zip(corrupt, self.contains([block.key for block in corrupt]), strict=True):
+            if not there:
+                block.missing()  # evicted, in part or while it was read
 
     def contains(self, keys: Sequence[bytes]) -> Iterator[bool]:
         for start in range(0, len(keys), _PIPELINE_BLOCKS):
@@ -108,28 +121,38 @@ class Server:
         for answer in self.call(*(("DEL", *self._names.of(key)) for key in keys)):
             self._failed([answer])
 
-    def call(self, *commands: tuple[Any, ...], turn: AbstractContextManager[Any] = ANY_TIME) -> Iterator[Any]:
-        """The answers to all commands, sent in one go. Errors of single commands are among them.
+    def call(self, *commands: tuple[Any, ...], at_once: int = 0) -> Iterator[Any]:
+        """The answers to all commands. Errors of single commands are among them.
 
-        An answer's large values are valid until the next one is asked for: all are read into the same memory, which saves
-        the page faults. They cost as much as the transfer.
+        A large value is valid until the next answer is asked for: all are read into the same memory, which saves the page
+        faults. They cost as much as the transfer.
 
         Args:
-            turn: held from sending until the first answer is here.
+            at_once: commands sent in one go; 0 for all of them.
         """
+        step = at_once or max(1, len(commands))
+        parts = [commands[start : start + step] for start in range(0, len(commands), step)]
+        unsent = iter(parts)
         connection: Any = self.pool.get_connection()  # untyped in redis-py
         try:
-            with turn:
-                connection.send_packed_command(connection.pack_commands(commands))
-                first = [_answer(connection) for _ in commands[:1]]
-            yield from first
-            for _ in commands[1:]:
-                yield _answer(connection)
+            for part in islice(unsent, _PARTS_AHEAD):
+                connection.send_packed_command(connection.pack_commands(part))
+            for part in parts:
+                for further in islice(unsent, 1):
+                    connection.send_packed_command(connection.pack_commands(further))
+                for _ in part:
+                    yield _answer(connection)
         except BaseException:  # also when the caller stops half-way: answers are left in the connection
             connection.disconnect()
             raise
         finally:
             self.pool.release(connection)
+
+    def _gets(self, block: Incoming) -> Iterator[tuple[Any, ...]]:
+        name, *pieces = self._names.of(block.key)
+        yield "GET", name
+        for piece, first, last in self._names.ranges:
+            yield "GETRANGE", pieces[piece], first, last
 
     def _put_group(self, blocks: Sequence[Outgoing], milliseconds: int) -> None:
         commands = [command for block in blocks for command in self._sets(block, milliseconds)]
@@ -146,7 +169,7 @@ class Server:
 
     def _sets(self, block: Outgoing, milliseconds: int) -> Iterator[tuple[Any, ...]]:
         header, payload = block.read()
-        *pieces, name = self._names.of(block.key)
+        name, *pieces = self._names.of(block.key)
         for piece, start in zip(pieces, self._names.starts, strict=True):
             yield "SET", piece, payload[start : start + self._names.piece_bytes], "PX", milliseconds
         yield "SET", name, header, "PX", milliseconds
@@ -236,6 +259,12 @@ def _answer(connection: Any) -> Any:
         return connection.read_response()
     except redis.ResponseError as error:
         return error
+
+
+def _whole(answer: Any) -> Any:
+    if isinstance(answer, redis.ResponseError):
+        raise answer
+    return answer
 
 
 def addresses(url: str) -> list[str]:

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar, TypeVar
 
 import redis
@@ -21,7 +20,7 @@ from redis.exceptions import AskError, MovedError, RedisClusterException
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
-from pdserve.kv_transfer.redis import ANY_TIME, RedisConnector, Server
+from pdserve.kv_transfer.redis import RedisConnector, Server
 from pdserve.kv_transfer.url import split, without_password
 
 _MATCH_KEYS = 256  # asked for at a time: a match ends with the first key that is not there
@@ -41,9 +40,9 @@ class _Node(Server):
         self._host = host
         self._cluster = cluster
 
-    def call(self, *commands: tuple[Any, ...], turn: AbstractContextManager[Any] = ANY_TIME) -> Iterator[Any]:
+    def call(self, *commands: tuple[Any, ...], at_once: int = 0) -> Iterator[Any]:
         # Strict, so that the answers are asked for their end: the connection is given back then.
-        for answer, command in zip(super().call(*commands, turn=turn), commands, strict=True):
+        for answer, command in zip(super().call(*commands, at_once=at_once), commands, strict=True):
             yield self._follow(answer, command) if isinstance(answer, AskError) else answer
 
     def _follow(self, error: AskError, command: tuple[Any, ...]) -> Any:

@@ -124,7 +124,7 @@ class ShmConnector(BatchedConnector):
 
     def _get(self, block: Incoming, slot: int) -> None:
         header = self._slab.header(slot)
-        outcome = block.accept(header, self._slab.payload(slot)[: payload_length(header)])
+        outcome = block.accept(header, [self._slab.payload(slot)[: payload_length(header)]])
         if outcome is Outcome.OK:
             self._slab.touch(slot)
         elif not self._slab.holds(slot, header):

@@ -327,7 +327,7 @@ class ThreadedConnector(BatchedConnector):
                 block.missing()
             else:
                 whole = memoryview(value)
-                block.accept(bytes(whole[:HEADER_BYTES]), whole[HEADER_BYTES:])
+                block.accept(bytes(whole[:HEADER_BYTES]), [whole[HEADER_BYTES:]])
 
     def contains_many(self, keys: Sequence[bytes]) -> Iterable[bool]:
         return (self.contains(self._name(key)) for key in keys)

@@ -1,6 +1,6 @@
 """Hands in a store: one stored byte is changed, behind the back of the connector that stored it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import cast
 
 import numpy as np
@@ -51,7 +51,7 @@ class _Copy:
         self.key = key
         self.value: bytearray | None = None
 
-    def accept(self, header: bytes, *parts: Buffer | Row) -> Outcome:
+    def accept(self, header: bytes, parts: Iterable[Buffer | Row]) -> Outcome:
         self.value = bytearray(header + b"".join(bytes(part) for part in parts))
         return Outcome.OK
 
