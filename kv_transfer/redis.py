@@ -53,11 +53,11 @@ class Names:
         self.starts = range(0, longest, self.piece_bytes)
         self.group = max(1, min(_PIPELINE_BLOCKS, _PIPELINE_BYTES // longest))
         self.at_once = max(1, _PART_BYTES // self.piece_bytes)  # commands of a load
-        self.ranges = [  # of a block: piece, first and last byte
-            (piece, first, min(first + _PART_BYTES, self.piece_bytes) - 1)
-            for piece, start in enumerate(self.starts)
-            for first in range(0, min(self.piece_bytes, longest - start), _PART_BYTES)
-        ]
+        self.ranges = []  # of a block: piece, first and last byte
+        for piece, start in enumerate(self.starts):
+            end = min(self.piece_bytes, longest - start)  # where one byte more would be too many, and is asked for
+            for first in range(0, end, _PART_BYTES):
+                self.ranges.append((piece, first, end if first + _PART_BYTES >= end else first + _PART_BYTES - 1))
         self._namespace = namespace.hex()
 
     def tag(self, key: bytes) -> str:

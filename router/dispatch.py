@@ -122,7 +122,7 @@ class Dispatcher:
     def on_output(self, member: Member, output: pb.Output) -> None:
         flight = self.flights.get(output.request_id)
         if flight is None or flight.id not in member.requests:
-            self._note_released(member, output)
+            self._note_late(member, output)
             return  # it is over, or this instance has been given up
         if member is flight.hedge:
             self._hedges.on_output(flight, member, output)
@@ -269,14 +269,20 @@ class Dispatcher:
             self._metrics.in_vain.labels(prefill=prefill.id, decode=decode.id).inc()
         self._chooser.handed_over(prefill.hello, decode.hello, loaded.blocks)
 
-    def _note_released(self, member: Member, output: pb.Output) -> None:
-        timeline = self.timelines.get(output.request_id)
-        if timeline is not None and timeline.finish_reason == "cancelled":
-            for stamp in output.stamps:
-                if stamp.stage == RELEASED:
-                    since = time.monotonic() - stamp.seconds - timeline.stamps[Stage.FINISHED]
-                    timeline.released[member.id] = since
-                    self._metrics.released.labels(role=member.role).observe(since)
+    def _note_late(self, member: Member, output: pb.Output) -> None:
+        """Decode follows prefill's store, and may have ended before prefill knows that all is stored."""
+        timeline, now = self.timelines.get(output.request_id), time.monotonic()
+        if timeline is None:
+            return
+        cancelled = timeline.finish_reason == "cancelled"
+        for stamp in output.stamps:
+            if stamp.stage == RELEASED and cancelled:
+                since = now - stamp.seconds - timeline.stamps[Stage.FINISHED]
+                timeline.released[member.id] = since
+                self._metrics.released.labels(role=member.role).observe(since)
+            elif stamp.stage == Stage.KV_STORED and member.id == timeline.prefill_instance:
+                timeline.stamp(Stage.KV_STORED, now - stamp.seconds)
+                timeline.stored = Moved(output.moved.blocks, output.moved.bytes, output.moved.seconds)
 
     def _end(self, flight: Flight) -> None:
         """Forgets the flight. Every way out of a request comes through here, once."""

@@ -237,8 +237,8 @@ def _times_between_tokens(candidates: Sequence[Candidate], ask: Ask) -> Scores:
             wait = time_to_first_token(c, ask)
         else:
             first, byte = costs.transfer
-            uncached = tokens - cached(c.instance_id, 0)
-            wait = first + byte * c.token_bytes * uncached if uncached else 0.0  # `transfer_seconds`, written out
+            nbytes = c.token_bytes * (tokens - cached(c.instance_id, 0))
+            wait = first + byte * nbytes if nbytes else 0.0  # `transfer_seconds`, written out
         if c.context_tokens + tokens > c.capacity_tokens:
             wait += step * c.output_tokens / max(1, c.requests)  # until one of them ends
         scores.append((step + wait / spread, c))

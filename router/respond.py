@@ -148,13 +148,14 @@ class ChunkStream(EventStream):
 
 async def unless_disconnected(receive: Receive, work: Coroutine[None, None, None]) -> bool:
     """Does the work, but cancels it at once when the client goes away. Whether it was done to its end."""
-    worker, gone = asyncio.current_task(), False
+    worker, gone, over = asyncio.current_task(), False, False
     assert worker is not None
 
     def leave(_: "asyncio.Task[None]") -> None:
         nonlocal gone
-        gone = True
-        worker.cancel()
+        if not over:  # a call that the loop has scheduled can no longer be taken back
+            gone = True
+            worker.cancel()
 
     watcher = asyncio.create_task(_disconnect(receive))
     watcher.add_done_callback(leave)
@@ -165,7 +166,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[None, None, None
             raise
         return False
     finally:
-        watcher.remove_done_callback(leave)
+        over = True
         watcher.cancel()
     return True
 

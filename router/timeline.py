@@ -79,8 +79,8 @@ class Timeline:
         return self.local_hit_tokens + self.loaded_tokens
 
     def stamp(self, stage: Stage, at: float) -> None:
-        """Keeps the first stamp of each stage."""
-        self.stamps.setdefault(stage, at)
+        """Keeps the first stamp of each stage. What decode has loaded had been stored, whoever was heard first."""
+        self.stamps.setdefault(stage, min(at, self.stamps.get(Stage.KV_READY, at)) if stage is Stage.KV_STORED else at)
 
     def span(self, start: Stage, end: Stage) -> float | None:
         """Seconds between two stages, None unless both were reached."""

@@ -109,7 +109,8 @@ def test_tiers_of_memory_and_files_pass(tmp_path: Path) -> None:
     finally:
         shm.unlink(name)
     left_out = {rule: one.detail for rule, one in reports.items() if one.verdict is not Verdict.HOLDS}
-    assert set(left_out) == {"leases-under-pressure", "capacity"}, left_out
+    # Memory may forget a block before it was copied to the files: that is a limit, too.
+    assert set(left_out) - {"capacity"} == {"leases-under-pressure"}, left_out
     assert all(why.startswith("no limit was reached") for why in left_out.values())
 
 

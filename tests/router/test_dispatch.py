@@ -23,6 +23,7 @@ from pdserve.router.fleet import PROTOCOL_VERSION, Fleet, Member
 from pdserve.router.flight import Flight
 from pdserve.router.metrics import Metrics
 from pdserve.router.policy import POLICIES
+from pdserve.router.timeline import Moved
 
 
 class Stage:
@@ -88,6 +89,24 @@ def test_the_good_way() -> None:
         assert await tokens(flight) == [7, 8, 9, 10]
         assert not sent(prefill) and not sent(decode), "nobody is told to let go of what is over"
         assert not stage.dispatcher.flights and not prefill.requests and not decode.requests
+
+    play(story())
+
+
+def test_decode_may_end_before_prefill_knows_that_all_is_stored() -> None:
+    async def story() -> None:
+        stage = Stage("prefill", "decode")
+        prefill, decode = stage.members
+        flight = stage.open()
+        stage.says(prefill, token_ids=[7], stored=pb.Stored(num_blocks=0, coming=1))
+        stage.says(decode, stamps=[pb.Stamp(stage="kv_ready")], token_ids=[8, 9, 10], finish_reason="length")
+        assert await tokens(flight) == [7, 8, 9, 10]
+        stored, moved = pb.Stored(num_blocks=1, final=True), pb.Moved(blocks=1, bytes=64, seconds=0.5)
+        stage.says(prefill, stamps=[pb.Stamp(stage="kv_stored")], stored=stored, moved=moved)
+        timeline = stage.dispatcher.timelines.get("r")
+        assert timeline is not None and timeline.stored == Moved(1, 64, 0.5)
+        at = {stamp.value: seconds for stamp, seconds in timeline.stamps.items()}
+        assert at["first_token"] <= at["kv_stored"] == at["kv_ready"] <= at["finished"]
 
     play(story())
 

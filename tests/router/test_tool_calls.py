@@ -190,7 +190,7 @@ def test_without_a_choice_of_tools_the_model_is_shown_none(
             {"tools": [{"type": "function", "function": {"name": "a b"}}]},
             "a function's name must have 1 to 64 characters",
         ),
-        ({"tools": [{"type": "mcp"}]}, "tools[0].type must be 'function', not a string"),
+        ({"tools": [{"type": "mcp"}]}, "tools[0].type must be 'function', not 'mcp'"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0]: tool_call_id belongs to"),
         ({"messages": [{"role": "user", "content": "a", "tool_call_id": "b"}]}, "messages[0]: tool_call_id belongs to"),
     ]
