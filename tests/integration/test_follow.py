@@ -63,34 +63,41 @@ class Pair:
         return tokens
 
 
+MakePair = Callable[[Callable[[], object]], Pair]
+
+
+@pytest.fixture
+def make_pair(checkpoint: Callable[..., Path], desk: Callable[..., Any], store_in_hand: type[Connector]) -> MakePair:
+    """make_pair(before_put) → a pair, whose store does that before it takes a block."""
+    return lambda before_put: Pair(desk, store_in_hand, checkpoint("llama"), before_put)
+
+
+@pytest.fixture
+def right(checkpoint: Callable[..., Path], generate: Generate) -> list[int]:
+    """The tokens after the prompt."""
+    return generate(checkpoint("llama"), [PROMPT], TOKENS)[0]
+
+
 def test_decode_has_everything_before_it_is_told_that_it_is_there(
-    checkpoint: Callable[..., Path],
-    generate: Generate,
-    desk: Callable[..., Any],
-    store_in_hand: type[Connector],
-    monkeypatch: pytest.MonkeyPatch,
+    make_pair: MakePair, right: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "PATIENCE_S", 60.0)
-    path, gate = checkpoint("llama"), threading.Event()
-    pair = Pair(desk, store_in_hand, path, before_put=lambda: gate.wait(60))
+    gate = threading.Event()
+    pair = make_pair(lambda: gate.wait(60))
     pair.begin()
     pair.decode.until(lambda _: pair.decode.instance.transfers.in_flight > 0)
     assert not pair.stored, "decode waits for blocks of which none is there"
     gate.set()
     pair.decode.until(lambda outputs: any(output.token_ids for output in outputs))
-    assert pair.end() == generate(path, [PROMPT], TOKENS)[0]
+    assert pair.end() == right
 
 
 def test_decode_that_was_too_early_loads_later(
-    checkpoint: Callable[..., Path],
-    generate: Generate,
-    desk: Callable[..., Any],
-    store_in_hand: type[Connector],
-    monkeypatch: pytest.MonkeyPatch,
+    make_pair: MakePair, right: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "PATIENCE_S", 0.0)
-    path, gate = checkpoint("llama"), threading.Semaphore(4)
-    pair = Pair(desk, store_in_hand, path, before_put=lambda: gate.acquire(timeout=60))
+    gate = threading.Semaphore(4)
+    pair = make_pair(lambda: gate.acquire(timeout=60))
     pair.begin()
     decode = pair.decode.instance
     pair.decode.until(lambda _: decode.connector.stats().seconds["load"] and not decode.transfers.in_flight)
@@ -99,21 +106,16 @@ def test_decode_that_was_too_early_loads_later(
     gate.release(BLOCKS)
     while not any(output.stored.final for output in pair.tell()):
         pair.prefill.instance.turn(wait=True)
-    assert pair.end() == generate(path, [PROMPT], TOKENS)[0]
+    assert pair.end() == right
 
 
 def test_a_block_that_is_late_and_a_later_one_that_is_corrupt(
-    checkpoint: Callable[..., Path],
-    generate: Generate,
-    desk: Callable[..., Any],
-    store_in_hand: type[Connector],
-    monkeypatch: pytest.MonkeyPatch,
+    make_pair: MakePair, right: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was not loaded, before what could not be, is computed too."""
     monkeypatch.setattr(transfers, "PATIENCE_S", 0.0)
     monkeypatch.setattr(transfers, "PIECE_BYTES", 1)
-    path = checkpoint("llama")
-    pair = Pair(desk, store_in_hand, path, before_put=lambda: None)
+    pair = make_pair(lambda: None)
     pair.decode.submit("r", PROMPT, TOKENS, pb.DECODE)
     pair.prefill.submit("r", PROMPT, TOKENS, pb.PREFILL)
     pair.prefill.until(lambda outputs: any(output.stored.final for output in outputs))
@@ -127,4 +129,4 @@ def test_a_block_that_is_late_and_a_later_one_that_is_corrupt(
     pair.decode.until(lambda _: decode.connector.stats().failures and not decode.transfers.in_flight)
     decode.hand_over("router", pb.HandOver(request_id="r", num_blocks=BLOCKS, final=True))
     pair.decode.until_idle()
-    assert [first_token, *pair.decode.tokens("r")] == generate(path, [PROMPT], TOKENS)[0]
+    assert [first_token, *pair.decode.tokens("r")] == right
