@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import sys
+from types import ModuleType
+from typing import cast
 
 import typer
 
@@ -47,6 +49,9 @@ def router(config: RouterConfig) -> None:
         workers(config)
         return
     logs.set_up(config.log_format)
+    # A router needs a tokenizer of transformers', which imports torch where it finds it: 2 seconds and 300 MB for nothing.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+    sys.modules.setdefault("torch", cast(ModuleType, None))  # "not found", as the reference of `import` has it
     from pdserve.router.server import serve
 
     serve(config)

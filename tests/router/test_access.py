@@ -129,6 +129,7 @@ def test_a_router_with_a_certificate_and_keys(tmp_path: Path, tokenizer_dir: Pat
                 models = client.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
                 assert models.status_code == status
             assert client.get(f"{url}/debug/requests", headers={"Authorization": "Bearer root"}).status_code == 200
+            assert "libtorch" not in Path(f"/proc/{router.pid}/maps").read_text(), "torch, which no router needs"
     finally:
         router.terminate()
         router.wait(30)
