@@ -10,15 +10,15 @@ token. A prefill has stored everything when it has the first token. Nothing is h
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator
+from typing import cast
 
-import grpc
 import uvloop
 
+from pdserve.block_news import BlockNews
+from pdserve.instance import Instance
 from pdserve.lifetime import Stage
-from pdserve.link import CHANNEL_OPTIONS, HEARTBEAT_S, PROTOCOL_VERSION
+from pdserve.link import PROTOCOL_VERSION, Links
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.proto.pdserve_pb2_grpc import RouterStub
 
 CONTEXT = 16384  # tokens
 BLOCK_SIZE = 16
@@ -55,10 +55,10 @@ def hello(name: str, role: str, model: str) -> pb.Hello:
 
 
 class MockInstance:
-    """One of them. `outputs` is what the next frame carries beside the tokens of `running`."""
+    """One of them, as `Links` see it. `outputs` is what the next frame carries beside the tokens of `running`."""
 
-    def __init__(self, hello: pb.Hello, step_s: float) -> None:
-        self._hello = hello
+    def __init__(self, step_s: float) -> None:
+        self.news = BlockNews()
         self._step_s = step_s
         self._reserved: dict[str, int] = {}  # request id → tokens to generate, once prefill has the first
         self._running: dict[str, int] = {}  # request id → tokens left
@@ -66,28 +66,34 @@ class MockInstance:
         self._awake = asyncio.Event()
         self._steps = 0
 
-    async def serve(self, router: str) -> None:
-        """Until the router closes the stream."""
-        async with grpc.aio.insecure_channel(router, options=CHANNEL_OPTIONS) as channel:
-            stub = RouterStub(channel)
-            async for frame in stub.Attach(self._frames(), wait_for_ready=True):
-                self._receive(frame)
+    async def serve(self, router: str, hello: pb.Hello) -> None:
+        """For ever."""
+        links = Links([router])
+        async with asyncio.TaskGroup() as group:
+            group.create_task(links.run(cast(Instance, self), hello))
+            group.create_task(self._run(links))
 
-    def _receive(self, frame: pb.RouterFrame) -> None:
-        match frame.WhichOneof("frame"):
-            case "submit":
-                self._submitted(frame.submit)
-            case "hand_over" if frame.hand_over.HasField("first_token"):
-                request_id = frame.hand_over.request_id
-                if request_id in self._reserved:
-                    self._running[request_id] = self._reserved.pop(request_id)
-                    self._say(request_id, Stage.KV_READY, Stage.DECODE_STARTED)
-            case "cancel":
-                self._reserved.pop(frame.cancel.request_id, None)
-                self._running.pop(frame.cancel.request_id, None)
-        self._awake.set()
+    @property
+    def load(self) -> pb.Heartbeat:
+        return pb.Heartbeat(counters={"engine_steps": self._steps})
 
-    def _submitted(self, submit: pb.Submit) -> None:
+    def others(self, link: str) -> pb.Load:
+        return pb.Load()
+
+    def drop_link(self, link: str) -> None:
+        self._reserved.clear()
+        self._running.clear()
+
+    def hand_over(self, link: str, message: pb.HandOver) -> None:
+        if message.HasField("first_token") and message.request_id in self._reserved:
+            self._running[message.request_id] = self._reserved.pop(message.request_id)
+            self._say(message.request_id, Stage.KV_READY, Stage.DECODE_STARTED)
+
+    def cancel(self, link: str, request_id: str) -> None:
+        self._reserved.pop(request_id, None)
+        self._running.pop(request_id, None)
+
+    def submit(self, link: str, submit: pb.Submit) -> None:
         tokens = submit.sampling.max_tokens
         if submit.phase == pb.DECODE:
             self._reserved[submit.request_id] = tokens - 1
@@ -105,28 +111,16 @@ class MockInstance:
     def _say(self, request_id: str, *stages: Stage) -> pb.Output:
         output = pb.Output(request_id=request_id, stamps=[pb.Stamp(stage=stage) for stage in stages])
         self._outputs.append(output)
+        self._awake.set()
         return output
 
-    async def _frames(self) -> AsyncIterator[pb.InstanceFrame]:
-        yield pb.InstanceFrame(hello=self._hello)
-        loop = asyncio.get_running_loop()
-        beat = step = loop.time()
+    async def _run(self, links: Links) -> None:
         while True:
-            if loop.time() >= beat:
-                beat = loop.time() + HEARTBEAT_S
-                yield pb.InstanceFrame(heartbeat=pb.Heartbeat(counters={"engine_steps": self._steps}))
-            if self._running or self._outputs:
-                if loop.time() < step:
-                    await asyncio.sleep(step - loop.time())  # others join it meanwhile
-                step = loop.time() + self._step_s
-                yield pb.InstanceFrame(step=self._step())
-                continue
-            self._awake.clear()
-            try:
-                async with asyncio.timeout_at(beat):
-                    await self._awake.wait()
-            except TimeoutError:
-                continue
+            if not self._running and not self._outputs:
+                self._awake.clear()
+                await self._awake.wait()
+            links.broadcast(pb.InstanceFrame(step=self._step()))
+            await asyncio.sleep(self._step_s)  # others join it meanwhile
 
     def _step(self) -> pb.Step:
         self._steps += 1
@@ -148,12 +142,13 @@ class MockInstance:
 
 async def main(step_s: float, routers: list[str], names: list[str]) -> None:
     """What one router asks makes no difference to the others."""
-    pairs = [
-        (router, MockInstance(hello(name, name.partition("-")[0], "demo"), step_s))
+    roles = {name: name.partition("-")[0] for name in names}
+    serving = [
+        MockInstance(step_s).serve(router, hello(name, role, "demo"))
         for router in routers
-        for name in names
+        for name, role in roles.items()
     ]
-    await asyncio.gather(*(mock.serve(router) for router, mock in pairs))
+    await asyncio.gather(*serving)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,14 @@ import grpc
 from pdserve.block_news import Untold
 from pdserve.certificates import unreachable
 from pdserve.instance import Instance
+from pdserve.outbox import Outbox
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.proto.pdserve_pb2_grpc import RouterStub
 from pdserve.registry import LOOK_S, Registry
 
 log = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 HEARTBEAT_S = 0.4
 NEWS_S = 0.1  # between two looks for changes in the pool, and in what other routers have sent
 NEWS_KEYS = 1024  # in a frame at most: tokens must not wait behind a pool's content
@@ -52,7 +53,7 @@ class Links:
         self._tls = tls
         self._metadata = [("authorization", f"Bearer {token}")] if token else []
         self._loop = asyncio.get_running_loop()
-        self._outboxes: dict[str, asyncio.Queue[pb.InstanceFrame | None]] = {}
+        self._outboxes: dict[str, Outbox[pb.InstanceFrame]] = {}
         self._draining = self._closing = False
         self.drains: asyncio.Queue[str] = asyncio.Queue()  # asked for, with the role to take afterwards; empty: end
 
@@ -103,15 +104,16 @@ class Links:
         attempt = 0
         while address in self._routers and not self._closing:
             link = f"{address}#{next(self._connections)}"
-            self._outboxes[link] = asyncio.Queue()
+            self._outboxes[link] = Outbox()
             untold = instance.news.open()
             try:
                 async with self._channel(address) as channel:
                     frames = self._frames(link, instance, hello, untold)
                     stub = RouterStub(channel)
-                    async for frame in stub.Attach(frames, metadata=self._metadata):
+                    async for message in stub.Attach(frames, metadata=self._metadata):
                         attempt = 0
-                        self._receive(address, link, frame, instance)
+                        for frame in message.frames:
+                            self._receive(address, link, frame, instance)
                 if not self._closing:
                     log.warning("router %s closed the stream", address)
             except grpc.aio.AioRpcError as error:
@@ -136,36 +138,38 @@ class Links:
 
     async def _frames(
         self, link: str, instance: Instance, hello: pb.Hello, untold: Untold
-    ) -> AsyncIterator[pb.InstanceFrame]:
+    ) -> AsyncIterator[pb.InstanceFrames]:
         """What goes to the router: Hello, then steps as they come, news of the pool and of others soon after, heartbeats."""
-        yield pb.InstanceFrame(hello=hello)
+        yield pb.InstanceFrames(frames=[pb.InstanceFrame(hello=hello)])
         if self._draining:
-            yield pb.InstanceFrame(draining=pb.Draining())
+            yield pb.InstanceFrames(frames=[pb.InstanceFrame(draining=pb.Draining())])
         outbox = self._outboxes[link]
         beat = news = self._loop.time()
         told = pb.Load()
         while True:
-            now = self._loop.time()
+            now, frames = self._loop.time(), list[pb.InstanceFrame]()
             if now >= beat:
-                yield pb.InstanceFrame(heartbeat=instance.load)
+                frames.append(pb.InstanceFrame(heartbeat=instance.load))
                 beat = now + HEARTBEAT_S
             if now >= news:
                 if (others := instance.others(link)) != told:
                     told = others
-                    yield pb.InstanceFrame(others=others)
+                    frames.append(pb.InstanceFrame(others=others))
                 if untold:
                     removed, added = untold.take(NEWS_KEYS)
                     blocks = pb.Blocks(removed=b"".join(removed), added=b"".join(added), untold=len(untold))
-                    yield pb.InstanceFrame(blocks=blocks)
+                    frames.append(pb.InstanceFrame(blocks=blocks))
                 news = now + (0 if untold else NEWS_S)
+            if frames:
+                yield pb.InstanceFrames(frames=frames)
             try:
                 async with asyncio.timeout_at(min(beat, news)):
-                    frame = await outbox.get()
+                    frames = await outbox.take()
             except TimeoutError:
                 continue
-            if frame is None:
+            if not frames:
                 return
-            yield frame
+            yield pb.InstanceFrames(frames=frames)
 
     def _receive(self, address: str, link: str, frame: pb.RouterFrame, instance: Instance) -> None:
         match frame.WhichOneof("frame"):

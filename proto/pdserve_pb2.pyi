@@ -16,6 +16,12 @@ BOTH: Phase
 PREFILL: Phase
 DECODE: Phase
 
+class InstanceFrames(_message.Message):
+    __slots__ = ("frames",)
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    frames: _containers.RepeatedCompositeFieldContainer[InstanceFrame]
+    def __init__(self, frames: _Optional[_Iterable[_Union[InstanceFrame, _Mapping]]] = ...) -> None: ...
+
 class InstanceFrame(_message.Message):
     __slots__ = ("hello", "step", "heartbeat", "draining", "blocks", "others")
     HELLO_FIELD_NUMBER: _ClassVar[int]
@@ -242,6 +248,12 @@ class Moved(_message.Message):
     bytes: int
     seconds: float
     def __init__(self, blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class RouterFrames(_message.Message):
+    __slots__ = ("frames",)
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    frames: _containers.RepeatedCompositeFieldContainer[RouterFrame]
+    def __init__(self, frames: _Optional[_Iterable[_Union[RouterFrame, _Mapping]]] = ...) -> None: ...
 
 class RouterFrame(_message.Message):
     __slots__ = ("welcome", "submit", "hand_over", "cancel", "drain")

@@ -36,8 +36,8 @@ class RouterStub:
         """
         self.Attach = channel.stream_stream(
                 '/pdserve.v1.Router/Attach',
-                request_serializer=pdserve_dot_proto_dot_pdserve__pb2.InstanceFrame.SerializeToString,
-                response_deserializer=pdserve_dot_proto_dot_pdserve__pb2.RouterFrame.FromString,
+                request_serializer=pdserve_dot_proto_dot_pdserve__pb2.InstanceFrames.SerializeToString,
+                response_deserializer=pdserve_dot_proto_dot_pdserve__pb2.RouterFrames.FromString,
                 _registered_method=True)
 
 
@@ -55,8 +55,8 @@ def add_RouterServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Attach': grpc.stream_stream_rpc_method_handler(
                     servicer.Attach,
-                    request_deserializer=pdserve_dot_proto_dot_pdserve__pb2.InstanceFrame.FromString,
-                    response_serializer=pdserve_dot_proto_dot_pdserve__pb2.RouterFrame.SerializeToString,
+                    request_deserializer=pdserve_dot_proto_dot_pdserve__pb2.InstanceFrames.FromString,
+                    response_serializer=pdserve_dot_proto_dot_pdserve__pb2.RouterFrames.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -84,8 +84,8 @@ class Router:
             request_iterator,
             target,
             '/pdserve.v1.Router/Attach',
-            pdserve_dot_proto_dot_pdserve__pb2.InstanceFrame.SerializeToString,
-            pdserve_dot_proto_dot_pdserve__pb2.RouterFrame.FromString,
+            pdserve_dot_proto_dot_pdserve__pb2.InstanceFrames.SerializeToString,
+            pdserve_dot_proto_dot_pdserve__pb2.RouterFrames.FromString,
             options,
             channel_credentials,
             insecure,

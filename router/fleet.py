@@ -16,6 +16,7 @@ import grpc
 from pdserve.costs import Costs
 from pdserve.errors import SetupError
 from pdserve.keys import KEY_BYTES, Layout
+from pdserve.outbox import Outbox
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.proto.pdserve_pb2_grpc import RouterServicer, add_RouterServicer_to_server
 from pdserve.router.breaker import Breakers
@@ -24,7 +25,7 @@ from pdserve.router.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 ROLES = ("prefill", "decode", "both")
 SERVER_OPTIONS = [
     ("grpc.max_receive_message_length", 64 << 20),
@@ -53,7 +54,7 @@ class Member:
     untold_since: float = 0.0
     beat: pb.Heartbeat = field(default_factory=pb.Heartbeat)
     requests: dict[str, Load] = field(default_factory=dict)
-    outbox: asyncio.Queue[pb.RouterFrame | None] = field(default_factory=asyncio.Queue)
+    outbox: Outbox[pb.RouterFrame] = field(default_factory=Outbox)
     others: Load = NOTHING
     draining: bool = False  # takes nothing new
     id: str = field(init=False)
@@ -161,25 +162,27 @@ class Fleet(RouterServicer):
                 extra={"event": "breaker", "instance": member.id},
             )
 
-    async def Attach(self, frames: AsyncIterator[pb.InstanceFrame], context: Any) -> AsyncIterator[pb.RouterFrame]:
+    async def Attach(self, messages: AsyncIterator[pb.InstanceFrames], context: Any) -> AsyncIterator[pb.RouterFrames]:
         """The one RPC: lives as long as the instance does."""
         if not self._knows_token(context):
             extra = {"event": "refused", "instance": context.peer()}
             log.warning("refused %s: it does not know the --control-token", context.peer(), extra=extra)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this router asks for another --control-token")
-        first = await anext(aiter(frames))
+        opening = await anext(aiter(messages))
+        first = opening.frames[0] if len(opening.frames) == 1 else pb.InstanceFrame()
         refusal = self.refusal(first)
         if refusal:
             who = first.hello.instance_id or context.peer()
             log.warning("refused %s: %s", who, refusal, extra={"event": "refused", "instance": who})
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
         member = self._join(first.hello)
-        reader = asyncio.create_task(self._read(member, frames))
+        reader = asyncio.create_task(self._read(member, messages))
         reader.add_done_callback(lambda task: self._reader_ended(member, task))
         try:
-            yield pb.RouterFrame(welcome=pb.Welcome(router_id=self.router_id, lease_seconds=self._lease_seconds))
-            while (frame := await member.outbox.get()) is not None:
-                yield frame
+            welcome = pb.Welcome(router_id=self.router_id, lease_seconds=self._lease_seconds)
+            yield pb.RouterFrames(frames=[pb.RouterFrame(welcome=welcome)])
+            while frames := await member.outbox.take():
+                yield pb.RouterFrames(frames=frames)
         finally:
             reader.cancel()
             self._leave(member, "its stream ended")
@@ -243,28 +246,33 @@ class Fleet(RouterServicer):
         assert self.listener is not None
         self.listener.on_lost(member)
 
-    async def _read(self, member: Member, frames: AsyncIterator[pb.InstanceFrame]) -> None:
-        async for frame in frames:
+    async def _read(self, member: Member, messages: AsyncIterator[pb.InstanceFrames]) -> None:
+        async for message in messages:
             member.heard = time.monotonic()
-            if self.members.get(member.id) is not member:
-                return
-            assert self.listener is not None
-            if frame.WhichOneof("frame") == "draining":
+            for frame in message.frames:
+                if self.members.get(member.id) is not member:
+                    return
+                self._take(member, frame)
+
+    def _take(self, member: Member, frame: pb.InstanceFrame) -> None:
+        assert self.listener is not None
+        match frame.WhichOneof("frame"):
+            case "draining":
                 extra = {"event": "draining", "instance": member.id}
                 log.info("%s is draining; %d requests are with it", member.id, len(member.requests), extra=extra)
                 member.draining = True
                 self.listener.on_draining(member)
-            elif frame.WhichOneof("frame") == "hello":
+            case "hello":
                 self._take_role(member, frame)
-            elif frame.WhichOneof("frame") == "blocks":
+            case "blocks":
                 self._take_news(member, frame.blocks)
-            elif frame.WhichOneof("frame") == "others":
+            case "others":
                 member.heard_of_others(frame.others)
-            elif frame.WhichOneof("frame") == "heartbeat":
+            case "heartbeat":
                 if frame.heartbeat.counters["engine_steps"] != member.beat.counters["engine_steps"]:
                     member.stepped = member.heard
                 member.heard_of(frame.heartbeat)
-            else:
+            case "step":
                 for output in frame.step.outputs:
                     self.listener.on_output(member, output)
 

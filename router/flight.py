@@ -33,7 +33,7 @@ class Flight:
         self.emitted: list[int] = []
         self.cached: Mapping[str, int] = {}  # instance id → leading tokens in its pool when it was picked
         self._on_cancel = on_cancel
-        self._chunk: Chunk | None = None  # what the client's side has not taken yet
+        self._chunks: list[Chunk] = []  # what the client's side has not taken yet
         self._error: RequestError | None = None  # after that
         self._news = asyncio.Event()
 
@@ -109,19 +109,18 @@ class Flight:
             member.release(self.id)
 
     def put(self, item: Chunk | RequestError) -> None:
-        """Tokens that come faster than they are taken become one chunk, which costs as much as one token."""
         if isinstance(item, RequestError):
             self._error = item
         else:
-            self._chunk = self._chunk.plus(item) if self._chunk is not None else item
+            self._chunks.append(item)
         self._news.set()
 
-    async def __aiter__(self) -> AsyncIterator[Chunk]:
+    async def __aiter__(self) -> AsyncIterator[list[Chunk]]:
         while True:
-            chunk, self._chunk = self._chunk, None
-            if chunk is not None:
-                yield chunk
-                if chunk.finish_reason is not None:
+            chunks, self._chunks = self._chunks, []
+            if chunks:
+                yield chunks
+                if chunks[-1].finish_reason is not None:
                     return
             elif self._error is not None:
                 raise self._error

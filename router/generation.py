@@ -5,14 +5,14 @@ so that no instance works for nobody.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from pdserve.errors import Unavailable
 from pdserve.request import TokenLogprobs
 from pdserve.router.detokenizer import TextStream
 from pdserve.router.openai import Plan
-from pdserve.router.stream import Backend, TokenStream
+from pdserve.router.stream import Backend, Chunk, TokenStream
 from pdserve.router.tokenizer import Tokenizer
 from pdserve.router.tool_calls import CallPart, Parts, ToolCalls
 
@@ -32,7 +32,7 @@ class Delta:
     calls: list[CallPart]  # of tools; what is in them is not in the text
 
 
-Emit = Callable[[Delta], Awaitable[None]]
+Emit = Callable[[Iterable[Delta]], Awaitable[None]]  # takes all of them, which are of one choice
 
 
 @dataclass
@@ -46,18 +46,25 @@ class Choice:
 
     async def run(self, emit: Emit) -> None:
         """Emits until the end of the choice, which a stop string may bring before the end of its tokens."""
-        async for chunk in self.stream:
+        async for chunks in self.stream:
+            await emit(self._deltas(chunks))
+            if self.text.finish_reason is not None:
+                if chunks[-1].finish_reason is None:
+                    self.stream.cancel(self.text.finish_reason)
+                return
+        raise Unavailable("the tokens ended without a reason", kind="incomplete_stream")
+
+    def _deltas(self, chunks: list[Chunk]) -> Iterator[Delta]:
+        """One for each chunk up to the end; tokens are counted as they are taken."""
+        for chunk in chunks:
             text, token_ids = self.text.push(chunk)
             text, self.echo = self.echo + text, ""
             self.tokens += len(token_ids)
             logprobs, starts = chunk.logprobs[: len(token_ids)], self.text.starts
             parts, reason = self._divided(text)
-            await emit(Delta(self.index, parts.text, token_ids, reason, logprobs, starts, parts.calls))
+            yield Delta(self.index, parts.text, token_ids, reason, logprobs, starts, parts.calls)
             if self.text.finish_reason is not None:
-                if chunk.finish_reason is None:
-                    self.stream.cancel(self.text.finish_reason)
                 return
-        raise Unavailable("the tokens ended without a reason", kind="incomplete_stream")
 
     def _divided(self, text: str) -> tuple[Parts, str | None]:
         """The text and the tool calls in it, and why the choice ends, if it does."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -25,8 +25,9 @@ async def answer(generation: Generation, receive: Receive, word: Word) -> Respon
     plan = generation.plan
     deltas: list[list[Delta]] = [[] for _ in plan.requests]
 
-    async def collect(delta: Delta) -> None:
-        deltas[delta.index].append(delta)
+    async def collect(new: Iterable[Delta]) -> None:
+        for delta in new:
+            deltas[delta.index].append(delta)
 
     try:
         finished = await unless_disconnected(receive, generation.run(collect))
@@ -72,11 +73,13 @@ class EventStream(Response, ABC):
             self._generation.close()
 
     async def _stream(self, send: Send) -> None:
-        async def emit(delta: Delta) -> None:
+        async def emit(deltas: Iterable[Delta]) -> None:
             async with self._sending:
-                self._unfinished -= delta.finish_reason is not None
+                events: list[Json] = []
+                for delta in deltas:
+                    events += self.events_of(delta)
+                    self._unfinished -= delta.finish_reason is not None
                 last = not self._unfinished
-                events = self.events_of(delta)
                 await self._send(send, [*events, *self.last_events()] if last else events, last)
 
         try:
@@ -90,7 +93,7 @@ class EventStream(Response, ABC):
                 raise
 
     async def _send(self, send: Send, events: list[Json], last: bool) -> None:
-        """One write, which wakes the client and costs more than wording the event."""
+        """One write, which wakes the client and costs more than wording an event."""
         if not self._started:
             self._started = True
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -18,9 +18,6 @@ class Chunk:
     finish_reason: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
-    def plus(self, later: "Chunk") -> "Chunk":
-        return Chunk(self.token_ids + later.token_ids, later.finish_reason, self.logprobs + later.logprobs)
-
 
 @dataclass(frozen=True)
 class ModelInfo:
@@ -37,11 +34,12 @@ class ModelInfo:
 
 
 class TokenStream(Protocol):
-    """Tokens of one request. Iterating ends after the chunk with a finish reason, or raises RequestError."""
+    """Tokens of one request: at each turn the chunks that have come meanwhile, at least one. Iterating ends after the chunk
+    with a finish reason, or raises RequestError."""
 
     timeline: Timeline
 
-    def __aiter__(self) -> AsyncIterator[Chunk]: ...
+    def __aiter__(self) -> AsyncIterator[list[Chunk]]: ...
 
     def cancel(self, finish_reason: str = "cancelled") -> None:
         """Frees the request's blocks everywhere. Harmless when it is over already; may be called at any time.

@@ -27,6 +27,7 @@ CORE = {
     "lifetime",
     "logs",
     "model_path",
+    "outbox",
     "registry",
     "request",
     "slo",

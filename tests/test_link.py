@@ -13,6 +13,7 @@ from pdserve.block_news import BlockNews
 from pdserve.deployment import free_port
 from pdserve.engine.block_pool import BlockPool
 from pdserve.link import NEWS_KEYS, Links
+from pdserve.outbox import MESSAGE_BYTES, Outbox
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.proto.pdserve_pb2_grpc import RouterServicer, add_RouterServicer_to_server
 from pdserve.router.prefix_index import PrefixIndex
@@ -25,16 +26,19 @@ class Router(RouterServicer):
 
     def __init__(self) -> None:
         self.index = PrefixIndex()
+        self.messages: list[pb.InstanceFrames] = []
         self.frames: list[pb.InstanceFrame] = []
         self.reading = asyncio.Event()
         self.reading.set()
 
-    async def Attach(self, frames: AsyncIterator[pb.InstanceFrame], context: Any) -> AsyncIterator[pb.RouterFrame]:
-        yield pb.RouterFrame(welcome=pb.Welcome())
-        async for frame in frames:
-            self.frames.append(frame)
-            self.index.remove("i", split(frame.blocks.removed))
-            self.index.add("i", split(frame.blocks.added))
+    async def Attach(self, messages: AsyncIterator[pb.InstanceFrames], context: Any) -> AsyncIterator[pb.RouterFrames]:
+        yield pb.RouterFrames(frames=[pb.RouterFrame(welcome=pb.Welcome())])
+        async for message in messages:
+            self.messages.append(message)
+            for frame in message.frames:
+                self.frames.append(frame)
+                self.index.remove("i", split(frame.blocks.removed))
+                self.index.add("i", split(frame.blocks.added))
             await self.reading.wait()
 
 
@@ -143,5 +147,35 @@ def test_a_router_that_does_not_read_costs_no_more_than_the_pools_size(monkeypat
             router.reading.set()
             await converged(stage, router)
         stage.serving.cancel()
+
+    play(story())
+
+
+def test_frames_that_wait_share_a_message_in_order() -> None:
+    async def story() -> None:
+        stage = Stage()
+        async with stage.router() as router:
+            while not router.frames:
+                await asyncio.sleep(0)
+            for name in "abc":
+                step = pb.Step(outputs=[pb.Output(request_id=name, token_ids=[7])])
+                stage.links.broadcast(pb.InstanceFrame(step=step))
+            while not (said := [message for message in router.messages if message.frames[0].HasField("step")]):
+                await asyncio.sleep(0)
+            (message,) = said
+            assert [frame.step.outputs[0].request_id for frame in message.frames] == ["a", "b", "c"]
+        stage.serving.cancel()
+
+    play(story())
+
+
+def test_a_message_does_not_grow_past_its_limit_and_the_end_comes_last() -> None:
+    async def story() -> None:
+        outbox = Outbox[pb.RouterFrame]()
+        small = pb.RouterFrame(cancel=pb.Cancel(request_id="r"))
+        large = pb.RouterFrame(cancel=pb.Cancel(request_id="r" * MESSAGE_BYTES))
+        for frame in (small, small, large, large, small, None):
+            outbox.put_nowait(frame)
+        assert [len(await outbox.take()) for _ in range(4)] == [3, 1, 1, 0]
 
     play(story())

@@ -138,11 +138,11 @@ class ScriptedStream:
         self._script = script
         self._asked = request.sampling.logprobs
 
-    async def __aiter__(self) -> AsyncIterator[Chunk]:
+    async def __aiter__(self) -> AsyncIterator[list[Chunk]]:
         self.timeline.local_hit_tokens = self._script.cached_tokens
         for chunk in self._chunks:
             await asyncio.sleep(self._script.pause)
-            yield chunk if self._asked is None else replace(chunk, logprobs=self._logprobs(chunk, self._asked))
+            yield [chunk if self._asked is None else replace(chunk, logprobs=self._logprobs(chunk, self._asked))]
         if self._script.error is not None:
             raise self._script.error
         if self._script.hang:

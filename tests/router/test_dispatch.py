@@ -61,7 +61,7 @@ def sent(member: Member) -> list[tuple[str, Any]]:
 
 
 async def tokens(flight: Flight) -> list[int]:
-    return [token async for chunk in flight for token in chunk.token_ids]
+    return [token async for chunks in flight for chunk in chunks for token in chunk.token_ids]
 
 
 def play(story: Coroutine[Any, Any, None]) -> None:
@@ -111,21 +111,22 @@ def test_decode_may_end_before_prefill_knows_that_all_is_stored() -> None:
     play(story())
 
 
-def test_tokens_that_nobody_has_taken_yet_are_one_chunk_and_an_error_comes_after_them() -> None:
+def test_chunks_that_nobody_has_taken_yet_come_together_and_an_error_comes_after_them() -> None:
     async def story() -> None:
         stage = Stage("both")
         (both,) = stage.members
         flight = stage.open(max_tokens=9)
-        chunks = aiter(flight)
+        turns = aiter(flight)
         stage.says(both, token_ids=[7])
-        assert (await anext(chunks)).token_ids == [7]
+        assert [chunk.token_ids for chunk in await anext(turns)] == [[7]]
         for token in (8, 9):
             stage.says(both, token_ids=[token], logprobs=[pb.Logprobs(logprob=-token)])
         stage.fleet._leave(both, "test")  # and nobody can take over
-        chunk = await anext(chunks)
-        assert chunk.token_ids == [8, 9] and [one.logprob for one in chunk.logprobs] == [-8, -9]
+        chunks = await anext(turns)
+        assert [chunk.token_ids for chunk in chunks] == [[8], [9]]
+        assert [one.logprob for chunk in chunks for one in chunk.logprobs] == [-8, -9]
         with pytest.raises(RequestError):
-            await anext(chunks)
+            await anext(turns)
 
     play(story())
 
