@@ -1,14 +1,45 @@
 """Blocks on their way through a connector: a key, a row of the pool, and what became of it."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from pdserve.kv_transfer.codec import Codec, Undecodable
 from pdserve.kv_transfer.connector import Outcome
-from pdserve.kv_transfer.header import Buffer, Row, Seal, announces, checksum, copy, fill, intact, payload_length
+from pdserve.kv_transfer.header import Buffer, Row, Seal, announces, copy, fill, intact, payload_length
 from pdserve.kv_transfer.operation import Operation
+
+
+class Arriving(ABC):
+    """A part of a payload that is still being received, and goes straight to where it is wanted."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Of all of it."""
+
+    @abstractmethod
+    def take(self, memory: memoryview) -> int:
+        """Moves what has come of it to the front of `memory`, which is no longer than what is left: how many bytes. Waits
+        for nothing."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Until `take` has something. Raises one of the connector's faults."""
+
+    def __bytes__(self) -> bytes:
+        whole = bytearray(len(self))
+        left = memoryview(whole)
+        while left:
+            taken = self.take(left)
+            left = left[taken:]
+            if not taken:
+                self.wait()
+        return bytes(whole)
 
 
 class Block:
@@ -74,7 +105,7 @@ class Incoming(Block):
 
     __slots__ = ()
 
-    def accept(self, header: bytes, parts: Iterable[Buffer | Row]) -> Outcome:
+    def accept(self, header: bytes, parts: Iterable[Buffer | Row | Arriving]) -> Outcome:
         """Checks what the store gave for this key, and puts it into the row: OK or CORRUPT, which it also marks.
 
         Parts are asked for one at a time, and the next when the last is no longer looked at. Whoever gives them may wait
@@ -84,8 +115,7 @@ class Incoming(Block):
         verified is what will be used, even if somebody overwrote the source meanwhile.
         """
         fits = self._seal.fits(header, self.key)
-        take = self._copy if self._codec.as_is else self._decode
-        return self._accepted(Outcome.OK if fits and take(header, parts) else Outcome.CORRUPT, header)
+        return self._accepted(Outcome.OK if fits and self._taken(header, parts) else Outcome.CORRUPT, header)
 
     def read_by(self, header: bytes, read: Callable[[memoryview, int], int]) -> Outcome | None:
         """As `accept`, for transports that can put the payload straight into the row and never wait for it.
@@ -107,7 +137,7 @@ class Incoming(Block):
 
     def accept_placed(self, header: bytes) -> Outcome:
         """As `accept`, for transports that have put the payload into the row, and have held the fence since before."""
-        fits = self._seal.fits(header, self.key) and announces(header, checksum(self._row))
+        fits = self._seal.fits(header, self.key) and intact(header, self._row)
         return self._accepted(Outcome.OK if fits else Outcome.CORRUPT, header)
 
     def missing(self) -> None:
@@ -122,20 +152,38 @@ class Incoming(Block):
         self._operation.outcomes[self._index] = outcome
         return outcome
 
-    def _copy(self, header: bytes, parts: Iterable[Buffer | Row]) -> bool:
+    def _taken(self, header: bytes, parts: Iterable[Buffer | Row | Arriving]) -> bool:
+        if self._codec.as_is:
+            return self._put_together(self._row, header, parts)
+        payload = bytearray(payload_length(header))
+        return self._put_together(np.frombuffer(payload, np.uint8), header, parts) and self._decode(payload)
+
+    def _put_together(self, target: Row, header: bytes, parts: Iterable[Buffer | Row | Arriving]) -> bool:
+        """Whether the parts fill `target` with what the header announces."""
         hasher, at = xxhash.xxh3_64(), 0
         for part in parts:
-            if at + len(part) > len(self._row):
+            span = target[at : at + len(part)]
+            if len(span) < len(part):
                 return False
-            with self._fence:
-                copy(self._row[at:], part, hasher)
+            if isinstance(part, Arriving):
+                self._receive(span.data, part, hasher)
+            else:
+                with self._fence:
+                    copy(span, part, hasher)
             at += len(part)
-        return at == len(self._row) and announces(header, hasher.digest())
+        return at == len(target) and announces(header, hasher.digest())
 
-    def _decode(self, header: bytes, parts: Iterable[Buffer | Row]) -> bool:
-        payload = b"".join(map(bytes, parts))
-        if len(payload) != payload_length(header) or not intact(header, payload):
-            return False
+    def _receive(self, target: memoryview, part: Arriving, hasher: xxhash.xxh3_64) -> None:
+        """Waits outside of the fence, so that whoever closes it does not."""
+        while target:
+            with self._fence:
+                taken = part.take(target)
+                hasher.update(target[:taken])
+            target = target[taken:]
+            if not taken:
+                part.wait()
+
+    def _decode(self, payload: bytearray) -> bool:
         try:
             row = self._codec.decode(payload)
         except Undecodable:

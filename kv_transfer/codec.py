@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from pdserve.errors import SetupError
 from pdserve.keys import KEY_BYTES, Layout
-from pdserve.kv_transfer.header import Row
+from pdserve.kv_transfer.header import Buffer, Row
 
 ZSTD_LEVEL: Final = 1  # higher ones save 1 % more and take a third longer
 
@@ -56,7 +56,7 @@ class Codec(ABC):
         """The payload of a row, uint8. May be the row itself."""
 
     @abstractmethod
-    def decode(self, payload: bytes) -> Row:
+    def decode(self, payload: Buffer) -> Row:
         """The row, uint8 [block_bytes], of a payload whose length is one of `lengths`.
 
         Raises:
@@ -75,7 +75,7 @@ class Plain(Codec):
     def encode(self, row: Row) -> Row:
         return row
 
-    def decode(self, payload: bytes) -> Row:
+    def decode(self, payload: Buffer) -> Row:
         return np.frombuffer(payload, np.uint8)
 
 
@@ -91,7 +91,7 @@ class _Compressed(Codec):
         payload = self._compress(row)
         return np.frombuffer(payload, np.uint8) if len(payload) < self._block_bytes else row
 
-    def decode(self, payload: bytes) -> Row:
+    def decode(self, payload: Buffer) -> Row:
         row = payload if len(payload) == self._block_bytes else self._decompress(payload)
         if len(row) != self._block_bytes:
             raise Undecodable
@@ -101,7 +101,7 @@ class _Compressed(Codec):
     def _compress(self, row: Row) -> bytes: ...
 
     @abstractmethod
-    def _decompress(self, payload: bytes) -> bytes:
+    def _decompress(self, payload: Buffer) -> bytes:
         """Raises `Undecodable` rather than make more than `_block_bytes` bytes."""
 
 
@@ -116,7 +116,7 @@ class Lz4(_Compressed):
         payload: bytes = self._lz4.compress(row, store_size=False)
         return payload
 
-    def _decompress(self, payload: bytes) -> bytes:
+    def _decompress(self, payload: Buffer) -> bytes:
         try:
             row: bytes = self._lz4.decompress(payload, uncompressed_size=self._block_bytes)
         except self._lz4.LZ4BlockError:
@@ -138,7 +138,7 @@ class Zstd(_Compressed):
         payload: bytes = self._of_thread.compressor.compress(row)
         return payload
 
-    def _decompress(self, payload: bytes) -> bytes:
+    def _decompress(self, payload: Buffer) -> bytes:
         if not hasattr(self._of_thread, "decompressor"):
             self._of_thread.decompressor = self._zstd.ZstdDecompressor()
         try:
@@ -190,7 +190,7 @@ class _Scaled(Codec):
         payload[self._scale_bytes :] = values.astype(self._code).view(np.uint8).ravel()
         return payload
 
-    def decode(self, payload: bytes) -> Row:
+    def decode(self, payload: Buffer) -> Row:
         data = np.frombuffer(payload, np.uint8)
         scales = data[: self._scale_bytes].view(self._dtype).astype(np.float32).reshape(-1, 1)
         values = np.take(self._levels, data[self._scale_bytes :]).reshape(self._heads, -1)

@@ -24,6 +24,7 @@ from redis.connection import PythonRespSerializer
 from redis.retry import Retry
 
 from pdserve.errors import SetupError
+from pdserve.keys import KEY_BYTES
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.redis_answers import Answers
@@ -35,9 +36,10 @@ _PIPELINE_BLOCKS = 256
 
 # A load reads values in parts, and asks for so many more before it reads one, so that the server need not wait for us.
 # Other sizes and numbers were as fast or slower.
-_PART_BYTES = 256 << 10
-_PARTS_AHEAD = 3
+_PART_BYTES = 512 << 10
+_PARTS_AHEAD = 2
 
+Command = tuple[Any, ...] | bytes  # packed already, those that are many
 T = TypeVar("T")
 
 
@@ -52,21 +54,37 @@ class Names:
         self.piece_bytes = min(value_bytes, longest)
         self.starts = range(0, longest, self.piece_bytes)
         self.group = max(1, min(_PIPELINE_BLOCKS, _PIPELINE_BYTES // longest))
-        self.at_once = max(1, _PART_BYTES // self.piece_bytes)  # commands of a load
-        self.ranges = []  # of a block: piece, first and last byte
-        for piece, start in enumerate(self.starts):
-            end = min(self.piece_bytes, longest - start)  # where one byte more would be too many, and is asked for
-            for first in range(0, end, _PART_BYTES):
-                self.ranges.append((piece, first, end if first + _PART_BYTES >= end else first + _PART_BYTES - 1))
         self._namespace = namespace.hex()
+        name, self._asks = self._name(bytes(KEY_BYTES)).encode(), list[tuple[bytes, bytes]]()
+        for command in self._loaded(name, longest):
+            before, _, after = command.partition(name)
+            self._asks.append((before, after))
+        self.parts = len(self._asks) - 1  # of a block, behind its header
+        self.at_once = max(1, len(self._asks) * _PART_BYTES // longest)  # commands of a load
 
     def tag(self, key: bytes) -> str:
         return f"{self._namespace}:{key.hex()}"
 
     def of(self, key: bytes) -> list[str]:
         """The header's name, and the pieces'. Instances that cut differently do not see each other's."""
-        name = f"pdserve:{{{self.tag(key)}}}:{self.piece_bytes}"
+        name = self._name(key)
         return [name, *(f"{name}:{i}" for i in range(len(self.starts)))]
+
+    def asks(self, key: bytes) -> list[bytes]:
+        """The commands that load a block, packed: the header first, then each part."""
+        name = self._name(key).encode()
+        return [before + name + after for before, after in self._asks]
+
+    def _name(self, key: bytes) -> str:
+        return f"pdserve:{{{self.tag(key)}}}:{self.piece_bytes}"
+
+    def _loaded(self, name: bytes, longest: int) -> Iterator[bytes]:
+        yield _packed(b"GET", name)
+        for piece, start in enumerate(self.starts):
+            end = min(self.piece_bytes, longest - start)  # where one byte more would be too many, and is asked for
+            for first in range(0, end, _PART_BYTES):
+                last = end if first + _PART_BYTES >= end else first + _PART_BYTES - 1
+                yield _packed(b"GETRANGE", b"%b:%d" % (name, piece), b"%d" % first, b"%d" % last)
 
 
 class Server:
@@ -92,11 +110,11 @@ class Server:
             self._put_group(absent, milliseconds)
 
     def get(self, blocks: Sequence[Incoming]) -> None:
-        asks = (ask for block in blocks for ask in self._gets(block))
+        asks = (ask for block in blocks for ask in self._names.asks(block.key))
         answers = self.call(*asks, at_once=self._names.at_once)
         corrupt = []
         for header, block in zip(answers, blocks, strict=True):  # in this order: the answers are asked for their end
-            parts = islice(answers, len(self._names.ranges))
+            parts = islice(answers, self._names.parts)
             try:
                 if header is None:
                     block.missing()
@@ -121,11 +139,9 @@ class Server:
         for answer in self.call(*(("DEL", *self._names.of(key)) for key in keys)):
             self._failed([answer])
 
-    def call(self, *commands: tuple[Any, ...], at_once: int = 0) -> Iterator[Any]:
-        """The answers to all commands. Errors of single commands are among them.
-
-        A large value is valid until the next answer is asked for: all are read into the same memory, which saves the page
-        faults. They cost as much as the transfer.
+    def call(self, *commands: Command, at_once: int = 0) -> Iterator[Any]:
+        """The answers to all commands. Errors of single commands are among them. A large value is `Arriving`, until the next
+        answer is asked for.
 
         Args:
             at_once: commands sent in one go; 0 for all of them.
@@ -136,23 +152,19 @@ class Server:
         connection: Any = self.pool.get_connection()  # untyped in redis-py
         try:
             for part in islice(unsent, _PARTS_AHEAD):
-                connection.send_packed_command(connection.pack_commands(part))
+                _send(connection, part)
+            answers: Answers = connection._parser
             for part in parts:
                 for further in islice(unsent, 1):
-                    connection.send_packed_command(connection.pack_commands(further))
+                    _send(connection, further)
                 for _ in part:
-                    yield _answer(connection)
+                    yield answers.read_response()
+            answers.finish()
         except BaseException:  # also when the caller stops half-way: answers are left in the connection
             connection.disconnect()
             raise
         finally:
             self.pool.release(connection)
-
-    def _gets(self, block: Incoming) -> Iterator[tuple[Any, ...]]:
-        name, *pieces = self._names.of(block.key)
-        yield "GET", name
-        for piece, first, last in self._names.ranges:
-            yield "GETRANGE", pieces[piece], first, last
 
     def _put_group(self, blocks: Sequence[Outgoing], milliseconds: int) -> None:
         commands = [command for block in blocks for command in self._sets(block, milliseconds)]
@@ -254,11 +266,13 @@ class RedisConnector(BatchedConnector):
         return {"password": os.environ.get("REDIS_PASSWORD") or None, **self._tls}  # one in the URL wins
 
 
-def _answer(connection: Any) -> Any:
-    try:
-        return connection.read_response()
-    except redis.ResponseError as error:
-        return error
+def _send(connection: Any, commands: Sequence[Any]) -> None:
+    packed = isinstance(commands[0], bytes)
+    connection.send_packed_command([b"".join(commands)] if packed else connection.pack_commands(commands))
+
+
+def _packed(*words: bytes) -> bytes:
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
 
 
 def _whole(answer: Any) -> Any:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import islice
 from typing import Any, ClassVar, TypeVar
 
 import redis
@@ -20,7 +21,7 @@ from redis.exceptions import AskError, MovedError, RedisClusterException
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
-from pdserve.kv_transfer.redis import RedisConnector, Server
+from pdserve.kv_transfer.redis import Command, RedisConnector, Server
 from pdserve.kv_transfer.url import split, without_password
 
 _MATCH_KEYS = 256  # asked for at a time: a match ends with the first key that is not there
@@ -40,19 +41,22 @@ class _Node(Server):
         self._host = host
         self._cluster = cluster
 
-    def call(self, *commands: tuple[Any, ...], at_once: int = 0) -> Iterator[Any]:
+    def call(self, *commands: Command, at_once: int = 0) -> Iterator[Any]:
         # Strict, so that the answers are asked for their end: the connection is given back then.
         for answer, command in zip(super().call(*commands, at_once=at_once), commands, strict=True):
-            yield self._follow(answer, command) if isinstance(answer, AskError) else answer
+            if isinstance(answer, AskError):
+                yield from self._follow(answer, command)
+            else:
+                yield answer
 
-    def _follow(self, error: AskError, command: tuple[Any, ...]) -> Any:
+    def _follow(self, error: AskError, command: Command) -> Iterator[Any]:
+        """The one answer. The connection is held until the next is asked for."""
         there = self._cluster.node_at(error.host or self._host, error.port)
         if isinstance(error, MovedError):
             self._cluster.look_again()
-            (answer,) = Server.call(there, command)
+            yield from Server.call(there, command)
         else:
-            _, answer = Server.call(there, ("ASKING",), command)
-        return answer
+            yield from islice(Server.call(there, ("ASKING",), command, at_once=1), 1, None)
 
 
 class RedisClusterConnector(RedisConnector):

@@ -5,7 +5,7 @@ from typing import cast
 
 import numpy as np
 
-from pdserve.kv_transfer.blocks import Incoming, Outgoing
+from pdserve.kv_transfer.blocks import Arriving, Incoming, Outgoing
 from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.header import HEADER_BYTES, Buffer, Row
 from pdserve.kv_transfer.rules.trial import Instance, NotChecked, expect, stores_of
@@ -51,7 +51,7 @@ class _Copy:
         self.key = key
         self.value: bytearray | None = None
 
-    def accept(self, header: bytes, parts: Iterable[Buffer | Row]) -> Outcome:
+    def accept(self, header: bytes, parts: Iterable[Buffer | Row | Arriving]) -> Outcome:
         self.value = bytearray(header + b"".join(bytes(part) for part in parts))
         return Outcome.OK
 

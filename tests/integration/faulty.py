@@ -163,9 +163,10 @@ class FaultyRedis(Faulty, RedisConnector):
 
     def _change(self, key: bytes, chance: random.Random, change: Callable[[bytes], bytes]) -> bool:
         name = chance.choice(self._names().of(key))  # a piece of the payload, or the header
-        (value,) = self._server.call(("GET", name))
+        # A large one arrives until the next answer is asked for.
+        (value,) = (answer and bytes(answer) for answer in self._server.call(("GET", name)))
         if value is None:
             return False
         assert len(value) >= HEADER_BYTES
-        (done,) = self._server.call(("SET", name, change(bytes(value)), "KEEPTTL"))
+        (done,) = self._server.call(("SET", name, change(value), "KEEPTTL"))
         return bool(bytes(done) == b"OK")

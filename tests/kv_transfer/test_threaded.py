@@ -11,8 +11,9 @@ import pytest
 from pdserve.errors import SetupError
 from pdserve.keys import Layout
 from pdserve.kv_transfer import threaded
+from pdserve.kv_transfer.blocks import Arriving
 from pdserve.kv_transfer.connector import Outcome, PoolMemory
-from pdserve.kv_transfer.header import Buffer, Seal, intact
+from pdserve.kv_transfer.header import HEADER_BYTES, Buffer, Seal, intact
 from pdserve.kv_transfer.threaded import Full, ThreadedConnector
 
 LayoutOf = Callable[..., Layout]
@@ -87,6 +88,43 @@ def test_a_load_past_its_deadline_is_answered_and_leaves_the_rows_alone(connecto
     stuck.free.set()
     connector.close()  # waits for the worker
     assert (rows[4:7] == 7).all()
+
+
+class Halting(Arriving):
+    """Half of a payload; the other half arrives in the end, when nobody may want it any more."""
+
+    def __init__(self, payload: bytes) -> None:
+        self.free = threading.Event()
+        self._payload, self._at = payload, 0
+
+    def __len__(self) -> int:
+        return len(self._payload)
+
+    def take(self, memory: memoryview) -> int:
+        there = len(self._payload) if self.free.is_set() else len(self._payload) // 2
+        count = min(len(memory), there - self._at)
+        memory[:count] = self._payload[self._at : self._at + count]
+        self._at += count
+        return count
+
+    def wait(self) -> None:
+        assert self.free.wait(30)
+
+
+def test_what_arrives_after_the_deadline_stays_out(
+    connector: Scripted, new_keys: NewKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (key,), rows = new_keys(1), connector.memory.rows
+    assert connector.store([key], [0], lease_s=1).result(10).leading == 1
+    (value,) = connector.values.values()
+    late = Halting(value[HEADER_BYTES:])
+    monkeypatch.setattr(connector, "get_many", lambda blocks: blocks[0].accept(value[:HEADER_BYTES], [late]))
+    assert connector.load([key], [4]).result(10).outcomes == [Outcome.UNAVAILABLE]  # whoever waits holds up nobody
+
+    rows[4] = 7
+    late.free.set()
+    connector.close()
+    assert (rows[4] == 7).all()
 
 
 def test_a_store_past_its_deadline_stores_nothing_wrong(connector: Scripted, new_keys: NewKeys) -> None:
