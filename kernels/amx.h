@@ -17,8 +17,6 @@
 
 #ifdef PDSERVE_AMX
 
-#include <cstdlib>
-
 namespace amx {
 namespace {
 
@@ -178,16 +176,6 @@ inline void soften(const float* s, i64 count, float factor, bf16* p, float* m, f
     }
     _mm512_store_ps(l, _mm512_add_ps(sums[0], sums[1]));
 }
-
-// Uninitialised memory that begins with a cache line.
-template <class T>
-struct Buffer {
-    T* const data;
-    explicit Buffer(i64 count) : data((T*)std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64)) {}
-    Buffer(const Buffer&) = delete;
-    ~Buffer() { std::free(data); }
-    operator T*() const { return data; }
-};
 
 struct Scratch {
     const i64 Dp;

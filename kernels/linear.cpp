@@ -15,9 +15,11 @@ namespace {
 
 #ifdef PDSERVE_AMX
 constexpr i64 SIDE = 16, TILE_K = 32, TILE_BYTES = 1024;
-constexpr i64 AHEAD = 4;   // tiles
-constexpr i64 ROWS = 256;  // rows of x that stay in the second-level cache while the weights pass
-constexpr i64 UNIT = 2;    // runs of SIDE columns that are always computed together
+constexpr i64 AHEAD = 4;  // tiles
+constexpr i64 UNIT = 2;   // runs of SIDE columns that are always computed together
+constexpr i64 PAIR = 2 * SIDE, DEPTH = 8, GROUP = 8;
+constexpr i64 PACKED = 1 << 18, LEAST = 128;  // numbers of x that are packed at a time; but so many rows at least
+constexpr i64 ENOUGH = 256;                   // rows for a thread, so that it need not share them with others
 
 // Tiles 0, 1 and 4 get the first rows, 2, 3 and 5 the second; 6 and 7 are for weights.
 void configure(i64 first, i64 second) {
@@ -32,20 +34,16 @@ void configure(i64 first, i64 second) {
 struct Run {
     const char *now, *ahead, *const next;
     Run(const char* w, const char* next) : now(w), ahead(w + AHEAD * TILE_BYTES), next(next) {}
-    template <bool FETCH>
     const char* take(i64 left) {
-        if (FETCH) {
-            if (left == AHEAD) ahead = next;
-            for (int i = 0; i < TILE_BYTES; i += 64) _mm_prefetch(ahead + i, _MM_HINT_T0);
-            ahead += TILE_BYTES;
-        }
+        if (left == AHEAD) ahead = next;
+        for (int i = 0; i < TILE_BYTES; i += 64) _mm_prefetch(ahead + i, _MM_HINT_T0);
+        ahead += TILE_BYTES;
         now += TILE_BYTES;
         return now - TILE_BYTES;
     }
 };
 
 // c[rows][64]: up to 16 rows, four runs.
-template <bool FETCH>
 void wide(float* c, const bf16* x, i64 x_bytes, const char* w, i64 run, i64 tiles) {
     Run a(w, w + 4 * run), b(w + run, w + 5 * run), d(w + 2 * run, w + 6 * run), e(w + 3 * run, w + 7 * run);
     _tile_zero(0);
@@ -54,13 +52,13 @@ void wide(float* c, const bf16* x, i64 x_bytes, const char* w, i64 run, i64 tile
     _tile_zero(3);
     for (i64 k = 0; k < tiles; k++) {
         _tile_loadd(4, x + k * TILE_K, x_bytes);
-        _tile_loadd(6, a.take<FETCH>(tiles - k), 64);
+        _tile_loadd(6, a.take(tiles - k), 64);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, b.take<FETCH>(tiles - k), 64);
+        _tile_loadd(7, b.take(tiles - k), 64);
         _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(6, d.take<FETCH>(tiles - k), 64);
+        _tile_loadd(6, d.take(tiles - k), 64);
         _tile_dpbf16ps(2, 4, 6);
-        _tile_loadd(7, e.take<FETCH>(tiles - k), 64);
+        _tile_loadd(7, e.take(tiles - k), 64);
         _tile_dpbf16ps(3, 4, 7);
     }
     _tile_stored(0, c, 256);
@@ -70,7 +68,6 @@ void wide(float* c, const bf16* x, i64 x_bytes, const char* w, i64 run, i64 tile
 }
 
 // c[rows][32]: up to 32 rows, of which `lower` are the second 16, and two runs.
-template <bool FETCH>
 void high(float* c, const bf16* x, const bf16* lower, i64 x_bytes, const char* w, i64 run, i64 tiles) {
     Run a(w, w + 2 * run), b(w + run, w + 3 * run);
     _tile_zero(0);
@@ -79,9 +76,9 @@ void high(float* c, const bf16* x, const bf16* lower, i64 x_bytes, const char* w
     _tile_zero(3);
     for (i64 k = 0; k < tiles; k++) {
         _tile_loadd(4, x + k * TILE_K, x_bytes);
-        _tile_loadd(6, a.take<FETCH>(tiles - k), 64);
+        _tile_loadd(6, a.take(tiles - k), 64);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, b.take<FETCH>(tiles - k), 64);
+        _tile_loadd(7, b.take(tiles - k), 64);
         _tile_dpbf16ps(1, 4, 7);
         _tile_loadd(5, lower + k * TILE_K, x_bytes);
         _tile_dpbf16ps(2, 5, 6);
@@ -105,25 +102,88 @@ void write_out(bf16* y, i64 y_row, const float* c, i64 width, i64 rows, i64 colu
         }
 }
 
-// Columns [first, end) of y; both are multiples of 32, but that N may end before.
-void linear(bf16* y, const bf16* x, const char* w, const bf16* bias, i64 rows, i64 K, i64 N, i64 first, i64 end) {
+// Columns [first, end) of y, both multiples of 32 but that N may end before, for up to 32 rows.
+void few(bf16* y, const bf16* x, const char* w, const bf16* bias, i64 rows, i64 K, i64 N, i64 first, i64 end) {
     const i64 tiles = K / TILE_K, run = tiles * TILE_BYTES, unit = UNIT * SIDE;
+    const i64 second = rows > SIDE ? rows - SIDE : rows;
+    const bf16* const lower = rows > SIDE ? x + SIDE * K : x;
     alignas(64) float c[4 * SIDE * SIDE];
-    i64 configured = 0;
-    for (i64 top = 0; top < rows; top += ROWS)
-        for (i64 n = first, width; n < end; n += width) {
-            width = rows <= SIDE && n + 2 * unit <= end ? 2 * unit : unit;
-            for (i64 m = top, bottom = std::min(rows, top + ROWS); m < bottom; m += 2 * SIDE) {
-                const i64 some = std::min(2 * SIDE, bottom - m), second = some > SIDE ? some - SIDE : some;
-                const bf16 *const from = x + m * K, *const lower = some > SIDE ? from + SIDE * K : from;
-                if (configured != some) configure(std::min(some, SIDE), second), configured = some;
-                const char* const weights = w + n / SIDE * run;
-                if (width > unit) wide<true>(c, from, 2 * K, weights, run, tiles);
-                else if (m == top) high<true>(c, from, lower, 2 * K, weights, run, tiles);
-                else high<false>(c, from, lower, 2 * K, weights, run, tiles);
-                write_out(y + m * N + n, N, c, width, some, std::min(width, N - n), bias ? bias + n : nullptr);
+    configure(std::min(rows, SIDE), second);
+    for (i64 n = first, width; n < end; n += width) {
+        width = rows <= SIDE && n + 2 * unit <= end ? 2 * unit : unit;
+        const char* const weights = w + n / SIDE * run;
+        if (width > unit) wide(c, x, 2 * K, weights, run, tiles);
+        else high(c, x, lower, 2 * K, weights, run, tiles);
+        write_out(y + n, N, c, width, rows, std::min(width, N - n), bias ? bias + n : nullptr);
+    }
+    _tile_release();
+}
+
+// 32 rows after the other, as [K / 32] pairs of tiles; rows that are missing repeat the last one.
+void pack(bf16* to, const bf16* x, i64 rows, i64 K) {
+    for (i64 r = 0; r < (rows + PAIR - 1) / PAIR * PAIR; r++) {
+        const bf16* const from = x + std::min(r, rows - 1) * K;
+        bf16* const tile = to + r / PAIR * PAIR * K + (r / SIDE % 2 * SIDE + r % SIDE) * TILE_K;
+        for (i64 k = 0; k < K; k += TILE_K) _mm512_store_si512(tile + k * PAIR, _mm512_loadu_si512(from + k));
+    }
+}
+
+// c[32][32] = x · wᵀ over `tiles` of K, or += where `add`. With each of them, `lines` at `ahead` are fetched.
+template <bool ADD>
+void square(float* c, const bf16* x, const char* w, i64 run, i64 tiles, const char* ahead, i64 lines) {
+    asm volatile("" ::: "memory");  // GCC's tile loads don't tell that they read memory
+    if (ADD) {
+        _tile_loadd(0, c, 128);
+        _tile_loadd(1, c + 16, 128);
+        _tile_loadd(2, c + 512, 128);
+        _tile_loadd(3, c + 528, 128);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (i64 k = 0; k < tiles; k++, x += PAIR * TILE_K, w += TILE_BYTES) {
+        _tile_loadd(4, x, 64);
+        _tile_loadd(6, w, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, w + run, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, x + SIDE * TILE_K, 64);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+        for (i64 i = 0; i < lines; i++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
+    }
+    _tile_stored(0, c, 128);
+    _tile_stored(1, c + 16, 128);
+    _tile_stored(2, c + 512, 128);
+    _tile_stored(3, c + 528, 128);
+}
+
+// The same as `few` for more rows.
+void many(bf16* y, const bf16* x, const char* w, const bf16* bias, i64 rows, i64 K, i64 N, i64 first, i64 end) {
+    const i64 tiles = K / TILE_K, run = tiles * TILE_BYTES, most = std::max(LEAST, PACKED / K / PAIR * PAIR);
+    const amx::Buffer<bf16> packed(std::min(most, (rows + PAIR - 1) / PAIR * PAIR) * K);
+    alignas(64) float c[GROUP * PAIR * PAIR];
+    configure(SIDE, SIDE);
+    for (i64 top = 0; top < rows; top += most) {
+        const i64 some = std::min(most, rows - top), lines = (PAIR * PAIR + some - 1) / some;
+        pack(packed, x + top * K, some, K);
+        for (i64 n = first; n < end; n += PAIR) {
+            const char* const weights = w + n / SIDE * run;
+            const char* ahead = w + (n + PAIR < end ? n + PAIR : first) / SIDE * run;
+            for (i64 group = 0, part; group < some; group += part) {
+                part = std::min(some - group, GROUP * PAIR);
+                for (i64 k = 0, depth; k < tiles; k += depth) {
+                    depth = std::min(DEPTH, tiles - k);
+                    for (i64 m = 0; m < part; m += PAIR, ahead += depth * lines * 64)
+                        (k ? square<true> : square<false>)(c + m * PAIR, packed + (group + m) * K + k * PAIR * TILE_K,
+                                                           weights + k * TILE_BYTES, run, depth, ahead, lines);
+                }
+                write_out(y + (top + group) * N + n, N, c, PAIR, part, std::min(PAIR, N - n), bias ? bias + n : nullptr);
             }
         }
+    }
     _tile_release();
 }
 #endif
@@ -135,11 +195,16 @@ extern "C" {
 // y[rows][N] = x[rows][K] · wᵀ + bias, if pdserve_amx(); K is a multiple of 32, and w has columns up to a multiple of 32.
 void pdserve_linear(void* y, const void* x, const void* w, const void* bias, i64 rows, i64 K, i64 N, i64 threads) {
 #ifdef PDSERVE_AMX
-    const i64 units = (N + UNIT * SIDE - 1) / (UNIT * SIDE);
+    if (rows == 0) return;
+    i64 high = 1;  // threads share the rows as long as each has many, else the columns
+    while (threads % (2 * high) == 0 && rows >= 2 * high * ENOUGH) high *= 2;
+    const i64 units = (N + PAIR - 1) / PAIR, wide = threads / high;
 #pragma omp parallel for num_threads((int)threads) schedule(static)
-    for (i64 t = 0; t < threads; t++)
-        linear((bf16*)y, (const bf16*)x, (const char*)w, (const bf16*)bias, rows, K, N, units * t / threads * UNIT * SIDE,
-               units * (t + 1) / threads * UNIT * SIDE);
+    for (i64 t = 0; t < threads; t++) {
+        const i64 top = rows * (t / wide) / high, bottom = rows * (t / wide + 1) / high;
+        (rows > PAIR ? many : few)((bf16*)y + top * N, (const bf16*)x + top * K, (const char*)w, (const bf16*)bias,
+                                   bottom - top, K, N, units * (t % wide) / wide * PAIR, units * (t % wide + 1) / wide * PAIR);
+    }
 #endif
 }
 }

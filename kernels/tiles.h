@@ -2,6 +2,10 @@
 
 #pragma once
 
+#include <cstdlib>
+
+#include "vectors.h"
+
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__linux__)
 #define PDSERVE_AMX
 #include <immintrin.h>
@@ -21,6 +25,16 @@ inline bool permitted() {
     return false;
 #endif
 }
+
+// Uninitialised memory that begins with a cache line.
+template <class T>
+struct Buffer {
+    T* const data;
+    explicit Buffer(i64 count) : data((T*)std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64)) {}
+    Buffer(const Buffer&) = delete;
+    ~Buffer() { std::free(data); }
+    operator T*() const { return data; }
+};
 
 }  // namespace
 }  // namespace amx

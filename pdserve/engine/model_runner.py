@@ -17,7 +17,7 @@ from pdserve.errors import SetupError
 from pdserve.kernels import cpu
 from pdserve.kernels.attention import KernelUnavailable, choose
 from pdserve.kernels.batch import Kernel, PagedBatch
-from pdserve.kernels.cpu import huge_pages
+from pdserve.kernels.cpu import huge_pages, keep_freed_memory
 from pdserve.request import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0)
@@ -50,6 +50,8 @@ class ModelRunner:
         self._host_NL2GBD = self._new_pool(self.num_places, torch.device("cpu"))
         if self.num_places and self.device.type == "cuda":
             self._host_NL2GBD = self._host_NL2GBD.pin_memory()
+        if self.device.type == "cpu":
+            keep_freed_memory()
         if self.kernel is cpu:
             self.tapes = Tapes(self._model, min(self.num_blocks, -(-checkpoint.context // self.block_size)))
 

@@ -8,7 +8,7 @@ from pdserve.kernels import linear
 pytestmark = pytest.mark.skipif(not linear.available(), reason="needs a processor with AMX, and a compiler")
 
 
-@pytest.fixture(params=[1, 3], autouse=True)
+@pytest.fixture(params=[1, 3, 4], autouse=True)
 def threads(request: pytest.FixtureRequest) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -21,7 +21,7 @@ def test_equals_a_product_in_float64(wide: int, high: int, bias: bool) -> None:
     torch.manual_seed(wide)
     weight, b = torch.randn(high, wide).bfloat16(), torch.randn(high).bfloat16() if bias else None
     packed = linear.pack(weight)
-    for rows in (0, 1, 2, 15, 16, 17, 31, 32, 33, 48, 65, 200, 256, 257, 289):
+    for rows in (0, 1, 2, 15, 16, 17, 31, 32, 33, 48, 65, 200, 256, 257, 289, 1300):
         x = torch.randn(rows, wide).bfloat16()
         y = linear.linear(x, packed, high, b)
         exact = x.double() @ weight.double().T + (0 if b is None else b.double())
@@ -30,10 +30,10 @@ def test_equals_a_product_in_float64(wide: int, high: int, bias: bool) -> None:
 
 
 def test_a_row_is_the_same_whatever_is_computed_with_it() -> None:
-    weight, x = torch.randn(200, 96).bfloat16(), torch.randn(300, 96).bfloat16()
+    weight, x = torch.randn(200, 96).bfloat16(), torch.randn(700, 96).bfloat16()
     packed = linear.pack(weight)
     together = linear.linear(x, packed, 200, None)
-    for count in (1, 16, 17, 33):
+    for count in (1, 16, 17, 33, 300):
         for first in (0, 16, 250):
             rows = slice(first, first + count)
             assert torch.equal(linear.linear(x[rows], packed, 200, None), together[rows])
