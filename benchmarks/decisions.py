@@ -3,7 +3,6 @@
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -68,7 +67,7 @@ def decide_among(count: int, repeat: int) -> list[dict[str, Any]]:
                 member.outbox.get_nowait()
 
     def timed(policy: str, decode: bool) -> Callable[[int], object]:
-        return lambda turn: decide(policy, loads, replace(ask, turn=turn, decode=decode))
+        return lambda turn: decide(policy, loads, ask._replace(turn=turn, decode=decode))
 
     kinds = {policy: _microseconds(timed(policy, decode=False), repeat) for policy in POLICIES}
     kinds["auto, to decode"] = _microseconds(timed("auto", decode=True), repeat)

@@ -5,7 +5,6 @@ an idle instance could not do in time either is let in when it is idle.
 """
 
 import math
-from dataclasses import replace
 
 from pdserve.errors import Overloaded
 from pdserve.router.policy import Ask, Candidate, time_between_tokens, time_to_first_token
@@ -28,8 +27,8 @@ def admit(slo: Slo, prefill: Candidate, decode: Candidate, ask: Ask, waited: flo
         words += f"; --slo says {slo.ttft:.3g} s"
         return Overloaded(words, kind="slo_ttft", retry_after_s=_whole(ttft - slo.ttft))
     if prefill is decode:  # no KV has to come from elsewhere
-        ask = replace(ask, cached={decode.instance_id: ask.tokens})
-    itl = time_between_tokens(decode, replace(ask, alone=False))
+        ask = ask._replace(cached={decode.instance_id: ask.tokens})
+    itl = time_between_tokens(decode, ask._replace(alone=False))
     if itl > slo.itl and ask.output_tokens > 1 and decode.requests:
         words = f"a token would come every {itl:.3g} s, by forecast, because of the others that are being decoded"
         words += f"; --slo says {slo.itl:.3g} s"

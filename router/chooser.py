@@ -4,7 +4,7 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pdserve.config import RouterConfig
 from pdserve.errors import Unavailable
@@ -63,7 +63,7 @@ class Chooser:
             raise Unavailable(f"{self.missing(avoid)} is there to take it", kind="no_instance", retry_after_s=1)
         self._turn += 1
         alone = len(there) == 1 or all(member.role == "both" for member in able["prefill"])
-        ask = replace(ask, turn=self._turn, cached=self._cached(ask.tokens, keys), alone=alone)
+        ask = ask._replace(turn=self._turn, cached=self._cached(ask.tokens, keys), alone=alone)
         if len(there) == 1:
             return self._stand_in(ask, there[0], able[there[0]])
         self._missed = ""
@@ -75,7 +75,7 @@ class Chooser:
         able = [member for member in able if member.hello.namespace == first.hello.namespace]
         if not able:
             return None
-        decision = self._decide("prefill", replace(ask, turn=self._turn), able)
+        decision = self._decide("prefill", ask._replace(turn=self._turn), able)
         return self._take("prefill", decision), decision
 
     def missing(self, avoid: Member | None = None) -> str:
@@ -141,7 +141,7 @@ class Chooser:
 
     def _decide(self, role: str, ask: Ask, able: list[Member]) -> Decision:
         """What the role's policy says."""
-        ask = replace(ask, decode=role == "decode")
+        ask = ask._replace(decode=role == "decode")
         return decide(self._policies[role], [member.load for member in able], ask)
 
     def _take(self, role: str, decision: Decision) -> Member:

@@ -87,6 +87,8 @@ class StopMatcher:
 
     def push(self, text: str) -> str:
         """What of the text so far cannot be part of a stop string any more. Sets `matched` when one is complete."""
+        if not self._stops:
+            return text
         text = self._held + text
         hits = [(text.find(stop) + len(stop), stop) for stop in self._stops if stop in text]
         if hits:

@@ -34,6 +34,8 @@ class Dispatcher:
         self.fleet = fleet
         self.flights: dict[str, Flight] = {}
         self.timelines = TimelineLog(config.timelines)
+        self._hellos: list[pb.Hello] = []  # of those who are attached, as of the last `model`
+        self._model: ModelInfo | None = None
         self._open: set[str] = set()  # request ids; a flight that moves changes its own id
         self.watchers = [metrics.finished]  # of requests that have ended
         self._metrics = metrics
@@ -48,18 +50,9 @@ class Dispatcher:
 
     def model(self) -> ModelInfo | None:
         hellos = [member.hello for member in self.fleet.members.values()]
-        if not hellos:
-            return None
-        return ModelInfo(
-            name=self.config.name,
-            max_model_len=min(hello.max_model_len for hello in hellos),
-            vocab_size=hellos[0].vocab_size,
-            eos_token_ids=frozenset(hellos[0].eos_token_ids),
-            weights=Layout.like(hellos[0].layout).weights,
-            block_sizes=frozenset(hello.block_size for hello in hellos),
-            grammars=all(hello.grammars for hello in hellos),
-            by_priority=all(hello.scheduling_policy == "priority" for hello in hellos),
-        )
+        if hellos != self._hellos:
+            self._hellos, self._model = hellos, _agreed(self.config.name, hellos) if hellos else None
+        return self._model
 
     def ready(self) -> tuple[bool, str]:
         missing = self._chooser.missing()
@@ -128,7 +121,7 @@ class Dispatcher:
             self._hedges.on_output(flight, member, output)
             return
         flight.note(member, output, time.monotonic())
-        if member is flight.decode and any(stamp.stage == Stage.KV_READY for stamp in output.stamps):
+        if output.stamps and member is flight.decode and any(s.stage == Stage.KV_READY for s in output.stamps):
             self._note_pair(flight, flight.prefill, member)
         if output.token_ids:
             self.fleet.breakers.succeeded(member.id)
@@ -352,3 +345,16 @@ class Dispatcher:
         flight.timeline.placement = choice.placement
         flight.timeline.decisions += choice.decisions
         return choice.ask
+
+
+def _agreed(name: str, hellos: list[pb.Hello]) -> ModelInfo:
+    return ModelInfo(
+        name=name,
+        max_model_len=min(hello.max_model_len for hello in hellos),
+        vocab_size=hellos[0].vocab_size,
+        eos_token_ids=frozenset(hellos[0].eos_token_ids),
+        weights=Layout.like(hellos[0].layout).weights,
+        block_sizes=frozenset(hello.block_size for hello in hellos),
+        grammars=all(hello.grammars for hello in hellos),
+        by_priority=all(hello.scheduling_policy == "priority" for hello in hellos),
+    )

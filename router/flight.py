@@ -69,14 +69,12 @@ class Flight:
 
     def left(self, phase: "pb.Phase", done: int = 0) -> Load:
         """What is left to do in a phase, with so many tokens computed or cached. The last one always has to be computed."""
-        load = Load()
-        if phase != pb.PREFILL:
-            load = load._replace(output_tokens=self.tokens_left, context_tokens=self.tokens)
-        if phase != pb.DECODE:
-            tokens = max(1, self.tokens - done)
-            pairs = int(attended(tokens, self.tokens - tokens))
-            load = load._replace(prefill_tokens=tokens, prefills=1, attended_tokens=pairs)
-        return load
+        output, context = (0, 0) if phase == pb.PREFILL else (self.tokens_left, self.tokens)
+        if phase == pb.DECODE:
+            return Load(output_tokens=output, context_tokens=context)
+        tokens = max(1, self.tokens - done)
+        pairs = int(attended(tokens, self.tokens - tokens))
+        return Load(1, tokens, output, context, prefills=1, attended_tokens=pairs)
 
     def submission(self) -> pb.RouterFrame:
         """What the request is by now, but for the phase. Built in its frame: copying a long prompt takes as long."""

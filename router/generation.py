@@ -19,7 +19,7 @@ from pdserve.router.tool_calls import CallPart, Parts, ToolCalls
 Json = dict[str, object]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Delta:
     """What is new in one choice."""
 

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -129,6 +130,8 @@ class Metrics:
         )
         tasks.set_function(_tasks)
         self.registry.register(_FleetCounts(fleet))
+        for asked in (self.requests, self.decisions, self.placements, self.key_requests, self.key_tokens):
+            asked.labels = cache(asked.labels)  # type: ignore[assignment]  # each request asks for the same few
 
     def finished(self, timeline: Timeline) -> None:
         """Takes a request's complete timeline into the histograms."""

@@ -1,10 +1,10 @@
 """Around every request: its id, the limits of its body, and errors in OpenAI's format."""
 
 import asyncio
-import json
 import re
 import secrets
 
+from pydantic_core import to_json
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,14 +15,6 @@ ID_HEADER = "x-request-id"
 ID_FORM = re.compile(r"[A-Za-z0-9._-]{1,128}")
 ID_PREFIX = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-", "/v1/responses": "resp_"}
 DRAIN_FACTOR = 8
-
-
-# Made once: `json.dumps` with settings makes an encoder for each call, which takes longer than a token's event.
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-
-
-def to_json(data: object) -> bytes:
-    return _encode(data).encode()
 
 
 def json_response(data: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -8,9 +8,9 @@ decision says so.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from operator import attrgetter
 from random import Random
+from types import MappingProxyType
 from typing import NamedTuple
 
 import xxhash
@@ -108,8 +108,7 @@ class Candidate:
         self._queued_seconds = self._step_seconds = None
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(NamedTuple):
     """What is to be placed.
 
     Attributes:
@@ -125,12 +124,12 @@ class Ask:
     tokens: int
     turn: int = 0
     session: str = ""
-    cached: Mapping[str, int] = field(default_factory=dict)
+    cached: Mapping[str, int] = MappingProxyType({})
     output_tokens: int = 1
     decode: bool = False
     alone: bool = False
 
-    @cached_property
+    @property
     def spread(self) -> int:
         """Over how many tokens a wait before the second one counts as spread."""
         return max(1, min(SPREAD, self.output_tokens))

@@ -4,13 +4,14 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable
 
+from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import RequestError
 from pdserve.router.generation import Delta, Generation, Json
 from pdserve.router.logprobs import of_chat, of_completion
-from pdserve.router.middleware import InternalError, error_data, json_response, to_json
+from pdserve.router.middleware import InternalError, error_data, json_response
 from pdserve.router.openai import Plan
 from pdserve.router.tool_calls import CallPart
 

@@ -5,9 +5,11 @@ Nothing is kept: a conversation comes whole with each request, as in /v1/chat/co
 
 from dataclasses import dataclass, field
 
+from pydantic_core import to_json
+
 from pdserve.errors import BadRequest, RequestError
 from pdserve.router.generation import Delta, Generation, Json
-from pdserve.router.middleware import error_data, to_json
+from pdserve.router.middleware import error_data
 from pdserve.router.openai import Plan
 from pdserve.router.parsing import quote
 from pdserve.router.respond import EventStream

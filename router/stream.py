@@ -8,7 +8,7 @@ from pdserve.request import Request, TokenLogprobs
 from pdserve.router.timeline import Timeline
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Chunk:
     """New tokens, and on the last chunk why it is the last: stop (EOS or a stop token, kept as last id) or length.
 
