@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -225,6 +226,27 @@ def _load(name: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[Any]:
+    """A ForkServer of tests/fork_server.py."""
+    with closing(_load("fork_server").ForkServer.run()) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def pdserve(fork_server: Any) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """pdserve("up", "--model", "nowhere") → the finished command; of a script, if its path ends in `.py`."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+            code = fork_server.start(list(arguments), os.environ, output.fileno(), errors.fileno()).wait(240)
+            output.seek(0)
+            errors.seek(0)
+            return subprocess.CompletedProcess(arguments, code, output.read(), errors.read())
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,27 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 HEAD = {"benchmark", "when", "note", "machine", "commit", "settings", "rows"}
 
 
-def run(script: str, out: Path, *arguments: str) -> dict[str, Any]:
-    """Its JSON."""
-    command = [sys.executable, str(BENCHMARKS / script), "--quick", "--out", str(out), "--note", "smoke", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (file,) = out.iterdir()
-    assert file.name.endswith(f"-{script.removesuffix('.py')}-smoke.json")
-    content: dict[str, Any] = json.loads(file.read_text())
-    assert content.keys() >= HEAD
-    assert {"cpu", "cores", "torch"} <= content["machine"].keys()
-    assert str(out) not in file.read_text() and str(BENCHMARKS) not in file.read_text(), "a path of this machine"
-    return content
+@pytest.fixture
+def run(pdserve: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """run("engine.py", "--peers", "transformers") → its JSON."""
+
+    def finished(script: str, *arguments: str) -> dict[str, Any]:
+        out = tmp_path / "out"
+        done = pdserve(str(BENCHMARKS / script), "--quick", "--out", str(out), "--note", "smoke", *arguments)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (file,) = out.iterdir()
+        assert file.name.endswith(f"-{script.removesuffix('.py')}-smoke.json")
+        content: dict[str, Any] = json.loads(file.read_text())
+        assert content.keys() >= HEAD
+        assert {"cpu", "cores", "torch"} <= content["machine"].keys()
+        assert str(out) not in file.read_text() and str(BENCHMARKS) not in file.read_text(), "a path of this machine"
+        return content
+
+    return finished
 
 
-def test_engine(tmp_path: Path) -> None:
-    content = run("engine.py", tmp_path, "--peers", "transformers")
+def test_engine(run: Callable[..., Any]) -> None:
+    content = run("engine.py", "--peers", "transformers")
     assert content["roofline"]["read_gb_per_s"] > 0 and content["roofline"]["gflops"] > 0
     rows = {(row["engine"], row["task"]): row for row in content["rows"]}
     assert rows.keys() == {(e, t) for e in ("pdserve", "transformers") for t in ("offline", "prefill", "decode")}
@@ -40,8 +46,8 @@ def test_engine(tmp_path: Path) -> None:
     assert rows["pdserve", "decode"]["tokens"] == 7, "the first of 8 comes from the prefill"
 
 
-def test_handover(tmp_path: Path) -> None:
-    content = run("handover.py", tmp_path)
+def test_handover(run: Callable[..., Any]) -> None:
+    content = run("handover.py")
     assert content["skipped"] == {}
     assert [(row["connector"], row["prompt_tokens"]) for row in content["rows"]] == [("shm", 1), ("shm", 40)]
     block_bytes = content["rows"][0]["bytes"]
@@ -53,8 +59,8 @@ def test_handover(tmp_path: Path) -> None:
         assert row["second_token_gap_ms"] >= 0 and len(row["handover_ms_all"]) == 1
 
 
-def test_memory(tmp_path: Path) -> None:
-    content = run("memory.py", tmp_path)
+def test_memory(run: Callable[..., Any]) -> None:
+    content = run("memory.py")
     rows = {row["reservation"]: row for row in content["rows"]}
     assert rows.keys() == {"max", "power of two", "oracle", "paged"}
     assert (
@@ -62,8 +68,8 @@ def test_memory(tmp_path: Path) -> None:
     )
 
 
-def test_transports(tmp_path: Path) -> None:
-    content = run("transports.py", tmp_path)
+def test_transports(run: Callable[..., Any]) -> None:
+    content = run("transports.py")
     assert content["skipped"] == {}
     rows = {(row["connector"], row["operation"]): row for row in content["rows"]}
     assert rows.keys() == {(name, way) for name in ("shm", "file-tmpfs") for way in ("store", "load")}
@@ -72,8 +78,8 @@ def test_transports(tmp_path: Path) -> None:
         assert row["gb_per_s"] > 0 and row["of_raw"] > 0 and row["of_memcpy"] > 0
 
 
-def test_pd(tmp_path: Path) -> None:
-    content = run("pd.py", tmp_path)
+def test_pd(run: Callable[..., Any]) -> None:
+    content = run("pd.py")
     colocated, split = content["rows"]
     assert [colocated["deployment"], split["deployment"]] == ["1 both", "1P+1D"]
     assert colocated["throughput_ratio"] == colocated["ttft_p50_ratio"] == 1
@@ -82,8 +88,8 @@ def test_pd(tmp_path: Path) -> None:
     assert colocated["handed_over"] == 0 and split["handed_over"] == 4 and split["handover_ms_p50"] > 0
 
 
-def test_router(tmp_path: Path) -> None:
-    content = run("router.py", tmp_path)
+def test_router(run: Callable[..., Any]) -> None:
+    content = run("router.py")
     rows = content["rows"]
     kinds = {
         tuple(row[name] for name in ("fleet", "workers", "prompt_tokens", "stream", "output_tokens")) for row in rows
@@ -100,8 +106,8 @@ def test_router(tmp_path: Path) -> None:
     assert all(row["us_p50"] > 0 for row in content["decisions"])
 
 
-def test_codecs(tmp_path: Path) -> None:
-    rows = {row["codec"]: row for row in run("kv_codecs.py", tmp_path, "--speed")["rows"]}
+def test_codecs(run: Callable[..., Any]) -> None:
+    rows = {row["codec"]: row for row in run("kv_codecs.py", "--speed")["rows"]}
     assert list(rows) == ["none", "lz4", "zstd", "fp8", "int8"]
     for name in ("none", "lz4", "zstd"):
         assert rows[name]["kv_equal"] and rows[name]["logits_max_error"] == 0 and rows[name]["greedy_agreement"] == 1
@@ -113,15 +119,15 @@ def test_codecs(tmp_path: Path) -> None:
     assert all(rows[name]["encode_of_memcpy"] > 0 < rows[name]["decode_of_memcpy"] for name in rows if name != "none")
 
 
-def test_prefix_cache(tmp_path: Path) -> None:
-    rows = {row["cache"]: row for row in run("prefix_cache.py", tmp_path)["rows"]}
+def test_prefix_cache(run: Callable[..., Any]) -> None:
+    rows = {row["cache"]: row for row in run("prefix_cache.py")["rows"]}
     assert {name: row["found_percent"] for name, row in rows.items()} == {"off": 0, "0 %": 0, "50 %": 50, "90 %": 90}
     assert rows["off"]["of_off"] == 1 and rows["off"]["bookkeeping_percent"] == 0
     assert all(row["requests_per_s"] > 0 and row["of_off"] > 0 for row in rows.values())
 
 
-def test_preemption(tmp_path: Path) -> None:
-    rows = run("preemption.py", tmp_path)["rows"]
+def test_preemption(run: Callable[..., Any]) -> None:
+    rows = run("preemption.py")["rows"]
     assert [row["block_size"] for row in rows] == [32]
     for row in rows:
         assert row["preemptions"]["recompute"] > 0 < row["preemptions"]["swap"] and row["preemptions"]["room"] == 0

@@ -1,22 +1,15 @@
 """Whole deployments in real processes, by fixture."""
 
-import json
 import os
 import re
-import select
 import shutil
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -33,66 +26,15 @@ from pdserve.proto import pdserve_pb2 as pb
 Deploy = Callable[..., AbstractContextManager[Deployment]]
 
 
-class Forked:
-    """A command in a process that the fork server made; the part of a Popen that deployments use."""
-
-    def __init__(
-        self, server: socket.socket, arguments: list[str], environment: dict[str, str], output: int, errors: int
-    ) -> None:
-        status, written = os.pipe()
-        socket.send_fds(server, [json.dumps([arguments, environment]).encode()], [output, errors, written])
-        os.close(written)
-        self.returncode: int | None = None
-        self.stdout: IO[str] | None = None
-        self._status = open(status, "rb", buffering=0)  # noqa: SIM115
-        self.pid = int(self._status.readline())
-
-    def poll(self) -> int | None:
-        return self._wait(0)
-
-    def wait(self, timeout: float | None = None) -> int:
-        code = self._wait(timeout)
-        if code is None:
-            raise subprocess.TimeoutExpired("pdserve", timeout or 0)
-        return code
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-    def _wait(self, timeout: float | None) -> int | None:
-        if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
-            with self._status:
-                self.returncode = int(self._status.readline())
-        return self.returncode
-
-
 @pytest.fixture(scope="session")
-def fork_server() -> Iterator[socket.socket]:
-    """The socket of tests/integration/fork_server.py."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    script = str(Path(__file__).with_name("fork_server.py"))
-    with theirs:
-        command = [sys.executable, "-P", script, str(theirs.fileno())]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
-    with ours:
-        yield ours
-    assert process.wait(20) == 0
-
-
-@pytest.fixture(scope="session")
-def forked(fork_server: socket.socket) -> type[Deployment]:
+def forked(fork_server: Any) -> type[Deployment]:
     """A deployment whose processes the fork server makes; `flags` as in `deploy`."""
 
     class Mixed(Deployment):
         flags: ClassVar[dict[str, list[str]]] = {}
 
         def _spawn(self, arguments: list[str], environment: dict[str, str]) -> Any:
-            output, printed = os.pipe()
-            child = Forked(fork_server, [*arguments, *self.flags.get(arguments[0], [])], environment, printed, printed)
-            os.close(printed)
-            child.stdout = open(output)  # noqa: SIM115 - closed by its reader
-            return child
+            return fork_server.spawn([*arguments, *self.flags.get(arguments[0], [])], environment)
 
     return Mixed
 
@@ -318,30 +260,14 @@ def until() -> Callable[..., None]:
     return wait
 
 
-@pytest.fixture(scope="session")
-def pdserve(fork_server: socket.socket) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """pdserve("up", "--model", "nowhere") → the finished command."""
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-            child = Forked(fork_server, list(arguments), dict(os.environ), output.fileno(), errors.fileno())
-            code = child.wait(200)
-            output.seek(0)
-            errors.seek(0)
-            return subprocess.CompletedProcess(arguments, code, output.read(), errors.read())
-
-    return run
-
-
 @pytest.fixture
-def start(fork_server: socket.socket, tmp_path: Path) -> Iterator[Callable[..., Forked]]:
+def start(fork_server: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """start("router", "--port", "0") → the running command, which is killed in the end."""
     with (tmp_path / "output").open("w") as output:
-        running: list[Forked] = []
+        running: list[Any] = []
 
-        def run(*arguments: str) -> Forked:
-            descriptors = output.fileno(), output.fileno()
-            running.append(Forked(fork_server, list(arguments), dict(os.environ), *descriptors))
+        def run(*arguments: str) -> Any:
+            running.append(fork_server.start(list(arguments), os.environ, output.fileno(), output.fileno()))
             return running[-1]
 
         yield run

@@ -1,0 +1,168 @@
+"""`pdserve …` in processes of their own, without the seconds that each would spend on importing torch and the like.
+
+    python fork_server.py REQUESTS CLIENTS
+
+imports what instances and routers import, and then reads requests from the socket that is its descriptor REQUESTS: a JSON
+list of arguments and environment, with three descriptors, for what the command prints, for its errors, and for its pid and,
+once it has ended, its return code, a line each. For each request it forks a keeper, which forks the command and waits for
+it. What a command itself supervises comes from here too, asked for by CLIENTS, the other end.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Self
+
+PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+class Forked:
+    """A command in a process that the fork server made; the part of a Popen that deployments use."""
+
+    def __init__(self, status: int) -> None:
+        self.returncode: int | None = None
+        self.stdout: IO[str] | None = None
+        self._status = open(status, "rb", buffering=0)  # noqa: SIM115
+        self.pid = int(self._status.readline())
+
+    def poll(self) -> int | None:
+        return self._wait(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._wait(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired("pdserve", timeout or 0)
+        return code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _wait(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
+            with self._status:
+                self.returncode = int(self._status.readline())
+        return self.returncode
+
+
+class ForkServer:
+    """The clients' side."""
+
+    def __init__(self, clients: socket.socket, process: "subprocess.Popen[bytes] | None" = None) -> None:
+        self._clients, self._process = clients, process
+
+    @classmethod
+    def run(cls) -> Self:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            ends = theirs.fileno(), ours.fileno()
+            command = [sys.executable, "-P", __file__, *map(str, ends)]
+            return cls(ours, subprocess.Popen(command, pass_fds=ends, start_new_session=True))
+
+    def start(self, arguments: list[str], environment: Mapping[str, str], output: int, errors: int) -> Forked:
+        """`output` and `errors` are descriptors."""
+        status, written = os.pipe()
+        message = json.dumps([arguments, dict(environment)]).encode()
+        socket.send_fds(self._clients, [message], [output, errors, written])
+        os.close(written)
+        return Forked(status)
+
+    def spawn(self, arguments: list[str], environment: Mapping[str, str]) -> Forked:
+        """As a Supervisor does it: what it prints comes from its `stdout`."""
+        output, printed = os.pipe()
+        child = self.start(arguments, environment, printed, printed)
+        os.close(printed)
+        child.stdout = open(output)  # noqa: SIM115 - closed by its reader
+        return child
+
+    def close(self) -> None:
+        assert self._process is not None
+        self._process.terminate()
+        assert self._process.wait(20) == -signal.SIGTERM
+        self._clients.close()
+
+
+def main() -> None:
+    gc.freeze()  # or each child spends a second of its end on going through, and copying, all that is imported here
+    requests, clients = (socket.socket(fileno=int(descriptor)) for descriptor in sys.argv[1:])
+    with requests:
+        arguments = wait_for_command(requests)
+    import pdserve.cli
+    from pdserve.supervisor import Supervisor
+
+    Supervisor._spawn = lambda _, *command: ForkServer(clients).spawn(*command)  # type: ignore
+    if arguments[0].endswith(".py"):
+        sys.argv[:] = arguments
+        sys.path.insert(0, str(Path(arguments[0]).parent))
+        runpy.run_path(arguments[0], run_name="__main__")
+    else:
+        sys.argv[:] = ["pdserve", *arguments]
+        pdserve.cli.main()
+
+
+def wait_for_command(requests: socket.socket) -> list[str]:
+    """Returns its arguments, in a process that is to run it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(requests, 1 << 17, 3)
+        output, errors, status = descriptors
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            requests.close()
+            if (child := os.fork()) == 0:
+                os.close(status)
+                return become(output, errors, *json.loads(message))
+            os.close(output)
+            os.close(errors)
+            keep(child, status)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def keep(child: int, status: int) -> None:
+    """Does not return."""
+    _die_with_parent(signal.SIGKILL)
+    try:
+        os.write(status, f"{child}\n".encode())
+        os.write(status, f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n".encode())
+    finally:
+        os._exit(0)
+
+
+def become(output: int, errors: int, arguments: list[str], environment: dict[str, str]) -> list[str]:
+    os.setsid()
+    _die_with_parent(signal.SIGTERM)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
+    os.close(output)
+    os.close(errors)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    return arguments
+
+
+def _die_with_parent(by: signal.Signals) -> None:
+    _LIBC.prctl(PR_SET_PDEATHSIG, by)
+
+
+if __name__ == "__main__":
+    _die_with_parent(signal.SIGTERM)
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import pdserve.router.server
+    import pdserve.serve_instance  # noqa: F401
+
+    main()
