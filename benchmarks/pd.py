@@ -12,7 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ SMALL = checkpoints.Shape(
 )
 COLOCATED, SPLIT = "1 both", "1P+1D"
 TIMEOUT_S = 300.0
+PEER_ROUND_S = 25.0  # then a peer's round is cut: vLLM's pair may stall
 
 
 @dataclass
@@ -74,13 +75,16 @@ class Round:
     """All requests of one round on one deployment.
 
     Attributes:
-        seconds: from the first request to the last token.
+        seconds: from the first request to the last token, or until the round was cut.
+        replies: those that were complete then.
         handovers: of each request, first token → decode has its KV; empty where nothing was handed over.
+        unfinished: requests that were not.
     """
 
     seconds: float
     replies: list[Reply]
     handovers: list[float]
+    unfinished: int
 
     @property
     def tokens_per_s(self) -> float:
@@ -90,9 +94,13 @@ class Round:
 class Ours:
     """A deployment of pdserve."""
 
+    round_s: float | None = None  # no limit
+
     def __init__(self, config: UpConfig, stack: ExitStack) -> None:
         self._deployment = stack.enter_context(Deployment(config, lambda _: None))
         self.url, self.model = self._deployment.url, config.name
+
+    def wait_ready(self) -> None:
         self._deployment.wait_ready()
 
     def at_work(self) -> AbstractContextManager[None]:
@@ -111,6 +119,8 @@ class Vllm:
     """One server of vLLM, or one that prefills and one that decodes. What its proxies do between these two, the clients do
     themselves, so that it costs nothing."""
 
+    round_s: float | None = PEER_ROUND_S
+
     def __init__(self, settings: Settings, model: Path, stack: ExitStack, *roles: str) -> None:
         threads = max(1, len(os.sched_getaffinity(0)) // len(roles))
         self._servers: list[Server] = []
@@ -119,6 +129,10 @@ class Vllm:
             stack.callback(server.close)
             self._servers.append(server)
         self.url = self._servers[-1].url
+
+    def wait_ready(self) -> None:
+        for server in self._servers:
+            server.wait_ready()
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -158,8 +172,10 @@ def benchmark(settings: Settings) -> None:
         }
         if peers:
             status.update("starting vLLM, which compiles the first time")
-            candidates["vLLM, 1 server"] = Vllm(settings, model, stack, "")
-            candidates["vLLM, 1P+1D"] = Vllm(settings, model, stack, "kv_producer", "kv_consumer")
+            vllm = {"vLLM, 1 server": [""], "vLLM, 1P+1D": ["kv_producer", "kv_consumer"]}
+            candidates |= {name: Vllm(settings, model, stack, *roles) for name, roles in vllm.items()}
+        for candidate in candidates.values():  # all of them start at the same time
+            candidate.wait_ready()
         rounds: dict[str, list[Round]] = {name: [] for name in candidates}
         for turn in range(settings.repeat + 1):
             for name, candidate in candidates.items():
@@ -170,6 +186,11 @@ def benchmark(settings: Settings) -> None:
                     rounds[name].append(measured)
     rows = [_row(name, each, rounds[COLOCATED]) for name, each in rounds.items()]
     _print(rows)
+    for row in rows:
+        if row["unfinished"]:
+            print(
+                f"{row['deployment']}: {row['unfinished']} requests were cut off, after {PEER_ROUND_S:g} s of their rounds"
+            )
     print(report.write("pd", replace(settings, peers_folder=""), {"rows": rows}))
 
 
@@ -195,9 +216,11 @@ async def _round(candidate: Ours | Vllm, settings: Settings, vocabulary: int, se
                 names.append(name)
 
         started = time.perf_counter()
-        await asyncio.gather(*(client() for _ in range(settings.concurrency)))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(candidate.round_s):
+                await asyncio.gather(*(client() for _ in range(settings.concurrency)))
         seconds = time.perf_counter() - started
-        return Round(seconds, replies, await candidate.handovers(http, names))
+        return Round(seconds, replies, await candidate.handovers(http, names), len(prompts) - len(replies))
 
 
 async def ask(http: httpx.AsyncClient, model: str, name: str, prompt: list[int], count: int, **fields: object) -> Reply:
@@ -228,10 +251,11 @@ def _row(name: str, rounds: list[Round], colocated: list[Round]) -> dict[str, An
     replies = [reply for each in rounds for reply in each.replies]
     ttfts, gaps = [reply.ttft for reply in replies], [gap for reply in replies for gap in reply.gaps]
     handovers = [one for each in rounds for one in each.handovers]
-    pairs = list(zip(rounds, colocated, strict=True))
+    pairs = [(one, beside) for one, beside in zip(rounds, colocated, strict=True) if one.replies]
     return {
         "deployment": name,
         "requests": len(replies),
+        "unfinished": sum(each.unfinished for each in rounds),
         "output_tok_per_s": round(statistics.median(each.tokens_per_s for each in rounds), 1),
         "output_tok_per_s_all": [round(each.tokens_per_s, 1) for each in rounds],
         "ttft_ms_p50": milliseconds(ttfts, 50),
@@ -240,9 +264,14 @@ def _row(name: str, rounds: list[Round], colocated: list[Round]) -> dict[str, An
         "itl_ms_p99": milliseconds(gaps, 99),
         "handover_ms_p50": milliseconds(handovers, 50),
         "handed_over": len(handovers),
-        "throughput_ratio": round(statistics.median(a.tokens_per_s / b.tokens_per_s for a, b in pairs), 2),
-        "ttft_p50_ratio": round(statistics.median(_ttft_p50(a) / _ttft_p50(b) for a, b in pairs), 2),
+        "throughput_ratio": _median([a.tokens_per_s / b.tokens_per_s for a, b in pairs]),
+        "ttft_p50_ratio": _median([_ttft_p50(a) / _ttft_p50(b) for a, b in pairs]),
     }
+
+
+def _median(ratios: list[float]) -> float:
+    """0 of nothing."""
+    return round(statistics.median(ratios), 2) if ratios else 0.0
 
 
 def milliseconds(seconds: list[float], percent: int) -> float:

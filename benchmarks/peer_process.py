@@ -126,19 +126,10 @@ class Server(_Process):
     """
 
     def __init__(self, name: str, folder: str, path: Path, threads: int, dtype: str, role: str = "") -> None:
-        """`role`: `kv_producer` or `kv_consumer`, for one half of a disaggregated pair.
-
-        Raises:
-            SetupError: it does not start.
-        """
+        """Begins to start. `role`: `kv_producer` or `kv_consumer`, for one half of a disaggregated pair."""
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         super().__init__("serve", name, folder, path, threads, dtype, str(port), str(free_port(but=port)), role)
-        try:
-            self._wait_ready()
-        except BaseException:
-            self.close()
-            raise
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -156,7 +147,12 @@ class Server(_Process):
             self._process.wait(SERVER_STOP_S)
         super().close()
 
-    def _wait_ready(self) -> None:
+    def wait_ready(self) -> None:
+        """Its processes are stopped then, until it is `at_work`.
+
+        Raises:
+            SetupError: it does not start.
+        """
         deadline = time.monotonic() + SERVER_START_S
         while time.monotonic() < deadline:
             if self._process.poll() is not None:

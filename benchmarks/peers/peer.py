@@ -207,7 +207,9 @@ def serve_vllm(path: Path, dtype: str, port: str, side_port: str, role: str) -> 
     """vLLM's own server, or with a role one of the two that its NixlConnector joins through the host's memory."""
     os.environ.update(vllm_environment(path), HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
     os.environ.update(UCX_TLS="tcp,shm,cma,self", UCX_NET_DEVICES="lo")
-    os.environ.update(VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1", VLLM_NIXL_SIDE_CHANNEL_PORT=side_port)
+    # An address of its own, behind the same port as ever: the port is part of the key of compiled code, the host is not.
+    high, low = divmod(int(side_port), 256)
+    os.environ.update(VLLM_NIXL_SIDE_CHANNEL_HOST=f"127.1.{high}.{low}")
     arguments = ["--host", "127.0.0.1", "--port", port, "--model", str(path), "--served-model-name", "model"]
     arguments += ["--dtype", dtype, "--max-model-len", str(CONTEXT), "--max-num-seqs", str(SEQS)]
     arguments += ["--max-num-batched-tokens", str(STEP_TOKENS), "--disable-uvicorn-access-log"]
