@@ -46,7 +46,7 @@ _ROTARY = (_I, _I, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _
 _GATE = (_I, _I, _P, _P, _I, _I)
 _ARGMAX = (_I, _P, _P, _I, _I, _I)
 _DRAW = (_I, _P, _P, _I, _P, _P, _P, _P, _I, _I)
-_LINEAR = (_P, _P, _P, _P, _I, _I, _I, _I)
+_LINEAR = (_P, _P, _P, _P, _I, _I, _I, _I, _P, _I)
 _COPY_BLOCKS = (_P, _I, _P, _P, _I, _P, _I, _I, _I)
 
 

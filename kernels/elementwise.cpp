@@ -56,13 +56,6 @@ void rotary(const Heads (&both)[2], const C* cos, const C* sin, i64 tokens, i64 
                        sin + t * R, D, R);
 }
 
-inline vf sigmoid(vf x) {
-    const vf e = exp_(-vmax(x, -x));
-    return (x < vf{} ? e : splat(1.f)) / (1.f + e);
-}
-inline vf silu(vf x) { return x * sigmoid(x); }
-inline vf gelu_tanh(vf x) { return x * sigmoid(1.595769122f * (x + 0.044715f * x * x * x)); }  // (1 + tanh u) / 2 = sigmoid 2u
-
 template <typename T, vf activation(vf)>
 void gate(T* x, const T* up, i64 n, i64 threads) {
 #pragma omp parallel for num_threads((int)threads) if (n > 1 << 16)

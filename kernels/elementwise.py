@@ -4,7 +4,7 @@ import torch
 
 from pdserve.kernels.cpu import DTYPES, functions
 
-ACTIVATIONS = ("silu", "gelu_tanh")  # by the numbers that elementwise.cpp gives them
+ACTIVATIONS = ("silu", "gelu_tanh")  # by the numbers that the sources give them
 
 
 def rms_norm(x: torch.Tensor, weight_N: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,4 +1,5 @@
-// Linear layers in bfloat16 on Intel's matrix instructions (AMX): y = x · wᵀ + bias, sums in float32, rounded once.
+// Linear layers in bfloat16 on Intel's matrix instructions (AMX): y = x · wᵀ + bias, sums in float32, rounded once;
+// and two such with an activation and a product in between.
 //
 // A tile is 1 KiB: 16 rows of 64 bytes. Weights lie as the instructions read them, tile after tile, for 16 columns of y at a
 // time: [N / 16][K / 32] tiles, each of 16 pairs along K × 16 columns × 2. With few rows the time is that of reading them, so
@@ -20,6 +21,13 @@ constexpr i64 UNIT = 2;   // runs of SIDE columns that are always computed toget
 constexpr i64 PAIR = 2 * SIDE, DEPTH = 8, GROUP = 8;
 constexpr i64 PACKED = 1 << 18, LEAST = 128;  // numbers of x that are packed at a time; but so many rows at least
 constexpr i64 ENOUGH = 256;                   // rows for a thread, so that it need not share them with others
+
+// y = x · wᵀ + bias; with `up`, y = activation(x · wᵀ) · (x · upᵀ), all of it rounded before the product.
+struct Layer {
+    const char *w, *up;
+    const bf16* bias;
+    i64 activation, K, N;
+};
 
 // Tiles 0, 1 and 4 get the first rows, 2, 3 and 5 the second; 6 and 7 are for weights.
 void configure(i64 first, i64 second) {
@@ -92,29 +100,42 @@ void high(float* c, const bf16* x, const bf16* lower, i64 x_bytes, const char* w
 
 // The first columns of c[rows][width], rounded.
 void write_out(bf16* y, i64 y_row, const float* c, i64 width, i64 rows, i64 columns, const bf16* bias) {
-    for (i64 r = 0; r < rows; r++)
-        for (i64 n = 0; n < columns; n += SIDE) {
-            const __mmask16 some = columns - n < SIDE ? (1 << (columns - n)) - 1 : 0xffff;
-            const __m256i narrow = bias ? _mm256_maskz_loadu_epi16(some, bias + n) : __m256i{};
-            const __m512 add = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
-            const __m512 sum = _mm512_add_ps(_mm512_load_ps(c + r * width + n), add);
-            _mm256_mask_storeu_epi16(y + r * y_row + n, some, (__m256i)_mm512_cvtneps_pbh(sum));
-        }
+    for (i64 r = 0; r < rows; r++, c += width, y += y_row)
+        for (i64 n = 0; n < columns; n += SIDE)
+            store(y + n, bias ? load(c + n) + load(bias + n, columns - n) : load(c + n), columns - n);
+}
+
+// y = activation(y) · c.
+template <vf activation(vf)>
+void write_gated(bf16* y, i64 y_row, const float* c, i64 width, i64 rows, i64 columns) {
+    for (i64 r = 0; r < rows; r++, c += width, y += y_row)
+        for (i64 n = 0; n < columns; n += SIDE)
+            store(y + n, rounded<bf16>(activation(load(y + n, columns - n))) * rounded<bf16>(load(c + n)), columns - n);
+}
+
+// What was computed with the weights `w`, for the columns from n on.
+void write_out(const Layer& a, const char* w, bf16* y, const float* c, i64 width, i64 rows, i64 n) {
+    const i64 columns = std::min(width, a.N - n);
+    if (w != a.up) write_out(y + n, a.N, c, width, rows, columns, a.bias ? a.bias + n : nullptr);
+    else (a.activation ? write_gated<gelu_tanh> : write_gated<silu>)(y + n, a.N, c, width, rows, columns);
 }
 
 // Columns [first, end) of y, both multiples of 32 but that N may end before, for up to 32 rows.
-void few(bf16* y, const bf16* x, const char* w, const bf16* bias, i64 rows, i64 K, i64 N, i64 first, i64 end) {
-    const i64 tiles = K / TILE_K, run = tiles * TILE_BYTES, unit = UNIT * SIDE;
+void few(const Layer& a, bf16* y, const bf16* x, i64 rows, i64 first, i64 end) {
+    const i64 tiles = a.K / TILE_K, run = tiles * TILE_BYTES, unit = UNIT * SIDE;
     const i64 second = rows > SIDE ? rows - SIDE : rows;
-    const bf16* const lower = rows > SIDE ? x + SIDE * K : x;
+    const bf16* const lower = rows > SIDE ? x + SIDE * a.K : x;
     alignas(64) float c[4 * SIDE * SIDE];
     configure(std::min(rows, SIDE), second);
     for (i64 n = first, width; n < end; n += width) {
         width = rows <= SIDE && n + 2 * unit <= end ? 2 * unit : unit;
-        const char* const weights = w + n / SIDE * run;
-        if (width > unit) wide(c, x, 2 * K, weights, run, tiles);
-        else high(c, x, lower, 2 * K, weights, run, tiles);
-        write_out(y + n, N, c, width, rows, std::min(width, N - n), bias ? bias + n : nullptr);
+        for (const char* const w : {a.w, a.up}) {
+            if (!w) continue;
+            const char* const weights = w + n / SIDE * run;
+            if (width > unit) wide(c, x, 2 * a.K, weights, run, tiles);
+            else high(c, x, lower, 2 * a.K, weights, run, tiles);
+            write_out(a, w, y, c, width, rows, n);
+        }
     }
     _tile_release();
 }
@@ -161,28 +182,30 @@ void square(float* c, const bf16* x, const char* w, i64 run, i64 tiles, const ch
 }
 
 // The same as `few` for more rows.
-void many(bf16* y, const bf16* x, const char* w, const bf16* bias, i64 rows, i64 K, i64 N, i64 first, i64 end) {
-    const i64 tiles = K / TILE_K, run = tiles * TILE_BYTES, most = std::max(LEAST, PACKED / K / PAIR * PAIR);
+void many(const Layer& a, bf16* y, const bf16* x, i64 rows, i64 first, i64 end) {
+    const i64 K = a.K, tiles = K / TILE_K, run = tiles * TILE_BYTES, most = std::max(LEAST, PACKED / K / PAIR * PAIR);
     const amx::Buffer<bf16> packed(std::min(most, (rows + PAIR - 1) / PAIR * PAIR) * K);
     alignas(64) float c[GROUP * PAIR * PAIR];
     configure(SIDE, SIDE);
     for (i64 top = 0; top < rows; top += most) {
         const i64 some = std::min(most, rows - top), lines = (PAIR * PAIR + some - 1) / some;
         pack(packed, x + top * K, some, K);
-        for (i64 n = first; n < end; n += PAIR) {
-            const char* const weights = w + n / SIDE * run;
-            const char* ahead = w + (n + PAIR < end ? n + PAIR : first) / SIDE * run;
-            for (i64 group = 0, part; group < some; group += part) {
-                part = std::min(some - group, GROUP * PAIR);
-                for (i64 k = 0, depth; k < tiles; k += depth) {
-                    depth = std::min(DEPTH, tiles - k);
-                    for (i64 m = 0; m < part; m += PAIR, ahead += depth * lines * 64)
-                        (k ? square<true> : square<false>)(c + m * PAIR, packed + (group + m) * K + k * PAIR * TILE_K,
-                                                           weights + k * TILE_BYTES, run, depth, ahead, lines);
+        for (i64 n = first; n < end; n += PAIR)
+            for (const char* const w : {a.w, a.up}) {
+                if (!w) continue;
+                const char *const weights = w + n / SIDE * run, *const other = a.up && w == a.w ? a.up : a.w;
+                const char* ahead = other + (other == a.up ? n : n + PAIR < end ? n + PAIR : first) / SIDE * run;
+                for (i64 group = 0, part; group < some; group += part) {
+                    part = std::min(some - group, GROUP * PAIR);
+                    for (i64 k = 0, depth; k < tiles; k += depth) {
+                        depth = std::min(DEPTH, tiles - k);
+                        for (i64 m = 0; m < part; m += PAIR, ahead += depth * lines * 64)
+                            (k ? square<true> : square<false>)(c + m * PAIR, packed + (group + m) * K + k * PAIR * TILE_K,
+                                                               weights + k * TILE_BYTES, run, depth, ahead, lines);
+                    }
+                    write_out(a, w, y + (top + group) * a.N, c, PAIR, part, n);
                 }
-                write_out(y + (top + group) * N + n, N, c, PAIR, part, std::min(PAIR, N - n), bias ? bias + n : nullptr);
             }
-        }
     }
     _tile_release();
 }
@@ -193,17 +216,20 @@ void many(bf16* y, const bf16* x, const char* w, const bf16* bias, i64 rows, i64
 extern "C" {
 
 // y[rows][N] = x[rows][K] · wᵀ + bias, if pdserve_amx(); K is a multiple of 32, and w has columns up to a multiple of 32.
-void pdserve_linear(void* y, const void* x, const void* w, const void* bias, i64 rows, i64 K, i64 N, i64 threads) {
+// With `up`, another such weight, y = activation(x · wᵀ) · (x · upᵀ): 0 silu, 1 gelu by its approximation with tanh.
+void pdserve_linear(void* y, const void* x, const void* w, const void* bias, i64 rows, i64 K, i64 N, i64 threads,
+                    const void* up, i64 activation) {
 #ifdef PDSERVE_AMX
     if (rows == 0) return;
+    const Layer layer{(const char*)w, (const char*)up, (const bf16*)bias, activation, K, N};
     i64 high = 1;  // threads share the rows as long as each has many, else the columns
     while (threads % (2 * high) == 0 && rows >= 2 * high * ENOUGH) high *= 2;
     const i64 units = (N + PAIR - 1) / PAIR, wide = threads / high;
 #pragma omp parallel for num_threads((int)threads) schedule(static)
     for (i64 t = 0; t < threads; t++) {
         const i64 top = rows * (t / wide) / high, bottom = rows * (t / wide + 1) / high;
-        (rows > PAIR ? many : few)((bf16*)y + top * N, (const bf16*)x + top * K, (const char*)w, (const bf16*)bias,
-                                   bottom - top, K, N, units * (t % wide) / wide * PAIR, units * (t % wide + 1) / wide * PAIR);
+        (rows > PAIR ? many : few)(layer, (bf16*)y + top * N, (const bf16*)x + top * K, bottom - top,
+                                   units * (t % wide) / wide * PAIR, units * (t % wide + 1) / wide * PAIR);
     }
 #endif
 }

@@ -1,4 +1,4 @@
-// Vectors of floats as wide as the processor has them, for all kernels: loads that widen, stores that round, exp and tanh.
+// Vectors of floats as wide as the processor has them, for all kernels: loads that widen, stores that round, exp, tanh, activations.
 // Written with the compilers' vector types, so that one source serves AVX-512, AVX2 and NEON.
 
 #pragma once
@@ -177,5 +177,13 @@ inline vf tanh_(vf x) {
     const vf e = exp_(-2.f * a), t = (1.f - e) / (1.f + e);
     return a < splat(0.625f) ? small : (x < vf{} ? -t : t);
 }
+
+// Of gated layers.
+inline vf sigmoid(vf x) {
+    const vf e = exp_(-vmax(x, -x));
+    return (x < vf{} ? e : splat(1.f)) / (1.f + e);
+}
+inline vf silu(vf x) { return x * sigmoid(x); }
+inline vf gelu_tanh(vf x) { return x * sigmoid(1.595769122f * (x + 0.044715f * x * x * x)); }  // (1 + tanh u) / 2 = sigmoid 2u
 
 }  // namespace

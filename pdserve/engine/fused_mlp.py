@@ -8,8 +8,9 @@ from inspect import signature
 
 import torch
 
+from pdserve.engine.prepack import TiledLinear
 from pdserve.engine.trial import DTYPES, close
-from pdserve.kernels import elementwise
+from pdserve.kernels import elementwise, linear
 
 
 class FusedMLP(torch.nn.Module):
@@ -26,9 +27,15 @@ class FusedMLP(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden size] → [..., hidden size]"""
-        gate = self.gate_proj(x)
-        elementwise.gate(gate, self.up_proj(x), self._activation)
-        y: torch.Tensor = self.down_proj(gate)
+        y: torch.Tensor = self.down_proj(self._gated(x))
+        return y
+
+    def _gated(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_proj, self.up_proj
+        if isinstance(gate, TiledLinear) and isinstance(up, TiledLinear) and gate.bias is up.bias is None:
+            return linear.gated(x, gate.tiles, up.tiles, gate.out_features, self._activation)
+        y: torch.Tensor = gate(x)
+        elementwise.gate(y, up(x), self._activation)
         return y
 
 

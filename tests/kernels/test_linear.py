@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pdserve.kernels import linear
+from pdserve.kernels import elementwise, linear
 
 pytestmark = pytest.mark.skipif(not linear.available(), reason="needs a processor with AMX, and a compiler")
 
@@ -44,3 +44,15 @@ def test_leading_dimensions_and_strides_are_the_callers() -> None:
     y = linear.linear(x, linear.pack(weight), 64, None)
     assert y.shape == (2, 3, 64)
     assert torch.equal(y.flatten(0, 1), linear.linear(x.flatten(0, 1), linear.pack(weight), 64, None))
+
+
+@pytest.mark.parametrize("activation", elementwise.ACTIVATIONS)
+@pytest.mark.parametrize(("wide", "high"), [(32, 32), (40, 70), (416, 1000)])
+def test_gated_layers_are_the_same_as_their_parts(wide: int, high: int, activation: str) -> None:
+    torch.manual_seed(wide)
+    gate, up = (linear.pack(torch.randn(high, wide).bfloat16()) for _ in range(2))
+    for rows in (0, 1, 15, 17, 33, 300, 1300):
+        x = torch.randn(rows, wide).bfloat16()
+        y = linear.linear(x, gate, high, None)
+        elementwise.gate(y, linear.linear(x, up, high, None), activation)
+        assert torch.equal(linear.gated(x, gate, up, high, activation), y)
