@@ -135,9 +135,9 @@ def _unused_port() -> int:
             return port
 
 
-def free_port(but: int = 0, draw: Callable[[], int] = _unused_port) -> int:
+def free_port(but: int = 0) -> int:
     """A TCP port that nothing on 127.0.0.1 uses at the moment, and not `but`, which is spoken for."""
-    return next(port for port in iter(draw, 0) if port != but)
+    return next(port for port in iter(_unused_port, 0) if port != but)
 
 
 def _flags(config: UpConfig) -> dict[str, object]:

@@ -1,11 +1,14 @@
 """The ports of a deployment. Its processes are in tests/integration."""
 
+import pytest
+
 from pdserve.deployment import PORTS, free_port
 
 
-def test_a_port_that_is_spoken_for_is_not_given() -> None:
+def test_a_port_that_is_spoken_for_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
     offers = iter([7, 7, 8])
-    assert free_port(but=7, draw=lambda: next(offers)) == 8
+    monkeypatch.setattr("pdserve.deployment._unused_port", lambda: next(offers))
+    assert free_port(but=7) == 8
 
 
 def test_no_connection_of_another_can_take_a_port_before_it_is_listened_on() -> None:

@@ -117,6 +117,7 @@ class Script:
         error: raised after the chunks, or by `open` if `error_at_open`.
         hang: after the chunks, wait for ever (for a cancel).
         pause: seconds between chunks.
+        together: no chunk is there before all are.
     """
 
     chunks: list[list[Chunk]] = field(default_factory=list)
@@ -124,6 +125,7 @@ class Script:
     error_at_open: bool = False
     hang: bool = False
     pause: float = 0.0
+    together: bool = False
     cached_tokens: int = 0
 
 
@@ -140,9 +142,12 @@ class ScriptedStream:
 
     async def __aiter__(self) -> AsyncIterator[list[Chunk]]:
         self.timeline.local_hit_tokens = self._script.cached_tokens
-        for chunk in self._chunks:
+        chunks = self._chunks
+        if self._asked is not None:
+            chunks = [replace(chunk, logprobs=self._logprobs(chunk, self._asked)) for chunk in chunks]
+        for turn in [chunks] if self._script.together else [[chunk] for chunk in chunks]:
             await asyncio.sleep(self._script.pause)
-            yield [chunk if self._asked is None else replace(chunk, logprobs=self._logprobs(chunk, self._asked))]
+            yield turn
         if self._script.error is not None:
             raise self._script.error
         if self._script.hang:
