@@ -119,7 +119,7 @@ def attach(name: str, block_bytes: int, size: int | None) -> Segment:
     """
     deadline = time.monotonic() + MAKING_S + (size or DEFAULT_BYTES) / FIRST_TOUCH_BYTES_PER_S
     path = f"{_prefix(name)}{block_bytes}"
-    _remove_unused(other for other in paths(name) if other != path)
+    remove_unused(other for other in paths(name) if other != path)
     while True:
         fd = _open(name, path)
         try:
@@ -156,8 +156,9 @@ def paths(name: str) -> list[str]:
     return glob.glob(f"{glob.escape(_prefix(name))}*")
 
 
-def _remove_unused(unused: Iterable[str]) -> None:
-    for path in unused:
+def remove_unused(segments: Iterable[str]) -> None:
+    """Of segments at these paths, removes those that nobody uses."""
+    for path in segments:
         with contextlib.suppress(OSError):  # it has gone meanwhile, or is not ours to remove
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:

@@ -10,6 +10,7 @@ nobody uses goes when somebody comes with blocks of another length.
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar
 
 from pdserve.errors import SetupError
@@ -28,6 +29,17 @@ def unlink(url: str) -> bool:
     """Removes the segments of this URL. Whether there was one. Connectors still attached to them keep working among
     themselves; those that attach later do not see them."""
     return segment.unlink(_name(url))
+
+
+@contextmanager
+def left_as_found(url: str) -> Iterator[None]:
+    """Removes the segments that are made meanwhile for this URL, which may be one of tiers, unless somebody uses them."""
+    names = re.findall(r"(?<![\w+.-])shm://([\w.-]+)", url)
+    before = {path for name in names for path in segment.paths(name)}
+    try:
+        yield
+    finally:
+        segment.remove_unused(path for name in names for path in segment.paths(name) if path not in before)
 
 
 def leases(url: str) -> int:

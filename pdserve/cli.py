@@ -123,8 +123,11 @@ def connector_check(
 ) -> None:
     """Try every rule of the connector contract against a store, and say what holds. Exit code 1 where one does not."""
     from pdserve.kv_transfer.conformance import run
+    from pdserve.kv_transfer.shm import left_as_found
 
-    if not run(url, rule, seconds, as_json):
+    with left_as_found(url):
+        passed = run(url, rule, seconds, as_json)
+    if not passed:
         raise typer.Exit(1)
 
 
@@ -140,8 +143,10 @@ def connector_bench(
 ) -> None:
     """Measure bandwidth and latency of store and load, beside a plain copy of the same bytes in the same run."""
     from pdserve.kv_transfer.bench import run
+    from pdserve.kv_transfer.shm import left_as_found
 
-    run(url, block_bytes, blocks, concurrency, seconds, json_file, plot_file)
+    with left_as_found(url):
+        run(url, block_bytes, blocks, concurrency, seconds, json_file, plot_file)
 
 
 app.command("up")(command_of(UpConfig, up))

@@ -93,7 +93,8 @@ class EngineConfig(ModelConfig):
 @dataclass(frozen=True, kw_only=True)
 class TransferConfig(EngineConfig):
     connector: str = flag(
-        "where KV blocks go: memory://, shm://name?size=1GiB, file:///path, redis://host:6379/0", DEFAULT_CONNECTOR
+        "where KV blocks go, such as shm://name?size=1GiB or redis://host:6379/0; `pdserve connector list` has all schemes",
+        DEFAULT_CONNECTOR,
     )
     lease_seconds: float = flag("how long stored KV waits to be loaded before the store may evict it", 60.0)
     max_inflight_bytes: str | None = flag(

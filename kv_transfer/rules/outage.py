@@ -8,6 +8,7 @@ anything else           cannot be done from here
 """
 
 import contextlib
+import re
 import select
 import socket
 import threading
@@ -55,12 +56,14 @@ def outage_of(trial: Trial, timeout_s: float) -> Iterator[Outage]:
 
 
 def _look(trial: Trial, timeout_s: float) -> tuple[str, bool]:
-    """The URL, with this time-out if it can have one and has none, and whether the store may be reached by a relay."""
-    probe = trial.instance()
-    known = isinstance(probe.connector, BatchedConnector) and "timeout=" not in urlsplit(trial.url).query
+    """The URL, with this time-out wherever there can be one and is none, and whether the store may be reached by a relay."""
+    probe, url = trial.instance(), trial.url
+    for store in {store.url for store in stores_of(probe.connector)}:
+        if "timeout=" not in urlsplit(store).query:
+            hurried = f"{store}{'&' if '?' in store else '?'}timeout={timeout_s:g}"
+            url = re.sub(f"{re.escape(store)}(?=,|$)", hurried.replace("\\", r"\\"), url)  # it may be one of several
     relayed = getattr(probe.connector, "relayed", True)
     trial.close()
-    url = f"{trial.url}{'&' if '?' in trial.url else '?'}timeout={timeout_s:g}" if known else trial.url
     return url, relayed
 
 

@@ -20,9 +20,10 @@ from typer.testing import CliRunner
 
 from pdserve.cli import app
 from pdserve.errors import SetupError
-from pdserve.kv_transfer import conformance, memory, shm
+from pdserve.kv_transfer import conformance, memory, segment, shm
 from pdserve.kv_transfer.bench import figures, parse_counts
 from pdserve.kv_transfer.conformance import RULES, Verdict, check, declared_version, name_of, rules_named, try_rule
+from pdserve.kv_transfer.rules.trial import Trial, new_keys
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = Path(__file__).parent
@@ -338,6 +339,21 @@ def test_check_prints_a_table(command: Callable[..., Any]) -> None:
         r"between-processes\s+not checked .*of its own", lines[3]
     )
     assert lines[-1] == "1 holds, 0 broken, 1 not checked"
+
+
+def test_memory_of_a_check_or_a_measurement_does_not_stay(command: Callable[..., Any], tmp_path: Path) -> None:
+    name = f"test-{uuid.uuid4().hex}"
+    url = f"tiered://shm://{name}?size=1MiB,file://{tmp_path}"
+    small = ["--block-bytes", "4KiB", "--blocks", "1", "--concurrency", "1", "--seconds", "0.05"]
+    assert command("check", url, "--rule", "missing").exit_code == 0
+    assert command("bench", url, *small).exit_code == 0
+    assert not segment.paths(name)
+    with closing(Trial(f"shm://{name}?size=1MiB", 1.0)) as trial:
+        trial.instance().must_store(new_keys(1), [0])
+        there = segment.paths(name)
+        assert command("check", url, "--rule", "missing").exit_code == 0
+        assert there and segment.paths(name) == there  # somebody's
+    shm.unlink(f"shm://{name}")
 
 
 @pytest.mark.usefixtures("broken_package")
