@@ -27,6 +27,7 @@ from pdserve.config import EngineConfig, flag
 from pdserve.engine.engine import Engine
 from pdserve.errors import SetupError
 from pdserve.flags import command_of
+from pdserve.kernels import linear
 from pdserve.request import SamplingParams
 
 Run = Callable[[list[list[int]], int], "Timing"]
@@ -143,11 +144,16 @@ class Roofline:
 
 
 def measure_roofline(dtype: torch.dtype, device: str, nbytes: int, side: int) -> Roofline:
-    """The best of many goes at reading a piece of a large buffer, and at multiplying two matrices."""
+    """The best of many goes at reading a piece of a large buffer, and at multiplying two matrices, by torch and by the kernel
+    that our linear layers run on."""
     pieces = torch.split(torch.ones(nbytes // 4, device=device), ROOFLINE_PIECE // 4)
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     read = min(_timed(piece.sum) / piece.nbytes for piece in pieces * 3)
-    product = min(_timed(lambda: left @ right) for _ in range(50))
+    products: list[Callable[[], Any]] = [lambda: left @ right]
+    if device == "cpu" and dtype == torch.bfloat16 and linear.available():
+        packed = linear.pack(right)
+        products.append(lambda: linear.linear(left, packed, side, None))
+    product = min(_timed(multiply) for multiply in products * 50)
     return Roofline(1 / read, 2 * side**3 / product)
 
 

@@ -4,8 +4,10 @@
 // A tile is 1 KiB: 16 rows of 64 bytes. Weights lie as the instructions read them, tile after tile, for 16 columns of y at a
 // time: [N / 16][K / 32] tiles, each of 16 pairs along K × 16 columns × 2. With few rows the time is that of reading them, so
 // four such runs (or two) are read side by side, each fetched AHEAD of its use: more lines are under way than a processor asks
-// for by itself. The sum over K is taken in the same order whatever the number of rows, so a row's result does not depend
-// on the rows that are computed with it.
+// for by itself. With many rows the time is that of the products, as long as operands come from the caches: x is put into tiles,
+// as much of it as stays in the second-level cache; DEPTH tiles of two runs of weights stay in the first while GROUP × 32 rows
+// pass, and what comes next is fetched meanwhile. The sum over K is taken in the same order whatever the number of rows, so a
+// row's result does not depend on the rows that are computed with it.
 
 #include <algorithm>
 
