@@ -12,16 +12,16 @@ A request has one id: the response's `id` field, its `X-Request-Id` header (the 
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request
-from fastapi.routing import APIRoute
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from pdserve import __version__
 from pdserve.config import RouterConfig
@@ -76,20 +76,21 @@ def create_app(
     metrics_text: Callable[[], bytes],
     latest_timelines: Callable[[int], list[Timeline]],
     overview: Callable[[], dict[str, object]],
-) -> FastAPI:
+) -> Starlette:
     """The app; `metrics_text` is the body of /metrics, `latest_timelines(count)` that of /debug/requests, `overview` that of
     /debug/overview."""
 
-    async def openapi() -> Response:
-        return json_response(describe(app, config.name))
+    async def openapi(_: Request) -> Response:
+        return json_response(describe(routes, config.name))
 
-    app = FastAPI(title="pdserve", redirect_slashes=False, openapi_url=None, docs_url=None, redoc_url=None)
+    routes = [
+        *_Generations(config, tokenizer, backend, gate).routes(),
+        *_Models(config, tokenizer, backend).routes(),
+        *_Operations(backend, metrics_text, latest_timelines, overview, config.max_n).routes(),
+    ]
+    app = Starlette(routes=[*routes, *_page(), _route("GET", "/openapi.json", openapi)])
+    app.router.redirect_slashes = False
     _add_errors(app)
-    _Generations(config, tokenizer, backend, gate).add_to(app)
-    _Models(config, tokenizer, backend).add_to(app)
-    _Operations(backend, metrics_text, latest_timelines, overview, config.max_n).add_to(app)
-    _add_page(app)
-    app.add_api_route("/openapi.json", openapi, methods=["GET"], include_in_schema=False)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, silence_s=config.client_timeout_seconds)
     app.add_middleware(Guard, clients=Keys(gate.keys), operators=Keys(declared(config.admin_key)))
     app.add_middleware(RequestId)  # around the others: their errors have an id too
@@ -106,12 +107,10 @@ def create_app(
     return app
 
 
-class _PlainRoute(APIRoute):
-    """To an endpoint that takes the request and answers it itself, so there is nothing to find out for each one."""
-
-    def get_route_handler(self) -> Endpoint:
-        endpoint: Endpoint = self.endpoint
-        return endpoint
+def _route(method: str, path: str, endpoint: Endpoint) -> Route:
+    route = Route(path, endpoint, methods=[method])
+    route.methods = {method}  # without the HEAD that comes with GET
+    return route
 
 
 class _Generations:
@@ -124,11 +123,12 @@ class _Generations:
         self._backend = backend
         self._gate = gate
 
-    def add_to(self, app: FastAPI) -> None:
-        plain: dict[str, Any] = {"methods": ["POST"], "route_class_override": _PlainRoute}
-        app.router.add_api_route("/v1/completions", self._completions, **plain)
-        app.router.add_api_route("/v1/chat/completions", self._chat, **plain)
-        app.router.add_api_route("/v1/responses", self._responses, **plain)
+    def routes(self) -> list[Route]:
+        return [
+            _route("POST", "/v1/completions", self._completions),
+            _route("POST", "/v1/chat/completions", self._chat),
+            _route("POST", "/v1/responses", self._responses),
+        ]
 
     async def _completions(self, request: Request) -> Response:
         return await self._generate(request, self._completion_plan)
@@ -191,16 +191,19 @@ class _Models:
         self._backend = backend
         self._created = int(time.time())
 
-    def add_to(self, app: FastAPI) -> None:
-        app.add_api_route("/v1/models", self._list, methods=["GET"])
-        app.add_api_route("/v1/models/{model:path}", self._one, methods=["GET"])
-        app.add_api_route("/tokenize", self._tokenize, methods=["POST"])
-        app.add_api_route("/detokenize", self._detokenize, methods=["POST"])
+    def routes(self) -> list[Route]:
+        return [
+            _route("GET", "/v1/models", self._list),
+            _route("GET", "/v1/models/{model:path}", self._one),
+            _route("POST", "/tokenize", self._tokenize),
+            _route("POST", "/detokenize", self._detokenize),
+        ]
 
-    async def _list(self) -> Response:
+    async def _list(self, _: Request) -> Response:
         return json_response({"object": "list", "data": self._cards()})
 
-    async def _one(self, model: str) -> Response:
+    async def _one(self, request: Request) -> Response:
+        model = request.path_params["model"]
         for card in self._cards():
             if card["id"] == model:
                 return json_response(card)
@@ -251,40 +254,43 @@ class _Operations:
         self._overview = overview
         self._max_n = max_n
 
-    def add_to(self, app: FastAPI) -> None:
-        app.add_api_route("/health", self._health, methods=["GET"])
-        app.add_api_route("/ready", self._ready, methods=["GET"])
-        app.add_api_route("/metrics", self._metrics, methods=["GET"])
-        app.add_api_route("/version", self._version, methods=["GET"])
-        app.add_api_route("/debug/overview", self._whole, methods=["GET"])
-        app.add_api_route("/debug/requests", self._requests, methods=["GET"])
-        app.add_api_route("/debug/requests/{request_id}", self._request, methods=["GET"])
-        app.add_api_route("/debug/instances", self._instances, methods=["GET"])
-        app.add_api_route("/admin/instances/{instance_id}/drain", self._drain, methods=["POST"])
-        app.add_api_route("/admin/instances/{instance_id}/role", self._role, methods=["POST"])
+    def routes(self) -> list[Route]:
+        return [
+            _route("GET", "/health", self._health),
+            _route("GET", "/ready", self._ready),
+            _route("GET", "/metrics", self._metrics),
+            _route("GET", "/version", self._version),
+            _route("GET", "/debug/overview", self._whole),
+            _route("GET", "/debug/requests", self._requests),
+            _route("GET", "/debug/requests/{request_id}", self._request),
+            _route("GET", "/debug/instances", self._instances),
+            _route("POST", "/admin/instances/{instance_id}/drain", self._drain),
+            _route("POST", "/admin/instances/{instance_id}/role", self._role),
+        ]
 
-    async def _health(self) -> Response:
+    async def _health(self, _: Request) -> Response:
         return json_response({"status": "alive"})
 
-    async def _ready(self) -> Response:
+    async def _ready(self, _: Request) -> Response:
         ready, reason = self._backend.ready()
         if not ready:
             raise Unavailable(f"not ready: {reason}", kind="not_ready", retry_after_s=1)
         return json_response({"status": "ready", "instances": len(self._backend.instances())})
 
-    async def _metrics(self) -> Response:
+    async def _metrics(self, _: Request) -> Response:
         return Response(self._metrics_text(), media_type=METRICS_TYPE)
 
-    async def _version(self) -> Response:
+    async def _version(self, _: Request) -> Response:
         return json_response({"version": __version__})
 
-    async def _whole(self) -> Response:
+    async def _whole(self, _: Request) -> Response:
         return json_response(self._overview(), headers={"Cache-Control": "no-store"})
 
-    async def _requests(self) -> Response:
+    async def _requests(self, _: Request) -> Response:
         return json_response({"requests": [timeline.as_dict() for timeline in self._latest_timelines(LATEST)]})
 
-    async def _request(self, request_id: str) -> Response:
+    async def _request(self, request: Request) -> Response:
+        request_id = request.path_params["request_id"]
         timeline = self._backend.timeline(request_id)
         if timeline is not None:
             return json_response(timeline.as_dict())
@@ -295,19 +301,20 @@ class _Operations:
             raise NotFound(message, kind="request_not_found", param="request_id")
         return json_response({"request_id": request_id, "choices": choices})
 
-    async def _instances(self) -> Response:
+    async def _instances(self, _: Request) -> Response:
         return json_response({"instances": self._backend.instances()})
 
-    async def _drain(self, instance_id: str, request: Request) -> Response:
+    async def _drain(self, request: Request) -> Response:
         _refuse_other_pages(request)
-        return self._ask(instance_id)
+        return self._ask(request)
 
-    async def _role(self, instance_id: str, request: Request) -> Response:
+    async def _role(self, request: Request) -> Response:
         _refuse_other_pages(request)
         body = parsing.shape(schemas.RoleBody, parsing.parse_json(await request.body()))
-        return self._ask(instance_id, body.role)
+        return self._ask(request, body.role)
 
-    def _ask(self, instance_id: str, role: str = "") -> Response:
+    def _ask(self, request: Request, role: str = "") -> Response:
+        instance_id = request.path_params["instance_id"]
         self._backend.drain(instance_id, role)
         return json_response({"instance_id": instance_id, "role": role or None}, status=202)
 
@@ -319,20 +326,18 @@ def _refuse_other_pages(request: Request) -> None:
         raise UnsupportedMediaType(message, kind="unsupported_content_type", param="Content-Type")
 
 
-def _add_page(app: FastAPI) -> None:
+def _page() -> list[Route]:
     """The live page. Its files hold no data and are open; what it shows comes from /debug/overview."""
 
-    def file(name: str) -> Callable[[], Awaitable[Response]]:
+    def file(path: str, name: str) -> Route:
         content = (PAGE / name).read_bytes()
 
-        async def answer() -> Response:
+        async def answer(_: Request) -> Response:
             return Response(content, headers=PAGE_HEADERS, media_type=PAGE_TYPES[name.rpartition(".")[2]])
 
-        return answer
+        return Route(path, answer)
 
-    app.add_api_route("/", file("page.html"), methods=["GET", "HEAD"])
-    app.add_api_route("/page.css", file("page.css"), methods=["GET", "HEAD"])
-    app.add_api_route("/page.js", file("page.js"), methods=["GET", "HEAD"])
+    return [file("/", "page.html"), file("/page.css", "page.css"), file("/page.js", "page.js")]
 
 
 async def _json_body(request: Request) -> bytes:
@@ -352,7 +357,7 @@ async def _aside(raw: bytes, work: Callable[[], Result]) -> Result:
         raise BadRequest("the body is nested too deeply", kind="invalid_json") from None
 
 
-def _add_errors(app: FastAPI) -> None:
+def _add_errors(app: Starlette) -> None:
     async def ours(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
         return error_response(error)

@@ -1,13 +1,12 @@
 """The description of the endpoints at /openapi.json, made from the routes and the shapes of bodies and answers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.routing import Route
 
 from pdserve import __version__
 from pdserve.router import answers, schemas
@@ -45,7 +44,7 @@ WITH_BODY = ALWAYS | {"404", "413", "415"}
 GENERATING = WITH_BODY | {"429", "503"}
 
 
-def describe(app: FastAPI, model: str) -> dict[str, Any]:
+def describe(routes: Iterable[Route], model: str) -> dict[str, Any]:
     """OpenAPI 3.1. The endpoints read bodies and write answers themselves, so the shapes are put in here.
 
     `model` is the name of the served one, which is the only one that a body can ask for.
@@ -55,16 +54,23 @@ def describe(app: FastAPI, model: str) -> dict[str, Any]:
     for shape in shapes["$defs"].values():
         if "model" in shape["properties"]:
             shape["properties"]["model"] = {"enum": [model, None]}
-    # The page's files are no API.
-    routes = [route for route in app.routes if "HEAD" not in getattr(route, "methods", ())]
-    described = get_openapi(title="pdserve", version=__version__, routes=routes)
-    described["components"] = {"schemas": {**shapes["$defs"], "Error": answers.ERROR}}
-    for path, methods in described["paths"].items():
-        for operation in methods.values():
-            operation["responses"] = _responses(path)
-            if path in BODIES:
-                operation["requestBody"] = {"required": True, "content": _json(BODIES[path].__name__, _examples(path))}
-    return described
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "pdserve", "version": __version__},
+        "paths": {route.path_format: _operations(route) for route in routes},
+        "components": {"schemas": {**shapes["$defs"], "Error": answers.ERROR}},
+    }
+
+
+def _operations(route: Route) -> dict[str, Any]:
+    path = route.path_format
+    operation: dict[str, Any] = {"responses": _responses(path)}
+    if path in BODIES:
+        operation["requestBody"] = {"required": True, "content": _json(BODIES[path].__name__, _examples(path))}
+    operation["parameters"] = [
+        {"name": name, "in": "path", "required": True, "schema": answers.TEXT} for name in route.param_convertors
+    ]
+    return {method.lower(): operation for method in route.methods or ()}
 
 
 def _responses(path: str) -> dict[str, Any]:

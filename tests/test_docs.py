@@ -119,7 +119,7 @@ def test_what_an_unsupported_field_may_be_is_said() -> None:
 
 
 def test_every_path_is_there() -> None:
-    paths = set(re.findall(r'add_api_route\("([^"]+)"', read("router/api.py")))
+    paths = set(re.findall(r'(?:_route\("\w+", |file\()"([^"]+)"', read("router/api.py")))
     listed = {name.split()[-1] for name in first_column(section("docs/api.md", "Endpoints"))}
     assert listed == {path.replace("{model:path}", "{model}") for path in paths}
 

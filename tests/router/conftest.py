@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -228,10 +228,10 @@ def metrics() -> Metrics:
 
 
 @pytest.fixture
-def make_app(backend: ScriptedBackend, metrics: Metrics) -> Callable[..., FastAPI]:
+def make_app(backend: ScriptedBackend, metrics: Metrics) -> Callable[..., Starlette]:
     """make_app(tokenizer, **settings) → the app in front of the fake backend."""
 
-    def make(tokenizer: Tokenizer, **settings: Any) -> FastAPI:
+    def make(tokenizer: Tokenizer, **settings: Any) -> Starlette:
         config = RouterConfig(**{"model": "demo", "max_body_bytes": 20_000, "max_n": 8, **settings})
         gate = Gate(declared(config.api_key, config.keys_file), config, metrics)
         return create_app(config, tokenizer, backend, gate, lambda: b"pdserve_up 1\n", backend.log.latest, dict)
@@ -240,14 +240,14 @@ def make_app(backend: ScriptedBackend, metrics: Metrics) -> Callable[..., FastAP
 
 
 @pytest.fixture
-def app(tokenizer: Tokenizer, make_app: Callable[..., FastAPI]) -> FastAPI:
+def app(tokenizer: Tokenizer, make_app: Callable[..., Starlette]) -> Starlette:
     return make_app(tokenizer)
 
 
 class Client:
     """A client of the app inside this process, in plain function calls."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: Starlette) -> None:
         self._app = app
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
@@ -266,7 +266,7 @@ class Client:
 
 
 @pytest.fixture
-def client(app: FastAPI) -> Client:
+def client(app: Starlette) -> Client:
     return Client(app)
 
 
@@ -282,14 +282,14 @@ def serving() -> Callable[..., AbstractContextManager[str]]:
 
 
 @pytest.fixture
-def url(app: FastAPI) -> Iterator[str]:
+def url(app: Starlette) -> Iterator[str]:
     """A real server on a free port."""
     with serve(app) as url:
         yield url
 
 
 @contextmanager
-def serve(app: FastAPI, listener: socket.socket | None = None) -> Iterator[str]:
+def serve(app: Starlette, listener: socket.socket | None = None) -> Iterator[str]:
     with listener or socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

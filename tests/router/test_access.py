@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 import trustme
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from pdserve.config import RouterConfig
 from pdserve.deployment import free_port
@@ -33,7 +33,7 @@ OF_OPERATORS = ["/debug/requests", "/debug/overview", "/admin/instances/decode-0
 
 @pytest.fixture
 def statuses(
-    make_app: Callable[..., FastAPI], make_client: type[Client], tokenizer: Tokenizer
+    make_app: Callable[..., Starlette], make_client: type[Client], tokenizer: Tokenizer
 ) -> Callable[..., dict[str, int]]:
     """statuses(["/v1/models"], key="a", api_key="a,b") → by path, what a GET with this key is answered."""
 
@@ -67,7 +67,7 @@ def test_one_kind_of_key_alone(statuses: Callable[..., dict[str, int]]) -> None:
 
 
 def test_the_refusal_says_what_would_be_right(
-    make_app: Callable[..., FastAPI], make_client: type[Client], tokenizer: Tokenizer
+    make_app: Callable[..., Starlette], make_client: type[Client], tokenizer: Tokenizer
 ) -> None:
     client = make_client(make_app(tokenizer, api_key="one"))
     refused = client.request("GET", "/v1/models", headers={"Authorization": "Basic one"})
@@ -88,7 +88,7 @@ def test_keys_stand_in_no_printed_setting() -> None:
 
 
 def test_pages_of_other_origins(
-    make_app: Callable[..., FastAPI], make_client: type[Client], tokenizer: Tokenizer
+    make_app: Callable[..., Starlette], make_client: type[Client], tokenizer: Tokenizer
 ) -> None:
     client = make_client(make_app(tokenizer, cors_origins="https://a.example, https://b.example", api_key="one"))
     asking = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}

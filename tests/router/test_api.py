@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from pdserve import __version__
 from pdserve.config import RouterConfig
@@ -465,7 +465,7 @@ def test_a_client_that_leaves_frees_all_its_choices(
 
 
 def test_a_client_that_reads_nothing_is_cut_off(
-    app: FastAPI, backend: ScriptedBackend, serving: Callable[..., Any], eventually: Callable[..., None]
+    app: Starlette, backend: ScriptedBackend, serving: Callable[..., Any], eventually: Callable[..., None]
 ) -> None:
     backend.plays([5] * 2000, finish_reason=None, hang=True)
     listening = listen(RouterConfig(port=0, client_timeout_seconds=1))
@@ -480,7 +480,7 @@ def test_a_client_that_reads_nothing_is_cut_off(
 
 
 def test_a_client_that_sends_nothing_more_is_cut_off(
-    make_app: Callable[..., FastAPI], tokenizer: Tokenizer, serving: Callable[..., Any], backend: ScriptedBackend
+    make_app: Callable[..., Starlette], tokenizer: Tokenizer, serving: Callable[..., Any], backend: ScriptedBackend
 ) -> None:
     with serving(make_app(tokenizer, client_timeout_seconds=1)) as url:
         connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
@@ -496,7 +496,7 @@ def test_a_client_that_sends_nothing_more_is_cut_off(
         assert httpx.post(f"{url}{COMPLETIONS}", json=HELLO).status_code == 200, "an answer may take longer"
 
 
-def test_a_client_that_leaves_while_it_sends_is_no_error(app: FastAPI, backend: ScriptedBackend) -> None:
+def test_a_client_that_leaves_while_it_sends_is_no_error(app: Starlette, backend: ScriptedBackend) -> None:
     messages = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
     sent: list[Any] = []
 

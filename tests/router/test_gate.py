@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from pdserve.router.metrics import Metrics
 from pdserve.router.tokenizer import Tokenizer
@@ -38,7 +38,7 @@ def keys_file(tmp_path: Path) -> str:
 
 
 def test_a_key_gets_no_more_than_its_limits(
-    make_app: Callable[..., FastAPI],
+    make_app: Callable[..., Starlette],
     make_client: type[Client],
     tokenizer: Tokenizer,
     keys_file: str,
@@ -78,7 +78,7 @@ def test_a_key_gets_no_more_than_its_limits(
 class Callers:
     """Requests of several keys at the same time, in one event loop."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: Starlette) -> None:
         self._app = app
         self.tasks: list[asyncio.Task[tuple[int, str]]] = []
 
@@ -115,7 +115,7 @@ class Callers:
 
 
 @asynccontextmanager
-async def callers(app: FastAPI) -> AsyncIterator[Callers]:
+async def callers(app: Starlette) -> AsyncIterator[Callers]:
     made = Callers(app)
     try:
         yield made
@@ -132,7 +132,7 @@ async def soon(holds: Callable[[], bool]) -> None:
 
 
 def test_who_waits_is_let_in_in_fair_order_and_who_leaves_is_forgotten(
-    make_app: Callable[..., FastAPI],
+    make_app: Callable[..., Starlette],
     tokenizer: Tokenizer,
     keys_file: str,
     metrics: Metrics,
@@ -194,7 +194,7 @@ def test_who_waits_is_let_in_in_fair_order_and_who_leaves_is_forgotten(
 
 
 def test_whose_answers_are_longer_has_fewer_turns(
-    make_app: Callable[..., FastAPI], tokenizer: Tokenizer, keys_file: str, metrics: Metrics, backend: ScriptedBackend
+    make_app: Callable[..., Starlette], tokenizer: Tokenizer, keys_file: str, metrics: Metrics, backend: ScriptedBackend
 ) -> None:
     app = make_app(tokenizer, keys_file=keys_file, api_key="k", max_requests=1)
 
@@ -222,7 +222,7 @@ def test_whose_answers_are_longer_has_fewer_turns(
 
 
 def test_among_those_of_a_key_the_lowest_priority_goes_first(
-    make_app: Callable[..., FastAPI], tokenizer: Tokenizer, metrics: Metrics, backend: ScriptedBackend
+    make_app: Callable[..., Starlette], tokenizer: Tokenizer, metrics: Metrics, backend: ScriptedBackend
 ) -> None:
     app = make_app(tokenizer, max_requests=1)
     assert backend.info is not None

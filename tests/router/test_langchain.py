@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fastapi import FastAPI
 from pydantic import BaseModel
+from starlette.applications import Starlette
 
 from pdserve.router.tokenizer import Tokenizer
 
@@ -46,8 +46,8 @@ def test_tools_and_shapes(
     chat_model: Any,
     kind: str,
     backend: ScriptedBackend,
-    make_app: Callable[..., FastAPI],
-    serving: Callable[[FastAPI], AbstractContextManager[str]],
+    make_app: Callable[..., Starlette],
+    serving: Callable[[Starlette], AbstractContextManager[str]],
     tool_tokenizers: dict[str, Tokenizer],
 ) -> None:
     tokenizer = tool_tokenizers[kind]

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from pdserve.config import RouterConfig
 from pdserve.counters import series
@@ -170,7 +170,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def open_page(
-    browser: Any, scene: Callable[..., Scene], serving: Callable[[FastAPI], AbstractContextManager[str]]
+    browser: Any, scene: Callable[..., Scene], serving: Callable[[Starlette], AbstractContextManager[str]]
 ) -> Iterator[Callable[..., Any]]:
     """open_page(width, **settings) → a page of a router that has served one request and lost an instance."""
     opened: list[Any] = []

@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.types import Message
 
 from pdserve.router.respond import unless_disconnected
@@ -19,7 +19,7 @@ IDS = [40, 41, 42]
 USAGE = {"include_usage": True, "continuous_usage_stats": True}
 
 
-def writes(app: FastAPI, **body: Any) -> list[bytes]:
+def writes(app: Starlette, **body: Any) -> list[bytes]:
     """The body of a streamed completion, as it is handed to the server."""
     sent: list[Message] = []
 
@@ -41,14 +41,14 @@ def writes(app: FastAPI, **body: Any) -> list[bytes]:
     return [message["body"] for message in sent[1:]]
 
 
-def test_each_token_is_a_write_and_the_end_goes_with_the_last(app: FastAPI, backend: ScriptedBackend) -> None:
+def test_each_token_is_a_write_and_the_end_goes_with_the_last(app: Starlette, backend: ScriptedBackend) -> None:
     backend.plays(IDS)
     bodies = writes(app, stream_options=USAGE)
     assert [body.count(b"data: ") for body in bodies] == [1, 1, 3]
     assert b'"finish_reason":"length"' in bodies[-1] and bodies[-1].endswith(b"data: [DONE]\n\n")
 
 
-def test_tokens_that_come_together_are_events_of_one_write(app: FastAPI, backend: ScriptedBackend) -> None:
+def test_tokens_that_come_together_are_events_of_one_write(app: Starlette, backend: ScriptedBackend) -> None:
     backend.plays(IDS, together=True)
     (body,) = writes(app, stream_options=USAGE, return_token_ids=True)
     *events, usage, done = body.split(b"\n\n")[:-1]

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
-from fastapi import FastAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.applications import Starlette
 
 from pdserve.engine.grammar import grammar_of
 from pdserve.router.tokenizer import Tokenizer
@@ -107,7 +107,7 @@ def test_calls_after_the_first_may_be_left_out() -> None:
 
 
 @pytest.fixture
-def tool_app(request: Any, make_app: Callable[..., FastAPI], tool_tokenizers: dict[str, Tokenizer]) -> FastAPI:
+def tool_app(request: Any, make_app: Callable[..., Starlette], tool_tokenizers: dict[str, Tokenizer]) -> Starlette:
     return make_app(tool_tokenizers[request.param])
 
 
@@ -119,11 +119,11 @@ def plays(backend: ScriptedBackend, tokenizer: Tokenizer, text: str) -> None:
 
 @pytest.mark.parametrize(("tool_app", "kind"), [(kind, kind) for kind in FORMATS], indirect=["tool_app"])
 def test_the_official_client_calls_a_tool_and_answers_it(
-    tool_app: FastAPI,
+    tool_app: Starlette,
     kind: str,
     backend: ScriptedBackend,
     tool_tokenizers: dict[str, Tokenizer],
-    serving: Callable[[FastAPI], AbstractContextManager[str]],
+    serving: Callable[[Starlette], AbstractContextManager[str]],
 ) -> None:
     tokenizer = tool_tokenizers[kind]
     plays(backend, tokenizer, CALL[kind])
@@ -157,7 +157,7 @@ def test_the_official_client_calls_a_tool_and_answers_it(
 
 @pytest.mark.parametrize("tool_app", ["hermes"], indirect=True)
 def test_without_a_choice_of_tools_the_model_is_shown_none(
-    tool_app: FastAPI, make_client: type[Client], backend: ScriptedBackend, tool_tokenizers: dict[str, Tokenizer]
+    tool_app: Starlette, make_client: type[Client], backend: ScriptedBackend, tool_tokenizers: dict[str, Tokenizer]
 ) -> None:
     tokenizer = tool_tokenizers["hermes"]
     plays(backend, tokenizer, CALL["hermes"])
@@ -216,7 +216,7 @@ def test_without_a_choice_of_tools_the_model_is_shown_none(
         ]
     ],
 )
-def test_what_cannot_be(tool_app: FastAPI, make_client: type[Client], field: dict[str, Any], message: str) -> None:
+def test_what_cannot_be(tool_app: Starlette, make_client: type[Client], field: dict[str, Any], message: str) -> None:
     response = make_client(tool_app).post(CHAT, {**ASKING, **field})
     assert response.status_code == 400 and response.json()["error"]["message"].startswith(message), response.text
 
@@ -244,7 +244,7 @@ def test_an_answer_may_have_to_be_a_call(
     kind: str,
     choice: Any,
     backend: ScriptedBackend,
-    make_app: Callable[..., FastAPI],
+    make_app: Callable[..., Starlette],
     make_client: type[Client],
     tool_tokenizers: dict[str, Tokenizer],
 ) -> None:
