@@ -51,6 +51,7 @@ def router(config: RouterConfig) -> None:
     logs.set_up(config.log_format)
     # A router needs a tokenizer of transformers', which imports torch where it finds it: 2 seconds and 300 MB for nothing.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts come one at a time: no threads for batches
     sys.modules.setdefault("torch", cast(ModuleType, None))  # "not found", as the reference of `import` has it
     from pdserve.router.server import serve
 

@@ -63,7 +63,8 @@ class Tokenizer:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids, with those that the model wants around a text (such as BOS) if `special`."""
-        ids: list[int] = self._rust.encode(text, add_special_tokens=special).ids
+        (encoded,) = self._rust.encode_batch_fast([text], add_special_tokens=special)  # without offsets in the text
+        ids: list[int] = encoded.ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
