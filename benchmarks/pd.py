@@ -12,7 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -103,8 +103,10 @@ class Ours:
     def wait_ready(self) -> None:
         self._deployment.wait_ready()
 
-    def at_work(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        self._deployment.wait_ready()  # again: while others start, cores may be so busy that a lease runs out
+        yield
 
     async def ask(self, http: httpx.AsyncClient, name: str, prompt: list[int], count: int) -> Reply:
         return await ask(http, self.model, name, prompt, count)
