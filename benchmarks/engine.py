@@ -6,6 +6,7 @@ decoding, the rate of a matrix product bounds prefill; of each step the slower o
 """
 
 import contextlib
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -183,6 +184,7 @@ class OurEngine:
             return logits
 
         setattr(runner, "forward", timed)  # noqa: B010 - mypy takes no assignment to a method
+        gc.freeze()  # as instances do once they are loaded
 
     def run(self, prompts: list[list[int]], output_tokens: int) -> Timing:
         sampling = replace(self._sampling, max_tokens=output_tokens)

@@ -35,7 +35,7 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
 HUGE_PAGE = 1 << 21
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of <linux/mman.h>
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's <malloc.h>
-KEPT = 1 << 30  # bytes
+KEPT, KEPT_BY_OLD = 1 << 30, 32 << 20  # bytes; old versions of glibc refuse more for single pieces
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # by the numbers that the sources give them
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -161,13 +161,17 @@ def huge_pages_at(address: int, nbytes: int, *, written: bool = False) -> None:
         _madvise()(first, end - first, advice)  # best effort: kernels without them answer with an error
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory() -> int:
     """Lets malloc keep what is freed, up to a GiB, for the next step, which needs as much: memory that has been given back is
     cleared and mapped page by page when it is asked for again, which takes a tenth to a fifth of a prefill. For the whole
-    process, from now on, and where its malloc is glibc's."""
-    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
-        mallopt(M_MMAP_THRESHOLD, KEPT)
-        mallopt(M_TRIM_THRESHOLD, KEPT)
+    process, from now on, and where its malloc is glibc's.
+
+    Returns:
+        Bytes of the largest piece that it keeps; 0 where there is nothing to tell.
+    """
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is None or not mallopt(M_TRIM_THRESHOLD, KEPT):
+        return 0
+    return next((most for most in (KEPT, KEPT_BY_OLD) if mallopt(M_MMAP_THRESHOLD, most)), 0)
 
 
 @cache
