@@ -19,7 +19,7 @@ from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.header import payload_length
 from pdserve.kv_transfer.threaded import BatchedConnector
-from pdserve.kv_transfer.url import Query, split
+from pdserve.kv_transfer.url import Query, split, tiers
 
 _GROUP_BYTES = 4 << 20  # claimed and published together
 _GROUP_BLOCKS = 32  # the lock is held for some 0.1 ms then
@@ -34,7 +34,8 @@ def unlink(url: str) -> bool:
 @contextmanager
 def left_as_found(url: str) -> Iterator[None]:
     """Removes the segments that are made meanwhile for this URL, which may be one of tiers, unless somebody uses them."""
-    names = re.findall(r"(?<![\w+.-])shm://([\w.-]+)", url)
+    urls = tiers(url)[1] if url.startswith("tiered://") else [url]
+    names = [_name(one) for one in urls if one.startswith("shm://")]
     before = {path for name in names for path in segment.paths(name)}
     try:
         yield

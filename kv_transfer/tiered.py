@@ -22,7 +22,6 @@ import asyncio
 import dataclasses
 import functools
 import logging
-import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -36,7 +35,7 @@ from pdserve.kv_transfer.codec import CODECS, Codec
 from pdserve.kv_transfer.complaints import Complaints
 from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats
 from pdserve.kv_transfer.registry import connect
-from pdserve.kv_transfer.url import Query, without_password
+from pdserve.kv_transfer.url import Query, tiers, without_password
 
 log = logging.getLogger(__name__)
 
@@ -133,10 +132,7 @@ class TieredConnector(Connector):
     scheme: ClassVar[str] = "tiered"
 
     def __init__(self, url: str) -> None:
-        own, *urls = re.split(r",(?=[a-z][a-z0-9+.-]*://)", url, flags=re.IGNORECASE)
-        scheme, _, first = own.partition("://")
-        if first and not first.startswith("?"):
-            own, urls = f"{scheme}://", [first, *urls]
+        own, urls = tiers(url)
         query = Query(own)
         self._buffer_bytes = query.size("buffer", 64 << 20)
         query.done()

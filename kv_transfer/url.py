@@ -28,6 +28,13 @@ def split(url: str) -> SplitResult:
     return parts
 
 
+def tiers(url: str) -> tuple[str, list[str]]:
+    """Of `tiered://first,second`: the URL without its tiers, and theirs."""
+    own, *urls = re.split(r",(?=[a-z][a-z0-9+.-]*://)", url, flags=re.IGNORECASE)
+    scheme, _, first = own.partition("://")
+    return (f"{scheme}://", [first, *urls]) if first and not first.startswith("?") else (own, urls)
+
+
 def without_password(url: str) -> str:
     """The URL as it may be printed, also where it stands for several URLs."""
     return re.sub(r"//[^/?#]*", lambda authority: _masked(authority[0]), url)

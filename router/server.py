@@ -152,7 +152,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         gc.freeze()  # what is loaded stays: walking through it takes 0.1 s, in which no stream moves
-        gc.set_threshold(20_000)  # objects, some 50 requests' worth
+        gc.set_threshold(20_000)  # young objects, instead of 700
         log.info("router: %s", self._ports)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -100,7 +100,8 @@ def main() -> None:
     import pdserve.cli
     from pdserve.supervisor import Supervisor
 
-    Supervisor._spawn = lambda _, *command: ForkServer(clients).spawn(*command)  # type: ignore
+    # A test's seam for what is no parameter of the product.
+    Supervisor._spawn = lambda _, *command: ForkServer(clients).spawn(*command)  # type: ignore[assignment,method-assign]
     if arguments[0].endswith(".py"):
         sys.argv[:] = arguments
         sys.path.insert(0, str(Path(arguments[0]).parent))
