@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import mock_instance
@@ -20,6 +21,7 @@ from pdserve.router.tokenizer import Tokenizer
 
 MODEL = "demo"
 WORDS = ["the", "river", "runs", "past", "a", "small", "town", "where", "the", "baker", "meets", "the", "fisher"]
+NOWHERE = SimpleNamespace(put=pb.RouterFrame.SerializeToString, close=lambda: None)  # in place of a connection
 LONG = 8192  # tokens of a prompt, about
 
 
@@ -42,7 +44,7 @@ def decide_among(count: int, repeat: int) -> list[dict[str, Any]]:
     chosen = Random(count)
     for i in range(count):
         role = "decode" if i % 2 else "prefill"
-        member = fleet._join(mock_instance.hello(f"{role}-{i}", role, MODEL))
+        member = fleet.join(mock_instance.hello(f"{role}-{i}", role, MODEL), NOWHERE)
         others = pb.Load(requests=chosen.randrange(1, 9), prefills=1)
         others.prefill_tokens, others.output_tokens = chosen.randrange(4096), chosen.randrange(4096)
         others.attended_tokens, others.context_tokens = chosen.randrange(1 << 20), chosen.randrange(1 << 16)
@@ -62,9 +64,6 @@ def decide_among(count: int, repeat: int) -> list[dict[str, Any]]:
 
     def closed(turn: int) -> None:
         dispatcher.flights[f"r{turn}"].cancel()
-        for member in members:
-            while not member.outbox.empty():
-                member.outbox.get_nowait()
 
     def timed(policy: str, decode: bool) -> Callable[[int], object]:
         return lambda turn: decide(policy, loads, ask._replace(turn=turn, decode=decode))

@@ -13,11 +13,12 @@ import time
 from dataclasses import asdict
 
 import torch
+import uvloop
 from prometheus_client import REGISTRY, start_http_server
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from pdserve.certificates import channel_credentials
+from pdserve.certificates import client_context
 from pdserve.config import InstanceConfig
 from pdserve.counters import families
 from pdserve.errors import SetupError
@@ -45,7 +46,7 @@ def serve(role: str, config: InstanceConfig) -> None:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    asyncio.run(_serve(role, config))
+    uvloop.run(_serve(role, config))
     # Everything is closed. What is left is torch's own clean-up, which takes a second and cleans nothing of ours.
     logging.shutdown()
     sys.stdout.flush()
@@ -57,7 +58,7 @@ async def _serve(role: str, config: InstanceConfig) -> None:
     registry = None
     if config.registry:
         registry = Registry(config.registry, config.name, token, lambda: instance.note("lookups_of_routers_failed"))
-    links = Links([] if registry else config.routers, token, registry, channel_credentials(config))
+    links = Links([] if registry else config.routers, token, registry, client_context(config))
     started = time.monotonic()
     instance = Instance(config, links.send)
     if config.metrics_port is not None:

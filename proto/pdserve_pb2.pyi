@@ -16,27 +16,23 @@ BOTH: Phase
 PREFILL: Phase
 DECODE: Phase
 
-class InstanceFrames(_message.Message):
-    __slots__ = ("frames",)
-    FRAMES_FIELD_NUMBER: _ClassVar[int]
-    frames: _containers.RepeatedCompositeFieldContainer[InstanceFrame]
-    def __init__(self, frames: _Optional[_Iterable[_Union[InstanceFrame, _Mapping]]] = ...) -> None: ...
-
 class InstanceFrame(_message.Message):
-    __slots__ = ("hello", "step", "heartbeat", "draining", "blocks", "others")
+    __slots__ = ("hello", "step", "heartbeat", "draining", "blocks", "others", "token")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     OTHERS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     step: Step
     heartbeat: Heartbeat
     draining: Draining
     blocks: Blocks
     others: Load
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., others: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    token: str
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., others: _Optional[_Union[Load, _Mapping]] = ..., token: _Optional[str] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ()
@@ -249,25 +245,23 @@ class Moved(_message.Message):
     seconds: float
     def __init__(self, blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
-class RouterFrames(_message.Message):
-    __slots__ = ("frames",)
-    FRAMES_FIELD_NUMBER: _ClassVar[int]
-    frames: _containers.RepeatedCompositeFieldContainer[RouterFrame]
-    def __init__(self, frames: _Optional[_Iterable[_Union[RouterFrame, _Mapping]]] = ...) -> None: ...
-
 class RouterFrame(_message.Message):
-    __slots__ = ("welcome", "submit", "hand_over", "cancel", "drain")
+    __slots__ = ("welcome", "submit", "hand_over", "cancel", "drain", "refused", "heard")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     HAND_OVER_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    HEARD_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     submit: Submit
     hand_over: HandOver
     cancel: Cancel
     drain: Drain
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., hand_over: _Optional[_Union[HandOver, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
+    refused: Refused
+    heard: Heard
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., hand_over: _Optional[_Union[HandOver, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., heard: _Optional[_Union[Heard, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("router_id", "lease_seconds")
@@ -276,6 +270,16 @@ class Welcome(_message.Message):
     router_id: str
     lease_seconds: float
     def __init__(self, router_id: _Optional[str] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("message",)
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    message: str
+    def __init__(self, message: _Optional[str] = ...) -> None: ...
+
+class Heard(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("request_id", "phase", "prompt", "sampling", "salt", "output", "multi_turn", "priority", "writer")

@@ -1,37 +1,34 @@
 """The instances that serve this router: they dial in, say Hello, and stay as long as they are heard.
 
-The gRPC side of the router. What an instance says is handed to a `Listener`; what it is told goes through `Member.send`.
+What an instance says is handed to a `Listener`; what it is told goes through `Member.send`.
 """
 
 import asyncio
-import hmac
 import logging
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-import grpc
+from typing import Protocol
 
 from pdserve.costs import Costs
-from pdserve.errors import SetupError
 from pdserve.keys import KEY_BYTES, Layout
-from pdserve.outbox import Outbox
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.proto.pdserve_pb2_grpc import RouterServicer, add_RouterServicer_to_server
 from pdserve.router.breaker import Breakers
 from pdserve.router.policy import NOTHING, Candidate, Load
 from pdserve.router.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 ROLES = ("prefill", "decode", "both")
-SERVER_OPTIONS = [
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.max_send_message_length", 64 << 20),
-    ("grpc.so_reuseport", 0),  # a second router on the port is an error, not a silent share
-]
+HEARD = pb.RouterFrame(heard=pb.Heard())
+
+
+class Outgoing(Protocol):
+    """The way to an instance: its `Wire`."""
+
+    def put(self, frame: pb.RouterFrame) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -48,13 +45,13 @@ class Member:
     """
 
     hello: pb.Hello
+    wire: Outgoing
     heard: float
     stepped: float = 0.0
     untold: int = 0
     untold_since: float = 0.0
     beat: pb.Heartbeat = field(default_factory=pb.Heartbeat)
     requests: dict[str, Load] = field(default_factory=dict)
-    outbox: Outbox[pb.RouterFrame] = field(default_factory=Outbox)
     others: Load = NOTHING
     draining: bool = False  # takes nothing new
     id: str = field(init=False)
@@ -124,7 +121,7 @@ class Member:
         }
 
     def send(self, frame: pb.RouterFrame) -> None:
-        self.outbox.put_nowait(frame)
+        self.wire.put(frame)
 
 
 class Listener(Protocol):
@@ -135,11 +132,10 @@ class Listener(Protocol):
     def on_draining(self, member: Member) -> None: ...
 
 
-class Fleet(RouterServicer):
-    """Registry and gRPC servicer. Everything runs on one event loop."""
+class Fleet:
+    """Everything runs on one event loop."""
 
-    def __init__(self, router_id: str, model: str, lease_seconds: float, token: str = "") -> None:
-        """Instances have to know the token, if there is one."""
+    def __init__(self, router_id: str, model: str, lease_seconds: float) -> None:
         self.members: dict[str, Member] = {}
         self.index = PrefixIndex()
         self.breakers = Breakers()
@@ -148,7 +144,6 @@ class Fleet(RouterServicer):
         self.router_id = router_id
         self._model = model
         self._lease_seconds = lease_seconds
-        self._token = token
 
     def serving(self, *roles: str) -> list[Member]:
         return [m for m in self.members.values() if m.role in roles and not m.draining]
@@ -162,39 +157,8 @@ class Fleet(RouterServicer):
                 extra={"event": "breaker", "instance": member.id},
             )
 
-    async def Attach(self, messages: AsyncIterator[pb.InstanceFrames], context: Any) -> AsyncIterator[pb.RouterFrames]:
-        """The one RPC: lives as long as the instance does."""
-        if not self._knows_token(context):
-            extra = {"event": "refused", "instance": context.peer()}
-            log.warning("refused %s: it does not know the --control-token", context.peer(), extra=extra)
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this router asks for another --control-token")
-        opening = await anext(aiter(messages))
-        first = opening.frames[0] if len(opening.frames) == 1 else pb.InstanceFrame()
-        refusal = self.refusal(first)
-        if refusal:
-            who = first.hello.instance_id or context.peer()
-            log.warning("refused %s: %s", who, refusal, extra={"event": "refused", "instance": who})
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
-        member = self._join(first.hello)
-        reader = asyncio.create_task(self._read(member, messages))
-        reader.add_done_callback(lambda task: self._reader_ended(member, task))
-        try:
-            welcome = pb.Welcome(router_id=self.router_id, lease_seconds=self._lease_seconds)
-            yield pb.RouterFrames(frames=[pb.RouterFrame(welcome=welcome)])
-            while frames := await member.outbox.take():
-                yield pb.RouterFrames(frames=frames)
-        finally:
-            reader.cancel()
-            self._leave(member, "its stream ended")
-
-    def _knows_token(self, context: Any) -> bool:
-        sent = dict(context.invocation_metadata() or ()).get("authorization", "")
-        return not self._token or hmac.compare_digest(sent.encode(), f"Bearer {self._token}".encode())
-
-    def close(self) -> None:
-        """Ends all streams: gRPC would cut them off in the middle, and complain about it."""
-        for member in list(self.members.values()):
-            self._leave(member, "this router ends")
+    def welcome(self) -> pb.Welcome:
+        return pb.Welcome(router_id=self.router_id, lease_seconds=self._lease_seconds)
 
     async def watch(self) -> None:
         """Drops instances whose lease has run out: frozen, or behind a network that swallows frames."""
@@ -203,7 +167,7 @@ class Fleet(RouterServicer):
             now = time.monotonic()
             for member in list(self.members.values()):
                 if now - member.heard > self._lease_seconds:
-                    self._leave(member, f"not heard for {self._lease_seconds} s")
+                    self.leave(member, f"not heard for {self._lease_seconds} s")
 
     def refusal(self, frame: pb.InstanceFrame) -> str:
         """Why an instance may not serve here, or nothing."""
@@ -226,15 +190,17 @@ class Fleet(RouterServicer):
                     return refusal
         return ""
 
-    def _join(self, hello: pb.Hello) -> Member:
+    def join(self, hello: pb.Hello, wire: Outgoing) -> Member:
+        """Takes in an instance that nothing speaks against (`refusal`)."""
         if hello.instance_id in self.members:
-            self._leave(self.members[hello.instance_id], "it has dialled again")
-        member = self.members[hello.instance_id] = Member(hello, heard=time.monotonic())
+            self.leave(self.members[hello.instance_id], "it has dialled again")
+        member = self.members[hello.instance_id] = Member(hello, wire, heard=time.monotonic())
         extra = {"event": "joined", "instance": member.id}
         log.info("%s joined as %s with %d blocks", member.id, hello.role, hello.num_blocks, extra=extra)
         return member
 
-    def _leave(self, member: Member, reason: str) -> None:
+    def leave(self, member: Member, reason: str) -> None:
+        """It serves here no more, if it did."""
         if self.members.get(member.id) is not member:
             return
         del self.members[member.id]
@@ -242,19 +208,15 @@ class Fleet(RouterServicer):
         self.num_lost += 1
         extra = {"event": "drained" if member.draining else "left", "instance": member.id}
         log.warning("%s left: %s; %d requests were with it", member.id, reason, len(member.requests), extra=extra)
-        member.outbox.put_nowait(None)
+        member.wire.close()
         assert self.listener is not None
         self.listener.on_lost(member)
 
-    async def _read(self, member: Member, messages: AsyncIterator[pb.InstanceFrames]) -> None:
-        async for message in messages:
-            member.heard = time.monotonic()
-            for frame in message.frames:
-                if self.members.get(member.id) is not member:
-                    return
-                self._take(member, frame)
-
-    def _take(self, member: Member, frame: pb.InstanceFrame) -> None:
+    def take(self, member: Member, frame: pb.InstanceFrame) -> None:
+        """Something that the instance says."""
+        if self.members.get(member.id) is not member:
+            return
+        member.heard = time.monotonic()
         assert self.listener is not None
         match frame.WhichOneof("frame"):
             case "draining":
@@ -272,13 +234,14 @@ class Fleet(RouterServicer):
                 if frame.heartbeat.counters["engine_steps"] != member.beat.counters["engine_steps"]:
                     member.stepped = member.heard
                 member.heard_of(frame.heartbeat)
+                member.send(HEARD)
             case "step":
                 for output in frame.step.outputs:
                     self.listener.on_output(member, output)
 
     def _take_role(self, member: Member, frame: pb.InstanceFrame) -> None:
         if refusal := self.refusal(frame):
-            self._leave(member, refusal)
+            self.leave(member, refusal)
         else:
             log.info("%s serves as %s now", member.id, frame.hello.role, extra={"event": "role", "instance": member.id})
             member.serves_as(frame.hello)
@@ -290,14 +253,6 @@ class Fleet(RouterServicer):
         if blocks.untold and not member.untold:
             member.untold_since = member.heard
         member.untold = blocks.untold
-
-    def _reader_ended(self, member: Member, task: "asyncio.Task[None]") -> None:
-        """The stream is over, or a frame was more than we can handle; the latter is told as what it is."""
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, grpc.RpcError):
-            log.error("a frame of %s could not be handled", member.id, exc_info=error)
-            self._leave(member, f"a frame could not be handled: {error!r}")
-        member.outbox.put_nowait(None)
 
 
 def _keys(joined: bytes) -> list[bytes]:
@@ -317,24 +272,3 @@ def _cannot_hand_over(one: pb.Hello, other: pb.Hello) -> str:
                 f"{decode.instance_id} with --convert-kv"
             )
     return ""
-
-
-async def serve(
-    fleet: Fleet, host: str, port: int, tls: grpc.ServerCredentials | None = None
-) -> tuple[grpc.aio.Server, int]:
-    """Starts the control server; port 0 takes a free one. Without `tls`, it is plain.
-
-    Raises:
-        SetupError: the port is taken.
-    """
-    server = grpc.aio.server(options=SERVER_OPTIONS)
-    add_RouterServicer_to_server(fleet, server)
-    try:
-        address = f"{host}:{port}"
-        bound = server.add_secure_port(address, tls) if tls else server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise SetupError(
-            f"control port {host}:{port} is in use or not ours to take; choose another --control-port"
-        ) from error
-    await server.start()
-    return server, bound

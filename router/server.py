@@ -9,22 +9,22 @@ import os
 import secrets
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-import grpc
 import uvicorn
 import uvloop
 
-from pdserve.certificates import check_pair, server_credentials
+from pdserve.certificates import check_pair, server_context
 from pdserve.config import RouterConfig
 from pdserve.errors import SetupError
 from pdserve.registry import Registry
-from pdserve.router import fleet as fleet_module
 from pdserve.router.api import create_app
+from pdserve.router.control import Control
 from pdserve.router.dispatch import Dispatcher
 from pdserve.router.events import Events
 from pdserve.router.fleet import Fleet
@@ -64,7 +64,7 @@ def serve(config: RouterConfig) -> None:
             raise SetupError(f"--{flag.replace('_', '-')} {name} is unknown; there are {known}")
     if config.ssl_certfile:
         check_pair("--ssl", config.ssl_certfile, config.ssl_keyfile)
-    tls = server_credentials(config)
+    tls = server_context(config)
     keys = declared(config.api_key, config.keys_file)
     listening = [listen(config)]
     if config.own_port is not None:
@@ -76,11 +76,11 @@ def serve(config: RouterConfig) -> None:
 async def _serve(
     config: RouterConfig,
     keys: list[Key],
-    tls: grpc.ServerCredentials | None,
+    tls: ssl.SSLContext | None,
     tokenizer: Tokenizer,
     listening: list[socket.socket],
 ) -> None:
-    fleet = Fleet(f"router-{secrets.token_hex(4)}", config.name, config.lease_seconds, config.control_token)
+    fleet = Fleet(f"router-{secrets.token_hex(4)}", config.name, config.lease_seconds)
     metrics = Metrics(fleet)
     registry = None
     if config.registry:
@@ -96,7 +96,8 @@ async def _serve(
     overview = Overview(dispatcher, metrics, events)
     gate = Gate(keys, config, metrics)
     app = create_app(config, tokenizer, dispatcher, gate, metrics.text, dispatcher.timelines.latest, overview.now)
-    control, control_port = await fleet_module.serve(fleet, config.control_host, config.control_port, tls)
+    control = Control(fleet, config.control_token)
+    control_port = await control.listen(config.control_host, config.control_port, tls)
     https: dict[str, Any] = (
         {"ssl_certfile": config.ssl_certfile, "ssl_keyfile": config.ssl_keyfile} if config.ssl_certfile else {}
     )
@@ -122,8 +123,7 @@ async def _serve(
         ended = await asyncio.gather(*watches, return_exceptions=True)
         if registry is not None:
             await registry.close()
-        fleet.close()
-        await control.stop(grace=2.0)
+        await control.close()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
         for defect in ended:

@@ -12,12 +12,13 @@ import pytest
 import trustme
 
 from pdserve.block_news import BlockNews
-from pdserve.certificates import REFUSALS, channel_credentials, server_credentials
+from pdserve.certificates import DISTRUSTED, HANGS_UP, MISNAMED, NO_TLS, client_context, server_context
 from pdserve.config import InstanceConfig, RouterConfig
 from pdserve.errors import SetupError
 from pdserve.link import Links
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.router.fleet import PROTOCOL_VERSION, Fleet, serve
+from pdserve.router.control import Control
+from pdserve.router.fleet import PROTOCOL_VERSION, Fleet
 
 Write = Callable[..., dict[str, str]]
 PLAIN = {"control_certfile": "", "control_keyfile": "", "control_cafile": ""}
@@ -33,36 +34,34 @@ def test_who_shows_no_certificate_of_the_authority_is_turned_away(
     instances = {
         "decode-right": ("tls", right, ""),
         "decode-anywhere": ("tls", elsewhere, ""),  # an instance's certificate may name anything
-        "decode-foreign": ("tls", {**foreign, "control_cafile": only_ca}, "Socket closed"),
-        "decode-plain": ("tls", PLAIN, "Socket closed"),
-        "decode-distrusts": ("tls", foreign, "CERTIFICATE_VERIFY_FAILED"),
-        "decode-misled": ("elsewhere", right, "Hostname Verification"),
-        "decode-secret": ("plain", right, "WRONG_VERSION_NUMBER"),
+        "decode-foreign": ("tls", {**foreign, "control_cafile": only_ca}, HANGS_UP),
+        "decode-plain": ("tls", PLAIN, HANGS_UP),
+        "decode-distrusts": ("tls", foreign, DISTRUSTED),
+        "decode-misled": ("elsewhere", right, MISNAMED),
+        "decode-secret": ("plain", right, NO_TLS),
     }
 
     def said() -> Counter[str]:
         return Counter(one for one in caplog.messages if one.endswith("trying on"))
 
     async def scenario() -> None:
-        fleets, servers, ports, tasks = {}, [], {}, []
+        fleets, controls, ports, tasks = {}, [], {}, []
         for name, files in (("tls", right), ("elsewhere", elsewhere), ("plain", PLAIN)):
             fleets[name] = Fleet(name, "model", 60.0)
             fleets[name].listener = cast(Any, SimpleNamespace(on_lost=lambda member: None))
-            tls = server_credentials(RouterConfig(model="model", **cast(Any, files)))
-            server, ports[name] = await serve(fleets[name], "127.0.0.1", 0, tls)
-            servers.append(server)
+            tls = server_context(RouterConfig(model="model", **cast(Any, files)))
+            controls.append(Control(fleets[name]))
+            ports[name] = await controls[-1].listen("127.0.0.1", 0, tls)
         idle = SimpleNamespace(
             news=BlockNews(), load=pb.Heartbeat(), others=lambda link: pb.Load(), drop_link=lambda link: None
         )
         for name, (where, files, _) in instances.items():
-            tls = channel_credentials(InstanceConfig(model="model", **cast(Any, files)))
+            tls = client_context(InstanceConfig(model="model", **cast(Any, files)))
             links = Links([f"127.0.0.1:{ports[where]}"], tls=tls)
             hello = pb.Hello(instance_id=name, role="decode", model="model", protocol_version=PROTOCOL_VERSION)
             tasks.append(asyncio.create_task(links.run(cast(Any, idle), hello)))
         told = Counter(
-            f"router 127.0.0.1:{ports[where]}: {REFUSALS[sign]}, trying on"
-            for where, _, sign in instances.values()
-            if sign
+            f"router 127.0.0.1:{ports[where]}: {why}, trying on" for where, _, why in instances.values() if why
         )
         async with asyncio.timeout(60):
             while len(fleets["tls"].members) < 2 or not told <= said():
@@ -70,8 +69,8 @@ def test_who_shows_no_certificate_of_the_authority_is_turned_away(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for server in servers:
-            await server.stop(None)
+        for control in controls:
+            await control.close()
         assert told.keys() == said().keys()
         joined = {one.partition(" joined")[0] for one in caplog.messages if " joined" in one}
         assert joined == {"decode-anywhere", "decode-right"}
@@ -94,8 +93,8 @@ def test_what_is_wrong_with_the_files_is_one_sentence(control_files: Write, tmp_
     }
     for said, change in wrong.items():
         for credentials, config in (
-            (server_credentials, RouterConfig(**cast(Any, right))),
-            (channel_credentials, InstanceConfig(**cast(Any, right))),
+            (server_context, RouterConfig(**cast(Any, right))),
+            (client_context, InstanceConfig(**cast(Any, right))),
         ):
             with pytest.raises(SetupError, match=said) as error:
                 credentials(replace(config, **cast(Any, change)))

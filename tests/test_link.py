@@ -1,4 +1,4 @@
-"""The stream of an instance to a router that the test plays: one that reads, one that is restarted, one that does not."""
+"""The link of an instance to a router that the test plays: one that reads, one that is restarted, one that does not."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
@@ -6,40 +6,37 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import grpc
 import pytest
 
 from pdserve.block_news import BlockNews
 from pdserve.deployment import free_port
 from pdserve.engine.block_pool import BlockPool
 from pdserve.link import NEWS_KEYS, Links
-from pdserve.outbox import MESSAGE_BYTES, Outbox
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.proto.pdserve_pb2_grpc import RouterServicer, add_RouterServicer_to_server
 from pdserve.router.prefix_index import PrefixIndex
+from pdserve.wire import Wire
 
 BLOCKS = 3000
 
 
-class Router(RouterServicer):
-    """Keeps an index, while `reading` is set."""
+class Router(Wire[pb.InstanceFrame, pb.RouterFrame]):
+    """Keeps an index."""
 
     def __init__(self) -> None:
+        super().__init__(pb.InstanceFrame)
         self.index = PrefixIndex()
-        self.messages: list[pb.InstanceFrames] = []
         self.frames: list[pb.InstanceFrame] = []
-        self.reading = asyncio.Event()
-        self.reading.set()
 
-    async def Attach(self, messages: AsyncIterator[pb.InstanceFrames], context: Any) -> AsyncIterator[pb.RouterFrames]:
-        yield pb.RouterFrames(frames=[pb.RouterFrame(welcome=pb.Welcome())])
-        async for message in messages:
-            self.messages.append(message)
-            for frame in message.frames:
-                self.frames.append(frame)
-                self.index.remove("i", split(frame.blocks.removed))
-                self.index.add("i", split(frame.blocks.added))
-            await self.reading.wait()
+    def receive(self, frame: pb.InstanceFrame) -> None:
+        self.frames.append(frame)
+        if frame.HasField("hello"):
+            self.put(pb.RouterFrame(welcome=pb.Welcome()))
+        self.index.remove("i", split(frame.blocks.removed))
+        self.index.add("i", split(frame.blocks.added))
+
+    def read(self, *, on: bool) -> None:
+        assert self._transport is not None
+        (self._transport.resume_reading if on else self._transport.pause_reading)()
 
 
 def split(joined: bytes) -> list[bytes]:
@@ -50,10 +47,10 @@ class Stage:
     """An instance's links and pool, without an engine, and a router at the other end."""
 
     def __init__(self) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
+        self.port = free_port()
         self.pool, self.news = BlockPool(BLOCKS, 16), BlockNews()
         self.pool.on_change = self.news.changed
-        self.links = Links([self.address])
+        self.links = Links([f"127.0.0.1:{self.port}"])
         self.next_key = 0
         instance = SimpleNamespace(
             news=self.news, load=pb.Heartbeat(), others=lambda link: pb.Load(), drop_link=lambda link: None
@@ -63,14 +60,13 @@ class Stage:
 
     @asynccontextmanager
     async def router(self) -> AsyncIterator[Router]:
-        router, server = Router(), grpc.aio.server()
-        add_RouterServicer_to_server(router, server)
-        server.add_insecure_port(self.address)
-        await server.start()
+        router = Router()
+        server = await asyncio.get_running_loop().create_server(lambda: router, "127.0.0.1", self.port)
         try:
             yield router
         finally:
-            await server.stop(None)
+            server.close()
+            router.abort()
 
     def compute(self, count: int) -> None:
         """That many new blocks, in the place of the oldest."""
@@ -129,13 +125,14 @@ def test_tokens_do_not_wait_behind_a_pools_content() -> None:
 
 
 def test_a_router_that_does_not_read_costs_no_more_than_the_pools_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.link.NEWS_S", 0.001)  # fills sooner what gRPC buffers, some MB
+    monkeypatch.setattr("pdserve.link.NEWS_S", 0.001)  # fills sooner what sockets buffer, some MB
 
     async def story() -> None:
         stage = Stage()
         async with stage.router() as router:
+            stage.compute(1)
             await converged(stage, router)
-            router.reading.clear()
+            router.read(on=False)
             (untold,) = stage.news._routers
             stuck_since, loop = 0.0, asyncio.get_running_loop()
             while not stuck_since or loop.time() - stuck_since < 1.0:
@@ -144,38 +141,22 @@ def test_a_router_that_does_not_read_costs_no_more_than_the_pools_size(monkeypat
                 before = len(untold)
                 await asyncio.sleep(0.005)
                 stuck_since = 0.0 if len(untold) < before else stuck_since or loop.time()
-            router.reading.set()
+            router.read(on=True)
             await converged(stage, router)
         stage.serving.cancel()
 
     play(story())
 
 
-def test_frames_that_wait_share_a_message_in_order() -> None:
+def test_a_router_that_says_nothing_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.link.SILENCE_S", 0.3)
+
     async def story() -> None:
         stage = Stage()
-        async with stage.router() as router:
-            while not router.frames:
-                await asyncio.sleep(0)
-            for name in "abc":
-                step = pb.Step(outputs=[pb.Output(request_id=name, token_ids=[7])])
-                stage.links.broadcast(pb.InstanceFrame(step=step))
-            while not (said := [message for message in router.messages if message.frames[0].HasField("step")]):
-                await asyncio.sleep(0)
-            (message,) = said
-            assert [frame.step.outputs[0].request_id for frame in message.frames] == ["a", "b", "c"]
+        for _ in range(2):
+            async with stage.router() as router:
+                await router.closed
+                assert router.frames[0].HasField("hello") and any(f.HasField("heartbeat") for f in router.frames)
         stage.serving.cancel()
-
-    play(story())
-
-
-def test_a_message_does_not_grow_past_its_limit_and_the_end_comes_last() -> None:
-    async def story() -> None:
-        outbox = Outbox[pb.RouterFrame]()
-        small = pb.RouterFrame(cancel=pb.Cancel(request_id="r"))
-        large = pb.RouterFrame(cancel=pb.Cancel(request_id="r" * MESSAGE_BYTES))
-        for frame in (small, small, large, large, small, None):
-            outbox.put_nowait(frame)
-        assert [len(await outbox.take()) for _ in range(4)] == [3, 1, 1, 0]
 
     play(story())

@@ -1,4 +1,4 @@
-"""The committed gRPC stubs are what scripts/proto makes of proto/pdserve.proto."""
+"""The committed stubs are what scripts/proto makes of proto/pdserve.proto."""
 
 import subprocess
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-STUBS = ("pdserve_pb2.py", "pdserve_pb2.pyi", "pdserve_pb2_grpc.py")
+STUBS = ("pdserve_pb2.py", "pdserve_pb2.pyi")
 
 
 @pytest.mark.skipif(not (ROOT / ".venv").is_dir(), reason="scripts/proto uses .venv, which `make setup` makes")

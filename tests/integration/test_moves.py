@@ -45,14 +45,19 @@ class Seat:
 
     def sit_down(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
-        self.member = dispatcher.fleet._join(self.hello)
+        self.told: list[pb.RouterFrame] = []
+        self.member = dispatcher.fleet.join(self.hello, self)
         self.untold = self.instance.news.open()
+
+    def put(self, frame: pb.RouterFrame) -> None:
+        self.told.append(frame)
+
+    def close(self) -> None: ...
 
     def turn(self) -> None:
         """What the router has sent, one step, and what comes of it."""
-        while not self.member.outbox.empty():
-            frame = self.member.outbox.get_nowait()
-            assert frame is not None
+        told, self.told = self.told, []
+        for frame in told:
             match frame.WhichOneof("frame"):
                 case "submit":
                     self.instance.submit("router", frame.submit)

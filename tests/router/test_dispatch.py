@@ -5,7 +5,7 @@ import contextlib
 import time
 from collections.abc import Coroutine
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +26,14 @@ from pdserve.router.policy import POLICIES
 from pdserve.router.timeline import Moved
 
 
+class Told(list[pb.RouterFrame]):
+    """In place of a connection to an instance: what it was sent."""
+
+    put = list.append
+
+    def close(self) -> None: ...
+
+
 class Stage:
     """A dispatcher and the members of its fleet."""
 
@@ -38,7 +46,7 @@ class Stage:
     def join(self, name: str, role: str) -> Member:
         hello = pb.Hello(instance_id=name, role=role, model="model", max_model_len=100, vocab_size=50, num_blocks=99)
         hello.protocol_version = PROTOCOL_VERSION
-        return self.fleet._join(hello)
+        return self.fleet.join(hello, Told())
 
     def open(self, request_id: str = "r", max_tokens: int = 4, **request: Any) -> Flight:
         request = {"prompt": [1, 2, 3], "sampling": SamplingParams(max_tokens=max_tokens), **request}
@@ -50,13 +58,13 @@ class Stage:
 
 def sent(member: Member) -> list[tuple[str, Any]]:
     """What a member was told since the last call: (kind of frame, its content)."""
-    frames = []
-    while not member.outbox.empty():
-        frame = member.outbox.get_nowait()
-        if frame is not None:
-            kind = frame.WhichOneof("frame")
-            assert kind is not None
-            frames.append((kind, getattr(frame, kind)))
+    assert isinstance(member.wire, Told)
+    frames: list[tuple[str, Any]] = []
+    for frame in member.wire:
+        kind = frame.WhichOneof("frame")
+        assert kind is not None
+        frames.append((kind, getattr(frame, kind)))
+    member.wire.clear()
     return frames
 
 
@@ -121,7 +129,7 @@ def test_chunks_that_nobody_has_taken_yet_come_together_and_an_error_comes_after
         assert [chunk.token_ids for chunk in await anext(turns)] == [[7]]
         for token in (8, 9):
             stage.says(both, token_ids=[token], logprobs=[pb.Logprobs(logprob=-token)])
-        stage.fleet._leave(both, "test")  # and nobody can take over
+        stage.fleet.leave(both, "test")  # and nobody can take over
         chunks = await anext(turns)
         assert [chunk.token_ids for chunk in chunks] == [[8], [9]]
         assert [one.logprob for chunk in chunks for one in chunk.logprobs] == [-8, -9]
@@ -149,7 +157,7 @@ def test_a_lost_prefill_leaves_the_rest_to_decode() -> None:
         prefill, decode = stage.members
         flight = stage.open()
         sent(decode)
-        stage.fleet._leave(prefill, "test")
+        stage.fleet.leave(prefill, "test")
         ((kind, message),) = sent(decode)
         assert kind == "hand_over" and message.final and not message.HasField("first_token")
         stage.says(decode, token_ids=[7, 8, 9, 10], finish_reason="length")
@@ -169,7 +177,7 @@ def test_a_lost_decode_is_replaced_and_the_stream_goes_on() -> None:
         stage.says(prefill, token_ids=[7], stored=pb.Stored(num_blocks=1, final=True))
         stage.says(lost, token_ids=[8])
         sent(prefill)
-        stage.fleet._leave(lost, "test")
+        stage.fleet.leave(lost, "test")
         ((_, again),) = sent(other)
         assert list(again.prompt) == [1, 2, 3] and list(again.output) == [7, 8] and again.request_id == "r#1"
         with pytest.raises(BadRequest, match="in use"):
@@ -275,17 +283,17 @@ def test_who_is_left_does_everything_and_with_nobody_left_the_client_is_told(fir
     async def story() -> None:
         stage = Stage(first, second)
         left, lost = stage.members
-        stage.fleet._leave(lost, "test")
+        stage.fleet.leave(lost, "test")
         flight = stage.open()
         ((_, submit),) = sent(left)
         placement = flight.timeline.placement
         assert submit.phase == pb.BOTH and placement is not None and placement.reason == f"no_{second}_instance"
         stage.says(left, token_ids=[7])
         again = stage.join("both-1", "both")
-        stage.fleet._leave(left, "test")
+        stage.fleet.leave(left, "test")
         ((_, submit),) = sent(again)
         assert submit.phase == pb.BOTH and list(submit.output) == [7]
-        stage.fleet._leave(again, "test")
+        stage.fleet.leave(again, "test")
         with pytest.raises(Unavailable, match=r"both-1 was lost .* no prefill and no decode instance is there to take"):
             await tokens(flight)
         with pytest.raises(Unavailable, match="no prefill and no decode instance"):
@@ -302,7 +310,7 @@ def test_a_stream_of_a_lost_decode_goes_on_with_prefill_alone() -> None:
         stage.says(prefill, token_ids=[7], stored=pb.Stored(num_blocks=1, final=True))
         stage.says(decode, token_ids=[8])
         sent(prefill)
-        stage.fleet._leave(decode, "test")
+        stage.fleet.leave(decode, "test")
         ((_, submit),) = sent(prefill)
         assert submit.phase == pb.BOTH and list(submit.output) == [7, 8]
         stage.says(prefill, "r#1", token_ids=[9, 10], finish_reason="length")
@@ -423,7 +431,7 @@ def test_instances_that_share_no_store_are_told_apart_and_kept_apart(caplog: pyt
         (warning,) = (record.getMessage() for record in caplog.records if "found nothing" in record.getMessage())
         assert warning.startswith("decode-2 (://) found nothing of what prefill-0 (://) had stored, 3 times in a row")
         assert b'in_vain_total{decode="decode-2",prefill="prefill-0"} 3.0' in stage.dispatcher._metrics.text()
-        stage.fleet._leave(friend, "test")
+        stage.fleet.leave(friend, "test")
         assert hand_over(blocks=2) is stranger, "there is nobody else"
         stage.members[1] = friend = stage.join("prefill-1", "prefill")
         assert {hand_over().id for _ in range(4)} == {"prefill-0", "prefill-1"}, "it was right after all"
@@ -488,7 +496,7 @@ def test_a_lost_decode_that_had_the_prompt_is_replaced() -> None:
         flight = stage.open()
         lost = flight.last_member
         stage.says(lost, token_ids=[7, 8])
-        stage.fleet._leave(lost, "test")
+        stage.fleet.leave(lost, "test")
         other = flight.last_member
         assert other is not lost
         ((_, again),) = sent(other)
@@ -513,7 +521,7 @@ def test_who_would_be_late_is_refused_and_leaves_nothing_behind() -> None:
         stage.open("second", prompt=[1])
         # What has begun goes on, however late.
         assert first.decode is not None
-        stage.fleet._leave(first.decode, "test")
+        stage.fleet.leave(first.decode, "test")
         assert first.timeline.migrations == 1 and not first.machine.ended
         assert b'pdserve_refusals_total{reason="slo_ttft"} 2.0' in stage.dispatcher._metrics.text()
 
@@ -536,7 +544,7 @@ def test_who_dies_again_and_again_gets_nothing_and_then_one_request(monkeypatch:
         for number in range(3):
             stage.open(f"r{number}")
             clock.now += 10
-            stage.fleet._leave(decode, "test")
+            stage.fleet.leave(decode, "test")
             decode = stage.join("decode-1", "decode")
         assert stage.open("r3").last_member is prefill and not sent(decode), "prefill does everything meanwhile"
         assert stage.dispatcher.ready() == (
@@ -546,7 +554,7 @@ def test_who_dies_again_and_again_gets_nothing_and_then_one_request(monkeypatch:
         assert b'pdserve_breaker_state{instance="decode-1"} 2.0' in stage.dispatcher._metrics.text()
         other = stage.join("decode-2", "decode")
         assert all(stage.open(f"o{number}").decode is other for number in range(5))
-        stage.fleet._leave(other, "test")
+        stage.fleet.leave(other, "test")
         clock.now += 5
         assert {one["breaker"] for one in stage.dispatcher.instances()} == {"closed", "half_open"}
         probe = stage.open("probe")
@@ -598,7 +606,7 @@ def test_who_moves_again_needs_budget_for_it() -> None:
         for number in range(2, 4):
             here = flights[0].last_member
             stage.join(f"decode-{number}", "decode")
-            stage.fleet._leave(here, "test")
+            stage.fleet.leave(here, "test")
         moved, ended = flights
         assert moved.timeline.migrations == 2 and not moved.machine.ended
         with pytest.raises(Unavailable, match=r"decode-2 was lost .* too many requests had to move again lately"):
@@ -621,7 +629,7 @@ def test_cached_tokens_need_no_computing() -> None:
         stage.fleet._take_news(fours, pb.Blocks(added=b"".join(keys[4])))
         flight = stage.open("again", prompt=[1] * 12, keys=keys)
         assert flight.prefill is fours and fours.load.prefill_tokens == 4, "the last token is computed in any case"
-        stage.fleet._leave(fours, "test")
+        stage.fleet.leave(fours, "test")
         stage.fleet._take_news(twos, pb.Blocks(removed=b"".join(keys[2][:3])))
         flight = stage.open("later", prompt=[1] * 12, keys=keys)
         assert flight.prefill is stage.members[0] and flight.prefill.load.prefill_tokens == 12
@@ -713,7 +721,7 @@ def test_of_two_that_prefill_one_may_fail(refused: bool) -> None:
     async def story() -> None:
         stage = Stage("prefill", "prefill", "decode")
         flight, first, second, decode = hedged(stage)
-        stage.fleet._leave(first, "test")
+        stage.fleet.leave(first, "test")
         assert flight.prefill is second and not sent(decode), "the other goes on"
         stage.says(second, token_ids=[7, 8, 9, 10], finish_reason="length")
         assert await tokens(flight) == [7, 8, 9, 10]
@@ -724,7 +732,7 @@ def test_of_two_that_prefill_one_may_fail(refused: bool) -> None:
         if refused:
             stage.says(second, error=pb.Error(kind="rejected", message="no"))
         else:
-            stage.fleet._leave(second, "test")
+            stage.fleet.leave(second, "test")
         assert flight.prefill is first and flight.hedge is None
         stage.says(first, token_ids=[7, 8, 9, 10], finish_reason="length")
         assert await tokens(flight) == [7, 8, 9, 10]
@@ -741,7 +749,7 @@ def test_only_what_waits_for_its_first_token_is_asked_of_a_second() -> None:
         stage.says(done.prefill, "done", token_ids=[7])
         while late.hedge is None:
             await asyncio.sleep(0.01)
-        stage.fleet._leave(late.last_member, "test")  # it moves, and may be late again
+        stage.fleet.leave(late.last_member, "test")  # it moves, and may be late again
         assert late.hedge is None and done.hedge is None
         while late.hedge is None:
             await asyncio.sleep(0.01)
@@ -772,12 +780,12 @@ def test_nobody_dead_or_draining_is_asked_and_nothing_stays_on_the_books(
             here = list(stage.fleet.members.values())
             member = here[which % len(here)] if here else None
             able = [m for m in here if not m.draining]
-            before = {m.id: m.outbox.qsize() for m in everybody}
+            before = {m.id: len(cast(Told, m.wire)) for m in everybody}
             if event == "join":
                 everybody.append(stage.join(f"late-{number}", ("prefill", "decode", "both")[which % 3]))
             elif event == "lose" and member is not None:
                 able = [m for m in able if m is not member]
-                stage.fleet._leave(member, "test")
+                stage.fleet.leave(member, "test")
             elif event == "drain" and member is not None:
                 able = [m for m in able if m is not member]
                 member.draining = True

@@ -12,8 +12,9 @@ from pdserve.keys import Layout
 from pdserve.link import Links
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
+from pdserve.router.control import Control
 from pdserve.router.dispatch import Dispatcher
-from pdserve.router.fleet import PROTOCOL_VERSION, Fleet, Member, serve
+from pdserve.router.fleet import PROTOCOL_VERSION, Fleet, Member
 from pdserve.router.metrics import Metrics
 from pdserve.router.policy import Load
 
@@ -39,10 +40,18 @@ def hello_of(
     )
 
 
+class Told(list[pb.RouterFrame]):
+    """In place of a connection to an instance: what it was sent."""
+
+    put = list.append
+
+    def close(self) -> None: ...
+
+
 def refusal(there: pb.Hello, comes: pb.Hello) -> str:
     """What the second one is told."""
     fleet = Fleet("router", "model", 1.0)
-    fleet._join(there)
+    fleet.join(there, Told())
     return fleet.refusal(pb.InstanceFrame(hello=comes))
 
 
@@ -85,25 +94,25 @@ def test_what_cannot_be_converted_is_refused(change: dict[str, Any]) -> None:
 
 
 def submits(member: Member) -> list[pb.Submit]:
-    frames = [member.outbox.get_nowait() for _ in range(member.outbox.qsize())]
-    return [frame.submit for frame in frames if frame is not None and frame.WhichOneof("frame") == "submit"]
+    assert isinstance(member.wire, Told)
+    return [frame.submit for frame in member.wire if frame.WhichOneof("frame") == "submit"]
 
 
 def test_decode_is_told_the_writer_s_layout_where_it_is_another() -> None:
     async def story() -> None:
         fleet = Fleet("router", "model", 1.0)
         dispatcher = Dispatcher(RouterConfig(model="model"), fleet, Metrics(fleet))
-        prefill = fleet._join(hello_of("prefill-0"))
-        decode = fleet._join(hello_of("decode-0", block_size=32, convert=True))
+        prefill = fleet.join(hello_of("prefill-0"), Told())
+        decode = fleet.join(hello_of("decode-0", block_size=32, convert=True), Told())
         request = Request(request_id="r", prompt=[1, 2, 3], sampling=SamplingParams(max_tokens=4))
         dispatcher.open(request)
         (asked,), (told,) = submits(prefill), submits(decode)
         assert told.writer == prefill.hello.layout and not asked.HasField("writer")
 
-        same = fleet._join(hello_of("prefill-1", block_size=32))
-        fleet._leave(decode, "test")  # the request moves: other instances, another pair of layouts
-        fleet._leave(prefill, "test")
-        again = fleet._join(hello_of("decode-1", block_size=32, convert=True))
+        same = fleet.join(hello_of("prefill-1", block_size=32), Told())
+        fleet.leave(decode, "test")  # the request moves: other instances, another pair of layouts
+        fleet.leave(prefill, "test")
+        again = fleet.join(hello_of("decode-1", block_size=32, convert=True), Told())
         dispatcher.open(Request(request_id="s", prompt=[1, 2, 3], sampling=SamplingParams(max_tokens=4)))
         assert [submit.HasField("writer") for submit in submits(again)] == [False]
         assert submits(same)
@@ -129,7 +138,8 @@ def test_a_router_hears_what_others_have_sent() -> None:
     async def scenario() -> None:
         fleet, instance = Fleet("router", "model", 60.0), Idle()
         fleet.listener = cast(Any, SimpleNamespace(on_lost=lambda member: None))
-        server, port = await serve(fleet, "127.0.0.1", 0)
+        control = Control(fleet)
+        port = await control.listen("127.0.0.1", 0)
         task = asyncio.create_task(Links([f"127.0.0.1:{port}"]).run(cast(Any, instance), hello_of("decode-0")))
         async with asyncio.timeout(60):
             while not fleet.members:
@@ -143,16 +153,17 @@ def test_a_router_hears_what_others_have_sent() -> None:
                 assert load.context_tokens == others.context_tokens
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await server.stop(None)
+        await control.close()
 
     asyncio.run(scenario())
 
 
 def test_instances_have_to_know_the_token(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        fleet = Fleet("router", "model", 60.0, "right")
+        fleet = Fleet("router", "model", 60.0)
         fleet.listener = cast(Any, SimpleNamespace(on_lost=lambda member: None))
-        server, port = await serve(fleet, "127.0.0.1", 0)
+        control = Control(fleet, "right")
+        port = await control.listen("127.0.0.1", 0)
         tokens = {"prefill-0": "right", "decode-0": "wrong", "decode-1": ""}
         tasks = []
         for name, token in tokens.items():
@@ -165,6 +176,6 @@ def test_instances_have_to_know_the_token(caplog: pytest.LogCaptureFixture) -> N
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await server.stop(None)
+        await control.close()
 
     asyncio.run(scenario())

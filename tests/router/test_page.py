@@ -32,6 +32,14 @@ if TYPE_CHECKING:
 EVIL = '<img src=x onerror="window.hit=1">'
 
 
+class Told(list[pb.RouterFrame]):
+    """In place of a connection to an instance: what it was sent."""
+
+    put = list.append
+
+    def close(self) -> None: ...
+
+
 class Scene:
     """A router with members that the test plays, and its app."""
 
@@ -48,7 +56,7 @@ class Scene:
     def join(self, role: str, name: str) -> Member:
         hello = pb.Hello(instance_id=name, role=role, model="demo", max_model_len=100, vocab_size=50, num_blocks=99)
         hello.connector = "shm"
-        return self.fleet._join(hello)
+        return self.fleet.join(hello, Told())
 
     def serve(self, request_id: str, prefill: Member, decode: Member) -> None:
         """One request of three tokens, from start to end."""
@@ -92,7 +100,7 @@ def test_the_picture_of_a_request_and_a_fault(scene: Callable[..., Scene], make_
     made.serve("r", prefill, decode)
     made.dispatcher.open(Request(request_id="s", prompt=[1], sampling=SamplingParams(max_tokens=3)))
     made.join("decode", "e")
-    made.fleet._leave(decode, "test")
+    made.fleet.leave(decode, "test")
     answer = client.get("/debug/overview")
     assert answer.headers["cache-control"] == "no-store"
     now = answer.json()
@@ -179,7 +187,7 @@ def open_page(
         made = scene(**settings)
         prefill, decode = made.join("prefill", "p"), made.join("decode", EVIL)
         made.serve("the-request", prefill, decode)
-        made.fleet._leave(made.join("both", "gone"), EVIL)
+        made.fleet.leave(made.join("both", "gone"), EVIL)
         running = serving(made.app)
         url = running.__enter__()
         page = browser.new_context(viewport={"width": width, "height": 800}).new_page()

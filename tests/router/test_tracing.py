@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -66,9 +67,8 @@ def serve() -> Callable[..., None]:
         dispatcher.watchers.append(tracer.finished)
 
         def join(role: str) -> Member:
-            return fleet._join(
-                pb.Hello(instance_id=f"{role}-0", role=role, model="demo", max_model_len=9, num_blocks=9)
-            )
+            hello = pb.Hello(instance_id=f"{role}-0", role=role, model="demo", max_model_len=9, num_blocks=9)
+            return fleet.join(hello, SimpleNamespace(put=lambda frame: None, close=lambda: None))
 
         def says(member: Member, *stages: Stage, **output: Any) -> None:
             stamps = [pb.Stamp(stage=stage, seconds=0.0) for stage in stages]
