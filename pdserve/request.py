@@ -98,6 +98,7 @@ class Request:
     priority: int = 0  # lower goes first, where instances schedule by it
     traceparent: str = ""  # the client's span, as OpenTelemetry writes it
     session: str = ""  # what the client says belongs together: a policy may keep it in one place
+    whole: bool = False  # its tokens are wanted together, at the end
     received: float | None = None  # on the monotonic clock, when the router got the body
 
 

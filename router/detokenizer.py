@@ -32,11 +32,13 @@ class Detokenizer:
         self._context = 0  # how many of them are context only
         self._sent = 0  # characters of the window's text that are out
 
-    def push(self, token_id: int) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
         """The text that is certain now and was not before."""
-        if token_id in self._tokenizer.silent_ids or token_id >= self._tokenizer.vocab_size:
+        silent, vocab_size = self._tokenizer.silent_ids, self._tokenizer.vocab_size
+        new_ids = [token_id for token_id in token_ids if token_id < vocab_size and token_id not in silent]
+        if not new_ids:
             return ""
-        self._window.append(token_id)
+        self._window += new_ids
         text = self._tokenizer.decode(self._window)
         whole = text.rstrip(REPLACEMENT)
         if len(whole) == len(text):
@@ -48,6 +50,8 @@ class Detokenizer:
 
     def flush(self) -> str:
         """The rest, at the end: a beginning of a character becomes U+FFFD."""
+        if len(self._window) == self._context:
+            return ""
         new = self._tokenizer.decode(self._window)[self._sent :]
         self._window, self._context, self._sent = [], 0, 0
         return new
@@ -58,7 +62,7 @@ class Detokenizer:
             return ""
         self._window = self._window[self._context :]
         self._context = len(self._window)
-        self._sent = len(self._tokenizer.decode(self._window))
+        self._sent = self._tokenizer.length(tuple(self._window))
         return new
 
     def _shorten(self, text: str) -> None:
@@ -118,16 +122,23 @@ class TextStream:
 
     Attributes:
         finish_reason: None until the end; `stop` when a stop string was found.
-        starts: where in the text each token of the last chunk begins, in characters.
+        starts: where in the text each token of the last chunk begins, in characters, if that was asked for.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, include_stop: bool = False, min_tokens: int = 0
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        starts: bool = False,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         self._stop = StopMatcher(stops, include_stop)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
+        self._one_by_one = bool(stops) or starts
         self._tokens = 0
         self._length = 0  # of the text so far, what is held back included
         self.starts: list[int] = []
@@ -139,15 +150,17 @@ class TextStream:
         self.starts = []
         silent_end = chunk.finish_reason == "stop" and not self._include_stop
         speaking = len(chunk.token_ids) - 1 if silent_end else len(chunk.token_ids)
-        for index, token_id in enumerate(chunk.token_ids[:speaking]):
-            self._tokens += 1
+        at_once = 1 if self._one_by_one else max(1, speaking)
+        for first in range(0, speaking, at_once):
+            token_ids = chunk.token_ids[first : first + at_once] if self._one_by_one else chunk.token_ids[:speaking]
+            self._tokens += len(token_ids)
             self.starts.append(self._length)
-            text = self._detokenizer.push(token_id)
+            text = self._detokenizer.push(token_ids)
             self._length += len(text)
             parts.append(self._match(text))
             if self._stop.matched is not None:
                 self.finish_reason = "stop"
-                return "".join(parts), chunk.token_ids[: index + 1]
+                return "".join(parts), chunk.token_ids[: first + 1]
         if chunk.finish_reason is not None:
             self.starts += [self._length] * (len(chunk.token_ids) - speaking)
             self.finish_reason = chunk.finish_reason

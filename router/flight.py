@@ -109,9 +109,12 @@ class Flight:
     def put(self, item: Chunk | RequestError) -> None:
         if isinstance(item, RequestError):
             self._error = item
+        elif self._chunks and self.request.whole:
+            self._chunks[0].extend(item)
         else:
             self._chunks.append(item)
-        self._news.set()
+        if self._error is not None or self._chunks[-1].finish_reason is not None or not self.request.whole:
+            self._news.set()
 
     async def __aiter__(self) -> AsyncIterator[list[Chunk]]:
         while True:

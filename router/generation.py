@@ -92,7 +92,9 @@ class Generation:
         try:
             for index, request in enumerate(plan.requests):
                 min_tokens = request.sampling.min_tokens
-                text = TextStream(tokenizer, plan.stops, include_stop=plan.include_stop, min_tokens=min_tokens)
+                text = TextStream(
+                    tokenizer, plan.stops, include_stop=plan.include_stop, min_tokens=min_tokens, starts=plan.logprobs
+                )
                 echo = plan.echo[index * len(plan.echo) // len(plan.requests)] if plan.echo else ""
                 tools = ToolCalls(plan.tools.format, plan.tools.names, plan.tools.single) if plan.tools else None
                 self.choices.append(Choice(index, backend.open(request), text, echo, tools))
@@ -116,7 +118,8 @@ class Generation:
         for choice in self.choices:
             if choice.text.finish_reason is None:
                 choice.stream.cancel()
-        self._leave(self.prompt_tokens + self.completion_tokens)
+        generated = sum(max(choice.tokens, choice.stream.timeline.output_tokens) for choice in self.choices)
+        self._leave(self.prompt_tokens + generated)
 
     @property
     def prompt_tokens(self) -> int:

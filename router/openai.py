@@ -239,6 +239,7 @@ def _requests(
             session=session,
             traceparent=origin.traceparent,
             multi_turn=chat,
+            whole=not body.stream and not body.stop,
             received=origin.received,
         )
         for index, (prompt, keys, i) in enumerate(choices)

@@ -18,6 +18,12 @@ class Chunk:
     finish_reason: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
+    def extend(self, more: "Chunk") -> None:
+        """Takes the chunk that follows."""
+        self.token_ids += more.token_ids
+        self.logprobs += more.logprobs
+        self.finish_reason = more.finish_reason
+
 
 @dataclass(frozen=True)
 class ModelInfo:
@@ -34,8 +40,8 @@ class ModelInfo:
 
 
 class TokenStream(Protocol):
-    """Tokens of one request: at each turn the chunks that have come meanwhile, at least one. Iterating ends after the chunk
-    with a finish reason, or raises RequestError."""
+    """Tokens of one request: at each turn the chunks that have come meanwhile, at least one; for a request that wants the
+    whole, one at the end. Iterating ends after the chunk with a finish reason, or raises RequestError."""
 
     timeline: Timeline
 

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from pdserve.errors import BadRequest, SetupError
 from pdserve.model_path import resolve_model
 
 BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")  # of vocabularies that fall back to bytes
+KNOWN_LENGTHS = 1 << 15
 WORD_START = "▁"  # SentencePiece's space
 
 
@@ -38,6 +40,7 @@ class Tokenizer:
     Attributes:
         vocab_size: all ids that it knows are below; the model may have some more, which decode to nothing.
         eos_token_ids: what the tokenizer calls the end of a text.
+        length: of the text of a tuple of ids, in characters; of most single tokens it knows it.
         silent_ids: special tokens, which `decode` leaves out of the text.
     """
 
@@ -58,6 +61,7 @@ class Tokenizer:
         added = self._rust.get_added_tokens_decoder()
         self.silent_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
+        self.length = lru_cache(KNOWN_LENGTHS)(lambda ids: len(self.decode(ids)))
         decoder = json.loads(self._rust.to_str())["decoder"]
         self._byte_level = _BYTES if '"ByteLevel"' in json.dumps(decoder) else None
 

@@ -27,10 +27,10 @@ CORE = {
     "lifetime",
     "logs",
     "model_path",
-    "outbox",
     "registry",
     "request",
     "slo",
+    "wire",
 }
 JOB = {"fetcher", "job", "transfers"}
 INSTANCE = {"block_news", "instance", "link", "serve_instance"}
@@ -65,7 +65,7 @@ DECISIONS = (
     "../router/policy",
     "../router/prefix_index",
 )
-NOT_IN_DECISIONS = {"torch", "transformers", "time", "asyncio", "socket", "threading", "grpc", "redis", "starlette"}
+NOT_IN_DECISIONS = {"torch", "transformers", "time", "asyncio", "socket", "threading", "redis", "starlette"}
 
 
 @dataclass(frozen=True)

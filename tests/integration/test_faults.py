@@ -166,13 +166,24 @@ def test_instances_restart_and_change_roles_under_load_and_no_request_fails(
     ):
         url, model = deployment.url, deployment.config.name
         clients = [threads.submit(client, *pair) for pair in zip(prompts, expected, strict=True)]
-        wait_until(lambda: instances(url)["decode-1"]["requests"] > 0, 60, "there is work")
+
+        def flip(role: str) -> None:
+            httpx.post(f"{url}/admin/instances/decode-1/role", json={"role": role}).raise_for_status()
+            wait_until(lambda: instances(url)["decode-1"]["role"] == role, 60, "it serves as that")
+
+        def moves() -> bool:
+            """Flips decode-1 while it has work, unless that ends meanwhile."""
+            wait_until(lambda: instances(url)["decode-1"]["requests"] > 0, 60, "there is work")
+            flip("prefill")
+            flip("decode")
+            return metric(deployment, "migrations_total") > 0
 
         def order(*words: str) -> str:
             done = pdserve(*words, "--router", url)
             return str(done.stdout) if done.returncode == 0 else str(done.stderr)
 
         try:
+            wait_until(moves, 120, "a stream moves")
             refused = order("drain", "prefill-0")
             assert refused.startswith("pdserve: while prefill-0 drains, no prefill instance would be there"), refused
             assert order("role", "decode-1", "prefill") == "decode-1 serves as prefill\n"

@@ -222,10 +222,11 @@ def test_the_timeline_has_every_stage_in_order(up: Up, client: openai.OpenAI) ->
     stages = timeline["stages_ms"]
     assert set(stages) == {stage.value for stage in Stage}
     order = ["received", "admitted", "routed", "prefill_started", "first_token", "kv_stored", "kv_ready", "finished"]
-    # What one instance stamps is late by its message's way, and a busy machine makes that long where nothing waits for it.
-    loose = {("first_token", "kv_stored"), ("kv_ready", "finished")}
+    # What one instance stamps is late by its message's way, and a busy machine makes that long where nothing waits for it:
+    # decode follows prefill's store, and need not hear of its end.
+    loose = {("first_token", "kv_stored"), ("kv_stored", "kv_ready"), ("kv_ready", "finished")}
     for pair in itertools.pairwise(order):
-        assert stages[pair[0]] <= stages[pair[1]] + (200.0 if pair in loose else 0.1), (pair, stages)
+        assert stages[pair[0]] <= stages[pair[1]] + (2000.0 if pair in loose else 0.1), (pair, stages)
     assert timeline["prefill_instance"] == "prefill-0" and timeline["decode_instance"] == "decode-0"
     prompt_blocks = -(-timeline["prompt_tokens"] // 16)
     assert timeline["stored"]["blocks"] == prompt_blocks

@@ -14,7 +14,7 @@ SHARED = settings(deadline=None, suppress_health_check=[HealthCheck.function_sco
 
 def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     detokenizer = Detokenizer(tokenizer)
-    return [detokenizer.push(token_id) for token_id in ids] + [detokenizer.flush()]
+    return [detokenizer.push([token_id]) for token_id in ids] + [detokenizer.flush()]
 
 
 def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
@@ -98,7 +98,7 @@ def test_a_long_run_of_invalid_bytes_keeps_a_short_window(tokenizer: Tokenizer) 
     detokenizer = Detokenizer(tokenizer)
     lengths = []
     for token_id in byte_ids(tokenizer, b"\xe6") * 1000:
-        detokenizer.push(token_id)
+        detokenizer.push([token_id])
         lengths.append(len(detokenizer._window))
     assert max(lengths) <= 64
 
@@ -195,9 +195,11 @@ def test_chunks_of_any_size_give_the_same_text(tokenizer: Tokenizer) -> None:
     @SHARED
     @given(st.lists(st.integers(2, tokenizer.vocab_size - 1), min_size=1, max_size=30), st.integers(1, 30))
     def check(ids: list[int], size: int) -> None:
-        whole = run(TextStream(tokenizer, ["e", "th"]), [Chunk(ids, "length")])
         parts = [Chunk(ids[i : i + size]) for i in range(0, len(ids), size)]
         parts[-1] = Chunk(parts[-1].token_ids, "length")
-        assert run(TextStream(tokenizer, ["e", "th"]), parts) == whole
+        for stops in (["e", "th"], []):
+            whole = run(TextStream(tokenizer, stops), [Chunk(ids, "length")])
+            assert run(TextStream(tokenizer, stops), parts) == whole
+            assert stops or whole == (tokenizer.decode(ids), ids)
 
     check()
