@@ -13,13 +13,13 @@ of a prompt may be partial: every number of tokens has a key.
 
 import hashlib
 import json
+import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
-import numpy as np
-
 KEY_BYTES = 16
 HASH_TOKENS = 16
+TOKEN_BYTES = 4  # little-endian
 LAYOUT_VERSION = 1  # of a block's bytes: [num_layers, 2, num_kv_heads, block_size, head_dim]
 
 
@@ -79,15 +79,15 @@ class KeyChain:
 
     def _extend(self, tokens: Sequence[int], count: int) -> None:
         first = len(self._whole) - 1
-        ids = np.asarray(tokens[first * HASH_TOKENS : count * HASH_TOKENS], dtype="<u4").reshape(-1, HASH_TOKENS)
-        for unit in ids:
-            self._whole.append(_token_key(self._whole[-1], unit.tobytes()))
+        data = _as_bytes(tokens[first * HASH_TOKENS : count * HASH_TOKENS])
+        for start in range(0, len(data), HASH_TOKENS * TOKEN_BYTES):
+            self._whole.append(_token_key(self._whole[-1], data[start : start + HASH_TOKENS * TOKEN_BYTES]))
 
     def _key(self, tokens: Sequence[int], end: int) -> bytes:
         whole, rest = divmod(end, HASH_TOKENS)
         if not rest:
             return self._whole[whole]
-        return _token_key(self._whole[whole], np.asarray(tokens[end - rest : end], dtype="<u4").tobytes())
+        return _token_key(self._whole[whole], _as_bytes(tokens[end - rest : end]))
 
 
 def block_ends(num_tokens: int, block_size: int, *, partial: bool = False) -> list[int]:
@@ -101,8 +101,12 @@ def block_keys(root: bytes, tokens: Sequence[int], block_size: int, *, partial: 
     return KeyChain(root).keys(tokens, block_ends(len(tokens), block_size, partial=partial))
 
 
+def _as_bytes(tokens: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(tokens)}I", *tokens)
+
+
 def _token_key(before: bytes, ids: bytes) -> bytes:
-    return _digest(before, (len(ids) // 4).to_bytes(4, "little"), ids)
+    return _digest(before, (len(ids) // TOKEN_BYTES).to_bytes(4, "little"), ids)
 
 
 def _digest(*parts: bytes) -> bytes:

@@ -1,13 +1,15 @@
 """The connection between an instance and a router: protobuf messages over TCP or TLS, each behind its length.
 
 It is not gRPC, each message of which wakes three threads in turn. Here a frame is read, parsed and acted on in one turn of
-the event loop. Both ends run on uvloop, which joins what is put in a turn into one write.
+the event loop, and those that are put in one turn leave in one write.
 """
 
 import asyncio
 import logging
 from abc import ABC, abstractmethod
 from typing import Generic, Protocol, Self, TypeVar, cast
+
+from pdserve.corked import Corked
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ class Wire(asyncio.Protocol, ABC, Generic[In, Out]):
         self._kind = kind
         self._loop = asyncio.get_running_loop()
         self._arrived = bytearray()
-        self._transport: asyncio.Transport | None = None
+        self._transport: Corked | None = None
         self.opened = False
         self.heard = self._loop.time()
         self.writable = asyncio.Event()
@@ -79,7 +81,7 @@ class Wire(asyncio.Protocol, ABC, Generic[In, Out]):
     # ---- for the event loop (asyncio.Protocol) ----------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+        self._transport = Corked(cast(asyncio.Transport, transport))
         self.opened = True
         self.writable.set()
 

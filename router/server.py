@@ -18,9 +18,11 @@ from typing import Any
 
 import uvicorn
 import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pdserve.certificates import check_pair, server_context
 from pdserve.config import RouterConfig
+from pdserve.corked import Corked
 from pdserve.errors import SetupError
 from pdserve.registry import Registry
 from pdserve.router.api import create_app
@@ -101,7 +103,9 @@ async def _serve(
     https: dict[str, Any] = (
         {"ssl_certfile": config.ssl_certfile, "ssl_keyfile": config.ssl_keyfile} if config.ssl_certfile else {}
     )
-    settings = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", proxy_headers=False, **https)
+    settings = uvicorn.Config(
+        app, http=CorkedHttp, log_level="warning", access_log=False, lifespan="off", proxy_headers=False, **https
+    )
     ports = f"clients on port {listening[0].getsockname()[1]}, instances on port {control_port}"
     server = _Server(settings, config.drain_seconds, ports)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -136,6 +140,13 @@ async def _attached(dispatcher: Dispatcher, server: uvicorn.Server) -> None:
     give_up = time.monotonic() + ATTACH_S
     while not dispatcher.ready()[0] and not server.should_exit and time.monotonic() < give_up:
         await asyncio.sleep(0.05)
+
+
+class CorkedHttp(HttpToolsProtocol):
+    """uvicorn's, which writes the head and the body of an answer apart."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(Corked(transport))  # type: ignore[arg-type]  # all that is used of a transport
 
 
 class _Server(uvicorn.Server):

@@ -4,12 +4,13 @@ import asyncio
 import socket
 from collections.abc import Coroutine
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.corked import Corked
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.wire import LENGTH_BYTES, MAX_FRAME_BYTES, Wire
 
@@ -104,5 +105,39 @@ def test_what_is_no_frame_ends_the_connection_and_nothing_else(data: bytes) -> N
         assert await end.closed is end.error is not None
         assert here.recv(1) == b""
         here.close()
+
+    play(story())
+
+
+class Recorder:
+    """In place of an event loop's transport."""
+
+    def __init__(self) -> None:
+        self.done: list[bytes | str] = []
+
+    def write(self, data: bytes) -> None:
+        self.done.append(data)
+
+    def is_closing(self) -> bool:
+        return "close" in self.done
+
+    def close(self) -> None:
+        self.done.append("close")
+
+
+def test_what_is_written_in_one_turn_is_one_write_and_nothing_is_left_at_the_end() -> None:
+    async def story() -> None:
+        recorder = Recorder()
+        corked = Corked(cast(Any, recorder))
+        corked.write(b"a")
+        corked.write(b"b")
+        assert recorder.done == []
+        await asyncio.sleep(0)
+        assert recorder.done == [b"ab"]
+        corked.write(b"c")
+        corked.close()
+        corked.write(b"d")
+        await asyncio.sleep(0)
+        assert recorder.done == [b"ab", b"c", "close"] and corked.is_closing()
 
     play(story())
