@@ -18,6 +18,7 @@ CORE = {
     "break_even",
     "certificates",
     "config",
+    "corked",
     "costs",
     "counters",
     "errors",
