@@ -12,9 +12,9 @@ A request has one id: the response's `id` field, its `X-Request-Id` header (the 
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -32,10 +32,19 @@ from pdserve.router.access import Guard, Keys
 from pdserve.router.gate import Gate
 from pdserve.router.generation import Generation
 from pdserve.router.key_file import declared
-from pdserve.router.middleware import BodyLimit, InternalError, RequestId, error_response, json_response
+from pdserve.router.middleware import (
+    CLIENT_GONE,
+    BodyLimit,
+    Endpoint,
+    InternalError,
+    RequestId,
+    Straight,
+    error_response,
+    json_response,
+)
 from pdserve.router.openapi import describe
 from pdserve.router.quota import RATE_HEADERS
-from pdserve.router.respond import CLIENT_GONE, ChunkStream, EventStream, Word, answer, whole_body
+from pdserve.router.respond import ChunkStream, EventStream, Word, answer, whole_body
 from pdserve.router.stream import Backend, ModelInfo
 from pdserve.router.timeline import Timeline
 from pdserve.router.tokenizer import Tokenizer
@@ -57,7 +66,6 @@ LARGE_BODY = 32 * 1024  # from here on, tokenizing would keep other streams wait
 
 MakePlan = Callable[[bytes, openai.Origin], openai.Plan]
 Result = TypeVar("Result")
-Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class UnsupportedMediaType(BadRequest):
@@ -83,14 +91,16 @@ def create_app(
     async def openapi(_: Request) -> Response:
         return json_response(describe(routes, config.name))
 
+    generations = _Generations(config, tokenizer, backend, gate)
     routes = [
-        *_Generations(config, tokenizer, backend, gate).routes(),
+        *generations.routes(),
         *_Models(config, tokenizer, backend).routes(),
         *_Operations(backend, metrics_text, latest_timelines, overview, config.max_n).routes(),
     ]
     app = Starlette(routes=[*routes, *_page(), _route("GET", "/openapi.json", openapi)])
     app.router.redirect_slashes = False
     _add_errors(app)
+    app.add_middleware(Straight, endpoints=generations.endpoints)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, silence_s=config.client_timeout_seconds)
     app.add_middleware(Guard, clients=Keys(gate.keys), operators=Keys(declared(config.admin_key)))
     app.add_middleware(RequestId)  # around the others: their errors have an id too
@@ -122,13 +132,14 @@ class _Generations:
         self._tokenizer = tokenizer
         self._backend = backend
         self._gate = gate
+        self.endpoints = {
+            "/v1/completions": self._completions,
+            "/v1/chat/completions": self._chat,
+            "/v1/responses": self._responses,
+        }
 
     def routes(self) -> list[Route]:
-        return [
-            _route("POST", "/v1/completions", self._completions),
-            _route("POST", "/v1/chat/completions", self._chat),
-            _route("POST", "/v1/responses", self._responses),
-        ]
+        return [_route("POST", path, endpoint) for path, endpoint in self.endpoints.items()]
 
     async def _completions(self, request: Request) -> Response:
         return await self._generate(request, self._completion_plan)

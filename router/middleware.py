@@ -1,11 +1,14 @@
 """Around every request: its id, the limits of its body, and errors in OpenAI's format."""
 
 import asyncio
+import random
 import re
-import secrets
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 from pydantic_core import to_json
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -15,6 +18,9 @@ ID_HEADER = "x-request-id"
 ID_FORM = re.compile(r"[A-Za-z0-9._-]{1,128}")
 ID_PREFIX = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-", "/v1/responses": "resp_"}
 DRAIN_FACTOR = 8
+CLIENT_GONE = 499  # nginx's number; nobody reads it but the access log
+
+Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 def json_response(data: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -62,7 +68,7 @@ class RequestId:
             refusal = BadRequest(message, kind="invalid_request_id", param="X-Request-Id")
             await error_response(refusal)(scope, receive, send)
             return
-        request_id = given or ID_PREFIX.get(scope["path"], "req-") + secrets.token_hex(12)
+        request_id = given or ID_PREFIX.get(scope["path"], "req-") + f"{random.getrandbits(96):024x}"
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
@@ -113,3 +119,24 @@ class BodyLimit:
                 return await receive()
         except TimeoutError:
             raise TooSlow(f"nothing of the body came for {self.silence_s:g} s", kind="body_too_slow") from None
+
+
+class Straight:
+    """Some POST endpoints, past Starlette's router and what it puts around each: a tenth of what a short request takes."""
+
+    def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint]) -> None:
+        self.app = app
+        self.endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self.endpoints.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if endpoint is None:
+            await self.app(scope, receive, send)
+            return
+        try:
+            response = await endpoint(Request(scope, receive))
+            await response(scope, receive, send)
+        except RequestError as error:  # before the first byte of an answer: streams word later ones themselves
+            await error_response(error)(scope, receive, send)
+        except ClientDisconnect:
+            await Response(status_code=CLIENT_GONE)(scope, receive, send)

@@ -1,6 +1,6 @@
 """What a body means: its fields checked against the served model, and one `Request` for each choice that it asks for."""
 
-import secrets
+import random
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -167,7 +167,7 @@ def _sampling(
         top_k=0 if body.top_k == -1 else or_default(body.top_k, default.top_k),
         top_p=or_default(body.top_p, default.top_p),
         min_p=or_default(body.min_p, default.min_p),
-        seed=secrets.randbits(63) if body.seed is None else body.seed,
+        seed=random.getrandbits(63) if body.seed is None else body.seed,
         stop_token_ids=stop_ids,
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,

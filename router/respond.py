@@ -11,12 +11,9 @@ from starlette.types import Receive, Scope, Send
 from pdserve.errors import RequestError
 from pdserve.router.generation import Delta, Generation, Json
 from pdserve.router.logprobs import of_chat, of_completion
-from pdserve.router.middleware import InternalError, error_data, json_response
+from pdserve.router.middleware import CLIENT_GONE, InternalError, error_data, json_response
 from pdserve.router.openai import Plan
 from pdserve.router.tool_calls import CallPart
-
-CLIENT_GONE = 499  # nginx's number; nobody reads it but the access log
-
 
 Word = Callable[[Generation, list[Delta]], Json]
 
