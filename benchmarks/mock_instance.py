@@ -4,18 +4,21 @@
 
 An engine step gives each sequence a token, and one frame carries those of all, as it would from an instance. Steps begin
 STEP_MS apart at least, and take no time; at 0, a sequence is at its end before another one comes, and a frame carries one
-token. A prefill has stored everything when it has the first token. Nothing is hashed, so no news of a pool is sent.
+token. Those of an answer that is wanted whole go together, but for the first, as from an instance. A prefill has stored
+everything when it has the first token. Nothing is hashed, so no news of a pool is sent.
 """
 
 import asyncio
 import sys
 import time
+from dataclasses import dataclass
 from typing import cast
 
 import uvloop
 
 from pdserve.block_news import BlockNews
 from pdserve.instance import Instance
+from pdserve.job import WHOLE_TOKENS
 from pdserve.lifetime import Stage
 from pdserve.link import PROTOCOL_VERSION, Links
 from pdserve.proto import pdserve_pb2 as pb
@@ -54,14 +57,31 @@ def hello(name: str, role: str, model: str) -> pb.Hello:
     )
 
 
+@dataclass
+class Answer:
+    left: int  # tokens
+    whole: bool  # they are wanted together
+    begun: bool = False
+    kept: int = 0  # tokens that have not been told
+
+    def step(self) -> int:
+        """Generates a token; how many there are to tell by now."""
+        self.left -= 1
+        self.kept += 1
+        if self.whole and self.begun and self.left and self.kept < WHOLE_TOKENS:
+            return 0
+        told, self.kept, self.begun = self.kept, 0, True
+        return told
+
+
 class MockInstance:
     """One of them, as `Links` see it. `outputs` is what the next frame carries beside the tokens of `running`."""
 
     def __init__(self, step_s: float) -> None:
         self.news = BlockNews()
         self._step_s = step_s
-        self._reserved: dict[str, int] = {}  # request id → tokens to generate, once prefill has the first
-        self._running: dict[str, int] = {}  # request id → tokens left
+        self._reserved: dict[str, Answer] = {}  # by request id, until prefill has the first token
+        self._running: dict[str, Answer] = {}
         self._outputs: list[pb.Output] = []
         self._awake = asyncio.Event()
         self._steps = 0
@@ -96,10 +116,10 @@ class MockInstance:
     def submit(self, link: str, submit: pb.Submit) -> None:
         tokens = submit.sampling.max_tokens
         if submit.phase == pb.DECODE:
-            self._reserved[submit.request_id] = tokens - 1
+            self._reserved[submit.request_id] = Answer(tokens - 1, submit.whole, begun=True)
             self._say(submit.request_id, Stage.RESERVED)
         elif submit.phase == pb.BOTH:
-            self._running[submit.request_id] = tokens
+            self._running[submit.request_id] = Answer(tokens, submit.whole)
             self._say(submit.request_id, Stage.RESERVED, Stage.PREFILL_STARTED)
         else:
             output = self._say(submit.request_id, Stage.PREFILL_STARTED, Stage.FIRST_TOKEN, Stage.KV_STORED)
@@ -119,24 +139,27 @@ class MockInstance:
             if not self._running and not self._outputs:
                 self._awake.clear()
                 await self._awake.wait()
-            links.broadcast(pb.InstanceFrame(step=self._step()))
+            step = self._step()
+            if step.outputs:
+                links.broadcast(pb.InstanceFrame(step=step))
             await asyncio.sleep(self._step_s)  # others join it meanwhile
 
     def _step(self) -> pb.Step:
         self._steps += 1
         outputs, self._outputs = self._outputs, []
-        for request_id in self._running:
-            self._running[request_id] -= 1
-            last = self._running[request_id] == 0
+        for request_id, answer in self._running.items():
+            if not (tokens := answer.step()):
+                continue
+            last = not answer.left
             outputs.append(
                 pb.Output(
                     request_id=request_id,
-                    token_ids=[TOKEN],
+                    token_ids=[TOKEN] * tokens,
                     finish_reason="length" if last else "",
                     stamps=[pb.Stamp(stage=Stage.FINISHED)] if last else [],
                 )
             )
-        self._running = {request_id: left for request_id, left in self._running.items() if left}
+        self._running = {name: answer for name, answer in self._running.items() if answer.left}
         return pb.Step(outputs=outputs)
 
 

@@ -223,7 +223,7 @@ class Instance:
         except ValueError as error:
             self._refuse(link, message.request_id, RequestError(str(error), kind="rejected"))
             return
-        job = Job(link=link, seq=seq, phase=message.phase, multi_turn=message.multi_turn)
+        job = Job(link=link, seq=seq, phase=message.phase, multi_turn=message.multi_turn, whole=message.whole)
         self._jobs[link, message.request_id] = self._by_sequence[seq] = job
         if job.phase == pb.PREFILL:
             self.prefiller.submit(job)
@@ -254,11 +254,11 @@ class Instance:
         frames: dict[str, pb.InstanceFrame] = {}
         now = self.now()
         for job in [*self._by_sequence.values(), *self._outgoing]:
-            if job.output is not None:
+            if job.output is not None and job.urgent:
                 for stamp in job.output.stamps:
                     stamp.seconds = now - stamp.seconds
                 frames.setdefault(job.link, pb.InstanceFrame()).step.outputs.append(job.output)
-                job.output = None
+                job.output, job.urgent = None, False
         for link, frame in frames.items():
             self._send(link, frame)
         self._outgoing.clear()

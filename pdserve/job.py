@@ -14,6 +14,8 @@ from pdserve.proto import pdserve_pb2 as pb
 
 T = TypeVar("T")
 
+WHOLE_TOKENS = 16  # of an answer that nobody reads before its end: so many are worth a place in a frame
+
 
 @dataclass(eq=False)
 class Job:
@@ -22,8 +24,10 @@ class Job:
     Attributes:
         link: the router that asked.
         multi_turn: another turn may follow, whose prompt begins with this one's and its output.
+        whole: its tokens are wanted together.
         keys: content keys of the prompt's blocks, the partial last one included.
         output: news since the last frame, or None.
+        urgent: they go with the next one.
         transfers: stores or loads under way; they hold blocks until they are done.
         moved_blocks, moved_seconds, moved_until: those that have ended: their blocks, the time in which at least one of
             them was under way, and when the last one ended.
@@ -35,8 +39,10 @@ class Job:
     seq: Sequence
     phase: "pb.Phase"
     multi_turn: bool = False
+    whole: bool = False
     keys: list[bytes] = field(default_factory=list)
     output: pb.Output | None = None
+    urgent: bool = False
     stamped: set[Stage] = field(default_factory=set)
     transfers: int = 0
     moved_blocks: int = 0
@@ -45,7 +51,8 @@ class Job:
     over: bool = False
     cut_short: bool = False
 
-    def news(self) -> pb.Output:
+    def news(self, *, urgent: bool = True) -> pb.Output:
+        self.urgent = self.urgent or urgent
         if self.output is None:
             self.output = pb.Output(request_id=self.seq.request_id)
         return self.output
@@ -92,8 +99,10 @@ class Job:
 
     def tell_token(self) -> None:
         """The token that has just been sampled, with what was asked about it."""
-        news, logprobs = self.news(), self.seq.last_logprobs
+        news, logprobs = self.news(urgent=not self.whole), self.seq.last_logprobs
         news.token_ids.append(self.seq.tokens[-1])
+        if len(self.seq) == self.seq.num_given + 1 or len(news.token_ids) == WHOLE_TOKENS:
+            self.urgent = True
         if logprobs is not None:
             top = logprobs.top
             news.logprobs.add(

@@ -81,7 +81,7 @@ class Flight:
         frame = pb.RouterFrame()
         submit, request = frame.submit, self.request
         submit.request_id, submit.salt = self.id, request.salt
-        submit.multi_turn, submit.priority = request.multi_turn, request.priority
+        submit.multi_turn, submit.priority, submit.whole = request.multi_turn, request.priority, request.whole
         submit.prompt.extend(request.prompt)
         submit.output.extend(self.emitted)
         submit.sampling.CopyFrom(pb.Sampling(**vars(request.sampling)))

@@ -235,9 +235,9 @@ def test_the_timeline_has_every_stage_in_order(up: Up, client: openai.OpenAI) ->
 
 def test_metrics_tell_the_story(up: Up, client: openai.OpenAI) -> None:
     before = _settled(up.url)
-    client.completions.create(
-        model="demo", prompt="Metrics, please. " * 10, max_tokens=6, extra_body={"ignore_eos": True}
-    )
+    prompt, extra = "Metrics, please. " * 10, {"ignore_eos": True}
+    for _ in client.completions.create(model="demo", prompt=prompt, max_tokens=6, stream=True, extra_body=extra):
+        pass
     after = _settled(up.url)
     name = 'pdserve_kv_transfer_blocks_total{connector="shm",direction="load",instance="decode-0",role="decode"}'
     gained = {key: after[key] - before.get(key, 0.0) for key in after}
