@@ -91,16 +91,16 @@ def create_app(
     async def openapi(_: Request) -> Response:
         return json_response(describe(routes, config.name))
 
-    generations = _Generations(config, tokenizer, backend, gate)
+    generations = _Generations(config, tokenizer, backend, gate).routes()
     routes = [
-        *generations.routes(),
+        *generations,
         *_Models(config, tokenizer, backend).routes(),
         *_Operations(backend, metrics_text, latest_timelines, overview, config.max_n).routes(),
     ]
     app = Starlette(routes=[*routes, *_page(), _route("GET", "/openapi.json", openapi)])
     app.router.redirect_slashes = False
     _add_errors(app)
-    app.add_middleware(Straight, endpoints=generations.endpoints)
+    app.add_middleware(Straight, endpoints={route.path: route.endpoint for route in generations})
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, silence_s=config.client_timeout_seconds)
     app.add_middleware(Guard, clients=Keys(gate.keys), operators=Keys(declared(config.admin_key)))
     app.add_middleware(RequestId)  # around the others: their errors have an id too
@@ -132,14 +132,13 @@ class _Generations:
         self._tokenizer = tokenizer
         self._backend = backend
         self._gate = gate
-        self.endpoints = {
-            "/v1/completions": self._completions,
-            "/v1/chat/completions": self._chat,
-            "/v1/responses": self._responses,
-        }
 
     def routes(self) -> list[Route]:
-        return [_route("POST", path, endpoint) for path, endpoint in self.endpoints.items()]
+        return [
+            _route("POST", "/v1/completions", self._completions),
+            _route("POST", "/v1/chat/completions", self._chat),
+            _route("POST", "/v1/responses", self._responses),
+        ]
 
     async def _completions(self, request: Request) -> Response:
         return await self._generate(request, self._completion_plan)

@@ -7,6 +7,7 @@ which it is due.
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -86,7 +87,7 @@ def seats(checkpoint: Callable[..., Path]) -> Iterator[list[Seat]]:
     torch.set_num_threads(threads)
 
 
-def requests(seats: list[Seat]) -> list[Request]:
+def requests(seats: list[Seat], whole: bool = False) -> list[Request]:
     """Greedy ones and sampled ones, of all lengths around blocks; two share a beginning."""
     random = Random(3)
     prompts = [[random.randrange(256) for _ in range(length)] for length in (1, 16, 33, 90)]
@@ -98,26 +99,30 @@ def requests(seats: list[Seat]) -> list[Request]:
             prompt=prompt,
             sampling=SamplingParams(max_tokens=TOKENS, temperature=i % 2 * 0.8, seed=i, ignore_eos=True),
             session=f"s{i % 3}",
+            whole=whole,
             keys={16: block_keys(root, prompt, 16)},
         )
         for i, prompt in enumerate(prompts)
     ]
 
 
-def serve(seats: list[Seat], policy: str, moves: list[list[int]]) -> list[Flight]:
-    """All requests side by side; each moves when so many of its tokens are out."""
+def serve(seats: list[Seat], policy: str, moves: list[list[int]], whole: bool = False) -> list[Flight]:
+    """All requests side by side; each moves when so many of its tokens are out, or after so many turns if they are wanted
+    together: then it has tokens that only the instance knows."""
     fleet = Fleet("router", seats[0].hello.model, 60.0)
     config = RouterConfig(model=seats[0].hello.model, policy=policy, local_prefill_tokens=0)
     dispatcher = Dispatcher(config, fleet, Metrics(fleet))
     for seat in seats:
         seat.sit_down(dispatcher)
-    flights = [dispatcher.open(request) for request in requests(seats)]
+    flights = [dispatcher.open(request) for request in requests(seats, whole)]
+    turns = count()
     deadline = time.monotonic() + DEADLINE_S
     while not all(flight.machine.ended for flight in flights) or any(seat.instance.num_jobs for seat in seats):
         assert time.monotonic() < deadline, [(flight.id, flight.machine.state) for flight in flights]
+        turn = next(turns)
         for seat in seats:
             for flight, due in zip(flights, moves, strict=True):
-                if due and len(flight.emitted) == due[0]:
+                if due and (turn if whole else len(flight.emitted)) == due[0] and not flight.machine.ended:
                     del due[0]
                     flight.let_go(flight.last_member)
                     dispatcher.handle(flight, Event.DECODE_FAILED, Unavailable("it has to go", kind="drained"))
@@ -148,3 +153,15 @@ def test_streams_that_move_at_any_token_keep_their_tokens(
         assert {flight.timeline.error for flight in flights} == {""}
         decided = {decision.policy for flight in flights for _, decision in flight.timeline.decisions}
         assert decided == {policy}
+
+
+def test_whole_answers_move_with_tokens_that_nobody_has_seen(seats: list[Seat]) -> None:
+    expected = [flight.emitted for flight in serve(seats, "auto", [[] for _ in requests(seats)])]
+    random, lost = Random(12), 0
+    for _ in range(4):
+        flights = serve(seats, "auto", moves_of(random, len(expected)), whole=True)
+        assert [flight.emitted for flight in flights] == expected
+        lost += sum(flight.timeline.migrations for flight in flights)
+        told = [[len(chunk.token_ids) for chunk in flight._chunks] for flight in flights]
+        assert told == [[TOKENS]] * len(flights), "one chunk for the client"
+    assert lost > 0
