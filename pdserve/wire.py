@@ -33,6 +33,8 @@ class Wire(asyncio.Protocol, ABC, Generic[In, Out]):
 
     Attributes:
         opened: it has come about, over TLS with both certificates.
+        peer: the other end's address, for people.
+        limit: bytes of a frame that may come.
         heard: when anything came last, on the event loop's clock.
         writable: set while the other end reads what it is sent. What can wait should: `put` takes everything.
         error: why it was cut off at this end.
@@ -45,7 +47,8 @@ class Wire(asyncio.Protocol, ABC, Generic[In, Out]):
         self._loop = asyncio.get_running_loop()
         self._arrived = bytearray()
         self._transport: Corked | None = None
-        self.opened = False
+        self.opened, self.peer = False, ""
+        self.limit = MAX_FRAME_BYTES
         self.heard = self._loop.time()
         self.writable = asyncio.Event()
         self.error: Exception | None = None
@@ -72,16 +75,12 @@ class Wire(asyncio.Protocol, ABC, Generic[In, Out]):
             self.error = self.error or error
             self._transport.abort()
 
-    @property
-    def peer(self) -> str:
-        """The other end's address, for people."""
-        assert self._transport is not None
-        return ":".join(map(str, self._transport.get_extra_info("peername")[:2]))
-
     # ---- for the event loop (asyncio.Protocol) ----------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = Corked(cast(asyncio.Transport, transport))
+        address = transport.get_extra_info("peername")
+        self.peer = ":".join(map(str, address[:2])) if address else "somebody who has left"
         self.opened = True
         self.writable.set()
 
@@ -98,7 +97,7 @@ class Wire(asyncio.Protocol, ABC, Generic[In, Out]):
         start = LENGTH_BYTES
         while len(self._arrived) >= start and not self._transport.is_closing():
             size = int.from_bytes(self._arrived[start - LENGTH_BYTES : start], "big")
-            if size > MAX_FRAME_BYTES:
+            if size > self.limit:
                 self.abort(ValueError("what it says is not of the control protocol"))
                 return
             if len(self._arrived) < start + size:

@@ -8,11 +8,12 @@ import ssl
 from pdserve.errors import SetupError
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.fleet import Fleet, Member
-from pdserve.wire import Wire
+from pdserve.wire import MAX_FRAME_BYTES, Wire
 
 log = logging.getLogger(__name__)
 
 HELLO_S = 10.0  # from the connection to the first frame
+HELLO_BYTES = 1 << 16  # of the first frame at most: whoever sends it is not known yet
 CLOSE_S = 2.0  # for instances to read what they were sent
 
 
@@ -69,6 +70,7 @@ class Visitor(Wire[pb.InstanceFrame, pb.RouterFrame]):
         super().__init__(pb.InstanceFrame)
         self._control = control
         self._member: Member | None = None
+        self.limit = HELLO_BYTES
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -83,6 +85,7 @@ class Visitor(Wire[pb.InstanceFrame, pb.RouterFrame]):
             self._refuse(frame.hello.instance_id or self.peer, refusal)
         else:
             self._patience.cancel()
+            self.limit = MAX_FRAME_BYTES
             self._member = fleet.join(frame.hello, self)
             self.put(pb.RouterFrame(welcome=fleet.welcome()))
 

@@ -82,6 +82,7 @@ def test_who_does_not_read_is_not_written_to_by_those_who_can_wait() -> None:
         assert end.writable.is_set()
         while end.writable.is_set():
             end.put(cancel("x" * 100_000))
+            await asyncio.sleep(0)
         here.close()
         assert isinstance(await end.closed, OSError) and end.writable.is_set()  # whoever waits learns of the end
 

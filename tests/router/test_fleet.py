@@ -12,7 +12,7 @@ from pdserve.keys import Layout
 from pdserve.link import Links
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
-from pdserve.router.control import Control
+from pdserve.router.control import HELLO_BYTES, Control
 from pdserve.router.dispatch import Dispatcher
 from pdserve.router.fleet import PROTOCOL_VERSION, Fleet, Member
 from pdserve.router.metrics import Metrics
@@ -179,3 +179,25 @@ def test_instances_have_to_know_the_token(caplog: pytest.LogCaptureFixture) -> N
         await control.close()
 
     asyncio.run(scenario())
+
+
+def test_strangers_are_told_why_they_have_to_go_and_soon(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.router.control.HELLO_S", 0.2)
+
+    async def scenario() -> None:
+        control = Control(Fleet("router", "model", 60.0))
+        port = await control.listen("127.0.0.1", 0)
+        for data in (b"", b"GET / HTTP/1.1\r\n\r\n", (HELLO_BYTES + 1).to_bytes(4, "big") + bytes(100)):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(data)
+            said = await reader.read()
+            assert (b"it says nothing for 0.2 s" in said) == (data == b"")
+            writer.close()
+        while control.visitors:
+            await asyncio.sleep(0.01)
+        await control.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+    assert caplog.text.count("what it says is not of the control protocol") == 2
