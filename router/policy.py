@@ -66,27 +66,29 @@ class Candidate:
     both: bool = False
     token_bytes: int = 1
     capacity_tokens: int = 1 << 62
-    _queued_seconds: float | None = field(default=None, init=False, repr=False)
-    _step_seconds: float | None = field(default=None, init=False, repr=False)
-
     # Hundreds of candidates are scored for a request, and few have changed since the one before.
+    _prefill_terms: tuple[float, float, float] | None = field(default=None, init=False, repr=False)
+    _decode_terms: tuple[float, float, float, float, int] | None = field(default=None, init=False, repr=False)
 
-    @property
-    def queued_seconds(self) -> float:
-        """Forecast for what is queued there, one more prompt of no tokens, and one step of what it decodes."""
-        if self._queued_seconds is None:
+    def prefill_terms(self) -> tuple[float, float, float]:
+        """Forecasts, in seconds: for what is queued there, one more prompt of no tokens, and one step of what it decodes; for
+        each token of the prompt; for each pair that it attends to."""
+        if self._prefill_terms is None:
             seconds = self.costs.prefills_seconds(self.prefills + 1, self.prefill_tokens, self.attended_tokens)
             if self.context_tokens:
                 seconds += self.costs.step_seconds(self.requests - self.prefills, self.context_tokens)
-            self._queued_seconds = seconds
-        return self._queued_seconds
+            self._prefill_terms = (seconds, *self.costs.prefill[1:])
+        return self._prefill_terms
 
-    @property
-    def step_seconds(self) -> float:
-        """Forecast for a step with one more sequence of no tokens in it."""
-        if self._step_seconds is None:
-            self._step_seconds = self.costs.step_seconds(self.requests + 1, self.context_tokens)
-        return self._step_seconds
+    def decode_terms(self) -> tuple[float, float, float, float, int]:
+        """Forecasts, in seconds: for a step with one more sequence of no tokens in it; for each of its tokens; for a
+        transfer; for each token of it. And how many tokens there is room for."""
+        if self._decode_terms is None:
+            step, (first, byte) = self.costs.step_seconds(self.requests + 1, self.context_tokens), self.costs.transfer
+            room = self.capacity_tokens - self.context_tokens
+            first = first if self.token_bytes else 0.0
+            self._decode_terms = step, self.costs.decode[2], first, byte * self.token_bytes, room
+        return self._decode_terms
 
     @property
     def work_tokens(self) -> int:
@@ -100,12 +102,12 @@ class Candidate:
         self.context_tokens += new.context_tokens - old.context_tokens
         self.prefills += new.prefills - old.prefills
         self.attended_tokens += new.attended_tokens - old.attended_tokens
-        self._queued_seconds = self._step_seconds = None
+        self._prefill_terms = self._decode_terms = None
 
     def learn(self, costs: Costs) -> None:
         """What things take there by now."""
         self.costs = costs
-        self._queued_seconds = self._step_seconds = None
+        self._prefill_terms = self._decode_terms = None
 
 
 class Ask(NamedTuple):
@@ -197,7 +199,8 @@ def power_of_two(candidates: Sequence[Candidate], ask: Ask) -> Scores:
 def session(candidates: Sequence[Candidate], ask: Ask) -> Scores:
     """The instance of the session, by rendezvous hashing: one that leaves moves its own sessions only, a new one takes
     those that are its own from now on."""
-    return [(_drawn(ask.session, c.instance_id), c) for c in candidates]
+    seed, drawn = xxhash.xxh3_64_intdigest(ask.session.encode()), xxhash.xxh3_64_intdigest
+    return [(drawn(c.instance_id.encode(), seed) / 2**64, c) for c in candidates]
 
 
 def prefix_aware(candidates: Sequence[Candidate], ask: Ask) -> Scores:
@@ -210,14 +213,24 @@ def auto(candidates: Sequence[Candidate], ask: Ask) -> Scores:
     """Prefill: the earliest first token. Decode: the shortest time between tokens. Both in seconds, by forecast."""
     if ask.decode:
         return _times_between_tokens(candidates, ask)
-    return [(time_to_first_token(c, ask), c) for c in candidates]
+    return _times_to_first_token(candidates, ask)
 
 
 def time_to_first_token(candidate: Candidate, ask: Ask) -> float:
     """Forecast, in seconds: what is queued there, one step of what it decodes, and what is not cached."""
-    (_, token, pair), cached = candidate.costs.prefill, ask.cached.get(candidate.instance_id, 0)
-    uncached = ask.tokens - cached
-    return candidate.queued_seconds + (token + pair * (cached + uncached / 2)) * uncached  # `attended`, written out
+    return _times_to_first_token([candidate], ask)[0][0]
+
+
+def _times_to_first_token(candidates: Sequence[Candidate], ask: Ask) -> Scores:
+    """One loop without calls, since there may be hundreds of them for each request."""
+    tokens, cached_on = ask.tokens, ask.cached.get
+    scores = []
+    for c in candidates:
+        queued, token, pair = c._prefill_terms or c.prefill_terms()
+        cached = cached_on(c.instance_id, 0)
+        uncached = tokens - cached
+        scores.append((queued + (token + pair * (cached + uncached / 2)) * uncached, c))  # `attended`, written out
+    return scores
 
 
 def time_between_tokens(candidate: Candidate, ask: Ask) -> float:
@@ -226,19 +239,18 @@ def time_between_tokens(candidate: Candidate, ask: Ask) -> float:
 
 
 def _times_between_tokens(candidates: Sequence[Candidate], ask: Ask) -> Scores:
-    """One loop without calls, since there may be hundreds of them for each request."""
-    tokens, cached, spread, alone = ask.tokens, ask.cached.get, ask.spread, ask.alone
+    """Like `_times_to_first_token`."""
+    tokens, cached_on, spread, alone = ask.tokens, ask.cached.get, ask.spread, ask.alone
     scores = []
     for c in candidates:
-        costs = c.costs
-        step = (c._step_seconds or c.step_seconds) + costs.decode[2] * tokens
+        step, token, first, moved_token, room = c._decode_terms or c.decode_terms()
+        step += token * tokens
         if alone and c.both:
             wait = time_to_first_token(c, ask)
         else:
-            first, byte = costs.transfer
-            nbytes = c.token_bytes * (tokens - cached(c.instance_id, 0))
-            wait = first + byte * nbytes if nbytes else 0.0  # `transfer_seconds`, written out
-        if c.context_tokens + tokens > c.capacity_tokens:
+            uncached = tokens - cached_on(c.instance_id, 0)
+            wait = first + moved_token * uncached if uncached else 0.0
+        if tokens > room:
             wait += step * c.output_tokens / max(1, c.requests)  # until one of them ends
         scores.append((step + wait / spread, c))
     return scores
@@ -294,11 +306,6 @@ def _least(scores: Scores, key: Callable[[Candidate], int]) -> Scores:
 def _rank(scored: tuple[float, Candidate]) -> tuple[float, str]:
     """By name where the scores are equal."""
     return scored[0], scored[1].instance_id
-
-
-def _drawn(session: str, instance_id: str) -> float:
-    """From 0 to 1, the same for the same pair wherever it is asked."""
-    return xxhash.xxh3_64_intdigest(f"{session}\0{instance_id}".encode()) / 2**64
 
 
 def _shown(score: float, candidate: Candidate, ask: Ask) -> Scored:

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -201,8 +202,8 @@ def test_auto_picks_the_shortest_time_between_tokens() -> None:
     seconds = 0.005 + 3e-4 + 1.1e-4 + 0.002 / SPREAD
     assert auto(few, long, decode=True, output_tokens=500) == ("few", pytest.approx(seconds))
     assert auto(few, decode=True, output_tokens=500, cached={"few": 1000})[1] == pytest.approx(seconds - 0.002 / SPREAD)
-    few.capacity_tokens, few.output_tokens = 1000, 1000
-    assert auto(few, long, decode=True, output_tokens=500)[0] == "long", "there is no room for it"
+    full = replace(few, capacity_tokens=1000, output_tokens=1000)
+    assert auto(full, long, decode=True, output_tokens=500)[0] == "long", "there is no room for it"
 
 
 def test_auto_weighs_prompts_for_who_computes_them_itself() -> None:
