@@ -17,7 +17,7 @@ import xxhash
 
 from pdserve.costs import Costs
 
-NAME, REQUESTS, WORK = attrgetter("instance_id"), attrgetter("requests"), attrgetter("work_tokens")
+NAME = attrgetter("instance_id")
 UNKNOWN = Costs()  # of an instance that has not told its own yet
 SHOWN = 8  # candidates in a decision's explanation
 SPREAD = 64  # tokens over which a wait before the second one counts as spread, when a decode instance is picked
@@ -286,8 +286,9 @@ def decide(policy: str, candidates: Sequence[Candidate], ask: Ask) -> Decision:
     limit = best[0] * (1 + TOLERANCE.get(policy, 0))
     near = [scored for scored in scores if scored[0] <= limit]
     if not ask.decode:
-        near = _least(near, ask.uncached)
-    equal = sorted(_least(_least(near, REQUESTS), WORK), key=_rank)
+        near = _least(near, [ask.uncached(c) for _, c in near])
+    near = _least(near, [c.requests for _, c in near])
+    equal = sorted(_least(near, [c.work_tokens for _, c in near]), key=_rank)
     chosen = equal[ask.turn % len(equal)]
     few = sorted([scored for scored in scores if scored[0] <= best[-1]], key=_rank)[:SHOWN]
     others = [scored for scored in few if scored is not chosen]
@@ -296,9 +297,8 @@ def decide(policy: str, candidates: Sequence[Candidate], ask: Ask) -> Decision:
     return Decision(policy, chosen[1].instance_id, why, shown, len(candidates))
 
 
-def _least(scores: Scores, key: Callable[[Candidate], int]) -> Scores:
-    """Those whose candidates have the least of something."""
-    amounts = [key(candidate) for _, candidate in scores]
+def _least(scores: Scores, amounts: list[int]) -> Scores:
+    """Those that have the least of something."""
     least = min(amounts)
     return [scored for scored, amount in zip(scores, amounts, strict=True) if amount == least]
 
