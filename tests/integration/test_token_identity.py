@@ -56,7 +56,7 @@ def test_a_both_instance_with_a_prefill_instance_beside_it(
     """It computes some of the prompts itself, and gets the KV of others, in one batch."""
     path = checkpoint("llama")
     expected = generate(path, prompts, 32)
-    settings = {"prefill": 1, "decode": 0, "both": 1, "policy": "least_loaded"}
+    settings = {"prefill": 1, "decode": 0, "both": 1, "policy": "round_robin"}
     with deploy(model=str(path), num_blocks=1024, max_num_batched_tokens=256, **settings) as deployment:
         assert complete_all(deployment, prompts) == expected
         log = httpx.get(f"{deployment.url}/debug/requests").json()["requests"]
