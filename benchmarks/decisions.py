@@ -21,7 +21,9 @@ from pdserve.router.tokenizer import Tokenizer
 
 MODEL = "demo"
 WORDS = ["the", "river", "runs", "past", "a", "small", "town", "where", "the", "baker", "meets", "the", "fisher"]
-NOWHERE = SimpleNamespace(put=pb.RouterFrame.SerializeToString, close=lambda: None)  # in place of a connection
+NOWHERE = SimpleNamespace(
+    put=pb.RouterFrame.SerializeToString, close=lambda: None, abort=lambda: None
+)  # in place of a connection
 LONG = 8192  # tokens of a prompt, about
 
 

@@ -10,7 +10,7 @@ from itertools import islice
 
 
 class BlockNews:
-    """Thread-safe: the engine thread says what changes, the streams take what is to be told."""
+    """Thread-safe: the engine thread says what changes, the links take what is to be told."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -9,7 +9,7 @@ from pdserve.errors import SetupError
 DISTRUSTED = "its certificate is not of an authority in --control-cafile"
 MISNAMED = "its certificate does not name that address"
 NO_TLS = "it speaks no TLS, as --control-certfile here asks for"
-HANGS_UP = "it hangs up: it may ask for a --control-certfile of an authority that it trusts"
+HANGS_UP = "it hangs up: it may ask for a --control-certfile of an authority that it trusts, or be of another version"
 MISNAMES = (62, 64)  # OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
 
 
@@ -41,7 +41,7 @@ def unreachable(error: Exception | None, opened: bool) -> str:
     """Why a router has not let an instance in. `opened`: after the two had a connection, or while it was dialled."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return MISNAMED if error.verify_code in MISNAMES else DISTRUSTED
-    if opened:
+    if opened and not isinstance(error, TimeoutError):
         return HANGS_UP
     cut_off = isinstance(error, ConnectionResetError | ConnectionAbortedError | ssl.SSLError)
     return NO_TLS if cut_off else "not reachable"

@@ -38,11 +38,12 @@ class Link(Wire[pb.RouterFrame, pb.InstanceFrame]):
     def __init__(self, address: str, name: str, instance: Instance, drains: "asyncio.Queue[str]") -> None:
         super().__init__(pb.RouterFrame)
         self.address, self.name = address, name
-        self.welcomed, self.refusal = False, ""
+        self.known = True  # whoever answers at a router's address
+        self.welcomed, self.refusal = asyncio.Event(), ""
         self._instance, self._drains = instance, drains
 
     async def dial(self, tls: ssl.SSLContext | None) -> None:
-        """Raises OSError or TimeoutError."""
+        """Raises OSError, or ValueError where the address is none."""
         host, _, port = self.address.rpartition(":")
         async with asyncio.timeout(DIAL_S):
             await self._loop.create_connection(lambda: self, host.strip("[]"), int(port), ssl=tls)
@@ -58,7 +59,7 @@ class Link(Wire[pb.RouterFrame, pb.InstanceFrame]):
             case "heard":
                 pass
             case "welcome":
-                self.welcomed = True
+                self.welcomed.set()
                 log.info("attached to router %s at %s", frame.welcome.router_id, self.address)
             case "refused":
                 self.refusal = frame.refused.message
@@ -68,8 +69,9 @@ class Link(Wire[pb.RouterFrame, pb.InstanceFrame]):
                 log.warning("router %s sent a frame of an unknown kind (%s)", self.address, other)
 
     async def tell(self, untold: Untold) -> None:
-        """Sends heartbeats, and soon after they have changed what the pool has and what other routers have sent; for ever,
-        but not to a router that does not read."""
+        """Once it is let in, sends heartbeats, and soon after they have changed what the pool has and what other routers have
+        sent; for ever, but not to a router that does not read."""
+        await self.welcomed.wait()
         beat = news = self._loop.time()
         told = pb.Load()
         while True:
@@ -171,11 +173,11 @@ class Links:
             try:
                 await link.dial(self._tls)
                 error = await self._serve(link, instance, hello)
-            except (OSError, TimeoutError) as failure:
+            except (OSError, ValueError) as failure:  # the latter where it is no address
                 error = failure
-            if link.welcomed:
+            if link.welcomed.is_set():
                 attempt = 0
-            if not self._closing and (link.welcomed or link.refusal or attempt in (0, 10)):
+            if not self._closing and (link.welcomed.is_set() or link.refusal or attempt in (0, 10)):
                 log.warning("router %s: %s", address, _why(link, error))
             await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
             attempt += 1
@@ -205,6 +207,6 @@ def _why(link: Link, error: Exception | None) -> str:
     """Why a link has ended, for people."""
     if link.refusal:
         return link.refusal
-    if link.welcomed:
+    if link.welcomed.is_set():
         return f"the connection was lost: {error}" if error else "it closed the connection"
     return f"{unreachable(error, link.opened)}, trying on"

@@ -81,7 +81,7 @@ async def _serve(role: str, config: InstanceConfig) -> None:
     instance.stop()
     await asyncio.to_thread(thread.join)
     if isinstance(ended, Exception):
-        raise RuntimeError("the streams to the routers ended by themselves") from ended
+        raise RuntimeError("the links to the routers ended by themselves") from ended
 
 
 async def _drain(links: Links, instance: Instance, hello: pb.Hello, stop: asyncio.Event, seconds: float) -> None:

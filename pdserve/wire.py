@@ -15,6 +15,7 @@ log = logging.getLogger(__name__)
 
 LENGTH_BYTES = 4  # big-endian
 MAX_FRAME_BYTES = 64 << 20  # the longest prompts take a few MB
+FIRST_FRAME_BYTES = 1 << 16
 
 
 class Message(Protocol):
@@ -32,9 +33,9 @@ class Wire(asyncio.Protocol, ABC, Generic[In, Out]):
     """One end of a connection. Everything runs on the event loop.
 
     Attributes:
-        opened: it has come about, over TLS with both certificates.
+        opened: it has come about.
         peer: the other end's address, for people.
-        limit: bytes of a frame that may come.
+        known: the other end has shown who it is. Until then its frames have to be small, and a wrong one is no defect.
         heard: when anything came last, on the event loop's clock.
         writable: set while the other end reads what it is sent. What can wait should: `put` takes everything.
         error: why it was cut off at this end.
@@ -47,8 +48,7 @@ class Wire(asyncio.Protocol, ABC, Generic[In, Out]):
         self._loop = asyncio.get_running_loop()
         self._arrived = bytearray()
         self._transport: Corked | None = None
-        self.opened, self.peer = False, ""
-        self.limit = MAX_FRAME_BYTES
+        self.opened, self.peer, self.known = False, "", False
         self.heard = self._loop.time()
         self.writable = asyncio.Event()
         self.error: Exception | None = None
@@ -97,7 +97,7 @@ class Wire(asyncio.Protocol, ABC, Generic[In, Out]):
         start = LENGTH_BYTES
         while len(self._arrived) >= start and not self._transport.is_closing():
             size = int.from_bytes(self._arrived[start - LENGTH_BYTES : start], "big")
-            if size > self.limit:
+            if size > (MAX_FRAME_BYTES if self.known else FIRST_FRAME_BYTES):
                 self.abort(ValueError("what it says is not of the control protocol"))
                 return
             if len(self._arrived) < start + size:
@@ -110,7 +110,8 @@ class Wire(asyncio.Protocol, ABC, Generic[In, Out]):
         try:
             self.receive(self._kind.FromString(data))
         except Exception as error:  # a defect at one of the ends
-            log.error("a frame of %s could not be handled", self.peer, exc_info=error)
+            if self.known:
+                log.error("a frame of %s could not be handled", self.peer, exc_info=error)
             self.abort(error)
 
     def connection_lost(self, error: Exception | None) -> None:

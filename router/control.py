@@ -7,13 +7,12 @@ import ssl
 
 from pdserve.errors import SetupError
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.router.fleet import Fleet, Member
-from pdserve.wire import MAX_FRAME_BYTES, Wire
+from pdserve.router.fleet import MAX_NAME, Fleet, Member
+from pdserve.wire import Wire
 
 log = logging.getLogger(__name__)
 
 HELLO_S = 10.0  # from the connection to the first frame
-HELLO_BYTES = 1 << 16  # of the first frame at most: whoever sends it is not known yet
 CLOSE_S = 2.0  # for instances to read what they were sent
 
 
@@ -35,7 +34,10 @@ class Control:
         """
         loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(lambda: Visitor(self), host, port, ssl=tls)
+            patience = HELLO_S if tls else None
+            self._server = await loop.create_server(
+                lambda: Visitor(self), _bindable(host), port, ssl=tls, ssl_handshake_timeout=patience
+            )
         except OSError as error:
             raise SetupError(
                 f"control port {host}:{port} is in use or not ours to take; choose another --control-port"
@@ -56,11 +58,8 @@ class Control:
         for visitor in list(self.visitors):
             visitor.abort()
 
-    def refusal(self, first: pb.InstanceFrame) -> str:
-        """Why the sender of a first frame is not let in, or nothing."""
-        if self._token and not hmac.compare_digest(first.token.encode(), self._token.encode()):
-            return "this router asks for another --control-token"
-        return self.fleet.refusal(first)
+    def knows(self, token: str) -> bool:
+        return not self._token or hmac.compare_digest(token.encode(), self._token.encode())
 
 
 class Visitor(Wire[pb.InstanceFrame, pb.RouterFrame]):
@@ -70,7 +69,6 @@ class Visitor(Wire[pb.InstanceFrame, pb.RouterFrame]):
         super().__init__(pb.InstanceFrame)
         self._control = control
         self._member: Member | None = None
-        self.limit = HELLO_BYTES
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -81,11 +79,13 @@ class Visitor(Wire[pb.InstanceFrame, pb.RouterFrame]):
         fleet = self._control.fleet
         if self._member is not None:
             fleet.take(self._member, frame)
-        elif refusal := self._control.refusal(frame):
-            self._refuse(frame.hello.instance_id or self.peer, refusal)
+        elif not self._control.knows(frame.token):
+            self._refuse(self.peer, "this router asks for another --control-token")
+        elif refusal := fleet.refusal(frame):
+            self._refuse(f"{frame.hello.instance_id[:MAX_NAME]!r} at {self.peer}", refusal)
         else:
             self._patience.cancel()
-            self.limit = MAX_FRAME_BYTES
+            self.known = True
             self._member = fleet.join(frame.hello, self)
             self.put(pb.RouterFrame(welcome=fleet.welcome()))
 
@@ -103,3 +103,8 @@ class Visitor(Wire[pb.InstanceFrame, pb.RouterFrame]):
             self._control.fleet.leave(self._member, reason)
         elif self.error is not None:
             log.warning("refused %s: %s", self.peer, self.error, extra={"event": "refused", "instance": self.peer})
+
+
+def _bindable(host: str) -> str | None:
+    """As event loops want it: `::` alone would leave IPv4 out."""
+    return None if host.strip("[]") == "::" else host.strip("[]")

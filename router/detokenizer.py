@@ -17,6 +17,7 @@ REPLACEMENT = "\ufffd"
 # decided, and only the last 8 can still change.
 UNDECIDED = 8
 LONG_WINDOW = 64
+ALL = -1  # however many there are
 
 
 class Detokenizer:
@@ -30,7 +31,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._window: list[int] = []  # the ids last given out, as context (some decoders trim a first space), and newer
         self._context = 0  # how many of them are context only
-        self._sent = 0  # characters of the window's text that are out
+        self._sent = 0  # characters of the window's text that are out, or ALL
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that is certain now and was not before."""
@@ -38,6 +39,9 @@ class Detokenizer:
         new_ids = [token_id for token_id in token_ids if token_id < vocab_size and token_id not in silent]
         if not new_ids:
             return ""
+        if self._sent == ALL:
+            window = self._window
+            self._sent = self._tokenizer.length(window[0]) if len(window) == 1 else len(self._tokenizer.decode(window))
         self._window += new_ids
         text = self._tokenizer.decode(self._window)
         whole = text.rstrip(REPLACEMENT)
@@ -62,7 +66,7 @@ class Detokenizer:
             return ""
         self._window = self._window[self._context :]
         self._context = len(self._window)
-        self._sent = self._tokenizer.length(tuple(self._window))
+        self._sent = ALL
         return new
 
     def _shorten(self, text: str) -> None:
@@ -152,7 +156,7 @@ class TextStream:
         speaking = len(chunk.token_ids) - 1 if silent_end else len(chunk.token_ids)
         at_once = 1 if self._one_by_one else max(1, speaking)
         for first in range(0, speaking, at_once):
-            token_ids = chunk.token_ids[first : first + at_once] if self._one_by_one else chunk.token_ids[:speaking]
+            token_ids = chunk.token_ids[first : first + at_once]
             self._tokens += len(token_ids)
             self.starts.append(self._length)
             text = self._detokenizer.push(token_ids)

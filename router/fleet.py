@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = 3
 ROLES = ("prefill", "decode", "both")
+MAX_NAME = 200  # characters of an instance's id
 HEARD = pb.RouterFrame(heard=pb.Heard())
 
 
@@ -29,6 +30,8 @@ class Outgoing(Protocol):
     def put(self, frame: pb.RouterFrame) -> None: ...
 
     def close(self) -> None: ...
+
+    def abort(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -167,6 +170,7 @@ class Fleet:
             now = time.monotonic()
             for member in list(self.members.values()):
                 if now - member.heard > self._lease_seconds:
+                    member.wire.abort()  # what it has not read, it is not to read later
                     self.leave(member, f"not heard for {self._lease_seconds} s")
 
     def refusal(self, frame: pb.InstanceFrame) -> str:
@@ -174,6 +178,8 @@ class Fleet:
         hello = frame.hello
         if frame.WhichOneof("frame") != "hello" or hello.protocol_version != PROTOCOL_VERSION:
             return f"this router speaks control protocol {PROTOCOL_VERSION}, the instance {hello.protocol_version}"
+        if not hello.instance_id.isprintable() or len(hello.instance_id) > MAX_NAME:
+            return f"an instance's id has at most {MAX_NAME} characters, all of which can be printed"
         if hello.role not in ROLES:
             return f"role {hello.role!r} is unknown; there are {', '.join(ROLES)}"
         if hello.model != self._model:

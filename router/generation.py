@@ -44,6 +44,11 @@ class Choice:
     tools: ToolCalls | None = None
     tokens: int = 0
 
+    @property
+    def generated(self) -> int:
+        """Tokens so far, those included that nobody has read if it was cut short."""
+        return self.tokens if self.text.finish_reason else max(self.tokens, self.stream.timeline.output_tokens)
+
     async def run(self, emit: Emit) -> None:
         """Emits until the end of the choice, which a stop string may bring before the end of its tokens."""
         async for chunks in self.stream:
@@ -118,8 +123,7 @@ class Generation:
         for choice in self.choices:
             if choice.text.finish_reason is None:
                 choice.stream.cancel()
-        generated = sum(max(choice.tokens, choice.stream.timeline.output_tokens) for choice in self.choices)
-        self._leave(self.prompt_tokens + generated)
+        self._leave(self.prompt_tokens + sum(choice.generated for choice in self.choices))
 
     @property
     def prompt_tokens(self) -> int:

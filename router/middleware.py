@@ -1,8 +1,8 @@
 """Around every request: its id, the limits of its body, and errors in OpenAI's format."""
 
 import asyncio
-import random
 import re
+import secrets
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
@@ -68,7 +68,7 @@ class RequestId:
             refusal = BadRequest(message, kind="invalid_request_id", param="X-Request-Id")
             await error_response(refusal)(scope, receive, send)
             return
-        request_id = given or ID_PREFIX.get(scope["path"], "req-") + f"{random.getrandbits(96):024x}"
+        request_id = given or ID_PREFIX.get(scope["path"], "req-") + secrets.token_hex(12)
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:

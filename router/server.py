@@ -104,7 +104,14 @@ async def _serve(
         {"ssl_certfile": config.ssl_certfile, "ssl_keyfile": config.ssl_keyfile} if config.ssl_certfile else {}
     )
     settings = uvicorn.Config(
-        app, http=CorkedHttp, log_level="warning", access_log=False, lifespan="off", proxy_headers=False, **https
+        app,
+        http=CorkedHttp,
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        proxy_headers=False,
+        **https,
     )
     ports = f"clients on port {listening[0].getsockname()[1]}, instances on port {control_port}"
     server = _Server(settings, config.drain_seconds, ports)

@@ -41,7 +41,7 @@ class ModelInfo:
 
 class TokenStream(Protocol):
     """Tokens of one request: at each turn the chunks that have come meanwhile, at least one; for a request that wants the
-    whole, one at the end. Iterating ends after the chunk with a finish reason, or raises RequestError."""
+    whole, one at the end, or before an error. Iterating ends after the chunk with a finish reason, or raises RequestError."""
 
     timeline: Timeline
 

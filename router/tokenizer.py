@@ -40,7 +40,7 @@ class Tokenizer:
     Attributes:
         vocab_size: all ids that it knows are below; the model may have some more, which decode to nothing.
         eos_token_ids: what the tokenizer calls the end of a text.
-        length: of the text of a tuple of ids, in characters; of most single tokens it knows it.
+        length: of the text of a token alone, in characters; of most it knows it.
         silent_ids: special tokens, which `decode` leaves out of the text.
     """
 
@@ -61,7 +61,7 @@ class Tokenizer:
         added = self._rust.get_added_tokens_decoder()
         self.silent_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
-        self.length = lru_cache(KNOWN_LENGTHS)(lambda ids: len(self.decode(ids)))
+        self.length = lru_cache(KNOWN_LENGTHS)(lambda token_id: len(self.decode([token_id])))
         decoder = json.loads(self._rust.to_str())["decoder"]
         self._byte_level = _BYTES if '"ByteLevel"' in json.dumps(decoder) else None
 

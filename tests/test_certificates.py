@@ -25,8 +25,9 @@ PLAIN = {"control_certfile": "", "control_keyfile": "", "control_cafile": ""}
 
 
 def test_who_shows_no_certificate_of_the_authority_is_turned_away(
-    control_files: Write, caplog: pytest.LogCaptureFixture
+    control_files: Write, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("pdserve.link.DIAL_S", 60.0)
     ours, theirs = trustme.CA(), trustme.CA()
     right, foreign = control_files(ours), control_files(theirs)
     elsewhere = control_files(ours, "elsewhere.test")

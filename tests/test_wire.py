@@ -1,4 +1,4 @@
-"""Frames over a real pair of sockets, whatever pieces they come in; and what is no frame."""
+"""Frames, whatever pieces they come in, and what is no frame: on a real pair of sockets."""
 
 import asyncio
 import socket

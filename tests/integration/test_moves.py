@@ -47,6 +47,7 @@ class Seat:
     def sit_down(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
         self.told: list[pb.RouterFrame] = []
+        self.told_at_once: set[int] = set()  # numbers of tokens
         self.member = dispatcher.fleet.join(self.hello, self)
         self.untold = self.instance.news.open()
 
@@ -54,6 +55,8 @@ class Seat:
         self.told.append(frame)
 
     def close(self) -> None: ...
+
+    def abort(self) -> None: ...
 
     def turn(self) -> None:
         """What the router has sent, one step, and what comes of it."""
@@ -69,6 +72,7 @@ class Seat:
         self.instance.turn(wait=False)
         frames, self.frames = self.frames, []
         for output in (output for frame in frames for output in frame.step.outputs):
+            self.told_at_once.add(len(output.token_ids))
             self.dispatcher.on_output(self.member, output)
         removed, added = self.untold.take(1024)
         self.dispatcher.fleet._take_news(self.member, pb.Blocks(removed=b"".join(removed), added=b"".join(added)))
@@ -155,7 +159,10 @@ def test_streams_that_move_at_any_token_keep_their_tokens(
         assert decided == {policy}
 
 
-def test_whole_answers_move_with_tokens_that_nobody_has_seen(seats: list[Seat]) -> None:
+def test_whole_answers_move_with_tokens_that_nobody_has_seen(
+    seats: list[Seat], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.job.WHOLE_TOKENS", 4)
     expected = [flight.emitted for flight in serve(seats, "auto", [[] for _ in requests(seats)])]
     random, lost = Random(12), 0
     for _ in range(4):
@@ -164,4 +171,5 @@ def test_whole_answers_move_with_tokens_that_nobody_has_seen(seats: list[Seat]) 
         lost += sum(flight.timeline.migrations for flight in flights)
         told = [[len(chunk.token_ids) for chunk in flight._chunks] for flight in flights]
         assert told == [[TOKENS]] * len(flights), "one chunk for the client"
+        assert max(n for seat in seats for n in seat.told_at_once) == 4
     assert lost > 0

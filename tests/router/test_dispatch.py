@@ -33,6 +33,8 @@ class Told(list[pb.RouterFrame]):
 
     def close(self) -> None: ...
 
+    def abort(self) -> None: ...
+
 
 class Stage:
     """A dispatcher and the members of its fleet."""

@@ -12,11 +12,12 @@ from pdserve.keys import Layout
 from pdserve.link import Links
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
-from pdserve.router.control import HELLO_BYTES, Control
+from pdserve.router.control import Control
 from pdserve.router.dispatch import Dispatcher
 from pdserve.router.fleet import PROTOCOL_VERSION, Fleet, Member
 from pdserve.router.metrics import Metrics
 from pdserve.router.policy import Load
+from pdserve.wire import FIRST_FRAME_BYTES
 
 
 def hello_of(
@@ -46,6 +47,8 @@ class Told(list[pb.RouterFrame]):
     put = list.append
 
     def close(self) -> None: ...
+
+    def abort(self) -> None: ...
 
 
 def refusal(there: pb.Hello, comes: pb.Hello) -> str:
@@ -184,20 +187,50 @@ def test_instances_have_to_know_the_token(caplog: pytest.LogCaptureFixture) -> N
 def test_strangers_are_told_why_they_have_to_go_and_soon(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.router.control.HELLO_S", 0.2)
+    async def answer(port: int, data: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(data)
+        said = await reader.read()
+        writer.close()
+        return said
 
     async def scenario() -> None:
         control = Control(Fleet("router", "model", 60.0))
         port = await control.listen("127.0.0.1", 0)
-        for data in (b"", b"GET / HTTP/1.1\r\n\r\n", (HELLO_BYTES + 1).to_bytes(4, "big") + bytes(100)):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(data)
-            said = await reader.read()
-            assert (b"it says nothing for 0.2 s" in said) == (data == b"")
-            writer.close()
+        for data in (b"GET / HTTP/1.1\r\n\r\n", (FIRST_FRAME_BYTES + 1).to_bytes(4, "big") + bytes(100)):
+            assert await answer(port, data) == b""
+        monkeypatch.setattr("pdserve.router.control.HELLO_S", 0.2)
+        assert b"it says nothing for 0.2 s" in await answer(port, b"")
+        nobody = pb.InstanceFrame(hello=hello_of("prefill-0\nrouter: all is well")).SerializeToString()
+        assert b"all of which can be printed" in await answer(port, len(nobody).to_bytes(4, "big") + nobody)
         while control.visitors:
             await asyncio.sleep(0.01)
         await control.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
+    assert not any("\n" in message for message in caplog.messages)
     assert caplog.text.count("what it says is not of the control protocol") == 2
+
+
+def test_each_heartbeat_is_answered() -> None:
+    fleet, told = Fleet("router", "model", 1.0), Told()
+    fleet.listener = cast(Any, SimpleNamespace())
+    fleet.take(fleet.join(hello_of("prefill-0"), told), pb.InstanceFrame(heartbeat=pb.Heartbeat()))
+    assert [frame.WhichOneof("frame") for frame in told] == ["heard"]
+
+
+def test_no_address_among_the_routers_costs_the_others_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        fleet = Fleet("router", "model", 60.0)
+        fleet.listener = cast(Any, SimpleNamespace(on_lost=lambda member: None))
+        control = Control(fleet)
+        port = await control.listen("127.0.0.1", 0)
+        links = Links(["nowhere", "a..b:1", f"127.0.0.1:{port}"])
+        task = asyncio.create_task(links.run(cast(Any, Idle()), hello_of("decode-0")))
+        while not fleet.members or caplog.text.count("not reachable") < 2:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await control.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))

@@ -39,6 +39,8 @@ class Told(list[pb.RouterFrame]):
 
     def close(self) -> None: ...
 
+    def abort(self) -> None: ...
+
 
 class Scene:
     """A router with members that the test plays, and its app."""

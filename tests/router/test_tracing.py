@@ -68,7 +68,7 @@ def serve() -> Callable[..., None]:
 
         def join(role: str) -> Member:
             hello = pb.Hello(instance_id=f"{role}-0", role=role, model="demo", max_model_len=9, num_blocks=9)
-            return fleet.join(hello, SimpleNamespace(put=lambda frame: None, close=lambda: None))
+            return fleet.join(hello, SimpleNamespace(put=lambda frame: None, close=lambda: None, abort=lambda: None))
 
         def says(member: Member, *stages: Stage, **output: Any) -> None:
             stamps = [pb.Stamp(stage=stage, seconds=0.0) for stage in stages]
