@@ -179,7 +179,7 @@ def _cases(settings: Settings) -> Iterator[Case]:
                 yield Case(fleet, LONG, tokens, True, connections)
     for workers in sorted(set(_numbers(settings.workers)) - {1}):
         for fleet in filter(FLEETS.get, _fleets(settings)):
-            for tokens, stream in ((1, False), (settings.output_tokens, True)):
+            for tokens, stream in ((1, False), (settings.output_tokens, False), (settings.output_tokens, True)):
                 yield Case(fleet, SHORT, tokens, stream, max(_numbers(settings.connections)) * workers, workers)
 
 

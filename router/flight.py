@@ -113,21 +113,28 @@ class Flight:
             self._chunks[0].extend(item)
         else:
             self._chunks.append(item)
-        if self._error is not None or self._chunks[-1].finish_reason is not None or not self.request.whole:
+        if self._due:
             self._news.set()
+
+    @property
+    def _due(self) -> bool:
+        """Whether there is something for the client's side; of a whole answer, that is its end."""
+        if self._error is not None or not self._chunks:
+            return self._error is not None
+        return not self.request.whole or self._chunks[-1].finish_reason is not None
 
     async def __aiter__(self) -> AsyncIterator[list[Chunk]]:
         while True:
-            chunks, self._chunks = self._chunks, []
-            if chunks:
-                yield chunks
-                if chunks[-1].finish_reason is not None:
-                    return
-            elif self._error is not None:
-                raise self._error
-            else:
+            if not self._due:
                 self._news.clear()
                 await self._news.wait()
+            chunks, self._chunks = self._chunks, []
+            if not chunks:
+                assert self._error is not None
+                raise self._error
+            yield chunks
+            if chunks[-1].finish_reason is not None:
+                return
 
     def cancel(self, finish_reason: str = "cancelled") -> None:
         if not self.machine.ended:

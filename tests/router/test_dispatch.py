@@ -194,6 +194,35 @@ def test_a_lost_decode_is_replaced_and_the_stream_goes_on() -> None:
     play(story())
 
 
+def test_a_whole_answer_wakes_its_reader_once_at_the_end_or_with_the_error() -> None:
+    async def story() -> None:
+        stage = Stage("prefill", "decode")
+        prefill, decode = stage.members
+        flight, turns = stage.open(whole=True), []
+
+        async def read() -> None:
+            async for chunks in flight:
+                turns.append([chunk.token_ids for chunk in chunks])
+
+        reader = asyncio.create_task(read())
+        for member, ids in ((prefill, [7]), (decode, [8]), (decode, [9])):
+            stage.says(member, token_ids=ids)
+            await asyncio.sleep(0.01)
+            assert not turns
+        stage.says(decode, token_ids=[10], finish_reason="length")
+        await reader
+        assert turns == [[[7, 8, 9, 10]]]
+
+        flight = stage.open("s", whole=True)
+        stage.says(prefill, "s", token_ids=[7])
+        stage.fleet.leave(decode, "test")
+        stage.fleet.leave(prefill, "test")
+        with pytest.raises(Unavailable):
+            await read()
+
+    play(story())
+
+
 def test_a_draining_decode_hands_its_streams_over_if_somebody_can_take_them() -> None:
     async def story() -> None:
         stage = Stage("prefill", "decode", "decode")
