@@ -36,8 +36,9 @@ def prompt_text(tokens: int) -> str:
 def decide_among(count: int, repeat: int) -> list[dict[str, Any]]:
     """Times each policy over so many candidates, and `open`: all from an understood request to the frames for instances.
 
-    Half of the instances prefill and half decode, all are busy, and each has the beginning of the prompt, all of another
-    length. The prompt has been hashed before; how long that takes is a row of its own, as is tokenizing.
+    Half of the instances prefill and half decode, all are busy, each with other costs, and each has the beginning of the
+    prompt, all of another length. The prompt has been hashed before; how long that takes is a row of its own, as is
+    tokenizing.
     """
     fleet = Fleet("router", MODEL, 1.0)
     dispatcher = Dispatcher(RouterConfig(model=MODEL), fleet, Metrics(fleet))
@@ -51,6 +52,9 @@ def decide_among(count: int, repeat: int) -> list[dict[str, Any]]:
         others.prefill_tokens, others.output_tokens = chosen.randrange(4096), chosen.randrange(4096)
         others.attended_tokens, others.context_tokens = chosen.randrange(1 << 20), chosen.randrange(1 << 16)
         member.heard_of_others(others)
+        slow = chosen.uniform(1, 1.5)  # beside the fastest of them
+        prefill, decode = (5e-3 * slow, 4e-5 * slow, 1e-8 * slow), (8e-3 * slow, 2e-4 * slow, 1e-8 * slow)
+        member.heard_of(pb.Heartbeat(costs=pb.Costs(prefill=prefill, decode=decode, transfer=(1e-3, 2e-10))))
         fleet.index.add(member.id, keys[: i * len(keys) // count])
     members = list(fleet.members.values())
     loads = [member.load for member in members]
