@@ -20,8 +20,9 @@ from pdserve.block_news import BlockNews
 from pdserve.instance import Instance
 from pdserve.job import WHOLE_TOKENS
 from pdserve.lifetime import Stage
-from pdserve.link import PROTOCOL_VERSION, Links
+from pdserve.link import Links
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.wire import PROTOCOL_VERSION
 
 CONTEXT = 16384  # tokens
 BLOCK_SIZE = 16

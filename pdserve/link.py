@@ -17,7 +17,6 @@ from pdserve.wire import Wire
 
 log = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 3
 HEARTBEAT_S = 0.4
 NEWS_S = 0.1  # between two looks for changes in the pool, and in what other routers have sent
 NEWS_KEYS = 1024  # in a frame at most: tokens must not wait behind a pool's content

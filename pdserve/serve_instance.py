@@ -24,9 +24,10 @@ from pdserve.counters import families
 from pdserve.errors import SetupError
 from pdserve.instance import Instance
 from pdserve.kv_transfer.threaded import SWITCH_INTERVAL_S
-from pdserve.link import PROTOCOL_VERSION, Links
+from pdserve.link import Links
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.registry import Registry
+from pdserve.wire import PROTOCOL_VERSION
 
 log = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from pdserve.corked import Corked
 
 log = logging.getLogger(__name__)
 
+PROTOCOL_VERSION = 3  # of the control plane; both ends have to have the same
 LENGTH_BYTES = 4  # big-endian
 MAX_FRAME_BYTES = 64 << 20  # the longest prompts take a few MB
 FIRST_FRAME_BYTES = 1 << 16
@@ -33,7 +34,6 @@ class Wire(asyncio.Protocol, ABC, Generic[In, Out]):
     """One end of a connection. Everything runs on the event loop.
 
     Attributes:
-        opened: it has come about.
         peer: the other end's address, for people.
         known: the other end has shown who it is. Until then its frames have to be small, and a wrong one is no defect.
         heard: when anything came last, on the event loop's clock.
@@ -48,11 +48,16 @@ class Wire(asyncio.Protocol, ABC, Generic[In, Out]):
         self._loop = asyncio.get_running_loop()
         self._arrived = bytearray()
         self._transport: Corked | None = None
-        self.opened, self.peer, self.known = False, "", False
+        self.peer, self.known = "", False
         self.heard = self._loop.time()
         self.writable = asyncio.Event()
         self.error: Exception | None = None
         self.closed: asyncio.Future[Exception | None] = self._loop.create_future()
+
+    @property
+    def opened(self) -> bool:
+        """Whether it has come about."""
+        return self._transport is not None
 
     @abstractmethod
     def receive(self, frame: In) -> None:
@@ -81,7 +86,6 @@ class Wire(asyncio.Protocol, ABC, Generic[In, Out]):
         self._transport = Corked(cast(asyncio.Transport, transport))
         address = transport.get_extra_info("peername")
         self.peer = ":".join(map(str, address[:2])) if address else "somebody who has left"
-        self.opened = True
         self.writable.set()
 
     def pause_writing(self) -> None:

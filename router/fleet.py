@@ -15,10 +15,10 @@ from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.breaker import Breakers
 from pdserve.router.policy import NOTHING, Candidate, Load
 from pdserve.router.prefix_index import PrefixIndex
+from pdserve.wire import PROTOCOL_VERSION
 
 log = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 3
 ROLES = ("prefill", "decode", "both")
 MAX_NAME = 200  # characters of an instance's id
 HEARD = pb.RouterFrame(heard=pb.Heard())

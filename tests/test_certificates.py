@@ -18,7 +18,8 @@ from pdserve.errors import SetupError
 from pdserve.link import Links
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.control import Control
-from pdserve.router.fleet import PROTOCOL_VERSION, Fleet
+from pdserve.router.fleet import Fleet
+from pdserve.wire import PROTOCOL_VERSION
 
 Write = Callable[..., dict[str, str]]
 PLAIN = {"control_certfile": "", "control_keyfile": "", "control_cafile": ""}

@@ -19,11 +19,12 @@ from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
 from pdserve.router import chooser, dispatch, metrics
 from pdserve.router.dispatch import Dispatcher
-from pdserve.router.fleet import PROTOCOL_VERSION, Fleet, Member
+from pdserve.router.fleet import Fleet, Member
 from pdserve.router.flight import Flight
 from pdserve.router.metrics import Metrics
 from pdserve.router.policy import POLICIES
 from pdserve.router.timeline import Moved
+from pdserve.wire import PROTOCOL_VERSION
 
 
 class Told(list[pb.RouterFrame]):

@@ -14,10 +14,10 @@ from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
 from pdserve.router.control import Control
 from pdserve.router.dispatch import Dispatcher
-from pdserve.router.fleet import PROTOCOL_VERSION, Fleet, Member
+from pdserve.router.fleet import Fleet, Member
 from pdserve.router.metrics import Metrics
 from pdserve.router.policy import Load
-from pdserve.wire import FIRST_FRAME_BYTES
+from pdserve.wire import FIRST_FRAME_BYTES, PROTOCOL_VERSION
 
 
 def hello_of(
