@@ -21,9 +21,9 @@ import report
 import torch
 from rich.table import Table
 
+from pdserve.cli.flags import command_of
 from pdserve.config import flag
 from pdserve.errors import SetupError
-from pdserve.flags import command_of
 from pdserve.kernels import cpu
 from pdserve.kernels.attention import KernelUnavailable, choose
 from pdserve.kernels.batch import Kernel, PagedBatch

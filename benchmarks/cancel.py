@@ -20,10 +20,10 @@ import stores
 from leftovers import totals
 from rich.table import Table
 
+from pdserve.cli.deployment import Deployment, free_port
+from pdserve.cli.flags import command_of
 from pdserve.config import UpConfig, flag, parse_size
-from pdserve.deployment import Deployment, free_port
-from pdserve.flags import command_of
-from pdserve.kv_transfer.shm import leases
+from pdserve.kv_transfer.connectors.shm import leases
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,9 @@ from monkey import Monkey
 from stage import LEASE_S, Chaotic, Make, Stage, stage
 from traffic import WHOLE, Traffic
 
+from pdserve.cli.flags import command_of
 from pdserve.config import flag
 from pdserve.errors import SetupError
-from pdserve.flags import command_of
 
 
 @dataclass(frozen=True, kw_only=True)

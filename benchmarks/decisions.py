@@ -13,11 +13,11 @@ from pdserve.config import RouterConfig
 from pdserve.keys import block_keys
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
-from pdserve.router.dispatch import Dispatcher
-from pdserve.router.fleet import Fleet
-from pdserve.router.metrics import Metrics
-from pdserve.router.policy import POLICIES, Ask, decide
-from pdserve.router.tokenizer import Tokenizer
+from pdserve.router.dispatch.dispatcher import Dispatcher
+from pdserve.router.instances.fleet import Fleet
+from pdserve.router.scheduling.policy import POLICIES, Ask, decide
+from pdserve.router.telemetry.metrics import Metrics
+from pdserve.router.text.tokenizer import Tokenizer
 
 MODEL = "demo"
 WORDS = ["the", "river", "runs", "past", "a", "small", "town", "where", "the", "baker", "meets", "the", "fisher"]

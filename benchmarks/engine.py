@@ -24,10 +24,10 @@ from peer_process import Peer
 from rich.console import Console
 from rich.table import Table
 
+from pdserve.cli.flags import command_of
 from pdserve.config import EngineConfig, flag
 from pdserve.engine.engine import Engine
 from pdserve.errors import SetupError
-from pdserve.flags import command_of
 from pdserve.kernels import linear
 from pdserve.request import SamplingParams
 

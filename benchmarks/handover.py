@@ -24,10 +24,10 @@ import stores
 from rich.console import Console
 from rich.table import Table
 
+from pdserve.cli.deployment import Deployment, free_port
+from pdserve.cli.flags import command_of
 from pdserve.config import EngineConfig, UpConfig, flag, parse_size
-from pdserve.deployment import Deployment, free_port
 from pdserve.errors import SetupError
-from pdserve.flags import command_of
 from pdserve.lifetime import Stage
 
 

@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
+from pdserve.cli.flags import command_of
 from pdserve.config import DTYPES, EngineConfig, flag
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence as TokenSequence
-from pdserve.flags import command_of
 from pdserve.kv_transfer.codec import CODECS, Codec
 from pdserve.kv_transfer.header import Row
 from pdserve.kv_transfer.staging import host_rows

@@ -11,7 +11,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from stage import LEASE_S, Stage
 
-from pdserve.deployment import Deployment
+from pdserve.cli.deployment import Deployment
 
 SETTLE_S = 3 * LEASE_S
 SLACK = 4  # sockets and threads of an instance: connections to the store are opened as they are needed

@@ -23,11 +23,11 @@ import report
 from rich.console import Console
 from rich.table import Table
 
+from pdserve.cli.flags import command_of
 from pdserve.config import EngineConfig, flag
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
-from pdserve.flags import command_of
 from pdserve.request import SamplingParams
 
 TRACES = Path(__file__).parent / "traces"

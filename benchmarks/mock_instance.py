@@ -16,13 +16,13 @@ from typing import cast
 
 import uvloop
 
-from pdserve.block_news import BlockNews
-from pdserve.instance import Instance
-from pdserve.job import WHOLE_TOKENS
+from pdserve.control.wire import PROTOCOL_VERSION
+from pdserve.instance.engine_loop import Instance
+from pdserve.instance.kv_events import BlockNews
+from pdserve.instance.router_link import Links
 from pdserve.lifetime import Stage
-from pdserve.link import Links
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.wire import PROTOCOL_VERSION
+from pdserve.roles.job import WHOLE_TOKENS
 
 CONTEXT = 16384  # tokens
 BLOCK_SIZE = 16

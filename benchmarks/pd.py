@@ -25,10 +25,10 @@ from peer_process import Server
 from rich.console import Console
 from rich.table import Table
 
+from pdserve.cli.deployment import Deployment, free_port
+from pdserve.cli.flags import command_of
 from pdserve.config import UpConfig, flag
-from pdserve.deployment import Deployment, free_port
 from pdserve.errors import SetupError
-from pdserve.flags import command_of
 from pdserve.lifetime import Stage
 
 

@@ -18,10 +18,10 @@ import checkpoints
 import httpx
 import report
 
+from pdserve.cli.deployment import free_port
+from pdserve.cli.supervisor import die_with_parent
 from pdserve.config import flag
-from pdserve.deployment import free_port
 from pdserve.errors import SetupError
-from pdserve.supervisor import die_with_parent
 
 PEER = Path(__file__).parent / "peers" / "peer.py"
 PEERS = ("transformers", "openvino", "llama_cpp", "vllm")

@@ -20,12 +20,12 @@ from checkpoints import Shape
 from rich.console import Console
 from rich.table import Table
 
+from pdserve.cli.flags import command_of
 from pdserve.config import EngineConfig, flag
 from pdserve.costs import Costs, Meter
 from pdserve.engine.checkpoint import Checkpoint, load
 from pdserve.engine.engine import Engine
 from pdserve.engine.warm_up import time_swaps, warm_up
-from pdserve.flags import command_of
 from pdserve.request import SamplingParams
 
 

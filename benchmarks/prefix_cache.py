@@ -19,9 +19,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from pdserve.cli.flags import command_of
 from pdserve.config import EngineConfig, flag
 from pdserve.engine.engine import Engine
-from pdserve.flags import command_of
 from pdserve.request import SamplingParams
 
 P = ParamSpec("P")

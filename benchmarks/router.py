@@ -28,8 +28,8 @@ from peer_routers import SERVER, peer
 from rich.console import Console
 from rich.table import Table
 
+from pdserve.cli.deployment import free_port
 from pdserve.config import flag
-from pdserve.deployment import free_port
 from pdserve.errors import SetupError
 
 SHORT = 16  # tokens of a prompt, about
@@ -364,6 +364,6 @@ def _print(rows: list[dict[str, Any]], decisions: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    from pdserve.flags import command_of
+    from pdserve.cli.flags import command_of
 
     report.main(command_of(Settings, benchmark))

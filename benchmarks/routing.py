@@ -22,9 +22,9 @@ import report
 from rich.console import Console
 from rich.table import Table
 
+from pdserve.cli.deployment import Deployment, free_port
+from pdserve.cli.flags import command_of
 from pdserve.config import UpConfig, flag
-from pdserve.deployment import Deployment, free_port
-from pdserve.flags import command_of
 
 TRACE = Path(__file__).parent / "traces" / "mooncake-turns.jsonl"
 TRACE_BLOCK = 512  # tokens that one of the trace's hashes stands for

@@ -27,9 +27,9 @@ from leftovers import totals
 from rich.console import Console
 from rich.table import Table
 
+from pdserve.cli.deployment import Deployment, free_port
+from pdserve.cli.flags import command_of
 from pdserve.config import UpConfig, flag, parse_size
-from pdserve.deployment import Deployment, free_port
-from pdserve.flags import command_of
 
 MIB = 1 << 20
 

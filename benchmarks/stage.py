@@ -14,11 +14,11 @@ import checkpoints
 import stores
 from island import Island
 
+from pdserve.cli.deployment import Deployment, free_port
+from pdserve.cli.supervisor import Child
 from pdserve.config import UpConfig, parse_size
-from pdserve.deployment import Deployment, free_port
 from pdserve.errors import SetupError
-from pdserve.kv_transfer.shm import leases
-from pdserve.supervisor import Child
+from pdserve.kv_transfer.connectors.shm import leases
 
 ON_ISLAND = "decode-1"
 STORE_BYTES = parse_size("64MiB")

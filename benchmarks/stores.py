@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pdserve.deployment import free_port
+from pdserve.cli.deployment import free_port
 from pdserve.errors import SetupError
 
 START_S = 10.0
@@ -21,7 +21,7 @@ KEEPS_MEMORY = "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_thresho
 
 @contextmanager
 def shm(size: int) -> Iterator[str]:
-    from pdserve.kv_transfer.shm import unlink
+    from pdserve.kv_transfer.connectors.shm import unlink
 
     url = f"shm://pdserve-benchmark-{free_port()}?size={size}"
     try:

@@ -24,9 +24,9 @@ import stores
 from rich.console import Console
 from rich.table import Table
 
+from pdserve.cli.flags import command_of
 from pdserve.config import flag, parse_size
 from pdserve.errors import SetupError
-from pdserve.flags import command_of
 from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.rules.trial import Instance, Trial, new_keys
 
@@ -148,7 +148,7 @@ def _redis(nbytes: int, count: int) -> Iterator[tuple[str, Raw]]:
 def _nixl(nbytes: int, count: int) -> Iterator[tuple[str, Raw]]:
     """One transfer that reads all rows of another process, straight into ours. There is nothing to store."""
     try:
-        from pdserve.kv_transfer.nixl_agent import Agent, NixlFault
+        from pdserve.kv_transfer.connectors.nixl_agent import Agent, NixlFault
 
         agent = Agent("lo")
     except SetupError as error:
@@ -184,7 +184,7 @@ def _nixl(nbytes: int, count: int) -> Iterator[tuple[str, Raw]]:
 
 
 def _nixl_peer(pipe: Connection, nbytes: int, count: int) -> None:
-    from pdserve.kv_transfer.nixl_agent import Agent
+    from pdserve.kv_transfer.connectors.nixl_agent import Agent
 
     agent, rows = Agent("lo"), np.ones((count, nbytes), np.uint8)
     agent.register(rows)

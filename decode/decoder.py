@@ -17,15 +17,15 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from pdserve.decode.converter import ConvertedPrompt
+from pdserve.decode.layout_converter import ConvertedPrompt
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
-from pdserve.fetcher import Fetcher
-from pdserve.job import Desk, Job
 from pdserve.kv_transfer.connector import Connector, Outcome, Result
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.transfers import Transfers
+from pdserve.roles.fetcher import Fetcher
+from pdserve.roles.job import Desk, Job
+from pdserve.roles.transfers import Transfers
 
 STORE_BACK_BLOCKS = 8  # in one store, unless it is the last: a step starts few of them
 

@@ -29,11 +29,11 @@ from typing import Any, ClassVar, TypeVar
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.blocks import Block, Incoming, Outgoing
 from pdserve.kv_transfer.codec import CODECS
-from pdserve.kv_transfer.complaints import Complaints
 from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats
 from pdserve.kv_transfer.fence import Expired
 from pdserve.kv_transfer.header import HEADER_BYTES, Buffer, Seal
 from pdserve.kv_transfer.operation import Operation, Watchdog
+from pdserve.kv_transfer.rate_limited_log import Complaints
 from pdserve.kv_transfer.url import Query
 
 log = logging.getLogger(__name__)

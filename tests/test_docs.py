@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from pdserve.cli import app, connector_app
+from pdserve.cli.commands import app, connector_app
 from pdserve.config import EngineConfig, InstanceConfig, RouterConfig, TransferConfig, UpConfig
 from pdserve.counters import GAUGES, HELP
 from pdserve.lifetime import Stage
-from pdserve.router import schemas
-from pdserve.router.fleet import Fleet
-from pdserve.router.metrics import Metrics
+from pdserve.router.api import schemas
+from pdserve.router.instances.fleet import Fleet
+from pdserve.router.telemetry.metrics import Metrics
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -119,7 +119,7 @@ def test_what_an_unsupported_field_may_be_is_said() -> None:
 
 
 def test_every_path_is_there() -> None:
-    paths = set(re.findall(r'(?:_route\("\w+", |file\()"([^"]+)"', read("router/api.py")))
+    paths = set(re.findall(r'(?:_route\("\w+", |file\()"([^"]+)"', read("router/web/app.py")))
     listed = {name.split()[-1] for name in first_column(section("docs/api.md", "Endpoints"))}
     assert listed == {path.replace("{model:path}", "{model}") for path in paths}
 

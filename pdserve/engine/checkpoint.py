@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from pdserve.config import EngineConfig
 from pdserve.engine import paged_model
-from pdserve.engine.fused_mlp import fuse_mlps
-from pdserve.engine.fused_norm import fuse_norms
-from pdserve.engine.fused_rotary import fuse_rotary
-from pdserve.engine.prepack import prepack
+from pdserve.engine.cpu_fusion.fused_mlp import fuse_mlps
+from pdserve.engine.cpu_fusion.fused_norm import fuse_norms
+from pdserve.engine.cpu_fusion.fused_rotary import fuse_rotary
+from pdserve.engine.cpu_fusion.prepack import prepack
 from pdserve.errors import SetupError
 from pdserve.kernels import cpu
 from pdserve.keys import Layout

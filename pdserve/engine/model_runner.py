@@ -12,7 +12,7 @@ from pdserve.engine.checkpoint import Checkpoint, cpu_memory_available
 from pdserve.engine.paged_model import UnsupportedAttention
 from pdserve.engine.sampler import model_logprobs, sample, tell_logprobs
 from pdserve.engine.sequence import Sequence
-from pdserve.engine.tape import Tapes
+from pdserve.engine.step_graph import Tapes
 from pdserve.errors import SetupError
 from pdserve.kernels import cpu
 from pdserve.kernels.attention import KernelUnavailable, choose

@@ -76,7 +76,7 @@ def engine(checkpoint: Callable[..., Path]) -> Engine:
 
 
 def text_of(engine: Engine, path: Path, ids: list[int]) -> str:
-    from pdserve.router.tokenizer import Tokenizer
+    from pdserve.router.text.tokenizer import Tokenizer
 
     assert ids[-1] in engine.checkpoint.eos_token_ids, "the grammar says where the end is"
     return Tokenizer(path).decode(ids)

@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 
+from pdserve.cli.deployment import Deployment, free_port
 from pdserve.config import InstanceConfig, UpConfig
-from pdserve.deployment import Deployment, free_port
-from pdserve.instance import Instance
+from pdserve.instance.engine_loop import Instance
 from pdserve.kv_transfer.connector import Connector
+from pdserve.kv_transfer.connectors.shm import unlink
 from pdserve.kv_transfer.header import Buffer
-from pdserve.kv_transfer.shm import unlink
 from pdserve.kv_transfer.threaded import ThreadedConnector
 from pdserve.proto import pdserve_pb2 as pb
 

@@ -26,9 +26,9 @@ from typing import ClassVar, TypeVar
 import numpy as np
 
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
+from pdserve.kv_transfer.connectors.redis_connector import RedisConnector
+from pdserve.kv_transfer.connectors.shm import ShmConnector
 from pdserve.kv_transfer.header import HEADER_BYTES
-from pdserve.kv_transfer.redis import RedisConnector
-from pdserve.kv_transfer.shm import ShmConnector
 from pdserve.kv_transfer.threaded import BatchedConnector
 from pdserve.kv_transfer.url import Query
 

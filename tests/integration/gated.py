@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pdserve.kv_transfer.nixl import NixlConnector
+from pdserve.kv_transfer.connectors.nixl_connector import NixlConnector
 from pdserve.kv_transfer.url import Query
 
 BEFORE = 2  # reads of one bounce buffer's piece each: some have arrived, others have not

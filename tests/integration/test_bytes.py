@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve import transfers
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.roles import transfers
 
 
 @pytest.mark.parametrize("connector_url", ["shm", "file", "redis"], indirect=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.kv_transfer.shm import leases
+from pdserve.kv_transfer.connectors.shm import leases
 from pdserve.lifetime import RELEASED
 from pdserve.proto import pdserve_pb2 as pb
 

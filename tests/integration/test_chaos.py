@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.deployment import Deployment
+from pdserve.cli.deployment import Deployment
 
 
 @pytest.mark.timeout(900)  # as long as it takes until each kind of fault has come and all is over

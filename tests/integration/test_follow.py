@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pdserve import transfers
 from pdserve.kv_transfer.connector import Connector
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.roles import transfers
 
 Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
 

@@ -15,19 +15,19 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve import serve_instance
 from pdserve.config import InstanceConfig, RouterConfig
 from pdserve.errors import Unavailable
-from pdserve.handover import Event
-from pdserve.instance import Instance
+from pdserve.instance import process
+from pdserve.instance.engine_loop import Instance
 from pdserve.keys import block_keys, root_key
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
-from pdserve.router.dispatch import Dispatcher
-from pdserve.router.fleet import Fleet
-from pdserve.router.flight import Flight
-from pdserve.router.metrics import Metrics
-from pdserve.router.policy import POLICIES
+from pdserve.router.dispatch.dispatcher import Dispatcher
+from pdserve.router.dispatch.handover import Event
+from pdserve.router.dispatch.request_state import Flight
+from pdserve.router.instances.fleet import Fleet
+from pdserve.router.scheduling.policy import POLICIES
+from pdserve.router.telemetry.metrics import Metrics
 
 TOKENS, MOVES = 16, 3  # moves of a stream, at most
 DEADLINE_S = 120.0
@@ -42,7 +42,7 @@ class Seat:
         )
         self.frames: list[pb.InstanceFrame] = []
         self.instance = Instance(config, lambda _, frame: self.frames.append(frame))
-        self.hello = serve_instance._hello(name.partition("-")[0], config, self.instance)
+        self.hello = process._hello(name.partition("-")[0], config, self.instance)
 
     def sit_down(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
@@ -162,7 +162,7 @@ def test_streams_that_move_at_any_token_keep_their_tokens(
 def test_whole_answers_move_with_tokens_that_nobody_has_seen(
     seats: list[Seat], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.job.WHOLE_TOKENS", 4)
+    monkeypatch.setattr("pdserve.roles.job.WHOLE_TOKENS", 4)
     expected = [flight.emitted for flight in serve(seats, "auto", [[] for _ in requests(seats)])]
     random, lost = Random(12), 0
     for _ in range(4):

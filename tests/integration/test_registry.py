@@ -15,9 +15,9 @@ import httpx
 import pytest
 import redis
 
+from pdserve.cli.deployment import Deployment, free_port
+from pdserve.cli.supervisor import Child
 from pdserve.config import UpConfig
-from pdserve.deployment import Deployment, free_port
-from pdserve.supervisor import Child
 
 PROMPTS = [[(i * i + k * i) % 256 for i in range(40)] for k in range(4)]
 TOKENS = 24

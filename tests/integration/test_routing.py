@@ -17,9 +17,9 @@ import pytest
 
 from pdserve.config import InstanceConfig
 from pdserve.costs import Costs
-from pdserve.instance import Instance
+from pdserve.instance.engine_loop import Instance
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.router.policy import POLICIES
+from pdserve.router.scheduling.policy import POLICIES
 
 
 def test_a_router_is_told_what_others_have_sent(checkpoint: Callable[..., Path]) -> None:

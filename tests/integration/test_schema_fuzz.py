@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pdserve.deployment import Deployment
+from pdserve.cli.deployment import Deployment
 
 EXAMPLES = 4  # of each operation, the same in every run
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"

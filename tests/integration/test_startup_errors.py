@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.deployment import free_port
+from pdserve.cli.deployment import free_port
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -23,7 +23,7 @@ import pytest
 import transformers
 from pydantic import BaseModel
 
-from pdserve.deployment import free_port
+from pdserve.cli.deployment import free_port
 from pdserve.lifetime import Stage
 from pdserve.model_path import DEMO
 

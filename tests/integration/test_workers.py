@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import trustme
 
-from pdserve.deployment import Deployment, free_port
+from pdserve.cli.deployment import Deployment, free_port
 
 
 def test_routers_share_a_port_and_one_of_them_may_die(

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.connector import Result, Stats
-from pdserve.kv_transfer.file import FileConnector
+from pdserve.kv_transfer.connectors.file import FileConnector
+from pdserve.kv_transfer.connectors.memory import MemoryConnector
 from pdserve.kv_transfer.header import HEADER_BYTES, Buffer
-from pdserve.kv_transfer.memory import MemoryConnector
 
 
 def key_in(name: str) -> bytes:

@@ -15,17 +15,17 @@ import pytest
 import redis
 
 from pdserve.keys import Layout
-from pdserve.kv_transfer import memory, shm, slab
 from pdserve.kv_transfer.connector import Connector, PoolMemory, Result
-from pdserve.kv_transfer.file import FileConnector
+from pdserve.kv_transfer.connectors import memory, shm, shm_slab
+from pdserve.kv_transfer.connectors.file import FileConnector
+from pdserve.kv_transfer.connectors.memory import MemoryConnector
+from pdserve.kv_transfer.connectors.mooncake_connector import MooncakeConnector
+from pdserve.kv_transfer.connectors.redis_cluster import RedisClusterConnector
+from pdserve.kv_transfer.connectors.redis_connector import RedisConnector
+from pdserve.kv_transfer.connectors.shm import ShmConnector
+from pdserve.kv_transfer.connectors.tiered import TieredConnector
 from pdserve.kv_transfer.header import HEADER_BYTES, Row
-from pdserve.kv_transfer.memory import MemoryConnector
-from pdserve.kv_transfer.mooncake import MooncakeConnector
-from pdserve.kv_transfer.redis import RedisConnector
-from pdserve.kv_transfer.redis_cluster import RedisClusterConnector
 from pdserve.kv_transfer.rules.trial import make_layout
-from pdserve.kv_transfer.shm import ShmConnector
-from pdserve.kv_transfer.tiered import TieredConnector
 
 SCHEMES = ["memory", "shm", "file", "redis", "redis+cluster"]
 CLASSES: dict[str, Callable[[str], Connector]] = {
@@ -114,9 +114,9 @@ class ShmHands(Hands):
                 view.publish(slot, value[:HEADER_BYTES], 60.0)
             view.payload(slot)[:] = np.frombuffer(value[HEADER_BYTES:], np.uint8)
 
-    def _open(self) -> slab.Slab:
+    def _open(self) -> shm_slab.Slab:
         name = self.url.removeprefix("shm://").partition("?")[0]
-        return slab.attach(name, self.block_bytes, None)
+        return shm_slab.attach(name, self.block_bytes, None)
 
 
 class FileHands(Hands):

@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from pdserve.cli import app
+from pdserve.cli.commands import app
 from pdserve.errors import SetupError
-from pdserve.kv_transfer import conformance, memory, segment, shm
+from pdserve.kv_transfer import conformance
 from pdserve.kv_transfer.bench import figures, parse_counts
 from pdserve.kv_transfer.conformance import RULES, Verdict, check, declared_version, name_of, rules_named, try_rule
+from pdserve.kv_transfer.connectors import memory, shm, shm_segment
 from pdserve.kv_transfer.rules.trial import Trial, new_keys
 
 ROOT = Path(__file__).parent.parent.parent
@@ -160,8 +161,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from pdserve.kv_transfer.connector import Connector, Outcome
-from pdserve.kv_transfer.memory import MemoryConnector
-from pdserve.kv_transfer.shm import ShmConnector
+from pdserve.kv_transfer.connectors.memory import MemoryConnector
+from pdserve.kv_transfer.connectors.shm import ShmConnector
 
 class Plain(Connector):
     def __init__(self, url):
@@ -347,12 +348,12 @@ def test_memory_of_a_check_or_a_measurement_does_not_stay(command: Callable[...,
     small = ["--block-bytes", "4KiB", "--blocks", "1", "--concurrency", "1", "--seconds", "0.05"]
     assert command("check", url, "--rule", "missing").exit_code == 0
     assert command("bench", url, *small).exit_code == 0
-    assert not segment.paths(name)
+    assert not shm_segment.paths(name)
     with closing(Trial(f"shm://{name}?size=1MiB", 1.0)) as trial:
         trial.instance().must_store(new_keys(1), [0])
-        there = segment.paths(name)
+        there = shm_segment.paths(name)
         assert command("check", url, "--rule", "missing").exit_code == 0
-        assert there and segment.paths(name) == there  # somebody's
+        assert there and shm_segment.paths(name) == there  # somebody's
     shm.unlink(f"shm://{name}")
 
 
@@ -424,7 +425,7 @@ def test_pytest_with_the_fixture(tmp_path: Path, broken_package: Path) -> None:
 # What is installed.
 
 VERSIONS = """
-from pdserve.kv_transfer.memory import MemoryConnector
+from pdserve.kv_transfer.connectors.memory import MemoryConnector
 
 class Current(MemoryConnector):
     API_VERSION = 1

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdserve.kv_transfer import shm
 from pdserve.kv_transfer.connector import Outcome
+from pdserve.kv_transfer.connectors import shm
 
 Attach = Callable[..., Any]
 

@@ -6,7 +6,7 @@ import pytest
 from pdserve.errors import SetupError
 from pdserve.kv_transfer import registry
 from pdserve.kv_transfer.connector import Connector
-from pdserve.kv_transfer.memory import MemoryConnector
+from pdserve.kv_transfer.connectors.memory import MemoryConnector
 
 
 class OtherVersion(MemoryConnector):
@@ -42,7 +42,7 @@ def plug_ins(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
 def test_the_bundled_connectors_are_installed() -> None:
     found = {one.scheme: one for one in registry.installed()}
     assert {"memory", "shm", "file", "redis"} <= set(found)
-    assert found["shm"].target == "pdserve.kv_transfer.shm:ShmConnector"
+    assert found["shm"].target == "pdserve.kv_transfer.connectors.shm:ShmConnector"
     assert found["shm"].package == "pdserve"
 
 

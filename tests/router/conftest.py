@@ -22,14 +22,14 @@ from pdserve.config import RouterConfig
 from pdserve.errors import RequestError
 from pdserve.lifetime import Stage
 from pdserve.request import Request, TokenLogprobs
-from pdserve.router.api import create_app
-from pdserve.router.fleet import Fleet
-from pdserve.router.gate import Gate
-from pdserve.router.key_file import declared
-from pdserve.router.metrics import Metrics
-from pdserve.router.stream import Chunk, ModelInfo
-from pdserve.router.timeline import Timeline, TimelineLog
-from pdserve.router.tokenizer import Tokenizer
+from pdserve.router.backend import Chunk, ModelInfo
+from pdserve.router.instances.fleet import Fleet
+from pdserve.router.limits.key_file import declared
+from pdserve.router.telemetry.metrics import Metrics
+from pdserve.router.telemetry.timeline import Timeline, TimelineLog
+from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.web.admission import Gate
+from pdserve.router.web.app import create_app
 
 CONTEXT = 256
 TEMPLATE = (

@@ -6,9 +6,9 @@ import socket
 import pytest
 
 from pdserve.config import RouterConfig
-from pdserve.router.dispatch import Dispatcher
-from pdserve.router.listening import listen
+from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.server import serve
+from pdserve.router.web.listening import listen
 
 
 def test_small_writes_leave_at_once() -> None:

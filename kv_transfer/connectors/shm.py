@@ -1,0 +1,162 @@
+"""`shm://name?size=1GiB`: a store in the shared memory of one machine. The default of `pdserve up`.
+
+One copy on the way out, one on the way in, and one reading of the block for its checksum each time. See `shm_slab.py`
+for what happens when a process dies.
+
+Size: default 512 MiB, at most half of what is free, and at least 32 blocks. A segment that somebody uses keeps its
+size; one that nobody uses is made again if another size is asked for. There is one for each length of blocks; one that
+nobody uses goes when somebody comes with blocks of another length.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar
+
+from pdserve.errors import SetupError
+from pdserve.kv_transfer.blocks import Incoming, Outgoing
+from pdserve.kv_transfer.connector import Outcome
+from pdserve.kv_transfer.connectors import shm_segment, shm_slab
+from pdserve.kv_transfer.header import payload_length
+from pdserve.kv_transfer.threaded import BatchedConnector
+from pdserve.kv_transfer.url import Query, split, tiers
+
+_GROUP_BYTES = 4 << 20  # claimed and published together
+_GROUP_BLOCKS = 32  # the lock is held for some 0.1 ms then
+
+
+def unlink(url: str) -> bool:
+    """Removes the segments of this URL. Whether there was one. Connectors still attached to them keep working among
+    themselves; those that attach later do not see them."""
+    return shm_segment.unlink(_name(url))
+
+
+@contextmanager
+def left_as_found(url: str) -> Iterator[None]:
+    """Removes the segments that are made meanwhile for this URL, which may be one of tiers, unless somebody uses them."""
+    urls = tiers(url)[1] if url.startswith("tiered://") else [url]
+    names = [_name(one) for one in urls if one.startswith("shm://")]
+    before = {path for name in names for path in shm_segment.paths(name)}
+    try:
+        yield
+    finally:
+        shm_segment.remove_unused(path for name in names for path in shm_segment.paths(name) if path not in before)
+
+
+def leases(url: str) -> int:
+    """How many blocks in the segments of this URL are leased at the moment."""
+    return shm_slab.leases(_name(url))
+
+
+class ShmConnector(BatchedConnector):
+    scheme: ClassVar[str] = "shm"
+    follows: ClassVar[bool] = True
+
+    def configure(self, query: Query) -> None:
+        self._name = _name(self.url)
+        self._size = query.size("size", None)
+
+    def open(self) -> None:
+        self._slab = shm_slab.attach(self._name, self.payload_lengths[-1], self._size)
+
+    def shut(self) -> None:
+        self._slab.close()
+
+    def put_many(self, blocks: Sequence[Outgoing], lease_s: float) -> None:
+        for group in self._groups(blocks):
+            self._put_group(group, lease_s)
+
+    def get_many(self, blocks: Sequence[Incoming]) -> None:
+        for block in blocks:
+            slot = self._slab.find(self.namespace + block.key)
+            if slot is None:
+                block.missing()
+            else:
+                self._get(block, slot)
+
+    def contains_many(self, keys: Sequence[bytes]) -> Iterable[bool]:
+        return (self._slab.find(self.namespace + key) is not None for key in keys)
+
+    def delete_many(self, keys: Sequence[bytes]) -> None:
+        with self._slab.locked(self.timeout):
+            for slot in self._found(keys):
+                self._slab.free(slot)
+
+    def release_many(self, keys: Sequence[bytes]) -> None:
+        with self._slab.locked(self.timeout):
+            for slot in self._found(keys):
+                self._slab.release(slot)
+
+    def _put_group(self, blocks: Sequence[Outgoing], lease_s: float) -> None:
+        claimed = self._claim(blocks, lease_s)
+        written: list[tuple[Outgoing, int, bytes]] = []
+        try:
+            for block, slot in claimed:
+                written.append((block, slot, block.copy_to(self._slab.payload(slot))))
+        finally:
+            # Also when the deadline has passed in the middle: what was copied is right, the other slots go back.
+            self._settle(claimed, written, lease_s)
+
+    def _settle(
+        self, claimed: list[tuple[Outgoing, int]], written: list[tuple[Outgoing, int, bytes]], lease_s: float
+    ) -> None:
+        try:
+            with self._slab.locked(self.timeout):
+                for block, slot, header in written:
+                    self._publish(block, slot, header, lease_s if block.in_time() else 0.0)  # else nobody hears of it
+                for _, slot in claimed[len(written) :]:
+                    self._slab.free(slot)
+        except TimeoutError:
+            self._slab.abandon(slot for _, slot in claimed)
+            raise
+
+    def _claim(self, blocks: Sequence[Outgoing], lease_s: float) -> list[tuple[Outgoing, int]]:
+        claimed: list[tuple[Outgoing, int]] = []
+        with self._slab.locked(self.timeout):
+            for block in blocks:
+                name = self.namespace + block.key
+                there = self._slab.find(name)
+                if there is not None:
+                    self._slab.renew(there, lease_s)
+                    block.present()
+                elif (slot := self._slab.claim(name)) is not None:
+                    claimed.append((block, slot))
+                else:
+                    block.failed(Outcome.FULL)
+        return claimed
+
+    def _publish(self, block: Outgoing, slot: int, header: bytes, lease_s: float) -> None:
+        there = self._slab.find(self.namespace + block.key)
+        if there is None:
+            self._slab.publish(slot, header, lease_s)
+            block.stored()
+        else:  # somebody else stored the same block meanwhile
+            self._slab.free(slot)
+            self._slab.renew(there, lease_s)
+            block.present()
+
+    def _get(self, block: Incoming, slot: int) -> None:
+        header = self._slab.header(slot)
+        outcome = block.accept(header, [self._slab.payload(slot)[: payload_length(header)]])
+        if outcome is Outcome.OK:
+            self._slab.touch(slot)
+        elif not self._slab.holds(slot, header):
+            block.missing()  # evicted while it was read
+
+    def _found(self, keys: Sequence[bytes]) -> Iterator[int]:
+        for key in keys:
+            slot = self._slab.find(self.namespace + key)
+            if slot is not None:
+                yield slot
+
+    def _groups(self, blocks: Sequence[Outgoing]) -> Iterator[Sequence[Outgoing]]:
+        step = max(1, min(_GROUP_BLOCKS, _GROUP_BYTES // self.memory.layout.block_bytes))
+        for start in range(0, len(blocks), step):
+            yield blocks[start : start + step]
+
+
+def _name(url: str) -> str:
+    parts = split(url)
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", parts.netloc) or parts.path not in ("", "/"):
+        raise SetupError(f"{url!r} needs a plain name, such as shm://pdserve, of letters, digits, dots and dashes.")
+    return parts.netloc

@@ -1,0 +1,1 @@
+"""The control plane: frames, certificates, and the registry of routers."""

@@ -1,0 +1,1 @@
+"""Fused and prepacked replacements of model layers on CPUs."""

@@ -1,0 +1,79 @@
+"""Gated feed-forward layers, down(activation(gate(x)) · up(x)), with the activation and the product in one pass; CPU, 16-bit
+types.
+
+Modules that have such parts are tried: it is replaced what computes this, with an activation that the kernel has.
+"""
+
+from inspect import signature
+
+import torch
+
+from pdserve.engine.cpu_fusion.prepack import TiledLinear
+from pdserve.engine.cpu_fusion.trial import DTYPES, close
+from pdserve.kernels import elementwise, linear
+
+
+class FusedMLP(torch.nn.Module):
+    """Takes the place of a module that has these three linear layers."""
+
+    def __init__(
+        self, gate_proj: torch.nn.Module, up_proj: torch.nn.Module, down_proj: torch.nn.Module, activation: str
+    ) -> None:
+        super().__init__()
+        self.gate_proj = gate_proj
+        self.up_proj = up_proj
+        self.down_proj = down_proj
+        self._activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., hidden size] → [..., hidden size]"""
+        y: torch.Tensor = self.down_proj(self._gated(x))
+        return y
+
+    def _gated(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_proj, self.up_proj
+        if isinstance(gate, TiledLinear) and isinstance(up, TiledLinear) and gate.bias is up.bias is None:
+            return linear.gated(x, gate.tiles, up.tiles, gate.out_features, self._activation)
+        y: torch.Tensor = gate(x)
+        elementwise.gate(y, up(x), self._activation)
+        return y
+
+
+@torch.inference_mode()
+def fuse_mlps(model: torch.nn.Module) -> int:
+    """Replaces the feed-forward layers of a model on the CPU that `FusedMLP` equals.
+
+    Returns:
+        How many were replaced.
+    """
+    dtype = next(model.parameters()).dtype
+    if dtype not in DTYPES:
+        return 0
+    count = 0
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            fused = _fused(child, dtype)
+            if fused is not None:
+                setattr(parent, name, fused)
+                count += 1
+    return count
+
+
+def _fused(mlp: torch.nn.Module, dtype: torch.dtype) -> FusedMLP | None:
+    names = ("gate_proj", "up_proj", "down_proj", "act_fn")
+    parts = [part for name in names if isinstance(part := getattr(mlp, name, None), torch.nn.Module)]
+    width = getattr(parts[0], "in_features", None) if len(parts) == len(names) else None
+    if width is None or len(signature(mlp.forward).parameters) > 1:  # what else its caller may give it is not known
+        return None
+    gate_proj, up_proj, down_proj, act_fn = parts
+    x = torch.randn((1, 1, width), generator=torch.Generator().manual_seed(0)).to(dtype)
+    gate, up = gate_proj(x), up_proj(x)
+    if gate.shape != up.shape or not close(mlp(x), down_proj(act_fn(gate) * up)):
+        return None
+    for activation in elementwise.ACTIVATIONS:
+        gate = torch.linspace(-8, 8, 257, dtype=dtype)
+        expected = act_fn(gate)
+        elementwise.gate(gate, torch.ones_like(gate), activation)
+        if close(gate, expected):
+            return FusedMLP(gate_proj, up_proj, down_proj, activation)
+    return None

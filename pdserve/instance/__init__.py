@@ -1,0 +1,1 @@
+"""The instance process: engine loop, KV events, connections to routers."""

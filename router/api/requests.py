@@ -1,0 +1,334 @@
+"""What a body means: its fields checked against the served model, and one `Request` for each choice that it asks for."""
+
+import random
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pdserve.errors import BadRequest, NotFound
+from pdserve.keys import block_keys, root_key
+from pdserve.request import MAX_LOGPROBS, Request, SamplingParams
+from pdserve.router.api.chat import Tools, chat_messages, tools_of
+from pdserve.router.api.grammars import check_possible, grammar_of
+from pdserve.router.api.parsing import or_default, quote
+from pdserve.router.api.schemas import ChatBody, CompletionBody, SamplingBody, StreamOptions, TokenizeBody
+from pdserve.router.backend import ModelInfo
+from pdserve.router.text.tokenizer import Tokenizer
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_PRIORITY = 2**31 - 1
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What an HTTP request brings beside its body: its id, when the body was there on the monotonic clock, and the
+    session and the span that its headers name."""
+
+    request_id: str
+    received: float
+    session: str = ""
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One HTTP request, understood: `requests` holds the `n` choices of the first prompt, then of the next.
+
+    Attributes:
+        id: the response's id, the X-Request-Id header, and what /debug/requests/{id} answers to.
+        echo: the text of each prompt, if it is to stand before the answer.
+        tools: what the answer may call.
+    """
+
+    id: str
+    chat: bool
+    model: str
+    prompts: list[list[int]] = field(repr=False)
+    requests: list[Request]
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+    logprobs: bool = False
+    echo: tuple[str, ...] = ()
+    tools: Tools | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+def completion_plan(body: CompletionBody, origin: Origin, tokenizer: Tokenizer, info: ModelInfo, max_n: int) -> Plan:
+    """Raises BadRequest or NotFound with a sentence for everything that this model cannot do."""
+    check_model(body.model, info.name)
+    texts = _prompts(body.prompt)
+    n = _choices(body.n, len(texts), max_n)
+    prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in texts]
+    for prompt in prompts:
+        check_ids(prompt, info.vocab_size)
+    left = info.max_model_len - max(map(len, prompts))
+    max_tokens = body.max_tokens
+    if max_tokens is None:
+        max_tokens = max(1, min(DEFAULT_COMPLETION_TOKENS, left))
+    if body.echo and body.logprobs is not None:
+        message = "echo together with logprobs is not supported: there are none of the prompt; leave out one of the two"
+        raise BadRequest(message, kind="unsupported_parameter", param="echo")
+    sampling = _sampling(body, max_tokens, body.logprobs, grammar_of(body, info), info)
+    plan = _plan(body, origin, prompts, n, sampling, info, chat=False)
+    if not body.echo:
+        return plan
+    echo = tuple(prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in texts)
+    return replace(plan, echo=echo)
+
+
+def chat_plan(body: ChatBody, origin: Origin, tokenizer: Tokenizer, info: ModelInfo, max_n: int) -> Plan:
+    """Raises BadRequest or NotFound with a sentence for everything that this model cannot do."""
+    check_model(body.model, info.name)
+    n = _choices(body.n, 1, max_n)
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        message = "max_tokens (deprecated) and max_completion_tokens contradict each other; send the latter only"
+        raise BadRequest(message, kind="invalid_parameter", param="max_tokens")
+    tools = tools_of(body, tokenizer)
+    shown: list[Any] | None = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if tools else None
+    prompt = tokenizer.render_chat(chat_messages(body.messages), tools=shown)
+    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    if max_tokens is None:
+        max_tokens = max(1, info.max_model_len - len(prompt))
+    sampling = _sampling(body, max_tokens, _chat_logprobs(body), _grammar(body, tools, info), info)
+    plan = _plan(body, origin, [prompt], n, sampling, info, chat=True)
+    return replace(plan, tools=tools)
+
+
+def check_model(asked: str | None, served: str) -> None:
+    """Raises NotFound unless the request names the served model, or none."""
+    if asked is not None and asked != served:
+        message = f"the model {quote(asked)} does not exist; this router serves {served!r}"
+        raise NotFound(message, kind="model_not_found", param="model")
+
+
+def check_ids(ids: Iterable[int], vocab_size: int, param: str = "prompt") -> None:
+    """Raises BadRequest for the first id that the model does not know."""
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            message = f"{param} holds the token id {token_id}; this model knows 0 to {vocab_size - 1}"
+            raise BadRequest(message, kind="invalid_token_id", param=param)
+
+
+def tokens_of(body: TokenizeBody, tokenizer: Tokenizer) -> list[int]:
+    """The ids of a text or, through the chat template, of messages."""
+    if (body.prompt is None) == (body.messages is None):
+        raise BadRequest("send either prompt or messages", kind="invalid_parameter", param="prompt")
+    if body.messages is not None:
+        prompted = or_default(body.add_generation_prompt, True)
+        return tokenizer.render_chat(chat_messages(body.messages), generation_prompt=prompted)
+    assert body.prompt is not None
+    return tokenizer.encode(body.prompt, special=or_default(body.add_special_tokens, True))
+
+
+def _plan(
+    body: SamplingBody,
+    origin: Origin,
+    prompts: list[list[int]],
+    n: int,
+    sampling: SamplingParams,
+    info: ModelInfo,
+    chat: bool,
+) -> Plan:
+    for prompt in prompts:
+        _check_context(len(prompt), sampling.max_tokens, info.max_model_len)
+    options = _stream_options(body)
+    return Plan(
+        id=origin.request_id,
+        chat=chat,
+        model=info.name,
+        prompts=prompts,
+        requests=_requests(origin, prompts, n, sampling, body, info, chat),
+        stops=_stops(body.stop),
+        include_stop=bool(body.include_stop_str_in_output),
+        stream=bool(body.stream),
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.continuous_usage_stats),
+        return_token_ids=bool(body.return_token_ids),
+        logprobs=sampling.logprobs is not None,
+    )
+
+
+def _sampling(
+    body: SamplingBody, max_tokens: int, logprobs: int | None, grammar: str, info: ModelInfo
+) -> SamplingParams:
+    default = SamplingParams()
+    stop_ids = tuple(body.stop_token_ids or ())
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=or_default(body.min_tokens, default.min_tokens),
+        temperature=or_default(body.temperature, default.temperature),
+        top_k=0 if body.top_k == -1 else or_default(body.top_k, default.top_k),
+        top_p=or_default(body.top_p, default.top_p),
+        min_p=or_default(body.min_p, default.min_p),
+        seed=random.getrandbits(63) if body.seed is None else body.seed,
+        stop_token_ids=stop_ids,
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=logprobs,
+        logit_bias=_logit_bias(body.logit_bias or {}, info),
+        grammar=grammar,
+        frequency_penalty=or_default(body.frequency_penalty, 0.0),
+        presence_penalty=or_default(body.presence_penalty, 0.0),
+        repetition_penalty=or_default(body.repetition_penalty, 1.0),
+    )
+    sampling.validate()
+    check_ids(stop_ids, info.vocab_size, "stop_token_ids")
+    return sampling
+
+
+def _grammar(body: ChatBody, tools: Tools | None, info: ModelInfo) -> str:
+    grammar = grammar_of(body, info)
+    if tools is None or not tools.grammar:
+        return grammar
+    check_possible(body, info, "tool_choice")
+    if grammar:
+        message = "tool_choice asks for a call, and another field for an answer of another form; send one of the two"
+        raise BadRequest(message, kind="invalid_parameter", param="tool_choice")
+    return tools.grammar
+
+
+def _chat_logprobs(body: ChatBody) -> int | None:
+    """How many of the likeliest tokens to report, or None for no logprobs."""
+    if body.top_logprobs and not body.logprobs:
+        message = "top_logprobs has a meaning only with logprobs: true"
+        raise BadRequest(message, kind="invalid_parameter", param="top_logprobs")
+    if not 0 <= or_default(body.top_logprobs, 0) <= MAX_LOGPROBS:
+        message = f"top_logprobs must be from 0 to {MAX_LOGPROBS}, not {body.top_logprobs}"
+        raise BadRequest(message, kind="invalid_parameter", param="top_logprobs")
+    return or_default(body.top_logprobs, 0) if body.logprobs else None
+
+
+def _logit_bias(given: dict[str, float], info: ModelInfo) -> dict[int, float]:
+    for name in given:
+        if not (name.isascii() and name.isdigit() and len(name) < 10):
+            message = f'logit_bias maps token ids, such as "276", to numbers; {quote(name)} is no token id'
+            raise BadRequest(message, kind="invalid_parameter", param="logit_bias")
+    bias = {int(name): value for name, value in given.items()}
+    check_ids(bias, info.vocab_size, "logit_bias")
+    return bias
+
+
+def _requests(
+    origin: Origin,
+    prompts: list[list[int]],
+    n: int,
+    sampling: SamplingParams,
+    body: SamplingBody,
+    info: ModelInfo,
+    chat: bool,
+) -> list[Request]:
+    """Choice i of each prompt draws with seed + i, so a prompt gets the same answers alone and in a batch."""
+    salt, session, priority = _salt(body), _session(body, origin), _priority(body, info)
+    root = root_key(weights=info.weights, salt=salt)
+    keyed = [(prompt, {size: block_keys(root, prompt, size) for size in info.block_sizes}) for prompt in prompts]
+    choices = [(prompt, keys, i) for prompt, keys in keyed for i in range(n)]
+    return [
+        Request(
+            request_id=origin.request_id if len(choices) == 1 else f"{origin.request_id}-{index}",
+            prompt=prompt,
+            sampling=replace(sampling, seed=(sampling.seed + i) % 2**63),
+            salt=salt,
+            priority=priority,
+            keys=keys,
+            session=session,
+            traceparent=origin.traceparent,
+            multi_turn=chat,
+            whole=not body.stream and not body.stop,
+            received=origin.received,
+        )
+        for index, (prompt, keys, i) in enumerate(choices)
+    ]
+
+
+def _prompts(prompt: object) -> list[str | list[int]]:
+    """OpenAI's four forms of a prompt as a list of texts or token ids."""
+    if isinstance(prompt, str):
+        prompts: list[str | list[int]] = [prompt]
+    elif isinstance(prompt, list) and prompt and all(_is_int(item) for item in prompt):
+        prompts = [prompt]
+    elif isinstance(prompt, list) and all(_is_prompt(item) for item in prompt):
+        prompts = prompt
+    else:
+        message = "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+        raise BadRequest(message, kind="invalid_prompt", param="prompt")
+    if not prompts or not all(prompts):
+        raise BadRequest("the prompt is empty", kind="invalid_prompt", param="prompt")
+    return prompts
+
+
+def _is_int(item: object) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)
+
+
+def _is_prompt(item: object) -> bool:
+    return isinstance(item, str) or (isinstance(item, list) and all(_is_int(element) for element in item))
+
+
+def _choices(n: int | None, prompts: int, max_n: int) -> int:
+    n = or_default(n, 1)
+    if n < 1:
+        raise BadRequest(f"n must be at least 1, not {n}", kind="invalid_parameter", param="n")
+    if n * prompts > max_n:
+        asked = f"{n} choices" if prompts == 1 else f"{prompts} prompts with {n} choices each"
+        message = f"{asked} are more than the {max_n} choices that one request may ask for"
+        raise BadRequest(message, kind="too_many_choices", param="n")
+    return n
+
+
+def _check_context(prompt: int, max_tokens: int, context: int) -> None:
+    if prompt == 0:
+        raise BadRequest("the prompt is empty: it has no tokens", kind="invalid_prompt", param="prompt")
+    if prompt + max_tokens <= context:
+        return
+    asked = f"the prompt has {prompt}, which leaves no room for an answer"
+    if prompt < context:
+        asked = f"you asked for {prompt + max_tokens} ({prompt} in the prompt, {max_tokens} for the answer)"
+    message = f"this model's context is {context} tokens; {asked}"
+    raise BadRequest(message, kind="context_length_exceeded", param="prompt" if prompt >= context else "max_tokens")
+
+
+def _stream_options(body: SamplingBody) -> StreamOptions:
+    if body.stream_options is not None and not body.stream:
+        message = "stream_options has a meaning only with stream: true"
+        raise BadRequest(message, kind="invalid_parameter", param="stream_options")
+    return body.stream_options or StreamOptions()
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if len(stops) > MAX_STOPS:
+        message = f"stop may hold at most {MAX_STOPS} strings, not {len(stops)}"
+        raise BadRequest(message, kind="invalid_parameter", param="stop")
+    if not all(0 < len(text) <= MAX_STOP_CHARS for text in stops):
+        message = f"a stop string must have 1 to {MAX_STOP_CHARS} characters"
+        raise BadRequest(message, kind="invalid_parameter", param="stop")
+    return tuple(stops)
+
+
+def _salt(body: SamplingBody) -> str:
+    if body.cache_salt == "":
+        message = "cache_salt must not be empty; leave it out to share the cache with everybody"
+        raise BadRequest(message, kind="invalid_parameter", param="cache_salt")
+    return body.cache_salt or ""
+
+
+def _session(body: SamplingBody, origin: Origin) -> str:
+    """What the client says belongs together, from the most to the least explicit."""
+    return origin.session or body.prompt_cache_key or body.user or ""
+
+
+def _priority(body: SamplingBody, info: ModelInfo) -> int:
+    priority = or_default(body.priority, 0)
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        message = f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}"
+        raise BadRequest(message, kind="invalid_parameter", param="priority")
+    if priority and not info.by_priority:
+        message = "priority has a meaning only where all instances were started with --scheduling-policy priority"
+        raise BadRequest(message, kind="invalid_parameter", param="priority")
+    return priority

@@ -1,0 +1,1 @@
+"""API keys, their quotas, and the weighted fair queue."""

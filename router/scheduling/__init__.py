@@ -1,0 +1,1 @@
+"""Scheduling decisions: plain functions and data that pick instances for a request."""

@@ -1,0 +1,1 @@
+"""Metrics, request timelines, OpenTelemetry traces, fleet events."""

@@ -1,0 +1,1 @@
+"""Text and tokens: chat templates, tokenization, detokenization, tool calls."""

@@ -1,0 +1,1 @@
+"""The HTTP application: endpoints, middleware, authentication, admission, the live page."""

@@ -1,0 +1,130 @@
+"""The way in for requests: the limits of their keys, and a queue in fair order while as many as may be are under way.
+
+place = await gate.enter(key, plan, receive)    it may have waited, or been refused
+place.leave(tokens)                             however the request has ended
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from starlette.types import Receive
+
+from pdserve.config import RouterConfig
+from pdserve.errors import Overloaded, RequestError
+from pdserve.router.api.requests import Plan
+from pdserve.router.api.streaming import unless_disconnected
+from pdserve.router.limits.fair_queue import FairQueue
+from pdserve.router.limits.key_file import Key
+from pdserve.router.limits.quota import Quota
+from pdserve.router.telemetry.metrics import Metrics
+from pdserve.router.web.auth import ANYONE
+
+
+@dataclass(eq=False)
+class Place:
+    """What one HTTP request holds: places for its choices, or in the queue, and tokens of its key."""
+
+    gate: "Gate"
+    key: str
+    choices: int
+    prompt_tokens: int
+    max_tokens: int  # prompt and outputs
+    turn: "asyncio.Future[Overloaded | None]"
+    left: bool = False
+
+    def leave(self, tokens: int) -> None:
+        """Says how many tokens it has taken, prompt and outputs. Harmless when it has left already."""
+        if not self.left:
+            self.left = True
+            self.gate.left(self, tokens)
+
+    async def wait(self) -> None:
+        """Raises Overloaded if it has to go because too many wait."""
+        refusal = await asyncio.shield(self.turn)  # who stops waiting may still have a turn to give back
+        if refusal is not None:
+            raise refusal
+
+
+class Gate:
+    """One event loop, no locks."""
+
+    def __init__(self, keys: Sequence[Key], config: RouterConfig, metrics: Metrics) -> None:
+        self.keys = keys
+        everybody = [*keys, Key(ANYONE, b"")]
+        self.quotas = {key.name: Quota(key.limits) for key in everybody}
+        self._queue = FairQueue[Place]({key.name: key.weight for key in everybody})
+        self._free = self._max_requests = config.max_requests
+        self._max_queue = config.max_queue
+        self._metrics = metrics
+
+    async def enter(self, key: str, plan: Plan, receive: Receive) -> Place | None:
+        """None: the client has left while it waited.
+
+        Raises:
+            RequestError: it asks for more than its key may have, now or ever, or too many wait.
+        """
+        prompt_tokens, choices = sum(map(len, plan.prompts)), len(plan.requests)
+        max_tokens = prompt_tokens + sum(request.sampling.max_tokens for request in plan.requests)
+        now, quota = time.monotonic(), self.quotas[key]
+        if (refusal := quota.refusal(choices, max_tokens, now)) is not None:
+            raise self._counted(key, refusal)
+        quota.take(choices, max_tokens, now)
+        turn = asyncio.get_running_loop().create_future()
+        place = Place(self, key, choices, prompt_tokens, max_tokens, turn)
+        self._queue.push(key, place, prompt_tokens, plan.requests[0].priority)
+        self._let_in()
+        if turn.done():
+            return place
+        if len(self._queue) > self._max_queue:
+            self._drop()
+        self._metrics.key_waiting.labels(key=key).inc()
+        inside = False
+        try:
+            inside = await unless_disconnected(receive, place.wait())
+        finally:
+            self._metrics.key_waiting.labels(key=key).dec()
+            if not inside:
+                place.leave(0)
+        return place if inside else None
+
+    def left(self, place: Place, tokens: int) -> None:
+        """A place is free again, in the queue or among those under way."""
+        tokens = min(tokens, place.max_tokens)
+        self.quotas[place.key].give_back(place.choices, place.max_tokens - tokens, time.monotonic())
+        if not place.turn.done():
+            self._queue.remove(place.key, place)
+        elif place.turn.result() is None:
+            self._free += place.choices
+            self._metrics.key_requests.labels(key=place.key).dec(place.choices)
+            self._metrics.key_tokens.labels(key=place.key).inc(tokens)
+            self._queue.charge(place.key, max(0, tokens - place.prompt_tokens))
+        self._let_in()
+
+    def headers(self, key: str) -> dict[str, str]:
+        """What is left of a key's limits, in OpenAI's words."""
+        return self.quotas[key].headers(time.monotonic())
+
+    def _let_in(self) -> None:
+        """Nobody overtakes one that waits for several places."""
+        while (place := self._queue.first()) is not None and place.choices <= self._free:
+            self._queue.pop()
+            self._free -= place.choices
+            self._metrics.key_requests.labels(key=place.key).inc(place.choices)
+            place.turn.set_result(None)
+
+    def _drop(self) -> None:
+        place = self._queue.drop()
+        words = (
+            f"{self._max_requests - self._free} requests are under way and {len(self._queue)} wait, which are all that "
+        )
+        words += "--max-requests and --max-queue allow"
+        refusal = Overloaded(words, kind="max_requests", retry_after_s=1)
+        place.turn.set_result(refusal)
+        self._counted(place.key, refusal)
+
+    def _counted(self, key: str, refusal: RequestError) -> RequestError:
+        self._metrics.refusals.labels(reason=refusal.kind).inc()
+        self._metrics.key_refusals.labels(key=key, reason=refusal.kind).inc()
+        return refusal

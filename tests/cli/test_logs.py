@@ -1,0 +1,75 @@
+"""Log lines for programs, from a real router."""
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from pdserve.cli.logs import JsonFormatter, set_up
+from pdserve.errors import SetupError
+from pdserve.lifetime import Stage
+from pdserve.router.telemetry.timeline import Timeline, log_ended
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    """What the logger "pdserve" writes as JSON."""
+    logger, handler = logging.getLogger("pdserve"), logging.Handler()
+    handler.setFormatter(JsonFormatter())
+    written: list[str] = []
+    handler.emit = lambda record: written.append(handler.format(record))  # type: ignore[method-assign]  # a handler is no more
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    yield written
+    logger.removeHandler(handler)
+    logger.setLevel(before)
+
+
+def test_a_line_is_an_object(lines: list[str]) -> None:
+    log = logging.getLogger("pdserve.router.instances.fleet")
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        log.exception("%s failed", "é", extra={"event": "failed", "request_id": "r", "other": 1})
+    log.info("nothing more")
+    first, second = map(json.loads, lines)
+    assert {name: first[name] for name in first if name not in ("time", "traceback")} == {
+        "level": "ERROR",
+        "logger": "pdserve.router.instances.fleet",
+        "message": "é failed",
+        "event": "failed",
+        "request_id": "r",
+    }
+    assert first["traceback"].endswith("ValueError: two\nlines") and first["time"].endswith("+00:00")
+    assert set(second) == {"time", "level", "logger", "message"}
+
+
+def test_a_request_that_has_ended(lines: list[str]) -> None:
+    timeline = Timeline("r", prompt_tokens=5, output_tokens=2, finish_reason="stop", decode_instance="d")
+    timeline.stamps = {Stage.RECEIVED: 10.0, Stage.FIRST_TOKEN: 10.25, Stage.FINISHED: 11.0}
+    log_ended(timeline)
+    log_ended(Timeline("s", finish_reason="cancelled"))
+    first, second = map(json.loads, lines)
+    assert first["request_id"] == "r" and "r ended: finish_reason=stop prompt_tokens=5" in first["message"]
+    assert (first["request"]["ttft_ms"], first["request"]["e2e_ms"], first["request"]["decode_instance"]) == (
+        250,
+        1000,
+        "d",
+    )
+    assert second["request"]["ttft_ms"] is None
+
+
+def test_a_process_that_logs_json() -> None:
+    code = "from pdserve import logs; logs.set_up('json'); import logging; logging.getLogger('pdserve').info('up')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    (line,) = done.stderr.splitlines()
+    assert json.loads(line)["message"] == "up"
+
+
+def test_a_form_that_is_none() -> None:
+    with pytest.raises(SetupError, match="--log-format is text or json, not 'xml'"):
+        set_up("xml")

@@ -1,0 +1,195 @@
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pdserve.errors import SetupError
+from pdserve.keys import Layout
+from pdserve.kv_transfer.connector import Outcome
+from pdserve.kv_transfer.connectors import file
+from pdserve.kv_transfer.connectors.file import FileConnector, Janitor
+
+Attach = Callable[..., Any]
+LayoutOf = Callable[..., Layout]
+NewKeys = Callable[[int], list[bytes]]
+
+BLOCK = 4096
+FILE = BLOCK + 64
+
+
+def blocks_in(root: Path) -> list[Path]:
+    return [path for path in root.rglob("*") if path.is_file() and path.parent.name != "tmp"]
+
+
+def test_one_file_per_block_named_by_namespace_and_key(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> None:
+    instance, (key,) = attach(f"file://{tmp_path}/kv?fsync=1"), new_keys(1)
+    instance.store([key], [0])
+    path = tmp_path / "kv" / instance.layout.namespace.hex() / key.hex()[:2] / key.hex()
+    assert blocks_in(tmp_path / "kv") == [path]
+    assert path.read_bytes()[64:] == instance.rows[0].tobytes()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600  # a prompt can be read back from its KV
+    assert list((tmp_path / "kv" / "tmp").iterdir()) == []
+
+
+def test_spaces_and_signs_in_the_path(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> None:
+    instance = attach(f"file://{tmp_path}/a%20b%3F")
+    instance.store(new_keys(1), [0])
+    assert len(blocks_in(tmp_path / "a b?")) == 1
+
+
+def test_a_full_disk_is_full_and_leaves_nothing_half_written(
+    small_disk: Callable[[str], Path], attach: Attach, layout_of: LayoutOf, new_keys: NewKeys
+) -> None:
+    folder = small_disk("1m")
+    instance, keys = attach(f"file://{folder}/kv", layout_of(128 * 1024), blocks=12), new_keys(12)
+    outcomes = instance.store(keys, range(12)).outcomes
+    stored = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.OK]
+    assert set(outcomes) == {Outcome.OK, Outcome.FULL}
+    assert len(blocks_in(folder)) == len(stored) >= 5
+    assert list((folder / "kv" / "tmp").iterdir()) == []
+
+    before = instance.rows[stored].copy()
+    assert instance.load([keys[i] for i in stored], stored).leading == len(stored)
+    np.testing.assert_array_equal(instance.rows[stored], before)
+
+
+@pytest.mark.parametrize("path", ["/proc/no/such", "{file}", "{file}/below"])
+def test_a_path_that_cannot_be_used(path: str, tmp_path: Path, attach: Attach) -> None:
+    (tmp_path / "a file").touch()
+    with pytest.raises(SetupError, match=r"file:///.* cannot be written to"):
+        attach(f"file://{path.format(file=tmp_path / 'a file')}")
+
+
+@pytest.mark.parametrize("url", ["file://", "file:///", "file://host/path", "file://relative"])
+def test_urls_without_an_absolute_path(url: str) -> None:
+    with pytest.raises(SetupError, match="absolute path"):
+        FileConnector(url)
+
+
+def test_leftovers_of_dead_writers_go_at_attach(tmp_path: Path, attach: Attach) -> None:
+    leftovers = tmp_path / "kv" / "tmp"
+    leftovers.mkdir(parents=True)
+    for name, age in (("old", file.LEFTOVER_AGE_S + 60), ("young", 60)):
+        (leftovers / name).touch()
+        os.utime(leftovers / name, (0, time.time() - age))
+    attach(f"file://{tmp_path}/kv")
+    assert [path.name for path in leftovers.iterdir()] == ["young"]
+
+
+def test_a_store_that_is_removed_while_in_use_is_empty_then(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> None:
+    instance, keys = attach(f"file://{tmp_path}/kv"), new_keys(2)
+    instance.store(keys, [0, 1])
+    (tmp_path / "kv").rename(tmp_path / "elsewhere")
+    assert instance.match(keys) == 0
+    assert instance.load(keys, [4, 5]).outcomes == [Outcome.MISSING] * 2
+    assert instance.store(keys, [0, 1]).leading == 2
+    assert instance.load(keys, [4, 5]).leading == 2
+
+
+def test_an_error_of_the_disk_is_unavailable(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> None:
+    instance, (key,) = attach(f"file://{tmp_path}/kv"), new_keys(1)
+    folder = tmp_path / "kv" / instance.layout.namespace.hex()
+    (folder / key.hex()[:2]).write_bytes(b"a file where a folder should be")
+    assert instance.store([key], [0]).outcomes == [Outcome.UNAVAILABLE]
+    assert instance.load([key], [0]).outcomes == [Outcome.UNAVAILABLE]
+    assert instance.match([key]) == 0
+
+
+def test_a_store_prolongs_the_lease_and_never_shortens_it(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> None:
+    instance, keys = attach(f"file://{tmp_path}/kv"), new_keys(1)
+    instance.store(keys, [0], lease_s=100)
+    (path,) = blocks_in(tmp_path / "kv")
+    for lease_s, ends_in in ((10, 100), (500, 500)):
+        instance.store(keys, [0], lease_s=lease_s)
+        assert path.stat().st_mtime == pytest.approx(time.time() + ends_in, abs=30)
+
+
+@pytest.fixture
+def aged(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> tuple[Any, list[bytes]]:
+    """Eight blocks: the first two leased, the others unused for 10, 20, … 60 seconds."""
+    instance, keys = attach(f"file://{tmp_path}/kv"), new_keys(8)
+    instance.store(keys, range(8))
+    for i, key in enumerate(keys[2:], 1):
+        (path,) = (tmp_path / "kv").rglob(key.hex())
+        os.utime(path, (0, time.time() - 10 * i))
+    return instance, keys
+
+
+def test_nothing_is_removed_by_default(tmp_path: Path, aged: tuple[Any, list[bytes]]) -> None:
+    instance, keys = aged
+    Janitor(str(tmp_path / "kv"), None, None).sweep()
+    assert instance.match(keys) == 8
+
+
+def test_the_longest_unused_go_until_the_size_fits(tmp_path: Path, aged: tuple[Any, list[bytes]]) -> None:
+    instance, keys = aged
+    Janitor(str(tmp_path / "kv"), 5 * FILE, None).sweep()
+    assert [instance.match([key]) for key in keys] == [1, 1, 1, 1, 1, 0, 0, 0]
+
+
+def test_too_old_ones_go(tmp_path: Path, aged: tuple[Any, list[bytes]]) -> None:
+    instance, keys = aged
+    Janitor(str(tmp_path / "kv"), None, 35.0).sweep()
+    assert [instance.match([key]) for key in keys] == [1, 1, 1, 1, 1, 0, 0, 0]
+
+
+def test_leased_ones_stay_whatever_the_size(tmp_path: Path, aged: tuple[Any, list[bytes]]) -> None:
+    instance, keys = aged
+    Janitor(str(tmp_path / "kv"), 1, 1.0).sweep()
+    assert [instance.match([key]) for key in keys] == [1, 1, 0, 0, 0, 0, 0, 0]
+
+
+def test_a_load_counts_as_a_use_where_somebody_removes(tmp_path: Path, aged: tuple[Any, list[bytes]]) -> None:
+    instance, keys = aged
+    instance.connector._janitor.active = True
+    instance.load([keys[7]], [7])
+    Janitor(str(tmp_path / "kv"), 3 * FILE, None).sweep()
+    assert [instance.match([key]) for key in keys] == [1, 1, 0, 0, 0, 0, 0, 1]
+
+
+def test_attaching_with_a_limit_removes(tmp_path: Path, attach: Attach, aged: tuple[Any, list[bytes]]) -> None:
+    instance, keys = aged
+    attach(f"file://{tmp_path}/kv?max_bytes={4 * FILE}").connector.close()
+    assert sum(instance.match([key]) for key in keys) == 4
+
+
+@pytest.mark.parametrize("refusal", [errno.EAGAIN, errno.EOPNOTSUPP, 0])
+def test_blocks_that_cannot_be_read_without_waiting_are_read_all_the_same(
+    refusal: int, tmp_path: Path, attach: Attach, new_keys: NewKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, tried = os.preadv, []
+
+    def preadv(fd: int, buffers: Any, at: int, flags: int = 0) -> int:
+        if flags != os.RWF_NOWAIT:
+            return real(fd, buffers, at)
+        tried.append(at)
+        if refusal:
+            raise OSError(refusal, os.strerror(refusal))
+        return real(fd, [buffers[0][: len(buffers[0]) // 2]], at)  # half of it was in the cache
+
+    monkeypatch.setattr(file, "_in_memory", lambda _: False)
+    monkeypatch.setattr(os, "preadv", preadv)
+    instance, keys = attach(f"file://{tmp_path}"), new_keys(4)
+    instance.store(keys, range(4))
+    before = instance.rows[:4].copy()
+    instance.rows[:4] = 0
+    assert instance.load(keys, range(4)).leading == 4
+    np.testing.assert_array_equal(instance.rows[:4], before)
+    assert tried
+
+
+def test_what_is_stored_between_two_sweeps_is_bounded_too(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> None:
+    instance = attach(f"file://{tmp_path}/kv?max_bytes={16 * FILE}", blocks=8)
+    most = 0
+    for _ in range(30):
+        instance.store(new_keys(8), range(8), lease_s=0.001)
+        instance.connector._janitor.join()
+        time.sleep(0.005)
+        most = max(most, len(blocks_in(tmp_path / "kv")))
+    assert most <= 16 + 2 * 8

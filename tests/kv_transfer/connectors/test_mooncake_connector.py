@@ -1,0 +1,113 @@
+"""A real master, and the memory of another process. Needs `pdserve[mooncake]` and the system's libibverbs1."""
+
+import importlib
+import importlib.util
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pdserve.errors import SetupError
+from pdserve.kv_transfer.conformance import Verdict, check
+from pdserve.kv_transfer.connector import Outcome
+from pdserve.kv_transfer.connectors.mooncake_connector import MooncakeConnector
+
+Attach = Callable[..., Any]
+NewKeys = Callable[[int], list[bytes]]
+
+
+def test_conformance(mooncake: Any) -> None:
+    reports = {one.rule: one for one in check(mooncake.url, seconds=0.5)}
+    left_out = {rule: one.detail for rule, one in reports.items() if one.verdict is not Verdict.HOLDS}
+    assert set(left_out) <= {"leases-under-pressure"}, left_out
+    assert not any(reports[rule].detail for rule in ("foreign-namespace", "older-layout"))
+
+
+def test_memory_of_ones_own(mooncake: Any, attach: Attach, new_keys: NewKeys) -> None:
+    mooncake.holder.kill()
+    mooncake.holder.wait()
+    one, keys = attach(f"{mooncake.url}?segment=64MiB"), new_keys(3)
+    give_up = time.monotonic() + 20
+    while one.store(keys, range(3)).leading < 3:  # the master may still offer the memory of the dead
+        assert time.monotonic() < give_up
+        time.sleep(0.2)
+    other = attach(mooncake.url)
+    assert other.load(keys, range(8, 11)).leading == 3
+    np.testing.assert_array_equal(other.rows[8:11], one.rows[:3])
+
+
+def test_a_block_that_somebody_else_has_begun_is_not_there_yet(
+    mooncake: Any, attach: Attach, new_keys: NewKeys
+) -> None:
+    """Mooncake says yes to a second writer at once. If the first one dies, it gives the name up after a while."""
+    instance, keys = attach(f"{mooncake.url}?timeout=1"), new_keys(2)
+    name = f"{instance.layout.namespace.hex()}-{keys[0].hex()}"
+    other = importlib.import_module("mooncake.store").MooncakeDistributedStore()
+    try:
+        assert other.setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", f"127.0.0.1:{mooncake.port}") == 0
+        assert other.batch_put_session_start([name], [4160]) == [0]
+        assert instance.store(keys, [0, 1]).outcomes == [Outcome.UNAVAILABLE, Outcome.OK]
+        assert instance.match(keys) == 0
+    finally:
+        other.close()
+    give_up = time.monotonic() + 30
+    while instance.store(keys, [0, 1]).leading < 2:
+        assert time.monotonic() < give_up
+        time.sleep(0.2)
+    assert instance.load(keys, [8, 9]).leading == 2
+
+
+def test_a_holder_that_dies_takes_its_blocks_along(mooncake: Any, attach: Attach, new_keys: NewKeys) -> None:
+    instance, keys = attach(f"{mooncake.url}?timeout=2"), new_keys(3)
+    assert instance.store(keys, range(3)).leading == 3
+    mooncake.holder.kill()
+    started = time.monotonic()
+    seen = set(instance.load(keys, range(8, 11)).outcomes)
+    assert seen <= {Outcome.MISSING, Outcome.UNAVAILABLE}
+    assert set(instance.store(new_keys(3), range(3)).outcomes) <= {Outcome.FULL, Outcome.UNAVAILABLE}
+    assert time.monotonic() - started < 10
+
+
+def test_a_master_that_dies_and_comes_back(mooncake: Any, attach: Attach, new_keys: NewKeys) -> None:
+    instance, keys = attach(f"{mooncake.url}?timeout=2"), new_keys(2)
+    assert instance.store(keys, [0, 1]).leading == 2
+    mooncake.master.kill()
+    mooncake.master.wait()
+    started = time.monotonic()
+    assert instance.store(new_keys(2), [0, 1]).outcomes == [Outcome.UNAVAILABLE] * 2
+    assert instance.load(keys, [8, 9]).outcomes == [Outcome.UNAVAILABLE] * 2
+    assert instance.match(keys) == 0
+    assert time.monotonic() - started < 10
+    mooncake.start()
+    give_up = time.monotonic() + 40
+    while instance.store(keys, [0, 1]).leading < 2:
+        assert time.monotonic() < give_up
+        time.sleep(0.2)
+    assert instance.load(keys, [8, 9]).leading == 2
+    np.testing.assert_array_equal(instance.rows[8:10], instance.rows[:2])
+
+
+def test_without_the_library_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch, attach: Attach) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    said = r"Mooncake cannot be imported: .* Install pdserve\[mooncake\]"
+    with closing(socket.create_server(("127.0.0.1", 0))) as master, pytest.raises(SetupError, match=said):
+        attach(f"mooncake://127.0.0.1:{master.getsockname()[1]}")
+    for name in ("MC_LOG_LEVEL", "MC_RPC_TIMEOUT_MS", "MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_STORE_CLIENT_SETUP_RETRIES"):
+        os.environ.pop(name, None)
+
+
+def test_a_master_that_is_not_there_is_a_sentence(attach: Attach) -> None:
+    with pytest.raises(SetupError, match=r"No Mooncake master answers at 127.0.0.1:1: .*refused"):
+        attach("mooncake://127.0.0.1:1")
+
+
+@pytest.mark.parametrize("url", ["mooncake://", "mooncake://host/path", "mooncake://host?protocol=ib"])
+def test_urls_that_are_refused(url: str) -> None:
+    with pytest.raises(SetupError):
+        MooncakeConnector(url)

@@ -1,0 +1,361 @@
+"""Several stores as one: what is where, and what a tier that fails costs."""
+
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pdserve.errors import SetupError
+from pdserve.keys import Layout
+from pdserve.kv_transfer.connector import Outcome
+from pdserve.kv_transfer.connectors import memory, tiered
+from pdserve.kv_transfer.connectors.file import FileConnector
+from pdserve.kv_transfer.connectors.tiered import TieredConnector
+
+Attach = Callable[..., Any]
+LayoutOf = Callable[..., Layout]
+NewKeys = Callable[[int], list[bytes]]
+StartRedis = Callable[..., Any]
+
+
+@pytest.fixture
+def fast() -> Iterator[str]:
+    """A first tier with room for eight blocks of 4 KiB."""
+    name = f"memory://test-tier-{os.urandom(6).hex()}"
+    yield f"{name}?size=33KiB"
+    memory.unlink(name)
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/kv"
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Holds up every file:// that stores, until it is set."""
+    opened, put_many = threading.Event(), FileConnector.put_many
+
+    def wait(self: FileConnector, *arguments: Any) -> None:
+        opened.wait(30)
+        put_many(self, *arguments)
+
+    monkeypatch.setattr(FileConnector, "put_many", wait)
+    yield opened
+    opened.set()
+
+
+def failures(instance: Any, tier: str) -> dict[tuple[str, Outcome], int]:
+    found: dict[tuple[str, Outcome], int] = instance.connector.stats().parts[tier].failures
+    return found
+
+
+def test_a_store_goes_to_the_first_tier_and_then_to_the_others(
+    fast: str, slow: str, attach: Attach, new_keys: NewKeys
+) -> None:
+    instance, keys = attach(f"tiered://{fast},{slow}/a,{slow}/b"), new_keys(4)
+    stored = instance.rows[:4].copy()
+    assert instance.store(keys, range(4)).leading == 4
+    instance.rows[:4] = 7  # the rows are the caller's again
+    instance.connector.settle()
+    for url in (fast, f"{slow}/a", f"{slow}/b"):
+        alone = attach(url)
+        assert alone.load(keys, range(4)).leading == 4
+        np.testing.assert_array_equal(alone.rows[:4], stored)
+    parts = instance.connector.stats().parts
+    assert {name: part.blocks["store"] for name, part in parts.items()} == {
+        "tiered/1/memory": 4,
+        "tiered/2/file": 4,
+        "tiered/3/file": 4,
+    }
+
+
+def test_what_the_first_tier_has_evicted_comes_from_the_second_and_is_back_in_the_first(
+    fast: str, slow: str, attach: Attach, new_keys: NewKeys
+) -> None:
+    instance, keys = attach(f"tiered://{fast},{slow}", blocks=32), new_keys(12)
+    for at in (0, 6):
+        assert instance.store(keys[at : at + 6], range(at, at + 6), lease_s=0.0).leading == 6
+        instance.connector.settle()
+    first = attach(fast)
+    assert first.match(keys) == 0
+    assert instance.match(keys) == 12
+    assert instance.load(keys[:4], range(16, 20)).leading == 4
+    np.testing.assert_array_equal(instance.rows[16:20], instance.rows[:4])
+    assert first.match(keys) == 4
+    assert first.load(keys[:4], range(4)).leading == 4
+    np.testing.assert_array_equal(first.rows[:4], instance.rows[:4])
+    assert instance.connector.stats().parts["tiered/2/file"].blocks["load"] == 4
+    assert instance.load(keys[:4], range(16, 20)).leading == 4
+    assert instance.connector.stats().parts["tiered/2/file"].blocks["load"] == 4  # not asked again
+
+
+def test_a_block_that_is_corrupt_in_the_first_tier_comes_from_the_second(
+    tmp_path: Path, attach: Attach, new_keys: NewKeys
+) -> None:
+    one, two = f"file://{tmp_path}/one", f"file://{tmp_path}/two"
+    instance, keys = attach(f"tiered://{one},{two}"), new_keys(3)
+    instance.store(keys, range(3))
+    instance.connector.settle()
+    (broken,) = (tmp_path / "one").rglob(keys[1].hex())
+    value = bytearray(broken.read_bytes())
+    value[100] ^= 1
+    broken.write_bytes(value)
+    assert instance.load(keys, [8, 9, 10]).leading == 3
+    np.testing.assert_array_equal(instance.rows[8:11], instance.rows[:3])
+    assert failures(instance, "tiered/1/file") == {("load", Outcome.CORRUPT): 1}
+    assert not instance.connector.stats().failures
+    assert attach(one).load(keys, range(3)).leading == 3  # mended
+
+
+def test_a_block_that_is_wrong_everywhere_is_reported(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> None:
+    instance, keys = attach(f"tiered://file://{tmp_path}/one,file://{tmp_path}/two"), new_keys(3)
+    instance.store(keys[:2], range(2))
+    instance.connector.settle()
+    (broken,), (gone,) = ((tmp_path / name).rglob(keys[1].hex()) for name in ("one", "two"))
+    broken.write_bytes(b"x" * 4160)
+    gone.unlink()
+    outcomes = [Outcome.OK, Outcome.CORRUPT, Outcome.MISSING]
+    assert instance.load(keys, [8, 9, 10]).outcomes == outcomes
+    assert instance.connector.stats().failures == {("load", Outcome.CORRUPT): 1, ("load", Outcome.MISSING): 1}
+
+
+@pytest.mark.parametrize(("one", "other"), [("none", "zstd"), ("lz4", "none"), ("int8", "int8")])
+def test_tiers_may_have_codecs(
+    tmp_path: Path, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys, one: str, other: str
+) -> None:
+    first, second = f"file://{tmp_path}/first?codec={one}", f"file://{tmp_path}/second?codec={other}"
+    layout = replace(layout_of(4096), dtype="float32", itemsize=4, head_dim=512)
+    assert layout.block_bytes == 4096
+    instance, keys = attach(f"tiered://{first},{second}", layout), new_keys(2)
+    instance.rows.view(np.float32)[:] = np.random.default_rng().normal(size=(16, 1024))
+    instance.store(keys, range(2))
+    instance.connector.settle()
+    assert attach(first, layout).match(keys) == attach(second, layout).match(keys) == 2
+    shutil.rmtree(tmp_path / "first")
+    assert instance.load(keys, [8, 9]).leading == 2
+    assert (instance.rows[8:10] == instance.rows[:2]).all() == (other != "int8")
+    assert attach(first, layout).match(keys) == 2  # promoted
+
+
+@pytest.mark.parametrize(("one", "other"), [("none", "int8"), ("fp8", "zstd"), ("fp8", "int8")])
+def test_a_lossy_tier_beside_others_is_refused(one: str, other: str) -> None:
+    """Prefill stores all blocks of a prompt, also those that it has loaded: from the lossy tier into the exact one."""
+    with pytest.raises(SetupError, match="needs the same on all tiers"):
+        TieredConnector(f"tiered://memory://a?codec={one},memory://b?codec={other}")
+
+
+def test_a_match_goes_from_tier_to_tier(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> None:
+    urls, keys = [f"file://{tmp_path}/{name}" for name in "abc"], new_keys(10)
+    for url, which in zip(urls, ([0, 1, 5, 8], [2, 4], [3, 6, 7]), strict=True):
+        attach(url).store([keys[i] for i in which], which)
+    instance = attach(f"tiered://{','.join(urls)}")
+    assert instance.match(keys) == 9
+    assert instance.match(keys[9:]) == instance.match([]) == 0
+    assert instance.load(keys, range(10)).leading == 9
+
+
+def test_a_slow_tier_delays_no_store_and_takes_a_bounded_number(
+    fast: str, slow: str, attach: Attach, new_keys: NewKeys, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiered, "MAX_BEHIND", 3)
+    instance = attach(f"tiered://?buffer=16KiB,{fast.partition('?')[0]},{slow}?timeout=20")
+    keys = new_keys(12)
+    started = time.monotonic()
+    for key in keys:
+        assert instance.store([key], [0]).leading == 1
+    assert time.monotonic() - started < 5
+    dropped = failures(instance, "tiered/2/file")[("store", Outcome.UNAVAILABLE)]
+    assert 12 - dropped in range(3, 6)  # three wait, and up to two are under way
+    gate.set()
+    instance.connector.settle()
+    assert sum(attach(slow).match([key]) for key in keys) == 12 - dropped
+
+
+def test_close_brings_everything_to_the_slower_tiers(
+    fast: str, slow: str, attach: Attach, new_keys: NewKeys, gate: threading.Event
+) -> None:
+    instance, keys = attach(f"tiered://{fast},{slow}?timeout=20"), new_keys(8)
+    assert all(instance.store([key], [row]).leading == 1 for row, key in enumerate(keys))
+    assert attach(slow).match(keys) == 0
+    threading.Timer(0.3, gate.set).start()
+    instance.connector.close()
+    assert attach(slow).match(keys) == 8
+
+
+def test_close_does_not_wait_for_ever(
+    fast: str,
+    slow: str,
+    attach: Attach,
+    new_keys: NewKeys,
+    gate: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(tiered, "_CLOSE_S", 0.2)
+    instance = attach(f"tiered://{fast},{slow}?timeout=1")
+    for key in new_keys(4):
+        instance.store([key], [0])
+    started = time.monotonic()
+    instance.connector.close()
+    assert time.monotonic() - started < 5
+    assert "did not get to the slower tiers" in caplog.text
+
+
+def test_blocks_that_the_first_tier_has_no_room_for_go_to_the_second(
+    fast: str, slow: str, attach: Attach, new_keys: NewKeys
+) -> None:
+    instance, keys = attach(f"tiered://{fast},{slow}", blocks=32), new_keys(12)
+    assert instance.store(keys, range(12), lease_s=600).leading == 12
+    assert attach(fast).match(keys) == 8  # all of them leased
+    assert attach(slow).match(keys[8:]) == 4
+    assert instance.load(keys, range(16, 28)).leading == 12
+    np.testing.assert_array_equal(instance.rows[16:28], instance.rows[:12])
+    assert failures(instance, "tiered/1/memory")[("store", Outcome.FULL)] >= 4
+
+
+def test_a_tier_that_dies_and_comes_back(
+    fast: str, start_redis: StartRedis, attach: Attach, new_keys: NewKeys, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start_redis()
+    instance = attach(f"tiered://{fast.partition('?')[0]},{server.url}?timeout=1", blocks=32)
+    old, new, newest = new_keys(3), new_keys(3), new_keys(3)
+    instance.store(old, range(3))
+    instance.connector.settle()
+    server.kill()
+    started = time.monotonic()
+    assert instance.store(new, range(3)).leading == 3
+    assert instance.load(old + new, range(8, 14)).leading == 6
+    assert instance.match(new_keys(1)) == 0
+    assert instance.load(new_keys(1), [20]).outcomes == [Outcome.UNAVAILABLE]
+    assert time.monotonic() - started < 5
+    instance.connector.settle()
+    assert failures(instance, "tiered/2/redis")[("store", Outcome.UNAVAILABLE)] == 3
+    assert "redis: " in caplog.text
+    server.start()
+    instance.store(newest, range(3))
+    instance.connector.settle()
+    assert attach(server.url).match(newest) == 3
+
+
+def test_a_tier_that_hangs_is_left_alone_for_a_while(
+    fast: str, start_redis: StartRedis, attach: Attach, new_keys: NewKeys
+) -> None:
+    server = start_redis()
+    instance, keys = attach(f"tiered://{fast},{server.url}?timeout=1"), new_keys(2)
+    instance.store(keys, range(2))
+    instance.connector.settle()
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        for _ in range(20):
+            assert instance.match([*keys, *new_keys(1)]) == 2
+            assert instance.load([*keys, *new_keys(1)], [8, 9, 10]).leading == 2
+        assert time.monotonic() - started < 10  # not 20 s and more
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    give_up, missing = time.monotonic() + 20, new_keys(1)
+    while instance.load(missing, [8]).outcomes != [Outcome.MISSING]:  # now it is known not to be there
+        assert time.monotonic() < give_up
+        time.sleep(0.1)
+
+
+def test_a_tier_that_is_not_there_at_the_start_is_used_once_it_is(
+    fast: str,
+    start_redis: StartRedis,
+    attach: Attach,
+    new_keys: NewKeys,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(tiered, "_ATTACH_EVERY_S", 0.2)
+    server = start_redis()
+    server.kill()
+    instance, keys = attach(f"tiered://{server.url},{fast}"), new_keys(2)
+    assert "No Redis answers" in caplog.text and "until then the other tiers do" in caplog.text
+    assert instance.store(keys, range(2)).leading == instance.load(keys, [8, 9]).leading == 2
+    assert failures(instance, "tiered/1/redis") == {
+        ("store", Outcome.UNAVAILABLE): 4,  # two of the request, two that would have gone there after the load
+        ("load", Outcome.UNAVAILABLE): 2,
+    }
+    server.start()
+    give_up = time.monotonic() + 20
+    while "tiered/1/redis can be used now" not in caplog.text:
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+    assert instance.load(keys, [8, 9]).leading == 2
+    assert attach(server.url).match(keys) == 2
+
+
+def test_without_any_tier_there_is_no_start(start_redis: StartRedis, attach: Attach) -> None:
+    server = start_redis()
+    server.kill()
+    with pytest.raises(SetupError, match=r"None of the tiers can be used\. No Redis .* file:///proc/x cannot be"):
+        attach(f"tiered://{server.url},file:///proc/x")
+
+
+def test_a_defect_of_a_tier_is_its_own_affair(
+    fast: str, slow: str, attach: Attach, new_keys: NewKeys, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def boom(*_: Any) -> None:
+        raise ZeroDivisionError("oh")
+
+    instance, keys = attach(f"tiered://{slow},{fast}"), new_keys(2)
+    for hook in ("put_many", "get_many", "contains_many"):
+        monkeypatch.setattr(FileConnector, hook, boom)
+    assert instance.store(keys, range(2)).leading == instance.load(keys, [8, 9]).leading == instance.match(keys) == 2
+    assert "tiered/1/file: a defect of the connector: ZeroDivisionError: oh" in caplog.text
+
+
+def test_nothing_is_left_of_it(fast: str, start_redis: StartRedis, attach: Attach, new_keys: NewKeys) -> None:
+    server = start_redis()
+    server.kill()
+    before = set(threading.enumerate())
+    instance = attach(f"tiered://{fast},{server.url}")  # one tier is still waited for
+    instance.store(new_keys(2), range(2))
+    instance.connector.close()
+    instance.connector.close()
+    assert set(threading.enumerate()) <= before
+    with pytest.raises(RuntimeError, match="closed"):
+        instance.connector.match(new_keys(1))
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("tiered://", "two tiers or more"),
+        ("tiered://shm://a", "two tiers or more"),
+        ("tiered://?bufer=1MiB,shm://a,shm://b", "no parameter 'bufer'; it knows buffer"),
+        ("tiered://shm://a,file:///b?max_bites=1", "no parameter 'max_bites'"),
+        ("tiered://shm://a,nothing://b", "There is no connector for nothing://"),
+        ("tiered://shm://a,nixl://", "reads pools in place"),
+    ],
+)
+def test_urls_that_are_refused(url: str, said: str) -> None:
+    with pytest.raises(SetupError, match=said):
+        TieredConnector(url)
+
+
+def test_commas_within_a_tier_are_its_own() -> None:
+    connector = TieredConnector("tiered://?buffer=1MiB,shm://a,redis+cluster://one:1,two:2?ttl=5,file:///b,c?timeout=2")
+    assert [tier.url for tier in connector._tiers] == [
+        "shm://a",
+        "redis+cluster://one:1,two:2?ttl=5",
+        "file:///b,c?timeout=2",
+    ]
+    assert connector.timeout == 12
+    assert not connector.keeps_leases
+
+
+def test_mistakes_of_the_caller_raise_at_once(fast: str, slow: str, attach: Attach, new_keys: NewKeys) -> None:
+    instance = attach(f"tiered://{fast},{slow}", blocks=4)
+    with pytest.raises(ValueError, match="from 0 to 3"):
+        instance.connector.load(new_keys(2), [0, 4])

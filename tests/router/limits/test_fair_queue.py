@@ -1,0 +1,103 @@
+"""The order in which keys are let in, over any requests."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.request import LEVEL
+from pdserve.router.limits.fair_queue import FairQueue
+
+KEYS = "abc"
+WEIGHTS = st.fixed_dictionaries({key: st.sampled_from([0.5, 1.0, 2.0, 5.0]) for key in KEYS})
+LARGEST = 50
+TOKENS = st.integers(1, LARGEST)
+TURNS = st.lists(st.tuples(st.sampled_from(KEYS), TOKENS), max_size=200)
+
+
+@given(weights=WEIGHTS, sizes=st.lists(st.tuples(TOKENS, TOKENS), min_size=50, max_size=150), turns=st.integers(1, 150))
+def test_shares_follow_weights(weights: dict[str, float], sizes: list[tuple[int, int]], turns: int) -> None:
+    """While two keys always have somebody waiting, what they get for their weights differs by a request of each at most."""
+    queue = FairQueue[tuple[str, int]](weights)
+    for prompt, output in sizes:
+        for key in "ab":
+            queue.push(key, (key, output), prompt if key == "a" else LARGEST + 1 - prompt)
+    got = dict.fromkeys("ab", 0.0)
+    waiting = dict.fromkeys("ab", len(sizes))
+    for _ in range(turns):
+        before = {key: queue._lanes[key].account for key in "ab"}
+        key, output = queue.pop()
+        queue.charge(key, output)  # its output, all at once: it has ended
+        got[key] += queue._lanes[key].account - before[key]
+        waiting[key] -= 1
+        if not all(waiting.values()):
+            return
+        assert abs(got["a"] - got["b"]) <= 2 * LARGEST / weights["a"] + 2 * LARGEST / weights["b"]
+
+
+@given(weights=WEIGHTS, early=TURNS, greedy=st.sampled_from("ab"))
+def test_nobody_starves(weights: dict[str, float], early: list[tuple[str, int]], greedy: str) -> None:
+    """Whatever was before, one waits for so many tokens of another key at most, however many of those come later."""
+    queue = FairQueue[str](weights)
+    for key, tokens in early:
+        queue.push(key, key, tokens)
+        if len(queue) > 2:
+            queue.pop()
+    while queue.first() is not None:
+        queue.pop()
+    queue.push("c", "it", 1)
+    as_much_as_its_own_last_was_worth = int(LARGEST * weights[greedy] / weights["c"]) + 1
+    ahead = []
+    for _ in range(as_much_as_its_own_last_was_worth + 1):
+        queue.push(greedy, greedy, 1)
+        ahead.append(queue.pop())
+    assert "it" in ahead
+
+
+@given(weights=WEIGHTS, turns=TURNS)
+def test_nobody_is_lost_and_nobody_comes_twice(weights: dict[str, float], turns: list[tuple[str, int]]) -> None:
+    queue, pushed, left = FairQueue[int](weights), set[int](), set[int]()
+    for number, (key, tokens) in enumerate(turns):
+        queue.push(key, number, tokens)
+        pushed.add(number)
+        if tokens % 3 == 0:
+            left.add(queue.pop())
+        elif tokens % 7 == 0:
+            queue.remove(key, number)
+            left.add(number)
+        elif tokens % 11 == 0:
+            left.add(queue.drop())
+        assert len(queue) == len(pushed) - len(left)
+    while queue.first() is not None:
+        first = queue.first()
+        assert first == queue.pop() and first not in left
+        left.add(first)
+    assert left == pushed and len(queue) == 0
+
+
+def test_a_key_saves_nothing_up_while_nobody_waits() -> None:
+    queue = FairQueue[str]({"a": 1.0, "b": 1.0})
+    for _ in range(100):
+        queue.push("a", "a", 10)
+        queue.pop()
+    for _ in range(4):
+        queue.push("a", "a", 10)
+        queue.push("b", "b", 10)
+    assert "".join(queue.pop() for _ in range(8)) in {"babababa", "bbababaa"}, "turns, not a hundred times b"
+
+
+def test_within_a_key_priority_goes_first_but_not_for_ever() -> None:
+    queue = FairQueue[int]({"a": 1.0})
+    queue.push("a", 0, 1, priority=1)
+    for number in range(1, LEVEL + 3):
+        queue.push("a", number, 1)
+        if number == 1:
+            assert queue.pop() == 1, "it came later"
+    order = [queue.pop() for _ in range(LEVEL + 2)]
+    assert order[:2] == [2, 3] and order.index(0) == LEVEL - 2, "behind those of a level, and before the rest"
+
+
+def test_when_there_is_no_room_the_last_of_the_longest_goes() -> None:
+    queue = FairQueue[str]({"a": 1.0, "b": 1.0, "c": 4.0})
+    for item in ("a1", "a2", "b1", "c1", "c2", "c3"):
+        queue.push(item[0], item, 1)
+    assert queue.drop() == "a2"
+    assert queue.drop() in {"a1", "b1"}, "c has more, but not for its weight"

@@ -1,0 +1,49 @@
+"""Who computes a prompt, over any two instances."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.costs import Costs
+from pdserve.router.scheduling.placement import place
+from pdserve.router.scheduling.policy import NOTHING, Ask, Candidate, Load
+
+MACHINE = Costs(prefill=(0.01, 1e-4, 1e-8), decode=(0.005, 1e-4, 1e-7), transfer=(0.02, 1e-9))
+
+
+@given(tokens=st.integers(1, 500), cached=st.integers(0, 499), threshold=st.integers(0, 500))
+def test_with_a_threshold_only_uncached_tokens_count(tokens: int, cached: int, threshold: int) -> None:
+    cached = min(cached, tokens - 1)
+    busy = Candidate("decode", 30, 10_000, 10_000, 10_000)
+    placement = place(Candidate("prefill"), busy, Ask(tokens, cached={"decode": cached, "prefill": 7}), threshold)
+    assert placement.uncached_tokens == tokens - cached and placement.reason == "threshold"
+    assert placement.way == ("decode" if tokens - cached <= threshold else "split")
+    assert threshold or placement.way == "split", "0 is never"
+
+
+def test_by_forecast_short_prompts_stay_with_decode() -> None:
+    prefill = Candidate("prefill", costs=MACHINE)
+    decode = Candidate("decode", costs=MACHINE, token_bytes=10_000)
+
+    def way(tokens: int, **cached: int) -> str:
+        placement = place(prefill, decode, Ask(tokens, cached=cached), None)
+        assert placement.reason == "forecast"
+        return placement.way
+
+    assert way(10) == "decode", "sooner than its KV could cross"
+    assert way(1000) == "split"
+    assert way(1000, decode=995) == "decode", "another turn of what it has decoded"
+    assert way(1000, prefill=995) == "split"
+    decode.replace(NOTHING, Load(30, context_tokens=30_000))
+    assert way(10) == "split", "thirty streams would wait for it"
+    prefill.replace(NOTHING, Load(0, prefills=1, prefill_tokens=20_000))
+    assert way(10) == "decode", "but not as long as it would wait in the queue"
+
+
+@given(tokens=st.integers(1, 5000), streams=st.integers(0, 50), more=st.integers(1, 50))
+def test_more_streams_never_bring_a_prompt_to_decode(tokens: int, streams: int, more: int) -> None:
+    prefill = Candidate("prefill", costs=MACHINE)
+    ways = []
+    for requests in (streams, streams + more):
+        decode = Candidate("decode", requests, context_tokens=100 * requests, costs=MACHINE, token_bytes=1000)
+        ways.append(place(prefill, decode, Ask(tokens), None).way)
+    assert ways != ["split", "decode"]

@@ -1,0 +1,234 @@
+"""The policies, over any snapshot: what each of them promises."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.costs import Costs
+from pdserve.router.scheduling.policy import POLICIES, SHOWN, SPREAD, Ask, Candidate, Decision, Load, decide
+
+TOKENS = st.integers(0, 10_000)
+NAMES = st.text("abcdef-0123456789", min_size=1, max_size=8)
+
+
+SHARE = st.floats(0, 1e-2)
+COSTS = st.builds(
+    Costs,
+    prefill=st.tuples(SHARE, SHARE, SHARE),
+    decode=st.tuples(SHARE, SHARE, SHARE),
+    transfer=st.tuples(SHARE, SHARE),
+)
+
+
+@st.composite
+def snapshots(draw: st.DrawFn, least: int = 1) -> list[Candidate]:
+    names = draw(st.lists(NAMES, min_size=least, max_size=12, unique=True))
+    small = st.integers(0, 3)  # ties happen
+    costs = draw(COSTS)  # more often than not, machines are alike
+    return [
+        Candidate(
+            name,
+            requests=draw(small),
+            prefill_tokens=draw(TOKENS | small),
+            output_tokens=draw(TOKENS | small),
+            context_tokens=draw(TOKENS),
+            prefills=0,
+            costs=draw(st.just(costs) | COSTS),
+            both=draw(st.booleans()),
+            capacity_tokens=draw(TOKENS),
+        )
+        for name in names
+    ]
+
+
+@st.composite
+def asks(draw: st.DrawFn) -> Ask:
+    tokens = draw(st.integers(1, 10_000))
+    cached = draw(st.dictionaries(NAMES, st.integers(0, tokens), max_size=8))
+    session = draw(st.text(max_size=5))
+    return Ask(
+        tokens,
+        draw(st.integers(0, 2**40)),
+        session,
+        cached,
+        draw(st.integers(1, 99)),
+        draw(st.booleans()),
+        draw(st.booleans()),
+    )
+
+
+def chosen(decision: Decision, snapshot: list[Candidate]) -> Candidate:
+    return next(c for c in snapshot if c.instance_id == decision.chosen)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(data=st.data(), snapshot=snapshots(), ask=asks())
+def test_the_choice_is_a_candidate_in_whatever_order_they_come(
+    policy: str, data: st.DataObject, snapshot: list[Candidate], ask: Ask
+) -> None:
+    decision = decide(policy, snapshot, ask)
+    assert chosen(decision, snapshot) in snapshot
+    assert decide(policy, data.draw(st.permutations(snapshot)), ask) == decision
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(snapshot=snapshots(), ask=asks())
+def test_the_explanation_holds_the_choice_and_why(policy: str, snapshot: list[Candidate], ask: Ask) -> None:
+    decision = decide(policy, snapshot, ask)
+    best = decision.candidates[0]
+    assert best.instance == decision.chosen and decision.why
+    assert all(best.score <= other.score * (1.1 if policy == "auto" else 1) for other in decision.candidates)
+    assert len(decision.candidates) <= SHOWN and decision.considered == len(snapshot)
+    json.dumps(decision.as_dict(), allow_nan=False)
+
+
+@given(snapshot=snapshots(), turn=st.integers(0, 2**40))
+def test_round_robin_visits_everybody_before_it_comes_back(snapshot: list[Candidate], turn: int) -> None:
+    visited = Counter(decide("round_robin", snapshot, Ask(1, turn + i)).chosen for i in range(2 * len(snapshot)))
+    assert set(visited.values()) == {2} and len(visited) == len(snapshot)
+
+
+@given(snapshot=snapshots(), ask=asks())
+def test_least_loaded_has_the_least_work(snapshot: list[Candidate], ask: Ask) -> None:
+    got = chosen(decide("least_loaded", snapshot, ask), snapshot)
+    assert got.work_tokens == min(c.work_tokens for c in snapshot)
+
+
+@given(snapshot=snapshots(), turn=st.integers(0, 2**40))
+def test_equals_take_turns(snapshot: list[Candidate], turn: int) -> None:
+    for candidate in snapshot:
+        candidate.requests, candidate.prefill_tokens, candidate.output_tokens = 1, 7, 7
+    for policy in ("least_loaded", "prefix_aware"):
+        visited = {decide(policy, snapshot, Ask(9, turn + i)).chosen for i in range(len(snapshot))}
+        assert len(visited) == len(snapshot)
+
+
+@given(snapshot=snapshots(least=2), ask=asks())
+def test_power_of_two_is_never_the_worst(snapshot: list[Candidate], ask: Ask) -> None:
+    worst = max(snapshot, key=lambda c: c.work_tokens)
+    worst.prefill_tokens += 1
+    assert decide("power_of_two", snapshot, ask).chosen != worst.instance_id
+
+
+def test_power_of_two_draws_everybody() -> None:
+    snapshot = [Candidate(f"p{i}") for i in range(8)]
+    visited = Counter(decide("power_of_two", snapshot, Ask(1, turn)).chosen for turn in range(800))
+    assert len(visited) == 8 and min(visited.values()) > 50
+
+
+@given(snapshot=snapshots(least=2), ask=asks(), session=st.text(min_size=1))
+def test_a_session_moves_only_when_it_must(snapshot: list[Candidate], ask: Ask, session: str) -> None:
+    def place(candidates: list[Candidate], turn: int = 0) -> str:
+        return decide("session", candidates, Ask(ask.tokens, turn, session, ask.cached)).chosen
+
+    before = place(snapshot)
+    assert place(snapshot, turn=1) == before
+    for gone in snapshot:
+        rest = [c for c in snapshot if c is not gone]
+        assert place(rest) == before or gone.instance_id == before
+    assert place([*snapshot, Candidate("new")]) in (before, "new")
+
+
+def test_sessions_spread_evenly() -> None:
+    snapshot = [Candidate(f"p{i}") for i in range(4)]
+    places = Counter(decide("session", snapshot, Ask(1, session=f"s{i}")).chosen for i in range(400))
+    assert len(places) == 4 and min(places.values()) > 60
+
+
+@given(snapshot=snapshots(), ask=asks())
+def test_without_a_session_the_least_loaded_is_picked_and_that_is_said(snapshot: list[Candidate], ask: Ask) -> None:
+    decision = decide("session", snapshot, Ask(ask.tokens, ask.turn))
+    assert decision.policy == "least_loaded" and decision.why.startswith("there is no session to go by")
+    assert decision.chosen == decide("least_loaded", snapshot, Ask(ask.tokens, ask.turn)).chosen
+
+
+@given(snapshot=snapshots(), ask=asks())
+def test_prefix_aware_weighs_what_is_cached_against_what_is_queued(snapshot: list[Candidate], ask: Ask) -> None:
+    got = chosen(decide("prefix_aware", snapshot, ask), snapshot)
+    for other in snapshot:
+        assert got.work_tokens <= other.work_tokens or ask.uncached(got) < ask.uncached(other)
+        wait = other.work_tokens + ask.uncached(other)
+        assert got.work_tokens + ask.uncached(got) <= wait
+
+
+def test_prefix_aware_stays_with_the_cache_until_the_queue_there_is_longer() -> None:
+    def pick(queued: int) -> str:
+        snapshot = [Candidate("has-it", 1, prefill_tokens=queued), Candidate("idle")]
+        return decide("prefix_aware", snapshot, Ask(1000, cached={"has-it": 800})).chosen
+
+    assert pick(700) == "has-it" and pick(900) == "idle"
+
+
+@given(loads=st.lists(st.tuples(TOKENS, TOKENS, TOKENS)))
+def test_a_load_that_comes_and_goes_leaves_nothing(loads: list[tuple[int, int, int]]) -> None:
+    candidate, nothing = Candidate("p0"), Load(requests=0)
+    for tokens in loads:
+        candidate.replace(nothing, Load(1, *tokens))
+    assert candidate.requests == len(loads) and candidate.prefill_tokens == sum(tokens[0] for tokens in loads)
+    for tokens in loads:
+        candidate.replace(Load(1, *tokens), nothing)
+    assert candidate.work_tokens == candidate.requests == candidate.context_tokens == 0
+
+
+MACHINE = Costs(prefill=(0.01, 1e-4, 1e-8), decode=(0.005, 1e-4, 1e-7), transfer=(0.001, 1e-9))
+
+
+def auto(*candidates: Candidate, tokens: int = 1000, **ask: Any) -> tuple[str, Any]:
+    """Whom it picks, and by which forecast in seconds."""
+    decision = decide("auto", candidates, Ask(tokens=tokens, **ask))
+    return decision.chosen, decision.candidates[0].score
+
+
+def test_auto_picks_the_earliest_first_token() -> None:
+    idle = Candidate("idle", costs=MACHINE)
+    busy = Candidate("busy", requests=1, prefills=1, prefill_tokens=500, attended_tokens=125_000, costs=MACHINE)
+    slow = Candidate("slow", costs=Costs(prefill=(0.05, 3e-4, 1e-8)))
+    assert auto(idle, busy, slow) == ("idle", pytest.approx(0.01 + 0.1 + 0.005))
+    assert auto(busy, slow) == ("busy", pytest.approx(0.01 + 0.05 + 0.00125 + 0.01 + 0.1 + 0.005))
+    assert auto(idle, busy, cached={"busy": 800})[0] == "busy", "the queue there is shorter than what is computed here"
+    assert auto(idle, busy, cached={"busy": 400})[0] == "idle"
+    decoding = Candidate("decoding", requests=4, output_tokens=400, context_tokens=8000, both=True, costs=MACHINE)
+    assert auto(decoding)[1] == pytest.approx(0.115 + 0.005 + 4e-4 + 8e-4), "its chunk shares a step with those"
+
+
+def test_auto_picks_the_shortest_time_between_tokens() -> None:
+    few = Candidate("few", requests=2, output_tokens=100, context_tokens=100, token_bytes=1000, costs=MACHINE)
+    long = Candidate("long", requests=1, output_tokens=50, context_tokens=90_000, token_bytes=1000, costs=MACHINE)
+    seconds = 0.005 + 3e-4 + 1.1e-4 + 0.002 / SPREAD
+    assert auto(few, long, decode=True, output_tokens=500) == ("few", pytest.approx(seconds))
+    assert auto(few, decode=True, output_tokens=500, cached={"few": 1000})[1] == pytest.approx(seconds - 0.002 / SPREAD)
+    full = replace(few, capacity_tokens=1000, output_tokens=1000)
+    assert auto(full, long, decode=True, output_tokens=500)[0] == "long", "there is no room for it"
+
+
+def test_auto_weighs_prompts_for_who_computes_them_itself() -> None:
+    both = Candidate("both", both=True, costs=MACHINE)
+    decode = Candidate("decode", requests=3, context_tokens=3000, costs=MACHINE)
+    assert auto(both, decode, decode=True, output_tokens=100)[0] == "both", "others may compute it"
+    assert auto(both, decode, decode=True, output_tokens=100, alone=True)[0] == "decode"
+    assert auto(both, decode, decode=True, output_tokens=100, alone=True, cached={"both": 990})[0] == "both"
+
+
+@given(snapshot=snapshots(), ask=asks())
+def test_more_to_do_never_makes_a_forecast_shorter(snapshot: list[Candidate], ask: Ask) -> None:
+    for candidate in snapshot:
+        (before,) = decide("auto", [candidate], ask).candidates
+        candidate.replace(Load(requests=0), Load(1, 10, 10, 10, 1, 50))
+        (after,) = decide("auto", [candidate], ask).candidates
+        assert after.score >= before.score or candidate.capacity_tokens < candidate.context_tokens + ask.tokens
+
+
+def test_forecasts_within_a_tenth_of_each_other_count_as_equal() -> None:
+    def machine(factor: float) -> Costs:
+        return Costs(prefill=(0.01 * factor, 1e-4 * factor, 0), decode=(0.005 * factor, 0, 0), transfer=(0, 0))
+
+    slower, busy = Candidate("slower", costs=machine(1.09)), Candidate("busy", requests=1, costs=machine(1.0))
+    slow = Candidate("slow", costs=machine(1.11))
+    for decode in (False, True):
+        assert auto(slower, busy, slow, decode=decode)[0] == "slower"
+        assert auto(busy, slow, decode=decode)[0] == "busy"

@@ -1,0 +1,67 @@
+"""The prefix index: the same answers as one set of keys per instance would give."""
+
+from collections.abc import Iterator
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from pdserve.router.scheduling.prefix_index import PrefixIndex
+
+KEYS = [bytes([number]) * 16 for number in range(12)]
+SOME = st.lists(st.sampled_from(KEYS), max_size=6)
+NAMES = st.sampled_from(["p0", "p1", "d0", "d1", "d2"])
+
+
+class IndexMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex()
+        self.model: dict[str, set[bytes]] = {}
+
+    @rule(name=NAMES, keys=SOME)
+    def add(self, name: str, keys: list[bytes]) -> None:
+        self.index.add(name, keys)
+        self.model.setdefault(name, set()).update(keys)
+
+    @rule(name=NAMES, keys=SOME)
+    def remove(self, name: str, keys: list[bytes]) -> None:
+        self.index.remove(name, keys)
+        self.model.get(name, set()).difference_update(keys)
+
+    @rule(name=NAMES)
+    def forget(self, name: str) -> None:
+        self.index.forget(name)
+        self.model.pop(name, None)
+
+    @rule(prompt=SOME)
+    def match(self, prompt: list[bytes]) -> None:
+        expected = {}
+        for name, keys in self.model.items():
+            lacking = [i for i, key in enumerate(prompt) if key not in keys]
+            expected[name] = lacking[0] if lacking else len(prompt)
+        assert self.index.match(prompt) == {name: length for name, length in expected.items() if length}
+
+    @invariant()
+    def it_keeps_no_more_than_it_must(self) -> None:
+        for name in ("p0", "p1", "d0", "d1", "d2"):
+            assert self.index.blocks(name) == len(self.model.get(name, ()))
+        assert self.index._holders.keys() == set().union(*self.model.values())
+
+
+TestIndex = IndexMachine.TestCase
+TestIndex.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+
+
+def test_a_walk_ends_where_nobody_has_more() -> None:
+    index = PrefixIndex()
+    index.add("p0", KEYS[:2])
+    asked = []
+
+    def prompt() -> Iterator[bytes]:
+        for key in KEYS:
+            asked.append(key)
+            yield key
+
+    assert index.match(prompt()) == {"p0": 2}
+    assert asked == KEYS[:3]

@@ -1,0 +1,151 @@
+"""Requests as OpenTelemetry traces, as a collector receives them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pdserve.config import RouterConfig
+from pdserve.errors import SetupError
+from pdserve.lifetime import PARTS, Stage
+from pdserve.proto import pdserve_pb2 as pb
+from pdserve.request import Request, SamplingParams
+from pdserve.router.dispatch.dispatcher import Dispatcher
+from pdserve.router.instances.fleet import Fleet, Member
+from pdserve.router.telemetry.metrics import Metrics
+from pdserve.router.telemetry.tracing import SERVICES, Tracer
+
+if TYPE_CHECKING:
+    from tests.router.conftest import Client, ScriptedBackend
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+REASON = "needs pip install 'pdserve[otel]'"
+
+
+@pytest.fixture
+def collector() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    """Its address, and (service, span) of all that it has received."""
+    service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason=REASON)
+    received: list[tuple[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == "/v1/traces"
+            body = self.rfile.read(int(self.headers["content-length"]))
+            for one in service.ExportTraceServiceRequest.FromString(body).resource_spans:
+                names = {at.key: at.value.string_value for at in one.resource.attributes}
+                received.extend((names["service.name"], span) for scope in one.scope_spans for span in scope.spans)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", received
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def serve() -> Callable[..., None]:
+    """serve(url, traceparent) has a dispatcher serve one request, which may fail, and sends its trace."""
+
+    def run(url: str, traceparent: str = "", fails: bool = False) -> None:
+        pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason=REASON)
+        tracer, fleet = Tracer(url), Fleet("router", "demo", 1.0)
+        dispatcher = Dispatcher(RouterConfig(local_prefill_tokens=0), fleet, Metrics(fleet))
+        dispatcher.watchers.append(tracer.finished)
+
+        def join(role: str) -> Member:
+            hello = pb.Hello(instance_id=f"{role}-0", role=role, model="demo", max_model_len=9, num_blocks=9)
+            return fleet.join(hello, SimpleNamespace(put=lambda frame: None, close=lambda: None, abort=lambda: None))
+
+        def says(member: Member, *stages: Stage, **output: Any) -> None:
+            stamps = [pb.Stamp(stage=stage, seconds=0.0) for stage in stages]
+            dispatcher.on_output(member, pb.Output(request_id="r", stamps=stamps, **output))
+
+        prefill, decode = join("prefill"), join("decode")
+        sampling = SamplingParams(max_tokens=2)
+        dispatcher.open(Request(request_id="r", prompt=[1, 2], sampling=sampling, traceparent=traceparent))
+        if fails:
+            says(decode, error=pb.Error(kind="rejected", message="it does not fit"))
+        else:
+            says(decode, Stage.RESERVED)
+            says(prefill, Stage.PREFILL_STARTED, token_ids=[7])
+            says(
+                prefill, Stage.KV_STORED, stored=pb.Stored(num_blocks=1, final=True), moved=pb.Moved(blocks=1, bytes=64)
+            )
+            says(decode, Stage.KV_READY, Stage.DECODE_STARTED, token_ids=[8])
+            says(decode, Stage.FINISHED, finish_reason="length")
+        assert not dispatcher.flights
+        tracer.close()
+
+    return run
+
+
+def attributes(span: Any) -> dict[str, Any]:
+    return {one.key: one.value.string_value or one.value.int_value for one in span.attributes}
+
+
+def test_a_request_is_a_trace(collector: tuple[str, list[tuple[str, Any]]], serve: Callable[..., None]) -> None:
+    url, received = collector
+    serve(url, f"00-{TRACE}-{SPAN}-01")
+    assert {span.trace_id.hex() for _, span in received} == {TRACE}
+    assert {service for service, _ in received} == {f"pdserve-{name}" for name in SERVICES}
+    (root,) = (span for _, span in received if span.parent_span_id.hex() == SPAN)
+    parts = {span.name: span for _, span in received if span.parent_span_id == root.span_id}
+    assert set(parts) == set(PARTS) and len(received) == 1 + len(PARTS)
+    for name, span in parts.items():
+        assert root.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano, name
+        assert span.end_time_unix_nano <= root.end_time_unix_nano, name
+    assert parts["prefill"].end_time_unix_nano <= parts["decode"].end_time_unix_nano
+    assert [event.name for event in root.events] and {event.name for event in root.events} == {
+        stage.value for stage in Stage
+    }
+    assert attributes(root)["pdserve.request_id"] == "r" and attributes(root)["gen_ai.usage.output_tokens"] == 2
+    assert attributes(parts["prefill"]) == {"pdserve.instance": "prefill-0"}
+    assert attributes(parts["store KV"]) == {"pdserve.blocks": 1, "pdserve.bytes": 64}
+
+
+def test_a_trace_of_our_own_and_an_error(
+    collector: tuple[str, list[tuple[str, Any]]], serve: Callable[..., None]
+) -> None:
+    url, received = collector
+    serve(f"{url}/v1/traces", fails=True)
+    (root,) = (span for _, span in received if not span.parent_span_id)
+    assert root.status.code == 2 and root.status.message == "it does not fit"
+
+
+def test_what_the_client_does_not_sample_is_not_sent(
+    collector: tuple[str, list[tuple[str, Any]]], serve: Callable[..., None]
+) -> None:
+    url, received = collector
+    serve(url, f"00-{TRACE}-{SPAN}-00")
+    assert not received
+
+
+@pytest.mark.parametrize(
+    ("sent", "taken"), [(f"00-{TRACE}-{SPAN}-01", True), ("<script>", False), (f"00-{TRACE}-01", False)]
+)
+def test_the_client_s_span_is_known(client: Client, backend: ScriptedBackend, sent: str, taken: bool) -> None:
+    body = json.dumps({"model": "demo", "prompt": "hello"}).encode()
+    assert client.request("POST", "/v1/completions", content=body, headers={"traceparent": sent}).status_code == 200
+    assert [request.traceparent for request in backend.requests] == [sent if taken else ""]
+
+
+def test_what_it_needs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SetupError, match="--otlp-endpoint collector:4318 is no URL"):
+        Tracer("collector:4318")
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(SetupError, match=r"pip install 'pdserve\[otel\]'"):
+        Tracer("http://collector:4318")

@@ -1,0 +1,205 @@
+"""Detokenizer, StopMatcher and TextStream: pieces equal the whole, whatever the pieces are."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pdserve.router.backend import Chunk
+from pdserve.router.text.detokenizer import Detokenizer, StopMatcher, TextStream
+from pdserve.router.text.tokenizer import Tokenizer
+
+TEXT = "naïve 漢字 👩‍👩‍👧 e\u0301 \U0001f1e9\U0001f1ea नमस्ते ok"
+SHARED = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
+    return [detokenizer.push([token_id]) for token_id in ids] + [detokenizer.flush()]
+
+
+def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
+    """The ids of the single bytes of the byte-level tokenizer, found by what they spell."""
+    spelled = {tokenizer.token(token_id): token_id for token_id in range(tokenizer.vocab_size)}
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return [spelled[table[byte]] for byte in data]
+
+
+def test_no_piece_holds_half_a_character(tokenizer: Tokenizer) -> None:
+    out = pieces(tokenizer, byte_ids(tokenizer, TEXT.encode()))
+    assert "".join(out) == TEXT
+    assert "\ufffd" not in "".join(out)
+    assert out[-1] == ""
+    assert [piece for piece in out if piece] == list(TEXT), "each character comes with its last byte"
+
+
+def test_byte_fallback_and_trimmed_spaces(fallback_tokenizer: Tokenizer) -> None:
+    for text in ["▁the▁cat", "▁▁▁the", "▁a▁漢字▁👩", "漢"]:
+        ids = fallback_tokenizer.encode(text)
+        out = pieces(fallback_tokenizer, ids)
+        assert "".join(out) == fallback_tokenizer.decode(ids)
+        assert "\ufffd" not in "".join(out)
+
+
+def test_ids_in_any_order_equal_decode(tokenizer: Tokenizer) -> None:
+    @SHARED
+    @given(st.lists(st.integers(0, tokenizer.vocab_size + 5), max_size=60))
+    def check(ids: list[int]) -> None:
+        assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+    check()
+
+
+def test_bytes_in_any_order_equal_decode(tokenizer: Tokenizer) -> None:
+    """Mostly invalid UTF-8 in long runs, where windows are shortened."""
+    fragments = st.sampled_from(
+        [b"\xe6", b"\xe6\xbc", b"\xf0\x9f", b"\x80", b"\xff", "😀".encode(), "漢".encode(), b"a"]
+    )
+
+    @SHARED
+    @given(st.lists(st.tuples(fragments, st.integers(1, 40)), max_size=10))
+    def check(runs: list[tuple[bytes, int]]) -> None:
+        data = b"".join(fragment * times for fragment, times in runs)
+        out = "".join(pieces(tokenizer, byte_ids(tokenizer, data)))
+        assert out == data.decode(errors="replace")
+
+    check()
+
+
+def test_text_through_byte_fallback_equals_decode(fallback_tokenizer: Tokenizer) -> None:
+    @SHARED
+    @given(st.text("▁ahtecw漢😀é", max_size=30))
+    def check(text: str) -> None:
+        ids = fallback_tokenizer.encode(text)
+        assert "".join(pieces(fallback_tokenizer, ids)) == fallback_tokenizer.decode(ids)
+
+    check()
+
+
+def test_ids_without_a_token_say_nothing(fallback_tokenizer: Tokenizer) -> None:
+    """And they are no context: the space after them is not the first."""
+    cat = fallback_tokenizer.encode("▁a")
+    ids = [*cat, 1, *cat, fallback_tokenizer.vocab_size, *cat]
+    assert "".join(pieces(fallback_tokenizer, ids)) == fallback_tokenizer.decode(ids) == "a a a"
+
+
+def test_an_incomplete_character_comes_out_at_the_end(tokenizer: Tokenizer) -> None:
+    out = pieces(tokenizer, byte_ids(tokenizer, b"a\xf0\x9f"))
+    assert out == ["a", "", "", "\ufffd"]
+
+
+def test_special_tokens_inside_a_character_do_not_break_it(tokenizer: Tokenizer) -> None:
+    first, *rest = byte_ids(tokenizer, "漢".encode())
+    assert "".join(pieces(tokenizer, [first, 0, *rest, 1])) == "漢"
+
+
+def test_a_long_run_of_invalid_bytes_keeps_a_short_window(tokenizer: Tokenizer) -> None:
+    detokenizer = Detokenizer(tokenizer)
+    lengths = []
+    for token_id in byte_ids(tokenizer, b"\xe6") * 1000:
+        detokenizer.push([token_id])
+        lengths.append(len(detokenizer._window))
+    assert max(lengths) <= 64
+
+
+def stopped(stops: list[str], parts: list[str], include: bool = False) -> tuple[str, str | None]:
+    matcher = StopMatcher(stops, include)
+    out = ""
+    for part in parts:
+        out += matcher.push(part)
+        if matcher.matched is not None:
+            return out, matcher.matched
+    return out + matcher.flush(), None
+
+
+@pytest.mark.parametrize(
+    ("stops", "parts", "expected"),
+    [
+        (["END"], ["one ", "E", "N", "D two"], ("one ", "END")),
+        (["END"], ["one ", "E", "N", "E", "ND"], ("one EN", "END")),
+        (["END"], ["one EN"], ("one EN", None)),
+        (["aab"], list("aaab"), ("a", "aab")),
+        (["bc", "abcd"], list("abcd"), ("a", "bc")),
+        (["\n\n", "."], ["a\n", "b. c"], ("a\nb", ".")),
+        (["x", "xy"], ["axy"], ("a", "x")),
+        (["d", "bcd"], ["abcd"], ("a", "bcd")),
+        (["abcd", "bc"], ["abcd"], ("a", "bc")),
+        ([], ["a", "b"], ("ab", None)),
+    ],
+)
+def test_stop_strings(stops: list[str], parts: list[str], expected: tuple[str, str | None]) -> None:
+    assert stopped(stops, parts) == expected
+
+
+def test_the_stop_string_may_be_included() -> None:
+    assert stopped(["END"], ["one E", "ND two"], include=True) == ("one END", "END")
+
+
+def test_only_what_may_be_a_stop_string_is_held_back() -> None:
+    matcher = StopMatcher(["END"])
+    assert [matcher.push(part) for part in ["see ", "E", "N", "O", "N"]] == ["see ", "", "", "ENO", "N"]
+
+
+@settings(deadline=None)
+@given(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3), st.lists(st.text("ab", max_size=3)))
+def test_stop_strings_end_the_text_where_the_first_is_complete(stops: list[str], parts: list[str]) -> None:
+    """Against the definition: read character by character, and stop when the text read ends with a stop string."""
+    text = "".join(parts)
+    complete = [(end, stop) for end in range(len(text) + 1) for stop in stops if text[:end].endswith(stop)]
+    end, matched = min(complete, key=lambda hit: (hit[0], -len(hit[1])), default=(len(text), None))
+    assert stopped(stops, parts) == (text[: end - len(matched or "")], matched)
+    if matched is not None:
+        assert stopped(stops, parts, include=True) == (text[:end], matched)
+
+
+def run(stream: TextStream, chunks: list[Chunk]) -> tuple[str, list[int]]:
+    texts, ids = [], []
+    for chunk in chunks:
+        text, token_ids = stream.push(chunk)
+        texts.append(text)
+        ids += token_ids
+        if stream.finish_reason is not None:
+            break
+    return "".join(texts), ids
+
+
+def test_a_stop_string_cuts_the_tokens_of_its_chunk(tokenizer: Tokenizer) -> None:
+    ids = byte_ids(tokenizer, b"abcdef")
+    stream = TextStream(tokenizer, ["cd"])
+    assert run(stream, [Chunk(ids, "length")]) == ("ab", ids[:4])
+    assert stream.finish_reason == "stop"
+
+
+def test_a_stop_token_gives_no_text(tokenizer: Tokenizer) -> None:
+    ids = byte_ids(tokenizer, b"abc")
+    chunks = [Chunk(ids[:2]), Chunk(ids[2:], "stop")]
+    assert run(TextStream(tokenizer), chunks) == ("ab", ids)
+    assert run(TextStream(tokenizer, include_stop=True), chunks) == ("abc", ids)
+
+
+def test_held_text_comes_out_at_the_end(tokenizer: Tokenizer) -> None:
+    ids = byte_ids(tokenizer, b"abEN\xe6")
+    stream = TextStream(tokenizer, ["END"])
+    assert run(stream, [Chunk(ids, "length")]) == ("abEN\ufffd", ids)
+    assert stream.finish_reason == "length"
+
+
+def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:
+    ids = byte_ids(tokenizer, b"abab")
+    assert run(TextStream(tokenizer, ["b"]), [Chunk(ids, "length")])[0] == "a"
+    assert run(TextStream(tokenizer, ["b"], min_tokens=2), [Chunk(ids, "length")])[0] == "aba"
+
+
+def test_chunks_of_any_size_give_the_same_text(tokenizer: Tokenizer) -> None:
+    @SHARED
+    @given(st.lists(st.integers(2, tokenizer.vocab_size - 1), min_size=1, max_size=30), st.integers(1, 30))
+    def check(ids: list[int], size: int) -> None:
+        parts = [Chunk(ids[i : i + size]) for i in range(0, len(ids), size)]
+        parts[-1] = Chunk(parts[-1].token_ids, "length")
+        for stops in (["e", "th"], []):
+            whole = run(TextStream(tokenizer, stops), [Chunk(ids, "length")])
+            assert run(TextStream(tokenizer, stops), parts) == whole
+            assert stops or whole == (tokenizer.decode(ids), ids)
+
+    check()

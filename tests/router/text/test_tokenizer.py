@@ -1,0 +1,91 @@
+"""Tokenizer and model names against small tokenizers made on the spot."""
+
+from pathlib import Path
+
+import pytest
+
+from pdserve import model_path
+from pdserve.errors import BadRequest, SetupError
+from pdserve.model_path import resolve_model
+from pdserve.router.text.tokenizer import Tokenizer
+
+
+@pytest.mark.parametrize("text", ["", "hello", " hello  world\n", "漢字 👩‍👩‍👧 e\u0301", "\x00"])
+def test_text_survives_the_round_trip(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_special_tokens_are_skipped_on_demand(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a<|end|>b")
+    assert 0 in ids
+    assert tokenizer.decode(ids) == "ab"
+    assert tokenizer.decode(ids, skip_special=False) == "a<|end|>b"
+
+
+def test_it_knows_its_vocabulary(tokenizer: Tokenizer, fallback_tokenizer: Tokenizer) -> None:
+    assert tokenizer.vocab_size == 300
+    assert tokenizer.eos_token_ids == {0}
+    assert tokenizer.silent_ids == {0, 1}
+    assert fallback_tokenizer.eos_token_ids == frozenset()
+    assert fallback_tokenizer.token(fallback_tokenizer.vocab_size - 1) == "▁▁", "ids that are left out count"
+    assert tokenizer.decode([tokenizer.vocab_size + 7]) == ""
+    assert tokenizer.token(0) == "<|end|>"
+    assert tokenizer.token(tokenizer.vocab_size) == ""
+
+
+def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer: Tokenizer, fallback_tokenizer: Tokenizer) -> None:
+    text = "hello 漢 e\u0301\n\x00<|end|>"
+    assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
+    ids = fallback_tokenizer.encode("the cat 漢")
+    assert b"".join(map(fallback_tokenizer.token_bytes, ids)).decode().strip() == "the cat 漢"
+    assert tokenizer.token_bytes(tokenizer.vocab_size) == b""
+
+
+def test_chat_goes_through_the_template(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.render_chat([{"role": "user", "content": "hello"}])
+    text = "<|start|>user\nhello<|end|><|start|>assistant\n"
+    assert tokenizer.decode(ids, skip_special=False) == text
+    assert ids.count(1) == 2  # <|start|> as one special token
+    bare = tokenizer.render_chat([{"role": "user", "content": "hello"}], generation_prompt=False)
+    assert tokenizer.decode(bare, skip_special=False) == "<|start|>user\nhello<|end|>"
+
+
+def test_a_template_may_refuse_messages(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]
+    with pytest.raises(BadRequest, match="refuses these messages: the system message must come first"):
+        tokenizer.render_chat(messages)
+
+
+def test_no_template_no_chat(fallback_tokenizer: Tokenizer) -> None:
+    with pytest.raises(BadRequest, match="no chat template, so it cannot chat; use /v1/completions"):
+        fallback_tokenizer.render_chat([{"role": "user", "content": "a"}])
+
+
+def test_a_directory_without_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"no tokenizer in .*: there is no tokenizer\.json") as caught:
+        Tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("damaged", ["{}", "not json", ""])
+def test_a_damaged_tokenizer_is_one_line(tmp_path: Path, damaged: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(damaged)
+    with pytest.raises(SetupError, match="no usable tokenizer in ") as caught:
+        Tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["./nope", "/nope", "~/nope-nope", "a/b/c", ""])
+def test_a_path_that_is_not_there_is_no_hub_id(name: str) -> None:
+    with pytest.raises(SetupError, match="no such model directory"):
+        resolve_model(name)
+
+
+def test_model_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_model(str(tmp_path)) == tmp_path
+    assert resolve_model("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    monkeypatch.setattr(model_path, "DEMO", tmp_path)
+    assert resolve_model("demo") == tmp_path
+    monkeypatch.setattr(model_path, "DEMO", tmp_path / "gone")
+    with pytest.raises(SetupError, match="bundled demo model is not there"):
+        resolve_model("demo")

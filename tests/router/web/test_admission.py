@@ -1,0 +1,247 @@
+"""The way in, over HTTP: limits of keys, and who waits while as many as may be are under way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+
+from pdserve.router.telemetry.metrics import Metrics
+from pdserve.router.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tests.router.conftest import Client, ScriptedBackend
+
+PROMPT: dict[str, Any] = {"model": "demo", "prompt": [5, 6, 7], "max_tokens": 20}
+
+
+def sample(metrics: Metrics, name: str, **labels: str) -> float:
+    return metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+@pytest.fixture
+def keys_file(tmp_path: Path) -> str:
+    path = tmp_path / "keys.toml"
+    path.write_text(
+        '[alice]\nkey = "a"\nrequests = "3/h"\ntokens = "50/h"\n[bob]\nkey = "b"\nweight = 3\n'
+        '[carol]\nkey = "c"\nconcurrency = 2\n'
+    )
+    return str(path)
+
+
+def test_a_key_gets_no_more_than_its_limits(
+    make_app: Callable[..., Starlette],
+    make_client: type[Client],
+    tokenizer: Tokenizer,
+    keys_file: str,
+    metrics: Metrics,
+    backend: ScriptedBackend,
+) -> None:
+    client = make_client(make_app(tokenizer, keys_file=keys_file, api_key="k"))
+
+    def ask(key: str, **body: Any) -> httpx.Response:
+        return client.post("/v1/completions", {**PROMPT, **body}, headers={"Authorization": f"Bearer {key}"})
+
+    first = ask("a")
+    used = first.json()["usage"]["total_tokens"]
+    assert first.status_code == 200 and first.headers["x-ratelimit-limit-requests"] == "3"
+    assert first.headers["x-ratelimit-remaining-tokens"] == str(50 - 23), "what it may need is taken at first"
+    second = ask("a", max_tokens=50)
+    assert (second.status_code, second.json()["error"]["code"]) == (429, "rate_limit_tokens")
+    assert second.json()["error"]["type"] == "rate_limit_error"
+    assert int(second.headers["retry-after"]) == pytest.approx(used * 3600 / 50, abs=2), "when the bucket is full again"
+    assert second.headers["x-ratelimit-remaining-tokens"] == str(50 - used), "what it did not need has been given back"
+    assert [ask("a", max_tokens=1).status_code for _ in range(3)] == [200, 200, 429]
+    refused = ask("a", max_tokens=1)
+    assert refused.json()["error"]["code"] == "rate_limit_requests" and 0 < int(refused.headers["retry-after"]) <= 1200
+    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+    too_many = ask("c", n=3)
+    assert (too_many.status_code, too_many.json()["error"]["code"]) == (400, "too_many_choices")
+    for key in ("b", "c", "k"):
+        other = ask(key, n=2)
+        assert other.status_code == 200 and not [name for name in other.headers if name.startswith("x-ratelimit")]
+    assert sample(metrics, "pdserve_key_refusals_total", key="alice", reason="rate_limit_requests") == 2
+    assert sample(metrics, "pdserve_key_tokens_total", key="alice") == used + 2 * 4 <= 50
+    assert sample(metrics, "pdserve_key_requests_under_way", key="key-1") == 0
+    assert sample(metrics, "pdserve_refusals_total", reason="rate_limit_tokens") == 1
+    assert len(backend.requests) == 3 + 3 * 2, "no instance has heard of the others"
+
+
+class Callers:
+    """Requests of several keys at the same time, in one event loop."""
+
+    def __init__(self, app: Starlette) -> None:
+        self._app = app
+        self.tasks: list[asyncio.Task[tuple[int, str]]] = []
+
+    def call(self, key: str, name: str, **body: Any) -> asyncio.Task[tuple[int, str]]:
+        self.tasks.append(asyncio.create_task(self._call(key, name, {**PROMPT, **body})))
+        return self.tasks[-1]
+
+    async def _call(self, key: str, name: str, body: dict[str, Any]) -> tuple[int, str]:
+        """Status and code. A request that is cancelled is a client that leaves."""
+        gone, sent, status, text = asyncio.Event(), False, 0, b""
+
+        async def receive() -> dict[str, Any]:
+            nonlocal sent
+            if sent:
+                await gone.wait()
+                return {"type": "http.disconnect"}
+            sent = True
+            return {"type": "http.request", "body": json.dumps(body).encode()}
+
+        async def send(message: Any) -> None:
+            nonlocal status, text
+            status, text = message.get("status", status), text + message.get("body", b"")
+
+        headers = [(b"authorization", f"Bearer {key}".encode()), (b"x-request-id", name.encode())]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+        serving = asyncio.create_task(self._app({**scope, "app": self._app}, receive, send))
+        try:
+            await asyncio.shield(serving)
+        except asyncio.CancelledError:
+            gone.set()
+            await serving
+            raise
+        return status, json.loads(text).get("error", {}).get("code", "")
+
+
+@asynccontextmanager
+async def callers(app: Starlette) -> AsyncIterator[Callers]:
+    made = Callers(app)
+    try:
+        yield made
+    finally:
+        for task in made.tasks:
+            task.cancel()
+        await asyncio.gather(*made.tasks, return_exceptions=True)
+
+
+async def soon(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not holds():
+            await asyncio.sleep(0.001)
+
+
+def test_who_waits_is_let_in_in_fair_order_and_who_leaves_is_forgotten(
+    make_app: Callable[..., Starlette],
+    tokenizer: Tokenizer,
+    keys_file: str,
+    metrics: Metrics,
+    backend: ScriptedBackend,
+) -> None:
+    app = make_app(tokenizer, keys_file=keys_file, api_key="k", max_requests=2, max_queue=8)
+    backend.plays([5], finish_reason=None, hang=True)
+
+    def waiting(key: str) -> int:
+        return int(sample(metrics, "pdserve_key_requests_waiting", key=key))
+
+    def order() -> list[str]:
+        return [request.request_id for request in backend.requests]
+
+    async def waits(key: str, number: int) -> None:
+        await soon(lambda: waiting(key) == number)
+
+    async def story() -> None:
+        async with asyncio.timeout(120), callers(app) as clients:
+            running = [clients.call("k", f"k{i}") for i in range(2)]
+            await soon(lambda: len(backend.requests) == 2)
+            for i in range(5):
+                clients.call("k", f"greedy{i}")
+                await waits("key-1", i + 1)
+            several = clients.call("b", "several", n=2)
+            await waits("bob", 1)
+            left = clients.call("b", "left")
+            await waits("bob", 2)
+            left.cancel()
+            await waits("bob", 1)
+            for i in range(2):
+                clients.call("b", f"b{i}")
+                await waits("bob", i + 2)
+            # Eight wait, which is all that may: the next of bob's takes the place of the greedy key's last.
+            clients.call("b", "b2")
+            assert await clients.tasks[6] == (429, "max_requests") and "greedy4" not in order()
+            assert waiting("key-1") == 4 and waiting("bob") == 4
+            running[0].cancel()
+            await soon(lambda: sample(metrics, "pdserve_key_requests_under_way", key="key-1") == 1)
+            assert len(order()) == 2, "several needs two places, and nobody overtakes it"
+            running[1].cancel()
+            await soon(lambda: len(order()) == 4)
+            assert order()[2:] == ["several-0", "several-1"]
+            several.cancel()
+            while waiting("key-1") + waiting("bob"):
+                for task, name in zip(clients.tasks, NAMES, strict=True):
+                    if name in order():
+                        task.cancel()
+                await asyncio.sleep(0.001)
+        assert not waiting("key-1") and not waiting("bob")
+
+    NAMES = ["k0", "k1", "greedy0", "greedy1", "greedy2", "greedy3", "greedy4", "several", "left", "b0", "b1", "b2"]
+    asyncio.run(story())
+    later = order()[4:]
+    assert sorted(later) == ["b0", "b1", "b2", "greedy0", "greedy1", "greedy2", "greedy3"]
+    assert {"b0", "b1", "b2"} <= set(later[:5]), "three times the weight"
+    for key in ("key-1", "bob"):
+        assert sample(metrics, "pdserve_key_requests_under_way", key=key) == 0
+
+
+def test_whose_answers_are_longer_has_fewer_turns(
+    make_app: Callable[..., Starlette], tokenizer: Tokenizer, keys_file: str, metrics: Metrics, backend: ScriptedBackend
+) -> None:
+    app = make_app(tokenizer, keys_file=keys_file, api_key="k", max_requests=1)
+
+    async def story() -> None:
+        async with asyncio.timeout(120), callers(app) as clients:
+            backend.plays([5] * 50)
+            assert await clients.call("k", "short", max_tokens=50) == (200, "")
+            backend.plays([5])
+            assert await clients.call("c", "longer", prompt=[5] * 20) == (200, "")
+            backend.plays([5], finish_reason=None, hang=True)
+            holder = clients.call("b", "holder")
+            await soon(lambda: len(backend.requests) == 3)
+            clients.call("k", "next-of-k")
+            await soon(lambda: waiting() == ["key-1"])
+            clients.call("c", "next-of-c")
+            await soon(lambda: len(waiting()) == 2)
+            holder.cancel()
+            await soon(lambda: len(backend.requests) == 4)
+
+    def waiting() -> list[str]:
+        return [key for key in ("key-1", "carol") if sample(metrics, "pdserve_key_requests_waiting", key=key)]
+
+    asyncio.run(story())
+    assert backend.requests[-1].request_id == "next-of-c"
+
+
+def test_among_those_of_a_key_the_lowest_priority_goes_first(
+    make_app: Callable[..., Starlette], tokenizer: Tokenizer, metrics: Metrics, backend: ScriptedBackend
+) -> None:
+    app = make_app(tokenizer, max_requests=1)
+    assert backend.info is not None
+    backend.info = replace(backend.info, by_priority=True)
+    backend.plays([5], finish_reason=None, hang=True)
+
+    async def story() -> None:
+        async with asyncio.timeout(120), callers(app) as clients:
+            running = clients.call("", "holder")
+            await soon(lambda: len(backend.requests) == 1)
+            for number, priority in enumerate((2, 0, -1, 0), 1):
+                clients.call("", f"{number}-of-{priority}", priority=priority)
+                await soon(
+                    lambda: sample(metrics, "pdserve_key_requests_waiting", key="anonymous") == len(clients.tasks) - 1
+                )
+            while waiting := len(clients.tasks) - len(backend.requests):
+                running.cancel()
+                await soon(lambda waiting=waiting: len(clients.tasks) - len(backend.requests) < waiting)  # type: ignore[misc]  # a default
+                running = clients.tasks[int(backend.requests[-1].request_id[0])]
+
+    asyncio.run(story())
+    assert [request.request_id for request in backend.requests] == ["holder", "3-of--1", "2-of-0", "4-of-0", "1-of-2"]

@@ -1,0 +1,142 @@
+"""API keys, TLS and CORS: who gets an answer."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import ssl
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import trustme
+from starlette.applications import Starlette
+
+from pdserve.cli.deployment import free_port
+from pdserve.config import RouterConfig
+from pdserve.errors import SetupError
+from pdserve.router.limits.key_file import declared
+from pdserve.router.server import serve
+from pdserve.router.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tests.router.conftest import Client
+
+OPEN = ["/health", "/ready", "/metrics", "/version", "/", "/page.css", "/page.js"]
+OF_CLIENTS = ["/v1/models", "/v1/completions", "/tokenize", "/v1/nothing"]
+OF_OPERATORS = ["/debug/requests", "/debug/overview", "/admin/instances/decode-0/drain", "/nothing"]
+
+
+@pytest.fixture
+def statuses(
+    make_app: Callable[..., Starlette], make_client: type[Client], tokenizer: Tokenizer
+) -> Callable[..., dict[str, int]]:
+    """statuses(["/v1/models"], key="a", api_key="a,b") → by path, what a GET with this key is answered."""
+
+    def ask(paths: list[str], *, key: str = "", **settings: Any) -> dict[str, int]:
+        client = make_client(make_app(tokenizer, **settings))
+        headers = {b"Authorization": f"Bearer {key}".encode()} if key else {}
+        return {path: client.request("GET", path, headers=headers).status_code for path in paths}
+
+    return ask
+
+
+def test_without_keys_everything_is_open(statuses: Callable[..., dict[str, int]]) -> None:
+    assert 401 not in statuses(OPEN + OF_CLIENTS + OF_OPERATORS).values()
+
+
+def test_each_key_opens_its_own_paths(statuses: Callable[..., dict[str, int]]) -> None:
+    keys = {"api_key": f"one,sha256:{hashlib.sha256('zwei ü'.encode()).hexdigest()}", "admin_key": "root"}
+    for key, opened in {"": [], "one": OF_CLIENTS, "zwei ü": OF_CLIENTS, "root": OF_OPERATORS, "on": []}.items():
+        found = statuses(OPEN + OF_CLIENTS + OF_OPERATORS, key=key, **keys)
+        assert {path for path, status in found.items() if status != 401} == set(OPEN + opened), key
+    assert statuses(["/v1/models"], key=keys["api_key"].split(",")[1], **keys) == {"/v1/models": 401}, (
+        "no digest is a key"
+    )
+
+
+def test_one_kind_of_key_alone(statuses: Callable[..., dict[str, int]]) -> None:
+    for key in ("", "one"):
+        assert set(statuses(OF_OPERATORS, key=key, api_key="one").values()) == {401}, "closed, not open"
+    assert 401 not in statuses(OPEN + OF_CLIENTS, admin_key="root").values()
+    assert set(statuses(OF_OPERATORS, admin_key="root").values()) == {401}
+
+
+def test_the_refusal_says_what_would_be_right(
+    make_app: Callable[..., Starlette], make_client: type[Client], tokenizer: Tokenizer
+) -> None:
+    client = make_client(make_app(tokenizer, api_key="one"))
+    refused = client.request("GET", "/v1/models", headers={"Authorization": "Basic one"})
+    assert refused.json()["error"]["code"] == "invalid_api_key"
+    assert "in the header `Authorization: Bearer KEY`" in refused.json()["error"]["message"]
+    assert refused.headers["www-authenticate"] == "Bearer" and refused.headers["x-request-id"]
+    assert "--admin-key" in client.get("/debug/requests").json()["error"]["message"]
+
+
+@pytest.mark.parametrize("setting", ["a,,b", ",", " ", "sha256:12", "a,"])
+def test_keys_that_cannot_be(setting: str) -> None:
+    with pytest.raises(SetupError):
+        declared(setting)
+
+
+def test_keys_stand_in_no_printed_setting() -> None:
+    assert "secret" not in repr(RouterConfig(api_key="secret", admin_key="secret"))
+
+
+def test_pages_of_other_origins(
+    make_app: Callable[..., Starlette], make_client: type[Client], tokenizer: Tokenizer
+) -> None:
+    client = make_client(make_app(tokenizer, cors_origins="https://a.example, https://b.example", api_key="one"))
+    asking = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    for origin, allowed in (("https://b.example", "https://b.example"), ("https://c.example", None)):
+        before = client.request("OPTIONS", "/v1/completions", headers={"Origin": origin, **asking})
+        refused = client.request("GET", "/v1/models", headers={"Origin": origin})
+        for response in (before, refused):
+            assert response.headers.get("access-control-allow-origin") == allowed
+    plain = make_client(make_app(tokenizer)).request("GET", "/v1/models", headers={"Origin": "https://a.example"})
+    assert "access-control-allow-origin" not in plain.headers
+
+
+def test_a_router_with_a_certificate_and_keys(tmp_path: Path, tokenizer_dir: Path, eventually: Any) -> None:
+    authority, port = trustme.CA(), free_port()
+    chain, private, root = tmp_path / "chain.pem", tmp_path / "key.pem", tmp_path / "root.pem"
+    issued = authority.issue_cert("127.0.0.1")
+    issued.private_key_pem.write_to_path(private)
+    for one in issued.cert_chain_pems:
+        one.write_to_path(chain, append=True)
+    authority.cert_pem.write_to_path(root)
+    flags = ["--port", str(port), "--control-port", "0", "--model", str(tokenizer_dir)]
+    flags += ["--ssl-certfile", str(chain), "--ssl-keyfile", str(private)]
+    environment = {**os.environ, "PDSERVE_API_KEY": "one", "PDSERVE_ADMIN_KEY": "root"}
+    router = subprocess.Popen([sys.executable, "-m", "pdserve", "router", *flags], env=environment)
+    url = f"https://127.0.0.1:{port}"
+    try:
+        with httpx.Client(verify=ssl.create_default_context(cafile=root)) as client:
+
+            def alive() -> bool:
+                assert router.poll() is None
+                try:
+                    return client.get(f"{url}/health").status_code == 200
+                except httpx.TransportError:
+                    return False
+
+            eventually(alive, seconds=60)
+            for key, status in (("two", 401), ("one", 200)):
+                models = client.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
+                assert models.status_code == status
+            assert client.get(f"{url}/debug/requests", headers={"Authorization": "Bearer root"}).status_code == 200
+            assert "libtorch" not in Path(f"/proc/{router.pid}/maps").read_text(), "torch, which no router needs"
+    finally:
+        router.terminate()
+        router.wait(30)
+
+
+def test_a_certificate_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="--ssl-certfile nowhere: No such file"):
+        serve(RouterConfig(ssl_certfile="nowhere", ssl_keyfile="nothing"))
+    with pytest.raises(ValueError, match="give both or none"):
+        RouterConfig(ssl_certfile="nowhere")
