@@ -15,7 +15,7 @@ from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.instances.fleet import Fleet
-from pdserve.router.scheduling.policy import POLICIES, Ask, decide
+from pdserve.router.scheduling.policy import POLICIES, PlacementRequest, decide
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.text.tokenizer import Tokenizer
 
@@ -47,19 +47,19 @@ def decide_among(count: int, repeat: int) -> list[dict[str, Any]]:
     chosen = Random(count)
     for i in range(count):
         role = "decode" if i % 2 else "prefill"
-        member = fleet.join(mock_instance.hello(f"{role}-{i}", role, MODEL), NOWHERE)
+        instance = fleet.register(mock_instance.hello(f"{role}-{i}", role, MODEL), NOWHERE)
         others = pb.Load(requests=chosen.randrange(1, 9), prefills=1)
         others.prefill_tokens, others.output_tokens = chosen.randrange(4096), chosen.randrange(4096)
         others.attended_tokens, others.context_tokens = chosen.randrange(1 << 20), chosen.randrange(1 << 16)
-        member.heard_of_others(others)
+        instance.update_other_load(others)
         slow = chosen.uniform(1, 1.5)  # beside the fastest of them
         prefill, decode = (5e-3 * slow, 4e-5 * slow, 1e-8 * slow), (8e-3 * slow, 2e-4 * slow, 1e-8 * slow)
-        member.heard_of(pb.Heartbeat(costs=pb.Costs(prefill=prefill, decode=decode, transfer=(1e-3, 2e-10))))
-        fleet.index.add(member.id, keys[: i * len(keys) // count])
-    members = list(fleet.members.values())
-    loads = [member.load for member in members]
-    cached = {member.id: fleet.index.blocks(member.id) * mock_instance.BLOCK_SIZE for member in members}
-    ask = Ask(LONG, session="somebody", cached=cached, output_tokens=64)
+        instance.update_heartbeat(pb.Heartbeat(costs=pb.Costs(prefill=prefill, decode=decode, transfer=(1e-3, 2e-10))))
+        fleet.index.add(instance.id, keys[: i * len(keys) // count])
+    instances = list(fleet.instances.values())
+    loads = [instance.load for instance in instances]
+    cached = {instance.id: fleet.index.blocks(instance.id) * mock_instance.BLOCK_SIZE for instance in instances}
+    ask = PlacementRequest(LONG, session="somebody", cached=cached, output_tokens=64)
 
     def opened(turn: int) -> None:
         sampling = SamplingParams(max_tokens=64)
@@ -69,7 +69,7 @@ def decide_among(count: int, repeat: int) -> list[dict[str, Any]]:
         dispatcher.open(request)
 
     def closed(turn: int) -> None:
-        dispatcher.flights[f"r{turn}"].cancel()
+        dispatcher.states[f"r{turn}"].cancel()
 
     def timed(policy: str, decode: bool) -> Callable[[int], object]:
         return lambda turn: decide(policy, loads, ask._replace(turn=turn, decode=decode))

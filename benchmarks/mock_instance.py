@@ -18,7 +18,7 @@ import uvloop
 
 from pdserve.control.wire import PROTOCOL_VERSION
 from pdserve.instance.engine_loop import Instance
-from pdserve.instance.kv_events import BlockNews
+from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.router_link import Links
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
@@ -79,7 +79,7 @@ class MockInstance:
     """One of them, as `Links` see it. `outputs` is what the next frame carries beside the tokens of `running`."""
 
     def __init__(self, step_s: float) -> None:
-        self.news = BlockNews()
+        self.news = KVEventPublisher()
         self._step_s = step_s
         self._reserved: dict[str, Answer] = {}  # by request id, until prefill has the first token
         self._running: dict[str, Answer] = {}

@@ -24,7 +24,7 @@ from pdserve.kv_transfer.connector import Connector, Outcome, Result
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.roles.fetcher import Fetcher
-from pdserve.roles.job import Desk, Job
+from pdserve.roles.job import InstanceContext, Job
 from pdserve.roles.transfers import Transfers
 
 STORE_BACK_BLOCKS = 8  # in one store, unless it is the last: a step starts few of them
@@ -51,15 +51,15 @@ class _Decode:
     available: int = 0
     coming: int = 0
     requested: int = 0
-    outrun: bool = False
-    broken: int | None = None
+    follow_missed: bool = False
+    first_bad_block: int | None = None
     final: bool = False
     first_token: int | None = None
     tickets: list[bytes] = field(default_factory=list)
     reserved: bool = False
     started: bool = False
-    worth: float = 0
-    kept: int = 0
+    store_limit: float = 0
+    stored_blocks: int = 0
     converted: ConvertedPrompt | None = None
 
 
@@ -70,14 +70,14 @@ class Decoder:
         connector: Connector,
         transfers: Transfers,
         fetcher: Fetcher,
-        desk: Desk,
+        context: InstanceContext,
         store_generated: str,
     ) -> None:
         self._engine = engine
         self._connector = connector
         self._transfers = transfers
         self._fetcher = fetcher
-        self._desk = desk
+        self._context = context
         self._store_generated = store_generated
         self._decodes: dict[Job, _Decode] = {}
         self._unreserved: list[_Decode] = []  # in order of rank
@@ -88,7 +88,7 @@ class Decoder:
         return len(self._unreserved)
 
     def submit(self, job: Job, converted: ConvertedPrompt | None = None) -> None:
-        decode = self._decodes[job] = _Decode(job, worth=self._worth(job), converted=converted)
+        decode = self._decodes[job] = _Decode(job, store_limit=self._store_limit(job), converted=converted)
         if job.phase == pb.BOTH:
             decode.started = True
             self._fetcher.fetch(job, cancelled=lambda: self._end(decode))
@@ -127,26 +127,28 @@ class Decoder:
             self._unreserved.pop(0)
             decode.reserved = True
             decode.requested = seq.num_registered
-            decode.job.stamp(Stage.RESERVED, self._desk.now())
+            decode.job.stamp(Stage.RESERVED, self._context.now())
             self._proceed(decode)
 
     def advanced(self, job: Job, sampled: bool, step_started: float) -> None:
         """After a step that computed part of this sequence."""
-        seq, now, decode = job.seq, self._desk.now(), self._decodes[job]
+        seq, now, decode = job.seq, self._context.now(), self._decodes[job]
         if job.phase == pb.BOTH:
             job.stamp(Stage.PREFILL_STARTED, step_started)
         # Blocks that leave the window cannot wait for others.
-        self._store_back(decode, 1 if self._engine.scheduler.num_unseen(seq) > decode.kept else STORE_BACK_BLOCKS)
+        self._store_back(
+            decode, 1 if self._engine.scheduler.num_unseen(seq) > decode.stored_blocks else STORE_BACK_BLOCKS
+        )
         if not sampled:
             return
         if len(seq) - seq.num_given == 1:
             job.stamp(Stage.FIRST_TOKEN, now)
-            job.tell_sources()
+            job.report_prompt_sources()
             if job.phase == pb.BOTH:
-                self._desk.count_sources(job)
+                self._context.count_sources(job)
         job.stamp(Stage.DECODE_STARTED, now)
-        job.tell_token()
-        self._desk.count("generation_tokens", 1)
+        job.report_token()
+        self._context.count("generation_tokens", 1)
         reason = seq.finish_reason()
         if reason is not None:
             job.finish(reason, now)
@@ -171,17 +173,17 @@ class Decoder:
         """Starts the next load or, if nothing is missing or will come, the decoding."""
         if not decode.reserved or decode.started or decode.job.over:
             return
-        if decode.outrun and decode.job.transfers > 0:
+        if decode.follow_missed and decode.job.transfers > 0:
             return  # what follows may be on its way to the same rows
-        decode.outrun = False
-        while decode.broken is None and decode.available > decode.requested:
+        decode.follow_missed = False
+        while decode.first_bad_block is None and decode.available > decode.requested:
             self._load(decode)
-        if decode.broken is None:
+        if decode.first_bad_block is None:
             self._follow(decode)
         if decode.job.transfers > 0:
             return
         complete = decode.requested == len(decode.job.keys) and decode.first_token is not None
-        if decode.final or (complete and decode.broken is None):
+        if decode.final or (complete and decode.first_bad_block is None):
             self._start(decode)
 
     def _load(self, decode: _Decode) -> None:
@@ -203,7 +205,7 @@ class Decoder:
     def _followed(self, decode: _Decode, first: int, result: Result) -> None:
         if result.leading < len(result.outcomes) and result.outcomes[result.leading] is Outcome.MISSING:
             decode.requested, decode.coming = min(decode.requested, first + result.leading), 0
-            decode.outrun = True
+            decode.follow_missed = True
             result = replace(result, outcomes=result.outcomes[: result.leading])
         self._loaded(decode, first, result)
 
@@ -213,35 +215,37 @@ class Decoder:
             self._end(decode)
             return
         if result.outcomes:
-            job.moved(result, self._desk.now())
+            job.moved(result, self._context.now())
         if result.leading < len(result.outcomes):
-            broken = first + result.leading
-            decode.broken = broken if decode.broken is None else min(broken, decode.broken)
+            first_bad_block = first + result.leading
+            decode.first_bad_block = (
+                first_bad_block if decode.first_bad_block is None else min(first_bad_block, decode.first_bad_block)
+            )
         self._proceed(decode)
 
     def _start(self, decode: _Decode) -> None:
         """Joins the engine with the KV that is here; what is missing is computed like a preempted sequence's."""
         job, seq = decode.job, decode.job.seq
         # Blocks that came too late may lie before the broken one: then they are not here either.
-        here = decode.requested if decode.broken is None else min(decode.broken, decode.requested)
+        here = decode.requested if decode.first_bad_block is None else min(decode.first_bad_block, decode.requested)
         seq.num_computed = min(here * seq.block_size, seq.num_given)
         if decode.first_token is not None:
             seq.tokens.append(decode.first_token)
         elif seq.num_computed == seq.num_given:
             self._reopen_prompt(seq)
         seq.num_loaded = max(0, seq.num_computed - seq.num_local_hit)
-        decode.kept = seq.num_computed // seq.block_size
+        decode.stored_blocks = seq.num_computed // seq.block_size
         if seq.num_loaded and decode.converted is not None and not decode.converted.exact:
             # KV that was rounded to another dtype is not what our own prefill would compute, and neither is what is
             # computed on top of it. It is good enough for this request, which asked for it, but under its keys others
             # would take it for exact: it is neither found in the pool nor stored back.
-            seq.exact, decode.worth = False, 0
+            seq.exact, decode.store_limit = False, 0
         decode.started = seq.admitted = True
         self._engine.register_full_blocks(seq)
         self._release(decode, decode.tickets)
-        self._desk.count_sources(job)
-        job.tell_moved(self._engine.layout.block_bytes)
-        job.stamp(Stage.KV_READY, self._desk.now())
+        self._context.count_sources(job)
+        job.report_transfer(self._engine.layout.block_bytes)
+        job.stamp(Stage.KV_READY, self._context.now())
         self._engine.add(seq)
 
     def _release(self, decode: _Decode, tickets: Many[bytes]) -> None:
@@ -260,7 +264,7 @@ class Decoder:
         seq.num_computed -= seq.block_size
         seq.num_registered = min(seq.num_registered, seq.num_computed // seq.block_size)
 
-    def _worth(self, job: Job) -> float:
+    def _store_limit(self, job: Job) -> float:
         """Leading tokens whose KV, if it is computed here, somebody may want to load later."""
         if self._store_generated == "off" or self._connector.in_place:
             return 0
@@ -271,23 +275,23 @@ class Decoder:
 
         They never wait for room: it is better to lose them than to delay what somebody waits for.
         """
-        job, seq, first = decode.job, decode.job.seq, decode.kept
-        if decode.worth and seq.num_dropped > first:  # there was no room while it had them
-            self._desk.count("store_back_skipped_blocks", seq.num_dropped - first)
-            decode.worth = 0
-        ready = int(min(seq.num_computed, decode.worth)) // seq.block_size
+        job, seq, first = decode.job, decode.job.seq, decode.stored_blocks
+        if decode.store_limit and seq.num_dropped > first:  # there was no room while it had them
+            self._context.count("store_back_skipped_blocks", seq.num_dropped - first)
+            decode.store_limit = 0
+        ready = int(min(seq.num_computed, decode.store_limit)) // seq.block_size
         stop = min(ready, first + min(self._transfers.room, self._transfers.largest))
         if job.over:
-            self._desk.count("store_back_skipped_blocks", max(0, ready - stop))
+            self._context.count("store_back_skipped_blocks", max(0, ready - stop))
         if stop - first < at_least:
             return
-        decode.kept = stop
+        decode.stored_blocks = stop
         keys, blocks = seq.full_keys()[first:stop], seq.blocks(first, stop)
         self._transfers.store(job, keys, blocks, 0.0, lambda result: self._stored_back(decode, result))
 
     def _stored_back(self, decode: _Decode, result: Result) -> None:
         if result.leading < len(result.outcomes):
-            decode.worth = 0  # nobody finds what comes after a gap
+            decode.store_limit = 0  # nobody finds what comes after a gap
         if decode.job.over:
             self._end(decode)
 
@@ -306,4 +310,4 @@ class Decoder:
             elif decode.coming and not decode.final:  # it followed, and was done before prefill's last news came
                 self._connector.release(job.keys)
             del self._decodes[job]
-            self._desk.close_job(job)
+            self._context.close_job(job)

@@ -31,7 +31,7 @@ ROWS_BYTES: Final = 64 << 20  # for each layout that is converted from
 ATTACH_EVERY_S: Final = 5.0
 
 
-class Converters:
+class LayoutConverter:
     """All of one instance, made when a request first needs them.
 
     Args:

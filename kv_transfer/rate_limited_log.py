@@ -9,7 +9,7 @@ log = logging.getLogger(__name__)
 _EVERY_S = 60.0
 
 
-class Complaints:
+class RateLimitedLog:
     """Logs each kind of trouble at once, then once a minute with a count: a dead store must not fill the disk."""
 
     def __init__(self, name: str) -> None:

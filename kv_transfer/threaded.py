@@ -33,7 +33,7 @@ from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result
 from pdserve.kv_transfer.fence import Expired
 from pdserve.kv_transfer.header import HEADER_BYTES, Buffer, Seal
 from pdserve.kv_transfer.operation import Operation, Watchdog
-from pdserve.kv_transfer.rate_limited_log import Complaints
+from pdserve.kv_transfer.rate_limited_log import RateLimitedLog
 from pdserve.kv_transfer.url import Query
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class BatchedConnector(Connector):
         self._watchdog = Watchdog(self.scheme)
         self._lock = threading.Lock()
         self._stats = Stats()
-        self._complaints = Complaints(self.scheme)
+        self._complaints = RateLimitedLog(self.scheme)
         self._closed = False
         self._pending = 0  # blocks of operations that are not over
 

@@ -12,7 +12,7 @@ from pdserve.engine.engine import Engine
 from pdserve.kv_transfer.connector import Result
 from pdserve.lifetime import Stage
 from pdserve.roles.fetcher import Fetcher
-from pdserve.roles.job import Desk, Job
+from pdserve.roles.job import InstanceContext, Job
 from pdserve.roles.transfers import Transfers
 
 
@@ -60,12 +60,12 @@ class _Prefill:
 
 class Prefiller:
     def __init__(
-        self, engine: Engine, transfers: Transfers, fetcher: Fetcher, desk: Desk, lease_seconds: float
+        self, engine: Engine, transfers: Transfers, fetcher: Fetcher, context: InstanceContext, lease_seconds: float
     ) -> None:
         self._engine = engine
         self._transfers = transfers
         self._fetcher = fetcher
-        self._desk = desk
+        self._context = context
         self._lease_seconds = lease_seconds
         self._prefills: dict[Job, _Prefill] = {}
 
@@ -134,21 +134,21 @@ class Prefiller:
         if prefill.has_gap:
             self._transfers.drop(job)
         if not job.over:
-            job.moved(result, self._desk.now())
+            job.moved(result, self._context.now())
             if result.ticket:
-                job.news().stored.tickets.append(result.ticket)
+                job.pending_output().stored.tickets.append(result.ticket)
             self._announce(prefill)
         self._end_if_done(prefill)
 
     def _first_token(self, prefill: _Prefill) -> None:
         """The prompt is computed: the token goes out at once, the sequence leaves the engine, its stores go on."""
-        job, seq, now = prefill.job, prefill.job.seq, self._desk.now()
+        job, seq, now = prefill.job, prefill.job.seq, self._context.now()
         prefill.sampled = True
         job.stamp(Stage.FIRST_TOKEN, now)
-        job.tell_token()
-        self._desk.count("generation_tokens", 1)
-        job.tell_sources()
-        self._desk.count_sources(job)
+        job.report_token()
+        self._context.count("generation_tokens", 1)
+        job.report_prompt_sources()
+        self._context.count_sources(job)
         reason = seq.finish_reason()
         if reason is not None:
             job.finish(reason, now)
@@ -166,14 +166,14 @@ class Prefiller:
             return
         prefill.announced = coming
         if job.moved_blocks:
-            job.tell_moved(self._engine.layout.block_bytes)
-        news = job.news().stored
-        news.num_blocks, news.coming = stored, coming
-        news.final = final
+            job.report_transfer(self._engine.layout.block_bytes)
+        pending_output = job.pending_output().stored
+        pending_output.num_blocks, pending_output.coming = stored, coming
+        pending_output.final = final
         if final:
-            job.stamp(Stage.KV_STORED, self._desk.now())
+            job.stamp(Stage.KV_STORED, self._context.now())
 
     def _end_if_done(self, prefill: _Prefill) -> None:
         if prefill.job.transfers == 0 and (prefill.sampled or prefill.job.over) and prefill.job in self._prefills:
             del self._prefills[prefill.job]
-            self._desk.close_job(prefill.job)
+            self._context.close_job(prefill.job)

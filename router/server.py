@@ -36,7 +36,7 @@ from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.telemetry.timeline import log_ended
 from pdserve.router.telemetry.tracing import Tracer
 from pdserve.router.text.tokenizer import Tokenizer
-from pdserve.router.web.admission import Gate
+from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.app import create_app
 from pdserve.router.web.listening import listen
 from pdserve.router.web.overview import Overview
@@ -96,8 +96,8 @@ async def _serve(
     events = Events()
     logging.getLogger("pdserve").addHandler(events)
     overview = Overview(dispatcher, metrics, events)
-    gate = Gate(keys, config, metrics)
-    app = create_app(config, tokenizer, dispatcher, gate, metrics.text, dispatcher.timelines.latest, overview.now)
+    admission = AdmissionController(keys, config, metrics)
+    app = create_app(config, tokenizer, dispatcher, admission, metrics.text, dispatcher.timelines.latest, overview.now)
     control = Control(fleet, config.control_token)
     control_port = await control.listen(config.control_host, config.control_port, tls)
     https: dict[str, Any] = (
@@ -120,7 +120,7 @@ async def _serve(
     watching = [fleet.watch(), dispatcher.watch()]
     if registry is not None:
         watching.append(registry.announce(config.announce_host or config.control_host, control_port))
-        watching.append(SharedQuotas(registry, fleet.router_id, gate.quotas).run())
+        watching.append(SharedQuotas(registry, fleet.router_id, admission.quotas).run())
     watches = [asyncio.create_task(watch) for watch in watching]
     for watch in watches:  # without one of them nothing would ever be late, and no instance lost
         watch.add_done_callback(lambda _: server.handle_exit(signal.SIGINT, None))

@@ -93,7 +93,7 @@ class _Piece:
 
 
 @dataclass
-class _Aside:
+class QuarantinedBuffer:
     """A bounce buffer that NIXL may still write to."""
 
     peer: bytes
@@ -115,7 +115,7 @@ class Reader:
         self._lock = threading.RLock()
         self._peers: dict[bytes, _Peer] = {}  # the most recently used last
         self._free: list[_Bounce] = []
-        self._aside: list[_Aside] = []
+        self._aside: list[QuarantinedBuffer] = []
 
     def read(self, owner: Introduction, blocks: Sequence[Wanted]) -> None:
         """Reads blocks of one peer.
@@ -302,7 +302,7 @@ class Reader:
                 under_way.append(piece.transfer)
         with self._lock:
             if under_way or (failed and flying):
-                self._aside.append(_Aside(peer, bounce, under_way, time.monotonic() + self._settle_s))
+                self._aside.append(QuarantinedBuffer(peer, bounce, under_way, time.monotonic() + self._settle_s))
             else:
                 self._free.append(bounce)
 

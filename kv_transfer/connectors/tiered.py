@@ -33,7 +33,7 @@ import numpy as np
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.codec import CODECS, Codec
 from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats
-from pdserve.kv_transfer.rate_limited_log import Complaints
+from pdserve.kv_transfer.rate_limited_log import RateLimitedLog
 from pdserve.kv_transfer.registry import connect
 from pdserve.kv_transfer.url import Query, tiers, without_password
 
@@ -62,7 +62,7 @@ class _Tier:
         self.attached = False
         self._rests_until = 0.0
         self._left_out = Stats()
-        self._complaints = Complaints(self.name)
+        self._complaints = RateLimitedLog(self.name)
 
     def attach(self, memory: PoolMemory, buffer: PoolMemory) -> None:
         """May be tried again after a `SetupError`."""

@@ -12,7 +12,7 @@ from pdserve.engine.checkpoint import Checkpoint, cpu_memory_available
 from pdserve.engine.paged_model import UnsupportedAttention
 from pdserve.engine.sampler import model_logprobs, sample, tell_logprobs
 from pdserve.engine.sequence import Sequence
-from pdserve.engine.step_graph import Tapes
+from pdserve.engine.step_graph import StepGraphs
 from pdserve.errors import SetupError
 from pdserve.kernels import cpu
 from pdserve.kernels.attention import KernelUnavailable, choose
@@ -40,7 +40,7 @@ class ModelRunner:
             self.kernel = choose(config.kernel, self.device)
         except KernelUnavailable as error:
             raise SetupError(str(error)) from error
-        self.tapes: Tapes | None = None
+        self.graphs: StepGraphs | None = None
         self.window = self._check_architecture()
         if self.device.type == "cuda":
             self._profile(config)
@@ -53,7 +53,7 @@ class ModelRunner:
         if self.device.type == "cpu":
             keep_freed_memory()
         if self.kernel is cpu:
-            self.tapes = Tapes(self._model, min(self.num_blocks, -(-checkpoint.context // self.block_size)))
+            self.graphs = StepGraphs(self._model, min(self.num_blocks, -(-checkpoint.context // self.block_size)))
 
     def _new_pool(self, num_blocks: int, device: torch.device | None = None) -> torch.Tensor:
         layout = self.checkpoint.layout
@@ -128,8 +128,8 @@ class ModelRunner:
     def forward(self, ids: list[int], positions: list[int], batch: PagedBatch, last: torch.Tensor) -> torch.Tensor:
         """Logits [S, V] of the tokens at `last`. At least one row is computed: models take no empty selection."""
         ids_1T, positions_1T = (torch.tensor([values], device=self.device) for values in (ids, positions))
-        if self.tapes is not None and len(last) == len(ids):
-            return self.tapes.logits(ids_1T, positions_1T, batch)
+        if self.graphs is not None and len(last) == len(ids):
+            return self.graphs.logits(ids_1T, positions_1T, batch)
         keep = last if len(last) else torch.zeros(1, dtype=torch.long, device=self.device)
         return self._model(ids_1T, positions_1T, batch, keep)
 

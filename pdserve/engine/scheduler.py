@@ -172,7 +172,7 @@ class Scheduler:
             self._drop_unseen(seq)
         for seq in list(self.running):
             if seq not in step.preempted:
-                self._grow(seq, step)
+                self._ensure_blocks(seq, step)
         # Those that decode need one token each and are waited for; long prompts share what is left.
         able = [seq for seq in self.running if not (step.held_back and seq.exported)]
         decoding = [seq for seq in able if seq.num_missing == 1]
@@ -187,21 +187,21 @@ class Scheduler:
         self.pool.release(seq.blocks(seq.num_dropped, unseen))
         seq.num_dropped = unseen
 
-    def _grow(self, seq: Sequence, step: Schedule) -> None:
+    def _ensure_blocks(self, seq: Sequence, step: Schedule) -> None:
         """Gives a running sequence the blocks for all its tokens, at the cost of the last, which may be itself."""
-        while self._need(seq) > self.pool.num_free:
+        while self._blocks_needed(seq) > self.pool.num_free:
             victim = self.running[-1]
             self._preempt(victim, self.running, step)
             if victim is seq:
                 return
-        self._take(seq, step)
+        self._append_blocks(seq, step)
 
-    def _need(self, seq: Sequence) -> int:
+    def _blocks_needed(self, seq: Sequence) -> int:
         """Blocks that its next step takes: for tokens that have no room, and in place of one that it may not write to."""
         shared = self._shared_tail(seq) is not None
         return max(0, self.pool.blocks_for(len(seq)) - len(seq.block_ids)) + shared
 
-    def _take(self, seq: Sequence, step: Schedule) -> None:
+    def _append_blocks(self, seq: Sequence, step: Schedule) -> None:
         shared = self._shared_tail(seq)
         if shared is not None:
             (own,) = self.pool.allocate(1)
@@ -265,7 +265,7 @@ class Scheduler:
                 step.returned.append(seq)
                 continue
             self._swap_in(seq, step)
-            self._take(seq, step)
+            self._append_blocks(seq, step)
             seq.admitted = True
             _enqueue(self.running, seq)
             if count := budget.take(seq):
@@ -274,7 +274,7 @@ class Scheduler:
     def _next(self, hold_back: bool, prompts: bool) -> Sequence | None:
         """Takes a sequence that can be admitted out of its queue; without `prompts`, one that has only to decode."""
         able = [seq for seq in self.loaded if not (hold_back and seq.exported) and (prompts or seq.num_missing == 1)]
-        loaded = next((seq for seq in able if self._need(seq) <= self.pool.num_free), None)
+        loaded = next((seq for seq in able if self._blocks_needed(seq) <= self.pool.num_free), None)
         waiting = self.waiting[0] if self.waiting and not (hold_back and self.waiting[0].exported) else None
         if waiting is not None and not (prompts or waiting.swapped):
             waiting = None

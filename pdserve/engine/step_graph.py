@@ -32,11 +32,11 @@ _UNSEEN = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)  # t
 Model = Callable[[torch.Tensor, torch.Tensor, PagedBatch], torch.Tensor]
 
 
-class Differs(Exception):
+class ReplayMismatch(Exception):
     """The model was told something else when the tape was made."""
 
 
-class Tapes:
+class StepGraphs:
     """Tapes of one model, by the number of sequences.
 
     Args:
@@ -44,69 +44,71 @@ class Tapes:
         most_blocks: of a sequence.
 
     Attributes:
-        num_played: steps that were played.
+        num_replayed: steps that were played.
     """
 
     def __init__(self, model: Model, most_blocks: int) -> None:
         self._model = model
         self._most_blocks = most_blocks
-        self._tapes: dict[int, Tape] = {}  # the one used last comes last
+        self._graphs: dict[int, StepGraph] = {}  # the one used last comes last
         self._steps: Counter[int] = Counter()
         self._usable = True
-        self.num_played = 0
+        self.num_replayed = 0
 
     @property
-    def trusted(self) -> set[int]:
+    def verified(self) -> set[int]:
         """Sizes of steps that can be played."""
-        return {size for size, tape in self._tapes.items() if tape.trusted}
+        return {size for size, graph in self._graphs.items() if graph.verified}
 
     @property
     def nbytes(self) -> int:
-        return sum(tape.nbytes for tape in self._tapes.values())
+        return sum(graph.nbytes for graph in self._graphs.values())
 
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         """Of one step, [S, V]; they are overwritten by the next."""
         size = ids.shape[1]
-        tape = self._tapes.pop(size, None)
-        if tape is not None:
-            self._tapes[size] = tape
-            return self._played(tape, ids, positions, batch)
+        graph = self._graphs.pop(size, None)
+        if graph is not None:
+            self._graphs[size] = graph
+            return self._replay(graph, ids, positions, batch)
         self._steps[size] += 1
         if not self._usable or self._steps[size] != PATIENCE:
             return self._model(ids, positions, batch)
-        tape = self._tapes[size] = Tape(self._model, ids, positions, batch, self._most_blocks)
-        if tape.refusal is not None:
-            self._give_up(tape.refusal)
+        graph = self._graphs[size] = StepGraph(self._model, ids, positions, batch, self._most_blocks)
+        if graph.refusal is not None:
+            self._give_up(graph.refusal)
         self._make_room()
-        return tape.logits
+        return graph.logits
 
-    def _played(self, tape: "Tape", ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+    def _replay(
+        self, graph: "StepGraph", ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch
+    ) -> torch.Tensor:
         try:
-            logits = tape.play(ids, positions, batch)
-        except Differs:
+            logits = graph.replay(ids, positions, batch)
+        except ReplayMismatch:
             return self._model(ids, positions, batch)
-        if tape.trusted:
-            self.num_played += 1
+        if graph.verified:
+            self.num_replayed += 1
             return logits
         expected = self._model(ids, positions, batch)
-        tape.trusted = torch.equal(logits, expected)
-        if not tape.trusted:
+        graph.verified = torch.equal(logits, expected)
+        if not graph.verified:
             self._give_up("a step played gives other logits than the model")
         return expected
 
     def _give_up(self, why: str) -> None:
         log.warning("decode steps take longer, as each runs the model's Python: %s", why)
         self._usable = False
-        self._tapes.clear()
+        self._graphs.clear()
 
     def _make_room(self) -> None:
         while self.nbytes > MOST_BYTES:
-            size = next(iter(self._tapes))
-            del self._tapes[size]
+            size = next(iter(self._graphs))
+            del self._graphs[size]
             self._steps[size] = 0
 
 
-class Tape:
+class StepGraph:
     """One step, made by running the model.
 
     Attributes:
@@ -132,9 +134,9 @@ class Tape:
         self._kept = recorder.kept  # kernels have been given their addresses
         self.nbytes = sum(recorder.sizes.values())
         self.refusal = watcher.refusal
-        self.trusted = False
+        self.verified = False
 
-    def play(self, ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+    def replay(self, ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         """Logits of another step of as many sequences.
 
         Raises:
@@ -211,10 +213,10 @@ def _again(func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> Ca
 def _copied(func: Any, args: Any, kwargs: Any, results: Iterable[torch.Tensor]) -> None:
     for x, new in zip(results, _tensors(func(*args, **kwargs)), strict=True):
         if x.shape != new.shape:
-            raise Differs
+            raise ReplayMismatch
         x.copy_(new)
 
 
 def _tell(func: Any, args: Any, kwargs: Any, told: Any) -> None:
     if func(*args, **kwargs) != told:
-        raise Differs
+        raise ReplayMismatch

@@ -16,11 +16,11 @@ from pdserve.config import InstanceConfig, parse_size
 from pdserve.costs import Meter
 from pdserve.counters import series
 from pdserve.decode.decoder import Decoder
-from pdserve.decode.layout_converter import Converters
+from pdserve.decode.layout_converter import LayoutConverter
 from pdserve.engine.engine import Engine, StepResult
 from pdserve.engine.warm_up import time_swaps, warm_up
 from pdserve.errors import RequestError
-from pdserve.instance.kv_events import BlockNews
+from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.kv_transfer.connector import Connector
 from pdserve.kv_transfer.registry import connect
 from pdserve.kv_transfer.staging import attach_pool
@@ -59,7 +59,9 @@ class Instance:
         )
         self.fetcher = fetcher = Fetcher(self.engine, self.connector, self.transfers, self)
         self.prefiller = Prefiller(self.engine, self.transfers, fetcher, self, config.lease_seconds)
-        self.converters = Converters(pool, self.engine.layout, config.connector if config.convert_kv else None)
+        self.layout_converter = LayoutConverter(
+            pool, self.engine.layout, config.connector if config.convert_kv else None
+        )
         self.decoder = Decoder(self.engine, self.connector, self.transfers, fetcher, self, config.store_generated)
         self.meter = Meter()
         for work, seconds in warm_up(self.engine):
@@ -68,7 +70,7 @@ class Instance:
             self.meter.knew_swap(blocks, seconds)
         self.engine.scheduler.fetches = not self.connector.in_place
         self._costs, self._costs_published = pb.Costs(), 0.0
-        self.news = BlockNews()
+        self.news = KVEventPublisher()
         self.engine.pool.on_change = self.news.changed
         self.load = pb.Heartbeat()
         self._left: dict[str, list[pb.Load]] = {}
@@ -131,7 +133,7 @@ class Instance:
             idle = self.turn(wait=idle)
         for job in list(self._by_sequence.values()):
             self._cancel(job)
-        self.converters.close()
+        self.layout_converter.close()
         self.connector.close()
 
     def turn(self, *, wait: bool) -> bool:
@@ -219,7 +221,7 @@ class Instance:
             seq = self.engine.new_sequence(
                 message.request_id, list(message.prompt), sampling, message.salt, message.output, message.priority
             )
-            converted = self.converters.prompt(seq, message.writer) if message.HasField("writer") else None
+            converted = self.layout_converter.prompt(seq, message.writer) if message.HasField("writer") else None
         except ValueError as error:
             self._refuse(link, message.request_id, RequestError(str(error), kind="rejected"))
             return
@@ -302,7 +304,7 @@ class Instance:
         measured["kv_transfer_bytes_waiting"] = self.transfers.waiting * block_bytes
         scheme = self.connector.scheme
         parts = {scheme: stats, **stats.parts}
-        if (converted := self.converters.stats()) is not None:
+        if (converted := self.layout_converter.stats()) is not None:
             parts[f"{scheme}/converted"] = converted
         for name, one in parts.items():
             for direction in ("store", "load"):
@@ -333,7 +335,7 @@ class Instance:
         if self._jobs.get(name) is job:
             del self._jobs[name]
         if job.cut_short:
-            job.news().stamps.add(stage=RELEASED, seconds=self.now())
+            job.pending_output().stamps.add(stage=RELEASED, seconds=self.now())
         self._outgoing[job] = None
 
     def count_sources(self, job: Job) -> None:

@@ -9,13 +9,13 @@ import threading
 from itertools import islice
 
 
-class BlockNews:
+class KVEventPublisher:
     """Thread-safe: the engine thread says what changes, the links take what is to be told."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._keys: dict[bytes, None] = {}
-        self._routers: list[Untold] = []
+        self._routers: list[PendingKVEvents] = []
 
     def changed(self, key: bytes, cached: bool) -> None:
         """The pool has a key now that it had not, or the other way round."""
@@ -27,19 +27,19 @@ class BlockNews:
             for untold in self._routers:
                 untold.changed(key, cached)
 
-    def open(self) -> "Untold":
+    def open(self) -> "PendingKVEvents":
         """For a router that has been told nothing."""
         with self._lock:
-            untold = Untold(self._lock, self._keys)
+            untold = PendingKVEvents(self._lock, self._keys)
             self._routers.append(untold)
         return untold
 
-    def close(self, untold: "Untold") -> None:
+    def close(self, untold: "PendingKVEvents") -> None:
         with self._lock:
             self._routers.remove(untold)
 
 
-class Untold:
+class PendingKVEvents:
     """What one router has yet to be told. Its length is the number of keys."""
 
     def __init__(self, lock: threading.Lock, keys: dict[bytes, None]) -> None:

@@ -12,7 +12,7 @@ from pdserve.control.certificates import unreachable
 from pdserve.control.registry import LOOK_S, Registry
 from pdserve.control.wire import Wire
 from pdserve.instance.engine_loop import Instance
-from pdserve.instance.kv_events import Untold
+from pdserve.instance.kv_events import PendingKVEvents
 from pdserve.proto import pdserve_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Link(Wire[pb.RouterFrame, pb.InstanceFrame]):
             case other:
                 log.warning("router %s sent a frame of an unknown kind (%s)", self.address, other)
 
-    async def tell(self, untold: Untold) -> None:
+    async def tell(self, untold: PendingKVEvents) -> None:
         """Once it is let in, sends heartbeats, and soon after they have changed what the pool has and what other routers have
         sent; for ever, but not to a router that does not read."""
         await self.welcomed.wait()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pdserve.engine.engine import Engine
 from pdserve.kv_transfer.connector import Connector, Outcome, Result
 from pdserve.roles.break_even import BreakEven, Reason
-from pdserve.roles.job import Desk, Job
+from pdserve.roles.job import InstanceContext, Job
 from pdserve.roles.transfers import Transfers
 
 
@@ -23,11 +23,11 @@ class _Fetch:
 
 
 class Fetcher:
-    def __init__(self, engine: Engine, connector: Connector, transfers: Transfers, desk: Desk) -> None:
+    def __init__(self, engine: Engine, connector: Connector, transfers: Transfers, context: InstanceContext) -> None:
         self._engine = engine
         self._connector = connector
         self._transfers = transfers
-        self._desk = desk
+        self._context = context
         self._break_even = BreakEven()
 
     def fetch(self, job: Job, cancelled: Callable[[], None]) -> None:
@@ -44,7 +44,7 @@ class Fetcher:
             self._engine.add(seq)
             return
         job.transfers += 1
-        self._desk.when_done(self._connector.match(keys), lambda found: self._matched(fetch, found))
+        self._context.when_done(self._connector.match(keys), lambda found: self._matched(fetch, found))
 
     def _have(self, fetch: _Fetch) -> int:
         """Leading blocks that need no load."""
@@ -69,13 +69,13 @@ class Fetcher:
         has_place = bool(seq.block_ids)
         blocks, costs = found - have, scheduler.costs
         longer = costs.prefill_seconds(blocks * seq.block_size, have * seq.block_size) - costs.prefill_seconds(0)
-        reason = self._break_even.decide(blocks, longer, self._desk.now())  # some step is made anyway
+        reason = self._break_even.decide(blocks, longer, self._context.now())  # some step is made anyway
         # Beside those who wait, or newcomers with hits would take every block that a long prompt waits for.
         loads = reason is not Reason.DEARER
         if loads and not has_place and not scheduler.reserve(seq, len(fetch.keys), seq.num_given, beside=True):
-            self._desk.count("store_hits", 1, decision="no_room")
+            self._context.count("store_hits", 1, decision="no_room")
             return False
-        self._desk.count("store_hits", 1, decision=reason)
+        self._context.count("store_hits", 1, decision=reason)
         return loads
 
     def _load(self, fetch: _Fetch, first: int, stop: int) -> None:
@@ -86,7 +86,7 @@ class Fetcher:
     def _loaded(self, fetch: _Fetch, first: int, stop: int, result: Result) -> None:
         moved = result.outcomes.count(Outcome.OK)
         if moved or Outcome.UNAVAILABLE in result.outcomes:
-            self._break_even.loaded(moved, result.seconds, self._desk.now())
+            self._break_even.loaded(moved, result.seconds, self._context.now())
         if fetch.job.over:
             fetch.cancelled()
             return

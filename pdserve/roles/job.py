@@ -51,7 +51,7 @@ class Job:
     over: bool = False
     cut_short: bool = False
 
-    def news(self, *, urgent: bool = True) -> pb.Output:
+    def pending_output(self, *, urgent: bool = True) -> pb.Output:
         self.urgent = self.urgent or urgent
         if self.output is None:
             self.output = pb.Output(request_id=self.seq.request_id)
@@ -60,7 +60,7 @@ class Job:
     def stamp(self, stage: Stage, now: float) -> None:
         if stage not in self.stamped:
             self.stamped.add(stage)
-            self.news().stamps.add(stage=stage.value, seconds=now)  # made relative when the frame is sent
+            self.pending_output().stamps.add(stage=stage.value, seconds=now)  # made relative when the frame is sent
 
     def moved(self, result: Result, now: float) -> None:
         """Adds a transfer that has just ended to the request's totals. Time shared with others counts once."""
@@ -68,9 +68,9 @@ class Job:
         self.moved_seconds += min(result.seconds, now - self.moved_until)
         self.moved_until = now
 
-    def tell_moved(self, block_bytes: int) -> None:
+    def report_transfer(self, block_bytes: int) -> None:
         """Reports the totals, along with other news: they are not worth a frame of their own in the middle of a hand-over."""
-        self.news().moved.CopyFrom(
+        self.pending_output().moved.CopyFrom(
             pb.Moved(blocks=self.moved_blocks, bytes=self.moved_blocks * block_bytes, seconds=self.moved_seconds)
         )
 
@@ -79,9 +79,9 @@ class Job:
         hit, loaded = self.seq.num_local_hit, self.seq.num_loaded
         return {"computed": self.seq.num_given - hit - loaded, "local_hit": hit, "loaded": loaded}
 
-    def tell_sources(self) -> None:
+    def report_prompt_sources(self) -> None:
         """Reports the sources to the router: the instance that prefilled does."""
-        self.news().tokens.CopyFrom(pb.Tokens(**self.sources()))
+        self.pending_output().tokens.CopyFrom(pb.Tokens(**self.sources()))
 
     def left(self) -> pb.Load:
         """What is left to do of it here."""
@@ -97,25 +97,25 @@ class Job:
             load.context_tokens = len(seq)
         return load
 
-    def tell_token(self) -> None:
+    def report_token(self) -> None:
         """The token that has just been sampled, with what was asked about it."""
-        news, logprobs = self.news(urgent=not self.whole), self.seq.last_logprobs
-        news.token_ids.append(self.seq.tokens[-1])
-        if len(self.seq) == self.seq.num_given + 1 or len(news.token_ids) == WHOLE_TOKENS:
+        pending_output, logprobs = self.pending_output(urgent=not self.whole), self.seq.last_logprobs
+        pending_output.token_ids.append(self.seq.tokens[-1])
+        if len(self.seq) == self.seq.num_given + 1 or len(pending_output.token_ids) == WHOLE_TOKENS:
             self.urgent = True
         if logprobs is not None:
             top = logprobs.top
-            news.logprobs.add(
+            pending_output.logprobs.add(
                 logprob=logprobs.logprob, top_ids=[one for one, _ in top], top_logprobs=[value for _, value in top]
             )
 
     def finish(self, reason: str, now: float) -> None:
         self.stamp(Stage.FINISHED, now)
-        self.news().finish_reason = reason
+        self.pending_output().finish_reason = reason
         self.over = True
 
 
-class Desk(Protocol):
+class InstanceContext(Protocol):
     """What a role needs of the instance that it works in."""
 
     def now(self) -> float:

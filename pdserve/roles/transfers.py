@@ -17,7 +17,7 @@ from typing import Protocol
 from pdserve.engine.block_pool import BlockPool
 from pdserve.kv_transfer.connector import Connector, Outcome, Result
 from pdserve.kv_transfer.operation import Answer
-from pdserve.roles.job import Desk, Job
+from pdserve.roles.job import InstanceContext, Job
 
 Then = Callable[[Result], None]
 PIECES = 4  # into which blocks that come together are divided
@@ -59,10 +59,12 @@ class Transfers:
         num_holding: transfers whose blocks are still held; those that peers read in place may outlive their request.
     """
 
-    def __init__(self, pool: BlockPool, connector: Connector, desk: Desk, max_blocks: int, block_bytes: int) -> None:
+    def __init__(
+        self, pool: BlockPool, connector: Connector, context: InstanceContext, max_blocks: int, block_bytes: int
+    ) -> None:
         self._pool = pool
         self._connector = connector
-        self._desk = desk
+        self._context = context
         self._max_blocks = max_blocks
         self._block_bytes = block_bytes
         self._waiting: deque[_Transfer] = deque()
@@ -91,7 +93,7 @@ class Transfers:
     def store(self, job: Job, keys: Sequence[bytes], blocks: list[int], lease_s: float, then: Then) -> None:
         """`then` gets the result on the engine thread; until it is called, `job.transfers` counts the transfer."""
         start = lambda: self._connector.store(keys, blocks, lease_s=lease_s)  # noqa: E731
-        self._add(_Transfer(job, blocks, True, start, then, lease_s > 0, self._desk.now()))
+        self._add(_Transfer(job, blocks, True, start, then, lease_s > 0, self._context.now()))
 
     def load(
         self,
@@ -105,7 +107,7 @@ class Transfers:
         """As `store`. `source` None is the connector."""
         from_there = source or self._connector
         start = lambda: from_there.load(keys, blocks, tickets=tickets)  # noqa: E731
-        self._add(_Transfer(job, blocks, False, start, then, True, self._desk.now()))
+        self._add(_Transfer(job, blocks, False, start, then, True, self._context.now()))
 
     def release(self, keys: Sequence[bytes], ticket: bytes) -> None:
         """Ends the leases of a store that has ended; nobody will load what it stored."""
@@ -115,7 +117,7 @@ class Transfers:
     def follow(self, job: Job, keys: Sequence[bytes], blocks: list[int], then: Then) -> None:
         """As `load`, of blocks that are being stored."""
         start = lambda: self._connector.follow(keys, blocks, patience_s=PATIENCE_S)  # noqa: E731
-        self._add(_Transfer(job, blocks, False, start, then, True, self._desk.now()))
+        self._add(_Transfer(job, blocks, False, start, then, True, self._context.now()))
 
     def pieces(self, first: int, stop: int) -> Iterable[tuple[int, int]]:
         """Divides a range of blocks that come together, so that several threads move them, and others get in between."""
@@ -144,28 +146,28 @@ class Transfers:
     def _start(self) -> None:
         while self._waiting and self._fits(self._waiting[0]):
             transfer = self._waiting.popleft()
-            transfer.waited = self._desk.now() - transfer.asked
+            transfer.waited = self._context.now() - transfer.asked
             self.in_flight += self._weight(transfer)
             transfer.future = transfer.start()
             self._under_way.add(transfer)
-            self._desk.when_done(transfer.future, partial(self._done, transfer))
+            self._context.when_done(transfer.future, partial(self._done, transfer))
 
     def _done(self, transfer: _Transfer, result: Result) -> None:
         self._under_way.discard(transfer)
         self.in_flight -= self._weight(transfer)
         if self._weight(transfer):
-            self._desk.moved(result.outcomes.count(Outcome.OK), result.seconds)
+            self._context.moved(result.outcomes.count(Outcome.OK), result.seconds)
         if Outcome.OK in result.outcomes:
             self._silent_until = -math.inf
         elif Outcome.UNAVAILABLE in result.outcomes:
-            self._silent_until = self._desk.now() + result.seconds
+            self._silent_until = self._context.now() + result.seconds
         self._end(transfer, replace(result, seconds=result.seconds + transfer.waited))
         self._start()
         self._leave_silent_store()
 
     def _leave_silent_store(self) -> None:
-        if self._waiting and self._desk.now() < self._silent_until:
-            self._desk.count("kv_transfer_given_up_blocks", self.waiting)
+        if self._waiting and self._context.now() < self._silent_until:
+            self._context.count("kv_transfer_given_up_blocks", self.waiting)
             dropped, self._waiting = self._waiting, deque()
             self._give_up(dropped)
 
@@ -174,14 +176,14 @@ class Transfers:
         for transfer in dropped:
             nothing: Future[Result] = Future()
             nothing.set_result(Result([Outcome.UNAVAILABLE] * len(transfer.blocks), 0.0))
-            self._desk.when_done(nothing, partial(self._end, transfer))
+            self._context.when_done(nothing, partial(self._end, transfer))
 
     def _end(self, transfer: _Transfer, result: Result) -> None:
         transfer.job.transfers -= 1
         if result.held is None:
             self._let_go(transfer)
         else:
-            self._desk.when_done(result.held, lambda _: self._let_go(transfer))
+            self._context.when_done(result.held, lambda _: self._let_go(transfer))
         transfer.then(result)
 
     def _let_go(self, transfer: _Transfer) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pdserve.errors import Unavailable
 from pdserve.request import TokenLogprobs
-from pdserve.router.api.requests import Plan
+from pdserve.router.api.requests import ParsedRequest
 from pdserve.router.backend import Backend, Chunk, TokenStream
 from pdserve.router.text.detokenizer import TextStream
 from pdserve.router.text.tokenizer import Tokenizer
@@ -88,20 +88,28 @@ class Generation:
     `leave` is called once or more when it is over, with the tokens of its prompts and of its choices, or 0 if it was refused.
     """
 
-    def __init__(self, plan: Plan, tokenizer: Tokenizer, backend: Backend, leave: Callable[[int], None]) -> None:
+    def __init__(
+        self, parsed: ParsedRequest, tokenizer: Tokenizer, backend: Backend, leave: Callable[[int], None]
+    ) -> None:
         """Raises RequestError, with nothing left running, if the backend refuses one of them."""
-        self.plan = plan
+        self.parsed = parsed
         self._leave = leave
         self.tokenizer = tokenizer
         self.choices: list[Choice] = []
         try:
-            for index, request in enumerate(plan.requests):
+            for index, request in enumerate(parsed.requests):
                 min_tokens = request.sampling.min_tokens
                 text = TextStream(
-                    tokenizer, plan.stops, include_stop=plan.include_stop, min_tokens=min_tokens, starts=plan.logprobs
+                    tokenizer,
+                    parsed.stops,
+                    include_stop=parsed.include_stop,
+                    min_tokens=min_tokens,
+                    starts=parsed.logprobs,
                 )
-                echo = plan.echo[index * len(plan.echo) // len(plan.requests)] if plan.echo else ""
-                tools = ToolCalls(plan.tools.format, plan.tools.names, plan.tools.single) if plan.tools else None
+                echo = parsed.echo[index * len(parsed.echo) // len(parsed.requests)] if parsed.echo else ""
+                tools = (
+                    ToolCalls(parsed.tools.format, parsed.tools.names, parsed.tools.single) if parsed.tools else None
+                )
                 self.choices.append(Choice(index, backend.open(request), text, echo, tools))
         except BaseException:
             leave(0)
@@ -128,7 +136,7 @@ class Generation:
     @property
     def prompt_tokens(self) -> int:
         """The prompt of several choices counts once."""
-        return sum(map(len, self.plan.prompts))
+        return sum(map(len, self.parsed.prompts))
 
     @property
     def completion_tokens(self) -> int:
@@ -137,7 +145,7 @@ class Generation:
 
     def usage(self) -> Json:
         """Tokens so far; as cached count only those of a prompt that none of its choices computed."""
-        prompts, choices = self.plan.prompts, self.choices
+        prompts, choices = self.parsed.prompts, self.choices
         n = len(choices) // len(prompts)
         cached = 0
         for i in range(len(prompts)):

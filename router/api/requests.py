@@ -34,7 +34,7 @@ class Origin:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ParsedRequest:
     """One HTTP request, understood: `requests` holds the `n` choices of the first prompt, then of the next.
 
     Attributes:
@@ -60,7 +60,9 @@ class Plan:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-def completion_plan(body: CompletionBody, origin: Origin, tokenizer: Tokenizer, info: ModelInfo, max_n: int) -> Plan:
+def parse_completion(
+    body: CompletionBody, origin: Origin, tokenizer: Tokenizer, info: ModelInfo, max_n: int
+) -> ParsedRequest:
     """Raises BadRequest or NotFound with a sentence for everything that this model cannot do."""
     check_model(body.model, info.name)
     texts = _prompts(body.prompt)
@@ -76,14 +78,14 @@ def completion_plan(body: CompletionBody, origin: Origin, tokenizer: Tokenizer, 
         message = "echo together with logprobs is not supported: there are none of the prompt; leave out one of the two"
         raise BadRequest(message, kind="unsupported_parameter", param="echo")
     sampling = _sampling(body, max_tokens, body.logprobs, grammar_of(body, info), info)
-    plan = _plan(body, origin, prompts, n, sampling, info, chat=False)
+    parsed = _parsed(body, origin, prompts, n, sampling, info, chat=False)
     if not body.echo:
-        return plan
+        return parsed
     echo = tuple(prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in texts)
-    return replace(plan, echo=echo)
+    return replace(parsed, echo=echo)
 
 
-def chat_plan(body: ChatBody, origin: Origin, tokenizer: Tokenizer, info: ModelInfo, max_n: int) -> Plan:
+def parse_chat(body: ChatBody, origin: Origin, tokenizer: Tokenizer, info: ModelInfo, max_n: int) -> ParsedRequest:
     """Raises BadRequest or NotFound with a sentence for everything that this model cannot do."""
     check_model(body.model, info.name)
     n = _choices(body.n, 1, max_n)
@@ -97,8 +99,8 @@ def chat_plan(body: ChatBody, origin: Origin, tokenizer: Tokenizer, info: ModelI
     if max_tokens is None:
         max_tokens = max(1, info.max_model_len - len(prompt))
     sampling = _sampling(body, max_tokens, _chat_logprobs(body), _grammar(body, tools, info), info)
-    plan = _plan(body, origin, [prompt], n, sampling, info, chat=True)
-    return replace(plan, tools=tools)
+    parsed = _parsed(body, origin, [prompt], n, sampling, info, chat=True)
+    return replace(parsed, tools=tools)
 
 
 def check_model(asked: str | None, served: str) -> None:
@@ -127,7 +129,7 @@ def tokens_of(body: TokenizeBody, tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode(body.prompt, special=or_default(body.add_special_tokens, True))
 
 
-def _plan(
+def _parsed(
     body: SamplingBody,
     origin: Origin,
     prompts: list[list[int]],
@@ -135,11 +137,11 @@ def _plan(
     sampling: SamplingParams,
     info: ModelInfo,
     chat: bool,
-) -> Plan:
+) -> ParsedRequest:
     for prompt in prompts:
         _check_context(len(prompt), sampling.max_tokens, info.max_model_len)
     options = _stream_options(body)
-    return Plan(
+    return ParsedRequest(
         id=origin.request_id,
         chat=chat,
         model=info.name,

@@ -11,7 +11,7 @@ from pdserve.errors import BadRequest, RequestError
 from pdserve.router.api.generation import Delta, Generation, Json
 from pdserve.router.api.http_responses import error_data
 from pdserve.router.api.parsing import quote
-from pdserve.router.api.requests import Plan
+from pdserve.router.api.requests import ParsedRequest
 from pdserve.router.api.schemas import (
     ChatBody,
     GenerationBody,
@@ -30,7 +30,7 @@ OF_PART = {"type", "text", "annotations", "logprobs"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResponsePlan(Plan):
+class ResponsePlan(ParsedRequest):
     """`asked` is what the response repeats of its request."""
 
     asked: Json = field(default_factory=dict)
@@ -54,14 +54,14 @@ def chat_of(body: ResponseBody) -> ChatBody:
     )
 
 
-def response_plan(body: ResponseBody, plan: Plan) -> ResponsePlan:
+def parse_response(body: ResponseBody, parsed: ParsedRequest) -> ResponsePlan:
     text = {"format": {"type": "text"}} if body.text is None else body.text.model_dump(by_alias=True, exclude_none=True)
     asked: Json = {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
-        "temperature": plan.requests[0].sampling.temperature,
-        "top_p": plan.requests[0].sampling.top_p,
+        "temperature": parsed.requests[0].sampling.temperature,
+        "top_p": parsed.requests[0].sampling.top_p,
         "text": text,
         "user": body.user,
         "background": False,
@@ -73,12 +73,12 @@ def response_plan(body: ResponseBody, plan: Plan) -> ResponsePlan:
         "tools": [],
         "truncation": "disabled",
     }
-    return ResponsePlan(**vars(plan), asked=asked)
+    return ResponsePlan(**vars(parsed), asked=asked)
 
 
 def whole_response(generation: Generation, choices: list[Delta]) -> Json:
     [choice] = choices
-    return _response(generation, _status(choice.finish_reason), [_item(generation.plan.id, choice)])
+    return _response(generation, _status(choice.finish_reason), [_item(generation.parsed.id, choice)])
 
 
 class ResponseEvents(EventStream):
@@ -93,11 +93,11 @@ class ResponseEvents(EventStream):
         self._finish_reason: str | None = None
 
     def events_of(self, delta: Delta) -> list[Json]:
-        plan = self._generation.plan
+        parsed = self._generation.parsed
         events: list[Json] = []
         if not self._text:
             started = _response(self._generation, "in_progress", [])
-            item = {**_item(plan.id, None), "content": []}
+            item = {**_item(parsed.id, None), "content": []}
             events = [
                 {"type": "response.created", "response": started},
                 {"type": "response.in_progress", "response": started},
@@ -113,7 +113,7 @@ class ResponseEvents(EventStream):
 
     def last_events(self) -> list[Json]:
         text, status = "".join(self._text), _status(self._finish_reason)
-        item = _item(self._generation.plan.id, Delta(0, text, [], self._finish_reason, [], [], []))
+        item = _item(self._generation.parsed.id, Delta(0, text, [], self._finish_reason, [], [], []))
         return [
             {"type": "response.output_text.done", **self._place(), "text": text, "logprobs": []},
             {"type": "response.content_part.done", **self._place(), "part": _part(text)},
@@ -132,7 +132,7 @@ class ResponseEvents(EventStream):
         return f"event: {event['type']}\n".encode() + b"data: " + to_json(numbered) + b"\n\n"
 
     def _place(self) -> Json:
-        return {"item_id": _item_id(self._generation.plan.id), "output_index": 0, "content_index": 0}
+        return {"item_id": _item_id(self._generation.parsed.id), "output_index": 0, "content_index": 0}
 
 
 def _messages(given: object) -> list[Message]:
@@ -176,20 +176,20 @@ def _format(body: ResponseBody) -> ResponseFormat | None:
 
 
 def _response(generation: Generation, status: str, output: list[Json]) -> Json:
-    plan = generation.plan
-    assert isinstance(plan, ResponsePlan)
+    parsed = generation.parsed
+    assert isinstance(parsed, ResponsePlan)
     usage = generation.usage() if status != "in_progress" else None
     return {
-        "id": plan.id,
+        "id": parsed.id,
         "object": "response",
-        "created_at": plan.created,
+        "created_at": parsed.created,
         "status": status,
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "model": plan.model,
+        "model": parsed.model,
         "output": output,
         "usage": usage and _usage(usage),
-        **plan.asked,
+        **parsed.asked,
     }
 
 

@@ -12,7 +12,7 @@ from pdserve.errors import RequestError
 from pdserve.router.api.generation import Delta, Generation, Json
 from pdserve.router.api.http_responses import CLIENT_GONE, InternalError, error_data, json_response
 from pdserve.router.api.logprobs import of_chat, of_completion
-from pdserve.router.api.requests import Plan
+from pdserve.router.api.requests import ParsedRequest
 from pdserve.router.text.tool_calls import CallPart
 
 Word = Callable[[Generation, list[Delta]], Json]
@@ -20,8 +20,8 @@ Word = Callable[[Generation, list[Delta]], Json]
 
 async def answer(generation: Generation, receive: Receive, word: Word) -> Response:
     """The whole answer at once, as `word` words its choices, or nothing if the client leaves before."""
-    plan = generation.plan
-    deltas: list[list[Delta]] = [[] for _ in plan.requests]
+    parsed = generation.parsed
+    deltas: list[list[Delta]] = [[] for _ in parsed.requests]
 
     async def collect(new: Iterable[Delta]) -> None:
         for delta in new:
@@ -60,7 +60,7 @@ class EventStream(Response, ABC):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._generation = generation
-        self._unfinished = len(generation.plan.requests)  # choices whose last event is not out
+        self._unfinished = len(generation.parsed.requests)  # choices whose last event is not out
         self._started = False
         self._sending = asyncio.Lock()  # choices send side by side, and wait for a slow client in turn
 
@@ -122,28 +122,28 @@ class ChunkStream(EventStream):
 
     def __init__(self, generation: Generation) -> None:
         super().__init__(generation)
-        self._prompt_ids_due = generation.plan.return_token_ids
-        self._unspoken = set(range(len(generation.plan.requests)))
+        self._prompt_ids_due = generation.parsed.return_token_ids
+        self._unspoken = set(range(len(generation.parsed.requests)))
 
     def events_of(self, delta: Delta) -> list[Json]:
-        plan, events = self._generation.plan, []
-        if plan.chat and delta.index in self._unspoken:
-            events.append(_event(plan, [_role(delta.index)]))
+        parsed, events = self._generation.parsed, []
+        if parsed.chat and delta.index in self._unspoken:
+            events.append(_event(parsed, [_role(delta.index)]))
         self._unspoken.discard(delta.index)
-        events.append(_event(plan, [_part(self._generation, delta)]))
+        events.append(_event(parsed, [_part(self._generation, delta)]))
         return [self._with_extras(event) for event in events]
 
     def last_events(self) -> list[Json]:
-        plan = self._generation.plan
-        return [{**_event(plan, []), "usage": self._generation.usage()}] if plan.include_usage else []
+        parsed = self._generation.parsed
+        return [{**_event(parsed, []), "usage": self._generation.usage()}] if parsed.include_usage else []
 
     def _with_extras(self, event: Json) -> Json:
-        plan = self._generation.plan
+        parsed = self._generation.parsed
         if self._prompt_ids_due:
-            event["prompt_token_ids"] = _prompt_token_ids(plan)
+            event["prompt_token_ids"] = _prompt_token_ids(parsed)
             self._prompt_ids_due = False
-        if plan.include_usage or plan.continuous_usage:
-            event["usage"] = self._generation.usage() if plan.continuous_usage else None
+        if parsed.include_usage or parsed.continuous_usage:
+            event["usage"] = self._generation.usage() if parsed.continuous_usage else None
         return event
 
 
@@ -178,24 +178,24 @@ async def _disconnect(receive: Receive) -> None:
 
 
 def whole_body(generation: Generation, choices: list[Delta]) -> Json:
-    plan = generation.plan
-    kind = "chat.completion" if plan.chat else "text_completion"
+    parsed = generation.parsed
+    kind = "chat.completion" if parsed.chat else "text_completion"
     body = {
-        **_head(plan, kind),
+        **_head(parsed, kind),
         "choices": [_whole(generation, choice) for choice in choices],
         "usage": generation.usage(),
     }
-    if plan.return_token_ids:
-        body["prompt_token_ids"] = _prompt_token_ids(plan)
+    if parsed.return_token_ids:
+        body["prompt_token_ids"] = _prompt_token_ids(parsed)
     return body
 
 
-def _head(plan: Plan, kind: str) -> Json:
-    return {"id": plan.id, "object": kind, "created": plan.created, "model": plan.model}
+def _head(parsed: ParsedRequest, kind: str) -> Json:
+    return {"id": parsed.id, "object": kind, "created": parsed.created, "model": parsed.model}
 
 
-def _event(plan: Plan, choices: list[Json]) -> Json:
-    return {**_head(plan, "chat.completion.chunk" if plan.chat else "text_completion"), "choices": choices}
+def _event(parsed: ParsedRequest, choices: list[Json]) -> Json:
+    return {**_head(parsed, "chat.completion.chunk" if parsed.chat else "text_completion"), "choices": choices}
 
 
 def _role(index: int) -> Json:
@@ -206,11 +206,11 @@ def _whole(generation: Generation, choice: Delta) -> Json:
     message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
     if choice.calls:
         message = {**message, "content": choice.text or None, "tool_calls": _whole_calls(choice.calls)}
-    return _choice(generation, choice, {"message": message} if generation.plan.chat else {"text": choice.text})
+    return _choice(generation, choice, {"message": message} if generation.parsed.chat else {"text": choice.text})
 
 
 def _part(generation: Generation, delta: Delta) -> Json:
-    if not generation.plan.chat:
+    if not generation.parsed.chat:
         return _choice(generation, delta, {"text": delta.text})
     new: Json = {"content": delta.text} if delta.text or not delta.calls else {}
     if delta.calls:
@@ -235,20 +235,20 @@ def _whole_calls(parts: list[CallPart]) -> list[Json]:
 
 
 def _choice(generation: Generation, choice: Delta, text: Json) -> Json:
-    ids = {"token_ids": choice.token_ids} if generation.plan.return_token_ids else {}
+    ids = {"token_ids": choice.token_ids} if generation.parsed.return_token_ids else {}
     logprobs = _logprobs(generation, choice)
     return {"index": choice.index, **text, "logprobs": logprobs, "finish_reason": choice.finish_reason, **ids}
 
 
 def _logprobs(generation: Generation, choice: Delta) -> Json | None:
-    plan, tokenizer = generation.plan, generation.tokenizer
-    if not plan.logprobs:
+    parsed, tokenizer = generation.parsed, generation.tokenizer
+    if not parsed.logprobs:
         return None
-    if plan.chat:
+    if parsed.chat:
         return of_chat(tokenizer, choice.token_ids, choice.logprobs)
     return of_completion(tokenizer, choice.token_ids, choice.logprobs, choice.starts)
 
 
-def _prompt_token_ids(plan: Plan) -> list[int] | list[list[int]]:
+def _prompt_token_ids(parsed: ParsedRequest) -> list[int] | list[list[int]]:
     """The prompt's ids; of several prompts, a list of them."""
-    return plan.prompts[0] if len(plan.prompts) == 1 else plan.prompts
+    return parsed.prompts[0] if len(parsed.prompts) == 1 else parsed.prompts

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.dispatch.handover import State
-from pdserve.router.dispatch.request_state import Flight
-from pdserve.router.dispatch.selector import Chooser
-from pdserve.router.instances.fleet import Member
+from pdserve.router.dispatch.request_state import RequestState
+from pdserve.router.dispatch.selector import InstanceSelector
+from pdserve.router.instances.fleet import InstanceHandle
 from pdserve.router.telemetry.metrics import Metrics
 
 
@@ -20,52 +20,52 @@ class Hedges:
     def __init__(
         self,
         after: float | None,
-        chooser: Chooser,
+        selector: InstanceSelector,
         metrics: Metrics,
-        on_output: Callable[[Member, pb.Output], None],
+        on_output: Callable[[InstanceHandle, pb.Output], None],
     ) -> None:
         """A prefill is late `after` so many seconds; None: never."""
         self.after = math.inf if after is None else after
-        self._chooser = chooser
+        self._selector = selector
         self._metrics = metrics
         self._on_output = on_output
 
-    def watch(self, flight: Flight, now: float) -> None:
-        if not flight.hedged and now - flight.started > self.after:
-            self.ask(flight)
+    def watch(self, state: RequestState, now: float) -> None:
+        if not state.hedged and now - state.started > self.after:
+            self.start(state)
 
-    def ask(self, flight: Flight) -> None:
-        if flight.machine.state is not State.PREFILLING or flight.hedged:
+    def start(self, state: RequestState) -> None:
+        if state.machine.state is not State.PREFILLING or state.hedged:
             return
-        assert flight.decode is not None
-        flight.hedged = True
-        second = self._chooser.second(flight.ask, flight.prefill, flight.decode)
+        assert state.decode is not None
+        state.hedged = True
+        second = self._selector.second(state.placement_request, state.prefill, state.decode)
         if second is not None:
-            flight.hedge, decision = second
-            flight.timeline.decisions.append(("prefill", decision))
-            flight.held.clear()
-            flight.submit(flight.hedge, pb.PREFILL, flight.submission())
+            state.hedge, decision = second
+            state.timeline.decisions.append(("prefill", decision))
+            state.held.clear()
+            state.submit(state.hedge, pb.PREFILL, state.submission())
             self._metrics.hedges.labels(outcome="asked").inc()
 
-    def on_output(self, flight: Flight, member: Member, output: pb.Output) -> None:
-        flight.held.append(output)
+    def on_output(self, state: RequestState, instance: InstanceHandle, output: pb.Output) -> None:
+        state.held.append(output)
         if output.HasField("error"):
-            member.release(flight.id)
-            flight.hedge = None
+            instance.release(state.id)
+            state.hedge = None
         elif output.token_ids:
-            flight.let_go(flight.prefill)
-            self.prefer(flight)
+            state.let_go(state.prefill)
+            self.prefer(state)
 
-    def prefer(self, flight: Flight) -> None:
+    def prefer(self, state: RequestState) -> None:
         """It takes the first one's place, and has said what it has said."""
-        assert flight.hedge is not None
-        flight.prefill, flight.hedge = flight.hedge, None
-        flight.timeline.prefill_instance = flight.prefill.id
+        assert state.hedge is not None
+        state.prefill, state.hedge = state.hedge, None
+        state.timeline.prefill_instance = state.prefill.id
         self._metrics.hedges.labels(outcome="preferred").inc()
-        for output in flight.held:
-            self._on_output(flight.prefill, output)
+        for output in state.held:
+            self._on_output(state.prefill, output)
 
-    def drop(self, flight: Flight) -> None:
-        if flight.hedge is not None:
-            flight.let_go(flight.hedge)
-            flight.hedge = None
+    def drop(self, state: RequestState) -> None:
+        if state.hedge is not None:
+            state.let_go(state.hedge)
+            state.hedge = None

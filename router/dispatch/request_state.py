@@ -10,25 +10,25 @@ from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, TokenLogprobs
 from pdserve.router.backend import Chunk
 from pdserve.router.dispatch.handover import OWNER, HandOver
-from pdserve.router.instances.fleet import Member
-from pdserve.router.scheduling.policy import Ask, Load
+from pdserve.router.instances.fleet import InstanceHandle
+from pdserve.router.scheduling.policy import Load, PlacementRequest
 from pdserve.router.telemetry.timeline import Moved, Timeline
 
 
-class Flight:
+class RequestState:
     """A TokenStream for the HTTP side, fed by the dispatcher, whom `on_cancel` tells that nobody wants more."""
 
-    prefill: Member
-    decode: Member | None  # None: prefill does everything
+    prefill: InstanceHandle
+    decode: InstanceHandle | None  # None: prefill does everything
 
-    def __init__(self, request: Request, machine: HandOver, on_cancel: "Callable[[Flight], None]") -> None:
+    def __init__(self, request: Request, machine: HandOver, on_cancel: "Callable[[RequestState], None]") -> None:
         self.request = request
         self.machine = machine
         self.timeline = Timeline(request.request_id, request.traceparent, prompt_tokens=len(request.prompt))
         self.last_token_at: float | None = None
         self.started = 0.0  # when instances were asked
         self.hedged = False  # since then, a second instance was to be asked to prefill too; once is enough
-        self.hedge: Member | None = None  # asked to prefill too, because the first one is late
+        self.hedge: InstanceHandle | None = None  # asked to prefill too, because the first one is late
         self.held: list[pb.Output] = []  # what it has said, until it turns out to be the faster one
         self.emitted: list[int] = []
         self.cached: Mapping[str, int] = {}  # instance id → leading tokens in its pool when it was picked
@@ -44,14 +44,14 @@ class Flight:
         return f"{self.request.request_id}#{moves}" if moves else self.request.request_id
 
     @property
-    def last_member(self) -> Member:
+    def last_instance(self) -> InstanceHandle:
         """The instance that produces the output's end."""
         return self.decode or self.prefill
 
     @property
-    def owner(self) -> Member:
+    def owner(self) -> InstanceHandle:
         """The instance that must act next."""
-        return self.prefill if OWNER[self.machine.state] == "prefill" else self.last_member
+        return self.prefill if OWNER[self.machine.state] == "prefill" else self.last_instance
 
     @property
     def tokens(self) -> int:
@@ -63,9 +63,11 @@ class Flight:
         return self.request.sampling.max_tokens - len(self.emitted)
 
     @property
-    def ask(self) -> Ask:
+    def placement_request(self) -> PlacementRequest:
         """What is to be placed by now."""
-        return Ask(self.tokens, session=self.request.session, cached=self.cached, output_tokens=self.tokens_left)
+        return PlacementRequest(
+            self.tokens, session=self.request.session, cached=self.cached, output_tokens=self.tokens_left
+        )
 
     def left(self, phase: "pb.Phase", done: int = 0) -> Load:
         """What is left to do in a phase, with so many tokens computed or cached. The last one always has to be computed."""
@@ -87,12 +89,12 @@ class Flight:
         submit.sampling.CopyFrom(pb.Sampling(**vars(request.sampling)))
         return frame
 
-    def submit(self, member: Member, phase: "pb.Phase", frame: pb.RouterFrame) -> None:
-        member.give(self.id, self.left(phase, self.cached.get(member.id, 0)))
+    def submit(self, instance: InstanceHandle, phase: "pb.Phase", frame: pb.RouterFrame) -> None:
+        instance.give(self.id, self.left(phase, self.cached.get(instance.id, 0)))
         frame.submit.phase = phase
-        if phase == pb.DECODE and self.prefill.hello.namespace != member.hello.namespace:
+        if phase == pb.DECODE and self.prefill.hello.namespace != instance.hello.namespace:
             frame.submit.writer.CopyFrom(self.prefill.hello.layout)
-        member.send(frame)
+        instance.send(frame)
 
     def hand_over(self, message: pb.HandOver) -> None:
         """Tells decode, if there is one apart, what prefill has done."""
@@ -100,11 +102,11 @@ class Flight:
             message.request_id = self.id
             self.decode.send(pb.RouterFrame(hand_over=message))
 
-    def let_go(self, member: Member) -> None:
+    def let_go(self, instance: InstanceHandle) -> None:
         """Tells an instance that nobody wants more of this request, unless it has said itself that it is done."""
-        if self.id in member.requests:
-            member.send(pb.RouterFrame(cancel=pb.Cancel(request_id=self.id)))
-            member.release(self.id)
+        if self.id in instance.requests:
+            instance.send(pb.RouterFrame(cancel=pb.Cancel(request_id=self.id)))
+            instance.release(self.id)
 
     def put(self, item: Chunk | RequestError) -> None:
         if isinstance(item, RequestError):
@@ -152,7 +154,7 @@ class Flight:
         logprobs = [_logprobs(one) for one in output.logprobs]
         self.put(Chunk(list(output.token_ids), output.finish_reason or None, logprobs))
 
-    def note(self, member: Member, output: pb.Output, now: float) -> None:
+    def note(self, instance: InstanceHandle, output: pb.Output, now: float) -> None:
         """Takes stamps and counts into the timeline; instances stamp in seconds before they sent the frame.
 
         What one instance did because of another's news is then never stamped before it: a frame that is late makes
@@ -161,7 +163,7 @@ class Flight:
         for stamp in output.stamps:
             stage = Stage(stamp.stage)
             # The client's first token counts, hence the router's own stamp, in `emit`.
-            if stage is not Stage.FIRST_TOKEN and (stage is not Stage.FINISHED or member is self.last_member):
+            if stage is not Stage.FIRST_TOKEN and (stage is not Stage.FINISHED or instance is self.last_instance):
                 self.timeline.stamp(stage, now - stamp.seconds)
         if output.HasField("tokens") and not self.timeline.migrations:
             self.timeline.computed_tokens = output.tokens.computed
@@ -169,7 +171,7 @@ class Flight:
             self.timeline.loaded_tokens = output.tokens.loaded
         if output.HasField("moved"):
             moved = Moved(output.moved.blocks, output.moved.bytes, output.moved.seconds)
-            if member is self.decode:
+            if instance is self.decode:
                 self.timeline.loaded = moved
             else:
                 self.timeline.stored = moved

@@ -8,7 +8,7 @@ import ssl
 from pdserve.control.wire import Wire
 from pdserve.errors import SetupError
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.router.instances.fleet import MAX_NAME, Fleet, Member
+from pdserve.router.instances.fleet import MAX_NAME, Fleet, InstanceHandle
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class Control:
     def __init__(self, fleet: Fleet, token: str = "") -> None:
         """Instances have to know the token, if there is one."""
         self.fleet = fleet
-        self.visitors: set[Visitor] = set()
+        self.connections: set[InstanceConnection] = set()
         self._token = token
         self._server: asyncio.Server | None = None
 
@@ -36,7 +36,7 @@ class Control:
         try:
             patience = HELLO_S if tls else None
             self._server = await loop.create_server(
-                lambda: Visitor(self), _bindable(host), port, ssl=tls, ssl_handshake_timeout=patience
+                lambda: InstanceConnection(self), _bindable(host), port, ssl=tls, ssl_handshake_timeout=patience
             )
         except OSError as error:
             raise SetupError(
@@ -49,36 +49,36 @@ class Control:
         """Ends all connections; those whose other end does not read, after a while."""
         if self._server is not None:
             self._server.close()
-        for member in list(self.fleet.members.values()):
-            self.fleet.leave(member, "this router ends")
-        for visitor in self.visitors:
-            visitor.close()
-        if self.visitors:
-            await asyncio.wait([visitor.closed for visitor in self.visitors], timeout=CLOSE_S)
-        for visitor in list(self.visitors):
-            visitor.abort()
+        for instance in list(self.fleet.instances.values()):
+            self.fleet.deregister(instance, "this router ends")
+        for connection in self.connections:
+            connection.close()
+        if self.connections:
+            await asyncio.wait([connection.closed for connection in self.connections], timeout=CLOSE_S)
+        for connection in list(self.connections):
+            connection.abort()
 
     def knows(self, token: str) -> bool:
         return not self._token or hmac.compare_digest(token.encode(), self._token.encode())
 
 
-class Visitor(Wire[pb.InstanceFrame, pb.RouterFrame]):
+class InstanceConnection(Wire[pb.InstanceFrame, pb.RouterFrame]):
     """An instance that has dialled in: a member of the fleet from its first frame on."""
 
     def __init__(self, control: Control) -> None:
         super().__init__(pb.InstanceFrame)
         self._control = control
-        self._member: Member | None = None
+        self._instance: InstanceHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._control.visitors.add(self)
+        self._control.connections.add(self)
         self._patience = self._loop.call_later(HELLO_S, self._refuse, self.peer, f"it says nothing for {HELLO_S:g} s")
 
     def receive(self, frame: pb.InstanceFrame) -> None:
         fleet = self._control.fleet
-        if self._member is not None:
-            fleet.take(self._member, frame)
+        if self._instance is not None:
+            fleet.handle_frame(self._instance, frame)
         elif not self._control.knows(frame.token):
             self._refuse(self.peer, "this router asks for another --control-token")
         elif refusal := fleet.refusal(frame):
@@ -86,7 +86,7 @@ class Visitor(Wire[pb.InstanceFrame, pb.RouterFrame]):
         else:
             self._patience.cancel()
             self.known = True
-            self._member = fleet.join(frame.hello, self)
+            self._instance = fleet.register(frame.hello, self)
             self.put(pb.RouterFrame(welcome=fleet.welcome()))
 
     def _refuse(self, who: str, refusal: str) -> None:
@@ -97,10 +97,10 @@ class Visitor(Wire[pb.InstanceFrame, pb.RouterFrame]):
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
         self._patience.cancel()
-        self._control.visitors.discard(self)
-        if self._member is not None:
+        self._control.connections.discard(self)
+        if self._instance is not None:
             reason = f"a frame could not be handled: {self.error!r}" if self.error else "its connection ended"
-            self._control.fleet.leave(self._member, reason)
+            self._control.fleet.deregister(self._instance, reason)
         elif self.error is not None:
             log.warning("refused %s: %s", self.peer, self.error, extra={"event": "refused", "instance": self.peer})
 

@@ -1,6 +1,6 @@
 """The instances that serve this router: they dial in, say Hello, and stay as long as they are heard.
 
-What an instance says is handed to a `Listener`; what it is told goes through `Member.send`.
+What an instance says is handed to a `Listener`; what it is told goes through `InstanceHandle.send`.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ MAX_NAME = 200  # characters of an instance's id
 HEARD = pb.RouterFrame(heard=pb.Heard())
 
 
-class Outgoing(Protocol):
+class Connection(Protocol):
     """The way to an instance: its `Wire`."""
 
     def put(self, frame: pb.RouterFrame) -> None: ...
@@ -35,7 +35,7 @@ class Outgoing(Protocol):
 
 
 @dataclass(eq=False)
-class Member:
+class InstanceHandle:
     """One attached instance.
 
     Attributes:
@@ -48,7 +48,7 @@ class Member:
     """
 
     hello: pb.Hello
-    wire: Outgoing
+    wire: Connection
     heard: float
     stepped: float = 0.0
     untold: int = 0
@@ -87,14 +87,14 @@ class Member:
         self.hello, self.role, self.draining = hello, hello.role, False
         self.load.both = hello.role == "both"
 
-    def heard_of(self, beat: pb.Heartbeat) -> None:
+    def update_heartbeat(self, beat: pb.Heartbeat) -> None:
         """Takes a heartbeat's news."""
         if beat.HasField("costs"):
             prefill, decode, transfer = (tuple(getattr(beat.costs, name)) for name in ("prefill", "decode", "transfer"))
             self.load.learn(Costs(prefill, decode, transfer))
         self.beat = beat
 
-    def heard_of_others(self, others: pb.Load) -> None:
+    def update_other_load(self, others: pb.Load) -> None:
         """Takes what other routers' requests come to."""
         before, self.others = self.others, Load(*(getattr(others, name) for name in Load._fields))
         self.load.replace(before, self.others)
@@ -128,18 +128,18 @@ class Member:
 
 
 class Listener(Protocol):
-    def on_output(self, member: Member, output: pb.Output) -> None: ...
+    def on_output(self, instance: InstanceHandle, output: pb.Output) -> None: ...
 
-    def on_lost(self, member: Member) -> None: ...
+    def on_lost(self, instance: InstanceHandle) -> None: ...
 
-    def on_draining(self, member: Member) -> None: ...
+    def on_draining(self, instance: InstanceHandle) -> None: ...
 
 
 class Fleet:
     """Everything runs on one event loop."""
 
     def __init__(self, router_id: str, model: str, lease_seconds: float) -> None:
-        self.members: dict[str, Member] = {}
+        self.instances: dict[str, InstanceHandle] = {}
         self.index = PrefixIndex()
         self.breakers = Breakers()
         self.listener: Listener | None = None
@@ -148,16 +148,16 @@ class Fleet:
         self._model = model
         self._lease_seconds = lease_seconds
 
-    def serving(self, *roles: str) -> list[Member]:
-        return [m for m in self.members.values() if m.role in roles and not m.draining]
+    def serving(self, *roles: str) -> list[InstanceHandle]:
+        return [m for m in self.instances.values() if m.role in roles and not m.draining]
 
-    def fault(self, member: Member, now: float) -> None:
+    def fault(self, instance: InstanceHandle, now: float) -> None:
         """It has failed a request."""
-        if self.breakers.failed(member.id, now):
+        if self.breakers.failed(instance.id, now):
             log.warning(
                 "%s has failed again and again; it gets nothing for a while, then one request, to see",
-                member.id,
-                extra={"event": "breaker", "instance": member.id},
+                instance.id,
+                extra={"event": "breaker", "instance": instance.id},
             )
 
     def welcome(self) -> pb.Welcome:
@@ -168,10 +168,10 @@ class Fleet:
         while True:
             await asyncio.sleep(self._lease_seconds / 6)
             now = time.monotonic()
-            for member in list(self.members.values()):
-                if now - member.heard > self._lease_seconds:
-                    member.wire.abort()  # what it has not read, it is not to read later
-                    self.leave(member, f"not heard for {self._lease_seconds} s")
+            for instance in list(self.instances.values()):
+                if now - instance.heard > self._lease_seconds:
+                    instance.wire.abort()  # what it has not read, it is not to read later
+                    self.deregister(instance, f"not heard for {self._lease_seconds} s")
 
     def refusal(self, frame: pb.InstanceFrame) -> str:
         """Why an instance may not serve here, or nothing."""
@@ -184,81 +184,83 @@ class Fleet:
             return f"role {hello.role!r} is unknown; there are {', '.join(ROLES)}"
         if hello.model != self._model:
             return f"this router serves {self._model!r}, the instance {hello.model!r}: set --served-model-name alike"
-        namesake = self.members.get(hello.instance_id)
+        namesake = self.instances.get(hello.instance_id)
         if namesake is not None and namesake.hello.epoch != hello.epoch:
             return (
                 f"an instance {hello.instance_id!r} is attached already; give another --instance-id, or stop that one"
             )
-        for other in self.members.values():
+        for other in self.instances.values():
             if other.id != hello.instance_id and other.hello.namespace != hello.namespace:
                 refusal = _cannot_hand_over(hello, other.hello)
                 if refusal:
                     return refusal
         return ""
 
-    def join(self, hello: pb.Hello, wire: Outgoing) -> Member:
+    def register(self, hello: pb.Hello, wire: Connection) -> InstanceHandle:
         """Takes in an instance that nothing speaks against (`refusal`)."""
-        if hello.instance_id in self.members:
-            self.leave(self.members[hello.instance_id], "it has dialled again")
-        member = self.members[hello.instance_id] = Member(hello, wire, heard=time.monotonic())
-        extra = {"event": "joined", "instance": member.id}
-        log.info("%s joined as %s with %d blocks", member.id, hello.role, hello.num_blocks, extra=extra)
-        return member
+        if hello.instance_id in self.instances:
+            self.deregister(self.instances[hello.instance_id], "it has dialled again")
+        instance = self.instances[hello.instance_id] = InstanceHandle(hello, wire, heard=time.monotonic())
+        extra = {"event": "joined", "instance": instance.id}
+        log.info("%s joined as %s with %d blocks", instance.id, hello.role, hello.num_blocks, extra=extra)
+        return instance
 
-    def leave(self, member: Member, reason: str) -> None:
+    def deregister(self, instance: InstanceHandle, reason: str) -> None:
         """It serves here no more, if it did."""
-        if self.members.get(member.id) is not member:
+        if self.instances.get(instance.id) is not instance:
             return
-        del self.members[member.id]
-        self.index.forget(member.id)
+        del self.instances[instance.id]
+        self.index.forget(instance.id)
         self.num_lost += 1
-        extra = {"event": "drained" if member.draining else "left", "instance": member.id}
-        log.warning("%s left: %s; %d requests were with it", member.id, reason, len(member.requests), extra=extra)
-        member.wire.close()
+        extra = {"event": "drained" if instance.draining else "left", "instance": instance.id}
+        log.warning("%s left: %s; %d requests were with it", instance.id, reason, len(instance.requests), extra=extra)
+        instance.wire.close()
         assert self.listener is not None
-        self.listener.on_lost(member)
+        self.listener.on_lost(instance)
 
-    def take(self, member: Member, frame: pb.InstanceFrame) -> None:
+    def handle_frame(self, instance: InstanceHandle, frame: pb.InstanceFrame) -> None:
         """Something that the instance says."""
-        if self.members.get(member.id) is not member:
+        if self.instances.get(instance.id) is not instance:
             return
-        member.heard = time.monotonic()
+        instance.heard = time.monotonic()
         assert self.listener is not None
         match frame.WhichOneof("frame"):
             case "draining":
-                extra = {"event": "draining", "instance": member.id}
-                log.info("%s is draining; %d requests are with it", member.id, len(member.requests), extra=extra)
-                member.draining = True
-                self.listener.on_draining(member)
+                extra = {"event": "draining", "instance": instance.id}
+                log.info("%s is draining; %d requests are with it", instance.id, len(instance.requests), extra=extra)
+                instance.draining = True
+                self.listener.on_draining(instance)
             case "hello":
-                self._take_role(member, frame)
+                self._handle_role(instance, frame)
             case "blocks":
-                self._take_news(member, frame.blocks)
+                self._handle_blocks(instance, frame.blocks)
             case "others":
-                member.heard_of_others(frame.others)
+                instance.update_other_load(frame.others)
             case "heartbeat":
-                if frame.heartbeat.counters["engine_steps"] != member.beat.counters["engine_steps"]:
-                    member.stepped = member.heard
-                member.heard_of(frame.heartbeat)
-                member.send(HEARD)
+                if frame.heartbeat.counters["engine_steps"] != instance.beat.counters["engine_steps"]:
+                    instance.stepped = instance.heard
+                instance.update_heartbeat(frame.heartbeat)
+                instance.send(HEARD)
             case "step":
                 for output in frame.step.outputs:
-                    self.listener.on_output(member, output)
+                    self.listener.on_output(instance, output)
 
-    def _take_role(self, member: Member, frame: pb.InstanceFrame) -> None:
+    def _handle_role(self, instance: InstanceHandle, frame: pb.InstanceFrame) -> None:
         if refusal := self.refusal(frame):
-            self.leave(member, refusal)
+            self.deregister(instance, refusal)
         else:
-            log.info("%s serves as %s now", member.id, frame.hello.role, extra={"event": "role", "instance": member.id})
-            member.serves_as(frame.hello)
+            log.info(
+                "%s serves as %s now", instance.id, frame.hello.role, extra={"event": "role", "instance": instance.id}
+            )
+            instance.serves_as(frame.hello)
 
-    def _take_news(self, member: Member, blocks: pb.Blocks) -> None:
-        self.index.remove(member.id, _keys(blocks.removed))
-        self.index.add(member.id, _keys(blocks.added))
-        assert self.index.blocks(member.id) <= member.hello.num_blocks, "it has more keys than blocks"
-        if blocks.untold and not member.untold:
-            member.untold_since = member.heard
-        member.untold = blocks.untold
+    def _handle_blocks(self, instance: InstanceHandle, blocks: pb.Blocks) -> None:
+        self.index.remove(instance.id, _keys(blocks.removed))
+        self.index.add(instance.id, _keys(blocks.added))
+        assert self.index.blocks(instance.id) <= instance.hello.num_blocks, "it has more keys than blocks"
+        if blocks.untold and not instance.untold:
+            instance.untold_since = instance.heard
+        instance.untold = blocks.untold
 
 
 def _keys(joined: bytes) -> list[bytes]:

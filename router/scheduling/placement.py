@@ -6,7 +6,7 @@ computes a prompt, everybody who decodes there waits.
 
 from dataclasses import dataclass
 
-from pdserve.router.scheduling.policy import Ask, Candidate, time_to_first_token
+from pdserve.router.scheduling.policy import Candidate, PlacementRequest, time_to_first_token
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,17 @@ class Placement:
     there_seconds: float | None = None
 
 
-def place(prefill: Candidate, decode: Candidate, ask: Ask, threshold: int | None) -> Placement:
+def place(prefill: Candidate, decode: Candidate, request: PlacementRequest, threshold: int | None) -> Placement:
     """Splits the request, or leaves the prompt to decode if `threshold` tokens of it or fewer are not cached there.
 
     Without a threshold, forecasts decide. Here the delay is that of the first token, and of everybody who decodes there, for
     as long as this prompt makes their steps longer (at least one: if nobody does now, somebody soon will). There it is that
     of the first token, and of the KV's way to decode.
     """
-    uncached = ask.uncached(decode)
+    uncached = request.uncached(decode)
     if threshold is not None:
         return Placement("decode" if uncached <= threshold else "split", "threshold", uncached)
-    longer = decode.costs.prefill_seconds(uncached, ask.tokens - uncached) - decode.costs.prefill_seconds(0)
-    here = time_to_first_token(decode, ask) + max(1, decode.requests) * longer
-    there = time_to_first_token(prefill, ask) + decode.costs.transfer_seconds(uncached * decode.token_bytes)
+    longer = decode.costs.prefill_seconds(uncached, request.tokens - uncached) - decode.costs.prefill_seconds(0)
+    here = time_to_first_token(decode, request) + max(1, decode.requests) * longer
+    there = time_to_first_token(prefill, request) + decode.costs.transfer_seconds(uncached * decode.token_bytes)
     return Placement("decode" if here <= there else "split", "forecast", uncached, here, there)

@@ -110,7 +110,7 @@ class Candidate:
         self._prefill_terms = self._decode_terms = None
 
 
-class Ask(NamedTuple):
+class PlacementRequest(NamedTuple):
     """What is to be placed.
 
     Attributes:
@@ -144,7 +144,7 @@ class Ask(NamedTuple):
 
 
 Scores = list[tuple[float, Candidate]]
-Policy = Callable[[Sequence[Candidate], Ask], Scores]
+Policy = Callable[[Sequence[Candidate], PlacementRequest], Scores]
 
 
 class Scored(NamedTuple):
@@ -179,51 +179,51 @@ class Decision:
         return {**vars(self), "candidates": [one._asdict() for one in self.candidates]}
 
 
-def round_robin(candidates: Sequence[Candidate], ask: Ask) -> Scores:
+def round_robin(candidates: Sequence[Candidate], request: PlacementRequest) -> Scores:
     """One after the other, in order of their names."""
     ordered = sorted(candidates, key=NAME)
-    return [((rank - ask.turn) % len(ordered), candidate) for rank, candidate in enumerate(ordered)]
+    return [((rank - request.turn) % len(ordered), candidate) for rank, candidate in enumerate(ordered)]
 
 
-def least_loaded(candidates: Sequence[Candidate], ask: Ask) -> Scores:
+def least_loaded(candidates: Sequence[Candidate], request: PlacementRequest) -> Scores:
     """The least work left, in tokens."""
     return [(c.work_tokens, c) for c in candidates]
 
 
-def power_of_two(candidates: Sequence[Candidate], ask: Ask) -> Scores:
+def power_of_two(candidates: Sequence[Candidate], request: PlacementRequest) -> Scores:
     """The less loaded of two drawn at random: several routers with the same news do not all run to the same instance."""
     ordered = sorted(candidates, key=NAME)
-    return least_loaded(Random(ask.turn).sample(ordered, min(2, len(ordered))), ask)
+    return least_loaded(Random(request.turn).sample(ordered, min(2, len(ordered))), request)
 
 
-def session(candidates: Sequence[Candidate], ask: Ask) -> Scores:
+def session(candidates: Sequence[Candidate], request: PlacementRequest) -> Scores:
     """The instance of the session, by rendezvous hashing: one that leaves moves its own sessions only, a new one takes
     those that are its own from now on."""
-    seed, drawn = xxhash.xxh3_64_intdigest(ask.session.encode()), xxhash.xxh3_64_intdigest
+    seed, drawn = xxhash.xxh3_64_intdigest(request.session.encode()), xxhash.xxh3_64_intdigest
     return [(drawn(c.instance_id.encode(), seed) / 2**64, c) for c in candidates]
 
 
-def prefix_aware(candidates: Sequence[Candidate], ask: Ask) -> Scores:
+def prefix_aware(candidates: Sequence[Candidate], request: PlacementRequest) -> Scores:
     """The fewest tokens to compute before this request has its turn and its KV: what is queued, and what is not cached."""
-    tokens, cached = ask.tokens, ask.cached
+    tokens, cached = request.tokens, request.cached
     return [(c.work_tokens + tokens - cached.get(c.instance_id, 0), c) for c in candidates]
 
 
-def auto(candidates: Sequence[Candidate], ask: Ask) -> Scores:
+def auto(candidates: Sequence[Candidate], request: PlacementRequest) -> Scores:
     """Prefill: the earliest first token. Decode: the shortest time between tokens. Both in seconds, by forecast."""
-    if ask.decode:
-        return _times_between_tokens(candidates, ask)
-    return _times_to_first_token(candidates, ask)
+    if request.decode:
+        return _times_between_tokens(candidates, request)
+    return _times_to_first_token(candidates, request)
 
 
-def time_to_first_token(candidate: Candidate, ask: Ask) -> float:
+def time_to_first_token(candidate: Candidate, request: PlacementRequest) -> float:
     """Forecast, in seconds: what is queued there, one step of what it decodes, and what is not cached."""
-    return _times_to_first_token([candidate], ask)[0][0]
+    return _times_to_first_token([candidate], request)[0][0]
 
 
-def _times_to_first_token(candidates: Sequence[Candidate], ask: Ask) -> Scores:
+def _times_to_first_token(candidates: Sequence[Candidate], request: PlacementRequest) -> Scores:
     """One loop without calls, since there may be hundreds of them for each request."""
-    tokens, cached_on = ask.tokens, ask.cached.get
+    tokens, cached_on = request.tokens, request.cached.get
     scores = []
     for c in candidates:
         queued, token, pair = c._prefill_terms or c.prefill_terms()
@@ -233,20 +233,20 @@ def _times_to_first_token(candidates: Sequence[Candidate], ask: Ask) -> Scores:
     return scores
 
 
-def time_between_tokens(candidate: Candidate, ask: Ask) -> float:
+def time_between_tokens(candidate: Candidate, request: PlacementRequest) -> float:
     """Forecast, in seconds: a step with this request in it, and its share of the wait for KV and for room in the pool."""
-    return _times_between_tokens([candidate], ask)[0][0]
+    return _times_between_tokens([candidate], request)[0][0]
 
 
-def _times_between_tokens(candidates: Sequence[Candidate], ask: Ask) -> Scores:
+def _times_between_tokens(candidates: Sequence[Candidate], request: PlacementRequest) -> Scores:
     """Like `_times_to_first_token`."""
-    tokens, cached_on, spread, alone = ask.tokens, ask.cached.get, ask.spread, ask.alone
+    tokens, cached_on, spread, alone = request.tokens, request.cached.get, request.spread, request.alone
     scores = []
     for c in candidates:
         step, token, first, moved_token, room = c._decode_terms or c.decode_terms()
         step += token * tokens
         if alone and c.both:
-            wait = time_to_first_token(c, ask)
+            wait = time_to_first_token(c, request)
         else:
             uncached = tokens - cached_on(c.instance_id, 0)
             wait = first + moved_token * uncached if uncached else 0.0
@@ -276,24 +276,24 @@ WHY = {
 }
 
 
-def decide(policy: str, candidates: Sequence[Candidate], ask: Ask) -> Decision:
+def decide(policy: str, candidates: Sequence[Candidate], request: PlacementRequest) -> Decision:
     """Picks one of the candidates, of which there is at least one."""
     why = ""
-    if policy == "session" and not ask.session:
+    if policy == "session" and not request.session:
         policy, why = "least_loaded", "there is no session to go by; "
-    scores = POLICIES[policy](candidates, ask)
+    scores = POLICIES[policy](candidates, request)
     best = sorted([score for score, _ in scores])[:SHOWN]
     limit = best[0] * (1 + TOLERANCE.get(policy, 0))
     near = [scored for scored in scores if scored[0] <= limit]
-    if not ask.decode:
-        near = _least(near, [ask.uncached(c) for _, c in near])
+    if not request.decode:
+        near = _least(near, [request.uncached(c) for _, c in near])
     near = _least(near, [c.requests for _, c in near])
     equal = sorted(_least(near, [c.work_tokens for _, c in near]), key=_rank)
-    chosen = equal[ask.turn % len(equal)]
+    chosen = equal[request.turn % len(equal)]
     few = sorted([scored for scored in scores if scored[0] <= best[-1]], key=_rank)[:SHOWN]
     others = [scored for scored in few if scored is not chosen]
-    shown = [_shown(score, candidate, ask) for score, candidate in (chosen, *others[: SHOWN - 1])]
-    why += AUTO_DECODE if policy == "auto" and ask.decode else WHY[policy]
+    shown = [_shown(score, candidate, request) for score, candidate in (chosen, *others[: SHOWN - 1])]
+    why += AUTO_DECODE if policy == "auto" and request.decode else WHY[policy]
     return Decision(policy, chosen[1].instance_id, why, shown, len(candidates))
 
 
@@ -308,6 +308,6 @@ def _rank(scored: tuple[float, Candidate]) -> tuple[float, str]:
     return scored[0], scored[1].instance_id
 
 
-def _shown(score: float, candidate: Candidate, ask: Ask) -> Scored:
+def _shown(score: float, candidate: Candidate, request: PlacementRequest) -> Scored:
     work = candidate.requests, candidate.prefill_tokens, candidate.output_tokens
-    return Scored(candidate.instance_id, score, *work, ask.cached_on(candidate))
+    return Scored(candidate.instance_id, score, *work, request.cached_on(candidate))

@@ -9,13 +9,13 @@ TOGETHER_S = 2.0  # records of one kind about one instance that are no farther a
 
 
 @dataclass
-class Happened:
+class FleetEvent:
     """One event, or several alike.
 
     Attributes:
         number: counts up, so that readers can tell what is new.
         time: of the last of them, in seconds since 1970.
-        event: joined, left, draining, drained, role, refused, breaker, fallback, moved, failed, in_vain.
+        event: joined, left, draining, drained, role, refused, breaker, fallback, moved, failed, failed_handovers.
         text: what the log says of the last.
         instance, request_id: whom it is about; empty: nobody.
         count: how many.
@@ -36,7 +36,7 @@ class Events(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self._number = 0
-        self._latest: deque[Happened] = deque(maxlen=CAPACITY)
+        self._latest: deque[FleetEvent] = deque(maxlen=CAPACITY)
 
     def emit(self, record: logging.LogRecord) -> None:
         event = getattr(record, "event", "")
@@ -44,14 +44,14 @@ class Events(logging.Handler):
             return
         self._number += 1
         instance, request_id = getattr(record, "instance", ""), getattr(record, "request_id", "")
-        now = Happened(self._number, record.created, event, record.getMessage(), instance, request_id)
+        now = FleetEvent(self._number, record.created, event, record.getMessage(), instance, request_id)
         last = self._same(now)
         if last is not None:
             self._latest.remove(last)
             now.count += last.count
         self._latest.append(now)
 
-    def _same(self, now: Happened) -> Happened | None:
+    def _same(self, now: FleetEvent) -> FleetEvent | None:
         for one in reversed(self._latest):
             if now.time - one.time > TOGETHER_S:
                 return None

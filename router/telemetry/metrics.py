@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from pdserve.counters import families
 from pdserve.lifetime import SPANS
-from pdserve.router.instances.fleet import Fleet, Member
+from pdserve.router.instances.fleet import Fleet, InstanceHandle
 from pdserve.router.scheduling.breaker import BreakerState
 from pdserve.router.telemetry.timeline import Timeline
 
@@ -113,7 +113,7 @@ class Metrics:
             ["kind"],
             registry=self.registry,
         )
-        self.in_vain = Counter(
+        self.failed_handovers = Counter(
             "pdserve_handovers_in_vain_total",
             "hand-overs in which decode found nothing of what prefill had stored",
             ["prefill", "decode"],
@@ -155,21 +155,21 @@ def _tasks() -> int:
         return 0
 
 
-INDEX: list[tuple[str, str, Callable[[Fleet, Member, float], float]]] = [
+INDEX: list[tuple[str, str, Callable[[Fleet, InstanceHandle, float], float]]] = [
     (
         "blocks",
         "blocks of an instance that the prefix index knows",
-        lambda fleet, member, _: fleet.index.blocks(member.id),
+        lambda fleet, instance, _: fleet.index.blocks(instance.id),
     ),
     (
         "untold_blocks",
         "blocks of which an instance has yet to tell the prefix index",
-        lambda _, member, __: member.untold,
+        lambda _, instance, __: instance.untold,
     ),
     (
         "age_seconds",
         "how old the prefix index's picture of an instance is",
-        lambda _, member, now: member.index_age(now),
+        lambda _, instance, now: instance.index_age(now),
     ),
 ]
 
@@ -183,14 +183,14 @@ class _FleetCounts(Collector):
         now = time.monotonic()
         for name, help, value in INDEX:
             gauge = GaugeMetricFamily(f"pdserve_prefix_index_{name}", help, labels=["instance"])
-            for member in self._fleet.members.values():
-                gauge.add_metric([member.id], value(self._fleet, member, now))
+            for instance in self._fleet.instances.values():
+                gauge.add_metric([instance.id], value(self._fleet, instance, now))
             yield gauge
         gauge = GaugeMetricFamily("pdserve_breaker_state", BREAKER_HELP, labels=["instance"])
-        for member in self._fleet.members.values():
-            gauge.add_metric([member.id], list(BreakerState).index(self._fleet.breakers.state(member.id, now)))
+        for instance in self._fleet.instances.values():
+            gauge.add_metric([instance.id], list(BreakerState).index(self._fleet.breakers.state(instance.id, now)))
         yield gauge
         yield from families(
-            ({"instance": member.id, "role": member.hello.role}, dict(member.beat.counters))
-            for member in self._fleet.members.values()
+            ({"instance": instance.id, "role": instance.hello.role}, dict(instance.beat.counters))
+            for instance in self._fleet.instances.values()
         )

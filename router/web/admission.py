@@ -13,7 +13,7 @@ from starlette.types import Receive
 
 from pdserve.config import RouterConfig
 from pdserve.errors import Overloaded, RequestError
-from pdserve.router.api.requests import Plan
+from pdserve.router.api.requests import ParsedRequest
 from pdserve.router.api.streaming import unless_disconnected
 from pdserve.router.limits.fair_queue import FairQueue
 from pdserve.router.limits.key_file import Key
@@ -23,22 +23,22 @@ from pdserve.router.web.auth import ANYONE
 
 
 @dataclass(eq=False)
-class Place:
+class AdmissionSlot:
     """What one HTTP request holds: places for its choices, or in the queue, and tokens of its key."""
 
-    gate: "Gate"
+    admission: "AdmissionController"
     key: str
     choices: int
     prompt_tokens: int
     max_tokens: int  # prompt and outputs
     turn: "asyncio.Future[Overloaded | None]"
-    left: bool = False
+    released: bool = False
 
-    def leave(self, tokens: int) -> None:
+    def release(self, tokens: int) -> None:
         """Says how many tokens it has taken, prompt and outputs. Harmless when it has left already."""
-        if not self.left:
-            self.left = True
-            self.gate.left(self, tokens)
+        if not self.released:
+            self.released = True
+            self.admission.release(self, tokens)
 
     async def wait(self) -> None:
         """Raises Overloaded if it has to go because too many wait."""
@@ -47,59 +47,59 @@ class Place:
             raise refusal
 
 
-class Gate:
+class AdmissionController:
     """One event loop, no locks."""
 
     def __init__(self, keys: Sequence[Key], config: RouterConfig, metrics: Metrics) -> None:
         self.keys = keys
         everybody = [*keys, Key(ANYONE, b"")]
         self.quotas = {key.name: Quota(key.limits) for key in everybody}
-        self._queue = FairQueue[Place]({key.name: key.weight for key in everybody})
+        self._queue = FairQueue[AdmissionSlot]({key.name: key.weight for key in everybody})
         self._free = self._max_requests = config.max_requests
         self._max_queue = config.max_queue
         self._metrics = metrics
 
-    async def enter(self, key: str, plan: Plan, receive: Receive) -> Place | None:
+    async def enter(self, key: str, parsed: ParsedRequest, receive: Receive) -> AdmissionSlot | None:
         """None: the client has left while it waited.
 
         Raises:
             RequestError: it asks for more than its key may have, now or ever, or too many wait.
         """
-        prompt_tokens, choices = sum(map(len, plan.prompts)), len(plan.requests)
-        max_tokens = prompt_tokens + sum(request.sampling.max_tokens for request in plan.requests)
+        prompt_tokens, choices = sum(map(len, parsed.prompts)), len(parsed.requests)
+        max_tokens = prompt_tokens + sum(request.sampling.max_tokens for request in parsed.requests)
         now, quota = time.monotonic(), self.quotas[key]
         if (refusal := quota.refusal(choices, max_tokens, now)) is not None:
             raise self._counted(key, refusal)
         quota.take(choices, max_tokens, now)
         turn = asyncio.get_running_loop().create_future()
-        place = Place(self, key, choices, prompt_tokens, max_tokens, turn)
-        self._queue.push(key, place, prompt_tokens, plan.requests[0].priority)
+        slot = AdmissionSlot(self, key, choices, prompt_tokens, max_tokens, turn)
+        self._queue.push(key, slot, prompt_tokens, parsed.requests[0].priority)
         self._let_in()
         if turn.done():
-            return place
+            return slot
         if len(self._queue) > self._max_queue:
             self._drop()
         self._metrics.key_waiting.labels(key=key).inc()
         inside = False
         try:
-            inside = await unless_disconnected(receive, place.wait())
+            inside = await unless_disconnected(receive, slot.wait())
         finally:
             self._metrics.key_waiting.labels(key=key).dec()
             if not inside:
-                place.leave(0)
-        return place if inside else None
+                slot.release(0)
+        return slot if inside else None
 
-    def left(self, place: Place, tokens: int) -> None:
+    def release(self, slot: AdmissionSlot, tokens: int) -> None:
         """A place is free again, in the queue or among those under way."""
-        tokens = min(tokens, place.max_tokens)
-        self.quotas[place.key].give_back(place.choices, place.max_tokens - tokens, time.monotonic())
-        if not place.turn.done():
-            self._queue.remove(place.key, place)
-        elif place.turn.result() is None:
-            self._free += place.choices
-            self._metrics.key_requests.labels(key=place.key).dec(place.choices)
-            self._metrics.key_tokens.labels(key=place.key).inc(tokens)
-            self._queue.charge(place.key, max(0, tokens - place.prompt_tokens))
+        tokens = min(tokens, slot.max_tokens)
+        self.quotas[slot.key].give_back(slot.choices, slot.max_tokens - tokens, time.monotonic())
+        if not slot.turn.done():
+            self._queue.remove(slot.key, slot)
+        elif slot.turn.result() is None:
+            self._free += slot.choices
+            self._metrics.key_requests.labels(key=slot.key).dec(slot.choices)
+            self._metrics.key_tokens.labels(key=slot.key).inc(tokens)
+            self._queue.charge(slot.key, max(0, tokens - slot.prompt_tokens))
         self._let_in()
 
     def headers(self, key: str) -> dict[str, str]:
@@ -108,21 +108,21 @@ class Gate:
 
     def _let_in(self) -> None:
         """Nobody overtakes one that waits for several places."""
-        while (place := self._queue.first()) is not None and place.choices <= self._free:
+        while (slot := self._queue.first()) is not None and slot.choices <= self._free:
             self._queue.pop()
-            self._free -= place.choices
-            self._metrics.key_requests.labels(key=place.key).inc(place.choices)
-            place.turn.set_result(None)
+            self._free -= slot.choices
+            self._metrics.key_requests.labels(key=slot.key).inc(slot.choices)
+            slot.turn.set_result(None)
 
     def _drop(self) -> None:
-        place = self._queue.drop()
+        slot = self._queue.drop()
         words = (
             f"{self._max_requests - self._free} requests are under way and {len(self._queue)} wait, which are all that "
         )
         words += "--max-requests and --max-queue allow"
         refusal = Overloaded(words, kind="max_requests", retry_after_s=1)
-        place.turn.set_result(refusal)
-        self._counted(place.key, refusal)
+        slot.turn.set_result(refusal)
+        self._counted(slot.key, refusal)
 
     def _counted(self, key: str, refusal: RequestError) -> RequestError:
         self._metrics.refusals.labels(reason=refusal.kind).inc()

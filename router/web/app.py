@@ -38,9 +38,9 @@ from pdserve.router.limits.quota import RATE_HEADERS
 from pdserve.router.telemetry import tracing
 from pdserve.router.telemetry.timeline import Timeline
 from pdserve.router.text.tokenizer import Tokenizer
-from pdserve.router.web.admission import Gate
+from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.auth import Guard, Keys
-from pdserve.router.web.middleware import BodyLimit, Endpoint, RequestId, Straight
+from pdserve.router.web.middleware import BodyLimit, Endpoint, FastPath, RequestId
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SESSION_HEADER = "x-session-id"
@@ -57,7 +57,7 @@ PAGE_HEADERS = {
 LARGE_BODY = 32 * 1024  # from here on, tokenizing would keep other streams waiting: a thread does it
 
 
-MakePlan = Callable[[bytes, requests.Origin], requests.Plan]
+ParseBody = Callable[[bytes, requests.Origin], requests.ParsedRequest]
 Result = TypeVar("Result")
 
 
@@ -73,7 +73,7 @@ def create_app(
     config: RouterConfig,
     tokenizer: Tokenizer,
     backend: Backend,
-    gate: Gate,
+    admission: AdmissionController,
     metrics_text: Callable[[], bytes],
     latest_timelines: Callable[[int], list[Timeline]],
     overview: Callable[[], dict[str, object]],
@@ -84,7 +84,7 @@ def create_app(
     async def openapi(_: Request) -> Response:
         return json_response(describe(routes, config.name))
 
-    generations = _Generations(config, tokenizer, backend, gate).routes()
+    generations = _Generations(config, tokenizer, backend, admission).routes()
     routes = [
         *generations,
         *_Models(config, tokenizer, backend).routes(),
@@ -93,9 +93,9 @@ def create_app(
     app = Starlette(routes=[*routes, *_page(), _route("GET", "/openapi.json", openapi)])
     app.router.redirect_slashes = False
     _add_errors(app)
-    app.add_middleware(Straight, endpoints={route.path: route.endpoint for route in generations})
+    app.add_middleware(FastPath, endpoints={route.path: route.endpoint for route in generations})
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, silence_s=config.client_timeout_seconds)
-    app.add_middleware(Guard, clients=Keys(gate.keys), operators=Keys(declared(config.admin_key)))
+    app.add_middleware(Guard, clients=Keys(admission.keys), operators=Keys(declared(config.admin_key)))
     app.add_middleware(RequestId)  # around the others: their errors have an id too
     if config.cors_origins:
         origins = [origin.strip() for origin in config.cors_origins.split(",")]
@@ -119,12 +119,14 @@ def _route(method: str, path: str, endpoint: Endpoint) -> Route:
 class _Generations:
     """/v1/completions, /v1/chat/completions and /v1/responses."""
 
-    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, backend: Backend, gate: Gate) -> None:
+    def __init__(
+        self, config: RouterConfig, tokenizer: Tokenizer, backend: Backend, admission: AdmissionController
+    ) -> None:
         # Who asks for more places than there are would wait for ever.
         self._max_n = min(config.max_n, config.max_requests)
         self._tokenizer = tokenizer
         self._backend = backend
-        self._gate = gate
+        self._admission = admission
 
     def routes(self) -> list[Route]:
         return [
@@ -134,21 +136,21 @@ class _Generations:
         ]
 
     async def _completions(self, request: Request) -> Response:
-        return await self._generate(request, self._completion_plan)
+        return await self._generate(request, self._parse_completion)
 
     async def _chat(self, request: Request) -> Response:
-        return await self._generate(request, self._chat_plan)
+        return await self._generate(request, self._parse_chat)
 
     async def _responses(self, request: Request) -> Response:
-        return await self._generate(request, self._response_plan, responses.ResponseEvents, responses.whole_response)
+        return await self._generate(request, self._parse_response, responses.ResponseEvents, responses.whole_response)
 
-    def _completion_plan(self, raw: bytes, origin: requests.Origin) -> requests.Plan:
+    def _parse_completion(self, raw: bytes, origin: requests.Origin) -> requests.ParsedRequest:
         body = parsing.shape(schemas.CompletionBody, parsing.parse_json(raw))
-        return requests.completion_plan(body, origin, self._tokenizer, self._model(), self._max_n)
+        return requests.parse_completion(body, origin, self._tokenizer, self._model(), self._max_n)
 
-    def _chat_plan(self, raw: bytes, origin: requests.Origin) -> requests.Plan:
+    def _parse_chat(self, raw: bytes, origin: requests.Origin) -> requests.ParsedRequest:
         body = parsing.shape(schemas.ChatBody, parsing.parse_json(raw))
-        return requests.chat_plan(body, origin, self._tokenizer, self._model(), self._max_n)
+        return requests.parse_chat(body, origin, self._tokenizer, self._model(), self._max_n)
 
     def _model(self) -> ModelInfo:
         info = self._backend.model()
@@ -156,16 +158,16 @@ class _Generations:
             raise Unavailable("no instance has registered yet", kind="no_instance", retry_after_s=1)
         return info
 
-    def _response_plan(self, raw: bytes, origin: requests.Origin) -> requests.Plan:
+    def _parse_response(self, raw: bytes, origin: requests.Origin) -> requests.ParsedRequest:
         body = parsing.shape(schemas.ResponseBody, parsing.parse_json(raw))
         chat = responses.chat_of(body)
-        plan = requests.chat_plan(chat, origin, self._tokenizer, self._model(), self._max_n)
-        return responses.response_plan(body, plan)
+        parsed = requests.parse_chat(chat, origin, self._tokenizer, self._model(), self._max_n)
+        return responses.parse_response(body, parsed)
 
     async def _generate(
         self,
         request: Request,
-        make_plan: MakePlan,
+        parse: ParseBody,
         stream: type[EventStream] = ChunkStream,
         word: Word = whole_body,
     ) -> Response:
@@ -173,15 +175,15 @@ class _Generations:
         session = request.headers.get(SESSION_HEADER, "")
         span = tracing.traceparent(request.headers)
         origin = requests.Origin(request.state.request_id, time.monotonic(), session, span)
-        plan = await _aside(raw, lambda: make_plan(raw, origin))
+        parsed = await _aside(raw, lambda: parse(raw, origin))
         try:
-            place = await self._gate.enter(request.state.key, plan, request.receive)
+            slot = await self._admission.enter(request.state.key, parsed, request.receive)
         finally:
-            request.state.headers = self._gate.headers(request.state.key)
-        if place is None:
+            request.state.headers = self._admission.headers(request.state.key)
+        if slot is None:
             return Response(status_code=CLIENT_GONE)
-        generation = Generation(plan, self._tokenizer, self._backend, place.leave)
-        return stream(generation) if plan.stream else await answer(generation, request.receive, word)
+        generation = Generation(parsed, self._tokenizer, self._backend, slot.release)
+        return stream(generation) if parsed.stream else await answer(generation, request.receive, word)
 
 
 class _Models:

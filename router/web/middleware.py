@@ -94,7 +94,7 @@ class BodyLimit:
             raise TooSlow(f"nothing of the body came for {self.silence_s:g} s", kind="body_too_slow") from None
 
 
-class Straight:
+class FastPath:
     """Some POST endpoints, past Starlette's router and what it puts around each: 7 % of a short request, by a profile."""
 
     def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint]) -> None:

@@ -10,7 +10,7 @@ from prometheus_client import Counter, Histogram
 from pdserve import __version__
 from pdserve.counters import series
 from pdserve.router.dispatch.dispatcher import Dispatcher
-from pdserve.router.instances.fleet import Member
+from pdserve.router.instances.fleet import InstanceHandle
 from pdserve.router.telemetry.events import Events
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.telemetry.timeline import Timeline
@@ -34,7 +34,7 @@ class Overview:
         dispatcher, metrics, now = self._dispatcher, self._metrics, time.monotonic()
         ready, why = dispatcher.ready()
         since_1970 = time.time() - now
-        members = dispatcher.fleet.members
+        instances = dispatcher.fleet.instances
         return {
             "time": since_1970 + now,
             "router": dispatcher.fleet.router_id,
@@ -44,7 +44,7 @@ class Overview:
             "ready": ready,
             "why": why,
             "slo": {name: limit for name, limit in vars(dispatcher.slo).items() if math.isfinite(limit)},
-            "under_way": len(dispatcher.flights),
+            "under_way": len(dispatcher.states),
             "waiting": sum(sample.value for one in metrics.key_waiting.collect() for sample in one.samples),
             "max_requests": dispatcher.config.max_requests,
             "requests": _by_label(metrics.requests),
@@ -54,7 +54,7 @@ class Overview:
             "fallbacks": _by_label(metrics.fallbacks),
             "ttft": _distribution(metrics.spans["time_to_first_token"]),
             "itl": _distribution(metrics.inter_token),
-            "instances": [{**one, **_counts(members[str(one["instance_id"])])} for one in dispatcher.instances()],
+            "instances": [{**one, **_counts(instances[str(one["instance_id"])])} for one in dispatcher.instances()],
             "events": self._events.latest(),
             "timelines": [_row(one, since_1970) for one in dispatcher.timelines.latest(LATEST)],
         }
@@ -78,14 +78,14 @@ def _distribution(histogram: Histogram) -> dict[str, list[float]]:
     return {"limits": [float(one.labels["le"]) for one in samples[:-1]], "counts": alone}
 
 
-def _counts(member: Member) -> dict[str, float]:
+def _counts(instance: InstanceHandle) -> dict[str, float]:
     """What an instance has counted, by its last heartbeat."""
-    counters: Mapping[str, float] = dict(member.beat.counters)
+    counters: Mapping[str, float] = dict(instance.beat.counters)
     found = {name: counters.get(name, 0) for name in COUNTS}
     found["computed_tokens"] = counters.get(series("prompt_tokens_by_source", source="computed"), 0)
     for direction in ("store", "load"):
         for unit in ("bytes", "seconds"):
-            one = series(f"kv_transfer_{unit}", connector=member.hello.connector, direction=direction)
+            one = series(f"kv_transfer_{unit}", connector=instance.hello.connector, direction=direction)
             found[f"{direction}_{unit}"] = counters.get(one, 0)
     return found
 

@@ -15,7 +15,7 @@ from pdserve.config import InstanceConfig, RouterConfig
 from pdserve.control.certificates import DISTRUSTED, HANGS_UP, MISNAMED, NO_TLS, client_context, server_context
 from pdserve.control.wire import PROTOCOL_VERSION
 from pdserve.errors import SetupError
-from pdserve.instance.kv_events import BlockNews
+from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.router_link import Links
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.instances.control import Control
@@ -55,7 +55,7 @@ def test_who_shows_no_certificate_of_the_authority_is_turned_away(
             controls.append(Control(fleets[name]))
             ports[name] = await controls[-1].listen("127.0.0.1", 0, tls)
         idle = SimpleNamespace(
-            news=BlockNews(), load=pb.Heartbeat(), others=lambda link: pb.Load(), drop_link=lambda link: None
+            news=KVEventPublisher(), load=pb.Heartbeat(), others=lambda link: pb.Load(), drop_link=lambda link: None
         )
         for name, (where, files, _) in instances.items():
             tls = client_context(InstanceConfig(model="model", **cast(Any, files)))
@@ -66,7 +66,7 @@ def test_who_shows_no_certificate_of_the_authority_is_turned_away(
             f"router 127.0.0.1:{ports[where]}: {why}, trying on" for where, _, why in instances.values() if why
         )
         async with asyncio.timeout(60):
-            while len(fleets["tls"].members) < 2 or not told <= said():
+            while len(fleets["tls"].instances) < 2 or not told <= said():
                 await asyncio.sleep(0.01)
         for task in tasks:
             task.cancel()

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.decode.layout_converter import Converters
+from pdserve.decode.layout_converter import LayoutConverter
 from pdserve.engine.sequence import Sequence
 from pdserve.keys import Layout, root_key
 from pdserve.kv_transfer.connector import Outcome, PoolMemory
@@ -85,8 +85,8 @@ def test_tokens_arrive_where_they_belong(theirs: int, ours: int, num_tokens: int
     lost = data.draw(st.frozensets(st.integers(0, (num_tokens - 1) // theirs), max_size=2))
     store(url, writer, kv, without=lost)
     pool = pool_of(own, 160)
-    converters, seq = Converters(pool, own, url), sequence_of(num_tokens, ours)
-    prompt = converters.prompt(seq, pb.Layout(**asdict(writer)))
+    layout_converter, seq = LayoutConverter(pool, own, url), sequence_of(num_tokens, ours)
+    prompt = layout_converter.prompt(seq, pb.Layout(**asdict(writer)))
     keys = seq.given_keys()
     first = data.draw(st.integers(0, len(keys) - 1))
     stop = data.draw(st.integers(first + 1, len(keys)))
@@ -103,7 +103,7 @@ def test_tokens_arrive_where_they_belong(theirs: int, ours: int, num_tokens: int
             if token // theirs not in lost:
                 expected[block, :, :, :, token % ours] = kv[:, :, :, token]
     assert torch.equal(pool, expected), "a number is wrong, or one that nobody asked for was written"
-    converters.close()
+    layout_converter.close()
     memory.unlink(url)
 
 
@@ -113,15 +113,15 @@ def test_numbers_are_rounded_to_the_pool_s_dtype(url: str, theirs: str, ours: st
     kv, writer, own = kv_of(40), layout_of(16, theirs), layout_of(32, ours)
     store(url, writer, kv)
     pool, seq = pool_of(own, 2), sequence_of(40, 32)
-    converters = Converters(pool, own, url)
-    prompt = converters.prompt(seq, pb.Layout(**asdict(writer)))
+    layout_converter = LayoutConverter(pool, own, url)
+    prompt = layout_converter.prompt(seq, pb.Layout(**asdict(writer)))
     assert prompt.exact == (theirs == ours)
     assert prompt.load(seq.given_keys(), [1, 0]).result(10).leading == 2
     right = kv.to(getattr(torch, theirs)).to(getattr(torch, ours))
     assert torch.equal(pool[1], right[:, :, :, :32]) and torch.equal(pool[0, :, :, :, :8], right[:, :, :, 32:])
-    stats = converters.stats()
+    stats = layout_converter.stats()
     assert stats is not None and stats.blocks["load"] == 3
-    converters.close()
+    layout_converter.close()
 
 
 @pytest.mark.parametrize(
@@ -136,10 +136,10 @@ def test_numbers_are_rounded_to_the_pool_s_dtype(url: str, theirs: str, ours: st
 def test_blocks_are_covered_by_whole_tokens(
     url: str, theirs: int, ours: int, num_tokens: int, covered: list[int]
 ) -> None:
-    converters = Converters(pool_of(layout_of(ours), 1), layout_of(ours), url)
-    prompt = converters.prompt(sequence_of(num_tokens, ours), pb.Layout(**asdict(layout_of(theirs))))
+    layout_converter = LayoutConverter(pool_of(layout_of(ours), 1), layout_of(ours), url)
+    prompt = layout_converter.prompt(sequence_of(num_tokens, ours), pb.Layout(**asdict(layout_of(theirs))))
     assert [prompt.covered(blocks) for blocks in range(len(covered))] == covered
-    converters.close()
+    layout_converter.close()
 
 
 def test_more_than_fits_into_the_rows_comes_in_turns(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,25 +147,28 @@ def test_more_than_fits_into_the_rows_comes_in_turns(url: str, monkeypatch: pyte
     monkeypatch.setattr("pdserve.decode.layout_converter.ROWS_BYTES", 3 * writer.block_bytes)
     store(url, writer, kv)
     pool, seq = pool_of(own, 3), sequence_of(150, 64)
-    converters = Converters(pool, own, url)
-    assert converters.prompt(seq, pb.Layout(**asdict(writer))).load(seq.given_keys(), [0, 1, 2]).result(10).leading == 3
+    layout_converter = LayoutConverter(pool, own, url)
+    assert (
+        layout_converter.prompt(seq, pb.Layout(**asdict(writer))).load(seq.given_keys(), [0, 1, 2]).result(10).leading
+        == 3
+    )
     assert torch.equal(pool[1], kv[:, :, :, 64:128])
-    converters.close()
+    layout_converter.close()
 
 
 def test_a_store_that_cannot_be_had_leaves_everything_to_be_computed(caplog: pytest.LogCaptureFixture) -> None:
     own, seq = layout_of(32), sequence_of(40, 32)
     pool = pool_of(own, 2)
-    converters = Converters(pool, own, "redis://127.0.0.1:1/0")
-    prompt = converters.prompt(seq, pb.Layout(**asdict(layout_of(16))))
+    layout_converter = LayoutConverter(pool, own, "redis://127.0.0.1:1/0")
+    prompt = layout_converter.prompt(seq, pb.Layout(**asdict(layout_of(16))))
     for _ in range(2):
         assert prompt.load(seq.given_keys(), [0, 1]).result(20).outcomes == [Outcome.UNAVAILABLE] * 2
     assert (pool == UNTOUCHED).all()
-    stats = converters.stats()
+    stats = layout_converter.stats()
     assert stats is not None and stats.failures == {("load", Outcome.UNAVAILABLE): 6}
     assert sum("is computed: No Redis answers" in record.getMessage() for record in caplog.records) == 1
     prompt.release(seq.given_keys())
-    converters.close()
+    layout_converter.close()
 
 
 @pytest.mark.parametrize(
@@ -184,13 +187,13 @@ def test_a_store_that_cannot_be_had_leaves_everything_to_be_computed(caplog: pyt
 )
 def test_what_is_no_layout_of_these_weights_is_refused(url: str, change: dict[str, Any]) -> None:
     writer = replace(layout_of(16), **change)
-    converters = Converters(pool_of(layout_of(32), 1), layout_of(32), url)
+    layout_converter = LayoutConverter(pool_of(layout_of(32), 1), layout_of(32), url)
     with pytest.raises(ValueError, match="of another model, and cannot be converted"):
-        converters.prompt(sequence_of(40, 32), pb.Layout(**asdict(writer)))
-    assert converters.stats() is None
+        layout_converter.prompt(sequence_of(40, 32), pb.Layout(**asdict(writer)))
+    assert layout_converter.stats() is None
 
 
 def test_nothing_is_converted_unless_it_was_asked_for() -> None:
-    converters = Converters(pool_of(layout_of(32), 1), layout_of(32), None)
+    layout_converter = LayoutConverter(pool_of(layout_of(32), 1), layout_of(32), None)
     with pytest.raises(ValueError, match="started without --convert-kv"):
-        converters.prompt(sequence_of(40, 32), pb.Layout(**asdict(layout_of(16))))
+        layout_converter.prompt(sequence_of(40, 32), pb.Layout(**asdict(layout_of(16))))

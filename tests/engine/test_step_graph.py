@@ -11,7 +11,7 @@ import torch
 from pdserve.config import EngineConfig
 from pdserve.engine import step_graph
 from pdserve.engine.engine import Engine
-from pdserve.engine.step_graph import PATIENCE, Tapes
+from pdserve.engine.step_graph import PATIENCE, StepGraphs
 from pdserve.kernels import cpu
 from pdserve.kernels.batch import PagedBatch
 from pdserve.request import SamplingParams
@@ -55,12 +55,12 @@ def test_engines_with_and_without_tapes_have_the_same_logits(
 
     counts = [3 * PATIENCE, 6 * PATIENCE, 9 * PATIENCE]
     plain, taped = engine(), engine()
-    assert plain.runner.tapes is not None and taped.runner.tapes is not None
-    plain.runner.tapes = None
+    assert plain.runner.graphs is not None and taped.runner.graphs is not None
+    plain.runner.graphs = None
     for expected, logits in zip(decoded(plain, counts), decoded(taped, counts), strict=True):
         assert torch.equal(expected, logits)
-    assert taped.runner.tapes.trusted == {1, 2, 3}
-    assert taped.runner.tapes.num_played > 4 * PATIENCE, "all but the first few of each size"
+    assert taped.runner.graphs.verified == {1, 2, 3}
+    assert taped.runner.graphs.num_replayed > 4 * PATIENCE, "all but the first few of each size"
 
 
 @pytest.fixture
@@ -81,12 +81,12 @@ class Model:
         return self.compute(ids, positions)
 
 
-def run(model: Model, tapes: Tapes, batch: PagedBatch, steps: int = 40) -> int:
+def run(model: Model, graphs: StepGraphs, batch: PagedBatch, steps: int = 40) -> int:
     """Steps over rising positions, each compared with the model; how many of them the model itself was asked."""
     model.calls = 0
     for step in range(steps):
         ids, positions = torch.tensor([[step % 7]]), torch.tensor([[step]])
-        assert torch.equal(tapes.logits(ids, positions, batch), model.compute(ids, positions)), step
+        assert torch.equal(graphs.logits(ids, positions, batch), model.compute(ids, positions)), step
     return model.calls
 
 
@@ -134,36 +134,36 @@ def converting(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 )
 def test_what_python_is_told_of_values_decides(compute: Any, asked: int, batch: PagedBatch) -> None:
     model = Model(compute)
-    tapes = Tapes(model, most_blocks=4)
-    assert run(model, tapes, batch) == asked
-    assert tapes.num_played == 40 - asked
+    graphs = StepGraphs(model, most_blocks=4)
+    assert run(model, graphs, batch) == asked
+    assert graphs.num_replayed == 40 - asked
 
 
 def test_a_model_that_changes_is_found_out(batch: PagedBatch, caplog: pytest.LogCaptureFixture) -> None:
     model = Model(lambda ids, positions: plain(ids, positions) * min(model.calls, PATIENCE + 1))
-    tapes = Tapes(model, most_blocks=4)
+    graphs = StepGraphs(model, most_blocks=4)
     with caplog.at_level(logging.WARNING):
-        assert run(model, tapes, batch) == 40
+        assert run(model, graphs, batch) == 40
     assert sum("other logits" in record.message for record in caplog.records) == 1
 
 
 def test_tapes_keep_to_their_memory(batch: PagedBatch, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(lambda ids, positions: (ids * WEIGHT[0, 0] + positions)[0][:, None])
-    tapes = Tapes(model, most_blocks=4)
+    graphs = StepGraphs(model, most_blocks=4)
 
     def step(size: int) -> None:
         zeros = torch.zeros(size, dtype=torch.long)
         rows = PagedBatch(batch.pool_NL2GBD, zeros, zeros[:, None], [1] * size, [1] * size, zeros + 1, cpu)
         ids, positions = torch.arange(size)[None], torch.full((1, size), 3)
-        assert torch.equal(tapes.logits(ids, positions, rows), model.compute(ids, positions))
+        assert torch.equal(graphs.logits(ids, positions, rows), model.compute(ids, positions))
 
     for size in (8, 9, 10):
         for _ in range(PATIENCE + 2):
             step(size)
-    assert tapes.trusted == {8, 9, 10}
-    monkeypatch.setattr(step_graph, "MOST_BYTES", tapes.nbytes)
+    assert graphs.verified == {8, 9, 10}
+    monkeypatch.setattr(step_graph, "MOST_BYTES", graphs.nbytes)
     step(8)
     for _ in range(PATIENCE + 2):
         step(11)
-    assert tapes.trusted == {8, 11}, "those used last"
-    assert tapes.nbytes <= step_graph.MOST_BYTES
+    assert graphs.verified == {8, 11}, "those used last"
+    assert graphs.nbytes <= step_graph.MOST_BYTES

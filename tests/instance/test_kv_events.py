@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pdserve.engine.block_pool import BlockPool
-from pdserve.instance.kv_events import BlockNews, Untold
+from pdserve.instance.kv_events import KVEventPublisher, PendingKVEvents
 from pdserve.router.scheduling.prefix_index import PrefixIndex
 
 BLOCKS = 8
@@ -14,8 +14,8 @@ BLOCKS = 8
 class Router:
     """One that listens, with a real index."""
 
-    def __init__(self, news: BlockNews) -> None:
-        self.untold: Untold = news.open()
+    def __init__(self, news: KVEventPublisher) -> None:
+        self.untold: PendingKVEvents = news.open()
         self.index = PrefixIndex()
 
     def listen(self, limit: int) -> None:
@@ -30,7 +30,7 @@ class NewsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool, self.news = BlockPool(BLOCKS, 16), BlockNews()
+        self.pool, self.news = BlockPool(BLOCKS, 16), KVEventPublisher()
         self.pool.on_change = self.news.changed
         self.routers: list[Router] = []
         self.held: list[list[int]] = []
@@ -87,7 +87,7 @@ TestNews.settings = settings(max_examples=200, stateful_step_count=40, deadline=
 
 
 def test_what_has_gone_is_told_before_what_has_come() -> None:
-    pool, news = BlockPool(2, 16), BlockNews()
+    pool, news = BlockPool(2, 16), KVEventPublisher()
     pool.on_change = news.changed
     router = Router(news)
     for first in (0, 2, 4):  # each pair takes the place of the one before
@@ -101,7 +101,7 @@ def test_what_has_gone_is_told_before_what_has_come() -> None:
 
 
 def test_what_came_and_went_in_between_is_never_told() -> None:
-    pool, news = BlockPool(1, 16), BlockNews()
+    pool, news = BlockPool(1, 16), KVEventPublisher()
     pool.on_change = news.changed
     router = Router(news)
     for number in range(1000):

@@ -11,7 +11,7 @@ import pytest
 from pdserve.cli.deployment import free_port
 from pdserve.control.wire import Wire
 from pdserve.engine.block_pool import BlockPool
-from pdserve.instance.kv_events import BlockNews
+from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.router_link import NEWS_KEYS, Links
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.scheduling.prefix_index import PrefixIndex
@@ -48,7 +48,7 @@ class Stage:
 
     def __init__(self) -> None:
         self.port = free_port()
-        self.pool, self.news = BlockPool(BLOCKS, 16), BlockNews()
+        self.pool, self.news = BlockPool(BLOCKS, 16), KVEventPublisher()
         self.pool.on_change = self.news.changed
         self.links = Links([f"127.0.0.1:{self.port}"])
         self.next_key = 0

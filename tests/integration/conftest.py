@@ -70,7 +70,7 @@ def deploy(forked: type[Deployment]) -> Deploy:
     return run
 
 
-class Desk:
+class InstanceContext:
     """One instance without its threads: frames are collected, turns are taken by hand."""
 
     def __init__(self, config: InstanceConfig, connector: Connector | None = None) -> None:
@@ -101,17 +101,17 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Iterator[Callable[..., Desk]]:
+def context() -> Iterator[Callable[..., InstanceContext]]:
     """desk(model=path, connector=url) → an instance in this process, to be moved on by hand."""
-    desks: list[Desk] = []
+    desks: list[InstanceContext] = []
 
-    def make(connector_object: Connector | None = None, **settings: Any) -> Desk:
-        desks.append(Desk(InstanceConfig(**settings), connector_object))
+    def make(connector_object: Connector | None = None, **settings: Any) -> InstanceContext:
+        desks.append(InstanceContext(InstanceConfig(**settings), connector_object))
         return desks[-1]
 
     yield make
     for one in desks:
-        one.instance.converters.close()
+        one.instance.layout_converter.close()
         one.instance.connector.close()
 
 

@@ -1,4 +1,4 @@
-"""`gated+nixl://?gate=<folder>`: nixl:// whose readers wait in the middle of a read while there is a file `shut`.
+"""`gated+nixl://?admission=<folder>`: nixl:// whose readers wait in the middle of a read while there is a file `shut`.
 
 A reader that waits says so by a file `reading.<pid>`.
 """
@@ -24,7 +24,7 @@ class GatedNixl(NixlConnector):
 
     def configure(self, query: Query) -> None:
         super().configure(query)
-        self._gate = Path(query.text("gate", "."))
+        self._admission = Path(query.text("gate", "."))
         self._begun = 0
 
     def open(self) -> None:
@@ -36,10 +36,10 @@ class GatedNixl(NixlConnector):
 
     def _begin_and_wait(self, begin: Callable[[Any], bool], transfer: Any) -> bool:
         over = begin(transfer)
-        shut = self._gate / "shut"
+        shut = self._admission / "shut"
         self._begun = self._begun + 1 if shut.exists() else 0
         if self._begun > BEFORE:
-            (self._gate / f"reading.{os.getpid()}").touch()
+            (self._admission / f"reading.{os.getpid()}").touch()
             while shut.exists():
                 time.sleep(0.005)
         return over

@@ -16,7 +16,7 @@ LIMIT = 12  # blocks
 
 
 def test_a_slow_store_slows_prefill_and_nothing_else(
-    checkpoint: Callable[..., Path], generate: Generate, desk: Callable[..., Any], store_in_hand: Callable[..., Any]
+    checkpoint: Callable[..., Path], generate: Generate, context: Callable[..., Any], store_in_hand: Callable[..., Any]
 ) -> None:
     path, held_back = checkpoint("llama"), threading.Event()
 
@@ -24,7 +24,7 @@ def test_a_slow_store_slows_prefill_and_nothing_else(
         held_back.wait(60)  # however slow prefill is here, the store is slower to begin with
         time.sleep(0.004)
 
-    prefill = desk(
+    prefill = context(
         store_in_hand(before_put=put),
         model=str(path),
         num_blocks=512,
@@ -57,10 +57,10 @@ def test_a_slow_store_slows_prefill_and_nothing_else(
 
 
 def test_decoding_goes_on_while_prefill_is_held_back(
-    checkpoint: Callable[..., Path], generate: Generate, desk: Callable[..., Any], store_in_hand: Callable[..., Any]
+    checkpoint: Callable[..., Path], generate: Generate, context: Callable[..., Any], store_in_hand: Callable[..., Any]
 ) -> None:
     path, go_on = checkpoint("llama"), threading.Event()
-    both = desk(
+    both = context(
         store_in_hand(before_put=lambda: go_on.wait(60)),
         model=str(path),
         num_blocks=512,
@@ -87,11 +87,11 @@ def test_decoding_goes_on_while_prefill_is_held_back(
 
 
 def test_a_store_that_hangs_for_ever_ends_nothing_but_itself(
-    checkpoint: Callable[..., Path], generate: Generate, desk: Callable[..., Any], store_in_hand: Callable[..., Any]
+    checkpoint: Callable[..., Path], generate: Generate, context: Callable[..., Any], store_in_hand: Callable[..., Any]
 ) -> None:
     """Stores end at their deadline, what waits behind the gap is dropped, and decode is told what there is: nothing."""
     path, closing = checkpoint("llama"), threading.Event()
-    prefill = desk(
+    prefill = context(
         store_in_hand(before_put=lambda: closing.wait(60), query="timeout=0.3&threads=1"),
         model=str(path),
         num_blocks=512,

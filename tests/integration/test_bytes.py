@@ -18,7 +18,7 @@ def test_every_block_of_a_700_token_prompt(
     connector_url: str,
     checkpoint: Callable[..., Path],
     generate: Callable[..., list[list[int]]],
-    desk: Callable[..., Any],
+    context: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transfers, "PIECE_BYTES", piece_bytes)
@@ -26,7 +26,7 @@ def test_every_block_of_a_700_token_prompt(
     settings = {"num_blocks": 64, "max_num_batched_tokens": 128, "max_model_len": 1000}
     prompt = [(i * i + 3 * i) % 256 for i in range(700)]
     sampling = pb.Sampling(max_tokens=4, top_p=1, ignore_eos=True)
-    prefill, decode = (desk(model=str(path), connector=connector_url, **settings) for _ in range(2))
+    prefill, decode = (context(model=str(path), connector=connector_url, **settings) for _ in range(2))
 
     decode.instance.submit("r", pb.Submit(request_id="x", phase=pb.DECODE, prompt=prompt, sampling=sampling))
     decode.until(lambda outputs: any(s.stage == "reserved" for o in outputs for s in o.stamps))

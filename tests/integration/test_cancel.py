@@ -15,7 +15,7 @@ PROMPT = [(i * i + i) % 256 for i in range(320)]
 BLOCKS = len(PROMPT) // 16
 
 
-class Gate:
+class AdmissionController:
     """Lets those who come wait until it is opened."""
 
     def __init__(self) -> None:
@@ -33,22 +33,24 @@ class Gate:
         self._open.set()
 
 
-def cancel(desk: Any) -> None:
-    desk.instance.cancel("router", "r")
-    desk.instance.turn(wait=False)
+def cancel(context: Any) -> None:
+    context.instance.cancel("router", "r")
+    context.instance.turn(wait=False)
 
 
-def assert_nothing_is_left(desk: Any) -> None:
-    desk.until_idle()
-    assert desk.instance.engine.pool.num_held == desk.instance.num_jobs == desk.instance.transfers.in_flight == 0
-    assert [stamp.stage for output in desk.outputs for stamp in output.stamps].count(RELEASED) == 1
+def assert_nothing_is_left(context: Any) -> None:
+    context.until_idle()
+    assert (
+        context.instance.engine.pool.num_held == context.instance.num_jobs == context.instance.transfers.in_flight == 0
+    )
+    assert [stamp.stage for output in context.outputs for stamp in output.stamps].count(RELEASED) == 1
 
 
 @pytest.mark.parametrize("phase", [pb.PREFILL, pb.BOTH])
 def test_while_it_is_computed(
-    phase: "pb.Phase", checkpoint: Callable[..., Path], desk: Callable[..., Any], shm_url: str
+    phase: "pb.Phase", checkpoint: Callable[..., Path], context: Callable[..., Any], shm_url: str
 ) -> None:
-    one = desk(model=str(checkpoint("llama")), connector=shm_url, num_blocks=64, max_num_batched_tokens=32)
+    one = context(model=str(checkpoint("llama")), connector=shm_url, num_blocks=64, max_num_batched_tokens=32)
     one.submit("r", PROMPT, 5, phase)
 
     def steps() -> float:
@@ -62,8 +64,8 @@ def test_while_it_is_computed(
     assert leases(shm_url) == 0
 
 
-def test_while_it_is_decoded(checkpoint: Callable[..., Path], desk: Callable[..., Any], shm_url: str) -> None:
-    one = desk(model=str(checkpoint("llama")), connector=shm_url, num_blocks=64)
+def test_while_it_is_decoded(checkpoint: Callable[..., Path], context: Callable[..., Any], shm_url: str) -> None:
+    one = context(model=str(checkpoint("llama")), connector=shm_url, num_blocks=64)
     one.submit("r", PROMPT, 200, pb.BOTH)
     one.until(lambda _: len(one.tokens("r")) == 3)
     cancel(one)
@@ -72,45 +74,45 @@ def test_while_it_is_decoded(checkpoint: Callable[..., Path], desk: Callable[...
 
 
 def test_in_the_middle_of_a_store(
-    checkpoint: Callable[..., Path], desk: Callable[..., Any], store_in_hand: Callable[..., Any]
+    checkpoint: Callable[..., Path], context: Callable[..., Any], store_in_hand: Callable[..., Any]
 ) -> None:
-    gate = Gate()
-    prefill = desk(store_in_hand(before_put=gate), model=str(checkpoint("llama")), num_blocks=64)
+    admission = AdmissionController()
+    prefill = context(store_in_hand(before_put=admission), model=str(checkpoint("llama")), num_blocks=64)
     prefill.submit("r", PROMPT, 5, pb.PREFILL)
     prefill.until(lambda _: prefill.tokens("r") != [])
-    gate.await_somebody()
+    admission.await_somebody()
     cancel(prefill)
     assert prefill.instance.engine.pool.num_held > 0, "what is being read cannot be given to others yet"
-    gate.open()
+    admission.open()
     assert_nothing_is_left(prefill)
-    assert gate.come == 1, "it ended with the block that was being stored"
+    assert admission.come == 1, "it ended with the block that was being stored"
 
 
 def test_in_the_middle_of_a_load(
-    checkpoint: Callable[..., Path], desk: Callable[..., Any], store_in_hand: Callable[..., Any]
+    checkpoint: Callable[..., Path], context: Callable[..., Any], store_in_hand: Callable[..., Any]
 ) -> None:
-    path, values, gate = str(checkpoint("llama")), dict[str, bytes](), Gate()
-    prefill = desk(store_in_hand(values=values), model=path, num_blocks=64)
+    path, values, admission = str(checkpoint("llama")), dict[str, bytes](), AdmissionController()
+    prefill = context(store_in_hand(values=values), model=path, num_blocks=64)
     prefill.submit("r", PROMPT, 5, pb.PREFILL)
     prefill.until(lambda outputs: any(output.stored.final for output in outputs))
     assert len(values) == BLOCKS
-    decode = desk(store_in_hand(values=values, before_get=gate), model=path, num_blocks=64)
+    decode = context(store_in_hand(values=values, before_get=admission), model=path, num_blocks=64)
     decode.submit("r", PROMPT, 5, pb.DECODE)
     first = prefill.tokens("r")[0]
     decode.instance.hand_over("router", pb.HandOver(request_id="r", num_blocks=BLOCKS, final=True, first_token=first))
     decode.instance.turn(wait=False)
-    gate.await_somebody()
+    admission.await_somebody()
     cancel(decode)
     assert decode.instance.engine.pool.num_held > 0, "what is being written cannot be given to others yet"
-    gate.open()
+    admission.open()
     assert_nothing_is_left(decode)
-    assert gate.come == 1, "it ended with the block that was being loaded"
+    assert admission.come == 1, "it ended with the block that was being loaded"
     assert "unavailable" not in {outcome.value for _, outcome in decode.instance.connector.stats().failures}
 
 
-def test_leases_end_too(checkpoint: Callable[..., Path], desk: Callable[..., Any], shm_url: str) -> None:
+def test_leases_end_too(checkpoint: Callable[..., Path], context: Callable[..., Any], shm_url: str) -> None:
     """Decode ends them, as prefill was done when it was cancelled."""
-    prefill, decode = (desk(model=str(checkpoint("llama")), connector=shm_url, num_blocks=64) for _ in range(2))
+    prefill, decode = (context(model=str(checkpoint("llama")), connector=shm_url, num_blocks=64) for _ in range(2))
     decode.submit("r", PROMPT, 5, pb.DECODE)
     decode.instance.turn(wait=False)
     prefill.submit("r", PROMPT, 5, pb.PREFILL)

@@ -22,13 +22,13 @@ class Pair:
     """A prefill and a decode instance around one store in which decode can follow."""
 
     def __init__(
-        self, desk: Callable[..., Any], in_hand: type[Connector], model: Path, before_put: Callable[[], object]
+        self, context: Callable[..., Any], in_hand: type[Connector], model: Path, before_put: Callable[[], object]
     ):
         follower = type("Follower", (in_hand,), {"follows": True})
         values: dict[str, bytes] = {}
         self.stored = values
-        self.prefill = desk(follower(values=values, before_put=before_put), model=str(model), num_blocks=64)
-        self.decode = desk(follower(values=values), model=str(model), num_blocks=64)
+        self.prefill = context(follower(values=values, before_put=before_put), model=str(model), num_blocks=64)
+        self.decode = context(follower(values=values), model=str(model), num_blocks=64)
         self.told = 0
 
     def begin(self) -> None:
@@ -67,9 +67,9 @@ MakePair = Callable[[Callable[[], object]], Pair]
 
 
 @pytest.fixture
-def make_pair(checkpoint: Callable[..., Path], desk: Callable[..., Any], store_in_hand: type[Connector]) -> MakePair:
+def make_pair(checkpoint: Callable[..., Path], context: Callable[..., Any], store_in_hand: type[Connector]) -> MakePair:
     """make_pair(before_put) → a pair, whose store does that before it takes a block."""
-    return lambda before_put: Pair(desk, store_in_hand, checkpoint("llama"), before_put)
+    return lambda before_put: Pair(context, store_in_hand, checkpoint("llama"), before_put)
 
 
 @pytest.fixture
@@ -82,12 +82,12 @@ def test_decode_has_everything_before_it_is_told_that_it_is_there(
     make_pair: MakePair, right: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "PATIENCE_S", 60.0)
-    gate = threading.Event()
-    pair = make_pair(lambda: gate.wait(60))
+    admission = threading.Event()
+    pair = make_pair(lambda: admission.wait(60))
     pair.begin()
     pair.decode.until(lambda _: pair.decode.instance.transfers.in_flight > 0)
     assert not pair.stored, "decode waits for blocks of which none is there"
-    gate.set()
+    admission.set()
     pair.decode.until(lambda outputs: any(output.token_ids for output in outputs))
     assert pair.end() == right
 
@@ -96,14 +96,14 @@ def test_decode_that_was_too_early_loads_later(
     make_pair: MakePair, right: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "PATIENCE_S", 0.0)
-    gate = threading.Semaphore(4)
-    pair = make_pair(lambda: gate.acquire(timeout=60))
+    admission = threading.Semaphore(4)
+    pair = make_pair(lambda: admission.acquire(timeout=60))
     pair.begin()
     decode = pair.decode.instance
     pair.decode.until(lambda _: decode.connector.stats().seconds["load"] and not decode.transfers.in_flight)
     assert not decode.connector.stats().failures, "nothing was lost"
     assert not pair.decode.tokens("r"), "a part of the KV is missing"
-    gate.release(BLOCKS)
+    admission.release(BLOCKS)
     while not any(output.stored.final for output in pair.tell()):
         pair.prefill.instance.turn(wait=True)
     assert pair.end() == right

@@ -97,9 +97,9 @@ def test_without_the_flag_the_router_says_why(
         assert httpx.get(f"{deployment.url}/ready").status_code == 503
 
 
-def test_a_foreign_manifest_is_refused(desk: Callable[..., Any], checkpoint: Callable[..., Path]) -> None:
+def test_a_foreign_manifest_is_refused(context: Callable[..., Any], checkpoint: Callable[..., Path]) -> None:
     settings = {"model": str(checkpoint("llama")), "connector": "memory://foreign", "num_blocks": 64}
-    one = desk(convert_kv=True, **settings)
+    one = context(convert_kv=True, **settings)
     own = one.instance.engine.layout
     changes: list[dict[str, Any]] = [{"model_fingerprint": "other"}, {"num_layers": 9}, {"head_dim": 8}]
     for number, change in enumerate(changes):
@@ -107,7 +107,7 @@ def test_a_foreign_manifest_is_refused(desk: Callable[..., Any], checkpoint: Cal
         one.submit(f"r{number}", [1, 2, 3], 4, pb.DECODE, writer=pb.Layout(**asdict(foreign)))
         one.until(lambda outputs: len(outputs) > number)  # noqa: B023 - called before the loop goes on
         assert one.outputs[-1].error.kind == "rejected" and "of another model" in one.outputs[-1].error.message
-    strict = desk(**settings)
+    strict = context(**settings)
     strict.submit("r", [1, 2, 3], 4, pb.DECODE, writer=pb.Layout(**asdict(replace(own, block_size=32))))
     strict.until(lambda outputs: bool(outputs))
     assert "--convert-kv" in strict.outputs[-1].error.message
@@ -115,13 +115,13 @@ def test_a_foreign_manifest_is_refused(desk: Callable[..., Any], checkpoint: Cal
 
 
 def test_what_the_pool_has_is_not_loaded(
-    desk: Callable[..., Any], checkpoint: Callable[..., Path], generate: Callable[..., list[list[int]]]
+    context: Callable[..., Any], checkpoint: Callable[..., Path], generate: Callable[..., list[list[int]]]
 ) -> None:
     """The second prompt shares 32 tokens with the first, half a block of the writer's: only the other half is loaded."""
     path = checkpoint("llama")
     prompts = {"first": [*range(32), *range(100, 130)], "second": [*range(32), *range(60, 91)]}
     settings = {"model": str(path), "connector": f"memory://{uuid.uuid4().hex}", "num_blocks": 64}
-    prefill, decode = desk(block_size=64, **settings), desk(block_size=16, convert_kv=True, **settings)
+    prefill, decode = context(block_size=64, **settings), context(block_size=16, convert_kv=True, **settings)
     writer = pb.Layout(**asdict(prefill.instance.engine.layout))
     moved = []
     for name, prompt in prompts.items():

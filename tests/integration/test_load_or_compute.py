@@ -14,14 +14,14 @@ NEW = [[(i * 7 + 3) % 256 for i in range(800)]]
 def test_a_slow_store_is_not_loaded_from_for_long(
     checkpoint: Callable[..., Path],
     generate: Callable[..., list[list[int]]],
-    desk: Callable[..., Any],
+    context: Callable[..., Any],
     store_in_hand: Callable[..., Any],
 ) -> None:
     path = checkpoint("llama")
     settings = {"model": str(path), "num_blocks": 512}
     other = store_in_hand()
     slow = store_in_hand(values=other.values, before_get=lambda: time.sleep(0.05))
-    first, second = desk(other, **settings), desk(slow, **settings)
+    first, second = context(other, **settings), context(slow, **settings)
     for one, prompts in ((first, PROMPTS), (second, [PROMPTS[0], *NEW, *PROMPTS[1:]])):
         for i, prompt in enumerate(prompts):
             one.submit(str(i), prompt, 1, pb.PREFILL)
@@ -39,7 +39,7 @@ def test_a_slow_store_is_not_loaded_from_for_long(
 def test_hits_are_loaded_while_others_wait(
     checkpoint: Callable[..., Path],
     generate: Callable[..., list[list[int]]],
-    desk: Callable[..., Any],
+    context: Callable[..., Any],
     store_in_hand: Callable[..., Any],
 ) -> None:
     """A busy prefill instance is the one that gains most from not computing."""
@@ -47,7 +47,7 @@ def test_hits_are_loaded_while_others_wait(
     settings = {"model": str(path), "num_blocks": 512, "max_num_seqs": 1, "max_num_batched_tokens": 64}
     known, new = PROMPTS[0], [PROMPTS[1], PROMPTS[2], *NEW]
     store = store_in_hand()
-    first, busy = desk(store, **settings), desk(store_in_hand(values=store.values), **settings)
+    first, busy = context(store, **settings), context(store_in_hand(values=store.values), **settings)
     first.submit("known", known, 1, pb.PREFILL)
     first.until(lambda outputs: bool(outputs) and outputs[-1].finish_reason == "length")
     first.until_idle()

@@ -24,7 +24,7 @@ from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.dispatch.handover import Event
-from pdserve.router.dispatch.request_state import Flight
+from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.instances.fleet import Fleet
 from pdserve.router.scheduling.policy import POLICIES
 from pdserve.router.telemetry.metrics import Metrics
@@ -48,7 +48,7 @@ class Seat:
         self.dispatcher = dispatcher
         self.told: list[pb.RouterFrame] = []
         self.told_at_once: set[int] = set()  # numbers of tokens
-        self.member = dispatcher.fleet.join(self.hello, self)
+        self.handle = dispatcher.fleet.register(self.hello, self)
         self.untold = self.instance.news.open()
 
     def put(self, frame: pb.RouterFrame) -> None:
@@ -73,9 +73,9 @@ class Seat:
         frames, self.frames = self.frames, []
         for output in (output for frame in frames for output in frame.step.outputs):
             self.told_at_once.add(len(output.token_ids))
-            self.dispatcher.on_output(self.member, output)
+            self.dispatcher.on_output(self.handle, output)
         removed, added = self.untold.take(1024)
-        self.dispatcher.fleet._take_news(self.member, pb.Blocks(removed=b"".join(removed), added=b"".join(added)))
+        self.dispatcher.fleet._handle_blocks(self.handle, pb.Blocks(removed=b"".join(removed), added=b"".join(added)))
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def seats(checkpoint: Callable[..., Path]) -> Iterator[list[Seat]]:
     seats = [Seat(name, checkpoint("llama"), connector) for name in names]
     yield seats
     for seat in seats:
-        seat.instance.converters.close()
+        seat.instance.layout_converter.close()
         seat.instance.connector.close()
     torch.set_num_threads(threads)
 
@@ -110,7 +110,7 @@ def requests(seats: list[Seat], whole: bool = False) -> list[Request]:
     ]
 
 
-def serve(seats: list[Seat], policy: str, moves: list[list[int]], whole: bool = False) -> list[Flight]:
+def serve(seats: list[Seat], policy: str, moves: list[list[int]], whole: bool = False) -> list[RequestState]:
     """All requests side by side; each moves when so many of its tokens are out, or after so many turns if they are wanted
     together: then it has tokens that only the instance knows."""
     fleet = Fleet("router", seats[0].hello.model, 60.0)
@@ -118,44 +118,44 @@ def serve(seats: list[Seat], policy: str, moves: list[list[int]], whole: bool = 
     dispatcher = Dispatcher(config, fleet, Metrics(fleet))
     for seat in seats:
         seat.sit_down(dispatcher)
-    flights = [dispatcher.open(request) for request in requests(seats, whole)]
+    states = [dispatcher.open(request) for request in requests(seats, whole)]
     turns = count()
     deadline = time.monotonic() + DEADLINE_S
-    while not all(flight.machine.ended for flight in flights) or any(seat.instance.num_jobs for seat in seats):
-        assert time.monotonic() < deadline, [(flight.id, flight.machine.state) for flight in flights]
+    while not all(state.machine.ended for state in states) or any(seat.instance.num_jobs for seat in seats):
+        assert time.monotonic() < deadline, [(state.id, state.machine.state) for state in states]
         turn = next(turns)
         for seat in seats:
-            for flight, due in zip(flights, moves, strict=True):
-                if due and (turn if whole else len(flight.emitted)) == due[0] and not flight.machine.ended:
+            for state, due in zip(states, moves, strict=True):
+                if due and (turn if whole else len(state.emitted)) == due[0] and not state.machine.ended:
                     del due[0]
-                    flight.let_go(flight.last_member)
-                    dispatcher.handle(flight, Event.DECODE_FAILED, Unavailable("it has to go", kind="drained"))
+                    state.let_go(state.last_instance)
+                    dispatcher.handle(state, Event.DECODE_FAILED, Unavailable("it has to go", kind="drained"))
             seat.turn()  # of each request a token, at most
     for seat in seats:
         seat.instance.news.close(seat.untold)
-    return flights
+    return states
 
 
-def moves_of(random: Random, flights: int) -> list[list[int]]:
-    return [sorted(random.sample(range(TOKENS), random.randint(1, MOVES))) for _ in range(flights)]
+def moves_of(random: Random, states: int) -> list[list[int]]:
+    return [sorted(random.sample(range(TOKENS), random.randint(1, MOVES))) for _ in range(states)]
 
 
 def test_streams_that_move_at_any_token_keep_their_tokens(
     seats: list[Seat], generate: Callable[..., Any], checkpoint: Any
 ) -> None:
     at_rest = serve(seats, "auto", [[] for _ in requests(seats)])
-    expected = [flight.emitted for flight in at_rest]
+    expected = [state.emitted for state in at_rest]
     greedy = [request.prompt for request in requests(seats) if request.sampling.temperature == 0]
     assert expected[::2] == generate(checkpoint("llama"), greedy, TOKENS)
     random = Random(11)
     for policy in POLICIES:
         moves = moves_of(random, len(expected))
         wanted = [len(due) for due in moves]
-        flights = serve(seats, policy, moves)
-        assert [flight.emitted for flight in flights] == expected, policy
-        assert [flight.timeline.migrations for flight in flights] == wanted, policy
-        assert {flight.timeline.error for flight in flights} == {""}
-        decided = {decision.policy for flight in flights for _, decision in flight.timeline.decisions}
+        states = serve(seats, policy, moves)
+        assert [state.emitted for state in states] == expected, policy
+        assert [state.timeline.migrations for state in states] == wanted, policy
+        assert {state.timeline.error for state in states} == {""}
+        decided = {decision.policy for state in states for _, decision in state.timeline.decisions}
         assert decided == {policy}
 
 
@@ -163,13 +163,13 @@ def test_whole_answers_move_with_tokens_that_nobody_has_seen(
     seats: list[Seat], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pdserve.roles.job.WHOLE_TOKENS", 4)
-    expected = [flight.emitted for flight in serve(seats, "auto", [[] for _ in requests(seats)])]
+    expected = [state.emitted for state in serve(seats, "auto", [[] for _ in requests(seats)])]
     random, lost = Random(12), 0
     for _ in range(4):
-        flights = serve(seats, "auto", moves_of(random, len(expected)), whole=True)
-        assert [flight.emitted for flight in flights] == expected
-        lost += sum(flight.timeline.migrations for flight in flights)
-        told = [[len(chunk.token_ids) for chunk in flight._chunks] for flight in flights]
-        assert told == [[TOKENS]] * len(flights), "one chunk for the client"
+        states = serve(seats, "auto", moves_of(random, len(expected)), whole=True)
+        assert [state.emitted for state in states] == expected
+        lost += sum(state.timeline.migrations for state in states)
+        told = [[len(chunk.token_ids) for chunk in state._chunks] for state in states]
+        assert told == [[TOKENS]] * len(states), "one chunk for the client"
         assert max(n for seat in seats for n in seat.told_at_once) == 4
     assert lost > 0

@@ -30,17 +30,17 @@ def test_tokens_are_the_same(
     swap_space: float,
     checkpoint: Callable[..., Path],
     generate: Generate,
-    desk: Callable[..., Any],
+    context: Callable[..., Any],
     store_in_hand: Callable[..., Any],
 ) -> None:
     """Where nothing is swapped, the store has what sequences lose. Cold and warm."""
     path, store = checkpoint(architecture), store_in_hand()
     settings = {"model": str(path), "swap_space": swap_space, **SETTINGS}
-    tight = desk(store, num_blocks=24 if architecture == "llama" else 12, **settings)  # a window needs less
+    tight = context(store, num_blocks=24 if architecture == "llama" else 12, **settings)  # a window needs less
     tight.instance.engine.scheduler.costs = SWAPPING_COSTS_NOTHING
     tight.instance.meter.costs = lambda now: SWAPPING_COSTS_NOTHING
     expected = generate(path, PROMPTS, TOKENS)
-    prefill = desk(store_in_hand(values=store.values), num_blocks=200, **settings)
+    prefill = context(store_in_hand(values=store.values), num_blocks=200, **settings)
     for i, prompt in enumerate(PROMPTS if phase == pb.DECODE else []):
         prefill.submit(f"{i}", prompt, TOKENS, pb.PREFILL)
     prefill.until(lambda outputs: sum(o.stored.final for o in outputs) == (len(PROMPTS) if phase == pb.DECODE else 0))
@@ -67,12 +67,12 @@ def test_tokens_are_the_same(
 
 
 def test_prefill_that_runs_ahead_takes_no_blocks_of_decode(
-    checkpoint: Callable[..., Path], generate: Generate, desk: Callable[..., Any], store_in_hand: Callable[..., Any]
+    checkpoint: Callable[..., Path], generate: Generate, context: Callable[..., Any], store_in_hand: Callable[..., Any]
 ) -> None:
     """All prompts are in the store at once, and decode has room for one request: nobody loses blocks to another's KV."""
     path, store, prompts = checkpoint("llama"), store_in_hand(), PROMPTS[:4]
     settings = {"model": str(path), **SETTINGS, "store_generated": "off"}
-    decode, prefill = desk(store, num_blocks=9, **settings), desk(store_in_hand(values=store.values), **settings)
+    decode, prefill = context(store, num_blocks=9, **settings), context(store_in_hand(values=store.values), **settings)
     for i, prompt in enumerate(prompts):
         prefill.submit(f"{i}", prompt, TOKENS, pb.PREFILL)
     prefill.until(lambda outputs: sum(output.stored.final for output in outputs) == len(prompts))
@@ -125,7 +125,7 @@ def test_processes_with_small_pools(
 
 
 def test_one_that_is_cancelled_while_the_store_is_asked_for_its_kv_leaves_nothing(
-    checkpoint: Callable[..., Path], desk: Callable[..., Any], store_in_hand: Any
+    checkpoint: Callable[..., Path], context: Callable[..., Any], store_in_hand: Any
 ) -> None:
     begun, cancelled = threading.Event(), threading.Event()
 
@@ -140,7 +140,7 @@ def test_one_that_is_cancelled_while_the_store_is_asked_for_its_kv_leaves_nothin
                 assert cancelled.wait(60)
             return bool(super().contains(name))
 
-    one = desk(Asked(), model=str(checkpoint("llama")), num_blocks=12, **SETTINGS)
+    one = context(Asked(), model=str(checkpoint("llama")), num_blocks=12, **SETTINGS)
     for name in "ab":
         one.submit(name, [ord(name)] * 64, 60, pb.BOTH)
     one.until(lambda _: all(one.tokens(name) for name in "ab"))

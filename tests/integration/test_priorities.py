@@ -12,16 +12,16 @@ from pdserve.proto import pdserve_pb2 as pb
 PRIORITIES = {"a": 1, "b": 2, "c": 0, "d": 1}
 
 
-def ends(desk: Any, count: int) -> list[str]:
+def ends(context: Any, count: int) -> list[str]:
     """Requests in the order in which they end."""
-    desk.until(lambda outputs: sum(bool(output.finish_reason) for output in outputs) == count)
-    return [output.request_id for output in desk.outputs if output.finish_reason]
+    context.until(lambda outputs: sum(bool(output.finish_reason) for output in outputs) == count)
+    return [output.request_id for output in context.outputs if output.finish_reason]
 
 
 @pytest.mark.parametrize("phase", [pb.BOTH, pb.PREFILL])
 @pytest.mark.parametrize(("policy", "order"), [("fcfs", "abcd"), ("priority", "cadb")])
 def test_one_after_the_other(
-    phase: "pb.Phase", policy: str, order: str, checkpoint: Callable[..., Path], desk: Callable[..., Any]
+    phase: "pb.Phase", policy: str, order: str, checkpoint: Callable[..., Path], context: Callable[..., Any]
 ) -> None:
     settings = {
         "num_blocks": 16,
@@ -29,7 +29,7 @@ def test_one_after_the_other(
         "scheduling_policy": policy,
         "connector": f"memory://{uuid.uuid4().hex}",
     }
-    one = desk(model=str(checkpoint("llama")), **settings)
+    one = context(model=str(checkpoint("llama")), **settings)
     for i, (name, priority) in enumerate(PRIORITIES.items()):
         one.submit(name, [i] * 9, 1, phase, priority=priority)
     assert "".join(ends(one, 4)) == order
@@ -37,9 +37,9 @@ def test_one_after_the_other(
 
 @pytest.mark.parametrize(("policy", "order"), [("fcfs", "abcd"), ("priority", "cadb")])
 def test_decode_reserves_in_this_order(
-    policy: str, order: str, checkpoint: Callable[..., Path], desk: Callable[..., Any]
+    policy: str, order: str, checkpoint: Callable[..., Path], context: Callable[..., Any]
 ) -> None:
-    one = desk(
+    one = context(
         model=str(checkpoint("llama")), num_blocks=5, scheduling_policy=policy, connector=f"memory://{uuid.uuid4().hex}"
     )
     one.submit("first", [9] * 40, 2, pb.DECODE)

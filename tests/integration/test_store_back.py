@@ -86,11 +86,11 @@ def test_what_is_worth_storing(
     multi_turn: bool,
     blocks: int,
     checkpoint: Callable[..., Path],
-    desk: Callable[..., Any],
+    context: Callable[..., Any],
     store_in_hand: Callable[..., Any],
 ) -> None:
     store = store_in_hand()
-    both = desk(store, model=str(checkpoint("llama")), num_blocks=64, store_generated=mode)
+    both = context(store, model=str(checkpoint("llama")), num_blocks=64, store_generated=mode)
     both.submit("x", PROMPT, TOKENS, pb.BOTH, multi_turn=multi_turn)
     both.until(lambda outputs: any(o.finish_reason for o in outputs))
     both.until_idle()
@@ -118,12 +118,12 @@ def test_a_chat_is_stored_back_without_being_asked_to(deploy: Callable[..., Any]
 def test_a_store_that_hangs_delays_no_token(
     checkpoint: Callable[..., Path],
     generate: Generate,
-    desk: Callable[..., Any],
+    context: Callable[..., Any],
     store_in_hand: Callable[..., Any],
 ) -> None:
     path, go_on = checkpoint("llama"), threading.Event()
     store = store_in_hand(before_put=lambda: go_on.wait(60))
-    both = desk(store, model=str(path), num_blocks=64, store_generated="on")
+    both = context(store, model=str(path), num_blocks=64, store_generated="on")
     both.submit("x", PROMPT, TOKENS, pb.BOTH)
     both.until(lambda outputs: any(o.finish_reason for o in outputs))
     assert both.tokens("x") == generate(path, [PROMPT], TOKENS)[0]
@@ -135,13 +135,13 @@ def test_a_store_that_hangs_delays_no_token(
 
 
 def test_nothing_is_stored_behind_a_gap(
-    checkpoint: Callable[..., Path], desk: Callable[..., Any], store_in_hand: Callable[..., Any]
+    checkpoint: Callable[..., Path], context: Callable[..., Any], store_in_hand: Callable[..., Any]
 ) -> None:
     def refuse() -> None:
         raise OSError("no")
 
     store = store_in_hand(before_put=refuse)
-    both = desk(store, model=str(checkpoint("llama")), num_blocks=64, store_generated="on")
+    both = context(store, model=str(checkpoint("llama")), num_blocks=64, store_generated="on")
     both.submit("x", PROMPT, 600, pb.BOTH)
     both.until(lambda outputs: any(o.finish_reason for o in outputs))
     both.until_idle()
@@ -151,11 +151,11 @@ def test_nothing_is_stored_behind_a_gap(
 def test_an_id_may_be_used_again_while_its_stores_go_on(
     checkpoint: Callable[..., Path],
     generate: Generate,
-    desk: Callable[..., Any],
+    context: Callable[..., Any],
     store_in_hand: Callable[..., Any],
 ) -> None:
     path, go_on = checkpoint("llama"), threading.Event()
-    prefill = desk(store_in_hand(before_put=lambda: go_on.wait(60)), model=str(path), num_blocks=64)
+    prefill = context(store_in_hand(before_put=lambda: go_on.wait(60)), model=str(path), num_blocks=64)
     for prompt in (PROMPT, PROMPT[:70]):
         prefill.outputs.clear()
         prefill.submit("x", prompt, 1, pb.PREFILL)

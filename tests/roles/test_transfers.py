@@ -50,7 +50,7 @@ class ByHand(Connector):
         future.set_result(Result([outcome] * blocks, 0.5, held=held))
 
 
-class Desk:
+class InstanceContext:
     """Futures end on this thread, at once. Time stands still unless it is moved."""
 
     def __init__(self) -> None:
@@ -82,8 +82,8 @@ def new_job() -> Job:
 
 class Stage:
     def __init__(self, max_blocks: int) -> None:
-        self.pool, self.connector, self.desk = BlockPool(POOL, 16), ByHand(), Desk()
-        self.transfers = Transfers(self.pool, self.connector, self.desk, max_blocks, 1)
+        self.pool, self.connector, self.context = BlockPool(POOL, 16), ByHand(), InstanceContext()
+        self.transfers = Transfers(self.pool, self.connector, self.context, max_blocks, 1)
         self.results: list[Result] = []
 
     def store(self, job: Job, count: int) -> None:
@@ -99,12 +99,12 @@ def test_what_does_not_fit_waits_in_order() -> None:
     transfers = stage.transfers
     assert (transfers.in_flight, transfers.waiting, transfers.room) == (6, 6, 0), "the small one does not overtake"
     assert transfers.stores_wait and job.transfers == 3
-    stage.desk.time = 3.0
+    stage.context.time = 3.0
     stage.connector.end(0)
     assert (transfers.in_flight, transfers.waiting, transfers.room) == (6, 0, 4)
     stage.connector.end(0)
     assert [result.seconds for result in stage.results] == [0.5, 3.5], "the time in the queue counts"
-    assert stage.desk.seconds_of == [(6, 0.5), (5, 0.5)], "but not for what a transfer takes"
+    assert stage.context.seconds_of == [(6, 0.5), (5, 0.5)], "but not for what a transfer takes"
     stage.connector.end(0)
     assert (stage.pool.num_held, job.transfers, transfers.num_holding) == (0, 0, 0)
 
@@ -125,7 +125,7 @@ def test_what_is_read_in_place_is_held_until_it_has_been_read_and_fills_no_room(
     for _ in range(3):
         stage.connector.end(0, held=read)
     assert job.transfers == 0 and stage.transfers.num_holding == 3 and stage.pool.num_held == 12
-    assert not stage.desk.seconds_of, "nothing moved"
+    assert not stage.context.seconds_of, "nothing moved"
     read.set_result(None)
     assert stage.transfers.num_holding == 0 and stage.pool.num_held == 0
 
@@ -138,14 +138,14 @@ def test_nothing_waits_for_a_store_that_is_silent() -> None:
     assert (stage.transfers.in_flight, stage.transfers.waiting) == (3, 0), "one has its turn, the other is given up"
     assert [result.outcomes for result in stage.results] == [[Outcome.UNAVAILABLE] * 3] * 2
     stage.store(job, 2)
-    assert stage.transfers.waiting == 0 and len(stage.results) == 3 and stage.desk.given_up == 5
+    assert stage.transfers.waiting == 0 and len(stage.results) == 3 and stage.context.given_up == 5
     stage.store(job, 1)
     assert stage.transfers.in_flight == 4, "what has room is tried"
     stage.connector.end(1)
     stage.store(job, 2)
     assert stage.transfers.waiting == 2, "it has answered: it is worth waiting again"
     stage.connector.end(0, outcome=Outcome.UNAVAILABLE)
-    stage.desk.time += 0.5
+    stage.context.time += 0.5
     stage.store(job, 4)
     assert stage.transfers.waiting == 4, "that was long enough ago"
     while stage.connector.under_way:
@@ -169,7 +169,7 @@ def test_whatever_comes_and_ends_and_is_dropped(max_blocks: int, events: list[tu
             outcome = Outcome.OK if kind == "end" else Outcome.UNAVAILABLE
             stage.connector.end(which % len(stage.connector.under_way), outcome=outcome)
         elif kind == "wait":
-            stage.desk.time += 0.3
+            stage.context.time += 0.3
         elif kind == "drop":
             stage.transfers.drop(jobs[which])
         assert stage.transfers.in_flight == sum(blocks for blocks, _ in stage.connector.under_way) <= max_blocks

@@ -28,7 +28,7 @@ from pdserve.router.limits.key_file import declared
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.telemetry.timeline import Timeline, TimelineLog
 from pdserve.router.text.tokenizer import Tokenizer
-from pdserve.router.web.admission import Gate
+from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.app import create_app
 
 CONTEXT = 256
@@ -233,8 +233,8 @@ def make_app(backend: ScriptedBackend, metrics: Metrics) -> Callable[..., Starle
 
     def make(tokenizer: Tokenizer, **settings: Any) -> Starlette:
         config = RouterConfig(**{"model": "demo", "max_body_bytes": 20_000, "max_n": 8, **settings})
-        gate = Gate(declared(config.api_key, config.keys_file), config, metrics)
-        return create_app(config, tokenizer, backend, gate, lambda: b"pdserve_up 1\n", backend.log.latest, dict)
+        admission = AdmissionController(declared(config.api_key, config.keys_file), config, metrics)
+        return create_app(config, tokenizer, backend, admission, lambda: b"pdserve_up 1\n", backend.log.latest, dict)
 
     return make
 

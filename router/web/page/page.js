@@ -414,7 +414,7 @@ function drawKv(now) {
 
 const EVENTS = {
   left: ["lost", "bad"], failed: ["failed", "bad"], breaker: ["breaker", "bad"], missing: ["missing", "bad"], moved: ["moved", "warn"], fallback: ["computed", "warn"],
-  role: ["role", "good"], in_vain: ["in vain", "warn"], refused: ["refused", "warn"], draining: ["draining", ""], drained: ["drained", ""], joined: ["joined", "good"],
+  role: ["role", "good"], failed_handovers: ["failed hand-overs", "warn"], refused: ["refused", "warn"], draining: ["draining", ""], drained: ["drained", ""], joined: ["joined", "good"],
 };
 let faultsShown = "";
 

@@ -8,14 +8,14 @@ import pytest
 
 from pdserve.config import RouterConfig
 from pdserve.control.wire import FIRST_FRAME_BYTES, PROTOCOL_VERSION
-from pdserve.instance.kv_events import BlockNews
+from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.router_link import Links
 from pdserve.keys import Layout
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.instances.control import Control
-from pdserve.router.instances.fleet import Fleet, Member
+from pdserve.router.instances.fleet import Fleet, InstanceHandle
 from pdserve.router.scheduling.policy import Load
 from pdserve.router.telemetry.metrics import Metrics
 
@@ -41,7 +41,7 @@ def hello_of(
     )
 
 
-class Told(list[pb.RouterFrame]):
+class SentFrames(list[pb.RouterFrame]):
     """In place of a connection to an instance: what it was sent."""
 
     put = list.append
@@ -54,7 +54,7 @@ class Told(list[pb.RouterFrame]):
 def refusal(there: pb.Hello, comes: pb.Hello) -> str:
     """What the second one is told."""
     fleet = Fleet("router", "model", 1.0)
-    fleet.join(there, Told())
+    fleet.register(there, SentFrames())
     return fleet.refusal(pb.InstanceFrame(hello=comes))
 
 
@@ -96,26 +96,26 @@ def test_what_cannot_be_converted_is_refused(change: dict[str, Any]) -> None:
     assert said == "its weights or its KV layout differ from those of prefill-0"
 
 
-def submits(member: Member) -> list[pb.Submit]:
-    assert isinstance(member.wire, Told)
-    return [frame.submit for frame in member.wire if frame.WhichOneof("frame") == "submit"]
+def submits(instance: InstanceHandle) -> list[pb.Submit]:
+    assert isinstance(instance.wire, SentFrames)
+    return [frame.submit for frame in instance.wire if frame.WhichOneof("frame") == "submit"]
 
 
 def test_decode_is_told_the_writer_s_layout_where_it_is_another() -> None:
     async def story() -> None:
         fleet = Fleet("router", "model", 1.0)
         dispatcher = Dispatcher(RouterConfig(model="model"), fleet, Metrics(fleet))
-        prefill = fleet.join(hello_of("prefill-0"), Told())
-        decode = fleet.join(hello_of("decode-0", block_size=32, convert=True), Told())
+        prefill = fleet.register(hello_of("prefill-0"), SentFrames())
+        decode = fleet.register(hello_of("decode-0", block_size=32, convert=True), SentFrames())
         request = Request(request_id="r", prompt=[1, 2, 3], sampling=SamplingParams(max_tokens=4))
         dispatcher.open(request)
         (asked,), (told,) = submits(prefill), submits(decode)
         assert told.writer == prefill.hello.layout and not asked.HasField("writer")
 
-        same = fleet.join(hello_of("prefill-1", block_size=32), Told())
-        fleet.leave(decode, "test")  # the request moves: other instances, another pair of layouts
-        fleet.leave(prefill, "test")
-        again = fleet.join(hello_of("decode-1", block_size=32, convert=True), Told())
+        same = fleet.register(hello_of("prefill-1", block_size=32), SentFrames())
+        fleet.deregister(decode, "test")  # the request moves: other instances, another pair of layouts
+        fleet.deregister(prefill, "test")
+        again = fleet.register(hello_of("decode-1", block_size=32, convert=True), SentFrames())
         dispatcher.open(Request(request_id="s", prompt=[1, 2, 3], sampling=SamplingParams(max_tokens=4)))
         assert [submit.HasField("writer") for submit in submits(again)] == [False]
         assert submits(same)
@@ -127,7 +127,7 @@ class Idle:
     """What links need of an instance that has nothing to do."""
 
     def __init__(self) -> None:
-        self.news = BlockNews()
+        self.news = KVEventPublisher()
 
         self.load, self.left = pb.Heartbeat(), pb.Load()
 
@@ -140,15 +140,15 @@ class Idle:
 def test_a_router_hears_what_others_have_sent() -> None:
     async def scenario() -> None:
         fleet, instance = Fleet("router", "model", 60.0), Idle()
-        fleet.listener = cast(Any, SimpleNamespace(on_lost=lambda member: None))
+        fleet.listener = cast(Any, SimpleNamespace(on_lost=lambda instance: None))
         control = Control(fleet)
         port = await control.listen("127.0.0.1", 0)
         task = asyncio.create_task(Links([f"127.0.0.1:{port}"]).run(cast(Any, instance), hello_of("decode-0")))
         async with asyncio.timeout(60):
-            while not fleet.members:
+            while not fleet.instances:
                 await asyncio.sleep(0.01)
-            load = fleet.members["decode-0"].load
-            fleet.members["decode-0"].give("ours", Load(output_tokens=7))
+            load = fleet.instances["decode-0"].load
+            fleet.instances["decode-0"].give("ours", Load(output_tokens=7))
             for others in (pb.Load(requests=2, output_tokens=5, context_tokens=9), pb.Load(requests=1), pb.Load()):
                 instance.left = others
                 while (load.requests, load.output_tokens) != (1 + others.requests, 7 + others.output_tokens):
@@ -164,7 +164,7 @@ def test_a_router_hears_what_others_have_sent() -> None:
 def test_instances_have_to_know_the_token(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         fleet = Fleet("router", "model", 60.0)
-        fleet.listener = cast(Any, SimpleNamespace(on_lost=lambda member: None))
+        fleet.listener = cast(Any, SimpleNamespace(on_lost=lambda instance: None))
         control = Control(fleet, "right")
         port = await control.listen("127.0.0.1", 0)
         tokens = {"prefill-0": "right", "decode-0": "wrong", "decode-1": ""}
@@ -173,9 +173,9 @@ def test_instances_have_to_know_the_token(caplog: pytest.LogCaptureFixture) -> N
             links = Links([f"127.0.0.1:{port}"], token)
             tasks.append(asyncio.create_task(links.run(cast(Any, Idle()), hello_of(name))))
         async with asyncio.timeout(60):
-            while len(fleet.members) < 1 or caplog.text.count("asks for another --control-token") < 2:
+            while len(fleet.instances) < 1 or caplog.text.count("asks for another --control-token") < 2:
                 await asyncio.sleep(0.01)
-        assert list(fleet.members) == ["prefill-0"]
+        assert list(fleet.instances) == ["prefill-0"]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -203,7 +203,7 @@ def test_strangers_are_told_why_they_have_to_go_and_soon(
         assert b"it says nothing for 0.2 s" in await answer(port, b"")
         nobody = pb.InstanceFrame(hello=hello_of("prefill-0\nrouter: all is well")).SerializeToString()
         assert b"all of which can be printed" in await answer(port, len(nobody).to_bytes(4, "big") + nobody)
-        while control.visitors:
+        while control.connections:
             await asyncio.sleep(0.01)
         await control.close()
 
@@ -213,21 +213,21 @@ def test_strangers_are_told_why_they_have_to_go_and_soon(
 
 
 def test_each_heartbeat_is_answered() -> None:
-    fleet, told = Fleet("router", "model", 1.0), Told()
+    fleet, told = Fleet("router", "model", 1.0), SentFrames()
     fleet.listener = cast(Any, SimpleNamespace())
-    fleet.take(fleet.join(hello_of("prefill-0"), told), pb.InstanceFrame(heartbeat=pb.Heartbeat()))
+    fleet.handle_frame(fleet.register(hello_of("prefill-0"), told), pb.InstanceFrame(heartbeat=pb.Heartbeat()))
     assert [frame.WhichOneof("frame") for frame in told] == ["heard"]
 
 
 def test_no_address_among_the_routers_costs_the_others_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         fleet = Fleet("router", "model", 60.0)
-        fleet.listener = cast(Any, SimpleNamespace(on_lost=lambda member: None))
+        fleet.listener = cast(Any, SimpleNamespace(on_lost=lambda instance: None))
         control = Control(fleet)
         port = await control.listen("127.0.0.1", 0)
         links = Links(["nowhere", "a..b:1", f"127.0.0.1:{port}"])
         task = asyncio.create_task(links.run(cast(Any, Idle()), hello_of("decode-0")))
-        while not fleet.members or caplog.text.count("not reachable") < 2:
+        while not fleet.instances or caplog.text.count("not reachable") < 2:
             await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -13,7 +13,7 @@ from random import Random
 import pytest
 
 from pdserve.costs import Costs
-from pdserve.router.scheduling.policy import NOTHING, Ask, Candidate, Load, decide
+from pdserve.router.scheduling.policy import NOTHING, Candidate, Load, PlacementRequest, decide
 
 INSTANCES, SECONDS, SEEDS = 8, 15.0, 3
 TOLD_S = 0.2  # after that, what other routers have sent is known: LOAD_INTERVAL_S and NEWS_S
@@ -58,8 +58,8 @@ def simulate(policy: str, num_routers: int, seed: int, decode: bool) -> float:
         router, prompt, output = (random.randrange(end) for end in (num_routers, len(prompts), 300))
         turns[router] += 1
         tokens = prompts[prompt]
-        ask = Ask(tokens, turns[router], output_tokens=output + 1, decode=decode)
-        name = decide(policy, list(seen[router].values()), ask).chosen
+        asked = PlacementRequest(tokens, turns[router], output_tokens=output + 1, decode=decode)
+        name = decide(policy, list(seen[router].values()), asked).chosen
         if decode:
             load = Load(output_tokens=output, context_tokens=tokens)
             later((output + 1) * TOKEN_S, "ended", name, request)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from pdserve.costs import Costs
 from pdserve.router.scheduling.placement import place
-from pdserve.router.scheduling.policy import NOTHING, Ask, Candidate, Load
+from pdserve.router.scheduling.policy import NOTHING, Candidate, Load, PlacementRequest
 
 MACHINE = Costs(prefill=(0.01, 1e-4, 1e-8), decode=(0.005, 1e-4, 1e-7), transfer=(0.02, 1e-9))
 
@@ -14,7 +14,9 @@ MACHINE = Costs(prefill=(0.01, 1e-4, 1e-8), decode=(0.005, 1e-4, 1e-7), transfer
 def test_with_a_threshold_only_uncached_tokens_count(tokens: int, cached: int, threshold: int) -> None:
     cached = min(cached, tokens - 1)
     busy = Candidate("decode", 30, 10_000, 10_000, 10_000)
-    placement = place(Candidate("prefill"), busy, Ask(tokens, cached={"decode": cached, "prefill": 7}), threshold)
+    placement = place(
+        Candidate("prefill"), busy, PlacementRequest(tokens, cached={"decode": cached, "prefill": 7}), threshold
+    )
     assert placement.uncached_tokens == tokens - cached and placement.reason == "threshold"
     assert placement.way == ("decode" if tokens - cached <= threshold else "split")
     assert threshold or placement.way == "split", "0 is never"
@@ -25,7 +27,7 @@ def test_by_forecast_short_prompts_stay_with_decode() -> None:
     decode = Candidate("decode", costs=MACHINE, token_bytes=10_000)
 
     def way(tokens: int, **cached: int) -> str:
-        placement = place(prefill, decode, Ask(tokens, cached=cached), None)
+        placement = place(prefill, decode, PlacementRequest(tokens, cached=cached), None)
         assert placement.reason == "forecast"
         return placement.way
 
@@ -45,5 +47,5 @@ def test_more_streams_never_bring_a_prompt_to_decode(tokens: int, streams: int, 
     ways = []
     for requests in (streams, streams + more):
         decode = Candidate("decode", requests, context_tokens=100 * requests, costs=MACHINE, token_bytes=1000)
-        ways.append(place(prefill, decode, Ask(tokens), None).way)
+        ways.append(place(prefill, decode, PlacementRequest(tokens), None).way)
     assert ways != ["split", "decode"]

@@ -12,7 +12,7 @@ from functools import cache
 from random import Random
 
 from pdserve.costs import Costs, attended
-from pdserve.router.scheduling.policy import NOTHING, Ask, Candidate, Load, decide
+from pdserve.router.scheduling.policy import NOTHING, Candidate, Load, PlacementRequest, decide
 
 INSTANCES, CLIENTS, REQUESTS, STEP_TOKENS = 3, 8, 600, 2048
 TRUE = Costs(prefill=(0.004, 1.2e-4, 6e-8))
@@ -77,7 +77,7 @@ def first_tokens(policy: str, seed: int) -> tuple[float, float]:
         turn += 1
         tokens = 16 * len(blocks)
         cached = {name: min(one.blocks_of(blocks), len(blocks) - 1) * 16 for name, one in instances.items()}
-        name = decide(policy, candidates, Ask(tokens, turn, cached=cached, output_tokens=output)).chosen
+        name = decide(policy, candidates, PlacementRequest(tokens, turn, cached=cached, output_tokens=output)).chosen
         new = tokens - cached[name]
         load = Load(prefill_tokens=new, prefills=1, attended_tokens=int(attended(new, cached[name])))
         instances[name].seen.replace(NOTHING, load)

@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.costs import Costs
-from pdserve.router.scheduling.policy import POLICIES, SHOWN, SPREAD, Ask, Candidate, Decision, Load, decide
+from pdserve.router.scheduling.policy import (
+    POLICIES,
+    SHOWN,
+    SPREAD,
+    Candidate,
+    Decision,
+    Load,
+    PlacementRequest,
+    decide,
+)
 
 TOKENS = st.integers(0, 10_000)
 NAMES = st.text("abcdef-0123456789", min_size=1, max_size=8)
@@ -47,11 +56,11 @@ def snapshots(draw: st.DrawFn, least: int = 1) -> list[Candidate]:
 
 
 @st.composite
-def asks(draw: st.DrawFn) -> Ask:
+def asks(draw: st.DrawFn) -> PlacementRequest:
     tokens = draw(st.integers(1, 10_000))
     cached = draw(st.dictionaries(NAMES, st.integers(0, tokens), max_size=8))
     session = draw(st.text(max_size=5))
-    return Ask(
+    return PlacementRequest(
         tokens,
         draw(st.integers(0, 2**40)),
         session,
@@ -67,19 +76,21 @@ def chosen(decision: Decision, snapshot: list[Candidate]) -> Candidate:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@given(data=st.data(), snapshot=snapshots(), ask=asks())
+@given(data=st.data(), snapshot=snapshots(), request=asks())
 def test_the_choice_is_a_candidate_in_whatever_order_they_come(
-    policy: str, data: st.DataObject, snapshot: list[Candidate], ask: Ask
+    policy: str, data: st.DataObject, snapshot: list[Candidate], request: PlacementRequest
 ) -> None:
-    decision = decide(policy, snapshot, ask)
+    decision = decide(policy, snapshot, request)
     assert chosen(decision, snapshot) in snapshot
-    assert decide(policy, data.draw(st.permutations(snapshot)), ask) == decision
+    assert decide(policy, data.draw(st.permutations(snapshot)), request) == decision
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@given(snapshot=snapshots(), ask=asks())
-def test_the_explanation_holds_the_choice_and_why(policy: str, snapshot: list[Candidate], ask: Ask) -> None:
-    decision = decide(policy, snapshot, ask)
+@given(snapshot=snapshots(), request=asks())
+def test_the_explanation_holds_the_choice_and_why(
+    policy: str, snapshot: list[Candidate], request: PlacementRequest
+) -> None:
+    decision = decide(policy, snapshot, request)
     best = decision.candidates[0]
     assert best.instance == decision.chosen and decision.why
     assert all(best.score <= other.score * (1.1 if policy == "auto" else 1) for other in decision.candidates)
@@ -89,13 +100,15 @@ def test_the_explanation_holds_the_choice_and_why(policy: str, snapshot: list[Ca
 
 @given(snapshot=snapshots(), turn=st.integers(0, 2**40))
 def test_round_robin_visits_everybody_before_it_comes_back(snapshot: list[Candidate], turn: int) -> None:
-    visited = Counter(decide("round_robin", snapshot, Ask(1, turn + i)).chosen for i in range(2 * len(snapshot)))
+    visited = Counter(
+        decide("round_robin", snapshot, PlacementRequest(1, turn + i)).chosen for i in range(2 * len(snapshot))
+    )
     assert set(visited.values()) == {2} and len(visited) == len(snapshot)
 
 
-@given(snapshot=snapshots(), ask=asks())
-def test_least_loaded_has_the_least_work(snapshot: list[Candidate], ask: Ask) -> None:
-    got = chosen(decide("least_loaded", snapshot, ask), snapshot)
+@given(snapshot=snapshots(), request=asks())
+def test_least_loaded_has_the_least_work(snapshot: list[Candidate], request: PlacementRequest) -> None:
+    got = chosen(decide("least_loaded", snapshot, request), snapshot)
     assert got.work_tokens == min(c.work_tokens for c in snapshot)
 
 
@@ -104,27 +117,27 @@ def test_equals_take_turns(snapshot: list[Candidate], turn: int) -> None:
     for candidate in snapshot:
         candidate.requests, candidate.prefill_tokens, candidate.output_tokens = 1, 7, 7
     for policy in ("least_loaded", "prefix_aware"):
-        visited = {decide(policy, snapshot, Ask(9, turn + i)).chosen for i in range(len(snapshot))}
+        visited = {decide(policy, snapshot, PlacementRequest(9, turn + i)).chosen for i in range(len(snapshot))}
         assert len(visited) == len(snapshot)
 
 
-@given(snapshot=snapshots(least=2), ask=asks())
-def test_power_of_two_is_never_the_worst(snapshot: list[Candidate], ask: Ask) -> None:
+@given(snapshot=snapshots(least=2), request=asks())
+def test_power_of_two_is_never_the_worst(snapshot: list[Candidate], request: PlacementRequest) -> None:
     worst = max(snapshot, key=lambda c: c.work_tokens)
     worst.prefill_tokens += 1
-    assert decide("power_of_two", snapshot, ask).chosen != worst.instance_id
+    assert decide("power_of_two", snapshot, request).chosen != worst.instance_id
 
 
 def test_power_of_two_draws_everybody() -> None:
     snapshot = [Candidate(f"p{i}") for i in range(8)]
-    visited = Counter(decide("power_of_two", snapshot, Ask(1, turn)).chosen for turn in range(800))
+    visited = Counter(decide("power_of_two", snapshot, PlacementRequest(1, turn)).chosen for turn in range(800))
     assert len(visited) == 8 and min(visited.values()) > 50
 
 
-@given(snapshot=snapshots(least=2), ask=asks(), session=st.text(min_size=1))
-def test_a_session_moves_only_when_it_must(snapshot: list[Candidate], ask: Ask, session: str) -> None:
+@given(snapshot=snapshots(least=2), request=asks(), session=st.text(min_size=1))
+def test_a_session_moves_only_when_it_must(snapshot: list[Candidate], request: PlacementRequest, session: str) -> None:
     def place(candidates: list[Candidate], turn: int = 0) -> str:
-        return decide("session", candidates, Ask(ask.tokens, turn, session, ask.cached)).chosen
+        return decide("session", candidates, PlacementRequest(request.tokens, turn, session, request.cached)).chosen
 
     before = place(snapshot)
     assert place(snapshot, turn=1) == before
@@ -136,30 +149,34 @@ def test_a_session_moves_only_when_it_must(snapshot: list[Candidate], ask: Ask, 
 
 def test_sessions_spread_evenly() -> None:
     snapshot = [Candidate(f"p{i}") for i in range(4)]
-    places = Counter(decide("session", snapshot, Ask(1, session=f"s{i}")).chosen for i in range(400))
+    places = Counter(decide("session", snapshot, PlacementRequest(1, session=f"s{i}")).chosen for i in range(400))
     assert len(places) == 4 and min(places.values()) > 60
 
 
-@given(snapshot=snapshots(), ask=asks())
-def test_without_a_session_the_least_loaded_is_picked_and_that_is_said(snapshot: list[Candidate], ask: Ask) -> None:
-    decision = decide("session", snapshot, Ask(ask.tokens, ask.turn))
+@given(snapshot=snapshots(), request=asks())
+def test_without_a_session_the_least_loaded_is_picked_and_that_is_said(
+    snapshot: list[Candidate], request: PlacementRequest
+) -> None:
+    decision = decide("session", snapshot, PlacementRequest(request.tokens, request.turn))
     assert decision.policy == "least_loaded" and decision.why.startswith("there is no session to go by")
-    assert decision.chosen == decide("least_loaded", snapshot, Ask(ask.tokens, ask.turn)).chosen
+    assert decision.chosen == decide("least_loaded", snapshot, PlacementRequest(request.tokens, request.turn)).chosen
 
 
-@given(snapshot=snapshots(), ask=asks())
-def test_prefix_aware_weighs_what_is_cached_against_what_is_queued(snapshot: list[Candidate], ask: Ask) -> None:
-    got = chosen(decide("prefix_aware", snapshot, ask), snapshot)
+@given(snapshot=snapshots(), request=asks())
+def test_prefix_aware_weighs_what_is_cached_against_what_is_queued(
+    snapshot: list[Candidate], request: PlacementRequest
+) -> None:
+    got = chosen(decide("prefix_aware", snapshot, request), snapshot)
     for other in snapshot:
-        assert got.work_tokens <= other.work_tokens or ask.uncached(got) < ask.uncached(other)
-        wait = other.work_tokens + ask.uncached(other)
-        assert got.work_tokens + ask.uncached(got) <= wait
+        assert got.work_tokens <= other.work_tokens or request.uncached(got) < request.uncached(other)
+        wait = other.work_tokens + request.uncached(other)
+        assert got.work_tokens + request.uncached(got) <= wait
 
 
 def test_prefix_aware_stays_with_the_cache_until_the_queue_there_is_longer() -> None:
     def pick(queued: int) -> str:
         snapshot = [Candidate("has-it", 1, prefill_tokens=queued), Candidate("idle")]
-        return decide("prefix_aware", snapshot, Ask(1000, cached={"has-it": 800})).chosen
+        return decide("prefix_aware", snapshot, PlacementRequest(1000, cached={"has-it": 800})).chosen
 
     assert pick(700) == "has-it" and pick(900) == "idle"
 
@@ -178,9 +195,9 @@ def test_a_load_that_comes_and_goes_leaves_nothing(loads: list[tuple[int, int, i
 MACHINE = Costs(prefill=(0.01, 1e-4, 1e-8), decode=(0.005, 1e-4, 1e-7), transfer=(0.001, 1e-9))
 
 
-def auto(*candidates: Candidate, tokens: int = 1000, **ask: Any) -> tuple[str, Any]:
+def auto(*candidates: Candidate, tokens: int = 1000, **request: Any) -> tuple[str, Any]:
     """Whom it picks, and by which forecast in seconds."""
-    decision = decide("auto", candidates, Ask(tokens=tokens, **ask))
+    decision = decide("auto", candidates, PlacementRequest(tokens=tokens, **request))
     return decision.chosen, decision.candidates[0].score
 
 
@@ -214,13 +231,13 @@ def test_auto_weighs_prompts_for_who_computes_them_itself() -> None:
     assert auto(both, decode, decode=True, output_tokens=100, alone=True, cached={"both": 990})[0] == "both"
 
 
-@given(snapshot=snapshots(), ask=asks())
-def test_more_to_do_never_makes_a_forecast_shorter(snapshot: list[Candidate], ask: Ask) -> None:
+@given(snapshot=snapshots(), request=asks())
+def test_more_to_do_never_makes_a_forecast_shorter(snapshot: list[Candidate], request: PlacementRequest) -> None:
     for candidate in snapshot:
-        (before,) = decide("auto", [candidate], ask).candidates
+        (before,) = decide("auto", [candidate], request).candidates
         candidate.replace(Load(requests=0), Load(1, 10, 10, 10, 1, 50))
-        (after,) = decide("auto", [candidate], ask).candidates
-        assert after.score >= before.score or candidate.capacity_tokens < candidate.context_tokens + ask.tokens
+        (after,) = decide("auto", [candidate], request).candidates
+        assert after.score >= before.score or candidate.capacity_tokens < candidate.context_tokens + request.tokens
 
 
 def test_forecasts_within_a_tenth_of_each_other_count_as_equal() -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.costs import Costs
-from pdserve.router.scheduling.policy import Ask, Candidate, Load
+from pdserve.router.scheduling.policy import Candidate, Load, PlacementRequest
 from pdserve.router.scheduling.slo_admission import LONGEST_RETRY_S, admit
 from pdserve.slo import Slo
 
@@ -32,52 +32,86 @@ def decoding(streams: int, token_bytes: int = 0, capacity_tokens: int = 10**6) -
 @pytest.mark.parametrize(
     ("prefill", "decode", "ask", "reason", "retry_after_s"),
     [
-        (prefilling(100), decoding(10), Ask(500, output_tokens=9), None, 0),
-        (prefilling(3000), decoding(10), Ask(500, output_tokens=9), "slo_ttft", 3),  # 3.5 s, and 1 s is right
-        (prefilling(900), decoding(10), Ask(500, cached={"prefill": 450}, output_tokens=9), None, 0),
-        (prefilling(9 * 10**6), decoding(10), Ask(500), "slo_ttft", LONGEST_RETRY_S),
-        (prefilling(100), decoding(50), Ask(500, output_tokens=9), "slo_itl", 7),  # 61 ms for 100 tokens
-        (prefilling(100), decoding(50), Ask(500, output_tokens=1), None, 0),  # of one token, there are no gaps
-        (prefilling(100), decoding(10, token_bytes=1), Ask(500, output_tokens=2), "slo_itl", 28),  # its KV takes 0.5 s
-        (prefilling(100), decoding(10, token_bytes=1), Ask(500, cached={"decode": 490}, output_tokens=2), None, 0),
-        (prefilling(100), decoding(10, capacity_tokens=400), Ask(500, output_tokens=9), "slo_itl", 26),  # no room
+        (prefilling(100), decoding(10), PlacementRequest(500, output_tokens=9), None, 0),
+        (
+            prefilling(3000),
+            decoding(10),
+            PlacementRequest(500, output_tokens=9),
+            "slo_ttft",
+            3,
+        ),  # 3.5 s, and 1 s is right
+        (prefilling(900), decoding(10), PlacementRequest(500, cached={"prefill": 450}, output_tokens=9), None, 0),
+        (prefilling(9 * 10**6), decoding(10), PlacementRequest(500), "slo_ttft", LONGEST_RETRY_S),
+        (prefilling(100), decoding(50), PlacementRequest(500, output_tokens=9), "slo_itl", 7),  # 61 ms for 100 tokens
+        (
+            prefilling(100),
+            decoding(50),
+            PlacementRequest(500, output_tokens=1),
+            None,
+            0,
+        ),  # of one token, there are no gaps
+        (
+            prefilling(100),
+            decoding(10, token_bytes=1),
+            PlacementRequest(500, output_tokens=2),
+            "slo_itl",
+            28,
+        ),  # its KV takes 0.5 s
+        (
+            prefilling(100),
+            decoding(10, token_bytes=1),
+            PlacementRequest(500, cached={"decode": 490}, output_tokens=2),
+            None,
+            0,
+        ),
+        (
+            prefilling(100),
+            decoding(10, capacity_tokens=400),
+            PlacementRequest(500, output_tokens=9),
+            "slo_itl",
+            26,
+        ),  # no room
     ],
 )
-def test_by_forecast(prefill: Candidate, decode: Candidate, ask: Ask, reason: str | None, retry_after_s: int) -> None:
-    refusal = admit(BOTH, prefill, decode, ask)
+def test_by_forecast(
+    prefill: Candidate, decode: Candidate, request: PlacementRequest, reason: str | None, retry_after_s: int
+) -> None:
+    refusal = admit(BOTH, prefill, decode, request)
     assert (refusal and refusal.kind) == reason
     if refusal is not None:
         assert refusal.retry_after_s == retry_after_s and refusal.status == 429
         assert f"--slo says {BOTH.ttft if reason == 'slo_ttft' else BOTH.itl:.3g} s" in str(refusal)
-    assert admit(Slo(), prefill, decode, ask) is None
+    assert admit(Slo(), prefill, decode, request) is None
 
 
 def test_who_has_waited_in_the_router_has_less_time_left() -> None:
-    idle, ask = Candidate("prefill", costs=MACHINE), Ask(500, output_tokens=9)
+    idle, request = Candidate("prefill", costs=MACHINE), PlacementRequest(500, output_tokens=9)
     for prefill, waited, late in [(prefilling(100), 0.3, False), (prefilling(100), 0.5, True), (idle, 9.0, False)]:
-        assert (admit(BOTH, prefill, decoding(10), ask, waited) is not None) == late
+        assert (admit(BOTH, prefill, decoding(10), request, waited) is not None) == late
 
 
 def test_one_instance_that_does_both_waits_for_no_kv() -> None:
     both = Candidate("both", 10, output_tokens=1000, token_bytes=1, costs=MACHINE)
-    assert admit(BOTH, both, both, Ask(500, output_tokens=2)) is None
+    assert admit(BOTH, both, both, PlacementRequest(500, output_tokens=2)) is None
 
 
 LOADS = st.builds(Load, st.integers(1, 9), *[st.integers(0, 10_000)] * 3, st.integers(0, 9), st.integers(0, 10**6))
 SLOS = st.builds(Slo, st.floats(1e-6, 10), st.floats(1e-6, 1))
-ASKS = st.builds(Ask, st.integers(1, 10_000), output_tokens=st.integers(1, 1000))
+ASKS = st.builds(PlacementRequest, st.integers(1, 10_000), output_tokens=st.integers(1, 1000))
 
 
-@given(slo=SLOS, ask=ASKS, more=LOADS)
-def test_the_idle_take_anything_and_more_load_never_lets_more_in(slo: Slo, ask: Ask, more: Load) -> None:
+@given(slo=SLOS, request=ASKS, more=LOADS)
+def test_the_idle_take_anything_and_more_load_never_lets_more_in(
+    slo: Slo, request: PlacementRequest, more: Load
+) -> None:
     prefill, decode = Candidate("prefill", costs=MACHINE), Candidate("decode", costs=MACHINE)
-    assert admit(slo, prefill, decode, ask) is None, "there is no better time to come back"
+    assert admit(slo, prefill, decode, request) is None, "there is no better time to come back"
     for candidate in (prefill, decode):
         candidate.replace(Load(0), more)
-    refusal = admit(slo, prefill, decode, ask)
+    refusal = admit(slo, prefill, decode, request)
     for candidate in (prefill, decode):
         candidate.replace(Load(0), Load(1, 10, 10, 10, 1, 100))
-    again = admit(slo, prefill, decode, ask)
+    again = admit(slo, prefill, decode, request)
     assert refusal is None or again is not None
     assert all(1 <= (one.retry_after_s or 0) <= LONGEST_RETRY_S for one in (refusal, again) if one is not None)
 

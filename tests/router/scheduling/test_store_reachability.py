@@ -1,20 +1,22 @@
 """Two instances are apart after some hand-overs in vain, in a row, for a while."""
 
-from pdserve.router.scheduling.store_reachability import IN_VAIN, RETRY_S, Pairs
+from pdserve.router.scheduling.store_reachability import MAX_FAILED_HANDOVERS, RETRY_S, StoreReachability
 
 PAIR = ("prefill-0", "decode-0")
 
 
 def test_only_hand_overs_in_vain_in_a_row_count_and_one_block_is_enough() -> None:
-    pairs = Pairs()
+    pairs = StoreReachability()
     for _ in range(5):
-        assert not any(pairs.handed_over(PAIR, 0, 0.0) for _ in range(IN_VAIN - 1))
+        assert not any(pairs.handed_over(PAIR, 0, 0.0) for _ in range(MAX_FAILED_HANDOVERS - 1))
         assert not pairs.handed_over(PAIR, 1, 0.0) and not pairs.apart(PAIR, 0.0)
 
 
 def test_it_is_told_once_and_tried_again_now_and_then() -> None:
-    pairs = Pairs()
-    assert [pairs.handed_over(PAIR, 0, 0.0) for _ in range(IN_VAIN + 2)] == [False] * (IN_VAIN - 1) + [
+    pairs = StoreReachability()
+    assert [pairs.handed_over(PAIR, 0, 0.0) for _ in range(MAX_FAILED_HANDOVERS + 2)] == [False] * (
+        MAX_FAILED_HANDOVERS - 1
+    ) + [
         True,
         False,
         False,
@@ -28,10 +30,10 @@ def test_it_is_told_once_and_tried_again_now_and_then() -> None:
 
 
 def test_who_leaves_is_forgotten() -> None:
-    pairs = Pairs()
+    pairs = StoreReachability()
     other = ("prefill-1", "decode-0")
     for pair in (PAIR, other):
-        for _ in range(IN_VAIN):
+        for _ in range(MAX_FAILED_HANDOVERS):
             pairs.handed_over(pair, 0, 0.0)
     pairs.forget("prefill-0")
     assert not pairs.apart(PAIR, 0.0) and pairs.apart(other, 0.0)

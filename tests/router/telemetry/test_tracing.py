@@ -18,7 +18,7 @@ from pdserve.lifetime import PARTS, Stage
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
 from pdserve.router.dispatch.dispatcher import Dispatcher
-from pdserve.router.instances.fleet import Fleet, Member
+from pdserve.router.instances.fleet import Fleet, InstanceHandle
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.telemetry.tracing import SERVICES, Tracer
 
@@ -66,13 +66,15 @@ def serve() -> Callable[..., None]:
         dispatcher = Dispatcher(RouterConfig(local_prefill_tokens=0), fleet, Metrics(fleet))
         dispatcher.watchers.append(tracer.finished)
 
-        def join(role: str) -> Member:
+        def join(role: str) -> InstanceHandle:
             hello = pb.Hello(instance_id=f"{role}-0", role=role, model="demo", max_model_len=9, num_blocks=9)
-            return fleet.join(hello, SimpleNamespace(put=lambda frame: None, close=lambda: None, abort=lambda: None))
+            return fleet.register(
+                hello, SimpleNamespace(put=lambda frame: None, close=lambda: None, abort=lambda: None)
+            )
 
-        def says(member: Member, *stages: Stage, **output: Any) -> None:
+        def says(instance: InstanceHandle, *stages: Stage, **output: Any) -> None:
             stamps = [pb.Stamp(stage=stage, seconds=0.0) for stage in stages]
-            dispatcher.on_output(member, pb.Output(request_id="r", stamps=stamps, **output))
+            dispatcher.on_output(instance, pb.Output(request_id="r", stamps=stamps, **output))
 
         prefill, decode = join("prefill"), join("decode")
         sampling = SamplingParams(max_tokens=2)
@@ -87,7 +89,7 @@ def serve() -> Callable[..., None]:
             )
             says(decode, Stage.KV_READY, Stage.DECODE_STARTED, token_ids=[8])
             says(decode, Stage.FINISHED, finish_reason="length")
-        assert not dispatcher.flights
+        assert not dispatcher.states
         tracer.close()
 
     return run

@@ -17,12 +17,12 @@ from pdserve.counters import series
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
 from pdserve.router.dispatch.dispatcher import Dispatcher
-from pdserve.router.instances.fleet import Fleet, Member
+from pdserve.router.instances.fleet import Fleet, InstanceHandle
 from pdserve.router.limits.key_file import declared
 from pdserve.router.telemetry.events import CAPACITY, Events
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.text.tokenizer import Tokenizer
-from pdserve.router.web.admission import Gate
+from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.app import PAGE, create_app
 from pdserve.router.web.overview import Overview
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 EVIL = '<img src=x onerror="window.hit=1">'
 
 
-class Told(list[pb.RouterFrame]):
+class SentFrames(list[pb.RouterFrame]):
     """In place of a connection to an instance: what it was sent."""
 
     put = list.append
@@ -52,15 +52,15 @@ class Scene:
         self.dispatcher = Dispatcher(config, self.fleet, metrics)
         overview = Overview(self.dispatcher, metrics, events)
         latest = self.dispatcher.timelines.latest
-        gate = Gate(declared(config.api_key), config, metrics)
-        self.app = create_app(config, tokenizer, self.dispatcher, gate, metrics.text, latest, overview.now)
+        admission = AdmissionController(declared(config.api_key), config, metrics)
+        self.app = create_app(config, tokenizer, self.dispatcher, admission, metrics.text, latest, overview.now)
 
-    def join(self, role: str, name: str) -> Member:
+    def join(self, role: str, name: str) -> InstanceHandle:
         hello = pb.Hello(instance_id=name, role=role, model="demo", max_model_len=100, vocab_size=50, num_blocks=99)
         hello.connector = "shm"
-        return self.fleet.join(hello, Told())
+        return self.fleet.register(hello, SentFrames())
 
-    def serve(self, request_id: str, prefill: Member, decode: Member) -> None:
+    def serve(self, request_id: str, prefill: InstanceHandle, decode: InstanceHandle) -> None:
         """One request of three tokens, from start to end."""
         sampling = SamplingParams(max_tokens=3)
         self.dispatcher.open(Request(request_id=request_id, prompt=[1, 2, 3], sampling=sampling))
@@ -70,8 +70,8 @@ class Scene:
         self.says(decode, request_id, token_ids=[8], stamps=[pb.Stamp(stage="decode_started")])
         self.says(decode, request_id, token_ids=[9], finish_reason="length")
 
-    def says(self, member: Member, request_id: str, **output: Any) -> None:
-        self.dispatcher.on_output(member, pb.Output(request_id=request_id, **output))
+    def says(self, instance: InstanceHandle, request_id: str, **output: Any) -> None:
+        self.dispatcher.on_output(instance, pb.Output(request_id=request_id, **output))
 
 
 @pytest.fixture
@@ -98,11 +98,11 @@ def test_the_picture_of_a_request_and_a_fault(scene: Callable[..., Scene], make_
     assert not empty["ready"] and empty["why"] == "no prefill and no decode instance is registered"
     prefill, decode = made.join("prefill", "p"), made.join("decode", "d")
     loaded = {series("kv_transfer_bytes", connector="shm", direction="load"): 4096.0, "generation_tokens": 2.0}
-    decode.heard_of(pb.Heartbeat(running=1, counters=loaded))
+    decode.update_heartbeat(pb.Heartbeat(running=1, counters=loaded))
     made.serve("r", prefill, decode)
     made.dispatcher.open(Request(request_id="s", prompt=[1], sampling=SamplingParams(max_tokens=3)))
     made.join("decode", "e")
-    made.fleet.leave(decode, "test")
+    made.fleet.deregister(decode, "test")
     answer = client.get("/debug/overview")
     assert answer.headers["cache-control"] == "no-store"
     now = answer.json()
@@ -128,10 +128,10 @@ def test_the_picture_of_a_request_and_a_fault(scene: Callable[..., Scene], make_
 
 def test_what_instances_count(scene: Callable[..., Scene], make_client: type[Client]) -> None:
     made = scene()
-    member = made.join("decode", "d")
+    instance = made.join("decode", "d")
     counts = {"generation_tokens": 2.0, series("kv_transfer_seconds", connector="shm", direction="load"): 0.5}
     counts[series("kv_transfer_seconds", connector="tier of shm", direction="load")] = 0.25
-    member.heard_of(pb.Heartbeat(running=3, waiting=1, counters=counts))
+    instance.update_heartbeat(pb.Heartbeat(running=3, waiting=1, counters=counts))
     (one,) = make_client(made.app).get("/debug/overview").json()["instances"]
     assert (one["running"], one["waiting"], one["generation_tokens"], one["load_seconds"]) == (3, 1, 2.0, 0.5)
     assert one["store_bytes"] == 0
@@ -189,7 +189,7 @@ def open_page(
         made = scene(**settings)
         prefill, decode = made.join("prefill", "p"), made.join("decode", EVIL)
         made.serve("the-request", prefill, decode)
-        made.fleet.leave(made.join("both", "gone"), EVIL)
+        made.fleet.deregister(made.join("both", "gone"), EVIL)
         running = serving(made.app)
         url = running.__enter__()
         page = browser.new_context(viewport={"width": width, "height": 800}).new_page()
