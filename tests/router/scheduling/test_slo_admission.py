@@ -30,7 +30,7 @@ def decoding(streams: int, token_bytes: int = 0, capacity_tokens: int = 10**6) -
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "ask", "reason", "retry_after_s"),
+    ("prefill", "decode", "request", "reason", "retry_after_s"),
     [
         (prefilling(100), decoding(10), PlacementRequest(500, output_tokens=9), None, 0),
         (
