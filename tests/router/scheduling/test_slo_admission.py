@@ -30,7 +30,7 @@ def decoding(streams: int, token_bytes: int = 0, capacity_tokens: int = 10**6) -
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "request", "reason", "retry_after_s"),
+    ("prefill", "decode", "asked", "reason", "retry_after_s"),
     [
         (prefilling(100), decoding(10), PlacementRequest(500, output_tokens=9), None, 0),
         (
@@ -74,20 +74,20 @@ def decoding(streams: int, token_bytes: int = 0, capacity_tokens: int = 10**6) -
     ],
 )
 def test_by_forecast(
-    prefill: Candidate, decode: Candidate, request: PlacementRequest, reason: str | None, retry_after_s: int
+    prefill: Candidate, decode: Candidate, asked: PlacementRequest, reason: str | None, retry_after_s: int
 ) -> None:
-    refusal = admit(BOTH, prefill, decode, request)
+    refusal = admit(BOTH, prefill, decode, asked)
     assert (refusal and refusal.kind) == reason
     if refusal is not None:
         assert refusal.retry_after_s == retry_after_s and refusal.status == 429
         assert f"--slo says {BOTH.ttft if reason == 'slo_ttft' else BOTH.itl:.3g} s" in str(refusal)
-    assert admit(Slo(), prefill, decode, request) is None
+    assert admit(Slo(), prefill, decode, asked) is None
 
 
 def test_who_has_waited_in_the_router_has_less_time_left() -> None:
-    idle, request = Candidate("prefill", costs=MACHINE), PlacementRequest(500, output_tokens=9)
+    idle, asked = Candidate("prefill", costs=MACHINE), PlacementRequest(500, output_tokens=9)
     for prefill, waited, late in [(prefilling(100), 0.3, False), (prefilling(100), 0.5, True), (idle, 9.0, False)]:
-        assert (admit(BOTH, prefill, decoding(10), request, waited) is not None) == late
+        assert (admit(BOTH, prefill, decoding(10), asked, waited) is not None) == late
 
 
 def test_one_instance_that_does_both_waits_for_no_kv() -> None:
@@ -100,18 +100,18 @@ SLOS = st.builds(Slo, st.floats(1e-6, 10), st.floats(1e-6, 1))
 ASKS = st.builds(PlacementRequest, st.integers(1, 10_000), output_tokens=st.integers(1, 1000))
 
 
-@given(slo=SLOS, request=ASKS, more=LOADS)
+@given(slo=SLOS, asked=ASKS, more=LOADS)
 def test_the_idle_take_anything_and_more_load_never_lets_more_in(
-    slo: Slo, request: PlacementRequest, more: Load
+    slo: Slo, asked: PlacementRequest, more: Load
 ) -> None:
     prefill, decode = Candidate("prefill", costs=MACHINE), Candidate("decode", costs=MACHINE)
-    assert admit(slo, prefill, decode, request) is None, "there is no better time to come back"
+    assert admit(slo, prefill, decode, asked) is None, "there is no better time to come back"
     for candidate in (prefill, decode):
         candidate.replace(Load(0), more)
-    refusal = admit(slo, prefill, decode, request)
+    refusal = admit(slo, prefill, decode, asked)
     for candidate in (prefill, decode):
         candidate.replace(Load(0), Load(1, 10, 10, 10, 1, 100))
-    again = admit(slo, prefill, decode, request)
+    again = admit(slo, prefill, decode, asked)
     assert refusal is None or again is not None
     assert all(1 <= (one.retry_after_s or 0) <= LONGEST_RETRY_S for one in (refusal, again) if one is not None)
 
