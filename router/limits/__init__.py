@@ -1,1 +1,1 @@
-"""API keys, their quotas, and the weighted fair queue."""
+"""API keys, their rate limits and the weighted fair queue."""

@@ -1,10 +1,11 @@
-"""In which order those who wait are let in: the key goes first that has had the least for its weight.
+"""Weighted fair queue over API keys (Virtual Token Counter: Sheng et al., "Fairness in Serving LLMs", 2024).
 
-A key's account is what its requests have taken, in tokens divided by its weight: the prompt when one is let in, the output
-when it has ended. So among keys that always have somebody waiting each gets its weight's share of the tokens, whatever the
-sizes of their requests, and nobody starves. A key for which nobody waited saves nothing up: its account is raised to that
-of whoever was let in last. (Sheng et al., Fairness in Serving Large Language Models, 2024.) Within a key, lower
-priorities go first, and equals in order of arrival; a level of priority is worth `LEVEL` arrivals, as on the instances.
+Each key has a counter: the tokens that its requests have used, divided by its weight. The key with the lowest counter is
+served next. A request's prompt is charged when it leaves the queue and its output when it ends. Keys that always have
+requests queued therefore share the tokens in proportion to their weights, whatever the sizes of their requests, and no key
+starves. An idle key saves up no credit: when it queues a request again, its counter is raised to that of the key served
+last. Within a key, requests are ordered by priority (lower first), then by arrival; one level of priority is worth `LEVEL`
+arrivals, as in the scheduler of the instances.
 """
 
 import heapq
@@ -18,85 +19,87 @@ Item = TypeVar("Item")
 
 
 @dataclass(order=True)
-class _Waiting(Generic[Item]):
+class _Entry(Generic[Item]):
     rank: int
     arrival: int
     tokens: int = field(compare=False)
     item: Item = field(compare=False)
 
 
-class _Lane(Generic[Item]):
-    """Those of one key."""
+class _KeyQueue(Generic[Item]):
+    """The queued requests of one key, as a heap, and its counter."""
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
-        self.account = 0.0
-        self.heap: list[_Waiting[Item]] = []
+        self.counter = 0.0
+        self.heap: list[_Entry[Item]] = []
 
 
 class FairQueue(Generic[Item]):
-    """How long it may become is the caller's to say: see `drop`."""
+    """Queue of items, each belonging to a key. Its length is unbounded; the caller limits it with `drop`."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
-        """`weights` are those of all keys that there are; more than 0."""
-        self._lanes = {key: _Lane[Item](weight) for key, weight in weights.items()}
-        self._busy: dict[str, _Lane[Item]] = {}  # in which somebody waits
+        """`weights` maps every key to its weight, which is above 0."""
+        self._queues = {key: _KeyQueue[Item](weight) for key, weight in weights.items()}
+        self._backlogged: dict[str, _KeyQueue[Item]] = {}  # the queues that are not empty
         self._arrivals = 0
-        self._last = 0.0  # the highest account with which somebody was let in
+        self._last_counter = 0.0  # the highest counter at which an item has been popped
 
     def __len__(self) -> int:
-        return sum(len(lane.heap) for lane in self._busy.values())
+        return sum(len(queue.heap) for queue in self._backlogged.values())
 
     def __iter__(self) -> Iterator[Item]:
-        return (waiting.item for lane in self._busy.values() for waiting in lane.heap)
+        return (entry.item for queue in self._backlogged.values() for entry in queue.heap)
 
     def push(self, key: str, item: Item, tokens: int, priority: int = 0) -> None:
-        """`tokens`, 1 or more, are what it takes when it is let in."""
+        """Queue an item. `tokens`, 1 or more, are charged to the key when the item is popped."""
         assert tokens > 0, tokens
-        lane = self._lanes[key]
-        if not lane.heap:
-            lane.account = max(lane.account, self._last)
-            self._busy[key] = lane
+        queue = self._queues[key]
+        if not queue.heap:
+            queue.counter = max(queue.counter, self._last_counter)
+            self._backlogged[key] = queue
         self._arrivals += 1
-        heapq.heappush(lane.heap, _Waiting(self._arrivals + LEVEL * priority, self._arrivals, tokens, item))
+        heapq.heappush(queue.heap, _Entry(self._arrivals + LEVEL * priority, self._arrivals, tokens, item))
 
-    def first(self) -> Item | None:
-        """Who is to be let in next."""
-        return self._busy[self._next()].heap[0].item if self._busy else None
+    def peek(self) -> Item | None:
+        """Return the item that `pop` would return, or None if the queue is empty."""
+        return self._backlogged[self._next_key()].heap[0].item if self._backlogged else None
 
     def pop(self) -> Item:
-        """Takes out the first, at its key's expense."""
-        key = self._next()
-        lane = self._busy[key]
-        self._last = max(self._last, lane.account)
-        waiting = heapq.heappop(lane.heap)
-        self.charge(key, waiting.tokens)
-        self._tidy(key)
-        return waiting.item
+        """Remove and return the next item, and charge its tokens to its key."""
+        key = self._next_key()
+        queue = self._backlogged[key]
+        self._last_counter = max(self._last_counter, queue.counter)
+        entry = heapq.heappop(queue.heap)
+        self.charge(key, entry.tokens)
+        self._discard_if_empty(key)
+        return entry.item
 
     def charge(self, key: str, tokens: int) -> None:
-        """For what one that was let in has taken besides."""
-        lane = self._lanes[key]
-        lane.account += tokens / lane.weight
+        """Charge further tokens, such as an output, for an item popped earlier."""
+        queue = self._queues[key]
+        queue.counter += tokens / queue.weight
 
     def remove(self, key: str, item: Item) -> None:
-        """Takes out one that does not want to wait any more."""
-        lane = self._busy[key]
-        lane.heap = [waiting for waiting in lane.heap if waiting.item is not item]
-        heapq.heapify(lane.heap)
-        self._tidy(key)
+        """Remove a queued item without charging its key."""
+        queue = self._backlogged[key]
+        queue.heap = [entry for entry in queue.heap if entry.item is not item]
+        heapq.heapify(queue.heap)
+        self._discard_if_empty(key)
 
     def drop(self) -> Item:
-        """Takes out the last of the key that has the most waiting for its weight: when there is no room for all, it is not
-        those who come later, or send less, who must go."""
-        key = max(self._busy, key=lambda name: len(self._busy[name].heap) / self._busy[name].weight)
-        item = max(self._busy[key].heap).item
+        """Remove and return the last item of the key with the longest queue relative to its weight.
+
+        When the queue is full, this sheds load from the heaviest sender and not from keys that arrive later or send less.
+        """
+        key = max(self._backlogged, key=lambda name: len(self._backlogged[name].heap) / self._backlogged[name].weight)
+        item = max(self._backlogged[key].heap).item
         self.remove(key, item)
         return item
 
-    def _next(self) -> str:
-        return min(self._busy, key=lambda name: self._busy[name].account)
+    def _next_key(self) -> str:
+        return min(self._backlogged, key=lambda name: self._backlogged[name].counter)
 
-    def _tidy(self, key: str) -> None:
-        if not self._lanes[key].heap:
-            del self._busy[key]
+    def _discard_if_empty(self, key: str) -> None:
+        if not self._queues[key].heap:
+            del self._backlogged[key]

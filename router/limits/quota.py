@@ -1,7 +1,7 @@
-"""What one API key may ask for: requests and tokens in some time, and choices at once. The clock is the caller's.
+"""Limits of one API key: requests per time, tokens per time, and concurrent choices. The caller supplies the clock.
 
-Tokens are taken when a request comes, the prompt's and all that it may generate, and what it did not need is given back when
-it ends. So a key never gets more than its rate, however many requests run at once.
+Tokens are taken when a request arrives: its prompt and the most that it may generate. The unused part is returned when the
+request ends. A key therefore never exceeds its rate, however many requests run at once.
 """
 
 import math
@@ -11,125 +11,130 @@ from dataclasses import dataclass
 
 from pdserve.errors import BadRequest, Overloaded, RequestError
 
-ROUNDING = 1e-6  # of sums of floats
-RATE_HEADERS = [f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")]
+ROUNDING = 1e-6  # tolerance for sums of floats
+RATE_HEADERS = [
+    f"x-ratelimit-{field}-{unit}" for field in ("limit", "remaining", "reset") for unit in ("requests", "tokens")
+]
 SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True)
 class Rate:
+    """An amount per period."""
+
     amount: int
     seconds: float
 
     @classmethod
     def parse(cls, text: str) -> "Rate":
-        """From `10/s`, `600/min`, `1000000/h`.
+        """Parse `10/s`, `600/min` or `1000000/h`.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the text has another form, or the amount is 0.
         """
         match = re.fullmatch(r"\s*(\d{1,15})\s*/\s*(s|min|h)\s*", text)
         if match is None or not int(match[1]):
-            raise ValueError(f"{text!r} is no rate; write such as 10/s, 600/min or 1000000/h")
+            raise ValueError(f"{text!r} is not a rate; write for example 10/s, 600/min or 1000000/h")
         return cls(int(match[1]), SECONDS[match[2]])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """None: no limit."""
+    """The configured limits of a key; None means unlimited."""
 
     requests: Rate | None = None
     tokens: Rate | None = None
-    concurrency: int | None = None  # choices, under way or waiting
+    concurrency: int | None = None  # choices, running or queued
 
 
-class Bucket:
-    """Holds a rate's amount when full, and fills steadily within its time."""
+class TokenBucket:
+    """Token bucket of one rate: holds at most the rate's amount and refills evenly over its period."""
 
     def __init__(self, rate: Rate) -> None:
         self.rate = rate
-        self._left = float(rate.amount)
-        self._at = -math.inf
-        self._untold = 0.0
+        self._level = float(rate.amount)
+        self._updated_at = -math.inf
+        self._unreported = 0.0
 
-    def left(self, now: float) -> float:
-        """Below 0 while somebody holds more than a full bucket."""
-        filled = self._left + (now - self._at) * self.rate.amount / self.rate.seconds
+    def available(self, now: float) -> float:
+        """Return the current level; below 0 while one request holds more than a full bucket."""
+        filled = self._level + (now - self._updated_at) * self.rate.amount / self.rate.seconds
         return min(float(self.rate.amount), filled)
 
     def take(self, cost: float, now: float) -> None:
-        """A negative cost gives back."""
-        self._untold += cost
-        self._left, self._at = min(float(self.rate.amount), self.left(now) - cost), now
+        """Take `cost`; a negative cost returns it."""
+        self._unreported += cost
+        self._level, self._updated_at = min(float(self.rate.amount), self.available(now) - cost), now
 
-    def tell(self) -> dict[str, float]:
-        """What was taken since the last time, for the account that several routers have of it."""
-        taken, self._untold = self._untold, 0.0
+    def report(self) -> dict[str, float]:
+        """Return the rate and what was taken since the last report, for the account that routers share."""
+        taken, self._unreported = self._unreported, 0.0
         return {**vars(self.rate), "taken": taken}
 
-    def hear(self, left: float, now: float) -> None:
-        """What that account has left. Of what was taken since it was told, it does not know yet."""
-        self._left, self._at = min(float(self.rate.amount), left - self._untold), now
+    def update(self, available: float, now: float) -> None:
+        """Set the level to the shared account's, less what was taken here since the last report."""
+        self._level, self._updated_at = min(float(self.rate.amount), available - self._unreported), now
 
     def wait(self, cost: float, now: float) -> float:
-        """Seconds until so much is there. Who wants more than the bucket holds waits until it is full."""
-        missing = min(cost, self.rate.amount) - self.left(now)
+        """Return the seconds until `cost` is available; a cost above the capacity needs a full bucket."""
+        missing = min(cost, self.rate.amount) - self.available(now)
         return missing * self.rate.seconds / self.rate.amount if missing > ROUNDING else 0.0
 
-    def headers(self, what: str, now: float) -> dict[str, str]:
-        """As OpenAI words them."""
+    def headers(self, unit: str, now: float) -> dict[str, str]:
+        """Return OpenAI's rate-limit headers for this bucket."""
         return {
-            f"x-ratelimit-limit-{what}": str(self.rate.amount),
-            f"x-ratelimit-remaining-{what}": str(max(0, math.floor(self.left(now)))),
-            f"x-ratelimit-reset-{what}": f"{self.wait(self.rate.amount, now):.3f}s",
+            f"x-ratelimit-limit-{unit}": str(self.rate.amount),
+            f"x-ratelimit-remaining-{unit}": str(max(0, math.floor(self.available(now)))),
+            f"x-ratelimit-reset-{unit}": f"{self.wait(self.rate.amount, now):.3f}s",
         }
 
 
 class Quota:
-    """The limits of one key and what is left of them.
+    """The limits of one key and its current use.
 
     Attributes:
-        choices: that it has under way or waiting.
-        elsewhere: those that it has by way of other routers.
-        limited: there are limits.
-        stale: it may have changed here since other routers were told, or there since this one was.
+        choices: choices of the key that are running or queued on this router.
+        remote_choices: its choices on other routers.
+        is_limited: whether any limit is configured.
     """
 
     def __init__(self, limits: Limits) -> None:
-        self.choices = self.elsewhere = 0
-        self.limited = limits != Limits()
+        self.choices = self.remote_choices = 0
+        self.is_limited = limits != Limits()
         self._limits = limits
-        self._requests = limits.requests and Bucket(limits.requests)
-        self._tokens = limits.tokens and Bucket(limits.tokens)
-        self._asked = False
+        self._requests = limits.requests and TokenBucket(limits.requests)
+        self._tokens = limits.tokens and TokenBucket(limits.tokens)
+        self._used_since_report = False
 
     @property
-    def stale(self) -> bool:
-        return self._asked or self.choices + self.elsewhere > 0
+    def needs_sync(self) -> bool:
+        """Whether the use may have changed here or on another router since the last exchange."""
+        return self._used_since_report or self.choices + self.remote_choices > 0
 
     def refusal(self, choices: int, tokens: int, now: float) -> RequestError | None:
-        """Why a request may not come now, with the seconds after which it may, or None."""
-        most, under_way = self._limits.concurrency, self.choices + self.elsewhere
-        self._asked = True
-        if most is not None and choices > most:
-            message = f"this API key may have {most} choices under way, and the request asks for {choices}"
+        """Return the error for a request that exceeds a limit, with the seconds until a retry can succeed, or None."""
+        limit, in_use = self._limits.concurrency, self.choices + self.remote_choices
+        self._used_since_report = True
+        if limit is not None and choices > limit:
+            message = f"this API key allows {limit} concurrent choices, and the request asks for {choices}"
             return BadRequest(message, kind="too_many_choices", param="n")
-        if most is not None and under_way + choices > most:
-            words = f"this API key has {under_way} choices under way or waiting, of {most} that it may have"
-            return Overloaded(words, kind="rate_limit_concurrency", retry_after_s=1)
+        if limit is not None and in_use + choices > limit:
+            message = f"this API key has {in_use} choices running or queued and allows {limit}"
+            return Overloaded(message, kind="rate_limit_concurrency", retry_after_s=1)
         if self._requests and (wait := self._requests.wait(1, now)):
-            words = f"this API key may send {_worded(self._requests.rate, 'requests')}"
-            return Overloaded(words, kind="rate_limit_requests", retry_after_s=math.ceil(wait))
+            message = f"this API key allows {_describe(self._requests.rate, 'requests')}"
+            return Overloaded(message, kind="rate_limit_requests", retry_after_s=math.ceil(wait))
         if self._tokens and (wait := self._tokens.wait(tokens, now)):
-            words = (
-                f"this API key may use {_worded(self._tokens.rate, 'tokens')}; {max(0, self._tokens.left(now)):.0f} are"
+            available = max(0, self._tokens.available(now))
+            message = (
+                f"this API key allows {_describe(self._tokens.rate, 'tokens')}, of which {available:.0f} are left; "
+                f"this request may use {tokens} (its prompt and max_tokens)"
             )
-            words += f" left, and this request may take {tokens}, its prompt and max_tokens"
-            return Overloaded(words, kind="rate_limit_tokens", retry_after_s=math.ceil(wait))
+            return Overloaded(message, kind="rate_limit_tokens", retry_after_s=math.ceil(wait))
         return None
 
     def take(self, choices: int, tokens: int, now: float) -> None:
-        """For a request that comes."""
+        """Charge an arriving request."""
         self.choices += choices
         if self._requests:
             self._requests.take(1, now)
@@ -137,32 +142,34 @@ class Quota:
             self._tokens.take(tokens, now)
 
     def give_back(self, choices: int, tokens: int, now: float) -> None:
-        """Of a request that has ended: its choices, and the tokens that it did not need."""
-        self._asked = True
+        """Return the choices of a request that has ended and the tokens that it did not use."""
+        self._used_since_report = True
         self.choices -= choices
         assert self.choices >= 0 and tokens >= 0, (self.choices, tokens)
         if self._tokens:
             self._tokens.take(-tokens, now)
 
     def headers(self, now: float) -> dict[str, str]:
-        return {name: value for what, one in self._buckets() for name, value in one.headers(what, now).items()}
+        """Return OpenAI's rate-limit headers for all limited rates."""
+        return {name: value for unit, bucket in self._buckets() for name, value in bucket.headers(unit, now).items()}
 
-    def tell(self) -> dict[str, object]:
-        """For the account that several routers have of the key."""
-        self._asked = False
-        return {"choices": self.choices, "rates": {what: one.tell() for what, one in self._buckets()}}
+    def report(self) -> dict[str, object]:
+        """Return the use since the last report, for the account that routers share."""
+        self._used_since_report = False
+        return {"choices": self.choices, "rates": {unit: bucket.report() for unit, bucket in self._buckets()}}
 
-    def hear(self, choices: int, left: Mapping[str, float], now: float) -> None:
-        """What other routers have under way, and what is left of each rate, as far as anybody knows."""
-        self.elsewhere = choices
-        for what, one in self._buckets():
-            if what in left:
-                one.hear(left[what], now)
+    def update(self, choices: int, left: Mapping[str, float], now: float) -> None:
+        """Apply the shared account: the choices on other routers and the level of each rate."""
+        self.remote_choices = choices
+        for unit, bucket in self._buckets():
+            if unit in left:
+                bucket.update(left[unit], now)
 
-    def _buckets(self) -> list[tuple[str, Bucket]]:
-        return [(what, one) for what, one in (("requests", self._requests), ("tokens", self._tokens)) if one]
+    def _buckets(self) -> list[tuple[str, TokenBucket]]:
+        buckets = (("requests", self._requests), ("tokens", self._tokens))
+        return [(unit, bucket) for unit, bucket in buckets if bucket]
 
 
-def _worded(rate: Rate, what: str) -> str:
-    unit = next(name for name, seconds in SECONDS.items() if seconds == rate.seconds)
-    return f"{rate.amount} {what}/{unit}"
+def _describe(rate: Rate, unit: str) -> str:
+    period = next(name for name, seconds in SECONDS.items() if seconds == rate.seconds)
+    return f"{rate.amount} {unit}/{period}"

@@ -16,7 +16,7 @@ from pdserve.errors import Overloaded, RequestError
 from pdserve.router.api.requests import ParsedRequest
 from pdserve.router.api.streaming import unless_disconnected
 from pdserve.router.limits.fair_queue import FairQueue
-from pdserve.router.limits.key_file import Key
+from pdserve.router.limits.key_file import ApiKey
 from pdserve.router.limits.quota import Quota
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.web.auth import ANYONE
@@ -50,9 +50,9 @@ class AdmissionSlot:
 class AdmissionController:
     """One event loop, no locks."""
 
-    def __init__(self, keys: Sequence[Key], config: RouterConfig, metrics: Metrics) -> None:
+    def __init__(self, keys: Sequence[ApiKey], config: RouterConfig, metrics: Metrics) -> None:
         self.keys = keys
-        everybody = [*keys, Key(ANYONE, b"")]
+        everybody = [*keys, ApiKey(ANYONE, b"")]
         self.quotas = {key.name: Quota(key.limits) for key in everybody}
         self._queue = FairQueue[AdmissionSlot]({key.name: key.weight for key in everybody})
         self._free = self._max_requests = config.max_requests

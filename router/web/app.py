@@ -33,7 +33,7 @@ from pdserve.router.api.http_responses import CLIENT_GONE, InternalError, error_
 from pdserve.router.api.openapi import describe
 from pdserve.router.api.streaming import ChunkStream, EventStream, Word, answer, whole_body
 from pdserve.router.backend import Backend, ModelInfo
-from pdserve.router.limits.key_file import declared
+from pdserve.router.limits.key_file import load_api_keys
 from pdserve.router.limits.quota import RATE_HEADERS
 from pdserve.router.telemetry import tracing
 from pdserve.router.telemetry.timeline import Timeline
@@ -95,7 +95,7 @@ def create_app(
     _add_errors(app)
     app.add_middleware(FastPath, endpoints={route.path: route.endpoint for route in generations})
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, silence_s=config.client_timeout_seconds)
-    app.add_middleware(Guard, clients=Keys(admission.keys), operators=Keys(declared(config.admin_key)))
+    app.add_middleware(Guard, clients=Keys(admission.keys), operators=Keys(load_api_keys(config.admin_key)))
     app.add_middleware(RequestId)  # around the others: their errors have an id too
     if config.cors_origins:
         origins = [origin.strip() for origin in config.cors_origins.split(",")]

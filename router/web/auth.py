@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.errors import BadRequest
 from pdserve.router.api.http_responses import error_response
-from pdserve.router.limits.key_file import Key
+from pdserve.router.limits.key_file import ApiKey
 
 # Probes and Prometheus send no keys; the page asks for one before it shows anything.
 OPEN = frozenset({"/health", "/ready", "/metrics", "/version", "/", "/page.css", "/page.js"})
@@ -24,7 +24,7 @@ class Unauthorized(BadRequest):
 class Keys:
     """Keys that open something."""
 
-    def __init__(self, keys: Sequence[Key]) -> None:
+    def __init__(self, keys: Sequence[ApiKey]) -> None:
         self._keys = keys
 
     def __bool__(self) -> bool:

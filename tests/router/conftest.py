@@ -24,7 +24,7 @@ from pdserve.lifetime import Stage
 from pdserve.request import Request, TokenLogprobs
 from pdserve.router.backend import Chunk, ModelInfo
 from pdserve.router.instances.fleet import Fleet
-from pdserve.router.limits.key_file import declared
+from pdserve.router.limits.key_file import load_api_keys
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.telemetry.timeline import Timeline, TimelineLog
 from pdserve.router.text.tokenizer import Tokenizer
@@ -233,7 +233,7 @@ def make_app(backend: ScriptedBackend, metrics: Metrics) -> Callable[..., Starle
 
     def make(tokenizer: Tokenizer, **settings: Any) -> Starlette:
         config = RouterConfig(**{"model": "demo", "max_body_bytes": 20_000, "max_n": 8, **settings})
-        admission = AdmissionController(declared(config.api_key, config.keys_file), config, metrics)
+        admission = AdmissionController(load_api_keys(config.api_key, config.keys_file), config, metrics)
         return create_app(config, tokenizer, backend, admission, lambda: b"pdserve_up 1\n", backend.log.latest, dict)
 
     return make

@@ -1,4 +1,4 @@
-"""The order in which keys are let in, over any requests."""
+"""Properties of the fair queue over arbitrary sequences of requests."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +15,7 @@ TURNS = st.lists(st.tuples(st.sampled_from(KEYS), TOKENS), max_size=200)
 
 @given(weights=WEIGHTS, sizes=st.lists(st.tuples(TOKENS, TOKENS), min_size=50, max_size=150), turns=st.integers(1, 150))
 def test_shares_follow_weights(weights: dict[str, float], sizes: list[tuple[int, int]], turns: int) -> None:
-    """While two keys always have somebody waiting, what they get for their weights differs by a request of each at most."""
+    """While two keys stay backlogged, their service per weight differs by at most one request of each."""
     queue = FairQueue[tuple[str, int]](weights)
     for prompt, output in sizes:
         for key in "ab":
@@ -23,10 +23,10 @@ def test_shares_follow_weights(weights: dict[str, float], sizes: list[tuple[int,
     got = dict.fromkeys("ab", 0.0)
     waiting = dict.fromkeys("ab", len(sizes))
     for _ in range(turns):
-        before = {key: queue._lanes[key].account for key in "ab"}
+        before = {key: queue._queues[key].counter for key in "ab"}
         key, output = queue.pop()
-        queue.charge(key, output)  # its output, all at once: it has ended
-        got[key] += queue._lanes[key].account - before[key]
+        queue.charge(key, output)  # the whole output at once, as if the request had ended
+        got[key] += queue._queues[key].counter - before[key]
         waiting[key] -= 1
         if not all(waiting.values()):
             return
@@ -34,46 +34,46 @@ def test_shares_follow_weights(weights: dict[str, float], sizes: list[tuple[int,
 
 
 @given(weights=WEIGHTS, early=TURNS, greedy=st.sampled_from("ab"))
-def test_nobody_starves(weights: dict[str, float], early: list[tuple[str, int]], greedy: str) -> None:
-    """Whatever was before, one waits for so many tokens of another key at most, however many of those come later."""
+def test_no_key_starves(weights: dict[str, float], early: list[tuple[str, int]], greedy: str) -> None:
+    """Whatever came before, the tokens of another key served ahead of an item are bounded, however many arrive later."""
     queue = FairQueue[str](weights)
     for key, tokens in early:
         queue.push(key, key, tokens)
         if len(queue) > 2:
             queue.pop()
-    while queue.first() is not None:
+    while queue.peek() is not None:
         queue.pop()
-    queue.push("c", "it", 1)
-    as_much_as_its_own_last_was_worth = int(LARGEST * weights[greedy] / weights["c"]) + 1
+    queue.push("c", "item", 1)
+    bound = int(LARGEST * weights[greedy] / weights["c"]) + 1
     ahead = []
-    for _ in range(as_much_as_its_own_last_was_worth + 1):
+    for _ in range(bound + 1):
         queue.push(greedy, greedy, 1)
         ahead.append(queue.pop())
-    assert "it" in ahead
+    assert "item" in ahead
 
 
 @given(weights=WEIGHTS, turns=TURNS)
-def test_nobody_is_lost_and_nobody_comes_twice(weights: dict[str, float], turns: list[tuple[str, int]]) -> None:
-    queue, pushed, left = FairQueue[int](weights), set[int](), set[int]()
+def test_every_item_leaves_exactly_once(weights: dict[str, float], turns: list[tuple[str, int]]) -> None:
+    queue, pushed, removed = FairQueue[int](weights), set[int](), set[int]()
     for number, (key, tokens) in enumerate(turns):
         queue.push(key, number, tokens)
         pushed.add(number)
         if tokens % 3 == 0:
-            left.add(queue.pop())
+            removed.add(queue.pop())
         elif tokens % 7 == 0:
             queue.remove(key, number)
-            left.add(number)
+            removed.add(number)
         elif tokens % 11 == 0:
-            left.add(queue.drop())
-        assert len(queue) == len(pushed) - len(left)
-    while queue.first() is not None:
-        first = queue.first()
-        assert first == queue.pop() and first not in left
-        left.add(first)
-    assert left == pushed and len(queue) == 0
+            removed.add(queue.drop())
+        assert len(queue) == len(pushed) - len(removed)
+    while queue.peek() is not None:
+        first = queue.peek()
+        assert first == queue.pop() and first not in removed
+        removed.add(first)
+    assert removed == pushed and len(queue) == 0
 
 
-def test_a_key_saves_nothing_up_while_nobody_waits() -> None:
+def test_an_idle_key_saves_up_no_credit() -> None:
     queue = FairQueue[str]({"a": 1.0, "b": 1.0})
     for _ in range(100):
         queue.push("a", "a", 10)
@@ -81,23 +81,25 @@ def test_a_key_saves_nothing_up_while_nobody_waits() -> None:
     for _ in range(4):
         queue.push("a", "a", 10)
         queue.push("b", "b", 10)
-    assert "".join(queue.pop() for _ in range(8)) in {"babababa", "bbababaa"}, "turns, not a hundred times b"
+    assert "".join(queue.pop() for _ in range(8)) in {"babababa", "bbababaa"}, (
+        "the keys alternate"
+    )
 
 
-def test_within_a_key_priority_goes_first_but_not_for_ever() -> None:
+def test_priority_orders_a_key_without_starving_lower_priorities() -> None:
     queue = FairQueue[int]({"a": 1.0})
     queue.push("a", 0, 1, priority=1)
     for number in range(1, LEVEL + 3):
         queue.push("a", number, 1)
         if number == 1:
-            assert queue.pop() == 1, "it came later"
+            assert queue.pop() == 1, "a lower priority value goes first although it arrived later"
     order = [queue.pop() for _ in range(LEVEL + 2)]
-    assert order[:2] == [2, 3] and order.index(0) == LEVEL - 2, "behind those of a level, and before the rest"
+    assert order[:2] == [2, 3] and order.index(0) == LEVEL - 2, "after one level of arrivals, before the rest"
 
 
-def test_when_there_is_no_room_the_last_of_the_longest_goes() -> None:
+def test_drop_takes_the_last_item_of_the_heaviest_key() -> None:
     queue = FairQueue[str]({"a": 1.0, "b": 1.0, "c": 4.0})
     for item in ("a1", "a2", "b1", "c1", "c2", "c3"):
         queue.push(item[0], item, 1)
     assert queue.drop() == "a2"
-    assert queue.drop() in {"a1", "b1"}, "c has more, but not for its weight"
+    assert queue.drop() in {"a1", "b1"}, "c has the longest queue, but not for its weight"

@@ -1,4 +1,4 @@
-"""Limits of a key over several routers, with accounts in a real Redis. Rates are by the hour: next to nothing is filled."""
+"""Limits shared by several routers, with accounts in a real Redis. Rates are per hour, so buckets hardly refill in a test."""
 
 import asyncio
 import time
@@ -17,17 +17,19 @@ LIMITS = Limits(requests=Rate(10, 3600), tokens=Rate(1000, 3600), concurrency=8)
 
 
 class Router:
+    """A router reduced to the quota of one key."""
+
     def __init__(self, url: str, model: str, name: str) -> None:
         self.quota, self.failures = Quota(LIMITS), 0
         self.registry = Registry(url, model, "", self._failed)
         quotas = {"alice": self.quota, "bob": Quota(Limits())}
-        self.settle = SharedQuotas(self.registry, name, quotas).settle
+        self.sync = SharedQuotas(self.registry, name, quotas).sync
 
     def _failed(self) -> None:
         self.failures += 1
 
-    def ask(self, choices: int = 1, tokens: int = 1) -> str:
-        """Why a request is refused; empty: it is let in."""
+    def admit(self, choices: int = 1, tokens: int = 1) -> str:
+        """Charge a request; return the code of the refusal, or an empty string if it is admitted."""
         now = time.monotonic()
         refusal = self.quota.refusal(choices, tokens, now)
         if refusal is None:
@@ -38,140 +40,140 @@ class Router:
         self.quota.give_back(choices, unused, time.monotonic())
 
     def missing(self) -> int:
-        """Requests that have to be filled in before the next one may come, at six minutes each."""
+        """Return how many requests must refill before the next is admitted, at six minutes each."""
         refusal = self.quota.refusal(1, 1, time.monotonic())
         return round(((refusal and refusal.retry_after_s) or 0) / 360)
 
 
-Story = Callable[[list[Router]], Awaitable[None]]
+Scenario = Callable[[list[Router]], Awaitable[None]]
 
 
-async def play(url: str, model: object, story: Story) -> None:
-    """With three routers."""
+async def play(url: str, model: object, scenario: Scenario) -> None:
+    """Run a scenario with three routers."""
     routers = [Router(url, str(model), f"router-{i}") for i in range(3)]
     async with asyncio.timeout(60):
-        await story(routers)
+        await scenario(routers)
     for router in routers:
         await router.registry.close()
 
 
 @pytest.fixture(autouse=True)
 def lease(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Sets how many seconds a router's choices count without news; in these tests for ever, unless told."""
+    """Setter of the lease of a router's choices, in seconds; long enough never to expire unless a test sets it."""
     monkeypatch.setattr(shared_quota, "LEASE_S", 1000.0)
     return lambda seconds: monkeypatch.setattr(shared_quota, "LEASE_S", seconds)
 
 
 @pytest.fixture
-def on_redis(redis_server: Any, tmp_path: Any) -> Callable[[Story], None]:
-    """Plays a story of a model that only this test has."""
-    return lambda story: asyncio.run(play(redis_server.url, tmp_path, story))
+def on_redis(redis_server: Any, tmp_path: Any) -> Callable[[Scenario], None]:
+    """Runner of scenarios, under a model name that only this test uses."""
+    return lambda scenario: asyncio.run(play(redis_server.url, tmp_path, scenario))
 
 
-def test_what_one_lets_in_counts_for_all(on_redis: Callable[[Story], None]) -> None:
-    async def story(routers: list[Router]) -> None:
+def test_admissions_count_on_all_routers(on_redis: Callable[[Scenario], None]) -> None:
+    async def scenario(routers: list[Router]) -> None:
         one, two, _ = routers
         for _ in range(6):
-            assert not one.ask()
+            assert not one.admit()
             one.end()
-        await one.settle()
-        assert not two.ask(), "it has heard of nothing yet"
+        await one.sync()
+        assert not two.admit(), "it has not synchronised yet"
         two.end()
-        await two.settle()
-        assert [two.ask() for _ in range(4)] == ["", "", "", "rate_limit_requests"]
-        assert [one.ask() for _ in range(5)] == ["", "", "", "", "rate_limit_requests"], "it has not heard of these"
+        await two.sync()
+        assert [two.admit() for _ in range(4)] == ["", "", "", "rate_limit_requests"]
+        assert [one.admit() for _ in range(5)] == ["", "", "", "", "rate_limit_requests"], "it has not seen these"
         for router in (two, one, two):
-            await router.settle()
-        assert one.missing() == two.missing() == 5, "14 of 10 were let in: a debt of 4, and one for the next"
-        settling = asyncio.create_task(one.settle())
-        await asyncio.sleep(0)  # it has told, and not heard yet
+            await router.sync()
+        assert one.missing() == two.missing() == 5, "14 of 10 were admitted: a debt of 4, and one for the next"
+        syncing = asyncio.create_task(one.sync())
+        await asyncio.sleep(0)  # it has reported and has no answer yet
         one.quota.take(0, 1, time.monotonic())
-        await settling
+        await syncing
         assert one.missing() == 6
 
-    on_redis(story)
+    on_redis(scenario)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_no_order_of_things_lets_in_more_than_each_router_would_alone(
-    seed: int, on_redis: Callable[[Story], None]
+def test_no_interleaving_admits_more_than_one_bucket_per_router(
+    seed: int, on_redis: Callable[[Scenario], None]
 ) -> None:
-    async def story(routers: list[Router]) -> None:
-        random, let_in = Random(seed), 0
+    async def scenario(routers: list[Router]) -> None:
+        random, admitted = Random(seed), 0
         for _ in range(200):
             router = random.choice(routers)
             if random.random() < 0.3:
-                await router.settle()
-            elif not router.ask():
+                await router.sync()
+            elif not router.admit():
                 router.end()
-                let_in += 1
-        assert 10 <= let_in <= 3 * 10
+                admitted += 1
+        assert 10 <= admitted <= 3 * 10
         for router in 2 * routers:
             router.missing()
-            await router.settle()
-        assert {router.missing() for router in routers} == {let_in - 9}
+            await router.sync()
+        assert {router.missing() for router in routers} == {admitted - 9}
 
-    on_redis(story)
+    on_redis(scenario)
 
 
-def test_tokens_that_were_not_needed_come_back_to_all(on_redis: Callable[[Story], None]) -> None:
-    async def story(routers: list[Router]) -> None:
+def test_unused_tokens_return_to_all_routers(on_redis: Callable[[Scenario], None]) -> None:
+    async def scenario(routers: list[Router]) -> None:
         one, two, _ = routers
-        assert not one.ask(tokens=1000)
-        await one.settle()
+        assert not one.admit(tokens=1000)
+        await one.sync()
         two.missing()
-        await two.settle()
-        assert two.ask(tokens=500) == "rate_limit_tokens"
+        await two.sync()
+        assert two.admit(tokens=500) == "rate_limit_tokens"
         one.end(unused=900)
-        await one.settle()
-        await two.settle()
-        assert two.ask(tokens=950) == "rate_limit_tokens" and not two.ask(tokens=900)
+        await one.sync()
+        await two.sync()
+        assert two.admit(tokens=950) == "rate_limit_tokens" and not two.admit(tokens=900)
 
-    on_redis(story)
+    on_redis(scenario)
 
 
-def test_choices_of_all_routers_count_while_these_live(
-    on_redis: Callable[[Story], None], lease: Callable[[float], None]
+def test_choices_of_a_router_count_while_its_lease_lasts(
+    on_redis: Callable[[Scenario], None], lease: Callable[[float], None]
 ) -> None:
-    async def story(routers: list[Router]) -> None:
+    async def scenario(routers: list[Router]) -> None:
         one, two, three = routers
-        assert not one.ask(choices=6) and not two.ask(choices=2)
+        assert not one.admit(choices=6) and not two.admit(choices=2)
         for router in routers:
             router.missing()
-            await router.settle()
-        assert three.ask() == "rate_limit_concurrency"
+            await router.sync()
+        assert three.admit() == "rate_limit_concurrency"
         one.end(choices=5)
-        await one.settle()
-        await three.settle()
-        assert three.ask(choices=6) == "rate_limit_concurrency" and not three.ask(choices=5)
+        await one.sync()
+        await three.sync()
+        assert three.admit(choices=6) == "rate_limit_concurrency" and not three.admit(choices=5)
         three.end(choices=5)
         lease(0.02)
-        await one.settle()  # and is not heard of again
-        while three.ask(choices=6):
-            await three.settle()
-        assert three.quota.elsewhere == 2
+        await one.sync()  # its last exchange
+        while three.admit(choices=6):
+            await three.sync()
+        assert three.quota.remote_choices == 2
 
-    on_redis(story)
+    on_redis(scenario)
 
 
-def test_without_redis_each_counts_for_itself(start_redis: Callable[..., Any]) -> None:
+def test_without_redis_each_router_counts_for_itself(start_redis: Callable[..., Any]) -> None:
     server = start_redis()
 
-    async def story(routers: list[Router]) -> None:
+    async def scenario(routers: list[Router]) -> None:
         one, two, three = routers
-        assert not one.ask(choices=8)
+        assert not one.admit(choices=8)
         for router in (one, two):
             router.missing()
-            await router.settle()
-        assert two.ask() == "rate_limit_concurrency" and not three.quota.stale
+            await router.sync()
+        assert two.admit() == "rate_limit_concurrency" and not three.quota.needs_sync
         server.kill()
         for router in routers:
-            await router.settle()
-        assert [router.failures for router in routers] == [1, 1, 0], "who was asked for nothing has nothing to say"
-        assert not two.ask(choices=8)
+            await router.sync()
+        assert [router.failures for router in routers] == [1, 1, 0], "a router without use does not synchronise"
+        assert not two.admit(choices=8)
         server.start()
         for router in (one, two, one):
-            await router.settle()
-        assert (one.quota.elsewhere, two.quota.elsewhere) == (8, 8)
+            await router.sync()
+        assert (one.quota.remote_choices, two.quota.remote_choices) == (8, 8)
 
-    asyncio.run(play(server.url, "m", story))
+    asyncio.run(play(server.url, "m", scenario))

@@ -18,7 +18,7 @@ from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
-from pdserve.router.limits.key_file import declared
+from pdserve.router.limits.key_file import load_api_keys
 from pdserve.router.telemetry.events import CAPACITY, Events
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.text.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ class Scene:
         self.dispatcher = Dispatcher(config, self.fleet, metrics)
         overview = Overview(self.dispatcher, metrics, events)
         latest = self.dispatcher.timelines.latest
-        admission = AdmissionController(declared(config.api_key), config, metrics)
+        admission = AdmissionController(load_api_keys(config.api_key), config, metrics)
         self.app = create_app(config, tokenizer, self.dispatcher, admission, metrics.text, latest, overview.now)
 
     def join(self, role: str, name: str) -> InstanceHandle:
