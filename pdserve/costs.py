@@ -1,12 +1,12 @@
-"""What computing and moving KV takes on one instance: four small models of seconds, fitted to what it took.
+"""Cost models of one instance: the seconds that computing and moving KV take, fitted online to measurements.
 
-    prefill    a + b × tokens + c × tokens × (tokens before them + half of themselves)
-    decode     a + b × sequences + c × tokens of their contexts                            for one step
+    prefill    a + b × tokens + c × tokens × (cached tokens before them + half of themselves)
+    decode     a + b × sequences + c × context tokens                                         for one step
     transfer   a + b × bytes
     swap       a + b × blocks, to host memory or back
 
-An instance measures itself when it starts, goes on while it works, and tells routers its coefficients. Forecasts of whatever
-kind (who gets a request, whether a hand-over pays, whether an SLO will hold) read the same.
+An instance calibrates its models when it starts, refines them while it works, and sends the coefficients to its routers. All
+forecasts (routing, break-even of a hand-over, SLO admission) use these models.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
-Work = Sequence[tuple[int, int]]  # (tokens computed, tokens before them) of each sequence of a step
-HALF_LIFE_S = 10.0  # after which an observation counts half
-TINY = 1e-9  # of the largest number around: what counts as 0 when equations are solved
+Work = Sequence[tuple[int, int]]  # (tokens computed, cached tokens before them) of each sequence of a step
+HALF_LIFE_S = 10.0  # an observation of this age has half its weight
+EPSILON = 1e-9  # relative to the largest value: treated as 0 when the equations are solved
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The coefficients (a, b, c) of each model, none below 0. The defaults stand for an instance that has said nothing."""
+    """The coefficients (a, b, c) of each model, all ≥ 0. The defaults stand for an instance that has not reported any."""
 
     prefill: tuple[float, float, float] = (0.01, 1e-4, 0.0)
     decode: tuple[float, float, float] = (0.01, 1e-4, 0.0)
@@ -33,159 +33,164 @@ class Costs:
     swap: tuple[float, float] = (1e-4, 1e-3)
 
     def prefill_seconds(self, tokens: float, cached: float = 0) -> float:
-        """Of so many tokens that come after `cached` ones."""
-        return self.prefills_seconds(1, tokens, attended(tokens, cached))
+        """Return the seconds to prefill `tokens` tokens that follow `cached` ones."""
+        return self.total_prefill_seconds(1, tokens, attention_pairs(tokens, cached))
 
-    def prefills_seconds(self, prompts: float, tokens: float, attended_tokens: float) -> float:
-        """Of several prompts, one after the other."""
+    def total_prefill_seconds(self, prompts: float, tokens: float, attended_tokens: float) -> float:
+        """Return the seconds to prefill several prompts one after the other, given the sums over all of them."""
         a, b, c = self.prefill
         return a * prompts + b * tokens + c * attended_tokens
 
     def step_seconds(self, sequences: float, context_tokens: float) -> float:
-        """Of one decode step. 0 if there are no sequences."""
+        """Return the seconds of one decode step; 0 without sequences."""
         a, b, c = self.decode
         return a + b * sequences + c * context_tokens if sequences else 0.0
 
     def transfer_seconds(self, nbytes: float) -> float:
+        """Return the seconds to move `nbytes` bytes through the connector; 0 for no bytes."""
         a, b = self.transfer
         return a + b * nbytes if nbytes else 0.0
 
     def swap_seconds(self, blocks: float) -> float:
-        """Of a copy in one direction."""
+        """Return the seconds to copy `blocks` blocks in one direction."""
         a, b = self.swap
         return a + b * blocks
 
 
-def attended(tokens: float, cached: float) -> float:
-    """How many (token, token before it) pairs the attention over new tokens has."""
+def attention_pairs(tokens: float, cached: float) -> float:
+    """Return the number of (new token, earlier token) pairs that attention over new tokens computes."""
     return tokens * (cached + tokens / 2)
 
 
-class Fit:
-    """Coefficients ≥ 0 of seconds = Σ coefficient × amount, from a stream of observations.
+class OnlineFit:
+    """Non-negative least squares over a stream of observations, with exponential forgetting.
 
-    It minimises the square of (forecast / observed - 1). So short and long ones count alike, and one that took long for
-    reasons of its own (another process, a page fault) counts next to nothing: its forecast is off by 1 at most.
-    Observations count less and less as time goes by, but for those of `know`: these say how the machine behaves where it has
-    not been for a while. The clock is the caller's: `now` is in seconds, monotonic.
+    The model is seconds = Σ coefficient × amount, every coefficient ≥ 0. The loss is the square of (forecast / observed - 1):
+    short and long durations then have the same weight, and an outlier that took long for an unrelated reason (another
+    process, a page fault) hardly counts, because its error is at most 1. Observations decay with `HALF_LIFE_S`, except those
+    of `calibrate`: these describe the machine under loads that it has not seen for a while. The caller supplies the clock:
+    `now` is in seconds, monotonic.
 
     Args:
-        order: of the coefficients, the most telling first: it gets all as long as nothing tells them apart.
+        order: indices of the coefficients, the most significant first. As long as the observations do not tell two
+            coefficients apart, the first of them explains everything.
     """
 
     def __init__(self, *order: int) -> None:
         size = len(order) + 1
         self._order = order
-        self._known, self._recent = np.zeros((size, size)), np.zeros((size, size))
-        self._new: list[tuple[float, list[float]]] = []
-        self._at = 0.0
+        self._calibrated, self._recent = np.zeros((size, size)), np.zeros((size, size))  # normal equations
+        self._pending: list[tuple[float, list[float]]] = []
+        self._decayed_at = 0.0
 
     def observe(self, amounts: Sequence[float], seconds: float, now: float) -> None:
-        """It took so long. Nothing is learnt from no time at all."""
+        """Add an observation that decays. Durations of 0 are ignored."""
         if seconds > 0:
-            self._new.append((now, _row(amounts, seconds)))
+            self._pending.append((now, _row(amounts, seconds)))
 
-    def know(self, amounts: Sequence[float], seconds: float) -> None:
-        """As `observe`, and never forgotten."""
+    def calibrate(self, amounts: Sequence[float], seconds: float) -> None:
+        """Add an observation that does not decay. Durations of 0 are ignored."""
         if seconds > 0:
             row = np.array(_row(amounts, seconds))
-            self._known += np.outer(row, row)
+            self._calibrated += np.outer(row, row)
 
     def coefficients(self, now: float) -> tuple[float, ...] | None:
-        """None before the first observation."""
-        self._recent *= 0.5 ** ((now - self._at) / HALF_LIFE_S)
-        self._at = now
-        if self._new:
-            rows = np.array([row for _, row in self._new])
-            weights = 0.5 ** ((now - np.array([at for at, _ in self._new])) / HALF_LIFE_S)
+        """Return the fitted coefficients, or None before the first observation."""
+        self._recent *= 0.5 ** ((now - self._decayed_at) / HALF_LIFE_S)
+        self._decayed_at = now
+        if self._pending:
+            rows = np.array([row for _, row in self._pending])
+            weights = 0.5 ** ((now - np.array([at for at, _ in self._pending])) / HALF_LIFE_S)
             self._recent += (rows.T * weights) @ rows
-            self._new.clear()
-        equations = self._known + self._recent
+            self._pending.clear()
+        equations = self._calibrated + self._recent
         return _least_squares(equations[:-1, :-1], equations[:-1, -1], self._order) if equations[-1, -1] else None
 
 
 def _row(amounts: Sequence[float], seconds: float) -> list[float]:
-    """An equation: the amounts' shares of the seconds, with their coefficients, add up to 1, the last number."""
+    """Return one equation: Σ coefficient × (amount / seconds) = 1, the right-hand side last."""
     return [*(amount / seconds for amount in amounts), 1.0]
 
 
 def _least_squares(matrix: Array, right: Array, order: Sequence[int]) -> tuple[float, ...]:
-    """The non-negative solution: that of the best subset of unknowns whose free solution has no negative one. Fewer
-    unknowns, and those earlier in the order, are better unless others are better by more than rounding."""
+    """Solve the normal equations for coefficients ≥ 0.
+
+    The result is the best unconstrained solution, over all subsets of the unknowns, that has no negative value. A subset
+    with fewer unknowns, or with unknowns earlier in `order`, is preferred unless another is better by more than rounding.
+    """
     scale = np.sqrt(np.diag(matrix))
     scale[scale == 0] = 1.0
-    matrix = matrix / np.outer(scale, scale) + TINY * np.eye(len(scale))
+    matrix = matrix / np.outer(scale, scale) + EPSILON * np.eye(len(scale))
     right = right / scale
     best = np.zeros(len(scale))
     best_loss = 0.0
-    for chosen in (list(some) for count in range(len(order)) for some in combinations(order, count + 1)):
+    for subset in (list(indices) for count in range(len(order)) for indices in combinations(order, count + 1)):
         solution = np.zeros(len(scale))
-        solution[chosen] = np.linalg.solve(matrix[np.ix_(chosen, chosen)], right[chosen])
+        solution[subset] = np.linalg.solve(matrix[np.ix_(subset, subset)], right[subset])
         loss = float(solution @ matrix @ solution - 2 * solution @ right)
-        if loss < best_loss * (1 + TINY) - TINY and solution.min() >= 0:
+        if loss < best_loss * (1 + EPSILON) - EPSILON and solution.min() >= 0:
             best, best_loss = solution, loss
     return tuple(float(value) for value in best / scale)
 
 
-class Meter:
-    """Watches one instance at work."""
+class CostMeter:
+    """Measures one instance at work and fits its cost models."""
 
     def __init__(self) -> None:
-        self._prefill, self._decode = Fit(1, 0, 2), Fit(0, 1, 2)
-        self._transfer, self._swap = Fit(1, 0), Fit(1, 0)
-        self._begun: list[Work] = []
-        self._begun_seconds = 0.0
+        self._prefill, self._decode = OnlineFit(1, 0, 2), OnlineFit(0, 1, 2)
+        self._transfer, self._swap = OnlineFit(1, 0), OnlineFit(1, 0)
+        self._pending_steps: list[Work] = []
+        self._pending_seconds = 0.0
 
-    def knew(self, work: Work, seconds: float) -> None:
-        """A step took so long when nothing else was going on. This is never forgotten."""
-        self._fit(work).know(_amounts([work]), seconds)
+    def calibrate_step(self, work: Work, seconds: float) -> None:
+        """Record a step that ran alone on the machine. It does not decay."""
+        self._fit(work).calibrate(_amounts([work]), seconds)
 
-    def stepped(self, work: Work, sampled: bool, seconds: float, now: float) -> None:
-        """A step took so long. One that did both, decoding and more, teaches nothing.
+    def calibrate_swap(self, blocks: int, seconds: float) -> None:
+        """Record a swap that ran alone on the machine. It does not decay."""
+        self._swap.calibrate((1, blocks), seconds)
 
-        A GPU has only begun with a step from which nothing was sampled; the next one that samples has waited for both.
+    def record_step(self, work: Work, sampled: bool, seconds: float, now: float) -> None:
+        """Record a step. Steps that mix decode with prefill are ignored.
+
+        On a GPU a step that samples nothing is only launched; the next one that samples waits for both. So steps are
+        collected until one samples, and count together.
         """
         if not work:
             return
-        self._begun.append(work)
-        self._begun_seconds += seconds
+        self._pending_steps.append(work)
+        self._pending_seconds += seconds
         if sampled:
-            steps, seconds = self._begun, self._begun_seconds
-            self._begun, self._begun_seconds = [], 0.0
+            steps, seconds = self._pending_steps, self._pending_seconds
+            self._pending_steps, self._pending_seconds = [], 0.0
             if len({count == 1 for step in steps for count, _ in step}) == 1:
                 self._fit(work).observe(_amounts(steps), seconds, now)
 
-    def moved(self, nbytes: int, seconds: float, now: float) -> None:
-        """A transfer took so long."""
+    def record_transfer(self, nbytes: int, seconds: float, now: float) -> None:
         self._transfer.observe((1, nbytes), seconds, now)
 
-    def knew_swap(self, blocks: int, seconds: float) -> None:
-        """A swap took so long when nothing else was going on. This is never forgotten."""
-        self._swap.know((1, blocks), seconds)
-
-    def swapped(self, blocks: int, seconds: float, now: float) -> None:
-        """A swap took so long."""
+    def record_swap(self, blocks: int, seconds: float, now: float) -> None:
         self._swap.observe((1, blocks), seconds, now)
 
     def costs(self, now: float) -> Costs:
-        """What is known by now; the defaults where nothing is."""
-        fits: dict[str, Fit] = {
+        """Return the fitted models; a model without observations has the default coefficients."""
+        fits: dict[str, OnlineFit] = {
             "prefill": self._prefill,
             "decode": self._decode,
             "transfer": self._transfer,
             "swap": self._swap,
         }
-        found: dict[str, Any] = {name: fit.coefficients(now) for name, fit in fits.items()}
-        return replace(Costs(), **{name: values for name, values in found.items() if values is not None})
+        fitted: dict[str, Any] = {name: fit.coefficients(now) for name, fit in fits.items()}
+        return replace(Costs(), **{name: values for name, values in fitted.items() if values is not None})
 
-    def _fit(self, work: Work) -> Fit:
+    def _fit(self, work: Work) -> OnlineFit:
         return self._decode if work[0][0] == 1 else self._prefill
 
 
 def _amounts(steps: Sequence[Work]) -> tuple[float, float, float]:
-    """What the coefficients stand before: of decoding if every sequence has one token."""
-    work = [one for step in steps for one in step]
+    """Return what the coefficients multiply: the decode model's amounts if each sequence has one token, else prefill's."""
+    work = [sequence for step in steps for sequence in step]
     tokens = sum(count for count, _ in work)
     if work[0][0] == 1:
         return len(steps), tokens, sum(before + 1 for _, before in work)
-    return len(steps), tokens, sum(attended(*one) for one in work)
+    return len(steps), tokens, sum(attention_pairs(*sequence) for sequence in work)

@@ -1,29 +1,30 @@
-"""Everything that can go wrong, in one tree.
+"""All exceptions that pdserve raises on purpose.
 
     PdserveError
-    ├── SetupError              start-up: one line on stderr, exit code 2
-    └── RequestError            one request ends with it; carries an HTTP status and OpenAI's error type
-        ├── BadRequest          400  the caller's mistake
-        ├── NotFound            404
-        ├── Conflict            409
-        ├── TooLarge            413
+    ├── SetupError              start-up failed: one line on stderr, exit code 2
+    └── RequestError            ends one request; carries an HTTP status and OpenAI's error type
+        ├── BadRequest          400  invalid request
+        │   ├── NotFound        404
+        │   ├── TooSlow         408  the client sends its request too slowly
+        │   ├── Conflict        409
+        │   └── TooLarge        413
         ├── Overloaded          429  with Retry-After
-        └── Unavailable         503  an instance died, is not there, or ran out of time
+        └── Unavailable         503  an instance died, is missing, or timed out
 
-`ValueError` is for a caller's mistake in a Python call, `assert` for our own invariants.
+`ValueError` reports a caller's mistake in a Python call; `assert` guards internal invariants.
 """
 
 
 class PdserveError(Exception):
-    """The base of all errors that pdserve raises on purpose; its text is a sentence for people."""
+    """Base of all errors that pdserve raises on purpose. The text is a sentence for users."""
 
 
 class SetupError(PdserveError):
-    """Start-up cannot go on: a missing model, an unknown connector, a port in use."""
+    """Start-up cannot continue: for example a missing model, an unknown connector, or a port in use."""
 
 
 class RequestError(PdserveError):
-    """One request ends with this error. `kind` labels it in metrics and in OpenAI's `code` field."""
+    """Ends one request. `kind` is the label in metrics and the `code` field of OpenAI's error format."""
 
     status = 500
     openai_type = "server_error"

@@ -1,14 +1,14 @@
-"""Content addresses of KV blocks: equal keys in one namespace mean equal bytes, whoever computed them.
+"""Content-addressed block keys: within one namespace, equal keys mean equal bytes, on every instance.
 
-A block's key is that of all tokens up to its end, hashed 16 at a time whatever the block size:
+A block's key is the hash of all tokens up to the block's end, computed in units of 16 tokens whatever the block size:
 
     key of 16 × n tokens        = H(key of 16 × (n - 1) tokens, 16, the last 16 tokens)
     key of 16 × n + rest tokens = H(key of 16 × n tokens, rest, the last tokens)        rest < 16
 
-H is BLAKE2b truncated to 16 bytes; the root, the key of no tokens, comes from the weights and the request's salt. So any two
-pools of the same weights give the same name to the same tokens, and one can ask for what the other has stored. What the bytes
-look like (block size, dtype, order) is in the namespace, which is beside the key in every store and header. The last block
-of a prompt may be partial: every number of tokens has a key.
+H is BLAKE2b truncated to 16 bytes. The root, the key of no tokens, is derived from the model and the request's salt. So
+pools of the same model give the same tokens the same key even if their block sizes differ, and one can request what the
+other has stored. The byte format (block size, dtype, layout version) is identified by the namespace, which accompanies the
+key in every store and header. The last block of a prompt may be partial: every number of tokens has a key.
 """
 
 import hashlib
@@ -20,18 +20,18 @@ from dataclasses import asdict, dataclass, fields, replace
 KEY_BYTES = 16
 HASH_TOKENS = 16
 TOKEN_BYTES = 4  # little-endian
-LAYOUT_VERSION = 1  # of a block's bytes: [num_layers, 2, num_kv_heads, block_size, head_dim]
+LAYOUT_VERSION = 1  # of the byte format of a block: [num_layers, 2, num_kv_heads, block_size, head_dim]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What one block's bytes mean. Two pools exchange KV only if their layouts, and so their namespaces, are equal."""
+    """Byte format of one block. Two pools exchange KV directly only if their layouts, and so their namespaces, are equal."""
 
     model_fingerprint: str
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    block_size: int
+    block_size: int  # tokens
     dtype: str
     itemsize: int  # bytes
     version: int = LAYOUT_VERSION
@@ -46,58 +46,58 @@ class Layout:
         return _digest(json.dumps(asdict(self), sort_keys=True).encode())
 
     @property
-    def weights(self) -> bytes:
+    def model_digest(self) -> bytes:
         """A 16-byte digest of the model alone, the same for all its layouts."""
         return _digest(self.model_fingerprint.encode())
 
-    def converts_to(self, other: "Layout") -> bool:
-        """Whether these are the same numbers, but for the block size and the rounding to a dtype."""
+    def is_convertible_to(self, other: "Layout") -> bool:
+        """Return whether both describe the same values, apart from the block size and the rounding to a dtype."""
         return replace(self, block_size=other.block_size, dtype=other.dtype, itemsize=other.itemsize) == other
 
     @classmethod
-    def like(cls, message: object) -> "Layout":
-        """From anything with the same attributes, such as a frame's."""
+    def from_message(cls, message: object) -> "Layout":
+        """Build a layout from an object with the same attributes, such as a `pb.Layout`."""
         return cls(**{field.name: getattr(message, field.name) for field in fields(cls)})
 
 
-def root_key(*, weights: bytes, salt: str = "", lora: str = "") -> bytes:
-    """The key of no tokens. Salt and LoRA keep tenants and adapters apart."""
-    return _digest(weights, len(salt.encode()).to_bytes(4, "little"), salt.encode(), lora.encode())
+def root_key(*, model_digest: bytes, salt: str = "", lora: str = "") -> bytes:
+    """Return the key of no tokens. Salt and LoRA id separate tenants and adapters."""
+    return _digest(model_digest, len(salt.encode()).to_bytes(4, "little"), salt.encode(), lora.encode())
 
 
 class KeyChain:
-    """Keys of the beginnings of one list of tokens, which may grow at its end."""
+    """Computes the keys of prefixes of one token list, which may grow at its end. Intermediate hashes are cached."""
 
     def __init__(self, root: bytes) -> None:
-        self._whole = [root]  # keys of 0, 16, 32, … tokens
+        self._unit_keys = [root]  # keys of the first 0, 16, 32, … tokens
 
     def keys(self, tokens: Sequence[int], ends: Sequence[int]) -> list[bytes]:
-        """The key of the first n tokens, for each n of `ends`, which ascend."""
+        """Return the key of the first n tokens for each n in `ends`, which must ascend."""
         if ends:
             self._extend(tokens, ends[-1] // HASH_TOKENS)
         return [self._key(tokens, end) for end in ends]
 
     def _extend(self, tokens: Sequence[int], count: int) -> None:
-        first = len(self._whole) - 1
+        first = len(self._unit_keys) - 1
         data = _as_bytes(tokens[first * HASH_TOKENS : count * HASH_TOKENS])
         for start in range(0, len(data), HASH_TOKENS * TOKEN_BYTES):
-            self._whole.append(_token_key(self._whole[-1], data[start : start + HASH_TOKENS * TOKEN_BYTES]))
+            self._unit_keys.append(_token_key(self._unit_keys[-1], data[start : start + HASH_TOKENS * TOKEN_BYTES]))
 
     def _key(self, tokens: Sequence[int], end: int) -> bytes:
-        whole, rest = divmod(end, HASH_TOKENS)
+        units, rest = divmod(end, HASH_TOKENS)
         if not rest:
-            return self._whole[whole]
-        return _token_key(self._whole[whole], _as_bytes(tokens[end - rest : end]))
+            return self._unit_keys[units]
+        return _token_key(self._unit_keys[units], _as_bytes(tokens[end - rest : end]))
 
 
 def block_ends(num_tokens: int, block_size: int, *, partial: bool = False) -> list[int]:
-    """Where the blocks of so many tokens end. With `partial`, a last one that is not full counts as well."""
+    """Return the end positions of the blocks of `num_tokens` tokens, with `partial` including a last one that is not full."""
     ends = list(range(block_size, num_tokens + 1, block_size))
     return [*ends, num_tokens] if partial and num_tokens % block_size else ends
 
 
 def block_keys(root: bytes, tokens: Sequence[int], block_size: int, *, partial: bool = False) -> list[bytes]:
-    """Keys of the blocks that `tokens` fill. With `partial`, a last block that is not full gets a key as well."""
+    """Return the keys of the full blocks of `tokens`, with `partial` including a last one that is not full."""
     return KeyChain(root).keys(tokens, block_ends(len(tokens), block_size, partial=partial))
 
 
@@ -105,8 +105,8 @@ def _as_bytes(tokens: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(tokens)}I", *tokens)
 
 
-def _token_key(before: bytes, ids: bytes) -> bytes:
-    return _digest(before, (len(ids) // TOKEN_BYTES).to_bytes(4, "little"), ids)
+def _token_key(parent: bytes, ids: bytes) -> bytes:
+    return _digest(parent, (len(ids) // TOKEN_BYTES).to_bytes(4, "little"), ids)
 
 
 def _digest(*parts: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""The life of a request, as a drawing and as an enum: the metric schema, the timeline and the trace events.
+"""Lifetime of a request: the stages that it passes, from which latency metrics, timelines and trace spans are derived.
 
     client ──► router                      prefill instance                      decode instance
                │ RECEIVED
@@ -10,14 +10,14 @@
     token 2 ◄──│ ◄────────────────────────────┼────────────────────────────────── │ DECODE_STARTED
     token n ◄──│ ◄────────────────────────────┼────────────────────────────────── │ FINISHED
 
-A request that one instance serves alone has no RESERVED, KV_STORED and KV_READY; its DECODE_STARTED equals FIRST_TOKEN.
+A request served by a single instance has no RESERVED, KV_STORED and KV_READY; its DECODE_STARTED equals FIRST_TOKEN.
 """
 
 from enum import StrEnum
 
 
 class Stage(StrEnum):
-    """The stamps of one request, in the order in which they usually happen."""
+    """Stages of a request, in their usual order. Each is stamped once."""
 
     RECEIVED = "received"
     ADMITTED = "admitted"
@@ -31,11 +31,11 @@ class Stage(StrEnum):
     FINISHED = "finished"
 
 
-# Not a stage: an instance's stamp for when it held nothing any more of a request that was cut short.
+# Not a stage: an instance's stamp for the moment when it had freed all resources of a cancelled request.
 RELEASED = "released"
 
-# What each part of the system does for a request: name → (who, from, to). The bars of a waterfall, the spans of a trace.
-PARTS: dict[str, tuple[str, Stage, Stage]] = {
+# Spans of a trace, and bars of the waterfall view: name → (component, first stage, last stage).
+TRACE_SPANS: dict[str, tuple[str, Stage, Stage]] = {
     "admission": ("router", Stage.RECEIVED, Stage.ADMITTED),
     "routing": ("router", Stage.ADMITTED, Stage.ROUTED),
     "prefill queue": ("prefill", Stage.ROUTED, Stage.PREFILL_STARTED),
@@ -47,8 +47,8 @@ PARTS: dict[str, tuple[str, Stage, Stage]] = {
     "decode": ("decode", Stage.DECODE_STARTED, Stage.FINISHED),
 }
 
-# Name of the histogram (seconds) → the two stamps that it spans.
-SPANS: dict[str, tuple[Stage, Stage]] = {
+# Latency histograms (seconds): name → (first stage, last stage).
+LATENCY_METRICS: dict[str, tuple[Stage, Stage]] = {
     "time_to_first_token": (Stage.RECEIVED, Stage.FIRST_TOKEN),
     "e2e_request_latency": (Stage.RECEIVED, Stage.FINISHED),
     "request_queue_time": (Stage.ROUTED, Stage.PREFILL_STARTED),

@@ -1,4 +1,4 @@
-"""Where a model's files are: the bundled demo, a directory, or the model hub."""
+"""Locates a model's files: the bundled demo, a local directory, or the model hub."""
 
 from pathlib import Path
 
@@ -8,14 +8,14 @@ DEMO = Path(__file__).parent / "demo_model"
 
 
 def resolve_model(name: str) -> Path | str:
-    """The directory of `demo` or of a local path; any other name is a hub id and comes back unchanged.
+    """Return the directory of `demo` or of a local path. Any other name is a hub id and is returned unchanged.
 
     Raises:
-        SetupError: it looks like a path, and there is no such directory.
+        SetupError: the name looks like a path, and the directory does not exist.
     """
     if name == "demo":
         if not DEMO.is_dir():
-            raise SetupError(f"the bundled demo model is not there: {DEMO}")
+            raise SetupError(f"the bundled demo model is missing: {DEMO}")
         return DEMO
     path = Path(name).expanduser()
     if name and path.is_dir():

@@ -1,4 +1,4 @@
-"""What a client asks for, as plain data: the sampling parameters and the prompt's tokens."""
+"""Generation requests as plain data: prompt tokens and sampling parameters."""
 
 import math
 from dataclasses import dataclass, field
@@ -8,16 +8,16 @@ from pdserve.errors import BadRequest
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
-LEVEL = 1000  # arrivals that one level of priority is worth, wherever requests wait
+ARRIVALS_PER_PRIORITY = 1000  # in every queue, one priority level outranks this many earlier arrivals
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """How likely a token was in the eyes of the model alone: before temperature, bias and everything else that was asked.
+    """Log probability of a token under the unmodified model: before temperature, bias, penalties and grammar.
 
     Attributes:
-        logprob: its natural logarithm, of log_softmax in float32.
-        top: the likeliest tokens, as (id, logprob), the likeliest first.
+        logprob: natural logarithm, from log_softmax in float32.
+        top: the most likely tokens as (id, logprob), in descending order.
     """
 
     logprob: float
@@ -26,23 +26,24 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn and when to stop.
+    """Sampling and stopping parameters of a request.
 
     Attributes:
-        max_tokens: tokens to generate at most, 1 or more.
-        min_tokens: no stop token before this many.
+        max_tokens: maximum number of tokens to generate, 1 or more.
+        min_tokens: tokens to generate before a stop token is allowed.
         temperature: 0 is greedy.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
-        min_p: drop tokens less likely than this times the likeliest, in [0, 1].
+        min_p: drop tokens less likely than this times the most likely one, in [0, 1].
         seed: token i of the output is a pure function of (logits, seed, i).
-        stop_token_ids: end with one of these; it is kept in the output's ids, as EOS is.
-        ignore_eos: go on past EOS.
-        logprobs: report each token's log probability and those of so many likeliest tokens; None reports nothing.
-        frequency_penalty, presence_penalty: taken from a token's logit for each time, or once, that the output has it.
-        repetition_penalty: divides the logits of tokens of prompt and output if they are positive, else multiplies them.
-        grammar: what the output has to follow, as in `engine/grammar.py`; empty for nothing.
-        logit_bias: token id → what is added to its logit, from -100 to 100.
+        stop_token_ids: stop after one of these; it stays in the output's ids, as EOS does.
+        ignore_eos: continue after EOS.
+        logprobs: report each token's log probability and those of this many most likely tokens; None reports nothing.
+        frequency_penalty: subtracted from a token's logit for each occurrence in the output.
+        presence_penalty: subtracted once from the logit of each token that occurs in the output.
+        repetition_penalty: divides the positive logits of tokens in prompt and output, and multiplies the negative ones.
+        grammar: constraint on the output, in the form of `engine/grammar.py`; empty for none.
+        logit_bias: token id → value added to its logit, from -100 to 100.
     """
 
     max_tokens: int = 16
@@ -62,7 +63,7 @@ class SamplingParams:
     grammar: str = ""
 
     def validate(self) -> None:
-        """Raises BadRequest with the field's name and what would be right."""
+        """Raise BadRequest, with the field's name and its valid range, if a value is invalid."""
         _require(self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
         _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "from 0 to max_tokens", self.min_tokens)
         _require(_between(self.temperature, 0, 100), "temperature", "a number from 0 to 100", self.temperature)
@@ -87,25 +88,36 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt to be continued once. The router makes it; instances see its tokens and sampling only."""
+    """One prompt to be continued once. Built by the router; instances only receive the tokens and the sampling parameters.
+
+    Attributes:
+        salt: requests with different salts never share KV.
+        keys: block size → keys of the prompt's full blocks.
+        multi_turn: a chat, so another turn may follow whose prompt begins with this prompt and its output.
+        priority: lower is served first, where instances schedule by priority.
+        traceparent: the client's span, in W3C Trace Context format.
+        session: the client's session id; a routing policy may keep a session on one instance.
+        whole: the client reads the output at its end only, so tokens may be sent in batches.
+        received: when the router received the body, in seconds on its monotonic clock.
+    """
 
     request_id: str
     prompt: list[int] = field(repr=False)
     sampling: SamplingParams
     salt: str = ""
-    keys: dict[int, list[bytes]] = field(default_factory=dict, repr=False)  # block size → of the prompt's full blocks
-    multi_turn: bool = False  # a chat: another turn may follow, whose prompt begins with this one's and its output
-    priority: int = 0  # lower goes first, where instances schedule by it
-    traceparent: str = ""  # the client's span, as OpenTelemetry writes it
-    session: str = ""  # what the client says belongs together: a policy may keep it in one place
-    whole: bool = False  # its tokens are wanted together, at the end
-    received: float | None = None  # on the monotonic clock, when the router got the body
+    keys: dict[int, list[bytes]] = field(default_factory=dict, repr=False)
+    multi_turn: bool = False
+    priority: int = 0
+    traceparent: str = ""
+    session: str = ""
+    whole: bool = False
+    received: float | None = None
 
 
 def _between(value: float, low: float, high: float) -> bool:
     return math.isfinite(value) and low <= value <= high
 
 
-def _require(holds: bool, name: str, right: str, value: object) -> None:
-    if not holds:
-        raise BadRequest(f"{name} must be {right}, not {value}", kind="invalid_parameter", param=name)
+def _require(condition: bool, name: str, expected: str, value: object) -> None:
+    if not condition:
+        raise BadRequest(f"{name} must be {expected}, not {value}", kind="invalid_parameter", param=name)

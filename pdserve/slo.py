@@ -1,4 +1,4 @@
-"""What users are promised: the time to the first token, and the time between tokens."""
+"""Service-level objectives: time to first token (TTFT) and inter-token latency (ITL)."""
 
 import math
 import re
@@ -9,22 +9,24 @@ UNITS = {"ms": 1e-3, "s": 1.0}
 
 @dataclass(frozen=True)
 class Slo:
-    """Both in seconds; infinite where nothing is promised."""
+    """Targets in seconds; infinite where there is no target."""
 
     ttft: float = math.inf
     itl: float = math.inf
 
     @classmethod
     def parse(cls, text: str) -> "Slo":
-        """From `ttft=500ms,itl=50ms`. Either may be left out.
+        """Parse text such as `ttft=500ms,itl=50ms`. Either target may be omitted.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the text has another form, or a target is 0 or given twice.
         """
-        found: dict[str, float] = {}
+        targets: dict[str, float] = {}
         for part in filter(None, text.split(",")):
             match = re.fullmatch(r"\s*(ttft|itl)\s*=\s*(\d+\.?\d*)\s*(ms|s)\s*", part)
-            if match is None or match[1] in found or not float(match[2]):
-                raise ValueError(f"{part!r} is no SLO; write ttft or itl, each once, as in ttft=500ms,itl=50ms")
-            found[match[1]] = float(match[2]) * UNITS[match[3]]
-        return cls(**found)
+            if match is None or match[1] in targets or not float(match[2]):
+                raise ValueError(
+                    f"{part!r} is no valid SLO; give ttft or itl, each at most once, as in ttft=500ms,itl=50ms"
+                )
+            targets[match[1]] = float(match[2]) * UNITS[match[3]]
+        return cls(**targets)

@@ -1,4 +1,4 @@
-"""Content keys: equal for equal content, different for everything else."""
+"""Block keys: equal for equal content, different for everything else."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,12 +13,12 @@ from pdserve.keys import HASH_TOKENS, KeyChain, Layout, block_ends, block_keys, 
 LAYOUT = Layout(
     model_fingerprint="m", num_layers=2, num_kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16", itemsize=2
 )
-ROOT = root_key(weights=LAYOUT.weights)
+ROOT = root_key(model_digest=LAYOUT.model_digest)
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=70)
 
 
 @given(TOKENS, st.integers(1, 40), st.integers(0, 70), st.booleans())
-def test_keys_do_not_depend_on_how_they_are_derived(
+def test_keys_are_the_same_whether_computed_at_once_or_in_parts(
     tokens: list[int], block_size: int, cut: int, partial: bool
 ) -> None:
     whole = block_keys(ROOT, tokens, block_size, partial=partial)
@@ -44,16 +44,16 @@ def test_keys_of_different_block_sizes_agree_where_blocks_end_together(tokens: l
     assert [keys[0][end] for end in together] == [keys[1][end] for end in together]
 
 
-def test_a_partial_block_has_a_key_that_is_nobody_elses() -> None:
+def test_a_partial_block_has_a_unique_key() -> None:
     tokens = list(range(20))
     full, partial = block_keys(ROOT, tokens, 16, partial=True)
     assert block_keys(ROOT, tokens, 16) == [full]
-    assert partial not in block_keys(ROOT, [*tokens, *[0] * 12], 16), "zeros are not what is missing"
+    assert partial not in block_keys(ROOT, [*tokens, *[0] * 12], 16), "zero tokens differ from absent tokens"
     assert partial != block_keys(ROOT, tokens[:19], 16, partial=True)[1]
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 16, 24, 32])
-def test_a_change_anywhere_before_changes_the_key(block_size: int) -> None:
+def test_a_changed_token_changes_the_keys_of_all_later_blocks(block_size: int) -> None:
     tokens = list(range(96))
     right = block_keys(ROOT, tokens, block_size)
     for at in range(96):
@@ -75,30 +75,33 @@ def test_a_change_anywhere_before_changes_the_key(block_size: int) -> None:
         {"version": 2},
     ],
 )
-def test_pools_that_differ_share_no_namespace(change: dict[str, Any]) -> None:
+def test_different_layouts_have_different_namespaces(change: dict[str, Any]) -> None:
     other = replace(LAYOUT, **change)
     assert other.namespace != LAYOUT.namespace
-    assert (other.weights == LAYOUT.weights) == ("model_fingerprint" not in change)
-    assert LAYOUT.converts_to(other) == other.converts_to(LAYOUT) == (change.keys() <= {"block_size", "dtype"})
+    assert (other.model_digest == LAYOUT.model_digest) == ("model_fingerprint" not in change)
+    assert (
+        LAYOUT.is_convertible_to(other) == other.is_convertible_to(LAYOUT) == (change.keys() <= {"block_size", "dtype"})
+    )
 
 
-def test_a_layout_survives_its_message() -> None:
-    assert Layout.like(SimpleNamespace(**vars(LAYOUT))) == LAYOUT
+def test_layout_from_message() -> None:
+    assert Layout.from_message(SimpleNamespace(**vars(LAYOUT))) == LAYOUT
 
 
-def test_salts_adapters_and_weights_are_kept_apart() -> None:
+def test_salts_adapters_and_models_have_different_roots() -> None:
     roots = {
-        root_key(weights=LAYOUT.weights, salt=s, lora=lo) for s, lo in [("", ""), ("a", ""), ("", "a"), ("a", "a")]
+        root_key(model_digest=LAYOUT.model_digest, salt=s, lora=lo)
+        for s, lo in [("", ""), ("a", ""), ("", "a"), ("a", "a")]
     }
     assert len(roots) == 4
-    assert root_key(weights=replace(LAYOUT, model_fingerprint="n").weights) not in roots
+    assert root_key(model_digest=replace(LAYOUT, model_fingerprint="n").model_digest) not in roots
 
 
 def test_block_bytes() -> None:
     assert LAYOUT.block_bytes == 2 * 2 * 2 * 16 * 8 * 2
 
 
-def test_the_unit_is_the_default_block() -> None:
+def test_the_hash_unit_is_the_default_block_size() -> None:
     from pdserve.config import EngineConfig
 
-    assert EngineConfig.block_size == HASH_TOKENS, "so that no key of the usual size is hashed twice"
+    assert EngineConfig.block_size == HASH_TOKENS, "a default block is one hash unit, so none is hashed twice"

@@ -1,4 +1,4 @@
-"""The committed stubs are what scripts/proto makes of proto/pdserve.proto."""
+"""The committed stubs equal the output of scripts/proto for proto/pdserve.proto."""
 
 import subprocess
 from pathlib import Path
@@ -9,10 +9,12 @@ ROOT = Path(__file__).parent.parent
 STUBS = ("pdserve_pb2.py", "pdserve_pb2.pyi")
 
 
-@pytest.mark.skipif(not (ROOT / ".venv").is_dir(), reason="scripts/proto uses .venv, which `make setup` makes")
+@pytest.mark.skipif(not (ROOT / ".venv").is_dir(), reason="scripts/proto uses .venv, which `make setup` creates")
 def test_stubs_are_up_to_date(tmp_path: Path) -> None:
     subprocess.run([ROOT / "scripts" / "proto", tmp_path], check=True, timeout=120)
-    made = tmp_path / "pdserve" / "proto"
-    assert sorted(path.name for path in made.iterdir()) == sorted(STUBS)
+    generated = tmp_path / "pdserve" / "proto"
+    assert sorted(path.name for path in generated.iterdir()) == sorted(STUBS)
     for name in STUBS:
-        assert (made / name).read_text() == (ROOT / "proto" / name).read_text(), f"{name} is old: run `make proto`"
+        assert (generated / name).read_text() == (ROOT / "proto" / name).read_text(), (
+            f"{name} is outdated: run `make proto`"
+        )
