@@ -28,7 +28,7 @@ def test_no_such_model_directory(pdserve: Command) -> None:
 
 
 def test_a_directory_without_a_checkpoint(pdserve: Command, tmp_path: Path) -> None:
-    fails(pdserve("decode", "--model", str(tmp_path)), "holds no checkpoint: config.json is missing")
+    fails(pdserve("decode", "--model", str(tmp_path)), "is not a checkpoint: config.json is missing")
 
 
 def test_an_architecture_without_a_decoder(pdserve: Command, tmp_path: Path) -> None:
@@ -95,9 +95,9 @@ def test_a_port_in_use(pdserve: Command, checkpoint: Callable[..., Path]) -> Non
         (["decode", "--drain-seconds", "-1"], "--drain-seconds must be 0 or more, not -1.0"),
         (["decode", "--metrics-port", "65536"], "--metrics-port must be from 0 to 65535, not 65536"),
         (["decode", "--router", ","], "--router is empty; write host:port"),
-        (["decode", "--router", "127.0.0.1:8001,other"], "--router: 'other' is no address; write host:port"),
+        (["decode", "--router", "127.0.0.1:8001,other"], "--router: 'other' is not an address; write host:port"),
         (["decode", "--registry", "http://x"], "--registry must be the URL of a Redis, such as redis://host:6379/0"),
-        (["decode", "--registry", "redis://x", "--router", "x:1"], "--router and --registry both say which routers"),
+        (["decode", "--registry", "redis://x", "--router", "x:1"], "--router and --registry both name the routers"),
         (["router", "--port", "0", "--drain-seconds", "-1"], "--drain-seconds must be 0 or more, not -1.0"),
         (["decode", "--router", "other:0"], "the port of --router other:0 must be from 1 to 65535"),
         (["router", "--control-port", "-1"], "--control-port must be from 0 to 65535, not -1"),
@@ -112,7 +112,7 @@ def test_a_port_in_use(pdserve: Command, checkpoint: Callable[..., Path]) -> Non
         (["up", "--prefill", "-1", "--both", "1"], "--prefill must be 0 or more, not -1"),
         (["up", "--connector", "pigeon://"], "There is no connector for pigeon://; installed are"),
         (["up", "--connector", "shm://kv?sizes=1GiB"], "sizes"),
-        (["router", "--cors-origins", "https://a.example,not a url"], "--cors-origins: 'not a url' is no origin"),
+        (["router", "--cors-origins", "https://a.example,not a url"], "--cors-origins: 'not a url' is not an origin"),
         (["router", "--cors", "*"], "error: No such option: --cors"),
         (["up", "--port", "0"], "--port must be from 1 to 65535, not 0"),
         (["up", "--port", "9000", "--control-port", "9000"], "--port and --control-port are both 9000"),
