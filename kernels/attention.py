@@ -1,6 +1,7 @@
-"""The one entry point of paged attention: writes new K and V into the pool and attends over cached plus new tokens.
+"""Entry point of paged attention: writes new K and V into the pool and attends over cached and new tokens.
 
-The batch says which kernel does it (`choose` picks one at start-up); nothing here is global.
+The kernel is part of the batch (`select_kernel` selects one at start-up); there is no global state.
+Shape legend: see batch.py.
 """
 
 import logging
@@ -8,24 +9,24 @@ from dataclasses import dataclass
 
 import torch
 
-from pdserve.kernels import cpu, reference
+from pdserve.kernels import cpu, native, reference
 from pdserve.kernels.batch import Kernel, PagedBatch
 
 log = logging.getLogger(__name__)
 
 
 class KernelUnavailable(Exception):
-    """The kernel that was asked for cannot run here; the text says why."""
+    """The requested kernel cannot run on this machine; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Per-layer settings.
+    """Attention settings of one layer.
 
     Attributes:
-        scale: multiplies q·k.
-        window: a token sees itself and the window - 1 tokens before it; None sees all.
-        softcap: scores become softcap · tanh(score / softcap); None leaves them.
+        scale: factor of q·k.
+        window: a token attends to itself and the window - 1 tokens before it; None: to all.
+        softcap: scores become softcap · tanh(score / softcap); None: unchanged.
     """
 
     scale: float
@@ -41,41 +42,43 @@ def paged_attention(
     batch: PagedBatch,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Causal attention of new tokens over their sequences' KV, [T, H, D] in the dtype of the query."""
+    """Write the new KV and return causal attention of the new tokens over it, [T, H, D] in the dtype of the query."""
     cache_N2GBD = batch.layer(layer)
     batch.kernel.write_kv(cache_N2GBD, k_TGD, v_TGD, batch.slots_T)
     return batch.kernel.attend(q_THD, cache_N2GBD, batch, options.scale, options.window, options.softcap)
 
 
-def choose(name: str, device: torch.device) -> Kernel:
-    """The kernel of that name: reference, cpu, triton, or auto, the fastest that runs here (a warning says why not).
+def select_kernel(name: str, device: torch.device) -> Kernel:
+    """Return the kernel of a name: reference, cpu, triton, or auto, the fastest that runs on `device`.
+
+    With auto, a fallback to the reference kernel is logged with its reason.
 
     Raises:
-        KernelUnavailable: a kernel asked for by name cannot run here.
+        KernelUnavailable: a kernel requested by name cannot run here.
     """
     if name == "reference":
         return reference
-    wanted = name if name != "auto" else "cpu" if device.type == "cpu" else "triton"
+    requested = name if name != "auto" else "cpu" if device.type == "cpu" else "triton"
     try:
-        return _cpu(device) if wanted == "cpu" else _triton(device)
+        return _cpu_kernel(device) if requested == "cpu" else _triton_kernel(device)
     except KernelUnavailable as error:
         if name != "auto":
             raise
-        log.warning("attention runs on the slower reference kernel: %s", error)
+        log.warning("attention falls back to the slower reference kernel: %s", error)
         return reference
 
 
-def _cpu(device: torch.device) -> Kernel:
+def _cpu_kernel(device: torch.device) -> Kernel:
     if device.type != "cpu":
         raise KernelUnavailable(f"the cpu kernel needs its pool on the CPU, not on {device}")
     try:
-        cpu.library()
-    except cpu.CannotBuild as error:
+        native.library()
+    except native.BuildError as error:
         raise KernelUnavailable(f"the cpu kernel could not be built: {error}") from error
     return cpu
 
 
-def _triton(device: torch.device) -> Kernel:
+def _triton_kernel(device: torch.device) -> Kernel:
     try:
         from pdserve.kernels.gpu import triton_kernels
     except ImportError as error:

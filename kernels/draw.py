@@ -1,25 +1,33 @@
-"""Tokens drawn from logits on CPUs: draw.cpp, which sorts nothing and takes few logarithms."""
+"""Token sampling on CPUs (draw.cpp): the Gumbel-max trick without sorting, and with few logarithms.
+
+Shape legend: S rows of logits, V vocabulary, R rows to sample.
+"""
 
 from collections.abc import Sequence
 
 import torch
 
-from pdserve.kernels.cpu import DTYPES, library
+from pdserve.kernels.native import DTYPES, library
 
 
 def draw(
     logits_SV: torch.Tensor,
-    largest_S: torch.Tensor,
+    argmax_S: torch.Tensor,
     rows: list[int],
     counters: list[int],
     settings: Sequence[tuple[float, float, float, float]],
 ) -> torch.Tensor:
-    """A token for each of `rows`, int64 [R], or -1: the row has others than numbers, or rounding could decide its token.
+    """Sample one token for each of `rows`, int64 [R].
 
-    largest_S, int64, has the first of each row's largest logits. A row's counter is where its noise begins; its settings are
-    temperature, top_k, top_p and min_p.
+    The result is exactly the token of the torch reference (engine/sampler.py), or -1 where the reference must decide: the
+    row has values that are not finite numbers, or rounding could change its token.
+
+    Args:
+        argmax_S: int64, first index of the largest logit of each row.
+        counters: state of the noise generator at the start of each of `rows`.
+        settings: temperature, top_k, top_p and min_p of each of `rows`.
     """
-    assert largest_S.dtype == torch.long and len(rows) == len(counters) == len(settings)
+    assert argmax_S.dtype == torch.long and len(rows) == len(counters) == len(settings)
     logits_SV, drawn_R = logits_SV.contiguous(), torch.empty(len(rows), dtype=torch.long)
     rows_R, counters_R = torch.tensor(rows), torch.tensor(counters)
     settings_R4 = torch.tensor(settings, dtype=torch.float64)
@@ -29,7 +37,7 @@ def draw(
         logits_SV.data_ptr(),
         logits_SV.shape[1],
         rows_R.data_ptr(),
-        largest_S.data_ptr(),
+        argmax_S.data_ptr(),
         counters_R.data_ptr(),
         settings_R4.data_ptr(),
         len(rows),

@@ -1,17 +1,20 @@
-"""What a decoder computes number by number, in one pass each instead of torch's many: elementwise.cpp, for CPUs."""
+"""Fused element-wise operations of a decoder on CPUs (elementwise.cpp), each in one pass instead of torch's many.
+
+Shape legend: see batch.py; R rotated elements of a head (rotary), rows (argmax); N elements of a row.
+"""
 
 import torch
 
-from pdserve.kernels.cpu import DTYPES, functions
+from pdserve.kernels.native import DTYPES, functions
 
-ACTIVATIONS = ("silu", "gelu_tanh")  # by the numbers that the sources give them
+ACTIVATIONS = ("silu", "gelu_tanh")  # the index is the constant in the C++ sources
 
 
 def rms_norm(x: torch.Tensor, weight_N: torch.Tensor, eps: float) -> torch.Tensor:
-    """weight · x / √(mean(x²) + eps) over the last dimension, [..., N], of one dtype.
+    """Return the RMS norm (Zhang and Sennrich 2019) over the last dimension: weight · x / √(mean(x²) + eps), [..., N].
 
-    The quotient is computed in float32 and rounded to the dtype, then multiplied with the weight: the order of Llama's
-    norm (Zhang and Sennrich 2019) in transformers.
+    As in the Llama norm of transformers, the quotient is computed in float32 and rounded to the dtype before it is
+    multiplied with the weight.
     """
     assert x.dtype == weight_N.dtype and x.shape[-1:] == weight_N.shape
     x = x.contiguous()
@@ -32,14 +35,15 @@ def rms_norm(x: torch.Tensor, weight_N: torch.Tensor, eps: float) -> torch.Tenso
 def rotary(
     q_1THD: torch.Tensor, k_1TGD: torch.Tensor, cos_1TR: torch.Tensor, sin_1TR: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotary embedding (Su et al. 2021) of the first R of each head's D numbers: x · cos + (-x2, x1) · sin, with x1 and x2
-    the two halves of those R, as Llama in transformers has it. New tensors [1, T, H, D] and [1, T, G, D].
+    """Return rotary embeddings (Su et al. 2021) of q and k, as new tensors [1, T, H, D] and [1, T, G, D].
 
-    cos and sin are of the dtype of q and k, or float32. Products are rounded to their dtype, the sum to that of q and k.
+    The first R of each head's D elements become x · cos + (-x2, x1) · sin, with x1 and x2 the two halves of those R, as in
+    the Llama model of transformers. cos and sin have the dtype of q and k, or float32. Products are rounded to the dtype of
+    cos and sin, the sum to that of q and k.
     """
     _, tokens, heads, size = q_1THD.shape
-    kv_heads, turning = k_1TGD.shape[2], cos_1TR.shape[2]
-    assert k_1TGD.shape == (1, tokens, kv_heads, size) and cos_1TR.shape == sin_1TR.shape == (1, tokens, turning)
+    kv_heads, rotated = k_1TGD.shape[2], cos_1TR.shape[2]
+    assert k_1TGD.shape == (1, tokens, kv_heads, size) and cos_1TR.shape == sin_1TR.shape == (1, tokens, rotated)
     assert k_1TGD.dtype == q_1THD.dtype and cos_1TR.dtype == sin_1TR.dtype in (q_1THD.dtype, torch.float32)
     q_1THD, k_1TGD = (x if x.stride(3) == 1 else x.contiguous() for x in (q_1THD, k_1TGD))
     cos_1TR, sin_1TR = cos_1TR.contiguous(), sin_1TR.contiguous()
@@ -61,15 +65,17 @@ def rotary(
         sin_1TR.data_ptr(),
         tokens,
         size,
-        turning,
+        rotated,
         torch.get_num_threads(),
     )
     return q_out, k_out
 
 
 def gate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> None:
-    """Puts activation(gate) · up in the place of `gate`. Both are contiguous, of one shape and 16-bit dtype, to which the
-    activation is rounded before the product."""
+    """Overwrite `gate` with activation(gate) · up.
+
+    Both are contiguous, of one shape and one 16-bit dtype, to which the activation is rounded before the product.
+    """
     assert gate.dtype == up.dtype != torch.float32 and gate.shape == up.shape
     assert gate.is_contiguous() and up.is_contiguous()
     functions().pdserve_gate(
@@ -83,14 +89,14 @@ def gate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> None:
 
 
 def argmax(x_RN: torch.Tensor) -> torch.Tensor:
-    """The first of each row's largest numbers, int64 [R]. NaN is no number, and the first is told where all are."""
+    """Return the first index of each row's maximum, int64 [R]. NaN is ignored; a row of NaN gives 0."""
     x_RN = x_RN.contiguous()
-    places_R = torch.empty(len(x_RN), dtype=torch.long)
+    indices_R = torch.empty(len(x_RN), dtype=torch.long)
     functions().pdserve_argmax(
         DTYPES.index(x_RN.dtype),
-        places_R.data_ptr(),
+        indices_R.data_ptr(),
         x_RN.data_ptr(),
         *x_RN.shape,
         torch.get_num_threads(),
     )
-    return places_R
+    return indices_R

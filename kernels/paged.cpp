@@ -1,5 +1,5 @@
 // Paged attention for CPUs: writes K and V into the pool's blocks, attends straight from them, copies blocks.
-// A plain C interface without torch's headers, so that it compiles in seconds; cpu.py builds it and holds the other side.
+// A plain C interface without torch's headers, so that it compiles in seconds; native.py builds it, cpu.py calls it.
 //
 // Softmax is computed online (Milakov & Gimelshein 2018): a running maximum m, a running sum l, and an output that is
 // rescaled when m grows. Everything accumulates in float32 whatever the type of the KV.

@@ -1,7 +1,8 @@
-"""Paged attention in plain torch: the truth that every other kernel must equal.
+"""Reference kernel: paged attention in plain torch. Every other kernel must equal it.
 
 Decoding sequences (one new token each) are computed together: one gather of their blocks per layer, padded to the longest.
-Prefilling sequences are computed one by one, in slices of query rows so that scores stay small. Shape legend: see batch.py.
+Prefilling sequences are computed one by one, in slices of query rows, which bounds the size of the scores.
+Shape legend: see batch.py; here L is the number of KV tokens.
 """
 
 import torch
@@ -10,11 +11,11 @@ import torch.nn.functional as F
 from pdserve.kernels.batch import PagedBatch
 
 NAME = "reference"
-MAX_SCORES = 1 << 24  # elements of one score matrix over all heads: 64 MiB in float32
+MAX_SCORES = 1 << 24  # elements of a score matrix over all heads: 64 MiB in float32
 
 
 def write_kv(cache_N2GBD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, slots_T: torch.Tensor) -> None:
-    """Puts the K and V of each new token into its slot of one layer's cache."""
+    """Write the K and V of each new token into its slot of one layer's cache."""
     block_size = cache_N2GBD.shape[3]
     blocks_T, offsets_T = slots_T // block_size, slots_T % block_size
     cache_N2GBD[blocks_T, 0, :, offsets_T] = k_TGD
@@ -29,7 +30,7 @@ def attend(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attention of every new token over its own sequence, [T, H, D]."""
+    """Return the attention of every new token over its own sequence, [T, H, D]."""
     out_THD = torch.empty_like(q_THD)
     starts = _starts(batch.query_lens)
     decoding = [s for s, length in enumerate(batch.query_lens) if length == 1]
@@ -44,7 +45,7 @@ def attend(
 
 
 def copy_blocks(pool_N: torch.Tensor, sources_C: torch.Tensor, targets_C: torch.Tensor) -> None:
-    """Whole blocks within the pool, for copy-on-write. Targets are distinct, and none of them is a source."""
+    """Copy whole blocks within the pool, for copy-on-write. Targets are distinct, and none of them is a source."""
     pool_N[targets_C] = pool_N[sources_C]
 
 
@@ -67,7 +68,7 @@ def _starts(lengths: list[int]) -> list[int]:
 
 
 def _gather(cache_N2GBD: torch.Tensor, tables_SM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of whole sequences in order, each [S, G, M·B, D]."""
+    """Return K and V of whole sequences in order, each [S, G, M·B, D]."""
     seqs, blocks = tables_SM.shape
     _, _, heads, block_size, size = cache_N2GBD.shape
     kv_SM2GBD = cache_N2GBD[tables_SM]
@@ -84,17 +85,17 @@ def _attend_decoding(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    widest = -(-max(batch.kv_lens[s] for s in rows) // batch.block_size)
-    k_SGLD, v_SGLD = _gather(cache_N2GBD, batch.tables_SM[rows, :widest])
+    max_blocks = -(-max(batch.kv_lens[s] for s in rows) // batch.block_size)
+    k_SGLD, v_SGLD = _gather(cache_N2GBD, batch.tables_SM[rows, :max_blocks])
     lengths_S1 = batch.kv_lens_S[rows][:, None]
     positions_L = torch.arange(k_SGLD.shape[2], device=q_SHD.device)
-    seen_SL = positions_L < lengths_S1
+    visible_SL = positions_L < lengths_S1
     if window is not None:
-        seen_SL &= positions_L >= lengths_S1 - window
-    # What the mask hides may be memory of others or of nobody, and neither NaN - inf nor 0 × NaN goes away.
-    hidden_SGLD = ~seen_SL[:, None, :, None]
-    k_SGLD, v_SGLD = k_SGLD.masked_fill(hidden_SGLD, 0), v_SGLD.masked_fill(hidden_SGLD, 0)
-    return _softmax_attention(q_SHD[:, :, None], k_SGLD, v_SGLD, seen_SL[:, None, None], scale, softcap)[:, :, 0]
+        visible_SL &= positions_L >= lengths_S1 - window
+    # Masked entries may be KV of other sequences or uninitialised, and NaN survives both - inf and × 0: zero them.
+    masked_SGLD = ~visible_SL[:, None, :, None]
+    k_SGLD, v_SGLD = k_SGLD.masked_fill(masked_SGLD, 0), v_SGLD.masked_fill(masked_SGLD, 0)
+    return _softmax_attention(q_SHD[:, :, None], k_SGLD, v_SGLD, visible_SL[:, None, None], scale, softcap)[:, :, 0]
 
 
 def _attend_sequence(
@@ -108,10 +109,10 @@ def _attend_sequence(
 ) -> torch.Tensor:
     blocks = batch.tables_SM[s, : -(-batch.kv_lens[s] // batch.block_size)]
     k_GLD, v_GLD = _gather(cache_N2GBD, blocks[None])
-    return _attend_one(q_THD, k_GLD[0], v_GLD[0], batch.kv_lens[s], scale, window, softcap)
+    return _attend_dense(q_THD, k_GLD[0], v_GLD[0], batch.kv_lens[s], scale, window, softcap)
 
 
-def _attend_one(
+def _attend_dense(
     q_THD: torch.Tensor,
     k_GLD: torch.Tensor,
     v_GLD: torch.Tensor,
@@ -121,10 +122,11 @@ def _attend_one(
     softcap: float | None,
 ) -> torch.Tensor:
     tokens, heads, _ = q_THD.shape
-    hidden = 0 if window is None else max(0, kv_len - tokens + 1 - window)  # no new token sees these
-    k_GLD, v_GLD = k_GLD[:, hidden:kv_len], v_GLD[:, hidden:kv_len]
-    kv_len -= hidden
-    if kv_len == tokens and softcap is None and (window is None or window >= tokens):  # half the work of a mask
+    skipped = 0 if window is None else max(0, kv_len - tokens + 1 - window)  # outside of every new token's window
+    k_GLD, v_GLD = k_GLD[:, skipped:kv_len], v_GLD[:, skipped:kv_len]
+    kv_len -= skipped
+    # The causal flag takes half the work of an explicit mask.
+    if kv_len == tokens and softcap is None and (window is None or window >= tokens):
         q_HTD = q_THD.transpose(0, 1)
         out_1HTD = F.scaled_dot_product_attention(
             q_HTD[None], k_GLD[None], v_GLD[None], is_causal=True, scale=scale, enable_gqa=True
@@ -135,35 +137,35 @@ def _attend_one(
     slices = []
     for start in range(0, tokens, rows):
         stop = min(start + rows, tokens)
-        seen_TL = _causal(first + start, first + stop, kv_len, window, q_THD.device)
+        visible_TL = _causal_mask(first + start, first + stop, kv_len, window, q_THD.device)
         q_HTD = q_THD[start:stop].transpose(0, 1)
-        out_HTD = _softmax_attention(q_HTD[None], k_GLD[None], v_GLD[None], seen_TL, scale, softcap)[0]
+        out_HTD = _softmax_attention(q_HTD[None], k_GLD[None], v_GLD[None], visible_TL, scale, softcap)[0]
         slices.append(out_HTD.transpose(0, 1))
     return torch.cat(slices)
 
 
-def _causal(start: int, stop: int, kv_len: int, window: int | None, device: torch.device) -> torch.Tensor:
+def _causal_mask(start: int, stop: int, kv_len: int, window: int | None, device: torch.device) -> torch.Tensor:
     q_T1 = torch.arange(start, stop, device=device)[:, None]
     k_L = torch.arange(kv_len, device=device)
-    seen_TL = k_L <= q_T1
+    visible_TL = k_L <= q_T1
     if window is not None:
-        seen_TL &= k_L > q_T1 - window
-    return seen_TL
+        visible_TL &= k_L > q_T1 - window
+    return visible_TL
 
 
 def _softmax_attention(
     q_SHTD: torch.Tensor,
     k_SGLD: torch.Tensor,
     v_SGLD: torch.Tensor,
-    seen: torch.Tensor,
+    visible: torch.Tensor,
     scale: float,
     softcap: float | None,
 ) -> torch.Tensor:
     if softcap is None:
-        return F.scaled_dot_product_attention(q_SHTD, k_SGLD, v_SGLD, attn_mask=seen, scale=scale, enable_gqa=True)
+        return F.scaled_dot_product_attention(q_SHTD, k_SGLD, v_SGLD, attn_mask=visible, scale=scale, enable_gqa=True)
     repeats = q_SHTD.shape[1] // k_SGLD.shape[1]
     k_SHLD, v_SHLD = (x.float().repeat_interleave(repeats, 1) for x in (k_SGLD, v_SGLD))
     scores_SHTL = (q_SHTD.float() @ k_SHLD.transpose(-1, -2)) * scale
     scores_SHTL = softcap * torch.tanh(scores_SHTL / softcap)
-    scores_SHTL = scores_SHTL.masked_fill(~seen, float("-inf"))
+    scores_SHTL = scores_SHTL.masked_fill(~visible, float("-inf"))
     return (torch.softmax(scores_SHTL, dim=-1) @ v_SHLD).to(q_SHTD.dtype)

@@ -1,1 +1,1 @@
-"""Triton kernels."""
+"""GPU kernels in Triton."""

@@ -1,10 +1,11 @@
-"""Paged attention for GPUs in Triton; with TRITON_INTERPRET=1 the same kernels run on CPU tensors, slowly, for tests.
+"""Paged attention for GPUs in Triton. With TRITON_INTERPRET=1 the same kernels run on CPU tensors, slowly, for tests.
 
-One attention kernel serves decode and prefill: a program takes a tile of query rows (new token × query head of one
-key/value head, so that heads that share KV read it once) over a run of KV. Decode tiles hold the rows of one token, and
-their KV is split over several programs when there are too few of them for the GPU (flash-decoding, Dao et al. 2023); a
-second kernel adds the parts up. Softmax is online (Milakov & Gimelshein 2018), in float32 and in powers of two.
-Shape legend: see batch.py.
+One attention kernel serves decode and prefill. A program computes a tile of query rows over a range of KV. A row is a new
+token × a query head of one key/value head, so that heads that share KV read it once. Decode tiles hold the rows of one token.
+If there are too few decode tiles for the GPU, their KV is split over several programs (flash-decoding, Dao et al. 2023) and a
+second kernel combines the partial results. Softmax is online (Milakov & Gimelshein 2018), in float32 and in powers of two.
+
+Shape legend: see batch.py; R query heads per key/value head.
 """
 
 import os
@@ -18,12 +19,12 @@ from pdserve.kernels.batch import PagedBatch
 
 NAME = "triton"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-CPU_PROCESSORS = 4  # what the interpreter is split for, so that tests reach both ways
-SHORTEST_SPLIT = 256  # KV tokens: less is not worth the second kernel
-COPY_WORDS = 4096  # of 8 bytes, per program
+INTERPRETER_PROCESSORS = 4  # assumed by the split in the interpreter, so that tests cover both paths
+MIN_SPLIT_TOKENS = 256  # KV tokens: shorter splits do not pay for the second kernel
+COPY_WORDS = 4096  # words of 8 bytes per program
 
 LOG2E = tl.constexpr(1.4426950408889634)
-NEVER = tl.constexpr(-1e30)  # the maximum before any score: finite, so that no -inf is subtracted from -inf
+MIN_SCORE = tl.constexpr(-1e30)  # initial running maximum: finite, since -inf - -inf is NaN
 
 
 @triton.jit
@@ -46,9 +47,9 @@ def _write_kv(
     t, g = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, D_PAD)
     slot = tl.load(slots + t)
-    to = cache + slot // B * stride_block + g * stride_head + slot % B * D + d
-    tl.store(to, tl.load(k + t * k_token + g * k_head + d, mask=d < D), mask=d < D)
-    tl.store(to + stride_half, tl.load(v + t * v_token + g * v_head + d, mask=d < D), mask=d < D)
+    target = cache + slot // B * stride_block + g * stride_head + slot % B * D + d
+    tl.store(target, tl.load(k + t * k_token + g * k_head + d, mask=d < D), mask=d < D)
+    tl.store(target + stride_half, tl.load(v + t * v_token + g * v_head + d, mask=d < D), mask=d < D)
 
 
 @triton.jit
@@ -88,71 +89,71 @@ def _attend(
     tile, g = tl.program_id(0), tl.program_id(1)
     s, split = tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
     start = tl.load(starts + s)
-    news = tl.load(starts + s + 1) - start
+    query_len = tl.load(starts + s + 1) - start
     kv_len = tl.load(kv_lens + s)
-    if (news == 1) != DECODE:
+    if (query_len == 1) != DECODE:
         return
-    if tile * ROWS >= news * R:
+    if tile * ROWS >= query_len * R:
         return
 
     row = tile * ROWS + tl.arange(0, ROWS)
     token, head = row // R, g * R + row % R
-    live = row < news * R
-    cached = kv_len - news
+    valid = row < query_len * R
+    cached = kv_len - query_len
     position = cached + token
     d = tl.arange(0, D_PAD)
-    whole = live[:, None] & (d < D)[None, :]
+    valid_elements = valid[:, None] & (d < D)[None, :]
     q_tile = tl.load(
-        q + (start + token)[:, None] * q_token + head[:, None] * q_head + d[None, :], mask=whole, other=0.0
+        q + (start + token)[:, None] * q_token + head[:, None] * q_head + d[None, :], mask=valid_elements, other=0.0
     )
-    if WIDEN:  # tl.dot of the interpreter turns bfloat16 into garbage
+    if WIDEN:  # tl.dot of the interpreter is wrong for bfloat16
         q_tile = q_tile.to(tl.float32)
 
-    first = cached * 0
+    kv_start = cached * 0
     if WINDOWED:
-        first = tl.maximum(cached + tile * ROWS // R + 1 - window, 0)
-    end = tl.minimum(cached + (tile * ROWS + ROWS - 1) // R + 1, kv_len)
+        kv_start = tl.maximum(cached + tile * ROWS // R + 1 - window, 0)
+    kv_end = tl.minimum(cached + (tile * ROWS + ROWS - 1) // R + 1, kv_len)
     if SPLITS > 1:
-        length = tl.cdiv(tl.cdiv(end - first, SPLITS), TOKENS) * TOKENS
-        first = first + split * length
-        end = tl.minimum(first + length, end)
+        split_length = tl.cdiv(tl.cdiv(kv_end - kv_start, SPLITS), TOKENS) * TOKENS
+        kv_start = kv_start + split * split_length
+        kv_end = tl.minimum(kv_start + split_length, kv_end)
 
-    m = tl.full([ROWS], NEVER, tl.float32)
+    m = tl.full([ROWS], MIN_SCORE, tl.float32)
     l = tl.zeros([ROWS], tl.float32)  # noqa: E741
     o = tl.zeros([ROWS, D_PAD], tl.float32)
-    for n in range(first, end, TOKENS):
-        at = n + tl.arange(0, TOKENS)
-        inside = at < end
-        block = tl.load(tables + s * table_length + at // B, mask=inside, other=0)
-        k_rows = cache + block * stride_block + g * stride_head + at % B * D
-        there = inside[:, None] & (d < D)[None, :]
-        k_tile = tl.load(k_rows[:, None] + d[None, :], mask=there, other=0.0)
-        v_tile = tl.load(k_rows[:, None] + stride_half + d[None, :], mask=there, other=0.0)
+    for n in range(kv_start, kv_end, TOKENS):
+        kv_position = n + tl.arange(0, TOKENS)
+        inside = kv_position < kv_end
+        block = tl.load(tables + s * table_length + kv_position // B, mask=inside, other=0)
+        k_rows = cache + block * stride_block + g * stride_head + kv_position % B * D
+        inside_elements = inside[:, None] & (d < D)[None, :]
+        k_tile = tl.load(k_rows[:, None] + d[None, :], mask=inside_elements, other=0.0)
+        v_tile = tl.load(k_rows[:, None] + stride_half + d[None, :], mask=inside_elements, other=0.0)
         if WIDEN:
             k_tile = k_tile.to(tl.float32)
             v_tile = v_tile.to(tl.float32)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
         if CAPPED:
             scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))  # softcap × tanh
-        seen = inside[None, :] & (at[None, :] <= position[:, None])
+        visible = inside[None, :] & (kv_position[None, :] <= position[:, None])
         if WINDOWED:
-            seen = seen & (at[None, :] > position[:, None] - window)
-        scores = tl.where(seen, scores * LOG2E, float("-inf"))
-        top = tl.maximum(m, tl.max(scores, 1))
-        p = tl.exp2(scores - top[:, None])
-        shrink = tl.exp2(m - top)
-        l = l * shrink + tl.sum(p, 1)  # noqa: E741
-        o = o * shrink[:, None] + tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
-        m = top
+            visible = visible & (kv_position[None, :] > position[:, None] - window)
+        scores = tl.where(visible, scores * LOG2E, float("-inf"))
+        m_new = tl.maximum(m, tl.max(scores, 1))
+        p = tl.exp2(scores - m_new[:, None])
+        rescale = tl.exp2(m - m_new)
+        l = l * rescale + tl.sum(p, 1)  # noqa: E741
+        o = o * rescale[:, None] + tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
+        m = m_new
 
     if SPLITS > 1:
-        place = (s * tl.num_programs(1) * R + head) * SPLITS + split
-        tl.store(part_m + place, m, mask=live)
-        tl.store(part_l + place, l, mask=live)
-        tl.store(part_o + place[:, None] * D + d[None, :], o, mask=whole)
+        slot = (s * tl.num_programs(1) * R + head) * SPLITS + split
+        tl.store(part_m + slot, m, mask=valid)
+        tl.store(part_l + slot, l, mask=valid)
+        tl.store(part_o + slot[:, None] * D + d[None, :], o, mask=valid_elements)
     else:
-        to = out + (start + token)[:, None] * out_token + head[:, None] * out_head + d[None, :]
-        tl.store(to, (o / l[:, None]).to(out.dtype.element_ty), mask=whole)
+        target = out + (start + token)[:, None] * out_token + head[:, None] * out_head + d[None, :]
+        tl.store(target, (o / l[:, None]).to(out.dtype.element_ty), mask=valid_elements)
 
 
 @triton.jit
@@ -174,11 +175,11 @@ def _combine(
     if tl.load(starts + s + 1) - start != 1:
         return
     i, d = tl.arange(0, SPLITS_PAD), tl.arange(0, D_PAD)
-    place = (s * tl.num_programs(1) + h) * SPLITS + i
-    m = tl.load(part_m + place, mask=i < SPLITS, other=NEVER)
-    l = tl.load(part_l + place, mask=i < SPLITS, other=0.0)  # noqa: E741
-    there = (i < SPLITS)[:, None] & (d < D)[None, :]
-    o = tl.load(part_o + place[:, None] * D + d[None, :], mask=there, other=0.0)
+    slot = (s * tl.num_programs(1) + h) * SPLITS + i
+    m = tl.load(part_m + slot, mask=i < SPLITS, other=MIN_SCORE)
+    l = tl.load(part_l + slot, mask=i < SPLITS, other=0.0)  # noqa: E741
+    valid = (i < SPLITS)[:, None] & (d < D)[None, :]
+    o = tl.load(part_o + slot[:, None] * D + d[None, :], mask=valid, other=0.0)
     weight = tl.exp2(m - tl.max(m, 0))
     total = tl.sum(o * weight[:, None], 0) / tl.sum(l * weight, 0)
     tl.store(out + start * out_token + h * out_head + d, total.to(out.dtype.element_ty), mask=d < D)
@@ -186,33 +187,37 @@ def _combine(
 
 @triton.jit
 def _copy(
-    to,
-    targets,
+    target,
+    target_ids,
     source,
-    sources,
-    to_stride,
+    source_ids,
+    target_stride,
     source_stride,
     words,
-    TARGETS: tl.constexpr,
-    SOURCES: tl.constexpr,
+    HAS_TARGET_IDS: tl.constexpr,
+    HAS_SOURCE_IDS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    there = i
-    here = i
-    if TARGETS:
-        there = tl.load(targets + i)
-    if SOURCES:
-        here = tl.load(sources + i)
-    tl.store(to + there * to_stride + at, tl.load(source + here * source_stride + at, mask=at < words), mask=at < words)
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    target_row = i
+    source_row = i
+    if HAS_TARGET_IDS:
+        target_row = tl.load(target_ids + i)
+    if HAS_SOURCE_IDS:
+        source_row = tl.load(source_ids + i)
+    tl.store(
+        target + target_row * target_stride + word,
+        tl.load(source + source_row * source_stride + word, mask=word < words),
+        mask=word < words,
+    )
 
 
 def write_kv(cache_N2GBD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, slots_T: torch.Tensor) -> None:
-    """Puts the K and V of each new token into its slot of one layer's cache."""
-    k_TGD, v_TGD = _rows(k_TGD), _rows(v_TGD)
+    """Write the K and V of each new token into its slot of one layer's cache."""
+    k_TGD, v_TGD = _contiguous_rows(k_TGD), _contiguous_rows(v_TGD)
     tokens, heads, size = k_TGD.shape
-    with _on(cache_N2GBD):
+    with _device_of(cache_N2GBD):
         _write_kv[(tokens, heads)](
             cache_N2GBD,
             k_TGD,
@@ -236,8 +241,8 @@ def attend(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attention of every new token over its own sequence, [T, H, D]."""
-    q_THD = _rows(q_THD)
+    """Return the attention of every new token over its own sequence, [T, H, D]."""
+    q_THD = _contiguous_rows(q_THD)
     tokens, heads, size = q_THD.shape
     kv_heads, block_size = cache_N2GBD.shape[2:4]
     seqs, repeats, padded = len(batch.query_lens), heads // kv_heads, max(16, triton.next_power_of_2(size))
@@ -272,24 +277,24 @@ def attend(
             **tuning,
         )
 
-    with _on(q_THD):
-        longest = max(batch.query_lens)
-        if longest > 1:
+    with _device_of(q_THD):
+        max_query_len = max(batch.query_lens)
+        if max_query_len > 1:
             rows = 128 if padded * q_THD.itemsize <= 256 else 64 if padded * q_THD.itemsize <= 512 else 32
-            tiles = triton.cdiv(longest * repeats, rows)
+            tiles = triton.cdiv(max_query_len * repeats, rows)
             tuning = {"num_warps": 8 if rows == 128 else 4, "num_stages": 2}
             launch(False, tiles, 1, [out_THD] * 3, ROWS=rows, TOKENS=64 if rows > 32 else 32, **tuning)
-        decoding = [kv for new, kv in zip(batch.query_lens, batch.kv_lens, strict=True) if new == 1]
-        if decoding:
-            seen = max(decoding) if window is None else min(window, max(decoding))
-            splits = _splits(len(decoding) * kv_heads, seen, q_THD.device)
+        decode_kv_lens = [kv for new, kv in zip(batch.query_lens, batch.kv_lens, strict=True) if new == 1]
+        if decode_kv_lens:
+            max_kv_len = max(decode_kv_lens) if window is None else min(window, max(decode_kv_lens))
+            splits = _num_splits(len(decode_kv_lens) * kv_heads, max_kv_len, q_THD.device)
             parts = [out_THD] * 3
             if splits > 1:
                 shape = (seqs, heads, splits)
                 parts = [q_THD.new_empty(s, dtype=torch.float32) for s in ((*shape, size), shape, shape)]
             rows = max(16, triton.next_power_of_2(repeats))
-            tokens_at_once = 64 if padded * q_THD.itemsize <= 512 else 32
-            launch(True, 1, splits, parts, ROWS=rows, TOKENS=tokens_at_once, num_warps=4, num_stages=3)
+            kv_tile = 64 if padded * q_THD.itemsize <= 512 else 32
+            launch(True, 1, splits, parts, ROWS=rows, TOKENS=kv_tile, num_warps=4, num_stages=3)
             if splits > 1:
                 _combine[(seqs, heads)](
                     out_THD,
@@ -306,7 +311,7 @@ def attend(
 
 
 def copy_blocks(pool_N: torch.Tensor, sources_C: torch.Tensor, targets_C: torch.Tensor) -> None:
-    """Whole blocks within the pool, for copy-on-write. Targets are distinct, and none of them is a source."""
+    """Copy whole blocks within the pool, for copy-on-write. Targets are distinct, and none of them is a source."""
     _copy_words(pool_N, targets_C, pool_N, sources_C, len(sources_C))
 
 
@@ -321,42 +326,49 @@ def scatter_blocks(pool_N: torch.Tensor, blocks_C: torch.Tensor, values_C: torch
 
 
 def _copy_words(
-    to: torch.Tensor, targets: torch.Tensor | None, source: torch.Tensor, sources: torch.Tensor | None, count: int
+    target: torch.Tensor,
+    target_ids: torch.Tensor | None,
+    source: torch.Tensor,
+    source_ids: torch.Tensor | None,
+    count: int,
 ) -> None:
+    """target[target_ids[i]] = source[source_ids[i]] for `count` rows; without ids, row i."""
     if not count:
         return
-    assert to.dtype == source.dtype and to.shape[1:] == source.shape[1:]
-    word = torch.int64 if to[0].nbytes % 8 == 0 else torch.int16 if to[0].nbytes % 2 == 0 else torch.int8
-    to_words, source_words = (x.view(len(x), -1).view(word) for x in (to, source))
-    words = to_words.shape[1]
-    with _on(to):
+    assert target.dtype == source.dtype and target.shape[1:] == source.shape[1:]
+    word = torch.int64 if target[0].nbytes % 8 == 0 else torch.int16 if target[0].nbytes % 2 == 0 else torch.int8
+    target_words, source_words = (x.view(len(x), -1).view(word) for x in (target, source))
+    words = target_words.shape[1]
+    with _device_of(target):
         _copy[(count, triton.cdiv(words, COPY_WORDS))](
-            to_words,
-            targets,
+            target_words,
+            target_ids,
             source_words,
-            sources,
-            to_words.stride(0),
+            source_ids,
+            target_words.stride(0),
             source_words.stride(0),
             words,
-            TARGETS=targets is not None,
-            SOURCES=sources is not None,
+            HAS_TARGET_IDS=target_ids is not None,
+            HAS_SOURCE_IDS=source_ids is not None,
             WORDS=COPY_WORDS,
             num_warps=8,
         )
 
 
-def _splits(programs: int, tokens: int, device: torch.device) -> int:
-    """Parts that the KV of each decoding sequence is cut into: enough programs for two on each multiprocessor."""
+def _num_splits(programs: int, kv_tokens: int, device: torch.device) -> int:
+    """Return the number of KV splits of each decoding sequence: enough for two programs on each multiprocessor."""
     processors = (
-        torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else CPU_PROCESSORS
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else INTERPRETER_PROCESSORS
     )
-    wanted = min(2 * processors // programs, tokens // SHORTEST_SPLIT)
-    return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1  # few values: each compiles a kernel of its own
+    target = min(2 * processors // programs, kv_tokens // MIN_SPLIT_TOKENS)
+    return 1 << (target.bit_length() - 1) if target > 1 else 1  # a power of two: each value compiles its own kernel
 
 
-def _on(x: torch.Tensor) -> AbstractContextManager[object]:
+def _device_of(x: torch.Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def _rows(x_THD: torch.Tensor) -> torch.Tensor:
+def _contiguous_rows(x_THD: torch.Tensor) -> torch.Tensor:
     return x_THD if x_THD.stride(2) == 1 else x_THD.contiguous()

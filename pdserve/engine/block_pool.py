@@ -1,9 +1,9 @@
-"""The block pool: which block is free, shared or cached. It hands out block ids and knows no bytes.
+"""Block pool: reference counts, prefix cache and eviction of KV blocks. Hands out block ids; the memory is the runner's.
 
 A block is in exactly one of three states:
-    free     nobody refers to it, nothing worth keeping
-    cached   nobody refers to it, but its key is known: a prefix hit revives it, an allocation may evict it (oldest first)
-    held     one or more holders (sequences, transfers under way)
+    free     unreferenced, without a key
+    cached   unreferenced, with a key: a prefix hit revives it, an allocation may evict it (least recently used first)
+    held     referenced by one or more holders (sequences, transfers in flight)
 """
 
 from collections import OrderedDict, deque
@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class NoFreeBlocks(Exception):
-    """The pool cannot give that many blocks now."""
+    """An allocation asked for more blocks than are free or cached."""
 
 
 class BlockPool:
     """Reference counts, content keys and an LRU of cached blocks. Every operation is constant time per block.
 
     Attributes:
-        on_change: told of each key that becomes findable (True) or is no longer (False).
+        on_change: callback (key, cached), called when a key becomes findable (True) or stops being so (False).
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -34,7 +34,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that an allocation could take: free or cached."""
+        """Number of blocks available to an allocation: free or cached."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -45,7 +45,7 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """Block ids of the leading keys that the pool has, held or cached. Takes no reference."""
+        """Return the block ids of the longest prefix of `keys` in the pool, held or cached. Takes no reference."""
         blocks: list[int] = []
         for key in keys:
             block = self._block_of.get(key)
@@ -55,11 +55,11 @@ class BlockPool:
         return blocks
 
     def is_shared(self, block: int) -> bool:
-        """Whether a held block has several holders, so that none of them may write to it."""
+        """Return whether a block has several holders, hence must not be written to."""
         return self._refs[block] > 1
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Adds a reference to each block, reviving cached ones."""
+        """Add a reference to each block, reviving cached ones."""
         for block in blocks:
             if self._refs[block] == 0:
                 assert block in self._cached, f"block {block} is free and cannot be held"
@@ -67,20 +67,20 @@ class BlockPool:
             self._refs[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` blocks with one reference each, evicting cached ones when the free ones run out.
+        """Take `count` blocks with one reference each, evicting cached blocks when the free ones run out.
 
         Raises:
             NoFreeBlocks: fewer than `count` are free or cached; nothing was taken.
         """
         if count > self.num_free:
-            raise NoFreeBlocks(f"{count} blocks asked for, {self.num_free} of {self.num_blocks} free")
+            raise NoFreeBlocks(f"{count} blocks requested, {self.num_free} of {self.num_blocks} free")
         blocks = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
         for block in blocks:
             self._refs[block] = 1
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drops one reference of each. Blocks without holders are cached if their key is known, else free.
+        """Drop one reference of each block. A block without references is cached if it has a key, else free.
 
         The last block is released first, so that the tail of a prefix is evicted before its head.
         """
@@ -94,15 +94,15 @@ class BlockPool:
                     self._free.append(block)
 
     def register(self, block: int, key: bytes) -> None:
-        """Makes a held block, now full and final, findable by its key. The first block with a key keeps it."""
-        assert self._refs[block] > 0, f"block {block} registered while nobody holds it"
+        """Make a held block, now full and final, findable by its key. The first block registered for a key keeps it."""
+        assert self._refs[block] > 0, f"block {block} registered without a holder"
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
             self.on_change(key, True)
 
     def clear_cache(self) -> None:
-        """Forgets every cached block. Held blocks lose their keys too."""
+        """Free every cached block. Held blocks lose their keys too."""
         for key in self._block_of:
             self.on_change(key, False)
         self._free.extend(self._cached)
@@ -111,7 +111,7 @@ class BlockPool:
         self._key_of.clear()
 
     def check_integrity(self) -> None:
-        """Asserts that every block is in exactly one state and that keys and blocks agree."""
+        """Assert that every block is in exactly one state and that keys and blocks agree."""
         free, cached = set(self._free), set(self._cached)
         held = {block for block, refs in enumerate(self._refs) if refs > 0}
         assert len(free) == len(self._free), "a block is free twice"

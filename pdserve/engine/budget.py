@@ -1,60 +1,63 @@
-"""What one step may compute: so many tokens, and no more of prompts than those who decode have time for."""
+"""Compute budget of one engine step: a token limit, and the time that prompts may add beside decoding sequences."""
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pdserve.costs import Costs, attended
+from pdserve.costs import Costs, attention_pairs
 from pdserve.engine.sequence import Sequence
 
 
 @dataclass
-class Budget:
-    """What is left of it.
+class StepBudget:
+    """Remaining budget of one step.
 
     Attributes:
-        tokens: of whatever kind.
-        seconds: that prompts may add to the step; infinite if nobody waits for its end.
-        least: tokens that the next prompt gets even if there is no time, so that prompts are computed in the end.
+        tokens: token limit over all sequences.
+        prompt_seconds: time that prompts may add to the step; infinite if no sequence decodes in it.
+        min_chunk: tokens granted to the next prompt even without time left, so that prompts always make progress.
     """
 
     costs: Costs
     tokens: int
-    seconds: float = math.inf
-    least: int = 1
+    prompt_seconds: float = math.inf
+    min_chunk: int = 1
 
     @classmethod
-    def of(cls, costs: Costs, tokens: int, decoding: Iterable[Sequence], itl: float | None, least: int) -> "Budget":
-        """For a step with these sequences, which decode, in at most `itl` seconds by forecast; None: in any time."""
+    def for_step(
+        cls, costs: Costs, tokens: int, decoding: Iterable[Sequence], itl: float | None, min_chunk: int
+    ) -> "StepBudget":
+        """Return the budget of a step in which `decoding` decode, forecast to take at most `itl` seconds (None: no limit)."""
         contexts = [len(seq) for seq in decoding]
         if itl is None or not contexts:
             return cls(costs, tokens)
-        return cls(costs, tokens, itl - costs.step_seconds(len(contexts), sum(contexts)), least)
+        return cls(costs, tokens, itl - costs.step_seconds(len(contexts), sum(contexts)), min_chunk)
 
     @property
-    def has_time(self) -> bool:
-        """For another prompt."""
-        return self.least > 0 or _fitting(self.costs, self.seconds, 0) > 0
+    def has_prompt_time(self) -> bool:
+        """Whether another prompt may start in this step."""
+        return self.min_chunk > 0 or _tokens_within(self.costs, self.prompt_seconds, 0) > 0
 
-    def take(self, seq: Sequence) -> int:
-        """How many tokens of a sequence the step computes. They are taken off the budget."""
-        count = min(seq.num_missing, self.tokens)
-        if seq.num_missing > 1:
-            count = min(count, max(self.least, _fitting(self.costs, self.seconds, seq.num_computed)))
-            self.seconds -= _added(self.costs, count, seq.num_computed)
-            self.least = 0
+    def allocate(self, seq: Sequence) -> int:
+        """Return how many tokens of a sequence the step computes, and take them off the budget."""
+        count = min(seq.num_uncomputed, self.tokens)
+        if seq.num_uncomputed > 1:
+            affordable = _tokens_within(self.costs, self.prompt_seconds, seq.num_computed)
+            count = min(count, max(self.min_chunk, affordable))
+            self.prompt_seconds -= _added_seconds(self.costs, count, seq.num_computed)
+            self.min_chunk = 0
         self.tokens -= count
         return count
 
 
-def _added(costs: Costs, tokens: int, cached: int) -> float:
-    """Seconds that a step takes longer for these tokens of a prompt, after `cached` ones."""
+def _added_seconds(costs: Costs, tokens: int, cached: int) -> float:
+    """Return by how many seconds `tokens` of a prompt, behind `cached` ones, lengthen a step."""
     _, b, c = costs.prefill
-    return b * tokens + c * attended(tokens, cached)
+    return b * tokens + c * attention_pairs(tokens, cached)
 
 
-def _fitting(costs: Costs, seconds: float, cached: int) -> int:
-    """How many tokens take no longer than that: the n for which b × n + c × n × (cached + n / 2) are so many seconds."""
+def _tokens_within(costs: Costs, seconds: float, cached: int) -> int:
+    """Return the largest chunk that fits into `seconds`: the n that solves b × n + c × n × (cached + n / 2) = seconds."""
     _, b, c = costs.prefill
     if seconds <= 0:
         return 0

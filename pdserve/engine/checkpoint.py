@@ -1,4 +1,4 @@
-"""Loads a checkpoint of any decoder that transformers knows, with our paged attention in it, and describes it."""
+"""Loading of checkpoints: any decoder that transformers supports, with paged attention and fused CPU layers in place."""
 
 import logging
 import os
@@ -18,29 +18,29 @@ from pdserve.engine.cpu_fusion.fused_norm import fuse_norms
 from pdserve.engine.cpu_fusion.fused_rotary import fuse_rotary
 from pdserve.engine.cpu_fusion.prepack import prepack
 from pdserve.errors import SetupError
-from pdserve.kernels import cpu
+from pdserve.kernels import memory, native
 from pdserve.keys import Layout
 from pdserve.model_path import resolve_model
 
 log = logging.getLogger(__name__)
 
-FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded model and what the engine needs to know of it.
+    """A loaded model and its properties.
 
     Attributes:
         model: the transformers module, in eval mode, on its device.
-        layout: of one KV block, hence the namespace of its keys.
-        context: positions that the model was made for, and gives the same tokens for in any batch.
-        eos_token_ids: generation ends with one of these.
+        layout: layout of one KV block, which is the namespace of its keys.
+        context_length: number of positions that the model supports with the same tokens in any batch.
+        eos_token_ids: tokens that end generation.
     """
 
     model: torch.nn.Module
     layout: Layout
-    context: int
+    context_length: int
     vocab_size: int
     eos_token_ids: frozenset[int]
     device: torch.device
@@ -48,25 +48,24 @@ class Checkpoint:
 
 
 def load(config: EngineConfig) -> Checkpoint:
-    """Loads `config.model`.
+    """Load `config.model`, a local directory or a hub id, onto its device.
 
     Raises:
-        SetupError: no such model, an unsupported architecture, a device that is not there.
+        SetupError: the model or the device does not exist, or the architecture is not supported.
     """
     path = _local_directory(config.model)
     device = _device(config.device)
     hf_config = _hf_config(path)
     dtype = _dtype(config.dtype, hf_config)
     model = _load_model(path, hf_config, dtype, device, fuse=config.kernel != "reference")
-    text = hf_config.get_text_config()
-    if not getattr(text, "num_attention_heads", None):
-        kind = (hf_config.architectures or [hf_config.model_type])[0]
-        raise SetupError(f"architecture {kind} is not supported: it has no attention heads, hence no KV")
+    text_config = hf_config.get_text_config()
+    if not getattr(text_config, "num_attention_heads", None):
+        raise SetupError(f"{_unsupported(hf_config)}: it has no attention heads, hence no KV")
     layout = Layout(
         model_fingerprint=fingerprint(path),
-        num_layers=text.num_hidden_layers,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        num_layers=text_config.num_hidden_layers,
+        num_kv_heads=getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads,
+        head_dim=getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads,
         block_size=config.block_size,
         dtype=str(dtype).removeprefix("torch."),
         itemsize=dtype.itemsize,
@@ -74,20 +73,23 @@ def load(config: EngineConfig) -> Checkpoint:
     return Checkpoint(
         model=model,
         layout=layout,
-        context=_context(text),
-        vocab_size=text.vocab_size,
-        eos_token_ids=_eos_token_ids(path, text),
+        context_length=_context_length(text_config),
+        vocab_size=text_config.vocab_size,
+        eos_token_ids=_eos_token_ids(path, text_config),
         device=device,
         dtype=dtype,
     )
 
 
-def _context(text: Any) -> int:
-    """Rotary embeddings of the kind longrope change for all that a step computes once one position in it is past the
-    original ones: tokens would depend on who else is there, and on where a prompt was cut. So nobody goes there."""
-    context: int = text.max_position_embeddings
-    ropes = getattr(text, "rope_parameters", None) or {}
-    for rope in (ropes, *(one for one in ropes.values() if isinstance(one, dict))):
+def _context_length(text_config: Any) -> int:
+    """Return the context of the model, limited to the original positions of longrope rotary embeddings.
+
+    Once one position in a step exceeds them, longrope changes the embeddings of the whole step: tokens would depend on the
+    other sequences in the batch and on the chunking of the prompt.
+    """
+    context: int = text_config.max_position_embeddings
+    ropes = getattr(text_config, "rope_parameters", None) or {}
+    for rope in (ropes, *(nested for nested in ropes.values() if isinstance(nested, dict))):
         if rope.get("rope_type") == "longrope" and (original := rope["original_max_position_embeddings"]) < context:
             log.warning("the context is %d of the model's %d: longrope beyond it is not supported", original, context)
             context = original
@@ -95,7 +97,7 @@ def _context(text: Any) -> int:
 
 
 def fingerprint(path: Path) -> str:
-    """A digest of config.json and of all weights. Instances with different digests never exchange KV."""
+    """Return a digest of config.json and all weights. Instances with different digests never exchange KV."""
     digest = xxhash.xxh3_128()
     for file in [path / "config.json", *sorted(path.glob("*.safetensors"))]:
         with file.open("rb") as handle:
@@ -113,14 +115,16 @@ def _local_directory(name: str) -> Path:
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
         try:
-            path = Path(snapshot_download(resolved, allow_patterns=FILES))
+            path = Path(snapshot_download(resolved, allow_patterns=DOWNLOAD_PATTERNS))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
             reason = str(error).strip().splitlines()[0]
-            raise SetupError(f"model {name!r} is no local directory, and the hub did not give it: {reason}") from error
+            raise SetupError(
+                f"model {name!r} is not a local directory, and the hub download failed: {reason}"
+            ) from error
     if not (path / "config.json").is_file():
-        raise SetupError(f"{path} holds no checkpoint: config.json is missing")
+        raise SetupError(f"{path} is not a checkpoint: config.json is missing")
     if not any(path.glob("*.safetensors")):
-        raise SetupError(f"{path} holds no *.safetensors: other formats are not loaded")
+        raise SetupError(f"{path} has no *.safetensors: other formats are not supported")
     return path
 
 
@@ -128,7 +132,7 @@ def _device(name: str) -> torch.device:
     cuda = torch.cuda.is_available()
     device = torch.device(("cuda" if cuda else "cpu") if name == "auto" else name)
     if device.type == "cuda" and not cuda:
-        raise SetupError(f"device {name!r} asked for, but torch {torch.__version__} sees no GPU; use --device cpu")
+        raise SetupError(f"device {name!r} requested, but torch {torch.__version__} finds no GPU; use --device cpu")
     return device
 
 
@@ -148,11 +152,15 @@ def _hf_config(path: Path) -> Any:
         raise SetupError(f"{path}/config.json: {str(error).strip().splitlines()[0]}") from error
 
 
+def _unsupported(hf_config: Any) -> str:
+    architecture = (hf_config.architectures or [hf_config.model_type])[0]
+    return f"architecture {architecture} is not supported"
+
+
 def _load_model(path: Path, hf_config: Any, dtype: torch.dtype, device: torch.device, *, fuse: bool) -> torch.nn.Module:
     paged_model.register()
     transformers.utils.logging.disable_progress_bar()
-    kind = (hf_config.architectures or [hf_config.model_type])[0]
-    unsupported = f"architecture {kind} is not supported"
+    unsupported = _unsupported(hf_config)
     if type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise SetupError(f"{unsupported}: transformers {transformers.__version__} has no causal language model for it")
     try:
@@ -165,12 +173,12 @@ def _load_model(path: Path, hf_config: Any, dtype: torch.dtype, device: torch.de
     loaded = loaded.to(device)
     if device.type == "cpu":
         prepack(loaded, tiled=fuse)
-        if fuse and cpu.can_build():
+        if fuse and native.is_available():
             fuse_norms(loaded)
             fuse_rotary(loaded)
             fuse_mlps(loaded)
-        for parameter in loaded.parameters():  # every step reads all of them: fewer page walks, a tenth of its time
-            cpu.huge_pages(parameter.data, written=True)
+        for parameter in loaded.parameters():  # each step reads them all: fewer page walks save a tenth of its time
+            memory.huge_pages(parameter.data, written=True)
     return loaded
 
 
@@ -182,7 +190,7 @@ def _eos_token_ids(path: Path, text_config: Any) -> frozenset[int]:
 
 
 def cpu_memory_available() -> int:
-    """Bytes that this process may still take: what the machine has free, or what its container's limit leaves."""
+    """Return the bytes that this process may still allocate: the minimum of the machine's and its container's."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []:
         if line.startswith("MemAvailable:"):
@@ -190,6 +198,6 @@ def cpu_memory_available() -> int:
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.exists() and used.exists() and limit.read_text().strip() != "max":
         stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
-        cache = int(stat.get("inactive_file", 0))  # counted as used, and given back on demand
+        cache = int(stat.get("inactive_file", 0))  # counted as used, reclaimed on demand
         available = min(available, int(limit.read_text()) - int(used.read_text()) + cache)
     return max(available, 0)

@@ -1,4 +1,7 @@
-"""Holds the pool's memory and runs the model over one step's batch. The only part of the engine that owns tensors."""
+"""Model runner: owns the pool's memory and runs the model over one step's batch. The only tensors of the engine live here.
+
+Shape legend: see kernels/batch.py; V vocabulary, A rows for which logprobs are requested, C blocks to copy.
+"""
 
 import time
 from dataclasses import replace
@@ -10,26 +13,29 @@ import torch
 from pdserve.config import EngineConfig, parse_size
 from pdserve.engine.checkpoint import Checkpoint, cpu_memory_available
 from pdserve.engine.paged_model import UnsupportedAttention
-from pdserve.engine.sampler import model_logprobs, sample, tell_logprobs
+from pdserve.engine.sampler import model_logprobs, record_logprobs, sample
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step_graph import StepGraphs
 from pdserve.errors import SetupError
 from pdserve.kernels import cpu
-from pdserve.kernels.attention import KernelUnavailable, choose
+from pdserve.kernels.attention import KernelUnavailable, select_kernel
 from pdserve.kernels.batch import Kernel, PagedBatch
-from pdserve.kernels.cpu import huge_pages, keep_freed_memory
+from pdserve.kernels.memory import huge_pages, keep_freed_memory
 from pdserve.request import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0)
-CPU_SHARE = 0.25  # of the free memory, when nothing else is asked for: two instances and a desktop fit beside it
+CPU_MEMORY_FRACTION = 0.25  # of free memory, the default pool size: leaves room for a second instance and a desktop
 
 
 class ModelRunner:
-    """`num_blocks` and the pool [N, L, 2, G, B, D] are set once the memory has been measured.
+    """Runs one model over batches of sequences whose KV lives in the pool [N, L, 2, G, B, D].
 
     Attributes:
-        tapes: of decode steps, if they are played; None makes the model compute all.
-        window: a token sees so many at most, itself included, in every layer; None if some layer sees all.
+        num_blocks: blocks in the pool, set once the memory has been measured.
+        num_host_blocks: blocks in host memory, for swapping.
+        graphs: recorded decode steps; None runs the model's Python in every step.
+        window: attention window in tokens, the token itself included, that holds for every layer; None if some layer
+            attends to all tokens.
     """
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
@@ -37,23 +43,24 @@ class ModelRunner:
         self.device = checkpoint.device
         self.block_size = config.block_size
         try:
-            self.kernel = choose(config.kernel, self.device)
+            self.kernel = select_kernel(config.kernel, self.device)
         except KernelUnavailable as error:
             raise SetupError(str(error)) from error
         self.graphs: StepGraphs | None = None
         self.window = self._check_architecture()
         if self.device.type == "cuda":
-            self._profile(config)
+            self._profile_memory(config)
         self.num_blocks = _num_blocks(checkpoint, config)
         self.pool_NL2GBD = self._new_pool(self.num_blocks)
-        self.num_places = _num_places(checkpoint, config)
-        self._host_NL2GBD = self._new_pool(self.num_places, torch.device("cpu"))
-        if self.num_places and self.device.type == "cuda":
+        self.num_host_blocks = _num_host_blocks(checkpoint, config)
+        self._host_NL2GBD = self._new_pool(self.num_host_blocks, torch.device("cpu"))
+        if self.num_host_blocks and self.device.type == "cuda":
             self._host_NL2GBD = self._host_NL2GBD.pin_memory()
         if self.device.type == "cpu":
             keep_freed_memory()
         if self.kernel is cpu:
-            self.graphs = StepGraphs(self._model, min(self.num_blocks, -(-checkpoint.context // self.block_size)))
+            max_blocks_per_seq = min(self.num_blocks, -(-checkpoint.context_length // self.block_size))
+            self.graphs = StepGraphs(self._compute_logits, max_blocks_per_seq)
 
     def _new_pool(self, num_blocks: int, device: torch.device | None = None) -> torch.Tensor:
         layout = self.checkpoint.layout
@@ -64,97 +71,104 @@ class ModelRunner:
 
     @torch.inference_mode()
     def clear_tail(self, block: int, used: int) -> None:
-        """Zeroes a partial block behind its first `used` tokens: what leaves the instance holds nobody else's KV."""
+        """Zero a partial block behind its first `used` tokens, so that no other sequence's KV leaves the instance."""
         self.pool_NL2GBD[block, ..., used:, :] = 0
 
     @torch.inference_mode()
-    def copy(self, blocks: list[tuple[int, int]]) -> None:
-        """Copies whole blocks, (from, to), one after the other as far as it matters."""
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole blocks within the pool, as if one (source, target) pair after the other."""
         batch: list[tuple[int, int]] = []
-        for source, target in blocks:
-            if any(target in pair for pair in batch) or any(source == to for _, to in batch):
-                self._copy(batch)
+        for source, target in pairs:
+            if any(target in pair for pair in batch) or any(source == written for _, written in batch):
+                self._copy_batch(batch)
                 batch = []
             batch.append((source, target))
-        self._copy(batch)
+        self._copy_batch(batch)
 
     @torch.inference_mode()
-    def swap(self, out: list[tuple[int, int]], back: list[tuple[int, int]]) -> float:
-        """Copies blocks to places in host memory, then others back from there. Each pair is (block, place).
+    def swap(self, swap_out: list[tuple[int, int]], swap_in: list[tuple[int, int]]) -> float:
+        """Copy blocks to host memory, then others back. Each pair is (block, host block).
 
         Returns:
-            Seconds that it took.
+            The seconds that the copies took.
         """
-        if not out and not back:
+        if not swap_out and not swap_in:
             return 0.0
         started = time.monotonic()
-        for block, place in out:
-            self._host_NL2GBD[place].copy_(self.pool_NL2GBD[block], non_blocking=True)
-        for block, place in back:
-            self.pool_NL2GBD[block].copy_(self._host_NL2GBD[place], non_blocking=True)
+        for block, host_block in swap_out:
+            self._host_NL2GBD[host_block].copy_(self.pool_NL2GBD[block], non_blocking=True)
+        for block, host_block in swap_in:
+            self.pool_NL2GBD[block].copy_(self._host_NL2GBD[host_block], non_blocking=True)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.monotonic() - started
 
-    def _copy(self, batch: list[tuple[int, int]]) -> None:
+    def _copy_batch(self, batch: list[tuple[int, int]]) -> None:
         if batch:
             sources_C, targets_C = torch.tensor(batch, device=self.device).T.contiguous()
             self.kernel.copy_blocks(self.pool_NL2GBD, sources_C, targets_C)
 
     @torch.inference_mode()
-    def step(self, tokens: dict[Sequence, int]) -> dict[Sequence, int]:
-        """Computes `tokens[seq]` more tokens of each sequence; the next token of those that have all their KV then."""
-        if not tokens:
+    def step(self, num_scheduled_tokens: dict[Sequence, int]) -> dict[Sequence, int]:
+        """Compute the scheduled number of further tokens of each sequence.
+
+        Returns:
+            The next token of each sequence whose KV is complete afterwards.
+        """
+        if not num_scheduled_tokens:
             return {}
-        seqs = list(tokens)
+        seqs, counts = list(num_scheduled_tokens), list(num_scheduled_tokens.values())
         ids: list[int] = []
         positions: list[int] = []
-        for seq, count in tokens.items():
+        for seq, count in num_scheduled_tokens.items():
             ids += seq.tokens[seq.num_computed : seq.num_computed + count]
             positions += range(seq.num_computed, seq.num_computed + count)
-        complete = [seq for seq in seqs if tokens[seq] == seq.num_missing]
-        ends = dict(zip(seqs, torch.tensor(list(tokens.values())).cumsum(0).tolist(), strict=True))
-        last = torch.tensor([ends[seq] - 1 for seq in complete], dtype=torch.long, device=self.device)
-        batch = self._batch(seqs, list(tokens.values()), positions)
-        logits_SV = self.forward(ids, positions, batch, last)
+        complete = [seq for seq in seqs if num_scheduled_tokens[seq] == seq.num_uncomputed]
+        ends = dict(zip(seqs, torch.tensor(counts).cumsum(0).tolist(), strict=True))
+        logit_rows = torch.tensor([ends[seq] - 1 for seq in complete], dtype=torch.long, device=self.device)
+        batch = self._build_batch(seqs, counts, positions)
+        logits_SV = self.forward(ids, positions, batch, logit_rows)
         if not complete:
             return {}
-        asking = [i for i, seq in enumerate(complete) if seq.sampling.logprobs is not None]
-        logprobs_AV = model_logprobs(logits_SV, asking)  # before the sampler changes the logits
+        logprob_rows = [i for i, seq in enumerate(complete) if seq.sampling.logprobs is not None]
+        logprobs_AV = model_logprobs(logits_SV, logprob_rows)  # before the sampler changes the logits
         sampled = sample(logits_SV, complete)
-        tell_logprobs(logprobs_AV, [complete[i] for i in asking], [sampled[i] for i in asking])
+        record_logprobs(logprobs_AV, [complete[i] for i in logprob_rows], [sampled[i] for i in logprob_rows])
         return dict(zip(complete, sampled, strict=True))
 
-    def forward(self, ids: list[int], positions: list[int], batch: PagedBatch, last: torch.Tensor) -> torch.Tensor:
-        """Logits [S, V] of the tokens at `last`. At least one row is computed: models take no empty selection."""
+    def forward(
+        self, ids: list[int], positions: list[int], batch: PagedBatch, logit_rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the logits [S, V] of the tokens at `logit_rows`; one row if that is empty, which models do not accept."""
         ids_1T, positions_1T = (torch.tensor([values], device=self.device) for values in (ids, positions))
-        if self.graphs is not None and len(last) == len(ids):
+        if self.graphs is not None and len(logit_rows) == len(ids):
             return self.graphs.logits(ids_1T, positions_1T, batch)
-        keep = last if len(last) else torch.zeros(1, dtype=torch.long, device=self.device)
-        return self._model(ids_1T, positions_1T, batch, keep)
+        keep = logit_rows if len(logit_rows) else torch.zeros(1, dtype=torch.long, device=self.device)
+        return self._compute_logits(ids_1T, positions_1T, batch, keep)
 
-    def _model(
+    def _compute_logits(
         self, ids_1T: torch.Tensor, positions_1T: torch.Tensor, batch: PagedBatch, keep: torch.Tensor | int = 0
     ) -> torch.Tensor:
-        """Logits of the tokens to keep, by default of all."""
+        """Run the model and return the logits of the rows to keep, by default all."""
         output = self.checkpoint.model(
             input_ids=ids_1T, position_ids=positions_1T, logits_to_keep=keep, use_cache=False, paged=batch
         )
         logits_SV: torch.Tensor = output.logits[0]
         return logits_SV
 
-    def _batch(self, seqs: list[Sequence], counts: list[int], positions: list[int]) -> PagedBatch:
+    def _build_batch(self, seqs: list[Sequence], counts: list[int], positions: list[int]) -> PagedBatch:
         kv_lens = [seq.num_computed + count for seq, count in zip(seqs, counts, strict=True)]
-        tables = torch.zeros((len(seqs), max(len(seq.block_ids) for seq in seqs)), dtype=torch.long)
+        tables_SM = torch.zeros((len(seqs), max(len(seq.block_ids) for seq in seqs)), dtype=torch.long)
         for row, seq in enumerate(seqs):
-            tables[row, : len(seq.block_ids)] = torch.tensor(seq.block_ids)
-        owners = torch.repeat_interleave(torch.arange(len(seqs)), torch.tensor(counts))
-        at = torch.tensor(positions)
-        slots = tables[owners, at // self.block_size] * self.block_size + at % self.block_size
+            tables_SM[row, : len(seq.block_ids)] = torch.tensor(seq.block_ids)
+        rows_T = torch.repeat_interleave(torch.arange(len(seqs)), torch.tensor(counts))
+        positions_T = torch.tensor(positions)
+        blocks_T = tables_SM[rows_T, positions_T // self.block_size]
+        slots_T = blocks_T * self.block_size + positions_T % self.block_size
         return PagedBatch(
             pool_NL2GBD=self.pool_NL2GBD,
-            slots_T=slots.to(self.device),
-            tables_SM=tables.to(self.device),
+            slots_T=slots_T.to(self.device),
+            tables_SM=tables_SM.to(self.device),
             query_lens=counts,
             kv_lens=kv_lens,
             kv_lens_S=torch.tensor(kv_lens, device=self.device),
@@ -163,67 +177,75 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _check_architecture(self) -> int | None:
-        """Runs two tokens through the model with a pool of as few blocks, and sees that every layer attended to them.
+        """Run two tokens through the model in a minimal pool, and check that every layer wrote KV for them.
 
         Returns:
-            The longest window, if all layers have one.
+            The longest attention window, if all layers have one.
 
         Raises:
-            SetupError: a layer keeps state elsewhere than in KV, or asks for attention that the kernels do not do.
+            SetupError: a layer keeps state outside of the KV, or needs attention that the kernels do not support.
         """
         blocks = list(range(-(-2 // self.block_size)))
         self.pool_NL2GBD = self._new_pool(len(blocks)).fill_(float("nan"))
         probe = Sequence("probe", [0, 0], 2, 2, _GREEDY, b"", self.block_size, block_ids=blocks)
-        kind = type(self.checkpoint.model).__name__
-        windows: list[int | None] = []
+        architecture = type(self.checkpoint.model).__name__
+        layer_windows: list[int | None] = []
 
-        def attend(*call: Any) -> torch.Tensor:
-            windows.append(call[4])
-            return self.kernel.attend(*call)
+        def attend(*args: Any) -> torch.Tensor:
+            layer_windows.append(args[4])
+            return self.kernel.attend(*args)
 
-        watched = cast(Kernel, SimpleNamespace(write_kv=self.kernel.write_kv, attend=attend))
-        batch = replace(self._batch([probe], [2], [0, 1]), kernel=watched)
+        spy = cast(Kernel, SimpleNamespace(write_kv=self.kernel.write_kv, attend=attend))
+        batch = replace(self._build_batch([probe], [2], [0, 1]), kernel=spy)
         try:
             self.forward(probe.tokens, [0, 1], batch, torch.tensor([1], device=self.device))
         except (UnsupportedAttention, TypeError) as error:
             if isinstance(error, TypeError) and "paged" not in str(error):
-                raise  # not the model's refusal of our argument, but a defect
-            raise SetupError(f"architecture {kind} is not supported: {error}") from error
+                raise  # a defect, not a model that rejects the `paged` argument
+            raise SetupError(f"architecture {architecture} is not supported: {error}") from error
         if self.pool_NL2GBD[..., :2, :].isnan().any():
-            raise SetupError(f"architecture {kind} is not supported: not all of its layers use the attention interface")
-        given = [window for window in windows if window is not None]
-        return max(given) if len(given) == len(windows) else None
+            raise SetupError(
+                f"architecture {architecture} is not supported: not all of its layers use the attention interface"
+            )
+        windows = [window for window in layer_windows if window is not None]
+        return max(windows) if len(windows) == len(layer_windows) else None
 
     @torch.inference_mode()
-    def _profile(self, config: EngineConfig) -> None:
-        """Runs the largest step once, so that the memory left afterwards is what the pool may take."""
-        count = min(config.max_num_batched_tokens, self.checkpoint.context)
-        blocks = -(-count // self.block_size)
-        self.pool_NL2GBD = self._new_pool(blocks)
-        probe = Sequence(
-            "probe", [0] * count, count, count, _GREEDY, b"", self.block_size, block_ids=list(range(blocks))
-        )
+    def _profile_memory(self, config: EngineConfig) -> None:
+        """Run the largest step once, so that the memory free afterwards is what the pool may take."""
+        count = min(config.max_num_batched_tokens, self.checkpoint.context_length)
+        blocks = list(range(-(-count // self.block_size)))
+        self.pool_NL2GBD = self._new_pool(len(blocks))
+        probe = Sequence("probe", [0] * count, count, count, _GREEDY, b"", self.block_size, block_ids=blocks)
         self.step({probe: count})
         del self.pool_NL2GBD
 
 
 def _num_blocks(checkpoint: Checkpoint, config: EngineConfig) -> int:
-    """How many blocks the pool gets: what was asked for, or what the measured memory allows."""
+    """Return the size of the pool: as configured, or as the measured memory allows.
+
+    Raises:
+        SetupError: fewer than 2 blocks fit.
+    """
     if config.num_blocks is not None:
         count = config.num_blocks
     else:
-        useful = config.max_num_seqs * -(-checkpoint.context // config.block_size)
+        useful = config.max_num_seqs * -(-checkpoint.context_length // config.block_size)
         count = min(_pool_bytes(checkpoint, config) // checkpoint.layout.block_bytes, useful)
     if count < 2:
         raise SetupError(
             f"no room for KV: a block takes {checkpoint.layout.block_bytes} bytes and {count} would fit; "
-            "give --kv-cache-memory or --num-blocks, or a smaller --max-num-batched-tokens"
+            "raise --kv-cache-memory or --num-blocks, or lower --max-num-batched-tokens"
         )
     return count
 
 
-def _num_places(checkpoint: Checkpoint, config: EngineConfig) -> int:
-    """How many blocks fit into the swap space."""
+def _num_host_blocks(checkpoint: Checkpoint, config: EngineConfig) -> int:
+    """Return how many blocks fit into the swap space.
+
+    Raises:
+        SetupError: not one block fits, or the swap space exceeds the free memory.
+    """
     size, block_bytes = int(config.swap_space * 2**30), checkpoint.layout.block_bytes
     if 0 < size < block_bytes:
         raise SetupError(f"--swap-space {config.swap_space} GiB is less than one block of {block_bytes} bytes")
@@ -236,7 +258,7 @@ def _pool_bytes(checkpoint: Checkpoint, config: EngineConfig) -> int:
     if config.kv_cache_memory is not None:
         return parse_size(config.kv_cache_memory)
     if checkpoint.device.type == "cpu":
-        return int(cpu_memory_available() * CPU_SHARE)
+        return int(cpu_memory_available() * CPU_MEMORY_FRACTION)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(checkpoint.device)
     peak = torch.cuda.max_memory_allocated(checkpoint.device) - torch.cuda.memory_allocated(checkpoint.device)

@@ -1,6 +1,7 @@
-"""Puts paged attention into a transformers model: no model code of our own, any decoder that honours the interface.
+"""Adapter that puts paged attention into any transformers decoder that uses the attention interface.
 
-The batch travels as a keyword argument of the forward (`paged=`), through the model's layers, to `attention_forward`.
+The batch travels as a keyword argument (`paged=`) of the forward, through the model's layers, to `attention_forward`.
+Shape legend: see kernels/batch.py.
 """
 
 from typing import Any
@@ -15,11 +16,11 @@ NAME = "pdserve_paged"
 
 
 class UnsupportedAttention(Exception):
-    """The model asks its attention for something that the paged kernels do not do."""
+    """The model needs an attention feature that the paged kernels do not implement."""
 
 
 def register() -> None:
-    """Makes `attn_implementation=NAME` known to transformers. May be called again."""
+    """Register `attn_implementation=NAME` with transformers. Idempotent."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, _no_mask)
 
@@ -37,7 +38,11 @@ def attention_forward(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The signature that transformers calls; the result is [1, T, H, D]."""
+    """Return the attention output [1, T, H, D] and no weights. The signature is the one that transformers calls.
+
+    Raises:
+        UnsupportedAttention: attention sinks, or layers whose KV does not fit the pool's shape.
+    """
     if kwargs.get("s_aux") is not None:
         raise UnsupportedAttention("attention sinks")
     if k_1GTD.shape[1:2] + k_1GTD.shape[3:] != paged.pool_NL2GBD.shape[3:6:2] or k_1GTD.shape != v_1GTD.shape:
@@ -52,4 +57,4 @@ def attention_forward(
 
 
 def _no_mask(*args: object, **kwargs: object) -> None:
-    """The kernel knows who sees whom from the batch; there is no mask to build."""
+    """Build no mask: the kernel derives causality and windows from the batch."""

@@ -1,6 +1,6 @@
-"""One sequence in the engine: its tokens, how many of them have KV, and the blocks that hold it. Plain data."""
+"""State of one sequence in the engine: its tokens, its KV progress, and the blocks that hold the KV. Plain data."""
 
-from collections.abc import Sequence as Ends
+from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,52 +10,62 @@ from pdserve.request import SamplingParams, TokenLogprobs
 
 
 class Constraint(Protocol):
-    """What its next token may be: `engine/grammar.py`."""
+    """Restricts the next token of a sequence. Implemented by `GrammarConstraint` in `engine/grammar.py`."""
 
     failure: RequestError | None
 
     @property
-    def ready(self) -> bool: ...
+    def is_ready(self) -> bool: ...
 
-    def allow(self, output: list[int], mask_SW: Any, row: int) -> None: ...
+    def fill_bitmask(self, output: list[int], mask_SW: Any, row: int) -> None: ...
 
 
 @dataclass(frozen=True)
-class Swapped:
-    """KV of a sequence's first `tokens` tokens in host memory: its blocks from `first` on are in these places there."""
+class SwappedKV:
+    """Copy in host memory of a preempted sequence's KV.
 
-    first: int
-    tokens: int
-    places: list[int]
+    Attributes:
+        first_block: index in the sequence of the first block that was copied.
+        num_tokens: leading tokens of the sequence that have KV.
+        host_blocks: block ids in the host pool, of the sequence's blocks from `first_block` on.
+    """
+
+    first_block: int
+    num_tokens: int
+    host_blocks: list[int]
 
 
 @dataclass(eq=False)
 class Sequence:
-    """A prompt being continued.
+    """A prompt and its continuation.
 
     Attributes:
         tokens: prompt, then output.
-        num_prompt: how many of them are the prompt.
-        num_given: how many of them were there at the start: the prompt, and what another instance had generated.
-        block_ids: one for each block of tokens. Those of the first `num_dropped` mean nothing any more.
-        num_dropped: leading blocks that were given back, because no token to come sees them.
-        num_computed: how many leading tokens have their KV in `block_ids`.
-        keys: content keys of the full blocks of `tokens`, as far as they have been derived.
-        stop_token_ids: generation ends with one of these (EOS included, unless it is ignored).
-        swapped: what was copied to host memory when it lost its blocks.
-        refetch: its KV may be in the store; once it has blocks again, its owner looks there before anything is computed.
-        rank: lower for those that go first.
-        exported: its KV is stored as it is computed; it may be held back while the store cannot keep up.
-        exact: its KV is what this pool computes itself, so its blocks are worth finding by their keys.
-        constraint: a grammar that its output follows, if any.
-        last_logprobs: of the last token, if the request asks for them.
-        num_local_hit, num_loaded: tokens whose KV came from this pool, or from the KV store, at first admission.
+        num_prompt: number of prompt tokens.
+        num_initial: number of tokens at creation: the prompt, and the output that another instance had generated.
+        block_ids: one per block of tokens. The first `num_dropped` entries are void.
+        num_dropped: leading blocks released because they lie outside the attention window of every later token.
+        num_computed: leading tokens whose KV is in `block_ids`.
+        num_registered: leading blocks that are registered in the pool by key.
+        keys: content keys of the full blocks of `tokens`, derived on demand.
+        stop_token_ids: tokens that end generation (EOS included, unless it is ignored).
+        swapped: the copy in host memory of the KV that a preemption took away, if any.
+        needs_refetch: set on preemption if the KV may be in the store; once the sequence has blocks again, its owner
+            looks there before anything is recomputed.
+        rank: scheduling order, lowest first.
+        publishes_kv: its KV goes to the store as it is computed; the scheduler may pause it while the store is behind.
+        cacheable: its KV is exactly what this pool would compute, so its blocks may be registered for prefix hits.
+        constraint: grammar of its output, if any.
+        last_logprobs: of the last token, if the request asked for logprobs.
+        num_local_hit: tokens whose KV came from this pool at first admission.
+        num_loaded: tokens whose KV came from the KV store at first admission.
+        admitted: whether it has been in the running batch.
     """
 
     request_id: str
     tokens: list[int]
     num_prompt: int
-    num_given: int
+    num_initial: int
     sampling: SamplingParams
     root: bytes
     block_size: int
@@ -64,18 +74,18 @@ class Sequence:
     num_dropped: int = 0
     num_computed: int = 0
     keys: list[bytes] = field(default_factory=list)
-    num_registered: int = 0  # leading blocks that the pool knows by key
+    num_registered: int = 0
     num_local_hit: int = 0
     num_loaded: int = 0
     num_preemptions: int = 0
-    swapped: Swapped | None = None
-    refetch: bool = False
+    swapped: SwappedKV | None = None
+    needs_refetch: bool = False
     rank: int = 0
     last_logprobs: TokenLogprobs | None = None
     constraint: Constraint | None = None
-    exact: bool = True
-    exported: bool = False
-    admitted: bool = False  # it has been in the running batch
+    cacheable: bool = True
+    publishes_kv: bool = False
+    admitted: bool = False
 
     def __post_init__(self) -> None:
         self._chain = KeyChain(self.root)
@@ -88,38 +98,38 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
-    def held(self) -> list[int]:
-        """The blocks that it has."""
+    def held_blocks(self) -> list[int]:
+        """Ids of the blocks to which the sequence holds a reference."""
         return self.block_ids[self.num_dropped :]
 
     def blocks(self, first: int, stop: int) -> list[int]:
-        """Block ids of its blocks from `first` to before `stop`, none of which was given back."""
-        assert first >= self.num_dropped, f"block {first} of {self.request_id} was given back"
+        """Return the ids of its blocks [first, stop). None of them may have been dropped."""
+        assert first >= self.num_dropped, f"block {first} of {self.request_id} was dropped"
         return self.block_ids[first:stop]
 
     @property
-    def num_missing(self) -> int:
+    def num_uncomputed(self) -> int:
         """Tokens without KV: 1 while decoding, more while prefilling or after a preemption."""
         return len(self.tokens) - self.num_computed
 
     def full_keys(self) -> list[bytes]:
-        """Keys of all full blocks of `tokens`."""
+        """Return the keys of all full blocks of `tokens`."""
         first = (len(self.keys) + 1) * self.block_size
         if first <= len(self.tokens):
-            self.keys += self.keys_at(range(first, len(self.tokens) + 1, self.block_size))
+            self.keys += self.prefix_keys(range(first, len(self.tokens) + 1, self.block_size))
         return self.keys
 
-    def given_keys(self) -> list[bytes]:
-        """Keys of all blocks of the given tokens, a partial last one included."""
-        full, rest = divmod(self.num_given, self.block_size)
-        return self.full_keys()[:full] + self.keys_at([self.num_given] if rest else [])
+    def initial_keys(self) -> list[bytes]:
+        """Return the keys of all blocks of the initial tokens, a partial last block included."""
+        full, rest = divmod(self.num_initial, self.block_size)
+        return self.full_keys()[:full] + self.prefix_keys([self.num_initial] if rest else [])
 
-    def keys_at(self, ends: Ends[int]) -> list[bytes]:
-        """Keys of the first n tokens, for each n of `ends`, which ascend."""
+    def prefix_keys(self, ends: SequenceABC[int]) -> list[bytes]:
+        """Return the key of the first n tokens for each n of `ends`, which must ascend."""
         return self._chain.keys(self.tokens, ends)
 
     def finish_reason(self) -> str | None:
-        """`stop` after a stop token, `length` after max_tokens, else None."""
+        """Return `stop` after a stop token, `length` after max_tokens, else None."""
         if self.num_output == 0:
             return None
         if self.tokens[-1] in self.stop_token_ids and self.num_output >= self.sampling.min_tokens:

@@ -1,11 +1,15 @@
-"""Decode steps played from a tape: the kernels and torch's operators that a model called, with their arguments, and none of
-its Python, which takes a fifth of a step of one sequence.
+"""Recorded decode steps, like CUDA graphs on the CPU: a replay runs a step's kernels and torch operators without its Python.
 
-A tape is made from a step of so many sequences with one new token each. It keeps all of that step's tensors, so that they
-stay where they are; a later step's tokens, positions and blocks are put in the place of the first's. What Python was told of
-their values is on it too: a step in which it would be told something else is computed by the model. Before a tape is trusted,
-its logits of another step were the model's, to the last bit. For the CPU kernels, which read nothing of a batch but its
-tensors.
+The model's Python takes a fifth of a decode step of one sequence. A graph is recorded from a step of a given number of
+sequences with one new token each. It keeps all tensors of that step alive, so that addresses stay valid; a replay copies
+the inputs of another step (tokens, positions, slots, block tables) into the recorded input tensors and repeats the calls.
+
+Correctness:
+    - Values that Python read from tensors are recorded. If a replay reads a different value, the step runs eagerly.
+    - A graph is used only after one of its replays equalled the model's logits bit for bit.
+
+Graphs work with the CPU kernels only, which read nothing of a batch but its tensors. Shape legend: see kernels/batch.py;
+V vocabulary.
 """
 
 import logging
@@ -20,176 +24,191 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pdserve.kernels import cpu
+from pdserve.kernels import native
 from pdserve.kernels.batch import PagedBatch
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES = 256 << 20  # of all tapes; the one used longest ago goes first
-PATIENCE = 4  # steps of one size before a tape is made of it
-_UNSEEN = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)  # tell values without an operator
+MAX_BYTES = 256 << 20  # of all graphs; the least recently used one is evicted first
+RECORD_AT_STEP = 4  # the step of a batch size that is recorded
+_HOST_READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)  # read values without an operator
 
 Model = Callable[[torch.Tensor, torch.Tensor, PagedBatch], torch.Tensor]
 
 
 class ReplayMismatch(Exception):
-    """The model was told something else when the tape was made."""
+    """A replay read a different host value than the recording, or produced a result of another shape."""
 
 
 class StepGraphs:
-    """Tapes of one model, by the number of sequences.
+    """Graphs of one model, by batch size, least recently used first.
 
     Args:
-        model: logits [S, V] of ids [1, S], positions [1, S] and a batch of one new token each.
-        most_blocks: of a sequence.
+        model: computes the logits [S, V] of ids [1, S], positions [1, S] and a batch of one new token each.
+        max_blocks_per_seq: width of the recorded block tables.
 
     Attributes:
-        num_replayed: steps that were played.
+        num_replayed: number of steps whose logits came from a replay.
     """
 
-    def __init__(self, model: Model, most_blocks: int) -> None:
+    def __init__(self, model: Model, max_blocks_per_seq: int) -> None:
         self._model = model
-        self._most_blocks = most_blocks
-        self._graphs: dict[int, StepGraph] = {}  # the one used last comes last
-        self._steps: Counter[int] = Counter()
-        self._usable = True
+        self._max_blocks_per_seq = max_blocks_per_seq
+        self._graphs: dict[int, StepGraph] = {}
+        self._num_steps: Counter[int] = Counter()  # by batch size, before recording
+        self._enabled = True
         self.num_replayed = 0
 
     @property
     def verified(self) -> set[int]:
-        """Sizes of steps that can be played."""
+        """Batch sizes that can be replayed."""
         return {size for size, graph in self._graphs.items() if graph.verified}
 
     @property
     def nbytes(self) -> int:
         return sum(graph.nbytes for graph in self._graphs.values())
 
-    def logits(self, ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
-        """Of one step, [S, V]; they are overwritten by the next."""
-        size = ids.shape[1]
+    def logits(self, ids_1S: torch.Tensor, positions_1S: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        """Return the logits [S, V] of one decode step. The next call may overwrite them."""
+        size = ids_1S.shape[1]
         graph = self._graphs.pop(size, None)
         if graph is not None:
             self._graphs[size] = graph
-            return self._replay(graph, ids, positions, batch)
-        self._steps[size] += 1
-        if not self._usable or self._steps[size] != PATIENCE:
-            return self._model(ids, positions, batch)
-        graph = self._graphs[size] = StepGraph(self._model, ids, positions, batch, self._most_blocks)
-        if graph.refusal is not None:
-            self._give_up(graph.refusal)
-        self._make_room()
-        return graph.logits
+            return self._replay(graph, ids_1S, positions_1S, batch)
+        self._num_steps[size] += 1
+        if not self._enabled or self._num_steps[size] != RECORD_AT_STEP:
+            return self._model(ids_1S, positions_1S, batch)
+        graph = self._graphs[size] = StepGraph(self._model, ids_1S, positions_1S, batch, self._max_blocks_per_seq)
+        if graph.unsupported_reason is not None:
+            self._disable(graph.unsupported_reason)
+        self._evict()
+        return graph.logits_SV
 
     def _replay(
-        self, graph: "StepGraph", ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch
+        self, graph: "StepGraph", ids_1S: torch.Tensor, positions_1S: torch.Tensor, batch: PagedBatch
     ) -> torch.Tensor:
         try:
-            logits = graph.replay(ids, positions, batch)
+            logits_SV = graph.replay(ids_1S, positions_1S, batch)
         except ReplayMismatch:
-            return self._model(ids, positions, batch)
+            return self._model(ids_1S, positions_1S, batch)
         if graph.verified:
             self.num_replayed += 1
-            return logits
-        expected = self._model(ids, positions, batch)
-        graph.verified = torch.equal(logits, expected)
+            return logits_SV
+        expected_SV = self._model(ids_1S, positions_1S, batch)
+        graph.verified = torch.equal(logits_SV, expected_SV)
         if not graph.verified:
-            self._give_up("a step played gives other logits than the model")
-        return expected
+            self._disable("a replayed step gives other logits than the model")
+        return expected_SV
 
-    def _give_up(self, why: str) -> None:
-        log.warning("decode steps take longer, as each runs the model's Python: %s", why)
-        self._usable = False
+    def _disable(self, reason: str) -> None:
+        log.warning("decode steps are slower, since each runs the model's Python: %s", reason)
+        self._enabled = False
         self._graphs.clear()
 
-    def _make_room(self) -> None:
-        while self.nbytes > MOST_BYTES:
+    def _evict(self) -> None:
+        while self.nbytes > MAX_BYTES:
             size = next(iter(self._graphs))
             del self._graphs[size]
-            self._steps[size] = 0
+            self._num_steps[size] = 0
 
 
 class StepGraph:
-    """One step, made by running the model.
+    """One recorded step. The constructor runs the model and records it.
 
     Attributes:
-        logits: [S, V], of the step that was made or played last.
-        refusal: why it cannot be played, if so.
-        trusted: it was compared with the model.
+        logits_SV: logits of the last step that was recorded or replayed.
+        unsupported_reason: why the step cannot be replayed, if so.
+        verified: whether a replay equalled the model.
+        nbytes: memory that the graph keeps alive.
     """
 
     def __init__(
-        self, model: Model, ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, most_blocks: int
+        self,
+        model: Model,
+        ids_1S: torch.Tensor,
+        positions_1S: torch.Tensor,
+        batch: PagedBatch,
+        max_blocks_per_seq: int,
     ) -> None:
-        self._ids, self._positions = ids.clone(), positions.clone()
-        tables_SM = torch.zeros((len(batch.tables_SM), most_blocks), dtype=torch.long)
+        self._ids_1S, self._positions_1S = ids_1S.clone(), positions_1S.clone()
+        tables_SM = torch.zeros((len(batch.tables_SM), max_blocks_per_seq), dtype=torch.long)
         self._batch = replace(
             batch, slots_T=batch.slots_T.clone(), kv_lens_S=batch.kv_lens_S.clone(), tables_SM=tables_SM
         )
-        assert self._batch.starts.numel()  # computed now: it is the same for all steps
-        self._put(ids, positions, batch)
-        recorder, watcher = _Recorder(), _Watcher()
-        with watcher, recorder, cpu.noted(recorder.calls.append):
-            self.logits = model(self._ids, self._positions, self._batch)
+        assert self._batch.starts.numel()  # cached now, outside of the recording: it is the same for all steps
+        self._copy_inputs(ids_1S, positions_1S, batch)
+        recorder, detector = _OperatorRecorder(), _HostReadDetector()
+        with detector, recorder, native.record_calls(recorder.calls.append):
+            self.logits_SV = model(self._ids_1S, self._positions_1S, self._batch)
         self._calls = recorder.calls
-        self._kept = recorder.kept  # kernels have been given their addresses
-        self.nbytes = sum(recorder.sizes.values())
-        self.refusal = watcher.refusal
+        self._keep_alive = recorder.results  # the recorded kernel calls hold only addresses
+        self.nbytes = sum(recorder.storage_bytes.values())
+        self.unsupported_reason = detector.unsupported_reason
         self.verified = False
 
-    def replay(self, ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
-        """Logits of another step of as many sequences.
+    def replay(self, ids_1S: torch.Tensor, positions_1S: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        """Return the logits [S, V] of another step of the same batch size.
 
         Raises:
-            Differs: the model would not do the same; KV of some layers may have been written.
+            ReplayMismatch: the model would take another path; KV of some layers may have been written.
         """
-        self._put(ids, positions, batch)
+        self._copy_inputs(ids_1S, positions_1S, batch)
         for call in self._calls:
             call()
-        return self.logits
+        return self.logits_SV
 
-    def _put(self, ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch) -> None:
-        self._ids.copy_(ids)
-        self._positions.copy_(positions)
+    def _copy_inputs(self, ids_1S: torch.Tensor, positions_1S: torch.Tensor, batch: PagedBatch) -> None:
+        self._ids_1S.copy_(ids_1S)
+        self._positions_1S.copy_(positions_1S)
         self._batch.slots_T.copy_(batch.slots_T)
         self._batch.kv_lens_S.copy_(batch.kv_lens_S)
         self._batch.tables_SM[:, : batch.tables_SM.shape[1]] = batch.tables_SM
 
 
-class _Watcher(TorchFunctionMode):
-    """Sees how Python looks at numbers when no operator is called for it."""
+class _HostReadDetector(TorchFunctionMode):
+    """Detects reads of tensor values by Python that call no operator, and hence cannot be recorded."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.refusal: str | None = None
+        self.unsupported_reason: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _UNSEEN:
-            self.refusal = f"the model calls {func.__name__} of a tensor"
+        if func in _HOST_READS:
+            self.unsupported_reason = f"the model calls {func.__name__} of a tensor"
         return func(*args, **(kwargs or {}))
 
 
-class _Recorder(TorchDispatchMode):
-    """Sees torch's operators."""
+class _OperatorRecorder(TorchDispatchMode):
+    """Records every torch operator as a call that repeats it into the same result tensors.
+
+    Attributes:
+        calls: replayable calls, in order.
+        results: all results, to be kept alive.
+        storage_bytes: size of each storage that an operator has allocated, by identity.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Callable[[], Any]] = []
-        self.kept: list[Any] = []
-        self.sizes: dict[int, int] = {}  # of the memory that operators have returned, by its address
+        self.results: list[Any] = []
+        self.storage_bytes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        self.kept.append(result)
-        results, given = _tensors(result), {_memory(x) for x in _tensors((args, kwargs))}
-        new = {_memory(x): x for x in results} if not given >= {_memory(x) for x in results} else {}
+        self.results.append(result)
+        outputs, inputs = _tensors(result), {_storage_id(x) for x in _tensors((args, kwargs))}
+        # Views of the inputs need no replay.
+        allocated = {_storage_id(x): x for x in outputs} if not inputs >= {_storage_id(x) for x in outputs} else {}
         if func._schema.is_mutable:
             self.calls.append(partial(func, *args, **kwargs))
-        elif not results:
-            self.calls.append(partial(_tell, func, args, kwargs, result))
-        elif new and not func._schema.name.startswith(("aten::empty", "aten::new_empty")):
-            self.calls.append(_again(func, args, kwargs, results))
-        self.sizes |= {at: x.untyped_storage().nbytes() for at, x in new.items() if x.layout == torch.strided}
+        elif not outputs:
+            self.calls.append(partial(_check_host_value, func, args, kwargs, result))
+        elif allocated and not func._schema.name.startswith(("aten::empty", "aten::new_empty")):
+            self.calls.append(_replayable_call(func, args, kwargs, outputs))
+        self.storage_bytes |= {
+            storage: x.untyped_storage().nbytes() for storage, x in allocated.items() if x.layout == torch.strided
+        }
         return result
 
 
@@ -197,26 +216,26 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _memory(x: torch.Tensor) -> int:
-    """What tells two tensors in one piece of memory, that is views, from others."""
+def _storage_id(x: torch.Tensor) -> int:
+    """Return an identity that a tensor shares with its views."""
     return x.untyped_storage()._cdata if x.layout == torch.strided else id(x)
 
 
-def _again(func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> Callable[[], Any]:
-    """Calls the operator once more; its results come where those of the first time lie."""
+def _replayable_call(func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> Callable[[], Any]:
+    """Return a call that repeats the operator and leaves its results in `outputs`."""
     out = getattr(func.overloadpacket, "out", None) if torch.Tag.pointwise in func.tags else None
     if out is not None and [a.type for a in out._schema.arguments[:-1]] == [a.type for a in func._schema.arguments]:
-        return partial(out, *args, **kwargs, out=results[0])
-    return partial(_copied, func, args, kwargs, results)
+        return partial(out, *args, **kwargs, out=outputs[0])
+    return partial(_call_and_copy, func, args, kwargs, outputs)
 
 
-def _copied(func: Any, args: Any, kwargs: Any, results: Iterable[torch.Tensor]) -> None:
-    for x, new in zip(results, _tensors(func(*args, **kwargs)), strict=True):
-        if x.shape != new.shape:
+def _call_and_copy(func: Any, args: Any, kwargs: Any, outputs: Iterable[torch.Tensor]) -> None:
+    for output, result in zip(outputs, _tensors(func(*args, **kwargs)), strict=True):
+        if output.shape != result.shape:
             raise ReplayMismatch
-        x.copy_(new)
+        output.copy_(result)
 
 
-def _tell(func: Any, args: Any, kwargs: Any, told: Any) -> None:
-    if func(*args, **kwargs) != told:
+def _check_host_value(func: Any, args: Any, kwargs: Any, recorded: Any) -> None:
+    if func(*args, **kwargs) != recorded:
         raise ReplayMismatch

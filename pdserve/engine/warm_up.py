@@ -1,4 +1,4 @@
-"""Steps over made-up tokens in a pool that nobody uses yet: they warm the machine up and show what steps take."""
+"""Warm-up: steps over dummy tokens in an unused pool, which prime caches and calibrate the cost model."""
 
 import time
 from collections.abc import Iterator
@@ -9,35 +9,38 @@ from pdserve.request import SamplingParams
 
 Work = list[tuple[int, int]]  # (tokens to compute, tokens before them) of each sequence of a step
 
-ALWAYS = 4  # probes: two lines cannot be told from less
-FAR = 4096  # tokens of context
-BUDGET_S = 0.3  # for those beyond; the last one begun is finished
+MIN_PROBES = 4  # two lines cannot be fitted to fewer
+LONG_CONTEXT = 4096  # tokens
+EXTRA_PROBES_S = 0.3  # time budget of the probes beyond MIN_PROBES; the last one started is completed
 _GREEDY = SamplingParams(temperature=0)
 
 
 def warm_up(engine: Engine) -> Iterator[tuple[Work, float]]:
-    """Yields what was computed in a step and how many seconds it took. Each has been run once before, to get ready.
+    """Run probe steps, each twice, and yield the work of each with the seconds that its second run took.
 
-    On CPUs that is the time for which this thread had a core: the instances of a machine often start together, and none of
-    them should believe for ever that it is slow.
+    On CPUs these are seconds of this thread's CPU time: the instances of a machine often start together, and wall-clock
+    time would make each of them appear slow for good.
     """
     clock = time.thread_time if engine.checkpoint.device.type == "cpu" else time.monotonic
     longest = engine.max_model_len - 1
     started = time.monotonic()
-    for i, work in enumerate(_probes(longest, engine.scheduler.max_num_batched_tokens, engine.scheduler.max_num_seqs)):
-        if i >= ALWAYS and time.monotonic() - started > BUDGET_S:
+    probes = _probes(longest, engine.scheduler.max_num_batched_tokens, engine.scheduler.max_num_seqs)
+    for i, work in enumerate(probes):
+        if i >= MIN_PROBES and time.monotonic() - started > EXTRA_PROBES_S:
             return
         for _ in range(2):
-            begun = clock()
-            engine.runner.step({_sequence(engine, count, before): count for count, before in work})
-            seconds = clock() - begun
+            step_started = clock()
+            engine.runner.step({_dummy_sequence(engine, count, before): count for count, before in work})
+            seconds = clock() - step_started
         yield work, seconds
 
 
-def time_swaps(engine: Engine) -> Iterator[tuple[int, float]]:
-    """Yields how many blocks were copied to host memory and how many seconds it took, twice each; nothing if there is no
-    room for swapping. What the first copy of each size takes is not told."""
-    pairs = [(i, i) for i in range(min(engine.pool.num_blocks, engine.runner.num_places))]
+def measure_swaps(engine: Engine) -> Iterator[tuple[int, float]]:
+    """Copy 1, 8 and 64 blocks to host memory and yield (blocks, seconds), twice each after a first copy that is not counted.
+
+    Yields nothing without swap space.
+    """
+    pairs = [(i, i) for i in range(min(engine.pool.num_blocks, engine.runner.num_host_blocks))]
     for size in sorted({1, 8, 64} & set(range(len(pairs) + 1))):
         for i in range(3):
             seconds = engine.runner.swap(pairs[:size], [])
@@ -46,20 +49,20 @@ def time_swaps(engine: Engine) -> Iterator[tuple[int, float]]:
 
 
 def _probes(longest: int, max_tokens: int, max_seqs: int) -> Iterator[Work]:
-    """From short to long: one prompt, then a step of decoding, by turns; a long context early on, if there is time at all."""
+    """Yield prompts and decode steps in turn, short ones first, but a long context early, within the time budget."""
     largest = max(1, min(longest, max_tokens))
-    far = min(longest, FAR)
+    long_context = min(longest, LONG_CONTEXT)
     short = min(64, largest)
     prompts = [[(min(size, largest), 0)] for size in (16, 128, 512, 2048)]
-    batches = [[(1, min(16, longest - 1))] * min(size, max_seqs, largest) for size in (1, 8, 32, 128)]
-    prompts.insert(2, [(short, far - short)])
-    batches.insert(2, [(1, far - 1)] * min(8, max_seqs, largest))
-    for pair in zip(prompts, batches, strict=True):
+    decodes = [[(1, min(16, longest - 1))] * min(size, max_seqs, largest) for size in (1, 8, 32, 128)]
+    prompts.insert(2, [(short, long_context - short)])
+    decodes.insert(2, [(1, long_context - 1)] * min(8, max_seqs, largest))
+    for pair in zip(prompts, decodes, strict=True):
         yield from pair
 
 
-def _sequence(engine: Engine, count: int, before: int) -> Sequence:
-    """All sequences write to the same blocks, which hold nothing."""
+def _dummy_sequence(engine: Engine, count: int, before: int) -> Sequence:
+    """Return a sequence of `count` tokens to compute behind `before` others. All dummies write to the same blocks."""
     length = before + count
     blocks = list(range(engine.pool.blocks_for(length)))
     return Sequence(

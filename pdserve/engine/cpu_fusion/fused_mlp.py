@@ -1,7 +1,7 @@
-"""Gated feed-forward layers, down(activation(gate(x)) · up(x)), with the activation and the product in one pass; CPU, 16-bit
-types.
+"""Gated MLPs, down(activation(gate(x)) · up(x)), with the activation and the product in one pass; 16-bit types on CPUs.
 
-Modules that have such parts are tried: it is replaced what computes this, with an activation that the kernel has.
+Candidates are found by trial: a module with these parts is replaced if it computes this, with an activation that the kernel
+implements.
 """
 
 from inspect import signature
@@ -9,12 +9,12 @@ from inspect import signature
 import torch
 
 from pdserve.engine.cpu_fusion.prepack import TiledLinear
-from pdserve.engine.cpu_fusion.trial import DTYPES, close
+from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES, nearly_equal
 from pdserve.kernels import elementwise, linear
 
 
 class FusedMLP(torch.nn.Module):
-    """Takes the place of a module that has these three linear layers."""
+    """Gated MLP over three existing linear layers."""
 
     def __init__(
         self, gate_proj: torch.nn.Module, up_proj: torch.nn.Module, down_proj: torch.nn.Module, activation: str
@@ -41,13 +41,13 @@ class FusedMLP(torch.nn.Module):
 
 @torch.inference_mode()
 def fuse_mlps(model: torch.nn.Module) -> int:
-    """Replaces the feed-forward layers of a model on the CPU that `FusedMLP` equals.
+    """Replace in place the MLPs of a model on the CPU that `FusedMLP` equals.
 
     Returns:
-        How many were replaced.
+        The number of MLPs replaced.
     """
     dtype = next(model.parameters()).dtype
-    if dtype not in DTYPES:
+    if dtype not in FUSED_DTYPES:
         return 0
     count = 0
     for parent in list(model.modules()):
@@ -60,20 +60,21 @@ def fuse_mlps(model: torch.nn.Module) -> int:
 
 
 def _fused(mlp: torch.nn.Module, dtype: torch.dtype) -> FusedMLP | None:
+    """Return the replacement of an MLP, or None if the module is no gated MLP or computes something else."""
     names = ("gate_proj", "up_proj", "down_proj", "act_fn")
     parts = [part for name in names if isinstance(part := getattr(mlp, name, None), torch.nn.Module)]
     width = getattr(parts[0], "in_features", None) if len(parts) == len(names) else None
-    if width is None or len(signature(mlp.forward).parameters) > 1:  # what else its caller may give it is not known
+    if width is None or len(signature(mlp.forward).parameters) > 1:  # further arguments would be ignored
         return None
     gate_proj, up_proj, down_proj, act_fn = parts
     x = torch.randn((1, 1, width), generator=torch.Generator().manual_seed(0)).to(dtype)
     gate, up = gate_proj(x), up_proj(x)
-    if gate.shape != up.shape or not close(mlp(x), down_proj(act_fn(gate) * up)):
+    if gate.shape != up.shape or not nearly_equal(mlp(x), down_proj(act_fn(gate) * up)):
         return None
     for activation in elementwise.ACTIVATIONS:
         gate = torch.linspace(-8, 8, 257, dtype=dtype)
         expected = act_fn(gate)
         elementwise.gate(gate, torch.ones_like(gate), activation)
-        if close(gate, expected):
+        if nearly_equal(gate, expected):
             return FusedMLP(gate_proj, up_proj, down_proj, activation)
     return None

@@ -1,19 +1,18 @@
-"""RMS norms in one pass over their input, instead of the seven that transformers' modules take; CPU, 16-bit types.
+"""RMS norms in one pass over their input instead of seven, for 16-bit types on CPUs.
 
-Which modules can be replaced is found out by trying, not by their names: models differ in where they round, and whether
-their weight is meant to be added to 1.
+Candidates are found by trial, not by name: models differ in where they round, and in whether 1 is added to the weight.
 """
 
 import torch
 
-from pdserve.engine.cpu_fusion.trial import DTYPES, close
+from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES, nearly_equal
 from pdserve.kernels import elementwise
 
-_TRIALS = 16  # rows
+_TEST_ROWS = 16
 
 
 class FusedNorm(torch.nn.Module):
-    """Takes the place of a norm that computes weight · x / √(mean(x²) + eps)."""
+    """RMS norm: weight · x / √(mean(x²) + eps)."""
 
     def __init__(self, weight_N: torch.nn.Parameter, eps: float) -> None:
         super().__init__()
@@ -27,10 +26,10 @@ class FusedNorm(torch.nn.Module):
 
 @torch.inference_mode()
 def fuse_norms(model: torch.nn.Module) -> int:
-    """Replaces the norms of a model on the CPU that `FusedNorm` equals.
+    """Replace in place the norms on the CPU that `FusedNorm` equals.
 
     Returns:
-        How many were replaced.
+        The number of norms replaced.
     """
     count = 0
     for parent in list(model.modules()):
@@ -43,15 +42,15 @@ def fuse_norms(model: torch.nn.Module) -> int:
 
 
 def _fused(norm: torch.nn.Module) -> FusedNorm | None:
-    weight = getattr(norm, "weight", None)
+    """Return the replacement of a norm, or None if the module is no norm or computes something else."""
+    weight_N = getattr(norm, "weight", None)
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    if not isinstance(weight, torch.nn.Parameter) or weight.dim() != 1 or not isinstance(eps, float):
+    if not isinstance(weight_N, torch.nn.Parameter) or weight_N.dim() != 1 or not isinstance(eps, float):
         return None
-    if weight.device.type != "cpu" or weight.dtype not in DTYPES or list(norm.children()):
+    if weight_N.device.type != "cpu" or weight_N.dtype not in FUSED_DTYPES or list(norm.children()):
         return None
-    fused = FusedNorm(weight, eps)
+    fused = FusedNorm(weight_N, eps)
     random = torch.Generator().manual_seed(0)
-    x = (torch.randn((_TRIALS, len(weight)), generator=random) * torch.logspace(-4, 2, _TRIALS)[:, None]).to(
-        weight.dtype
-    )
-    return fused if close(fused(x), norm(x)) else None
+    scale = torch.logspace(-4, 2, _TEST_ROWS)[:, None]
+    x = (torch.randn((_TEST_ROWS, len(weight_N)), generator=random) * scale).to(weight_N.dtype)
+    return fused if nearly_equal(fused(x), norm(x)) else None

@@ -1,32 +1,32 @@
-"""Linear layers whose weights lie as a kernel reads them, instead of being put in that order anew in every step.
+"""Linear layers whose weights are packed once in the order that the kernel reads, instead of being reordered in every step.
 
-For CPUs, and for 16-bit weights only: float32 keeps the arithmetic of `torch.nn.functional.linear`, to the last bit. Bfloat16
-has a kernel of ours where the processor has matrix instructions; it reads memory faster than oneDNN's, which is for the rest.
+For 16-bit weights on CPUs: float32 keeps the arithmetic of `torch.nn.functional.linear`, bit for bit. Bfloat16 uses our own
+kernel on processors with AMX, which reads memory faster than oneDNN's; everything else uses oneDNN.
 """
 
 import torch
 
-from pdserve.kernels import cpu, linear
+from pdserve.kernels import linear, memory
 
-# The order is chosen for a number of rows. This one serves 1 to 128 rows best, and larger ones as well as any.
-_ROWS = 128
+# oneDNN chooses the order for a number of rows. This one is best for 1 to 128 rows, and as good as any for more.
+_PACKED_FOR_ROWS = 128
 
 
 class PackedLinear(torch.nn.Module):
-    """Takes the place of a `torch.nn.Linear`, whose weight can be freed then."""
+    """Replacement of a `torch.nn.Linear` on oneDNN. The original weight can be freed."""
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.bias = linear.bias
-        # An opaque tensor, which nothing but the operator below can read; no parameter, so that nothing tries to.
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.data, _ROWS)
+        # An opaque tensor that only the operator below can read; not a parameter, so that nothing else tries to.
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.data, _PACKED_FOR_ROWS)
 
     def use_huge_pages(self) -> None:
-        """Moves the weight: its memory is oneDNN's own, which starts anywhere and knows nothing of large pages."""
+        """Move the weight into huge pages. oneDNN allocates it unaligned and without them."""
         nbytes = torch.ops.mkldnn._nbytes(self._packed)
-        cpu.huge_pages_at(torch.ops.mkldnn.data_ptr(self._packed), nbytes, written=True)
+        memory.huge_pages_at(torch.ops.mkldnn.data_ptr(self._packed), nbytes, written=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] → [..., out_features]"""
@@ -35,7 +35,7 @@ class PackedLinear(torch.nn.Module):
 
 
 class TiledLinear(torch.nn.Module):
-    """The same on a kernel of ours, for bfloat16."""
+    """Replacement of a bfloat16 `torch.nn.Linear` on our AMX kernel."""
 
     def __init__(self, layer: torch.nn.Linear) -> None:
         super().__init__()
@@ -49,36 +49,39 @@ class TiledLinear(torch.nn.Module):
         return linear.linear(x, self.tiles, self.out_features, self.bias)
 
     def use_huge_pages(self) -> None:
-        """Moves the weight as far as it does not begin in one."""
-        cpu.huge_pages(self.tiles.data, written=True)
+        """Move the parts of the weight that are not in huge pages yet."""
+        memory.huge_pages(self.tiles.data, written=True)
 
 
 def prepack(model: torch.nn.Module, *, tiled: bool) -> int:
-    """Replaces the linear layers of a model on the CPU, where this processor has kernels for their dtype.
+    """Replace in place the linear layers of a model on the CPU for whose dtype this processor has kernels.
 
-    A matrix that is the embedding as well is kept twice. `tiled` lets kernels of ours take part.
+    A weight shared with the embedding is kept twice.
+
+    Args:
+        tiled: allow our own kernel, not only oneDNN's.
 
     Returns:
-        How many were replaced.
+        The number of layers replaced.
     """
     packed: list[PackedLinear | TiledLinear] = []
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if type(child) is not torch.nn.Linear or child.weight.device.type != "cpu":
                 continue
-            if tiled and child.weight.dtype == torch.bfloat16 and linear.available():
+            if tiled and child.weight.dtype == torch.bfloat16 and linear.is_available():
                 packed.append(TiledLinear(child))
-            elif _has_kernel(child.weight.dtype):
+            elif _has_onednn_kernel(child.weight.dtype):
                 packed.append(PackedLinear(child))
             else:
                 continue
             setattr(parent, name, packed[-1])
-    for layer in packed:  # when all lie where they will stay: pages are shared by neighbours
+    for layer in packed:  # after all are allocated: neighbours share pages
         layer.use_huge_pages()
     return len(packed)
 
 
-def _has_kernel(dtype: torch.dtype) -> bool:
+def _has_onednn_kernel(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:

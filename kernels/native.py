@@ -1,0 +1,175 @@
+"""Native library of CPU kernels: C++ compiled for this processor at first use and cached on disk.
+
+It contains the functions of cpu.py, elementwise.py, linear.py and draw.py behind a plain C interface that takes addresses, so
+that it needs no torch headers and does not depend on torch's version. It runs on the OpenMP runtime that torch has loaded: a
+second one in the process would compete for the same cores.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+HEADERS = sorted(Path(__file__).parent.glob("*.h"))
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the index is the constant in the C++ sources
+
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_ARGUMENT_TYPES = {
+    "pdserve_attend": (
+        *(_I, _P, _I, _I, _P, _I, _I, _P, _I, _I, _I, _P, _P, _P),
+        *(_I, _I, _I, _I, _I, _I, _F, _I, _F, _I, _I, _I),
+    ),
+    "pdserve_write_kv": (_P, _I, _I, _I, _P, _I, _I, _P, _I, _I, _P, _I, _I, _I, _I, _I),
+    "pdserve_copy_blocks": (_P, _I, _P, _P, _I, _P, _I, _I, _I),
+    "pdserve_rms_norm": (_I, _P, _P, _P, _I, _I, _F, _I),
+    "pdserve_rotary": (_I, _I, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I),
+    "pdserve_gate": (_I, _I, _P, _P, _I, _I),
+    "pdserve_argmax": (_I, _P, _P, _I, _I, _I),
+    "pdserve_draw": (_I, _P, _P, _I, _P, _P, _P, _P, _I, _I),
+    "pdserve_linear": (_P, _P, _P, _P, _I, _I, _I, _I, _P, _I),
+}
+
+_thread = threading.local()  # functions: the _RecordingLibrary of this thread, while it records
+
+
+class BuildError(Exception):
+    """The library cannot be built or loaded; the message gives the reason."""
+
+
+class _RecordingLibrary:
+    """The library, with a `record` callback that receives each call as a repeatable function."""
+
+    def __init__(self, record: Callable[[Callable[[], object]], object]) -> None:
+        self._record = record
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = getattr(library(), name)
+
+        def call(*arguments: Any) -> None:
+            self._record(partial(function, *arguments))
+            function(*arguments)
+
+        return call
+
+
+@contextmanager
+def record_calls(record: Callable[[Callable[[], object]], object]) -> Iterator[None]:
+    """Within this context, pass each of this thread's kernel calls to `record`. They hold addresses, not tensors."""
+    _thread.functions = _RecordingLibrary(record)
+    try:
+        yield
+    finally:
+        del _thread.functions
+
+
+def functions() -> Any:
+    """Return the library's functions; calls are recorded inside `record_calls`."""
+    return getattr(_thread, "functions", None) or library()
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Load the library, after compiling it unless an earlier process has done so.
+
+    Raises:
+        BuildError: no compiler, a compiler error, no OpenMP runtime of torch, or no writable cache directory.
+    """
+    try:
+        loaded = ctypes.CDLL(str(_build(_torch_openmp())))
+    except OSError as error:
+        raise BuildError(str(error)) from error
+    for name, types in _ARGUMENT_TYPES.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = list(types), None
+    if "amx_bf16" in cpu_features() and not loaded.pdserve_amx():
+        log.warning("bfloat16 is slower: the processor has AMX, but the compiler or the system does not allow its use")
+    return loaded
+
+
+@cache
+def is_available() -> bool:
+    """Return whether the library can be loaded, building it if necessary. `select_kernel` reports why it cannot."""
+    try:
+        library()
+    except BuildError:
+        return False
+    return True
+
+
+def compiler() -> str | None:
+    """Return the path of the C++ compiler, or None."""
+    return next((path for name in COMPILERS if (path := shutil.which(name))), None)
+
+
+def cpu_features() -> str:
+    """Return what -march=native depends on: the cache directory may be shared between machines."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    fields = ("model name", "flags", "Features", "CPU part")
+    return platform.machine() + "".join(sorted({line for line in lines if line.startswith(fields)}))
+
+
+def _build(openmp: Path) -> Path:
+    """Return the library's file, built if missing. Its name is a hash of everything it depends on, so it is never stale."""
+    command = compiler()
+    if command is None:
+        raise BuildError(f"no C++ compiler on the path ({', '.join(COMPILERS)})")
+    key = hashlib.blake2b(digest_size=10)
+    texts = [path.read_text() for path in (*SOURCES, *HEADERS)]
+    for part in (*texts, _run_compiler(command, "--version"), cpu_features(), " ".join(FLAGS), str(openmp)):
+        key.update(part.encode() + b"\0")
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdserve" / "kernels"
+    target = folder / f"paged-{key.hexdigest()}.so"
+    if not target.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            dir=folder
+        ) as build:  # instances may build at the same time: the last one wins
+            library_file = Path(build) / "library.so"
+            objects = [f"{build}/{source.stem}.o" for source in SOURCES]
+            for source, object_file in zip(SOURCES, objects, strict=True):
+                _run_compiler(command, *FLAGS, "-c", str(source), "-o", object_file)
+            # Linked without -fopenmp, which would add the compiler's own runtime.
+            libraries = (str(openmp), "-Wl,-z,defs", "-lm")
+            _run_compiler(command, "-shared", *objects, *libraries, "-o", str(library_file))
+            os.replace(library_file, target)
+    return target
+
+
+def _run_compiler(*command: str) -> str:
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if completed.returncode != 0:
+        errors = [line for line in completed.stderr.splitlines() if "error" in line or "undefined" in line]
+        reason = (errors or [f"exit code {completed.returncode}"])[0].strip()
+        raise BuildError(f"{Path(command[0]).name} failed: {reason}")
+    return completed.stdout
+
+
+def _torch_openmp() -> Path:
+    """Return the file of the OpenMP runtime that torch has loaded into this process."""
+    assert torch.get_num_threads() > 0
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        raise BuildError(f"the OpenMP runtime of torch can be found on Linux only, not on {platform.system()}")
+    for line in maps.read_text().splitlines():
+        path = line.partition("/")[1] + line.partition("/")[2]
+        if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):
+            return Path(path)
+    raise BuildError("torch has loaded no OpenMP runtime")
