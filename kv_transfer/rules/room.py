@@ -20,7 +20,7 @@ from pdserve.kv_transfer.rules.trial import (
 
 LEASES_S = (0.6, 2.0, 6.0, 20.0)  # a busy machine may need longer than the first of them for four small blocks
 FILL_BYTES = 320 * MiB  # a limit beyond this is not looked for
-PATIENCE_S = 30.0  # with a store that is slow to fill
+PATIENCE_S = 100.0  # with a store that is slow to fill
 BATCH = 8
 
 
@@ -45,7 +45,7 @@ def lease(trial: Trial) -> str:
 
 
 def _looks_while_leased(one: Instance, keys: list[bytes], end: float) -> bool:
-    """Whether there was time to. A look counts if its answer is there before the lease is over."""
+    """Looks for the blocks until their leases end; false if there was no time for one look with an answer before that."""
     looked = False
     while True:
         seen = one.match(keys)
