@@ -128,7 +128,7 @@ class Stats:
 class Connector(ABC):
     """One instance's door to the KV store. Made by `kv_transfer.registry.connect(url)`.
 
-    `store`, `load`, `match` and `release` may be called from any one thread and return within a millisecond.
+    `store`, `load`, `match` and `release` may be called from any one thread, and return without waiting for the store.
     """
 
     API_VERSION: ClassVar[int] = API_VERSION

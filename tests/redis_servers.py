@@ -60,7 +60,7 @@ class RedisServer:
         self.kill()
 
     def _wait_until_it_answers(self) -> None:
-        give_up = time.monotonic() + 20
+        give_up = time.monotonic() + 60
         with closing(redis.Redis.from_url(self.url)) as client:
             while True:
                 try:
@@ -90,7 +90,8 @@ class RedisCluster:
         self._program = program
         self._folder = folder
         self._announce = announce
-        self._flags = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000", *flags]
+        # Of other nodes, after which they are as good as dead; and as long is what a node waits for at its start, up to 5 s.
+        self._flags = ["--cluster-enabled", "yes", "--cluster-node-timeout", "2000", *flags]
         self.nodes: list[RedisServer] = []
         for _ in range(nodes):
             self.start()
@@ -130,7 +131,7 @@ class RedisCluster:
 
     def wait_for(self, holds: Callable[[RedisServer], bool]) -> None:
         """Until it holds for all nodes."""
-        give_up = time.monotonic() + 30
+        give_up = time.monotonic() + 60
         while not all(map(holds, self.nodes)):
             assert time.monotonic() < give_up, "the nodes do not agree"
             time.sleep(0.02)
@@ -146,7 +147,7 @@ class TlsProxy:
         listening: Future[int] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run(listening)), name="tls-proxy", daemon=True)
         self._thread.start()
-        self.port = listening.result(20)
+        self.port = listening.result(60)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)

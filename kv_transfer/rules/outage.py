@@ -14,7 +14,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,7 +22,7 @@ from pdserve.errors import SetupError
 from pdserve.kv_transfer.rules.trial import Broken, Instance, KiB, NotChecked, Trial, new_keys, stores_of
 from pdserve.kv_transfer.threaded import BatchedConnector
 
-_HOOKS = ("put_many", "get_many", "contains_many")
+_HOOKS = ("put_many", "get_many", "contains_many", "delete_many", "release_many")
 
 
 @dataclass
@@ -33,14 +33,17 @@ class Outage:
     how: str
     flowing: threading.Event  # clear it: the store hangs
     gone: threading.Event  # set it: the store is gone
+    caller: threading.Thread | None = None  # set it: hooks that run in this thread are noted, and go on at once
+    in_caller: list[str] = field(default_factory=list)  # those
 
 
 @contextmanager
-def outage_of(trial: Trial, timeout_s: float) -> Iterator[Outage]:
-    """An instance whose store can fail, with a short time-out where the connector has the parameter."""
+def outage_of(trial: Trial, timeout_s: float, *, always: bool = False) -> Iterator[Outage]:
+    """An instance whose store can fail, with this time-out where the connector has the parameter and the URL does not set
+    it, or `always`."""
     flowing, gone = threading.Event(), threading.Event()
     flowing.set()
-    url, may_be_relayed = _look(trial, timeout_s)
+    url, may_be_relayed = _look(trial, timeout_s, always)
     with _relayed(trial, url, flowing, gone) if may_be_relayed else contextlib.nullcontext() as relayed:
         if relayed is not None:
             yield relayed
@@ -49,46 +52,58 @@ def outage_of(trial: Trial, timeout_s: float) -> Iterator[Outage]:
         stores = stores_of(instance.connector)
         if not stores:
             raise NotChecked("there is no host:port in the URL to hold up, and the connector has no hooks")
+        outage = Outage(instance, "held up in its hooks", flowing, gone)
         with contextlib.ExitStack() as held:
             for store in stores:
-                held.enter_context(_held_up(store, flowing, gone))
-            yield Outage(instance, "held up in its hooks", flowing, gone)
+                held.enter_context(_held_up(store, outage))
+            yield outage
 
 
-def _look(trial: Trial, timeout_s: float) -> tuple[str, bool]:
-    """The URL, with this time-out wherever there can be one and is none, and whether the store may be reached by a relay."""
+def _look(trial: Trial, timeout_s: float, always: bool) -> tuple[str, bool]:
+    """The URL, with this time-out wherever there can be one, and whether the store may be reached by a relay."""
     probe, url = trial.instance(), trial.url
     for store in {store.url for store in stores_of(probe.connector)}:
-        if "timeout=" not in urlsplit(store).query:
-            hurried = f"{store}{'&' if '?' in store else '?'}timeout={timeout_s:g}"
-            url = re.sub(f"{re.escape(store)}(?=,|$)", hurried.replace("\\", r"\\"), url)  # it may be one of several
+        timed = _with_timeout(store, timeout_s, always).replace("\\", r"\\")
+        url = re.sub(f"{re.escape(store)}(?=,|$)", timed, url)  # it may be one of several
     relayed = getattr(probe.connector, "relayed", True)
     trial.close()
     return url, relayed
+
+
+def _with_timeout(url: str, timeout_s: float, always: bool) -> str:
+    base, _, query = url.partition("?")
+    parameters = query.split("&") if query else []
+    others = [one for one in parameters if not one.startswith("timeout=")]
+    if len(others) < len(parameters) and not always:
+        return url
+    return f"{base}?{'&'.join([*others, f'timeout={timeout_s:g}'])}"
 
 
 # Hooks.
 
 
 @contextmanager
-def _held_up(connector: BatchedConnector, flowing: threading.Event, gone: threading.Event) -> Iterator[None]:
+def _held_up(connector: BatchedConnector, outage: Outage) -> Iterator[None]:
     fault = _fault_of(connector)
 
-    def held(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def held(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
-            if gone.is_set():
+            if threading.current_thread() is outage.caller:
+                outage.in_caller.append(name)
+                return hook(*arguments)
+            if outage.gone.is_set():
                 raise fault
-            flowing.wait()
+            outage.flowing.wait()
             return hook(*arguments)
 
         return call
 
     for name in _HOOKS:
-        setattr(connector, name, held(getattr(connector, name)))
+        setattr(connector, name, held(name, getattr(connector, name)))
     try:
         yield
     finally:
-        flowing.set()
+        outage.flowing.set()
         for name in _HOOKS:
             delattr(connector, name)
 

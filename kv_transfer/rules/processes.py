@@ -30,7 +30,7 @@ COUNT = 8  # blocks of one pass
 BLOCK_BYTES = MiB
 ENDLESS = 1 << 30
 MIN_KILLS, MAX_KILLS = 6, 60
-LONGEST_S = 0.04  # before a writer is killed
+LONGEST_S = 0.04  # for which a writer is let go on before it is killed
 
 
 def between_processes(trial: Trial) -> str:
@@ -67,6 +67,7 @@ def killed_writer(trial: Trial) -> str:
             seed = 1000 + kills
             writer = nursery.start(seed, passes=ENDLESS, lease_s=0.0)
             writer.begin()
+            writer.has_begun()
             time.sleep(dice.uniform(0.0, LONGEST_S))
             last = writer.kill()
             there = [nursery.compare(seed, number) for number in range(max(0, last - 3), last + 1)]
@@ -123,9 +124,13 @@ class _Writer:
     def __init__(self, nursery: "_Nursery", pid: int) -> None:
         self._nursery = nursery
         self.pid = pid
+        self._last = 0
 
     def begin(self) -> None:
         os.kill(self.pid, signal.SIGUSR1)
+
+    def has_begun(self) -> None:
+        self._last = int(self._nursery.read(self.pid, "pass"))
 
     def outcomes(self) -> list[str]:
         return list(self._nursery.read(self.pid, "outcomes"))
@@ -141,7 +146,7 @@ class _Writer:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self._nursery.read(self.pid, "dead")
-        return int(self._nursery.read(self.pid, "pass", default=0))
+        return int(self._nursery.read(self.pid, "pass", default=self._last))
 
 
 class _Nursery:

@@ -24,7 +24,10 @@ from pdserve.kv_transfer.registry import connect
 from pdserve.kv_transfer.threaded import BatchedConnector
 
 KiB, MiB = 1 << 10, 1 << 20
-GRACE_S = 5.0  # beyond a connector's own time-out: a busy machine is no broken connector
+# No rule judges how long something takes, which says more about the machine than about the connector. These are for what
+# will never come: no machine is so slow or so busy.
+GRACE_S = 30.0  # of a future, beyond the connector's own time-out
+PATIENCE_S = 30.0  # of everything else
 DEFAULT_TIMEOUT_S = 5.0  # of a connector without an attribute `timeout`
 
 T = TypeVar("T")
@@ -211,6 +214,11 @@ class Trial:
         self._instances.append(Instance(self, url or self.url, layout, blocks))
         return self._instances[-1]
 
+    def end(self, instance: Instance) -> None:
+        """Closes it, which waits for what is under way. Another one will remove what it has stored."""
+        instance.close()
+        self._instances.append(Instance(self, self.url, instance.layout, 1))
+
     def remember(self, layout: Layout, keys: Iterable[bytes]) -> None:
         """These keys are the kit's own, and go when the trial ends, where the connector has a way to remove them."""
         self._keys.setdefault(layout.namespace, set()).update(keys)
@@ -264,8 +272,9 @@ def refused_as_note(notes: list[str], what: str) -> Iterator[None]:
         notes.append(f"{what} refused: {error}")
 
 
-def until(condition: Callable[[], bool], seconds: float) -> bool:
-    give_up = time.monotonic() + seconds
+def until(condition: Callable[[], bool], seconds: float | None = None) -> bool:
+    """Waits until it holds, or for so long; for all of the kit's patience unless told otherwise."""
+    give_up = time.monotonic() + (PATIENCE_S if seconds is None else seconds)
     while not (held := condition()) and time.monotonic() < give_up:
         time.sleep(0.01)
     return held

@@ -338,7 +338,7 @@ def test_a_signed_payload_that_cannot_be_decoded_is_corrupt(
     before = one.memory.rows.copy()
     payload = b"\xff" * 700
     one.values[one._name(key)] = bytearray(one.seal.pack(key, payload) + payload)
-    assert one.load([key], [1]).result(10).outcomes == [Outcome.CORRUPT]
+    assert one.load([key], [1]).result(60).outcomes == [Outcome.CORRUPT]
     np.testing.assert_array_equal(one.memory.rows, before)
     assert not one.values, "removed"
 
@@ -346,13 +346,13 @@ def test_a_signed_payload_that_cannot_be_decoded_is_corrupt(
 @pytest.mark.parametrize("name", [*LOSSLESS, *LOSSY])
 def test_every_flipped_byte_is_corrupt(kept: Callable[[str], Kept], new_keys: NewKeys, name: str) -> None:
     one, (key,) = kept(name), new_keys(1)
-    one.store([key], [0], lease_s=9).result(10)
+    one.store([key], [0], lease_s=9).result(60)
     ((stored, value),) = one.values.items()
     assert payload_length(bytes(value[:64])) == len(value) - 64 < layout_of("bfloat16").block_bytes
     for at in range(0, len(value), 7):
         one.values[stored] = bytearray(value)
         one.values[stored][at] ^= 4
-        assert one.load([key], [1]).result(10).outcomes == [Outcome.CORRUPT], at
+        assert one.load([key], [1]).result(60).outcomes == [Outcome.CORRUPT], at
 
 
 @pytest.mark.parametrize("name", [*LOSSLESS, *LOSSY])
@@ -361,7 +361,7 @@ def test_what_was_verified_is_what_is_decoded(
 ) -> None:
     """Somebody overwrites the stored payload just after its checksum was right."""
     one, (key,) = kept(name), new_keys(1)
-    one.store([key], [0], lease_s=9).result(10)
+    one.store([key], [0], lease_s=9).result(60)
     (value,) = one.values.values()
     decode, right = one.codec.decode, one.codec.decode(bytes(value[64:]))
 
@@ -370,7 +370,7 @@ def test_what_was_verified_is_what_is_decoded(
         return decode(payload)
 
     monkeypatch.setattr(one.codec, "decode", late)
-    assert one.load([key], [1]).result(10).outcomes == [Outcome.OK]
+    assert one.load([key], [1]).result(60).outcomes == [Outcome.OK]
     np.testing.assert_array_equal(one.memory.rows[1], right)
 
 

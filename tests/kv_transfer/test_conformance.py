@@ -24,6 +24,7 @@ from pdserve.kv_transfer import conformance
 from pdserve.kv_transfer.bench import figures, parse_counts
 from pdserve.kv_transfer.conformance import RULES, Verdict, check, declared_version, name_of, rules_named, try_rule
 from pdserve.kv_transfer.connectors import memory, shm, shm_segment
+from pdserve.kv_transfer.rules import conduct, trial
 from pdserve.kv_transfer.rules.trial import Trial, new_keys
 
 ROOT = Path(__file__).parent.parent.parent
@@ -41,7 +42,8 @@ def load_broken() -> ModuleType:
     return module
 
 
-BROKEN: list[tuple[type, str, str]] = load_broken().BROKEN
+broken = load_broken()
+BROKEN: list[tuple[type, str, str]] = broken.BROKEN
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,13 @@ def test_each_rule_has_a_broken_connector() -> None:
 
 @pytest.mark.parametrize(("connector", "rule", "said"), BROKEN, ids=[f"{c.__name__}-{rule}" for c, rule, _ in BROKEN])
 @pytest.mark.usefixtures("broken_package")
-def test_broken_connectors_are_caught(connector: type, rule: str, said: str, tmp_path: Path) -> None:
+def test_broken_connectors_are_caught(
+    connector: type, rule: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if connector in broken.NEVER:
+        monkeypatch.setattr(trial, "GRACE_S", 3.0)
+        for module in (trial, conduct):
+            monkeypatch.setattr(module, "PATIENCE_S", 1.0)
     scheme = f"broken-{connector.__name__.lower()}"
     name = f"/{tmp_path}" if connector.__mro__[1].__name__ == "FileConnector" else f"test-{uuid.uuid4().hex}"
     size = "" if connector.__mro__[1].__name__ == "FileConnector" else "size=48MiB&"
@@ -75,7 +83,7 @@ def test_broken_connectors_are_caught(connector: type, rule: str, said: str, tmp
     report = try_rule(rules_named([rule])[0], f"{scheme}://{name}?{size}timeout={timeout}", seconds=0.5)
     memory.unlink(f"{scheme}://{name}")
     assert report.verdict is Verdict.BROKEN, report.detail
-    assert said in report.detail
+    assert said in report.detail, report.detail
 
 
 def test_sound_connectors_pass(url: str, scheme: str) -> None:
@@ -157,11 +165,12 @@ def test_redis_that_evicts(start_redis: Callable[..., Any]) -> None:
 # Connectors without hooks: what the kit cannot do, it does not claim.
 
 PLAIN = """
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 
 from pdserve.kv_transfer.connector import Connector, Outcome
 from pdserve.kv_transfer.connectors.memory import MemoryConnector
+from pdserve.kv_transfer.connectors.redis_connector import RedisConnector
 from pdserve.kv_transfer.connectors.shm import ShmConnector
 
 class Plain(Connector):
@@ -180,6 +189,23 @@ class Reachable(Plain):
         value = bytearray(self._inner._store.values[name])
         value[64 + offset] ^= 1
         self._inner._store.values[name] = bytes(value)
+
+class PlainRedis(Plain):
+    def __init__(self, url):
+        self._inner = RedisConnector(url.partition("-")[2])
+        for name in ("attach", "store", "load", "match", "release", "stats", "close"):
+            setattr(self, name, getattr(self._inner, name))
+
+class GivesUp(PlainRedis):
+    def __init__(self, url):
+        super().__init__(url)
+        self.store = self.store_and_wait
+
+    def store_and_wait(self, keys, block_ids, *, lease_s):
+        future = self._inner.store(keys, block_ids, lease_s=lease_s)
+        wait([future])
+        self._inner.timeout = 0.3  # after the first store, which has to go well
+        return future
 
 class Ticketed(MemoryConnector):
     def match(self, keys):
@@ -212,7 +238,12 @@ def plain_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install_conne
     (tmp_path / "source.py").write_text(PLAIN)
     (tmp_path / "site").mkdir()
     names = {"plain": "Plain", "reachable": "Reachable", "headless": "Headless", "ticketed": "Ticketed"}
-    names |= {"ticketed-shm": "TicketedShm", "pretends": "Pretends"}
+    names |= {
+        "ticketed-shm": "TicketedShm",
+        "pretends": "Pretends",
+        "plain-redis": "PlainRedis",
+        "givesup-redis": "GivesUp",
+    }
     install_connectors(tmp_path / "site", "plain_connectors", tmp_path / "source.py", names)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.delitem(sys.modules, "plain_connectors", raising=False)
@@ -234,6 +265,18 @@ def test_what_cannot_be_reached_is_not_checked() -> None:
     headless = [try_rule(rule, url.replace("plain", "headless")) for rule in (flipped, foreign)]
     assert [one.verdict for one in headless] == [Verdict.HOLDS] * 2
     assert "nothing to tamper with at offset" in headless[1].detail
+
+
+@pytest.mark.usefixtures("plain_package")
+def test_a_caller_of_a_connector_without_hooks_never_waits(start_redis: Callable[..., Any]) -> None:
+    """Where the kit can hold up no more than a connection, and sets no time-out."""
+    (rule,) = rules_named(["caller-never-waits"])
+    assert try_rule(rule, f"plain://test-{uuid.uuid4().hex}").verdict is Verdict.NOT_CHECKED
+    server = start_redis()
+    sound = try_rule(rule, f"plain-{server.url}")
+    assert (sound.verdict, sound.detail) == (Verdict.HOLDS, "held up and cut by a relay")
+    gives_up = try_rule(rule, f"givesup-{server.url}")
+    assert gives_up.verdict is Verdict.BROKEN and "before they give up on a store that hangs" in gives_up.detail
 
 
 @pytest.mark.usefixtures("plain_package")
@@ -349,8 +392,8 @@ def test_memory_of_a_check_or_a_measurement_does_not_stay(command: Callable[...,
     assert command("check", url, "--rule", "missing").exit_code == 0
     assert command("bench", url, *small).exit_code == 0
     assert not shm_segment.paths(name)
-    with closing(Trial(f"shm://{name}?size=1MiB", 1.0)) as trial:
-        trial.instance().must_store(new_keys(1), [0])
+    with closing(Trial(f"shm://{name}?size=1MiB", 1.0)) as other:
+        other.instance().must_store(new_keys(1), [0])
         there = shm_segment.paths(name)
         assert command("check", url, "--rule", "missing").exit_code == 0
         assert there and shm_segment.paths(name) == there  # somebody's
@@ -527,6 +570,7 @@ def test_bench_measures_and_writes_json(command: Callable[..., Any], tmp_path: P
     ]
     for row in rows:
         assert row["failed"] == 0 and row["gib_s"] > 0 and row["memcpy_gib_s"] > 0 and row["p50_ms"] <= row["p99_ms"]
+        assert 0 < row["call_p50_ms"] <= row["call_max_ms"]
         assert row["of_memcpy"] == pytest.approx(row["gib_s"] / row["memcpy_gib_s"], rel=0.01)
     assert re.search(r"load\s+4\s+2\s", done.output)
 

@@ -19,12 +19,12 @@ def test_moves_more_blocks_than_there_are_staging_rows() -> None:
     writer = StagedConnector(connect("memory://staging"), source, LAYOUT, rows_bytes)
     reader = StagedConnector(connect("memory://staging"), target, LAYOUT, rows_bytes)
     keys = [bytes([i]) * 16 for i in range(10)]
-    stored = writer.store(keys, range(5, 15), lease_s=10).result(10)
+    stored = writer.store(keys, range(5, 15), lease_s=10).result(60)
     assert stored.outcomes == [Outcome.OK] * 10
     where = [30, 2, 7, 39, 0, 11, 12, 13, 25, 26]
-    loaded = reader.load([*keys, b"?" * 16], [*where, 20]).result(10)
+    loaded = reader.load([*keys, b"?" * 16], [*where, 20]).result(60)
     assert loaded.outcomes == [Outcome.OK] * 10 + [Outcome.MISSING]
     assert torch.equal(target[where], source[5:15])
-    assert reader.match(keys).result(10) == 10
+    assert reader.match(keys).result(60) == 10
     writer.close()
     reader.close()

@@ -33,7 +33,7 @@ def test_memory_of_ones_own(mooncake: Any, attach: Attach, new_keys: NewKeys) ->
     mooncake.holder.kill()
     mooncake.holder.wait()
     one, keys = attach(f"{mooncake.url}?segment=64MiB"), new_keys(3)
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + 60
     while one.store(keys, range(3)).leading < 3:  # the master may still offer the memory of the dead
         assert time.monotonic() < give_up
         time.sleep(0.2)
@@ -46,7 +46,7 @@ def test_a_block_that_somebody_else_has_begun_is_not_there_yet(
     mooncake: Any, attach: Attach, new_keys: NewKeys
 ) -> None:
     """Mooncake says yes to a second writer at once. If the first one dies, it gives the name up after a while."""
-    instance, keys = attach(f"{mooncake.url}?timeout=1"), new_keys(2)
+    instance, keys = attach(f"{mooncake.url}?timeout=2"), new_keys(2)
     name = f"{instance.layout.namespace.hex()}-{keys[0].hex()}"
     other = importlib.import_module("mooncake.store").MooncakeDistributedStore()
     try:
@@ -56,7 +56,7 @@ def test_a_block_that_somebody_else_has_begun_is_not_there_yet(
         assert instance.match(keys) == 0
     finally:
         other.close()
-    give_up = time.monotonic() + 30
+    give_up = time.monotonic() + 60
     while instance.store(keys, [0, 1]).leading < 2:
         assert time.monotonic() < give_up
         time.sleep(0.2)
@@ -67,11 +67,9 @@ def test_a_holder_that_dies_takes_its_blocks_along(mooncake: Any, attach: Attach
     instance, keys = attach(f"{mooncake.url}?timeout=2"), new_keys(3)
     assert instance.store(keys, range(3)).leading == 3
     mooncake.holder.kill()
-    started = time.monotonic()
     seen = set(instance.load(keys, range(8, 11)).outcomes)
     assert seen <= {Outcome.MISSING, Outcome.UNAVAILABLE}
     assert set(instance.store(new_keys(3), range(3)).outcomes) <= {Outcome.FULL, Outcome.UNAVAILABLE}
-    assert time.monotonic() - started < 10
 
 
 def test_a_master_that_dies_and_comes_back(mooncake: Any, attach: Attach, new_keys: NewKeys) -> None:
@@ -79,13 +77,11 @@ def test_a_master_that_dies_and_comes_back(mooncake: Any, attach: Attach, new_ke
     assert instance.store(keys, [0, 1]).leading == 2
     mooncake.master.kill()
     mooncake.master.wait()
-    started = time.monotonic()
     assert instance.store(new_keys(2), [0, 1]).outcomes == [Outcome.UNAVAILABLE] * 2
     assert instance.load(keys, [8, 9]).outcomes == [Outcome.UNAVAILABLE] * 2
     assert instance.match(keys) == 0
-    assert time.monotonic() - started < 10
     mooncake.start()
-    give_up = time.monotonic() + 40
+    give_up = time.monotonic() + 60
     while instance.store(keys, [0, 1]).leading < 2:
         assert time.monotonic() < give_up
         time.sleep(0.2)

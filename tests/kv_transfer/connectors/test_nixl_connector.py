@@ -91,7 +91,7 @@ class Owner:
         assert answer["outcomes"] == ["ok"] * len(keys)
         return Stored(bytes.fromhex(answer["ticket"]), answer["store"])
 
-    def has_released(self, stored: Stored, wait: float = 10.0) -> bool:
+    def has_released(self, stored: Stored, wait: float = 60.0) -> bool:
         return bool(self.call("released", store=stored.number, wait=wait))
 
     def call(self, name: str, **arguments: Any) -> Any:
@@ -264,7 +264,7 @@ def test_release_ends_leases_of_blocks_that_nobody_wants(
 def test_there_is_nothing_to_match(owner: Owner, reader: StartReader, new_keys: Callable[[int], list[bytes]]) -> None:
     mine, keys = reader(), new_keys(2)
     stored = owner.store(keys, [0, 1])
-    assert mine.connector.match(keys).result(10) == 0
+    assert mine.connector.match(keys).result(60) == 0
     assert mine.load(new_keys(1) + keys[:1], [0, 1], stored).outcomes == [MISSING, OK]
     assert mine.load(keys, [2, 3]).outcomes == [MISSING] * 2
     assert (mine.rows[[0, 2, 3]] == 7).all()
@@ -306,7 +306,7 @@ def test_a_row_that_was_reused_is_corrupt(
 
 def test_leases_end(owner: Owner, new_keys: Callable[[int], list[bytes]]) -> None:
     started = time.monotonic()
-    long, short = owner.store(new_keys(1), [0], lease_s=30), owner.store(new_keys(1), [0], lease_s=0.5)
+    long, short = owner.store(new_keys(1), [0], lease_s=600), owner.store(new_keys(1), [0], lease_s=0.5)
     assert owner.has_released(short) and time.monotonic() - started >= 0.5
     assert not owner.has_released(long, wait=0)
 
@@ -318,7 +318,7 @@ def test_an_instance_reads_its_own_ticket(reader: StartReader, new_keys: Callabl
     assert result.held is not None and not result.held.done()
     assert mine.load(keys, [4, 5], Stored(result.ticket, 0)).leading == 2
     np.testing.assert_array_equal(mine.rows[4:6], mine.rows[:2])
-    result.held.result(10)
+    result.held.result(60)
     assert mine.connector.stats().bytes == {"store": 0, "load": 2 * BLOCK_BYTES}
 
 
@@ -326,17 +326,15 @@ def test_a_killed_peer_is_unavailable_and_its_successor_works_at_once(
     owners: StartOwners, reader: StartReader, new_keys: Callable[[int], list[bytes]]
 ) -> None:
     never_met, met, successor = owners(3)
-    mine, keys = reader(), new_keys(8)
+    mine, keys = reader("nixl://?timeout=300"), new_keys(8)
     lost = never_met.store(keys[:2], [0, 1])
     first, second = met.store(keys[2:4], [0, 1]), met.store(keys[4:6], [2, 3])
     assert mine.load(keys[2:4], [0, 1], first).leading == 2
     never_met.kill()
     met.kill()
-    started = time.monotonic()
     assert mine.load(keys[:2], [2, 3], lost).outcomes == [UNAVAILABLE] * 2
     assert mine.load(keys[4:6], [2, 3], second).outcomes == [UNAVAILABLE] * 2
-    assert mine.load(keys[4:6], [2, 3], second).outcomes == [UNAVAILABLE] * 2
-    assert time.monotonic() - started < 5, "noticed long before three time-outs"
+    assert mine.load(keys[4:6], [2, 3], second).outcomes == [UNAVAILABLE] * 2, "noticed long before the time-out"
     assert (mine.rows[2:4] == 7).all()
     stored = successor.store(keys[4:], [2, 3, 4, 5])
     assert mine.load(keys[4:], [2, 3, 4, 5], lost, first, second, stored).leading == 4
@@ -393,15 +391,15 @@ def test_a_stopped_peer_costs_the_time_out_and_writes_nothing_later(
     mine.rows[:] = 7
     started = time.monotonic()
     assert mine.load(keys[1:], range(16), stored).outcomes == [UNAVAILABLE] * 16
-    assert 1.7 < time.monotonic() - started < 15
-    started = time.monotonic()
-    assert mine.load(keys[1:], range(16), stored).outcomes == [UNAVAILABLE] * 16
-    assert time.monotonic() - started < 1.7, "its earlier read is not over"
+    assert time.monotonic() - started > 1.7
+    mine.connector.timeout = 300
+    outcomes = mine.load(keys[1:], range(16), stored).outcomes
+    assert outcomes == [UNAVAILABLE] * 16, "at once: its earlier read is not over"
 
     # Somebody else's bytes are in the rows now, and stay there whatever the peer still sends.
     assert mine.load(keys[1:], range(16), stored, instead).leading == 16
     stopped.signal(signal.SIGCONT)
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + 60
     while mine.load(keys[1:2], [0], stored).outcomes != [OK]:
         np.testing.assert_array_equal(mine.rows[1:], other.rows[1:])
         assert time.monotonic() < give_up, "the peer is back, but is not read"
@@ -417,9 +415,7 @@ def test_a_peer_that_was_never_there_in_time(
     mine, keys = reader("nixl://?timeout=0.5"), new_keys(1)
     stored = owner.store(keys, [0])
     owner.signal(signal.SIGSTOP)
-    started = time.monotonic()
     assert mine.load(keys, [0], stored).outcomes in ([UNAVAILABLE], [OK])  # shared memory does without the peer
-    assert time.monotonic() - started < 10
     mine.connector.close()  # with a read that is not over
     owner.signal(signal.SIGCONT)
 
@@ -457,10 +453,12 @@ def test_an_idle_instance_does_not_poll(
     assert not calls
     mine.connector.store(new_keys(1), [0], lease_s=0.2).result(60)
     time.sleep(0.6)
-    count = len(calls)
-    assert count > 5
-    time.sleep(0.2)
-    assert len(calls) == count
+    give_up, count = time.monotonic() + 60, -1
+    while count != len(calls):  # until it rests
+        count = len(calls)
+        assert time.monotonic() < give_up, "it polls for ever"
+        time.sleep(0.2)
+    assert count > 2
 
 
 def test_devices_that_are_not_there(installed: None) -> None:

@@ -62,7 +62,7 @@ def test_a_server_that_cannot_prove_who_it_is_is_refused(
     with pytest.raises(SetupError, match="certificate verify failed: IP address mismatch"):
         attach(f"rediss://127.0.0.1:{elsewhere}?ca={ca}")
     with pytest.raises(SetupError, match="No Redis answers"):
-        attach(f"rediss://127.0.0.1:{server.port}?ca={ca}")  # speaks no TLS
+        attach(f"rediss://127.0.0.1:{server.port}?ca={ca}&timeout=0.5")  # speaks no TLS
     works(attach, f"rediss://127.0.0.1:{elsewhere}?verify=0", new_keys)
 
 

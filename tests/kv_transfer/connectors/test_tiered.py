@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,16 +42,18 @@ def slow(tmp_path: Path) -> str:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Holds up every file:// that stores, until it is set."""
-    opened, put_many = threading.Event(), FileConnector.put_many
+    """Holds up every file:// that stores, until it is set: in vain for no test that is as it should be."""
+    opened, put_many, in_vain = threading.Event(), FileConnector.put_many, threading.Event()
 
     def wait(self: FileConnector, *arguments: Any) -> None:
-        opened.wait(30)
+        if not opened.wait(120):
+            in_vain.set()
         put_many(self, *arguments)
 
     monkeypatch.setattr(FileConnector, "put_many", wait)
     yield opened
     opened.set()
+    assert not in_vain.is_set()
 
 
 def failures(instance: Any, tier: str) -> dict[tuple[str, Outcome], int]:
@@ -167,12 +170,10 @@ def test_a_slow_tier_delays_no_store_and_takes_a_bounded_number(
     fast: str, slow: str, attach: Attach, new_keys: NewKeys, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiered, "MAX_BEHIND", 3)
-    instance = attach(f"tiered://?buffer=16KiB,{fast.partition('?')[0]},{slow}?timeout=20")
+    instance = attach(f"tiered://?buffer=16KiB,{fast.partition('?')[0]},{slow}?timeout=600")
     keys = new_keys(12)
-    started = time.monotonic()
     for key in keys:
         assert instance.store([key], [0]).leading == 1
-    assert time.monotonic() - started < 5
     dropped = failures(instance, "tiered/2/file")[("store", Outcome.UNAVAILABLE)]
     assert 12 - dropped in range(3, 6)  # three wait, and up to two are under way
     gate.set()
@@ -183,7 +184,7 @@ def test_a_slow_tier_delays_no_store_and_takes_a_bounded_number(
 def test_close_brings_everything_to_the_slower_tiers(
     fast: str, slow: str, attach: Attach, new_keys: NewKeys, gate: threading.Event
 ) -> None:
-    instance, keys = attach(f"tiered://{fast},{slow}?timeout=20"), new_keys(8)
+    instance, keys = attach(f"tiered://{fast},{slow}?timeout=600"), new_keys(8)
     assert all(instance.store([key], [row]).leading == 1 for row, key in enumerate(keys))
     assert attach(slow).match(keys) == 0
     threading.Timer(0.3, gate.set).start()
@@ -204,9 +205,8 @@ def test_close_does_not_wait_for_ever(
     instance = attach(f"tiered://{fast},{slow}?timeout=1")
     for key in new_keys(4):
         instance.store([key], [0])
-    started = time.monotonic()
     instance.connector.close()
-    assert time.monotonic() - started < 5
+    assert not gate.is_set()
     assert "did not get to the slower tiers" in caplog.text
 
 
@@ -226,17 +226,15 @@ def test_a_tier_that_dies_and_comes_back(
     fast: str, start_redis: StartRedis, attach: Attach, new_keys: NewKeys, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = start_redis()
-    instance = attach(f"tiered://{fast.partition('?')[0]},{server.url}?timeout=1", blocks=32)
+    instance = attach(f"tiered://{fast.partition('?')[0]},{server.url}?timeout=60", blocks=32)
     old, new, newest = new_keys(3), new_keys(3), new_keys(3)
     instance.store(old, range(3))
     instance.connector.settle()
     server.kill()
-    started = time.monotonic()
     assert instance.store(new, range(3)).leading == 3
     assert instance.load(old + new, range(8, 14)).leading == 6
     assert instance.match(new_keys(1)) == 0
     assert instance.load(new_keys(1), [20]).outcomes == [Outcome.UNAVAILABLE]
-    assert time.monotonic() - started < 5
     instance.connector.settle()
     assert failures(instance, "tiered/2/redis")[("store", Outcome.UNAVAILABLE)] == 3
     assert "redis: " in caplog.text
@@ -247,22 +245,35 @@ def test_a_tier_that_dies_and_comes_back(
 
 
 def test_a_tier_that_hangs_is_left_alone_for_a_while(
-    fast: str, start_redis: StartRedis, attach: Attach, new_keys: NewKeys
+    fast: str, start_redis: StartRedis, attach: Attach, new_keys: NewKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = start_redis()
     instance, keys = attach(f"tiered://{fast},{server.url}?timeout=1"), new_keys(2)
+    tier = instance.connector._tiers[1]
+    asked: list[list[bytes]] = []
+    match = tier.front.match
+
+    def count_and_match(keys: list[bytes]) -> Future[int]:
+        asked.append(keys)
+        found: Future[int] = match(keys)
+        return found
+
+    monkeypatch.setattr(tier.front, "match", count_and_match)
     instance.store(keys, range(2))
     instance.connector.settle()
     os.kill(server.pid, signal.SIGSTOP)
     try:
-        started = time.monotonic()
+        assert instance.match([*keys, *new_keys(1)]) == 2
+        assert len(asked) == 1 and tier._rests_until > 0
+        tier._rests_until += 600  # until this machine is through with the next lines, however busy it is
         for _ in range(20):
             assert instance.match([*keys, *new_keys(1)]) == 2
             assert instance.load([*keys, *new_keys(1)], [8, 9, 10]).leading == 2
-        assert time.monotonic() - started < 10  # not 20 s and more
+        assert len(asked) == 1
     finally:
         os.kill(server.pid, signal.SIGCONT)
-    give_up, missing = time.monotonic() + 20, new_keys(1)
+    tier._rests_until -= 600
+    give_up, missing = time.monotonic() + 60, new_keys(1)
     while instance.load(missing, [8]).outcomes != [Outcome.MISSING]:  # now it is known not to be there
         assert time.monotonic() < give_up
         time.sleep(0.1)
@@ -287,7 +298,7 @@ def test_a_tier_that_is_not_there_at_the_start_is_used_once_it_is(
         ("load", Outcome.UNAVAILABLE): 2,
     }
     server.start()
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + 60
     while "tiered/1/redis can be used now" not in caplog.text:
         assert time.monotonic() < give_up
         time.sleep(0.05)
