@@ -183,7 +183,7 @@ def test_full_only_while_everything_is_leased(
     assert instance.store(keys, range(SLOTS), lease_s=600).leading == SLOTS
     assert instance.store(new_keys(2), [0, 1]).outcomes == [Outcome.FULL] * 2
     assert instance.match(keys) == SLOTS  # a lease is respected
-    monkeypatch.setattr(slab, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 601))
+    monkeypatch.setattr(shm_slab, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 601))
     assert instance.store(new_keys(2), [0, 1]).leading == 2
     assert sum(instance.match([key]) for key in keys) == SLOTS - 2
 
