@@ -19,6 +19,7 @@ from starlette.applications import Starlette
 from pdserve.cli.deployment import free_port
 from pdserve.config import RouterConfig
 from pdserve.errors import SetupError
+from pdserve.router.limits.key_file import load_api_keys
 from pdserve.router.server import serve
 from pdserve.router.text.tokenizer import Tokenizer
 
