@@ -1,13 +1,15 @@
-# make demo: see it work · make test: the whole suite · make check: lint, types, tests. All set up .venv first.
+# make demo: see it work · make test: the suite · make check: lint, types, tests · make slow: the tests that `make test`
+# leaves out. All set up .venv first. .ci/run is `make check` where nothing is missing that a test needs.
 PY ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test check lint proto clean
+.PHONY: setup demo test slow check lint proto clean
 
 setup: .venv/.ready
 
 .venv/.ready: pyproject.toml constraints.txt
 	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pdserve needs Python 3.11 or newer, this is " + sys.version.split()[0])'
+	@$(PY) tests/links.py
 	@echo "setting up .venv (a minute or two the first time, most of it torch)"
 	@$(PY) -m venv .venv
 	@$(BIN)/pip install --progress-bar on -q -c constraints.txt torch
@@ -19,6 +21,9 @@ demo: setup
 
 test: setup
 	$(BIN)/pytest
+
+slow: setup
+	$(BIN)/pytest -m slow
 
 lint: setup
 	$(BIN)/ruff check .

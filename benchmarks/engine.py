@@ -76,9 +76,14 @@ class Task:
         return self.requests * (self.output_tokens - self.decode_only)
 
     @property
+    def context(self) -> int:
+        """Tokens of a sequence at the end."""
+        return self.prompt_tokens + self.output_tokens
+
+    @property
     def blocks(self) -> int:
         """KV blocks that it needs at the end."""
-        return self.requests * -(-(self.prompt_tokens + self.output_tokens) // EngineConfig.block_size)
+        return self.requests * -(-self.context // EngineConfig.block_size)
 
     def prompts(self, vocabulary: int, seed: int) -> list[list[int]]:
         """Different for every seed, so that no prefix cache helps."""
@@ -250,7 +255,7 @@ def _measure(
         runs: dict[str, Run] = {"pdserve": OurEngine(path, settings, max(task.blocks for task in tasks)).run}
         for name in settings.named():
             status.update(f"{name}: converting the checkpoint, and loading it")
-            runs[name] = _run_of_peer(name, path, settings, stack)
+            runs[name] = _run_of_peer(name, path, settings, max(task.context for task in tasks), stack)
         for name, run in runs.items():
             for task in tasks:
                 status.update(f"{name}, {task.name}: warming up")
@@ -269,10 +274,10 @@ def _measure(
     return timings, roofline
 
 
-def _run_of_peer(name: str, path: Path, settings: Settings, stack: contextlib.ExitStack) -> Run:
+def _run_of_peer(name: str, path: Path, settings: Settings, context: int, stack: contextlib.ExitStack) -> Run:
     assert settings.threads is not None
     peer_process.convert(name, settings.peers_folder, path)
-    peer = Peer(name, settings.peers_folder, path, settings.threads, settings.dtype, settings.device)
+    peer = Peer(name, settings.peers_folder, path, settings.threads, settings.dtype, settings.device, context)
     stack.callback(peer.close)
     return lambda prompts, output_tokens: Timing(**peer.run(prompts, output_tokens), forward=[])
 

@@ -127,7 +127,8 @@ class Vllm:
         threads = max(1, len(os.sched_getaffinity(0)) // len(roles))
         self._servers: list[Server] = []
         for role in roles:
-            server = Server("vllm", settings.peers_folder, model, threads, settings.dtype, role)
+            context = settings.prompt_tokens + settings.output_tokens
+            server = Server("vllm", settings.peers_folder, model, threads, settings.dtype, context, role)
             stack.callback(server.close)
             self._servers.append(server)
         self.url = self._servers[-1].url

@@ -89,11 +89,13 @@ class _Process:
 class Peer(_Process):
     """Another engine, asked over pipes."""
 
-    def __init__(self, name: str, folder: str, path: Path, threads: int, dtype: str, device: str) -> None:
-        """Raises:
-        SetupError: it does not start.
+    def __init__(self, name: str, folder: str, path: Path, threads: int, dtype: str, device: str, context: int) -> None:
+        """`context`: the tokens of the longest prompt and its output.
+
+        Raises:
+            SetupError: it does not start.
         """
-        super().__init__("run", name, folder, path, threads, dtype, device)
+        super().__init__("run", name, folder, path, threads, dtype, device, str(context))
         try:
             self._answer()
         except SetupError:
@@ -125,11 +127,15 @@ class Server(_Process):
         url: where it listens.
     """
 
-    def __init__(self, name: str, folder: str, path: Path, threads: int, dtype: str, role: str = "") -> None:
-        """Begins to start. `role`: `kv_producer` or `kv_consumer`, for one half of a disaggregated pair."""
+    def __init__(
+        self, name: str, folder: str, path: Path, threads: int, dtype: str, context: int, role: str = ""
+    ) -> None:
+        """Begins to start. `context`: the tokens of a prompt and its answer; `role`: `kv_producer` or `kv_consumer`, for one
+        half of a disaggregated pair."""
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        super().__init__("serve", name, folder, path, threads, dtype, str(port), str(free_port(but=port)), role)
+        ports = str(port), str(free_port(but=port))
+        super().__init__("serve", name, folder, path, threads, dtype, str(context), *ports, role)
 
     @contextmanager
     def at_work(self) -> Iterator[None]:

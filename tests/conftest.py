@@ -22,8 +22,6 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from pdserve.kv_transfer.registry import GROUP
-
 if importlib.util.find_spec("hypothesis"):  # kernels are tested where there is none
     import hypothesis
 
@@ -101,6 +99,31 @@ def _save_tokenizer(path: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def _load(name: str) -> Any:
+    """A module beside this one, for those tests only that use it: others run where there is no redis-py, say."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if no_links := _load("links").complaint(Path(__file__).parent.parent):
+    sys.exit(no_links)  # before any import that would say it worse
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("CI"):
+        config.pluginmanager.register(_load("skips"), "skips")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves tests marked slow out, unless `-m` says something about them."""
+    if "slow" not in config.option.markexpr:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -209,6 +232,8 @@ def install_connectors() -> Callable[[Path, str, Path, dict[str, str]], None]:
     package's metadata with its entry points. They are there for processes that have the folder on their path."""
 
     def install(folder: Path, name: str, module: Path, connectors: dict[str, str]) -> None:
+        from pdserve.kv_transfer.registry import GROUP
+
         shutil.copy(module, folder / f"{name}.py")
         metadata = folder / f"{name}-0.1.dist-info"
         metadata.mkdir()
@@ -219,13 +244,10 @@ def install_connectors() -> Callable[[Path, str, Path, dict[str, str]], None]:
     return install
 
 
-def _load(name: str) -> Any:
-    """A module beside this one, for those tests only that use it: others run where there is no redis-py, say."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(scope="session")
+def load_beside() -> Callable[[str], Any]:
+    """load_beside("skips") → the module tests/skips.py."""
+    return _load
 
 
 @pytest.fixture(scope="session")

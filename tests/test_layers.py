@@ -4,10 +4,11 @@ import ast
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -237,3 +238,16 @@ def test_the_command_line_starts_without_torch() -> None:
     code = "import pdserve.cli.commands, pdserve.cli.up, pdserve.cli.demo"
     code += "; print('torch' in sys.modules, 'transformers' in sys.modules)"
     assert run_without([], code).split() == ["False", "False"]
+
+
+def test_a_checkout_without_links_is_told_so(tmp_path: Path, load_beside: Callable[[str], Any]) -> None:
+    complaint = load_beside("links").complaint
+    assert complaint(ROOT) == ""
+    for name in ("pdserve", "router"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "pdserve" / "errors.py").touch()
+    assert complaint(tmp_path) == ""
+    (tmp_path / "pdserve" / "router").write_text("../router")
+    assert complaint(tmp_path).startswith(
+        "pdserve/router: in this checkout these are plain files and not symbolic links"
+    )

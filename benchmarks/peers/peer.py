@@ -1,10 +1,10 @@
 """Another engine, in an environment of its own (`install`), asked over pipes by ../engine.py, or by HTTP by ../pd.py.
 
-    python peer.py run NAME CHECKPOINT THREADS DTYPE DEVICE
+    python peer.py run NAME CHECKPOINT THREADS DTYPE DEVICE CONTEXT
         Loads the engine and prints a line when that is done. Then each line of input, `{"prompts": [[id, …], …],
         "output_tokens": n}`, is generated greedily and answered with one, `{"steps": […], "cpu": […], "first": i}`, as
-        `Timing` of ../engine.py has them.
-    python peer.py serve NAME CHECKPOINT THREADS DTYPE PORT SIDE_PORT ROLE
+        `Timing` of ../engine.py has them. CONTEXT is what the longest prompt and its output have together.
+    python peer.py serve NAME CHECKPOINT THREADS DTYPE CONTEXT PORT SIDE_PORT ROLE
         Becomes its OpenAI server on that port of 127.0.0.1, with a model named `model`. ROLE is `kv_producer` or
         `kv_consumer` for one half of a disaggregated pair, which meets the other half by SIDE_PORT; or empty.
     python peer.py convert NAME CHECKPOINT
@@ -22,7 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-SEQS, STEP_TOKENS, CONTEXT = 32, 2048, 2048  # room for every task
+SEQS, STEP_TOKENS = 32, 2048
+CONTEXT = 2048  # at least, so that what vLLM has compiled serves most tasks
 CACHE_GIB = 3
 
 
@@ -46,7 +47,7 @@ class Clock:
 Run = Callable[[list[list[int]], int, Clock], None]
 
 
-def run_openvino(path: Path, threads: int, dtype: str, device: str) -> Run:
+def run_openvino(path: Path, threads: int, dtype: str, device: str, context: int) -> Run:
     """OpenVINO GenAI, continuous batching."""
     import numpy as np
     import openvino as ov
@@ -85,7 +86,7 @@ def convert_openvino(path: Path, target: Path) -> None:
     model.save_pretrained(target)
 
 
-def run_llama_cpp(path: Path, threads: int, dtype: str, device: str) -> Run:
+def run_llama_cpp(path: Path, threads: int, dtype: str, device: str, context: int) -> Run:
     """llama.cpp through its C interface, all sequences in one batch; KV is float16, as it is by default."""
     import llama_cpp as lib
     import numpy as np
@@ -93,16 +94,17 @@ def run_llama_cpp(path: Path, threads: int, dtype: str, device: str) -> Run:
     lib.llama_backend_init()
     model = lib.llama_model_load_from_file(str(converted(path, "llama_cpp")).encode(), lib.llama_model_default_params())
     vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
-    contexts: dict[int, Any] = {}
+    contexts: dict[tuple[int, int], Any] = {}
 
-    def context(seqs: int) -> Any:
+    def room(seqs: int, tokens: int) -> Any:
         """Every sequence has a stream of its own: what one may hold is the same share for all."""
-        if seqs not in contexts:
+        share = max(CONTEXT if seqs == 1 else CONTEXT // 4, -(-tokens // 256) * 256)
+        if (seqs, share) not in contexts:
             params = lib.llama_context_default_params()
-            params.n_seq_max, params.n_ctx = seqs, CONTEXT if seqs == 1 else seqs * CONTEXT // 4
-            params.n_batch, params.n_threads, params.n_threads_batch = STEP_TOKENS, threads, threads
-            contexts[seqs] = lib.llama_init_from_model(model, params)
-        return contexts[seqs]
+            params.n_seq_max, params.n_ctx = seqs, seqs * share
+            params.n_batch, params.n_threads, params.n_threads_batch = max(STEP_TOKENS, share), threads, threads
+            contexts[seqs, share] = lib.llama_init_from_model(model, params)
+        return contexts[seqs, share]
 
     def decode(ctx: Any, tokens: list[tuple[int, int, int, bool]]) -> list[int]:
         """The most probable successor of each (id, position, sequence, wanted) that is wanted."""
@@ -117,7 +119,7 @@ def run_llama_cpp(path: Path, threads: int, dtype: str, device: str) -> Run:
         return [int(np.ctypeslib.as_array(row, shape=(vocabulary,)).argmax()) for row in rows]
 
     def run(prompts: list[list[int]], output_tokens: int, clock: Clock) -> None:
-        ctx = context(len(prompts))
+        ctx = room(len(prompts), len(prompts[0]) + output_tokens)
         lib.llama_memory_clear(lib.llama_get_memory(ctx), False)
         clock.start()
         last: list[int] = []
@@ -175,7 +177,7 @@ def convert_llama_cpp(path: Path, target: Path) -> None:
     writer.close()
 
 
-def run_vllm(path: Path, threads: int, dtype: str, device: str) -> Run:
+def run_vllm(path: Path, threads: int, dtype: str, device: str, context: int) -> Run:
     """vLLM's build for CPUs, with torch.compile; its scheduler and its worker in this process."""
     os.environ.update(vllm_environment(path), VLLM_ENABLE_V1_MULTIPROCESSING="0")
     from vllm import LLM, SamplingParams
@@ -184,7 +186,7 @@ def run_vllm(path: Path, threads: int, dtype: str, device: str) -> Run:
         str(path),
         dtype=dtype,
         skip_tokenizer_init=True,
-        max_model_len=CONTEXT,
+        max_model_len=max(CONTEXT, context),
         max_num_seqs=SEQS,
         max_num_batched_tokens=STEP_TOKENS,
         enable_prefix_caching=False,
@@ -203,7 +205,7 @@ def run_vllm(path: Path, threads: int, dtype: str, device: str) -> Run:
     return run
 
 
-def serve_vllm(path: Path, dtype: str, port: str, side_port: str, role: str) -> NoReturn:
+def serve_vllm(path: Path, dtype: str, context: int, port: str, side_port: str, role: str) -> NoReturn:
     """vLLM's own server, or with a role one of the two that its NixlConnector joins through the host's memory."""
     os.environ.update(vllm_environment(path), HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
     os.environ.update(UCX_TLS="tcp,shm,cma,self", UCX_NET_DEVICES="lo")
@@ -211,7 +213,7 @@ def serve_vllm(path: Path, dtype: str, port: str, side_port: str, role: str) -> 
     high, low = divmod(int(side_port), 256)
     os.environ.update(VLLM_NIXL_SIDE_CHANNEL_HOST=f"127.1.{high}.{low}")
     arguments = ["--host", "127.0.0.1", "--port", port, "--model", str(path), "--served-model-name", "model"]
-    arguments += ["--dtype", dtype, "--max-model-len", str(CONTEXT), "--max-num-seqs", str(SEQS)]
+    arguments += ["--dtype", dtype, "--max-model-len", str(max(CONTEXT, context)), "--max-num-seqs", str(SEQS)]
     arguments += ["--max-num-batched-tokens", str(STEP_TOKENS), "--disable-uvicorn-access-log"]
     if role:
         if importlib.util.find_spec("nixl") is None:
@@ -232,7 +234,7 @@ def vllm_environment(path: Path) -> dict[str, str]:
     }
 
 
-def run_transformers(path: Path, threads: int, dtype: str, device: str) -> Run:
+def run_transformers(path: Path, threads: int, dtype: str, device: str, context: int) -> Run:
     """`generate` over a static batch."""
     import torch
     import transformers
@@ -289,9 +291,9 @@ def main(action: str, name: str, checkpoint: str, threads: str = "", dtype: str 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # engines print what they like
     if action == "serve":
-        globals()[f"serve_{name}"](path, dtype, *options)
-    (device,) = options
-    run, clock = globals()[f"run_{name}"](path, int(threads), dtype, device), Clock()
+        globals()[f"serve_{name}"](path, dtype, int(options[0]), *options[1:])
+    device, context = options
+    run, clock = globals()[f"run_{name}"](path, int(threads), dtype, device, int(context)), Clock()
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         task = json.loads(line)

@@ -46,6 +46,19 @@ def test_engine(run: Callable[..., Any]) -> None:
     assert rows["pdserve", "decode"]["tokens"] == 7, "the first of 8 comes from the prefill"
 
 
+def test_a_peer_is_told_how_long_sequences_get(pdserve: Callable[..., Any], tmp_path: Path) -> None:
+    """By an environment whose Python only says what it is started with."""
+    python = tmp_path / "vllm" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$@" >&2\n')
+    python.chmod(0o755)
+    peer = ("--peers", "vllm", "--peers-folder", str(tmp_path))
+    done = pdserve(str(BENCHMARKS / "engine.py"), "--quick", "--prompt-tokens", "4096", "--output-tokens", "10", *peer)
+    assert done.returncode != 0 and "bfloat16 cpu 4106\n" in done.stderr, done.stderr
+    done = pdserve(str(BENCHMARKS / "engine.py"), "--quick", "--prefill-tokens", "5000", *peer)
+    assert done.returncode != 0 and "bfloat16 cpu 5001\n" in done.stderr, done.stderr
+
+
 def test_handover(run: Callable[..., Any]) -> None:
     content = run("handover.py")
     assert content["skipped"] == {}

@@ -26,6 +26,14 @@ from pdserve.proto import pdserve_pb2 as pb
 Deploy = Callable[..., AbstractContextManager[Deployment]]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what is in this folder."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker("integration")
+
+
 @pytest.fixture(scope="session")
 def forked(fork_server: Any) -> type[Deployment]:
     """A deployment whose processes the fork server makes; `flags` as in `deploy`."""

@@ -5,7 +5,8 @@ import torch
 
 from pdserve.kernels import elementwise, linear
 
-pytestmark = pytest.mark.skipif(not linear.available(), reason="needs a processor with AMX, and a compiler")
+if not linear.available():
+    pytest.skip("needs a processor with AMX, and a compiler", allow_module_level=True)
 
 
 @pytest.fixture(params=[1, 3, 4], autouse=True)

@@ -29,7 +29,8 @@ def test_the_kernel_equals_transformers(shape: tuple[int, ...], dtype: torch.dty
     norm.weight.data = torch.randn(shape[-1]).to(dtype)
     x = torch.randn(shape).to(dtype)
     expected = norm(x)
-    units = {torch.float32: 2**-20, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+    # A sum in another order can move what is normalised by a unit, and the product with the weight is rounded once more.
+    units = {torch.float32: 2**-20, torch.bfloat16: 2**-6, torch.float16: 2**-9}[dtype]
     torch.testing.assert_close(elementwise.rms_norm(x, norm.weight, 1e-6), expected, rtol=units, atol=units / 64)
     transposed = x.transpose(0, -2).contiguous().transpose(0, -2)
     torch.testing.assert_close(

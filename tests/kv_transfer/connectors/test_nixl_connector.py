@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pdserve.errors import SetupError
 from pdserve.keys import Layout
@@ -27,6 +28,9 @@ from pdserve.kv_transfer.rules.trial import make_layout
 
 BLOCK_BYTES = 16384
 OK, MISSING, CORRUPT, UNAVAILABLE = Outcome.OK, Outcome.MISSING, Outcome.CORRUPT, Outcome.UNAVAILABLE
+
+# NIXL imports torch to see for which CUDA it is, if for any: seconds for each process.
+NO_TORCH = "" if torch.version.cuda else "import sys; sys.modules['torch'] = None"
 
 OWNER = """
 import json, sys, time
@@ -77,7 +81,7 @@ class Owner:
 
     def __init__(self, seed: int = 1, *, block_bytes: int = BLOCK_BYTES, blocks: int = 64, tls: str = "") -> None:
         self.rows: Row = np.random.default_rng(seed).integers(0, 256, (blocks, block_bytes), dtype=np.uint8)
-        command = [sys.executable, "-c", OWNER, "nixl://", *map(str, (block_bytes, blocks, seed))]
+        command = [sys.executable, "-c", NO_TORCH + OWNER, "nixl://", *map(str, (block_bytes, blocks, seed))]
         environment = os.environ | ({"UCX_TLS": tls} if tls else {})
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
