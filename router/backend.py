@@ -1,4 +1,4 @@
-"""The stream of one request's tokens, as the HTTP side sees it: the seam between text (api) and tokens (dispatch)."""
+"""The interface between the HTTP side (text) and dispatch (tokens): a backend opens one token stream per request."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -10,75 +10,86 @@ from pdserve.router.telemetry.timeline import Timeline
 
 @dataclass(slots=True)
 class Chunk:
-    """New tokens, and on the last chunk why it is the last: stop (EOS or a stop token, kept as last id) or length.
+    """Consecutive new tokens of a stream.
 
-    `logprobs` belong to the tokens, one for each, if the request asks for them."""
+    Attributes:
+        token_ids: the tokens; may be empty in the last chunk.
+        finish_reason: set in the last chunk: `stop` (EOS or a stop token, which is the last id) or `length`.
+        logprobs: one entry per token if the request asks for them, else empty.
+    """
 
     token_ids: list[int]
     finish_reason: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
-    def extend(self, more: "Chunk") -> None:
-        """Takes the chunk that follows."""
-        self.token_ids += more.token_ids
-        self.logprobs += more.logprobs
-        self.finish_reason = more.finish_reason
+    def extend(self, other: "Chunk") -> None:
+        """Append the chunk that follows this one."""
+        self.token_ids += other.token_ids
+        self.logprobs += other.logprobs
+        self.finish_reason = other.finish_reason
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What the serving instances agree on."""
+    """Properties of the served model that hold for all attached instances."""
 
     name: str
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
-    weights: bytes  # digest of the model, the root of all block keys
-    block_sizes: frozenset[int]  # tokens; one, unless instances convert
-    grammars: bool = False  # outputs can be made to follow grammars
-    by_priority: bool = False  # all instances schedule by it
+    model_digest: bytes  # digest of config and weights, the root of all block keys
+    block_sizes: frozenset[int]  # in tokens; more than one only if instances convert KV layouts
+    supports_grammars: bool = False  # all instances can constrain outputs to a grammar
+    supports_priorities: bool = False  # all instances schedule by priority
 
 
 class TokenStream(Protocol):
-    """Tokens of one request: at each turn the chunks that have come meanwhile, at least one; for a request that wants the
-    whole, one at the end, or before an error. Iterating ends after the chunk with a finish reason, or raises RequestError."""
+    """The tokens of one request as an asynchronous iterator.
+
+    Each iteration yields all chunks that have arrived since the last one, at least one. A request with `whole` yields
+    once, at the end or before an error. The iteration ends after the chunk with a finish reason, or raises
+    `RequestError`.
+    """
 
     timeline: Timeline
 
     def __aiter__(self) -> AsyncIterator[list[Chunk]]: ...
 
     def cancel(self, finish_reason: str = "cancelled") -> None:
-        """Frees the request's blocks everywhere. Harmless when it is over already; may be called at any time.
+        """Abort the request on all instances and free its blocks. May be called at any time; no effect after the end.
 
-        `finish_reason` is what the timeline says: "stop" when the router has found a stop string.
+        Args:
+            finish_reason: recorded in the timeline; `stop` if the router has found a stop string.
         """
 
 
 class Backend(Protocol):
-    """What the HTTP side needs of the fleet. `dispatch.Dispatcher` is the real one."""
+    """The HTTP side's view of the fleet, implemented by `dispatch.Dispatcher`."""
 
     def model(self) -> ModelInfo | None:
-        """None until the first instance has registered."""
+        """Return the served model; None until the first instance has registered."""
 
     def ready(self) -> tuple[bool, str]:
-        """Whether a request could be served now, and the reason in words if not."""
+        """Return (True, ...) if a request can be served now, else (False, reason)."""
 
     def open(self, request: Request) -> TokenStream:
-        """Starts the request.
+        """Start a request.
 
         Raises:
-            RequestError: nobody can serve it, or it can never fit.
+            RequestError: no instance can serve it, it can never fit, or it would break the SLO.
         """
 
     def instances(self) -> list[dict[str, object]]:
-        """One dict per registered instance, for /debug/instances."""
+        """Return one entry per attached instance, for /debug/instances."""
 
-    def timeline(self, request_id: str) -> Timeline | None: ...
+    def timeline(self, request_id: str) -> Timeline | None:
+        """Return a recent request's timeline; None if it is unknown."""
 
     def drain(self, instance_id: str, role: str = "") -> None:
-        """Asks an instance to hand over or end what it has, and then to serve in this role; empty: to end.
+        """Ask an instance to hand over or finish its requests, and then to serve as `role`; if that is empty, to exit.
 
         Raises:
-            NotFound: nobody has this id.
-            Conflict: nobody else could serve meanwhile, it drains already, or the role does not go with the others.
+            NotFound: no instance with this id is attached.
+            Conflict: the other instances could not serve alone, the instance is already draining, or the role is
+                incompatible with the other instances.
         """

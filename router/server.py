@@ -1,4 +1,4 @@
-"""The process of one router: the HTTP server and the control server on one event loop, from start to end."""
+"""The router process: builds the HTTP server and the control server, and runs both on one event loop until a signal."""
 
 import asyncio
 import contextlib
@@ -21,19 +21,19 @@ import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pdserve.config import RouterConfig
-from pdserve.control.certificates import check_pair, server_context
-from pdserve.control.corked import Corked
+from pdserve.control.certificates import check_key_pair, server_context
+from pdserve.control.coalescing_transport import CoalescingTransport
 from pdserve.control.registry import Registry
 from pdserve.errors import SetupError
 from pdserve.router.dispatch.dispatcher import Dispatcher
-from pdserve.router.instances.control import Control
+from pdserve.router.instances.control_server import ControlServer
 from pdserve.router.instances.fleet import Fleet
-from pdserve.router.limits.key_file import Key, declared
+from pdserve.router.limits.key_file import ApiKey, load_api_keys
 from pdserve.router.limits.shared_quota import SharedQuotas
 from pdserve.router.scheduling.policy import POLICIES
-from pdserve.router.telemetry.events import Events
+from pdserve.router.telemetry.events import EventLog
 from pdserve.router.telemetry.metrics import Metrics
-from pdserve.router.telemetry.timeline import log_ended
+from pdserve.router.telemetry.timeline import log_finished
 from pdserve.router.telemetry.tracing import Tracer
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
@@ -43,15 +43,15 @@ from pdserve.router.web.overview import Overview
 
 log = logging.getLogger(__name__)
 
-INTERRUPTED_S = 5  # for requests to end after Ctrl-C
-ATTACH_S = 5.0  # a router that shares its port waits so long for instances before it takes connections
+INTERRUPT_GRACE_S = 5  # for requests to finish after Ctrl-C
+ATTACH_TIMEOUT_S = 5.0  # for which a router that shares its port waits for instances before it accepts connections
 
 
 def serve(config: RouterConfig) -> None:
-    """Runs a router in this process until SIGTERM or SIGINT.
+    """Run a router in this process until SIGTERM or SIGINT.
 
     Raises:
-        SetupError: a port is taken, the tokenizer, a certificate or the file of keys cannot be read, the policy is unknown.
+        SetupError: a port is taken; the tokenizer, a certificate or the key file cannot be read; or a policy is unknown.
     """
     config = replace(
         config,
@@ -62,12 +62,11 @@ def serve(config: RouterConfig) -> None:
     for flag in ("policy", "prefill_policy", "decode_policy"):
         name = getattr(config, flag) or config.policy
         if name not in POLICIES:
-            known = ", ".join(POLICIES)
-            raise SetupError(f"--{flag.replace('_', '-')} {name} is unknown; there are {known}")
+            raise SetupError(f"--{flag.replace('_', '-')} {name} is unknown; choose one of {', '.join(POLICIES)}")
     if config.ssl_certfile:
-        check_pair("--ssl", config.ssl_certfile, config.ssl_keyfile)
+        check_key_pair("--ssl", config.ssl_certfile, config.ssl_keyfile)
     tls = server_context(config)
-    keys = declared(config.api_key, config.keys_file)
+    keys = load_api_keys(config.api_key, config.keys_file)
     listening = [listen(config)]
     if config.own_port is not None:
         listening.append(listen(replace(config, port=config.own_port, own_port=None, reuse_port=False)))
@@ -77,11 +76,12 @@ def serve(config: RouterConfig) -> None:
 
 async def _serve(
     config: RouterConfig,
-    keys: list[Key],
+    keys: list[ApiKey],
     tls: ssl.SSLContext | None,
     tokenizer: Tokenizer,
     listening: list[socket.socket],
 ) -> None:
+    """Build all parts of the router, serve until a signal, and shut down in reverse order."""
     fleet = Fleet(f"router-{secrets.token_hex(4)}", config.name, config.lease_seconds)
     metrics = Metrics(fleet)
     registry = None
@@ -90,22 +90,24 @@ async def _serve(
     dispatcher = Dispatcher(config, fleet, metrics)
     tracer = Tracer(config.otlp_endpoint) if config.otlp_endpoint else None
     if tracer is not None:
-        dispatcher.watchers.append(tracer.finished)
+        dispatcher.finish_listeners.append(tracer.export)
     if config.log_requests:
-        dispatcher.watchers.append(log_ended)
-    events = Events()
+        dispatcher.finish_listeners.append(log_finished)
+    events = EventLog()
     logging.getLogger("pdserve").addHandler(events)
     overview = Overview(dispatcher, metrics, events)
     admission = AdmissionController(keys, config, metrics)
-    app = create_app(config, tokenizer, dispatcher, admission, metrics.text, dispatcher.timelines.latest, overview.now)
-    control = Control(fleet, config.control_token)
+    app = create_app(
+        config, tokenizer, dispatcher, admission, metrics.text, dispatcher.timelines.latest, overview.snapshot
+    )
+    control = ControlServer(fleet, config.control_token)
     control_port = await control.listen(config.control_host, config.control_port, tls)
     https: dict[str, Any] = (
         {"ssl_certfile": config.ssl_certfile, "ssl_keyfile": config.ssl_keyfile} if config.ssl_certfile else {}
     )
     settings = uvicorn.Config(
         app,
-        http=CorkedHttp,
+        http=CoalescingHttpProtocol,
         ws="none",
         log_level="warning",
         access_log=False,
@@ -114,52 +116,55 @@ async def _serve(
         **https,
     )
     ports = f"clients on port {listening[0].getsockname()[1]}, instances on port {control_port}"
-    server = _Server(settings, config.drain_seconds, ports)
+    server = _HttpServer(settings, config.drain_seconds, ports)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
-    watching = [fleet.watch(), dispatcher.watch()]
+    loops = [fleet.expire_leases(), dispatcher.watch_progress()]
     if registry is not None:
-        watching.append(registry.announce(config.announce_host or config.control_host, control_port))
-        watching.append(SharedQuotas(registry, fleet.router_id, admission.quotas).run())
-    watches = [asyncio.create_task(watch) for watch in watching]
-    for watch in watches:  # without one of them nothing would ever be late, and no instance lost
-        watch.add_done_callback(lambda _: server.handle_exit(signal.SIGINT, None))
+        loops.append(registry.announce(config.announce_host or config.control_host, control_port))
+        loops.append(SharedQuotas(registry, fleet.router_id, admission.quotas).run())
+    tasks = [asyncio.create_task(loop) for loop in loops]
+    for task in tasks:  # without them there are no timeouts and no leases, so the router stops if one of them ends
+        task.add_done_callback(lambda _: server.handle_exit(signal.SIGINT, None))
     try:
         if config.reuse_port:
-            await _attached(dispatcher, server)
+            await _wait_for_instances(dispatcher, server)
         await server.serve(sockets=listening)
     finally:
-        for watch in watches:
-            watch.cancel()
-        ended = await asyncio.gather(*watches, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
         if registry is not None:
             await registry.close()
         await control.close()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
-        for defect in ended:
-            if isinstance(defect, Exception):
-                raise defect
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
 
 
-async def _attached(dispatcher: Dispatcher, server: uvicorn.Server) -> None:
-    """Until instances are there: others take the connections meanwhile. Not for long, as they may be waiting too."""
-    give_up = time.monotonic() + ATTACH_S
-    while not dispatcher.ready()[0] and not server.should_exit and time.monotonic() < give_up:
+async def _wait_for_instances(dispatcher: Dispatcher, server: uvicorn.Server) -> None:
+    """Wait until the router is ready, while other routers accept the connections to the shared port.
+
+    The wait is limited to `ATTACH_TIMEOUT_S`, because all routers may be waiting.
+    """
+    deadline = time.monotonic() + ATTACH_TIMEOUT_S
+    while not dispatcher.ready()[0] and not server.should_exit and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
 
 
-class CorkedHttp(HttpToolsProtocol):
-    """uvicorn's, which writes the head and the body of an answer apart."""
+class CoalescingHttpProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP protocol on a corked transport: head and body of a response leave in one write instead of two."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(Corked(transport))  # type: ignore[arg-type]  # all that is used of a transport
+        super().connection_made(CoalescingTransport(transport))  # type: ignore[arg-type]  # `Corked` has all the methods that uvicorn uses
 
 
-class _Server(uvicorn.Server):
-    """Ends at SIGTERM once its requests have ended, at another or at Ctrl-C soon.
+class _HttpServer(uvicorn.Server):
+    """uvicorn server with a graceful shutdown: SIGTERM drains the requests; Ctrl-C or a second signal exits soon.
 
-    uvicorn's own handlers raise the signal once more when it has ended, and what is closed after that would be cut off.
+    uvicorn's own signal handlers raise the signal again at the end, which would cut off the rest of our shutdown.
     """
 
     def __init__(self, config: uvicorn.Config, drain_seconds: float, ports: str) -> None:
@@ -169,17 +174,19 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        gc.freeze()  # what is loaded stays: walking through it takes 0.1 s, in which no stream moves
-        gc.set_threshold(20_000)  # young objects, instead of 700
+        gc.freeze()  # exempt what is loaded from collection: a scan takes 0.1 s and stalls all streams
+        gc.set_threshold(20_000)  # young objects per collection; the default is 700
         log.info("router: %s", self._ports)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        patience = self._drain_seconds if sig == signal.SIGTERM else min(INTERRUPTED_S, self._drain_seconds)
-        self.config.timeout_graceful_shutdown = patience
+        """Begin the shutdown; a second call forces the exit."""
+        grace = self._drain_seconds if sig == signal.SIGTERM else min(INTERRUPT_GRACE_S, self._drain_seconds)
+        self.config.timeout_graceful_shutdown = grace
         if not self.should_exit:
-            log.info("ending: what is under way may take %d s", patience)
+            log.info("shutting down: running requests may take %d s", grace)
         self.force_exit, self.should_exit = self.should_exit, True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Replace uvicorn's signal handlers by none; see the class."""
         yield

@@ -1,20 +1,21 @@
-"""The hand-over of one request, as a state machine without I/O: events go in, actions come out.
+"""Hand-over state machine of one request. Sans-IO: events go in, actions come out.
 
-                        ┌──────────────────────── prefill lost, failed or late ────────────────────────┐
+                        ┌──────────────── prefill lost, failed or timed out ────────────────────────────┐
                         │                                  │                                           ▼
     PREFILLING ── first token ──► TRANSFERRING ── all stored ──► LOADING ── first decoded token ──► DECODING ──► FINISHED
         │  ▲ owner: prefill           owner: prefill               owner: decode                  owner: decode
-        ▲  └── the client gone: in any state ──► CANCELLED
-        │└──── decode drained: in any state
-        └───── decode lost, failed or late: in any state, a few times; then, or if nobody can take over ──► FAILED
+        ▲  └── cancelled by the client, in any state ──► CANCELLED
+        │└──── decode drained, in any state
+        └───── decode lost, failed or timed out, in any state, up to MAX_MIGRATIONS times; then, or if there is no other
+               instance ──► FAILED
 
-The owner of a state is the instance that must act next; when the state's time runs out, the owner is taken to have
-failed. A failed prefill costs time only: decode is told that no more KV will come, computes what is missing, and samples
-the first token itself if need be, so the tokens are the same. A failed decode costs time as long as another pair of
-instances can take over: prompt plus emitted tokens are prefilled again, and the stream goes on where it stopped.
+The owner of a state is the instance that must act next. When the state's timeout expires, the owner counts as failed. A
+failed prefill only costs time: decode is told that no more KV will come, computes the missing KV, and samples the first token
+itself if necessary, so the tokens are the same. A failed decode also only costs time as long as other instances can take
+over: prompt plus emitted tokens are prefilled again, and the stream continues after the last emitted token.
 
-Whatever the exit, every instance that still holds something of the request is told to let go: CANCEL_PREFILL and
-CANCEL_DECODE are harmless for one that has finished.
+On every exit, each instance that still holds blocks of the request is told to release them. CANCEL_PREFILL and CANCEL_DECODE
+have no effect on an instance that has finished.
 """
 
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from enum import StrEnum
 
 
 class State(StrEnum):
+    """States of a hand-over; the last three are final."""
+
     PREFILLING = "prefilling"
     TRANSFERRING = "transferring"
     LOADING = "loading"
@@ -32,23 +35,27 @@ class State(StrEnum):
 
 
 class Event(StrEnum):
-    FIRST_TOKEN = "first_token"  # prefill has sampled token 1
-    STORED = "stored"  # all KV is in the store, or as much as ever will be
+    """Inputs of the machine."""
+
+    FIRST_TOKEN = "first_token"  # prefill has sampled the first token
+    STORED = "stored"  # prefill has stored all KV, or all that it ever will
     DECODED = "decoded"  # decode has produced a token
-    FINISHED = "finished"  # the instance whose turn it is says that the output is complete
+    FINISHED = "finished"  # the owner reports that the output is complete
     PREFILL_FAILED = "prefill_failed"
     DECODE_FAILED = "decode_failed"
-    LATE = "late"  # no progress within the state's time
-    DRAINED = "drained"  # decode is to take nothing more, and others can go on
-    UNPLACED = "unplaced"  # nobody can take the request, or it was refused: trying again would not help
-    CANCELLED = "cancelled"  # the client has gone, or has what it wanted
+    TIMED_OUT = "timed_out"  # no progress within the state's timeout
+    DRAINED = "drained"  # decode is draining, and other instances can take over
+    UNPLACED = "unplaced"  # no instance can take the request, or it was rejected: a retry would not help
+    CANCELLED = "cancelled"  # the client disconnected, or has all that it asked for
 
 
 class Action(StrEnum):
+    """Outputs of the machine, for the dispatcher to carry out."""
+
     FINALIZE = "finalize"  # tell decode that no more KV will be stored
     CANCEL_PREFILL = "cancel_prefill"
     CANCEL_DECODE = "cancel_decode"
-    RESUME = "resume"  # choose instances anew, submit prompt plus emitted tokens, and call `resumed`
+    MIGRATE = "migrate"  # select other instances, submit prompt plus emitted tokens, and call `restart`
     FAIL = "fail"  # end the client's stream with an error
 
 
@@ -58,29 +65,29 @@ OWNER: dict[State, str] = {
     State.LOADING: "decode",
     State.DECODING: "decode",
 }
-ENDED = frozenset({State.FINISHED, State.FAILED, State.CANCELLED})
+FINAL_STATES = frozenset({State.FINISHED, State.FAILED, State.CANCELLED})
 
-MAX_RESUMPTIONS = 3
-_BOTH = (Action.CANCEL_PREFILL, Action.CANCEL_DECODE)
-_Rule = tuple[State, tuple[Action, ...]]
+MAX_MIGRATIONS = 3  # after faults; drains are not counted
+_CANCEL_BOTH = (Action.CANCEL_PREFILL, Action.CANCEL_DECODE)
+_Transition = tuple[State, tuple[Action, ...]]
 
-# Events that mean the same in every state that has not ended.
-_ANYWHERE: dict[Event, _Rule] = {
-    Event.FINISHED: (State.FINISHED, _BOTH),
-    Event.DECODE_FAILED: (State.PREFILLING, (*_BOTH, Action.RESUME)),
-    Event.DRAINED: (State.PREFILLING, (*_BOTH, Action.RESUME)),
-    Event.UNPLACED: (State.FAILED, (Action.FAIL, *_BOTH)),
-    Event.CANCELLED: (State.CANCELLED, _BOTH),
+# Transitions of events that mean the same in all states that are not final.
+_FROM_ANY_STATE: dict[Event, _Transition] = {
+    Event.FINISHED: (State.FINISHED, _CANCEL_BOTH),
+    Event.DECODE_FAILED: (State.PREFILLING, (*_CANCEL_BOTH, Action.MIGRATE)),
+    Event.DRAINED: (State.PREFILLING, (*_CANCEL_BOTH, Action.MIGRATE)),
+    Event.UNPLACED: (State.FAILED, (Action.FAIL, *_CANCEL_BOTH)),
+    Event.CANCELLED: (State.CANCELLED, _CANCEL_BOTH),
 }
-_RULES: dict[tuple[State, Event], _Rule] = {
+_TRANSITIONS: dict[tuple[State, Event], _Transition] = {
     (State.PREFILLING, Event.FIRST_TOKEN): (State.TRANSFERRING, ()),
     (State.PREFILLING, Event.PREFILL_FAILED): (State.LOADING, (Action.FINALIZE, Action.CANCEL_PREFILL)),
     (State.TRANSFERRING, Event.STORED): (State.LOADING, ()),
-    # Decode had, or loaded early, all that it lacked.
+    # Decode had all the KV it needed in its pool, or loaded it while it was being stored.
     (State.TRANSFERRING, Event.DECODED): (State.DECODING, ()),
     (State.TRANSFERRING, Event.PREFILL_FAILED): (State.LOADING, (Action.FINALIZE, Action.CANCEL_PREFILL)),
     (State.LOADING, Event.DECODED): (State.DECODING, ()),
-    # Prefill has nothing left to fail at, or its news was under way when it was given up.
+    # Prefill has no work left that could fail, or its frame crossed with the cancellation.
     (State.LOADING, Event.FIRST_TOKEN): (State.LOADING, ()),
     (State.LOADING, Event.STORED): (State.LOADING, ()),
     (State.LOADING, Event.PREFILL_FAILED): (State.LOADING, ()),
@@ -92,62 +99,63 @@ _RULES: dict[tuple[State, Event], _Rule] = {
 
 
 class IllegalTransition(AssertionError):
-    """An instance said something that cannot be true in this state: a defect of ours, not of the client."""
+    """An instance reported an event that is impossible in the current state: a bug, not a fault of the client."""
 
 
 @dataclass
-class HandOver:
-    """Where one request stands. `state_timeout_s` bounds the time without progress in each state that has an owner.
+class HandOverMachine:
+    """State of one request's hand-over.
 
     Attributes:
-        split: prefill and decode are different instances. Else the one instance owns everything, and its failure is
-            a decode failure.
-        since: the clock's reading at the last progress.
-        resumptions: how often the request may still move to other instances after a fault.
+        last_progress_at: time of the last progress, on the caller's clock.
+        state_timeout_s: maximum time without progress in each state that has an owner.
+        is_split: prefill and decode are different instances. If not, the one instance owns everything, and its failure is a
+            decode failure.
+        migrations_left: how many more times the request may migrate after a fault; negative once that is exceeded.
     """
 
-    since: float
+    last_progress_at: float
     state_timeout_s: float
-    split: bool = True
-    resumptions: int = MAX_RESUMPTIONS
+    is_split: bool = True
+    migrations_left: int = MAX_MIGRATIONS
     state: State = State.PREFILLING
 
     def __post_init__(self) -> None:
-        self.resumed(self.split)
+        self.restart(self.is_split)
 
-    def resumed(self, split: bool) -> None:
-        """Other instances have been asked; `split` as in the attributes."""
-        self.split = split
-        self.state = State.PREFILLING if split else State.LOADING
+    def restart(self, is_split: bool) -> None:
+        """Begin anew: the request has been submitted to other instances."""
+        self.is_split = is_split
+        self.state = State.PREFILLING if is_split else State.LOADING
 
     @property
-    def ended(self) -> bool:
-        return self.state in ENDED
+    def is_over(self) -> bool:
+        return self.state in FINAL_STATES
 
     def handle(self, event: Event, now: float) -> tuple[Action, ...]:
-        """Moves on and says what to do. Events after the end do nothing.
+        """Make the transition and return its actions. Events in a final state have no effect.
 
         Raises:
-            IllegalTransition: the event cannot happen in this state.
+            IllegalTransition: the event is impossible in this state.
         """
-        if self.ended:
+        if self.is_over:
             return ()
-        if event is Event.LATE:
+        if event is Event.TIMED_OUT:
             event = Event.PREFILL_FAILED if OWNER[self.state] == "prefill" else Event.DECODE_FAILED
         if event is Event.DECODE_FAILED:
-            self.resumptions -= 1
-            event = Event.DECODE_FAILED if self.resumptions >= 0 else Event.UNPLACED
-        rule = _ANYWHERE.get(event) or _RULES.get((self.state, event))
-        if rule is None:
+            self.migrations_left -= 1
+            event = Event.DECODE_FAILED if self.migrations_left >= 0 else Event.UNPLACED
+        transition = _FROM_ANY_STATE.get(event) or _TRANSITIONS.get((self.state, event))
+        if transition is None:
             raise IllegalTransition(f"{event} in state {self.state}")
-        self.state, actions = rule
-        self.since = now
+        self.state, actions = transition
+        self.last_progress_at = now
         return actions
 
-    def progressed(self, at: float) -> None:
-        """The owner is at work, on this request or on those before it in its queue: a full queue is not a fault."""
-        self.since = max(self.since, at)
+    def record_progress(self, at: float) -> None:
+        """Record that the owner worked at time `at`, on this request or on earlier ones: a long queue is not a fault."""
+        self.last_progress_at = max(self.last_progress_at, at)
 
-    def late(self, now: float) -> bool:
-        """Whether the state's time has run out; then `handle(Event.LATE)` is due."""
-        return not self.ended and now - self.since > self.state_timeout_s
+    def is_timed_out(self, now: float) -> bool:
+        """Return True if the state's timeout has expired; the caller then handles `Event.TIMED_OUT`."""
+        return not self.is_over and now - self.last_progress_at > self.state_timeout_s

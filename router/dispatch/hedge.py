@@ -1,6 +1,7 @@
-"""A prefill that is late is asked of another instance too.
+"""Hedged prefills (hedged requests: Dean & Barroso, The Tail at Scale, 2013).
 
-Who has the first token first goes on; both compute, and store under the same keys, the same KV.
+A late prefill is submitted to a second instance too. Both compute the same KV and store it under the same keys; the first
+instance to produce a token wins, and the other one is cancelled.
 """
 
 import math
@@ -14,58 +15,62 @@ from pdserve.router.instances.fleet import InstanceHandle
 from pdserve.router.telemetry.metrics import Metrics
 
 
-class Hedges:
-    """What the second one says is held back until it turns out to be the faster one; then `on_output` gets it."""
+class PrefillHedger:
+    """Starts hedges, buffers their outputs, and replays the buffer into `on_output` if the hedge wins."""
 
     def __init__(
         self,
-        after: float | None,
+        delay: float | None,
         selector: InstanceSelector,
         metrics: Metrics,
         on_output: Callable[[InstanceHandle, pb.Output], None],
     ) -> None:
-        """A prefill is late `after` so many seconds; None: never."""
-        self.after = math.inf if after is None else after
+        """`delay` is the number of seconds after which a prefill is late; None disables hedging."""
+        self.delay = math.inf if delay is None else delay
         self._selector = selector
         self._metrics = metrics
         self._on_output = on_output
 
-    def watch(self, state: RequestState, now: float) -> None:
-        if not state.hedged and now - state.started > self.after:
+    def check(self, state: RequestState, now: float) -> None:
+        """Start a hedge if the request's prefill is late."""
+        if not state.hedge_tried and now - state.submitted_at > self.delay:
             self.start(state)
 
     def start(self, state: RequestState) -> None:
-        if state.machine.state is not State.PREFILLING or state.hedged:
+        """Submit the prefill to a second instance, if there is one; at most once per submission of the request."""
+        if state.machine.state is not State.PREFILLING or state.hedge_tried:
             return
         assert state.decode is not None
-        state.hedged = True
-        second = self._selector.second(state.placement_request, state.prefill, state.decode)
-        if second is not None:
-            state.hedge, decision = second
+        state.hedge_tried = True
+        selected = self._selector.select_hedge(state.placement_request, state.prefill, state.decode)
+        if selected is not None:
+            state.hedge, decision = selected
             state.timeline.decisions.append(("prefill", decision))
-            state.held.clear()
-            state.submit(state.hedge, pb.PREFILL, state.submission())
+            state.hedge_outputs.clear()
+            state.submit(state.hedge, pb.PREFILL, state.submit_frame())
             self._metrics.hedges.labels(outcome="asked").inc()
 
     def on_output(self, state: RequestState, instance: InstanceHandle, output: pb.Output) -> None:
-        state.held.append(output)
+        """Buffer an output of the hedge. With its first token it wins; with an error it is dropped."""
+        state.hedge_outputs.append(output)
         if output.HasField("error"):
             instance.release(state.id)
             state.hedge = None
         elif output.token_ids:
-            state.let_go(state.prefill)
-            self.prefer(state)
+            state.cancel_on(state.prefill)
+            self.promote(state)
 
-    def prefer(self, state: RequestState) -> None:
-        """It takes the first one's place, and has said what it has said."""
+    def promote(self, state: RequestState) -> None:
+        """Make the hedge the request's prefill instance, and replay its buffered outputs."""
         assert state.hedge is not None
         state.prefill, state.hedge = state.hedge, None
         state.timeline.prefill_instance = state.prefill.id
         self._metrics.hedges.labels(outcome="preferred").inc()
-        for output in state.held:
+        for output in state.hedge_outputs:
             self._on_output(state.prefill, output)
 
-    def drop(self, state: RequestState) -> None:
+    def cancel(self, state: RequestState) -> None:
+        """Cancel the hedge, if there is one."""
         if state.hedge is not None:
-            state.let_go(state.hedge)
+            state.cancel_on(state.hedge)
             state.hedge = None

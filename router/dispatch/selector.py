@@ -1,4 +1,4 @@
-"""Who serves a request: whoever could, those of them who can work together, and one of these by the policies."""
+"""Instance selection: filters the instances that can serve a request, and lets the policies pick among them."""
 
 import logging
 import secrets
@@ -20,13 +20,14 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Who is to serve a request.
+class Selection:
+    """The instances selected for a request.
 
     Attributes:
-        ask: with what each instance has cached.
-        decode: None: prefill does everything.
-        decisions: (role, how its instance was picked), for the timeline.
+        request: what the policies were given, with the cached tokens per instance.
+        prefill: the instance that computes the prompt, or does everything.
+        decode: the decode instance; None if `prefill` does everything.
+        decisions: (role, decision of its policy), for the timeline.
     """
 
     request: PlacementRequest
@@ -37,7 +38,7 @@ class Choice:
 
 
 class InstanceSelector:
-    """Knows instances and what was asked; what becomes of a request, it learns from `handed_over` only."""
+    """Selects instances for requests. It keeps no requests; it learns about failed hand-overs from `record_handover`."""
 
     def __init__(self, config: RouterConfig, fleet: Fleet, metrics: Metrics) -> None:
         self._fleet = fleet
@@ -48,61 +49,65 @@ class InstanceSelector:
             "decode": config.decode_policy or config.policy,
         }
         self._local_prefill_tokens = config.local_prefill_tokens
-        self._missed = ""  # the role that nobody had at the last choice
-        self._turn = secrets.randbits(32)  # routers that start together do not go round together
+        self._last_missing_role = ""  # the role without an eligible instance at the last selection; empty: none
+        self._turn = secrets.randbits(32)  # random, so that routers that start together do not rotate in step
 
     def select(
         self, request: PlacementRequest, keys: Mapping[int, Sequence[bytes]], avoid: InstanceHandle | None = None
-    ) -> Choice:
-        """Picks the prefill and the decode instance. `keys` are the prompt's, by block size.
+    ) -> Selection:
+        """Select the instances for a request.
+
+        Args:
+            keys: block size → block keys of the prompt.
+            avoid: an instance that is not eligible, such as the one that has just failed.
 
         Raises:
-            Unavailable: there is none of either kind.
+            Unavailable: no instance of any role is eligible.
         """
-        able = {role: self._able(role, avoid) for role in ("prefill", "decode")}
-        there = [role for role, instances in able.items() if instances]
-        if not there:
-            raise Unavailable(f"{self.missing(avoid)} is there to take it", kind="no_instance", retry_after_s=1)
+        eligible = {role: self._eligible(role, avoid) for role in ("prefill", "decode")}
+        roles = [role for role, instances in eligible.items() if instances]
+        if not roles:
+            raise Unavailable(f"{self.missing_roles(avoid)} is available", kind="no_instance", retry_after_s=1)
         self._turn += 1
-        alone = len(there) == 1 or all(instance.role == "both" for instance in able["prefill"])
-        request = request._replace(turn=self._turn, cached=self._cached(request.tokens, keys), alone=alone)
-        if len(there) == 1:
-            return self._stand_in(request, there[0], able[there[0]])
-        self._missed = ""
-        return self._place(request, able)
+        prefills_itself = len(roles) == 1 or all(instance.role == "both" for instance in eligible["prefill"])
+        cached = self._cached_tokens(request.tokens, keys)
+        request = request._replace(turn=self._turn, cached=cached, prefills_itself=prefills_itself)
+        if len(roles) == 1:
+            return self._select_single_role(request, roles[0], eligible[roles[0]])
+        self._last_missing_role = ""
+        return self._select_pair(request, eligible)
 
-    def second(
-        self, request: PlacementRequest, first: InstanceHandle, decode: InstanceHandle
+    def select_hedge(
+        self, request: PlacementRequest, prefill: InstanceHandle, decode: InstanceHandle
     ) -> tuple[InstanceHandle, Decision] | None:
-        """Picks who prefills for `decode` what `first` prefills too, if there is anybody."""
-        able = [
+        """Select a second instance for a prefill that `prefill` runs for `decode`; None if there is no other."""
+        eligible = [
             instance
-            for instance in self._partners(decode, self._able("prefill", avoid=first))
-            if instance is not decode
+            for instance in self._prefill_partners(decode, self._eligible("prefill", avoid=prefill))
+            if instance is not decode and instance.hello.namespace == prefill.hello.namespace
         ]
-        able = [instance for instance in able if instance.hello.namespace == first.hello.namespace]
-        if not able:
+        if not eligible:
             return None
-        decision = self._decide("prefill", request._replace(turn=self._turn), able)
-        return self._take("prefill", decision), decision
+        decision = self._decide("prefill", request._replace(turn=self._turn), eligible)
+        return self._commit("prefill", decision), decision
 
-    def missing(self, avoid: InstanceHandle | None = None) -> str:
-        """Which role nobody has, such as `no decode instance`, or nothing."""
-        roles = [role for role in ("prefill", "decode") if not self._able(role, avoid)]
+    def missing_roles(self, avoid: InstanceHandle | None = None) -> str:
+        """Describe the roles without an eligible instance, such as `no decode instance`; empty if there is none."""
+        roles = [role for role in ("prefill", "decode") if not self._eligible(role, avoid)]
         if not roles:
             return ""
         breakers, now = self._fleet.breakers, time.monotonic()
-        out = [name for name in self._fleet.instances if breakers.state(name, now) is not BreakerState.CLOSED]
-        but = f" but {', '.join(out)}, out after repeated faults," if out else ""
-        return f"no {' and no '.join(roles)} instance{but}"
+        tripped = [name for name in self._fleet.instances if breakers.state(name, now) is not BreakerState.CLOSED]
+        exclusion = f" (excluded after repeated faults: {', '.join(tripped)})" if tripped else ""
+        return f"no {' and no '.join(roles)} instance{exclusion}"
 
-    def handed_over(self, prefill: pb.Hello, decode: pb.Hello, blocks: int) -> None:
-        """Whether the two reach the same store is known once decode has tried to load what prefill stored: so many came."""
-        if self._reachability.handed_over((prefill.instance_id, decode.instance_id), blocks, time.monotonic()):
+    def record_handover(self, prefill: pb.Hello, decode: pb.Hello, blocks: int) -> None:
+        """Record how many blocks `decode` loaded of those that `prefill` had stored: it shows whether they share a store."""
+        if self._reachability.record_handover((prefill.instance_id, decode.instance_id), blocks, time.monotonic()):
             log.warning(
-                "%s (%s://) found nothing of what %s (%s://) had stored, %d times in a row: their --connector seems to lead "
-                "to different stores, or to one that is far too small. Prompts are computed twice; the two are kept apart "
-                "for a while if there are others.",
+                "%s (%s://) found none of the blocks that %s (%s://) had stored, in %d consecutive hand-overs: their "
+                "--connector URLs seem to lead to different stores, or the store is far too small. Prompts are computed "
+                "twice; the two are not paired for a while if there are other instances.",
                 decode.instance_id,
                 decode.connector,
                 prefill.instance_id,
@@ -112,72 +117,78 @@ class InstanceSelector:
             )
 
     def forget(self, instance: InstanceHandle) -> None:
-        """It has left."""
+        """Drop what was recorded about an instance that left."""
         self._reachability.forget(instance.id)
 
-    def _stand_in(self, request: PlacementRequest, role: str, able: list[InstanceHandle]) -> Choice:
-        """One of those who are there does everything: its role says what an instance is asked for, not what it can do."""
+    def _select_single_role(self, request: PlacementRequest, role: str, eligible: list[InstanceHandle]) -> Selection:
+        """Let an instance of the only available role do everything; every instance contains the code of both roles."""
         missing = "decode" if role == "prefill" else "prefill"
-        if missing != self._missed:
-            self._missed, extra = missing, {"event": "missing"}
-            log.warning("no %s instance is there: %s instances do everything meanwhile", missing, role, extra=extra)
-        decision = self._decide(role, request, able)
+        if missing != self._last_missing_role:
+            self._last_missing_role, extra = missing, {"event": "missing"}
+            log.warning("no %s instance is available: %s instances do everything for now", missing, role, extra=extra)
+        decision = self._decide(role, request, eligible)
         placement = Placement(role, f"no_{missing}_instance")
-        return Choice(request, self._take(role, decision), None, placement, [(role, decision)])
+        return Selection(request, self._commit(role, decision), None, placement, [(role, decision)])
 
-    def _place(self, request: PlacementRequest, able: dict[str, list[InstanceHandle]]) -> Choice:
-        if request.output_tokens == 1:  # the first token is all there is to do
-            decision = self._decide("prefill", request, able["prefill"])
-            instance = self._take("prefill", decision)
-            return Choice(request, instance, None, Placement("prefill", "one_token"), [("prefill", decision)])
-        decision = self._decide("decode", request, able["decode"])
-        decode, decisions = self._take("decode", decision), [("decode", decision)]
-        partners, both = self._partners(decode, able["prefill"]), decode.role == "both"
+    def _select_pair(self, request: PlacementRequest, eligible: dict[str, list[InstanceHandle]]) -> Selection:
+        """Pick the decode instance, then a prefill instance that can hand over to it, then the placement."""
+        if request.output_tokens == 1:  # nothing is left to decode after the first token
+            decision = self._decide("prefill", request, eligible["prefill"])
+            instance = self._commit("prefill", decision)
+            return Selection(request, instance, None, Placement("prefill", "one_token"), [("prefill", decision)])
+        decision = self._decide("decode", request, eligible["decode"])
+        decode, decisions = self._commit("decode", decision), [("decode", decision)]
+        partners = self._prefill_partners(decode, eligible["prefill"])
         if partners == [decode]:
-            return Choice(request, decode, None, Placement("both", "no_prefill_instance"), decisions)
+            return Selection(request, decode, None, Placement("both", "no_prefill_instance"), decisions)
         decision = self._decide("prefill", request, partners)
         prefill = self._fleet.instances[decision.chosen]
-        if both:
+        if decode.role == "both":
             placement = Placement("both" if prefill is decode else "split", "policy")
         else:
             placement = place(prefill.load, decode.load, request, self._local_prefill_tokens)
         if placement.way == "decode":
-            return Choice(request, decode, None, placement, decisions)
-        self._take("prefill", decision)
+            return Selection(request, decode, None, placement, decisions)
+        self._commit("prefill", decision)
         decisions.append(("prefill", decision))
-        return Choice(request, prefill, None if prefill is decode else decode, placement, decisions)
+        return Selection(request, prefill, None if prefill is decode else decode, placement, decisions)
 
-    def _decide(self, role: str, request: PlacementRequest, able: list[InstanceHandle]) -> Decision:
-        """What the role's policy says."""
+    def _decide(self, role: str, request: PlacementRequest, eligible: list[InstanceHandle]) -> Decision:
+        """Apply the role's policy."""
         request = request._replace(decode=role == "decode")
-        return decide(self._policies[role], [instance.load for instance in able], request)
+        return decide(self._policies[role], [instance.load for instance in eligible], request)
 
-    def _take(self, role: str, decision: Decision) -> InstanceHandle:
-        """Counts a decision that is carried out."""
+    def _commit(self, role: str, decision: Decision) -> InstanceHandle:
+        """Count a decision that takes effect, and return the chosen instance."""
         self._metrics.decisions.labels(role=role, policy=decision.policy).inc()
         return self._fleet.instances[decision.chosen]
 
-    def _cached(self, tokens: int, keys: Mapping[int, Sequence[bytes]]) -> dict[str, int]:
-        """Leading tokens of the prompt that each instance need not compute, by the index. The last token always is."""
+    def _cached_tokens(self, num_tokens: int, keys: Mapping[int, Sequence[bytes]]) -> dict[str, int]:
+        """Return instance id → cached leading tokens, by the prefix index. The last token always has to be computed."""
         cached: dict[str, int] = {}
-        for block_size, blocks_keys in sorted(keys.items(), reverse=True):  # an instance's own tells the most
-            most = (tokens - 1) // block_size
-            for name, blocks in self._fleet.index.match(blocks_keys).items():
-                cached[name] = (blocks if blocks < most else most) * block_size
+        for block_size, block_keys in sorted(keys.items(), reverse=True):  # smallest last: the own size matches most
+            max_blocks = (num_tokens - 1) // block_size
+            for name, blocks in self._fleet.index.match(block_keys).items():
+                cached[name] = (blocks if blocks < max_blocks else max_blocks) * block_size
         return cached
 
-    def _able(self, role: str, avoid: InstanceHandle | None = None) -> list[InstanceHandle]:
-        able = [instance for instance in self._fleet.serving(role, "both") if instance is not avoid]
+    def _eligible(self, role: str, avoid: InstanceHandle | None = None) -> list[InstanceHandle]:
+        """Return the instances for a role that accept requests and whose circuit breakers allow one more."""
+        instances = [instance for instance in self._fleet.serving(role, "both") if instance is not avoid]
         breakers, now = self._fleet.breakers, time.monotonic()
-        if not breakers.any_failed:
-            return able
-        return [instance for instance in able if breakers.allows(instance.id, len(instance.requests), now)]
+        if not breakers.any_faults:
+            return instances
+        return [instance for instance in instances if breakers.allows(instance.id, len(instance.requests), now)]
 
-    def _partners(self, decode: InstanceHandle, able: list[InstanceHandle]) -> list[InstanceHandle]:
-        """Who may prefill for it: those that reach its store, if any do. A `both` asks no other `both`, but itself."""
+    def _prefill_partners(self, decode: InstanceHandle, eligible: list[InstanceHandle]) -> list[InstanceHandle]:
+        """Return the instances that may prefill for `decode`: those that reach its store, or all if none does.
+
+        A `both` instance uses prefill instances and itself, but no other `both`.
+        """
         now = time.monotonic()
         if decode.role == "both":
-            able = [instance for instance in able if instance is decode or instance.role == "prefill"]
-        if not self._reachability.any_apart:
-            return able
-        return [instance for instance in able if not self._reachability.apart((instance.id, decode.id), now)] or able
+            eligible = [instance for instance in eligible if instance is decode or instance.role == "prefill"]
+        if not self._reachability.any_unreachable:
+            return eligible
+        reachable = [one for one in eligible if not self._reachability.is_unreachable((one.id, decode.id), now)]
+        return reachable or eligible

@@ -1,1 +1,1 @@
-"""Attached instances: their registration, lease, load, and the server that they connect to."""
+"""Attached instances: their registration, lease and load, and the server to which they connect."""

@@ -1,6 +1,6 @@
-"""The instances that serve this router: they dial in, say Hello, and stay as long as they are heard.
+"""The fleet: all instances attached to this router, from their Hello until their lease expires or they leave.
 
-What an instance says is handed to a `Listener`; what it is told goes through `InstanceHandle.send`.
+Frames from an instance are passed to a `FleetListener`; frames to an instance go through `InstanceHandle.send`.
 """
 
 import asyncio
@@ -9,25 +9,25 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pdserve.control.wire import PROTOCOL_VERSION
+from pdserve.control.frame_connection import PROTOCOL_VERSION
 from pdserve.costs import Costs
 from pdserve.keys import KEY_BYTES, Layout
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.router.scheduling.breaker import Breakers
-from pdserve.router.scheduling.policy import NOTHING, Candidate, Load
+from pdserve.router.scheduling.breaker import CircuitBreakers
+from pdserve.router.scheduling.policy import NO_LOAD, Candidate, Load
 from pdserve.router.scheduling.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
 
 ROLES = ("prefill", "decode", "both")
-MAX_NAME = 200  # characters of an instance's id
-HEARD = pb.RouterFrame(heard=pb.Heard())
+MAX_INSTANCE_ID_CHARS = 200
+HEARTBEAT_ACK = pb.RouterFrame(heard=pb.Heard())
 
 
 class Connection(Protocol):
-    """The way to an instance: its `Wire`."""
+    """Connection to an instance, as its handle needs it. Implemented by `FrameConnection`."""
 
-    def put(self, frame: pb.RouterFrame) -> None: ...
+    def send(self, frame: pb.RouterFrame) -> None: ...
 
     def close(self) -> None: ...
 
@@ -36,27 +36,31 @@ class Connection(Protocol):
 
 @dataclass(eq=False)
 class InstanceHandle:
-    """One attached instance.
+    """One attached instance: what it reported, and the requests that this router has running on it.
 
     Attributes:
-        beat: its last heartbeat.
-        load: what policies see of it: this router's requests as they are now, and other routers' as last heard.
-        heard: when its last frame came, on the router's monotonic clock.
-        stepped: when its engine was last seen to have moved on.
-        untold: how many blocks the prefix index has yet to be told of, and since when there are some.
-        requests: ids of the router's requests that it works on → what is left to do of them.
+        hello: its registration; replaced when it changes its role.
+        last_frame_at: arrival of its last frame, on the router's monotonic clock.
+        last_step_at: when its engine last made progress, on the same clock.
+        unpublished_blocks: number of block keys that it has not yet reported to the prefix index.
+        unpublished_since: when `unpublished_blocks` became positive.
+        heartbeat: its last heartbeat.
+        requests: ids of this router's requests on it → their remaining work.
+        other_load: sum of the remaining work of other routers' requests, as last reported.
+        is_draining: it accepts no new requests.
+        load: the view of the policies: this router's requests as of now, plus `other_load`.
     """
 
     hello: pb.Hello
-    wire: Connection
-    heard: float
-    stepped: float = 0.0
-    untold: int = 0
-    untold_since: float = 0.0
-    beat: pb.Heartbeat = field(default_factory=pb.Heartbeat)
+    connection: Connection
+    last_frame_at: float
+    last_step_at: float = 0.0
+    unpublished_blocks: int = 0
+    unpublished_since: float = 0.0
+    heartbeat: pb.Heartbeat = field(default_factory=pb.Heartbeat)
     requests: dict[str, Load] = field(default_factory=dict)
-    others: Load = NOTHING
-    draining: bool = False  # takes nothing new
+    other_load: Load = NO_LOAD
+    is_draining: bool = False
     id: str = field(init=False)
     role: str = field(init=False)
 
@@ -64,43 +68,45 @@ class InstanceHandle:
         self.id, self.role = self.hello.instance_id, self.hello.role
         self.load = Candidate(
             self.id,
-            both=self.role == "both",
+            is_both=self.role == "both",
             token_bytes=self.hello.block_bytes // max(1, self.hello.block_size),
             capacity_tokens=self.hello.num_blocks * self.hello.block_size,
         )
 
-    def give(self, request_id: str, left: Load) -> None:
-        """Notes what is left to do of a request, which may be a new one."""
-        self.load.replace(self.requests.get(request_id, NOTHING), left)
-        self.requests[request_id] = left
+    def assign(self, request_id: str, remaining: Load) -> None:
+        """Add a request, or update its remaining work."""
+        self.load.replace_load(self.requests.get(request_id, NO_LOAD), remaining)
+        self.requests[request_id] = remaining
 
     def release(self, request_id: str) -> None:
-        """Forgets a request, if it is known."""
-        self.load.replace(self.requests.pop(request_id, NOTHING), NOTHING)
+        """Remove a request, if it is assigned."""
+        self.load.replace_load(self.requests.pop(request_id, NO_LOAD), NO_LOAD)
 
     def index_age(self, now: float) -> float:
-        """Seconds since the prefix index knew all that there was to know of the instance's pool."""
-        return now - (self.untold_since if self.untold else self.heard)
+        """Return how many seconds the prefix index lags behind this instance's pool."""
+        return now - (self.unpublished_since if self.unpublished_blocks else self.last_frame_at)
 
-    def serves_as(self, hello: pb.Hello) -> None:
-        """It has drained and has another role now."""
-        self.hello, self.role, self.draining = hello, hello.role, False
-        self.load.both = hello.role == "both"
+    def change_role(self, hello: pb.Hello) -> None:
+        """Take over the new role of an instance that has finished draining."""
+        self.hello, self.role, self.is_draining = hello, hello.role, False
+        self.load.is_both = hello.role == "both"
 
-    def update_heartbeat(self, beat: pb.Heartbeat) -> None:
-        """Takes a heartbeat's news."""
-        if beat.HasField("costs"):
-            prefill, decode, transfer = (tuple(getattr(beat.costs, name)) for name in ("prefill", "decode", "transfer"))
-            self.load.learn(Costs(prefill, decode, transfer))
-        self.beat = beat
+    def update_heartbeat(self, heartbeat: pb.Heartbeat) -> None:
+        """Store a heartbeat, and its cost model if it carries one."""
+        if heartbeat.HasField("costs"):
+            prefill, decode, transfer = (
+                tuple(getattr(heartbeat.costs, name)) for name in ("prefill", "decode", "transfer")
+            )
+            self.load.update_costs(Costs(prefill, decode, transfer))
+        self.heartbeat = heartbeat
 
-    def update_other_load(self, others: pb.Load) -> None:
-        """Takes what other routers' requests come to."""
-        before, self.others = self.others, Load(*(getattr(others, name) for name in Load._fields))
-        self.load.replace(before, self.others)
+    def update_other_load(self, load: pb.Load) -> None:
+        """Replace the load of other routers' requests."""
+        previous, self.other_load = self.other_load, Load(*(getattr(load, name) for name in Load._fields))
+        self.load.replace_load(previous, self.other_load)
 
     def as_dict(self, now: float) -> dict[str, object]:
-        """What it said of itself, and what it has to do."""
+        """Return the instance's entry of /debug/instances."""
         return {
             "instance_id": self.id,
             "epoch": self.hello.epoch,
@@ -112,50 +118,56 @@ class InstanceHandle:
             "connector": self.hello.connector,
             "block_size": self.hello.block_size,
             "num_blocks": self.hello.num_blocks,
-            "free_blocks": self.beat.free_blocks,
-            "running": self.beat.running,
-            "waiting": self.beat.waiting,
+            "free_blocks": self.heartbeat.free_blocks,
+            "running": self.heartbeat.running,
+            "waiting": self.heartbeat.waiting,
             "requests": len(self.requests),
             "prefill_tokens": self.load.prefill_tokens,
             "output_tokens": self.load.output_tokens,
             "costs": vars(self.load.costs),
-            "draining": self.draining,
-            "last_heard_seconds": round(now - self.heard, 3),
+            "draining": self.is_draining,
+            "last_heard_seconds": round(now - self.last_frame_at, 3),
         }
 
     def send(self, frame: pb.RouterFrame) -> None:
-        self.wire.put(frame)
+        self.connection.send(frame)
 
 
-class Listener(Protocol):
-    def on_output(self, instance: InstanceHandle, output: pb.Output) -> None: ...
+class FleetListener(Protocol):
+    """Receives the fleet's events. Implemented by the dispatcher."""
 
-    def on_lost(self, instance: InstanceHandle) -> None: ...
+    def on_output(self, instance: InstanceHandle, output: pb.Output) -> None:
+        """Handle the output of one request from one engine step."""
 
-    def on_draining(self, instance: InstanceHandle) -> None: ...
+    def on_lost(self, instance: InstanceHandle) -> None:
+        """Handle the end of an instance, for whatever reason; it is no longer in the fleet."""
+
+    def on_draining(self, instance: InstanceHandle) -> None:
+        """Handle an instance that has begun to drain."""
 
 
 class Fleet:
-    """Everything runs on one event loop."""
+    """The attached instances, with their prefix index and circuit breakers. Everything runs on one event loop."""
 
     def __init__(self, router_id: str, model: str, lease_seconds: float) -> None:
         self.instances: dict[str, InstanceHandle] = {}
         self.index = PrefixIndex()
-        self.breakers = Breakers()
-        self.listener: Listener | None = None
+        self.breakers = CircuitBreakers()
+        self.listener: FleetListener | None = None
         self.num_lost = 0
         self.router_id = router_id
         self._model = model
         self._lease_seconds = lease_seconds
 
     def serving(self, *roles: str) -> list[InstanceHandle]:
-        return [m for m in self.instances.values() if m.role in roles and not m.draining]
+        """Return the instances of these roles that accept new requests."""
+        return [instance for instance in self.instances.values() if instance.role in roles and not instance.is_draining]
 
-    def fault(self, instance: InstanceHandle, now: float) -> None:
-        """It has failed a request."""
-        if self.breakers.failed(instance.id, now):
+    def record_fault(self, instance: InstanceHandle, now: float) -> None:
+        """Count a fault against the instance's circuit breaker."""
+        if self.breakers.record_fault(instance.id, now):
             log.warning(
-                "%s has failed again and again; it gets nothing for a while, then one request, to see",
+                "circuit breaker of %s opened after repeated faults: no requests for a while, then one as a probe",
                 instance.id,
                 extra={"event": "breaker", "instance": instance.id},
             )
@@ -163,116 +175,116 @@ class Fleet:
     def welcome(self) -> pb.Welcome:
         return pb.Welcome(router_id=self.router_id, lease_seconds=self._lease_seconds)
 
-    async def watch(self) -> None:
-        """Drops instances whose lease has run out: frozen, or behind a network that swallows frames."""
+    async def expire_leases(self) -> None:
+        """Run forever: deregister instances that sent no frame within their lease (frozen, or cut off by the network)."""
         while True:
             await asyncio.sleep(self._lease_seconds / 6)
             now = time.monotonic()
             for instance in list(self.instances.values()):
-                if now - instance.heard > self._lease_seconds:
-                    instance.wire.abort()  # what it has not read, it is not to read later
-                    self.deregister(instance, f"not heard for {self._lease_seconds} s")
+                if now - instance.last_frame_at > self._lease_seconds:
+                    instance.connection.abort()  # a frozen instance must not read the unsent frames when it wakes up
+                    self.deregister(instance, f"no frame within its lease of {self._lease_seconds} s")
 
-    def refusal(self, frame: pb.InstanceFrame) -> str:
-        """Why an instance may not serve here, or nothing."""
+    def rejection_reason(self, frame: pb.InstanceFrame) -> str:
+        """Return why an instance with this first frame cannot be registered; empty if it can."""
         hello = frame.hello
         if frame.WhichOneof("frame") != "hello" or hello.protocol_version != PROTOCOL_VERSION:
             return f"this router speaks control protocol {PROTOCOL_VERSION}, the instance {hello.protocol_version}"
-        if not hello.instance_id.isprintable() or len(hello.instance_id) > MAX_NAME:
-            return f"an instance's id has at most {MAX_NAME} characters, all of which can be printed"
+        if not hello.instance_id.isprintable() or len(hello.instance_id) > MAX_INSTANCE_ID_CHARS:
+            return f"an instance id has at most {MAX_INSTANCE_ID_CHARS} characters, all of them printable"
         if hello.role not in ROLES:
-            return f"role {hello.role!r} is unknown; there are {', '.join(ROLES)}"
+            return f"unknown role {hello.role!r}; the roles are {', '.join(ROLES)}"
         if hello.model != self._model:
-            return f"this router serves {self._model!r}, the instance {hello.model!r}: set --served-model-name alike"
+            return f"this router serves {self._model!r}, the instance {hello.model!r}: set the same --served-model-name"
         namesake = self.instances.get(hello.instance_id)
         if namesake is not None and namesake.hello.epoch != hello.epoch:
-            return (
-                f"an instance {hello.instance_id!r} is attached already; give another --instance-id, or stop that one"
-            )
+            return f"another instance {hello.instance_id!r} is attached; choose another --instance-id, or stop that one"
         for other in self.instances.values():
             if other.id != hello.instance_id and other.hello.namespace != hello.namespace:
-                refusal = _cannot_hand_over(hello, other.hello)
-                if refusal:
-                    return refusal
+                conflict = _handover_conflict(hello, other.hello)
+                if conflict:
+                    return conflict
         return ""
 
-    def register(self, hello: pb.Hello, wire: Connection) -> InstanceHandle:
-        """Takes in an instance that nothing speaks against (`refusal`)."""
+    def register(self, hello: pb.Hello, connection: Connection) -> InstanceHandle:
+        """Add an instance that passed `rejection_reason`. It replaces an earlier connection of the same instance."""
         if hello.instance_id in self.instances:
-            self.deregister(self.instances[hello.instance_id], "it has dialled again")
-        instance = self.instances[hello.instance_id] = InstanceHandle(hello, wire, heard=time.monotonic())
+            self.deregister(self.instances[hello.instance_id], "it has reconnected")
+        instance = self.instances[hello.instance_id] = InstanceHandle(hello, connection, last_frame_at=time.monotonic())
         extra = {"event": "joined", "instance": instance.id}
         log.info("%s joined as %s with %d blocks", instance.id, hello.role, hello.num_blocks, extra=extra)
         return instance
 
     def deregister(self, instance: InstanceHandle, reason: str) -> None:
-        """It serves here no more, if it did."""
+        """Remove an instance and close its connection. Does nothing if it is no longer registered."""
         if self.instances.get(instance.id) is not instance:
             return
         del self.instances[instance.id]
         self.index.forget(instance.id)
         self.num_lost += 1
-        extra = {"event": "drained" if instance.draining else "left", "instance": instance.id}
-        log.warning("%s left: %s; %d requests were with it", instance.id, reason, len(instance.requests), extra=extra)
-        instance.wire.close()
+        extra = {"event": "drained" if instance.is_draining else "left", "instance": instance.id}
+        log.warning("%s left: %s; it had %d requests", instance.id, reason, len(instance.requests), extra=extra)
+        instance.connection.close()
         assert self.listener is not None
         self.listener.on_lost(instance)
 
     def handle_frame(self, instance: InstanceHandle, frame: pb.InstanceFrame) -> None:
-        """Something that the instance says."""
+        """Process a frame of a registered instance; frames of others are ignored."""
         if self.instances.get(instance.id) is not instance:
             return
-        instance.heard = time.monotonic()
+        instance.last_frame_at = time.monotonic()
         assert self.listener is not None
         match frame.WhichOneof("frame"):
             case "draining":
                 extra = {"event": "draining", "instance": instance.id}
-                log.info("%s is draining; %d requests are with it", instance.id, len(instance.requests), extra=extra)
-                instance.draining = True
+                log.info("%s is draining; it has %d requests", instance.id, len(instance.requests), extra=extra)
+                instance.is_draining = True
                 self.listener.on_draining(instance)
             case "hello":
-                self._handle_role(instance, frame)
+                self._handle_role_change(instance, frame)
             case "blocks":
-                self._handle_blocks(instance, frame.blocks)
+                self._handle_kv_events(instance, frame.blocks)
             case "others":
                 instance.update_other_load(frame.others)
             case "heartbeat":
-                if frame.heartbeat.counters["engine_steps"] != instance.beat.counters["engine_steps"]:
-                    instance.stepped = instance.heard
+                if frame.heartbeat.counters["engine_steps"] != instance.heartbeat.counters["engine_steps"]:
+                    instance.last_step_at = instance.last_frame_at
                 instance.update_heartbeat(frame.heartbeat)
-                instance.send(HEARD)
+                instance.send(HEARTBEAT_ACK)
             case "step":
                 for output in frame.step.outputs:
                     self.listener.on_output(instance, output)
 
-    def _handle_role(self, instance: InstanceHandle, frame: pb.InstanceFrame) -> None:
-        if refusal := self.refusal(frame):
-            self.deregister(instance, refusal)
+    def _handle_role_change(self, instance: InstanceHandle, frame: pb.InstanceFrame) -> None:
+        if reason := self.rejection_reason(frame):
+            self.deregister(instance, reason)
         else:
-            log.info(
-                "%s serves as %s now", instance.id, frame.hello.role, extra={"event": "role", "instance": instance.id}
-            )
-            instance.serves_as(frame.hello)
+            extra = {"event": "role", "instance": instance.id}
+            log.info("%s now serves as %s", instance.id, frame.hello.role, extra=extra)
+            instance.change_role(frame.hello)
 
-    def _handle_blocks(self, instance: InstanceHandle, blocks: pb.Blocks) -> None:
-        self.index.remove(instance.id, _keys(blocks.removed))
-        self.index.add(instance.id, _keys(blocks.added))
-        assert self.index.blocks(instance.id) <= instance.hello.num_blocks, "it has more keys than blocks"
-        if blocks.untold and not instance.untold:
-            instance.untold_since = instance.heard
-        instance.untold = blocks.untold
+    def _handle_kv_events(self, instance: InstanceHandle, blocks: pb.Blocks) -> None:
+        self.index.remove(instance.id, _split_keys(blocks.removed))
+        self.index.add(instance.id, _split_keys(blocks.added))
+        assert self.index.num_blocks(instance.id) <= instance.hello.num_blocks, "more keys than blocks in the pool"
+        if blocks.untold and not instance.unpublished_blocks:
+            instance.unpublished_since = instance.last_frame_at
+        instance.unpublished_blocks = blocks.untold
 
 
-def _keys(joined: bytes) -> list[bytes]:
+def _split_keys(joined: bytes) -> list[bytes]:
     return [joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)]
 
 
-def _cannot_hand_over(one: pb.Hello, other: pb.Hello) -> str:
-    """Why two instances of different layouts may not serve together, or nothing. Any prefill may be paired with any decode,
-    so each of the two has to be able to decode what the other has prefilled, as far as their roles ask for it."""
-    if not Layout.like(one.layout).converts_to(Layout.like(other.layout)):
+def _handover_conflict(hello: pb.Hello, other: pb.Hello) -> str:
+    """Return why two instances with different namespaces cannot serve together; empty if they can.
+
+    Any prefill instance may be paired with any decode instance, so each of the two must be able to decode what the other one
+    has prefilled, if their roles require it.
+    """
+    if not Layout.from_message(hello.layout).is_convertible_to(Layout.from_message(other.layout)):
         return f"its weights or its KV layout differ from those of {other.instance_id}"
-    for prefill, decode in ((one, other), (other, one)):
+    for prefill, decode in ((hello, other), (other, hello)):
         if prefill.role != "decode" and decode.role != "prefill" and not decode.convert_kv:
             return (
                 f"{prefill.instance_id} has KV blocks of {prefill.layout.block_size} tokens in {prefill.layout.dtype}, "

@@ -1,1 +1,1 @@
-"""Scheduling decisions: plain functions and data that pick instances for a request."""
+"""Pure scheduling decisions: policies, placement, SLO check, circuit breakers, prefix index. No I/O, no clocks."""

@@ -1,71 +1,79 @@
-"""Which instances have failed so often that they get nothing for a while. The clock is the caller's.
+"""Circuit breakers of instances (Nygard, Release It!, 2007). The current time is an argument, in monotonic seconds.
 
-    closed ── the third fault in a row ──► open ── its pause is over ──► half-open ── a token ──► closed
-                                            ▲                             │ one request at a time
-                                            └────── another fault ────────┘ with twice the pause
+    closed ── third fault in a row ──► open ── pause over ──► half-open ── a token ──► closed
+                                        ▲                        │ one request at a time
+                                        └────── next fault ──────┘ with twice the pause
 
-A fault is the instance's own: it was lost while it served, or made no progress. What it refuses is the client's. Any token
-that it brings says that it works.
+A fault is the instance's own: its connection was lost while it served, or it made no progress. A request that it rejects
+is the client's fault and does not count. Any token that the instance produces closes its breaker.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-FAULTS = 3  # in a row, until nothing is sent any more
-INCIDENT_S = 1.0  # faults that are no farther apart are one: whatever happened, it hit many requests
-PAUSE_S = 5.0
-LONGEST_PAUSE_S = 60.0
-FORGOTTEN_S = 600.0
+FAULT_THRESHOLD = 3  # consecutive faults that open the breaker
+INCIDENT_WINDOW_S = 1.0  # faults within this time of the last one count once: one incident hits many requests
+BASE_PAUSE_S = 5.0
+MAX_PAUSE_S = 60.0
+FORGET_AFTER_S = 600.0
 
 
 class BreakerState(StrEnum):
+    """State of one breaker. The order is that of the metric `pdserve_breaker_state`: 0, 1, 2."""
+
     CLOSED = "closed"
     HALF_OPEN = "half_open"
     OPEN = "open"
 
 
 @dataclass(frozen=True)
-class _Record:
-    """Faults in a row, and when the last one was."""
+class _FaultRecord:
+    """Consecutive faults of one instance, and the time of the last one."""
 
     faults: int
-    at: float
+    last_fault_at: float
 
     @property
     def pause(self) -> float:
-        return min(LONGEST_PAUSE_S, PAUSE_S * 2.0 ** (self.faults - FAULTS)) if self.faults >= FAULTS else 0.0
+        """Seconds for which the breaker is open; 0 below the threshold."""
+        if self.faults < FAULT_THRESHOLD:
+            return 0.0
+        return min(MAX_PAUSE_S, BASE_PAUSE_S * 2.0 ** (self.faults - FAULT_THRESHOLD))
 
 
-class Breakers:
-    """Of all instances, by id: one that starts again under its name has still failed."""
+class CircuitBreakers:
+    """One circuit breaker per instance id. A record survives a restart of the instance under the same id."""
 
     def __init__(self) -> None:
-        self._records: dict[str, _Record] = {}
+        self._records: dict[str, _FaultRecord] = {}
 
     @property
-    def any_failed(self) -> bool:
-        """Lately. If not, all are closed, which most requests need not ask one by one."""
+    def any_faults(self) -> bool:
+        """True if any instance has a recorded fault. If False, all breakers are closed and need no check per instance."""
         return bool(self._records)
 
-    def failed(self, instance_id: str, now: float) -> bool:
-        """Whether it gets nothing more from now on."""
-        self._records = {name: one for name, one in self._records.items() if now - one.at < FORGOTTEN_S}
-        record = self._records.get(instance_id, _Record(0, now - FORGOTTEN_S))
-        if now - record.at <= INCIDENT_S:
+    def record_fault(self, instance_id: str, now: float) -> bool:
+        """Count a fault. Return True if the breaker is open after a fault that counted."""
+        self._records = {
+            name: record for name, record in self._records.items() if now - record.last_fault_at < FORGET_AFTER_S
+        }
+        record = self._records.get(instance_id, _FaultRecord(0, now - FORGET_AFTER_S))
+        if now - record.last_fault_at <= INCIDENT_WINDOW_S:
             return False
-        self._records[instance_id] = _Record(record.faults + 1, now)
+        self._records[instance_id] = _FaultRecord(record.faults + 1, now)
         return self.state(instance_id, now) is BreakerState.OPEN
 
-    def succeeded(self, instance_id: str) -> None:
+    def record_success(self, instance_id: str) -> None:
+        """Close the breaker and reset its count."""
         self._records.pop(instance_id, None)
 
     def state(self, instance_id: str, now: float) -> BreakerState:
         record = self._records.get(instance_id)
-        if record is None or record.faults < FAULTS:
+        if record is None or record.faults < FAULT_THRESHOLD:
             return BreakerState.CLOSED
-        return BreakerState.OPEN if now - record.at < record.pause else BreakerState.HALF_OPEN
+        return BreakerState.OPEN if now - record.last_fault_at < record.pause else BreakerState.HALF_OPEN
 
-    def allows(self, instance_id: str, requests: int, now: float) -> bool:
-        """Whether it may get a request when it has so many."""
+    def allows(self, instance_id: str, num_requests: int, now: float) -> bool:
+        """Return True if an instance with `num_requests` running requests may receive another one."""
         state = self.state(instance_id, now)
-        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and requests == 0)
+        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and num_requests == 0)

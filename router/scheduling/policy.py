@@ -1,9 +1,9 @@
-"""Who gets the next request: pure functions of a snapshot of the candidates.
+"""Routing policies: pure functions that score a snapshot of candidate instances; the lowest score wins.
 
-A policy scores candidates, and the lowest gets the request. Ties go to who has the least to compute of it, since that is good
-for whoever comes next, then to who has the fewest requests, then the least work, then round. Prefill and decode instances are
-picked by a policy each. What a policy cannot judge (a session policy and no session) it leaves to another by name, and the
-decision says so.
+Prefill and decode instances are picked by one policy each. Ties go to the candidate with the fewest uncached tokens of the
+prompt (only for prefill: the saved work benefits the next requests), then to the fewest requests, then to the least work,
+then in rotation. A policy that cannot judge a request (`session` without a session) delegates to another policy, and the
+decision names that one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,21 +17,22 @@ import xxhash
 
 from pdserve.costs import Costs
 
-NAME = attrgetter("instance_id")
-UNKNOWN = Costs()  # of an instance that has not told its own yet
-SHOWN = 8  # candidates in a decision's explanation
-SPREAD = 64  # tokens over which a wait before the second one counts as spread, when a decode instance is picked
+DEFAULT_COSTS = Costs()  # until an instance has reported its own
+MAX_EXPLAINED = 8  # candidates listed in a decision
+WAIT_SPREAD_TOKENS = 64  # a wait before the second token counts as spread over at most this many tokens (decode only)
+
+_instance_id = attrgetter("instance_id")
 
 
 class Load(NamedTuple):
-    """What is left to do, in tokens.
+    """Remaining work of one request, or the sum over several.
 
     Attributes:
-        prefill_tokens: of prompts, still to be computed.
-        output_tokens: still to be generated, at most.
-        context_tokens: whose KV is read in each decode step.
-        prefills: requests that have prompt tokens to be computed.
-        attended_tokens: of these, as in `costs.attended`.
+        prefill_tokens: prompt tokens still to be computed.
+        output_tokens: tokens still to be generated, at most.
+        context_tokens: tokens whose KV each decode step reads.
+        prefills: requests with prompt tokens still to be computed.
+        attended_tokens: (token, earlier token) pairs of the remaining prefills, as counted by `costs.attention_pairs`.
     """
 
     requests: int = 1
@@ -42,17 +43,18 @@ class Load(NamedTuple):
     attended_tokens: int = 0
 
 
-NOTHING = Load(requests=0)
+NO_LOAD = Load(requests=0)
 
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """One instance as a policy sees it: all that is left to do there, for whichever router, and what that takes.
+    """One instance as a policy sees it: its remaining work for all routers, and its cost model.
 
     Attributes:
-        both: it may compute the prompts that it decodes.
-        token_bytes: of KV.
-        capacity_tokens: of its pool.
+        requests, prefill_tokens, output_tokens, context_tokens, prefills, attended_tokens: the load, as in `Load`.
+        is_both: role `both`: it may compute the prompts that it decodes.
+        token_bytes: size of one token's KV.
+        capacity_tokens: size of the pool.
     """
 
     instance_id: str
@@ -62,40 +64,45 @@ class Candidate:
     context_tokens: int = 0
     prefills: int = 0
     attended_tokens: int = 0
-    costs: Costs = UNKNOWN
-    both: bool = False
+    costs: Costs = DEFAULT_COSTS
+    is_both: bool = False
     token_bytes: int = 1
     capacity_tokens: int = 1 << 62
-    # Hundreds of candidates are scored for a request, and few have changed since the one before.
+    # Cached: hundreds of candidates are scored for each request, and few have changed since the last one.
     _prefill_terms: tuple[float, float, float] | None = field(default=None, init=False, repr=False)
     _decode_terms: tuple[float, float, float, float, int] | None = field(default=None, init=False, repr=False)
 
     def prefill_terms(self) -> tuple[float, float, float]:
-        """Forecasts, in seconds: for what is queued there, one more prompt of no tokens, and one step of what it decodes; for
-        each token of the prompt; for each pair that it attends to."""
+        """Return the terms of the TTFT forecast: (constant, per prompt token, per attended pair), in seconds.
+
+        The constant covers the queued prompts, one more prompt of no tokens, and one step of the running sequences.
+        """
         if self._prefill_terms is None:
-            seconds = self.costs.prefills_seconds(self.prefills + 1, self.prefill_tokens, self.attended_tokens)
+            seconds = self.costs.total_prefill_seconds(self.prefills + 1, self.prefill_tokens, self.attended_tokens)
             if self.context_tokens:
                 seconds += self.costs.step_seconds(self.requests - self.prefills, self.context_tokens)
             self._prefill_terms = (seconds, *self.costs.prefill[1:])
         return self._prefill_terms
 
     def decode_terms(self) -> tuple[float, float, float, float, int]:
-        """Forecasts, in seconds: for a step with one more sequence of no tokens in it; for each of its tokens; for a
-        transfer; for each token of it. And how many tokens there is room for."""
+        """Return the terms of the ITL forecast: (step, per context token, transfer, per transferred token, free tokens).
+
+        The first four are in seconds, and the step includes one more sequence of no tokens; the last is the room in the pool.
+        """
         if self._decode_terms is None:
-            step, (first, byte) = self.costs.step_seconds(self.requests + 1, self.context_tokens), self.costs.transfer
-            room = self.capacity_tokens - self.context_tokens
-            first = first if self.token_bytes else 0.0
-            self._decode_terms = step, self.costs.decode[2], first, byte * self.token_bytes, room
+            step = self.costs.step_seconds(self.requests + 1, self.context_tokens)
+            per_transfer, per_byte = self.costs.transfer
+            free_tokens = self.capacity_tokens - self.context_tokens
+            per_transfer = per_transfer if self.token_bytes else 0.0
+            self._decode_terms = step, self.costs.decode[2], per_transfer, per_byte * self.token_bytes, free_tokens
         return self._decode_terms
 
     @property
     def work_tokens(self) -> int:
         return self.prefill_tokens + self.output_tokens
 
-    def replace(self, old: Load, new: Load) -> None:
-        """Takes `old` off the load and puts `new` on it."""
+    def replace_load(self, old: Load, new: Load) -> None:
+        """Subtract `old` from the load and add `new`."""
         self.requests += new.requests - old.requests
         self.prefill_tokens += new.prefill_tokens - old.prefill_tokens
         self.output_tokens += new.output_tokens - old.output_tokens
@@ -104,23 +111,23 @@ class Candidate:
         self.attended_tokens += new.attended_tokens - old.attended_tokens
         self._prefill_terms = self._decode_terms = None
 
-    def learn(self, costs: Costs) -> None:
-        """What things take there by now."""
+    def update_costs(self, costs: Costs) -> None:
+        """Replace the cost model by a newer one."""
         self.costs = costs
         self._prefill_terms = self._decode_terms = None
 
 
 class PlacementRequest(NamedTuple):
-    """What is to be placed.
+    """A request as a policy sees it.
 
     Attributes:
-        tokens: of the prompt and of what was generated before a move.
-        turn: differs from request to request, by 1 within a router.
-        session: the client's name for what belongs together; empty: none.
-        cached: instance id → how many leading tokens its pool has, as far as the router knows.
-        output_tokens: to be generated at most.
-        decode: an instance to decode is wanted, else one to prefill.
-        alone: there is nobody to prefill but those who decode.
+        tokens: length of the prompt, including tokens generated before a migration.
+        turn: a number that grows by 1 per request of a router; drives rotation and random draws.
+        session: the client's name for requests that belong together; empty: none.
+        cached: instance id → number of leading tokens in its pool, according to the prefix index.
+        output_tokens: tokens to be generated, at most.
+        decode: True to pick a decode instance, False to pick a prefill instance.
+        prefills_itself: there is no dedicated prefill instance, so a `both` instance computes the prompts that it decodes.
     """
 
     tokens: int
@@ -129,17 +136,18 @@ class PlacementRequest(NamedTuple):
     cached: Mapping[str, int] = MappingProxyType({})
     output_tokens: int = 1
     decode: bool = False
-    alone: bool = False
+    prefills_itself: bool = False
 
     @property
-    def spread(self) -> int:
-        """Over how many tokens a wait before the second one counts as spread."""
-        return max(1, min(SPREAD, self.output_tokens))
+    def wait_spread(self) -> int:
+        """Number of tokens over which a wait before the second token is spread in an ITL forecast."""
+        return max(1, min(WAIT_SPREAD_TOKENS, self.output_tokens))
 
     def cached_on(self, candidate: Candidate) -> int:
         return self.cached.get(candidate.instance_id, 0)
 
     def uncached(self, candidate: Candidate) -> int:
+        """Return the number of prompt tokens that the candidate would have to compute or load."""
         return self.tokens - self.cached_on(candidate)
 
 
@@ -147,8 +155,8 @@ Scores = list[tuple[float, Candidate]]
 Policy = Callable[[Sequence[Candidate], PlacementRequest], Scores]
 
 
-class Scored(NamedTuple):
-    """A candidate as it was when it was scored."""
+class ScoredCandidate(NamedTuple):
+    """A candidate's score, with its load at that moment."""
 
     instance: str
     score: float
@@ -160,98 +168,113 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True)
 class Decision:
-    """What was picked, and from what.
+    """The outcome of a policy, with its explanation for the timeline.
 
     Attributes:
-        policy: the one that decided in the end.
-        why: in words.
-        candidates: the best few, the chosen one first.
-        considered: how many there were.
+        policy: the policy that decided, after delegation.
+        chosen: id of the selected instance.
+        why: the criterion in words.
+        candidates: the best `MAX_EXPLAINED` candidates, the selected one first.
+        considered: number of candidates.
     """
 
     policy: str
     chosen: str
     why: str
-    candidates: list[Scored]
+    candidates: list[ScoredCandidate]
     considered: int
 
     def as_dict(self) -> dict[str, object]:
-        return {**vars(self), "candidates": [one._asdict() for one in self.candidates]}
+        return {**vars(self), "candidates": [candidate._asdict() for candidate in self.candidates]}
 
 
 def round_robin(candidates: Sequence[Candidate], request: PlacementRequest) -> Scores:
-    """One after the other, in order of their names."""
-    ordered = sorted(candidates, key=NAME)
+    """Round robin: in rotation, ordered by instance id."""
+    ordered = sorted(candidates, key=_instance_id)
     return [((rank - request.turn) % len(ordered), candidate) for rank, candidate in enumerate(ordered)]
 
 
 def least_loaded(candidates: Sequence[Candidate], request: PlacementRequest) -> Scores:
-    """The least work left, in tokens."""
+    """Least work left: the fewest tokens still to be computed or generated."""
     return [(c.work_tokens, c) for c in candidates]
 
 
 def power_of_two(candidates: Sequence[Candidate], request: PlacementRequest) -> Scores:
-    """The less loaded of two drawn at random: several routers with the same news do not all run to the same instance."""
-    ordered = sorted(candidates, key=NAME)
+    """Power of two choices (Mitzenmacher 2001): the less loaded of two candidates drawn at random.
+
+    It avoids the herd effect: several routers with the same view of the load do not all pick the same instance.
+    """
+    ordered = sorted(candidates, key=_instance_id)
     return least_loaded(Random(request.turn).sample(ordered, min(2, len(ordered))), request)
 
 
 def session(candidates: Sequence[Candidate], request: PlacementRequest) -> Scores:
-    """The instance of the session, by rendezvous hashing: one that leaves moves its own sessions only, a new one takes
-    those that are its own from now on."""
-    seed, drawn = xxhash.xxh3_64_intdigest(request.session.encode()), xxhash.xxh3_64_intdigest
-    return [(drawn(c.instance_id.encode(), seed) / 2**64, c) for c in candidates]
+    """Session affinity by rendezvous hashing (highest random weight, Thaler & Ravishankar 1998).
+
+    If an instance leaves, only its own sessions move; a new instance takes over only the sessions that hash to it.
+    """
+    seed, digest = xxhash.xxh3_64_intdigest(request.session.encode()), xxhash.xxh3_64_intdigest
+    return [(digest(c.instance_id.encode(), seed) / 2**64, c) for c in candidates]
 
 
 def prefix_aware(candidates: Sequence[Candidate], request: PlacementRequest) -> Scores:
-    """The fewest tokens to compute before this request has its turn and its KV: what is queued, and what is not cached."""
+    """Cache-aware least work: queued tokens plus the uncached tokens of this prompt.
+
+    The criterion of cache-aware schedulers such as Mooncake's (Qin et al. 2024), in tokens instead of seconds.
+    """
     tokens, cached = request.tokens, request.cached
     return [(c.work_tokens + tokens - cached.get(c.instance_id, 0), c) for c in candidates]
 
 
 def auto(candidates: Sequence[Candidate], request: PlacementRequest) -> Scores:
-    """Prefill: the earliest first token. Decode: the shortest time between tokens. Both in seconds, by forecast."""
+    """Lowest forecast latency in seconds, from each instance's cost model: TTFT for prefill, ITL for decode.
+
+    For prefill it is Mooncake's criterion (Qin et al. 2024): queueing time plus the time to compute the uncached tokens.
+    """
     if request.decode:
-        return _times_between_tokens(candidates, request)
-    return _times_to_first_token(candidates, request)
+        return _itl_scores(candidates, request)
+    return _ttft_scores(candidates, request)
 
 
-def time_to_first_token(candidate: Candidate, request: PlacementRequest) -> float:
-    """Forecast, in seconds: what is queued there, one step of what it decodes, and what is not cached."""
-    return _times_to_first_token([candidate], request)[0][0]
+def forecast_ttft(candidate: Candidate, request: PlacementRequest) -> float:
+    """Forecast the TTFT in seconds: queued prompts, one step of the running sequences, and the uncached tokens."""
+    return _ttft_scores([candidate], request)[0][0]
 
 
-def _times_to_first_token(candidates: Sequence[Candidate], request: PlacementRequest) -> Scores:
-    """One loop without calls, since there may be hundreds of them for each request."""
+def _ttft_scores(candidates: Sequence[Candidate], request: PlacementRequest) -> Scores:
+    """`forecast_ttft` of all candidates, in one loop without calls: there may be hundreds of them per request."""
     tokens, cached_on = request.tokens, request.cached.get
     scores = []
     for c in candidates:
-        queued, token, pair = c._prefill_terms or c.prefill_terms()
+        queued, per_token, per_pair = c._prefill_terms or c.prefill_terms()
         cached = cached_on(c.instance_id, 0)
         uncached = tokens - cached
-        scores.append((queued + (token + pair * (cached + uncached / 2)) * uncached, c))  # `attended`, written out
+        scores.append(
+            (queued + (per_token + per_pair * (cached + uncached / 2)) * uncached, c)
+        )  # `attention_pairs`, inlined
     return scores
 
 
-def time_between_tokens(candidate: Candidate, request: PlacementRequest) -> float:
-    """Forecast, in seconds: a step with this request in it, and its share of the wait for KV and for room in the pool."""
-    return _times_between_tokens([candidate], request)[0][0]
+def forecast_itl(candidate: Candidate, request: PlacementRequest) -> float:
+    """Forecast the ITL in seconds: a step that includes this request, plus its share of the wait for KV and free blocks."""
+    return _itl_scores([candidate], request)[0][0]
 
 
-def _times_between_tokens(candidates: Sequence[Candidate], request: PlacementRequest) -> Scores:
-    """Like `_times_to_first_token`."""
-    tokens, cached_on, spread, alone = request.tokens, request.cached.get, request.spread, request.alone
+def _itl_scores(candidates: Sequence[Candidate], request: PlacementRequest) -> Scores:
+    """`forecast_itl` of all candidates, in one loop for the same reason."""
+    tokens, cached_on, spread = request.tokens, request.cached.get, request.wait_spread
+    prefills_itself = request.prefills_itself
     scores = []
     for c in candidates:
-        step, token, first, moved_token, room = c._decode_terms or c.decode_terms()
-        step += token * tokens
-        if alone and c.both:
-            wait = time_to_first_token(c, request)
+        step, per_token, per_transfer, per_moved_token, free_tokens = c._decode_terms or c.decode_terms()
+        step += per_token * tokens
+        if prefills_itself and c.is_both:
+            wait = forecast_ttft(c, request)
         else:
             uncached = tokens - cached_on(c.instance_id, 0)
-            wait = first + moved_token * uncached if uncached else 0.0
-        if tokens > room:
-            wait += step * c.output_tokens / max(1, c.requests)  # until one of them ends
+            wait = per_transfer + per_moved_token * uncached if uncached else 0.0
+        if tokens > free_tokens:
+            wait += step * c.output_tokens / max(1, c.requests)  # until one of the running requests ends
         scores.append((step + wait / spread, c))
     return scores
 
@@ -264,50 +287,50 @@ POLICIES: dict[str, Policy] = {
     "session": session,
     "prefix_aware": prefix_aware,
 }
-AUTO_DECODE = "the shortest time between tokens by forecast, in seconds"
-TOLERANCE = {"auto": 0.1}  # forecasts are no better than that
-WHY = {
-    "auto": "the earliest first token by forecast, in seconds",
+TIE_TOLERANCE = {"auto": 0.1}  # relative; the accuracy of the forecasts
+EXPLANATIONS = {
+    "auto": "the lowest forecast TTFT, in seconds",
     "round_robin": "its turn",
     "least_loaded": "the least work left, in tokens",
     "power_of_two": "the less work left, in tokens, of two drawn at random",
-    "session": "the session's place",
-    "prefix_aware": "the fewest tokens to compute, queued ones and those not cached",
+    "session": "the session's instance",
+    "prefix_aware": "the fewest tokens to compute, queued and uncached",
 }
+AUTO_DECODE_EXPLANATION = "the lowest forecast ITL, in seconds"
 
 
 def decide(policy: str, candidates: Sequence[Candidate], request: PlacementRequest) -> Decision:
-    """Picks one of the candidates, of which there is at least one."""
+    """Pick one of the candidates (at least one) by a policy of `POLICIES`, and explain the choice."""
     why = ""
     if policy == "session" and not request.session:
-        policy, why = "least_loaded", "there is no session to go by; "
+        policy, why = "least_loaded", "the request has no session; "
     scores = POLICIES[policy](candidates, request)
-    best = sorted([score for score, _ in scores])[:SHOWN]
-    limit = best[0] * (1 + TOLERANCE.get(policy, 0))
-    near = [scored for scored in scores if scored[0] <= limit]
+    best = sorted([score for score, _ in scores])[:MAX_EXPLAINED]
+    limit = best[0] * (1 + TIE_TOLERANCE.get(policy, 0))
+    tied = [scored for scored in scores if scored[0] <= limit]
     if not request.decode:
-        near = _least(near, [request.uncached(c) for _, c in near])
-    near = _least(near, [c.requests for _, c in near])
-    equal = sorted(_least(near, [c.work_tokens for _, c in near]), key=_rank)
-    chosen = equal[request.turn % len(equal)]
-    few = sorted([scored for scored in scores if scored[0] <= best[-1]], key=_rank)[:SHOWN]
-    others = [scored for scored in few if scored is not chosen]
-    shown = [_shown(score, candidate, request) for score, candidate in (chosen, *others[: SHOWN - 1])]
-    why += AUTO_DECODE if policy == "auto" and request.decode else WHY[policy]
-    return Decision(policy, chosen[1].instance_id, why, shown, len(candidates))
+        tied = _keep_lowest(tied, [request.uncached(c) for _, c in tied])
+    tied = _keep_lowest(tied, [c.requests for _, c in tied])
+    tied = sorted(_keep_lowest(tied, [c.work_tokens for _, c in tied]), key=_by_score)
+    chosen = tied[request.turn % len(tied)]
+    listed = sorted([scored for scored in scores if scored[0] <= best[-1]], key=_by_score)[:MAX_EXPLAINED]
+    others = [scored for scored in listed if scored is not chosen][: MAX_EXPLAINED - 1]
+    explained = [_explain(score, candidate, request) for score, candidate in (chosen, *others)]
+    why += AUTO_DECODE_EXPLANATION if policy == "auto" and request.decode else EXPLANATIONS[policy]
+    return Decision(policy, chosen[1].instance_id, why, explained, len(candidates))
 
 
-def _least(scores: Scores, amounts: list[int]) -> Scores:
-    """Those that have the least of something."""
-    least = min(amounts)
-    return [scored for scored, amount in zip(scores, amounts, strict=True) if amount == least]
+def _keep_lowest(scores: Scores, amounts: list[int]) -> Scores:
+    """Keep the candidates with the lowest amount."""
+    lowest = min(amounts)
+    return [scored for scored, amount in zip(scores, amounts, strict=True) if amount == lowest]
 
 
-def _rank(scored: tuple[float, Candidate]) -> tuple[float, str]:
-    """By name where the scores are equal."""
+def _by_score(scored: tuple[float, Candidate]) -> tuple[float, str]:
+    """Sort key: score, then instance id."""
     return scored[0], scored[1].instance_id
 
 
-def _shown(score: float, candidate: Candidate, request: PlacementRequest) -> Scored:
-    work = candidate.requests, candidate.prefill_tokens, candidate.output_tokens
-    return Scored(candidate.instance_id, score, *work, request.cached_on(candidate))
+def _explain(score: float, candidate: Candidate, request: PlacementRequest) -> ScoredCandidate:
+    load = candidate.requests, candidate.prefill_tokens, candidate.output_tokens
+    return ScoredCandidate(candidate.instance_id, score, *load, request.cached_on(candidate))

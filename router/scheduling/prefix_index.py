@@ -1,8 +1,10 @@
-"""Which instance has which block keys in its pool, as the instances tell it: a hint for policies, never a promise.
+"""Prefix index: maps block keys to the instances whose pools hold them, built from the instances' KV events.
 
-One table for all instances, a bit for each in the value, so that one walk along a prompt's keys finds the longest cached
-prefix of every instance. It takes about 0.15 KB for a block, which is a thousandth of the block's own KV or less, and no
-instance can have more blocks in it than it has in its pool.
+It is a hint for policies and may lag behind the pools.
+
+There is one table for all instances, with a bitmap of holders per key, so that one walk along a prompt's keys finds the
+longest cached prefix of every instance. A block takes about 0.15 KB, at most a thousandth of the size of its KV, and an
+instance never has more entries than blocks in its pool.
 """
 
 from collections.abc import Iterable
@@ -12,78 +14,82 @@ from operator import and_
 
 
 @dataclass
-class _Instance:
+class _Holder:
+    """One instance in the index: its bit in the bitmaps, and its keys."""
+
     bit: int
     keys: set[bytes] = field(default_factory=set)
 
 
 class PrefixIndex:
+    """Block keys by instance, with a longest-prefix match over all instances."""
+
     def __init__(self) -> None:
-        self._holders: dict[bytes, int] = {}  # block key → the bits of those that have it
-        self._instances: dict[str, _Instance] = {}
-        self._names: dict[int, str] = {}  # by bit
-        self._all = 0  # their bits
+        self._bitmaps: dict[bytes, int] = {}  # block key → bits of the instances that hold it
+        self._holders: dict[str, _Holder] = {}  # by instance id
+        self._ids: dict[int, str] = {}  # bit → instance id
+        self._all_bits = 0
 
     def add(self, instance_id: str, keys: Iterable[bytes]) -> None:
-        """The instance has these. It may be a new one."""
-        instance = self._instances.get(instance_id)
-        if instance is None:
-            bit = ~self._all & (self._all + 1)  # the lowest that nobody has
-            instance = self._instances[instance_id] = _Instance(bit)
-            self._names[bit] = instance_id
-            self._all |= bit
+        """Record that the instance holds these keys. An unknown instance is added."""
+        holder = self._holders.get(instance_id)
+        if holder is None:
+            bit = ~self._all_bits & (self._all_bits + 1)  # the lowest free bit
+            holder = self._holders[instance_id] = _Holder(bit)
+            self._ids[bit] = instance_id
+            self._all_bits |= bit
         for key in keys:
-            self._holders[key] = self._holders.get(key, 0) | instance.bit
-            instance.keys.add(key)
+            self._bitmaps[key] = self._bitmaps.get(key, 0) | holder.bit
+            holder.keys.add(key)
 
     def remove(self, instance_id: str, keys: Iterable[bytes]) -> None:
-        """The instance has these no longer. What is not known is left alone."""
-        instance = self._instances.get(instance_id)
-        if instance is None:
+        """Record that the instance no longer holds these keys. Unknown instances and keys are ignored."""
+        holder = self._holders.get(instance_id)
+        if holder is None:
             return
         for key in keys:
-            if key in instance.keys:
-                instance.keys.discard(key)
-                self._clear(key, instance.bit)
+            if key in holder.keys:
+                holder.keys.discard(key)
+                self._clear_bit(key, holder.bit)
 
     def forget(self, instance_id: str) -> None:
-        """The instance has gone, with all it had."""
-        instance = self._instances.pop(instance_id, None)
-        if instance is not None:
-            del self._names[instance.bit]
-            self._all ^= instance.bit
-            for key in instance.keys:
-                self._clear(key, instance.bit)
+        """Remove the instance with all of its keys, if it is known."""
+        holder = self._holders.pop(instance_id, None)
+        if holder is not None:
+            del self._ids[holder.bit]
+            self._all_bits ^= holder.bit
+            for key in holder.keys:
+                self._clear_bit(key, holder.bit)
 
-    def blocks(self, instance_id: str) -> int:
-        """How many blocks of an instance are known."""
-        instance = self._instances.get(instance_id)
-        return 0 if instance is None else len(instance.keys)
+    def num_blocks(self, instance_id: str) -> int:
+        """Return the number of keys recorded for an instance; 0 for an unknown one."""
+        holder = self._holders.get(instance_id)
+        return 0 if holder is None else len(holder.keys)
 
     def match(self, keys: Iterable[bytes]) -> dict[str, int]:
-        """How many leading keys each instance has; those that lack the first are left out."""
-        found: dict[str, int] = {}
-        having, length = self._all, 0
-        holders = map(self._holders.get, keys, repeat(0))
-        for length, still in enumerate(accumulate(holders, and_, initial=having)):
-            if still != having:
-                self._note(found, having ^ still, length - 1)
-                having = still
-                if not having:
+        """Return instance id → number of leading `keys` that it holds. Instances without the first key are left out."""
+        matches: dict[str, int] = {}
+        matching, length = self._all_bits, 0
+        bitmaps = map(self._bitmaps.get, keys, repeat(0))
+        for length, still_matching in enumerate(accumulate(bitmaps, and_, initial=matching)):
+            if still_matching != matching:
+                self._record_matches(matches, matching ^ still_matching, length - 1)
+                matching = still_matching
+                if not matching:
                     break
-        self._note(found, having, length)
-        return found
+        self._record_matches(matches, matching, length)
+        return matches
 
-    def _note(self, found: dict[str, int], bits: int, length: int) -> None:
-        """Writes the length down for each bit's instance, unless it is 0."""
+    def _record_matches(self, matches: dict[str, int], bits: int, length: int) -> None:
+        """Set the match of each instance in `bits` to `length`, unless that is 0."""
         while bits and length:
             bit = bits & -bits
-            found[self._names[bit]] = length
+            matches[self._ids[bit]] = length
             bits ^= bit
 
-    def _clear(self, key: bytes, bit: int) -> None:
-        left = self._holders[key] & ~bit
-        if left:
-            self._holders[key] = left
+    def _clear_bit(self, key: bytes, bit: int) -> None:
+        bits = self._bitmaps[key] & ~bit
+        if bits:
+            self._bitmaps[key] = bits
         else:
-            del self._holders[key]
+            del self._bitmaps[key]

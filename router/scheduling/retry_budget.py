@@ -1,29 +1,32 @@
-"""How often requests may move again that have moved before, so that trouble is not multiplied."""
+"""Retry budget for migrations (as in Twitter's Finagle), so that a fault does not multiply the load."""
 
-SHARE = 0.1  # of a move, that each new request adds
-FULL = 100.0
+DEPOSIT = 0.1  # migrations that each new request adds to the budget
+CAPACITY = 100.0
 
 
 class RetryBudget:
-    """The first move of a request costs nothing: when an instance dies, all of its streams move. Further moves cost one each:
-    a request that fails wherever it goes, or an outage that goes round, would make the fleet do everything several times.
+    """Token bucket that is filled by new requests and drained by migrations of requests that have migrated before.
+
+    The first migration of a request is free: when an instance dies, all of its streams have to move. Without a limit on the
+    further ones, a request that fails everywhere, or an outage that spreads, would make the fleet compute everything
+    several times.
 
     Attributes:
-        left: moves; not below 0.
+        balance: migrations that the budget still allows; from 0 to `CAPACITY`.
     """
 
     def __init__(self) -> None:
-        self.left = FULL
+        self.balance = CAPACITY
 
-    def earn(self) -> None:
-        """A new request has come."""
-        self.left = min(FULL, self.left + SHARE)
+    def deposit(self) -> None:
+        """Credit one new request."""
+        self.balance = min(CAPACITY, self.balance + DEPOSIT)
 
-    def spend(self, moves: int) -> bool:
-        """Whether a request may move that has moved so often."""
-        if moves == 0:
+    def try_withdraw(self, previous_migrations: int) -> bool:
+        """Charge one migration. Return False if the request has migrated before and the budget is exhausted."""
+        if previous_migrations == 0:
             return True
-        if self.left < 1:
+        if self.balance < 1:
             return False
-        self.left -= 1
+        self.balance -= 1
         return True

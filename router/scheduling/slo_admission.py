@@ -1,43 +1,44 @@
-"""Whether a request is let in: a plain function of a snapshot of the instances that would serve it.
+"""SLO admission: rejects a request whose forecast latency on the selected instances would break the SLO.
 
-A 429 says: later. So a request is refused only for what will be over later: prompts that are queued, streams of others. What
-an idle instance could not do in time either is let in when it is idle.
+The error is a 429, which invites a retry. So only load that will pass counts, such as queued prompts and running
+sequences. A request that would break the SLO on an idle instance too is admitted when the instance is idle.
 """
 
 import math
 
 from pdserve.errors import Overloaded
-from pdserve.router.scheduling.policy import Candidate, PlacementRequest, time_between_tokens, time_to_first_token
+from pdserve.router.scheduling.policy import Candidate, PlacementRequest, forecast_itl, forecast_ttft
 from pdserve.slo import Slo
 
-LONGEST_RETRY_S = 60
+MAX_RETRY_AFTER_S = 60
 
 
-def admit(
+def check_slo(
     slo: Slo, prefill: Candidate, decode: Candidate, request: PlacementRequest, waited: float = 0.0
 ) -> Overloaded | None:
-    """By the forecasts of `auto`, whatever the policies are. Prefill and decode may be the same instance. `waited` is how
-    many seconds ago the request came.
+    """Return the error for a request that would break the SLO, or None if it is admitted.
 
-    Returns the error for the client, with the seconds after which it may look better, or None.
+    The forecasts are those of the policy `auto`, whatever policies are configured. A request without tokens to decode has
+    no ITL.
 
-    A request in which there is nothing to decode has no time between tokens.
+    Args:
+        prefill: the selected prefill instance.
+        decode: the selected decode instance; may be the same object as `prefill`.
+        waited: seconds since the request arrived.
     """
-    ttft = waited + time_to_first_token(prefill, request)
+    ttft = waited + forecast_ttft(prefill, request)
     if ttft > slo.ttft and prefill.prefills:
-        words = f"the first token would come after {ttft:.3g} s, by forecast, because of the prompts before this one"
-        words += f"; --slo says {slo.ttft:.3g} s"
-        return Overloaded(words, kind="slo_ttft", retry_after_s=_whole(ttft - slo.ttft))
-    if prefill is decode:  # no KV has to come from elsewhere
+        message = f"the forecast TTFT of {ttft:.3g} s exceeds the SLO of {slo.ttft:.3g} s, because of queued prompts"
+        return Overloaded(message, kind="slo_ttft", retry_after_s=_retry_after(ttft - slo.ttft))
+    if prefill is decode:  # no KV has to be transferred
         request = request._replace(cached={decode.instance_id: request.tokens})
-    itl = time_between_tokens(decode, request._replace(alone=False))
+    itl = forecast_itl(decode, request._replace(prefills_itself=False))
     if itl > slo.itl and request.output_tokens > 1 and decode.requests:
-        words = f"a token would come every {itl:.3g} s, by forecast, because of the others that are being decoded"
-        words += f"; --slo says {slo.itl:.3g} s"
-        one_ends = itl * decode.output_tokens / decode.requests
-        return Overloaded(words, kind="slo_itl", retry_after_s=_whole(one_ends))
+        message = f"the forecast ITL of {itl:.3g} s exceeds the SLO of {slo.itl:.3g} s, because of running requests"
+        next_finish_in = itl * decode.output_tokens / decode.requests
+        return Overloaded(message, kind="slo_itl", retry_after_s=_retry_after(next_finish_in))
     return None
 
 
-def _whole(seconds: float) -> int:
-    return min(LONGEST_RETRY_S, max(1, math.ceil(seconds)))
+def _retry_after(seconds: float) -> int:
+    return min(MAX_RETRY_AFTER_S, max(1, math.ceil(seconds)))

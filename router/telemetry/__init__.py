@@ -1,1 +1,1 @@
-"""Metrics, request timelines, OpenTelemetry traces, fleet events."""
+"""Observability of the router: metrics, request timelines, traces, and recent fleet events."""

@@ -1,24 +1,24 @@
-"""What happened lately to instances and requests: log records that name their event, kept for the live page."""
+"""Recent fleet events for the live page, collected from log records that carry an `event`."""
 
 import logging
 from collections import deque
 from dataclasses import asdict, dataclass
 
 CAPACITY = 200
-TOGETHER_S = 2.0  # records of one kind about one instance that are no farther apart are one event
+MERGE_WINDOW_S = 2.0  # events of one kind and instance within this time of each other are merged
 
 
 @dataclass
 class FleetEvent:
-    """One event, or several alike.
+    """One event, or several merged ones.
 
     Attributes:
-        number: counts up, so that readers can tell what is new.
-        time: of the last of them, in seconds since 1970.
-        event: joined, left, draining, drained, role, refused, breaker, fallback, moved, failed, failed_handovers.
-        text: what the log says of the last.
-        instance, request_id: whom it is about; empty: nobody.
-        count: how many.
+        number: increases with each event, so that readers can find the new ones.
+        time: seconds since 1970, of the last merged event.
+        event: joined, left, draining, drained, role, refused, missing, breaker, fallback, moved, failed or failed_handovers.
+        text: the log message of the last merged event.
+        instance, request_id: the subject; empty if there is none.
+        count: number of merged events.
     """
 
     number: int
@@ -30,8 +30,11 @@ class FleetEvent:
     count: int = 1
 
 
-class Events(logging.Handler):
-    """A handler for the logger of the router: records are made where things happen, once, for people and for programs."""
+class EventLog(logging.Handler):
+    """Log handler that keeps the last `CAPACITY` events.
+
+    Attached to the router's logger, so that one log call serves both readers of the log and the live page.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,28 +42,29 @@ class Events(logging.Handler):
         self._latest: deque[FleetEvent] = deque(maxlen=CAPACITY)
 
     def emit(self, record: logging.LogRecord) -> None:
-        event = getattr(record, "event", "")
-        if not event:
+        """Store a record that has an `event` attribute; ignore others."""
+        kind = getattr(record, "event", "")
+        if not kind:
             return
         self._number += 1
         instance, request_id = getattr(record, "instance", ""), getattr(record, "request_id", "")
-        now = FleetEvent(self._number, record.created, event, record.getMessage(), instance, request_id)
-        last = self._same(now)
-        if last is not None:
-            self._latest.remove(last)
-            now.count += last.count
-        self._latest.append(now)
+        event = FleetEvent(self._number, record.created, kind, record.getMessage(), instance, request_id)
+        previous = self._mergeable_with(event)
+        if previous is not None:
+            self._latest.remove(previous)
+            event.count += previous.count
+        self._latest.append(event)
 
-    def _same(self, now: FleetEvent) -> FleetEvent | None:
-        for one in reversed(self._latest):
-            if now.time - one.time > TOGETHER_S:
+    def _mergeable_with(self, event: FleetEvent) -> FleetEvent | None:
+        for previous in reversed(self._latest):
+            if event.time - previous.time > MERGE_WINDOW_S:
                 return None
-            if (one.event, one.instance) == (now.event, now.instance):
-                return one
+            if (previous.event, previous.instance) == (event.event, event.instance):
+                return previous
         return None
 
     def latest(self) -> list[dict[str, object]]:
-        """The newest first."""
-        assert self.lock is not None  # a handler has one, as long as nobody takes it
+        """Return all stored events as dicts, the newest first."""
+        assert self.lock is not None  # created by logging.Handler
         with self.lock:
-            return [asdict(one) for one in reversed(self._latest)]
+            return [asdict(event) for event in reversed(self._latest)]

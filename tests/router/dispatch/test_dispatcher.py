@@ -1,797 +1,345 @@
-"""The dispatcher over members that this test plays itself: what they are sent, and what the client's stream becomes."""
+"""The dispatcher over simulated instances: frames sent to them, and the resulting client streams."""
+
+from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.config import RouterConfig
-from pdserve.control.wire import PROTOCOL_VERSION
 from pdserve.errors import BadRequest, Conflict, NotFound, Overloaded, RequestError, Unavailable
-from pdserve.keys import block_keys
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import Request, SamplingParams
-from pdserve.router.dispatch import dispatcher, selector
-from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.dispatch.handover import State
 from pdserve.router.dispatch.request_state import RequestState
-from pdserve.router.instances.fleet import Fleet, InstanceHandle
 from pdserve.router.scheduling.policy import POLICIES
-from pdserve.router.telemetry import metrics
-from pdserve.router.telemetry.metrics import Metrics
-from pdserve.router.telemetry.timeline import Moved
+from pdserve.router.telemetry.timeline import TransferStats
+
+if TYPE_CHECKING:
+    from tests.router.dispatch.conftest import Cluster, RunAsync, SentFrames
 
 
-class SentFrames(list[pb.RouterFrame]):
-    """In place of a connection to an instance: what it was sent."""
-
-    put = list.append
-
-    def close(self) -> None: ...
-
-    def abort(self) -> None: ...
-
-
-class Stage:
-    """A dispatcher and the members of its fleet."""
-
-    def __init__(self, *roles: str, **settings: Any) -> None:
-        self.fleet = Fleet("router", "model", 1.0)
-        config = RouterConfig(model="model", **{"local_prefill_tokens": 0, **settings})
-        self.dispatcher = Dispatcher(config, self.fleet, Metrics(self.fleet))
-        self.instances = [self.join(f"{role}-{i}", role) for i, role in enumerate(roles)]
-
-    def join(self, name: str, role: str) -> InstanceHandle:
-        hello = pb.Hello(instance_id=name, role=role, model="model", max_model_len=100, vocab_size=50, num_blocks=99)
-        hello.protocol_version = PROTOCOL_VERSION
-        return self.fleet.register(hello, SentFrames())
-
-    def open(self, request_id: str = "r", max_tokens: int = 4, **request: Any) -> RequestState:
-        request = {"prompt": [1, 2, 3], "sampling": SamplingParams(max_tokens=max_tokens), **request}
-        return self.dispatcher.open(Request(request_id=request_id, **request))
-
-    def says(self, instance: InstanceHandle, request_id: str = "r", **output: Any) -> None:
-        self.dispatcher.on_output(instance, pb.Output(request_id=request_id, **output))
-
-
-def sent(instance: InstanceHandle) -> list[tuple[str, Any]]:
-    """What a member was told since the last call: (kind of frame, its content)."""
-    assert isinstance(instance.wire, SentFrames)
-    frames: list[tuple[str, Any]] = []
-    for frame in instance.wire:
-        kind = frame.WhichOneof("frame")
-        assert kind is not None
-        frames.append((kind, getattr(frame, kind)))
-    instance.wire.clear()
-    return frames
-
-
-async def tokens(state: RequestState) -> list[int]:
-    return [token async for chunks in state for chunk in chunks for token in chunk.token_ids]
-
-
-def play(story: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(story, 10))
-
-
-def test_the_good_way() -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "decode")
-        prefill, decode = stage.instances
-        state = stage.open(priority=-3)
-        ((_, first_submit),) = sent(prefill)
-        ((_, submit),) = sent(decode)
+def test_split_request_streams_tokens_from_prefill_then_decode(
+    make_cluster: type[Cluster], run_async: RunAsync
+) -> None:
+    async def scenario() -> None:
+        cluster = make_cluster("prefill", "decode")
+        prefill, decode = cluster.instances
+        state = cluster.open(priority=-3)
+        ((_, first_submit),) = cluster.sent(prefill)
+        ((_, submit),) = cluster.sent(decode)
         assert first_submit.phase == pb.PREFILL and first_submit.priority == submit.priority == -3
         assert submit.phase == pb.DECODE and list(submit.prompt) == [1, 2, 3]
-        stage.says(prefill, stored=pb.Stored(num_blocks=1))
-        stage.says(prefill, token_ids=[7])
-        stage.says(prefill, stored=pb.Stored(num_blocks=2, final=True, tickets=[b"t"]))
-        first, second, third = (message for _, message in sent(decode))
+        cluster.deliver(prefill, stored=pb.Stored(num_blocks=1))
+        cluster.deliver(prefill, token_ids=[7])
+        cluster.deliver(prefill, stored=pb.Stored(num_blocks=2, final=True, tickets=[b"t"]))
+        first, second, third = (message for _, message in cluster.sent(decode))
         assert first.num_blocks == 1 and not first.HasField("first_token")
         assert second.first_token == 7
         assert third.final and list(third.tickets) == [b"t"]
-        stage.says(decode, token_ids=[8, 9])
-        stage.says(decode, token_ids=[10], finish_reason="length")
-        assert await tokens(state) == [7, 8, 9, 10]
-        assert not sent(prefill) and not sent(decode), "nobody is told to let go of what is over"
-        assert not stage.dispatcher.states and not prefill.requests and not decode.requests
+        cluster.deliver(decode, token_ids=[8, 9])
+        cluster.deliver(decode, token_ids=[10], finish_reason="length")
+        assert await cluster.tokens(state) == [7, 8, 9, 10]
+        assert not cluster.sent(prefill) and not cluster.sent(decode), "no cancel after the end"
+        assert not cluster.dispatcher.states and not prefill.requests and not decode.requests
 
-    play(story())
+    run_async(scenario())
 
 
-def test_decode_may_end_before_prefill_knows_that_all_is_stored() -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "decode")
-        prefill, decode = stage.instances
-        state = stage.open()
-        stage.says(prefill, token_ids=[7], stored=pb.Stored(num_blocks=0, coming=1))
-        stage.says(decode, stamps=[pb.Stamp(stage="kv_ready")], token_ids=[8, 9, 10], finish_reason="length")
-        assert await tokens(state) == [7, 8, 9, 10]
+def test_decode_may_finish_before_prefill_reports_the_last_store(
+    make_cluster: type[Cluster], run_async: RunAsync
+) -> None:
+    async def scenario() -> None:
+        cluster = make_cluster("prefill", "decode")
+        prefill, decode = cluster.instances
+        state = cluster.open()
+        cluster.deliver(prefill, token_ids=[7], stored=pb.Stored(num_blocks=0, coming=1))
+        cluster.deliver(decode, stamps=[pb.Stamp(stage="kv_ready")], token_ids=[8, 9, 10], finish_reason="length")
+        assert await cluster.tokens(state) == [7, 8, 9, 10]
         stored, moved = pb.Stored(num_blocks=1, final=True), pb.Moved(blocks=1, bytes=64, seconds=0.5)
-        stage.says(prefill, stamps=[pb.Stamp(stage="kv_stored")], stored=stored, moved=moved)
-        timeline = stage.dispatcher.timelines.get("r")
-        assert timeline is not None and timeline.stored == Moved(1, 64, 0.5)
+        cluster.deliver(prefill, stamps=[pb.Stamp(stage="kv_stored")], stored=stored, moved=moved)
+        timeline = cluster.dispatcher.timelines.get("r")
+        assert timeline is not None and timeline.stored == TransferStats(1, 64, 0.5)
         at = {stamp.value: seconds for stamp, seconds in timeline.stamps.items()}
         assert at["first_token"] <= at["kv_stored"] == at["kv_ready"] <= at["finished"]
 
-    play(story())
+    run_async(scenario())
 
 
-def test_chunks_that_nobody_has_taken_yet_come_together_and_an_error_comes_after_them() -> None:
-    async def story() -> None:
-        stage = Stage("both")
-        (both,) = stage.instances
-        state = stage.open(max_tokens=9)
-        turns = aiter(state)
-        stage.says(both, token_ids=[7])
-        assert [chunk.token_ids for chunk in await anext(turns)] == [[7]]
-        for token in (8, 9):
-            stage.says(both, token_ids=[token], logprobs=[pb.Logprobs(logprob=-token)])
-        stage.fleet.deregister(both, "test")  # and nobody can take over
-        chunks = await anext(turns)
-        assert [chunk.token_ids for chunk in chunks] == [[8], [9]]
-        assert [one.logprob for chunk in chunks for one in chunk.logprobs] == [-8, -9]
-        with pytest.raises(RequestError):
-            await anext(turns)
+def test_single_token_request_uses_no_decode_instance(make_cluster: type[Cluster], run_async: RunAsync) -> None:
+    async def scenario() -> None:
+        cluster = make_cluster("prefill", "decode")
+        prefill, decode = cluster.instances
+        state = cluster.open(max_tokens=1)
+        cluster.deliver(prefill, token_ids=[7], finish_reason="length")
+        assert await cluster.tokens(state) == [7]
+        assert not cluster.sent(decode)
 
-    play(story())
+    run_async(scenario())
 
 
-def test_one_token_needs_no_decode() -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "decode")
-        prefill, decode = stage.instances
-        state = stage.open(max_tokens=1)
-        stage.says(prefill, token_ids=[7], finish_reason="length")
-        assert await tokens(state) == [7]
-        assert not sent(decode)
-
-    play(story())
-
-
-def test_a_lost_prefill_leaves_the_rest_to_decode() -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "decode")
-        prefill, decode = stage.instances
-        state = stage.open()
-        sent(decode)
-        stage.fleet.deregister(prefill, "test")
-        ((kind, message),) = sent(decode)
+def test_lost_prefill_falls_back_to_decode(make_cluster: type[Cluster], run_async: RunAsync) -> None:
+    async def scenario() -> None:
+        cluster = make_cluster("prefill", "decode")
+        prefill, decode = cluster.instances
+        state = cluster.open()
+        cluster.sent(decode)
+        cluster.fleet.deregister(prefill, "test")
+        ((kind, message),) = cluster.sent(decode)
         assert kind == "hand_over" and message.final and not message.HasField("first_token")
-        stage.says(decode, token_ids=[7, 8, 9, 10], finish_reason="length")
-        assert await tokens(state) == [7, 8, 9, 10]
+        cluster.deliver(decode, token_ids=[7, 8, 9, 10], finish_reason="length")
+        assert await cluster.tokens(state) == [7, 8, 9, 10]
 
-    play(story())
+    run_async(scenario())
 
 
-def test_a_lost_decode_is_replaced_and_the_stream_goes_on() -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "decode", "decode")
-        prefill, *decodes = stage.instances
-        state = stage.open()
+def test_lost_decode_migrates_the_stream(make_cluster: type[Cluster], run_async: RunAsync) -> None:
+    async def scenario() -> None:
+        cluster = make_cluster("prefill", "decode", "decode")
+        prefill, *decodes = cluster.instances
+        state = cluster.open()
         lost = state.decode
         assert lost is not None
         other = next(instance for instance in decodes if instance is not lost)
-        stage.says(prefill, token_ids=[7], stored=pb.Stored(num_blocks=1, final=True))
-        stage.says(lost, token_ids=[8])
-        sent(prefill)
-        stage.fleet.deregister(lost, "test")
-        ((_, again),) = sent(other)
+        cluster.deliver(prefill, token_ids=[7], stored=pb.Stored(num_blocks=1, final=True))
+        cluster.deliver(lost, token_ids=[8])
+        cluster.sent(prefill)
+        cluster.fleet.deregister(lost, "test")
+        ((_, again),) = cluster.sent(other)
         assert list(again.prompt) == [1, 2, 3] and list(again.output) == [7, 8] and again.request_id == "r#1"
         with pytest.raises(BadRequest, match="in use"):
-            stage.open("r")
-        stage.says(prefill, "r", token_ids=[99])  # late news of the first attempt
-        stage.says(prefill, "r#1", token_ids=[9], stored=pb.Stored(num_blocks=1, final=True))
-        stage.says(other, "r#1", token_ids=[10], finish_reason="length")
-        assert await tokens(state) == [7, 8, 9, 10]
-        assert state.timeline.migrations == 1
-        stage.open("r").cancel()  # the id is free again
+            cluster.open("r")
+        cluster.deliver(prefill, "r", token_ids=[99])  # a late output of the first submission
+        cluster.deliver(prefill, "r#1", token_ids=[9], stored=pb.Stored(num_blocks=1, final=True))
+        cluster.deliver(other, "r#1", token_ids=[10], finish_reason="length")
+        assert await cluster.tokens(state) == [7, 8, 9, 10]
+        assert len(state.timeline.migrations) == 1
+        cluster.open("r").cancel()  # the id may be used again
 
-    play(story())
-
-
-def test_a_whole_answer_wakes_its_reader_once_at_the_end_or_with_the_error() -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "decode")
-        prefill, decode = stage.instances
-        state, turns = stage.open(whole=True), []
-
-        async def read() -> None:
-            async for chunks in state:
-                turns.append([chunk.token_ids for chunk in chunks])
-
-        reader = asyncio.create_task(read())
-        for instance, ids in ((prefill, [7]), (decode, [8]), (decode, [9])):
-            stage.says(instance, token_ids=ids)
-            await asyncio.sleep(0.01)
-            assert not turns
-        stage.says(decode, token_ids=[10], finish_reason="length")
-        await reader
-        assert turns == [[[7, 8, 9, 10]]]
-
-        state = stage.open("s", whole=True)
-        stage.says(prefill, "s", token_ids=[7])
-        stage.fleet.deregister(decode, "test")
-        stage.fleet.deregister(prefill, "test")
-        with pytest.raises(Unavailable):
-            await read()
-
-    play(story())
+    run_async(scenario())
 
 
-def test_a_draining_decode_hands_its_streams_over_if_somebody_can_take_them() -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "decode", "decode")
-        prefill, *decodes = stage.instances
-        state = stage.open()
+def test_lost_decode_that_computed_the_prompt_migrates_the_stream(
+    make_cluster: type[Cluster], run_async: RunAsync
+) -> None:
+    async def scenario() -> None:
+        cluster = make_cluster("prefill", "decode", "decode", local_prefill_tokens=100)
+        state = cluster.open()
+        lost = state.final_instance
+        cluster.deliver(lost, token_ids=[7, 8])
+        cluster.fleet.deregister(lost, "test")
+        other = state.final_instance
+        assert other is not lost
+        ((_, again),) = cluster.sent(other)
+        assert again.phase == pb.BOTH and list(again.output) == [7, 8]
+        cluster.deliver(other, "r#1", token_ids=[9, 10], finish_reason="length")
+        assert await cluster.tokens(state) == [7, 8, 9, 10]
+
+    run_async(scenario())
+
+
+def test_prefill_takes_over_the_stream_of_the_only_decode(make_cluster: type[Cluster], run_async: RunAsync) -> None:
+    async def scenario() -> None:
+        cluster = make_cluster("prefill", "decode")
+        prefill, decode = cluster.instances
+        state = cluster.open()
+        cluster.deliver(prefill, token_ids=[7], stored=pb.Stored(num_blocks=1, final=True))
+        cluster.deliver(decode, token_ids=[8])
+        cluster.sent(prefill)
+        cluster.fleet.deregister(decode, "test")
+        ((_, submit),) = cluster.sent(prefill)
+        assert submit.phase == pb.BOTH and list(submit.output) == [7, 8]
+        cluster.deliver(prefill, "r#1", token_ids=[9, 10], finish_reason="length")
+        assert await cluster.tokens(state) == [7, 8, 9, 10]
+
+    run_async(scenario())
+
+
+def test_draining_decode_migrates_its_streams_if_another_decode_exists(
+    make_cluster: type[Cluster], run_async: RunAsync
+) -> None:
+    async def scenario() -> None:
+        cluster = make_cluster("prefill", "decode", "decode")
+        prefill, *decodes = cluster.instances
+        state = cluster.open()
         leaving = state.decode
         assert leaving is not None
         staying = next(instance for instance in decodes if instance is not leaving)
-        stage.says(prefill, token_ids=[7], stored=pb.Stored(num_blocks=1, final=True))
-        sent(leaving)
-        leaving.draining = True
-        stage.dispatcher.on_draining(leaving)
-        assert [kind for kind, _ in sent(leaving)] == ["cancel"]
-        assert [kind for kind, _ in sent(staying)] == ["submit"] and state.decode is staying
-        staying.draining = True
-        stage.dispatcher.on_draining(staying)
-        assert not sent(staying), "it ends here: no other decode instance is left"
-        assert stage.open("later").last_instance is prefill
+        cluster.deliver(prefill, token_ids=[7], stored=pb.Stored(num_blocks=1, final=True))
+        cluster.sent(leaving)
+        leaving.is_draining = True
+        cluster.dispatcher.on_draining(leaving)
+        assert [kind for kind, _ in cluster.sent(leaving)] == ["cancel"]
+        assert [kind for kind, _ in cluster.sent(staying)] == ["submit"] and state.decode is staying
+        staying.is_draining = True
+        cluster.dispatcher.on_draining(staying)
+        assert not cluster.sent(staying), "the stream finishes here: there is no other decode instance"
+        assert cluster.open("later").final_instance is prefill
 
-    play(story())
+    run_async(scenario())
 
 
-def test_a_stream_may_be_drained_any_number_of_times() -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "decode", "decode")
-        stage.dispatcher._budget.left = 0.0
-        prefill = stage.instances[0]
-        state = stage.open(max_tokens=20)
+def test_drains_do_not_count_against_the_migration_limits(make_cluster: type[Cluster], run_async: RunAsync) -> None:
+    async def scenario() -> None:
+        cluster = make_cluster("prefill", "decode", "decode")
+        cluster.dispatcher._retry_budget.balance = 0.0
+        prefill = cluster.instances[0]
+        state = cluster.open(max_tokens=20)
         for move in range(6):
             here = state.decode
             assert here is not None
-            stage.says(prefill, state.id, token_ids=[move], stored=pb.Stored(num_blocks=1, final=True))
-            here.draining = True
-            stage.dispatcher.on_draining(here)
-            assert state.timeline.migrations == move + 1 and state.decode is not here
-            here.serves_as(here.hello)
+            cluster.deliver(prefill, state.id, token_ids=[move], stored=pb.Stored(num_blocks=1, final=True))
+            here.is_draining = True
+            cluster.dispatcher.on_draining(here)
+            assert len(state.timeline.migrations) == move + 1 and state.decode is not here
+            here.change_role(here.hello)
         assert state.emitted == [0, 1, 2, 3, 4, 5]
 
-    play(story())
+    run_async(scenario())
 
 
-def test_instances_drain_and_take_roles_only_while_others_can_serve() -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "decode", "decode")
-        prefill, one, other = stage.instances
-        drain = stage.dispatcher.drain
+def test_drain_and_role_change_require_other_instances(make_cluster: type[Cluster], run_async: RunAsync) -> None:
+    async def scenario() -> None:
+        cluster = make_cluster("prefill", "decode", "decode")
+        prefill, one, other = cluster.instances
+        drain = cluster.dispatcher.drain
         with pytest.raises(NotFound, match="no instance 'decode-9'"):
             drain("decode-9")
-        with pytest.raises(Conflict, match="while prefill-0 drains, no prefill instance would be there"):
+        with pytest.raises(Conflict, match="no prefill instance would be available while prefill-0 drains"):
             drain(prefill.id)
-        drain(one.id, "decode")  # it does already
-        assert not any(map(sent, stage.instances)) and not one.draining
+        drain(one.id, "decode")  # its current role: no effect
+        assert not any(map(cluster.sent, cluster.instances)) and not one.is_draining
         drain(one.id, "prefill")
-        assert sent(one) == [("drain", pb.Drain(role="prefill"))]
-        with pytest.raises(Conflict, match="decode-1 is draining already"):
+        assert cluster.sent(one) == [("drain", pb.Drain(role="prefill"))]
+        with pytest.raises(Conflict, match="decode-1 is already draining"):
             drain(one.id)
-        with pytest.raises(Conflict, match="no decode instance would be there"):
+        with pytest.raises(Conflict, match="no decode instance would be available"):
             drain(other.id)
-        assert stage.open().decode is other, "nobody is sent there any more"
+        assert cluster.open().decode is other, "the draining instance gets no new requests"
 
         again = pb.Hello()
         again.CopyFrom(one.hello)
         again.role = "both"
-        stage.fleet._handle_role(one, pb.InstanceFrame(hello=again))
-        assert one.load.both and not one.draining
+        cluster.fleet._handle_role_change(one, pb.InstanceFrame(hello=again))
+        assert one.load.is_both and not one.is_draining
         drain(other.id)
-        assert sent(other)[-1] == ("drain", pb.Drain())
-        assert stage.open("alone").last_instance is one
+        assert cluster.sent(other)[-1] == ("drain", pb.Drain())
+        assert cluster.open("alone").final_instance is one
 
-    play(story())
+    run_async(scenario())
 
 
-def test_a_role_that_does_not_go_with_the_others_is_refused() -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "decode", "decode", "prefill")
-        for instance, size in zip(stage.instances, (16, 16, 16, 32), strict=True):  # 32 may prefill for who converts
+def test_incompatible_role_change_is_rejected(make_cluster: type[Cluster], run_async: RunAsync) -> None:
+    async def scenario() -> None:
+        cluster = make_cluster("prefill", "decode", "decode", "prefill")
+        for instance, size in zip(
+            cluster.instances, (16, 16, 16, 32), strict=True
+        ):  # with --convert-kv, 16 can load blocks of 32
             instance.hello.namespace = bytes([size])
             instance.hello.layout.block_size = size
             instance.hello.convert_kv = size == 16
         with pytest.raises(Conflict, match=r"prefill-3 cannot serve as decode: .* with --convert-kv"):
-            stage.dispatcher.drain("prefill-3", "decode")
-        assert not stage.instances[3].draining and not sent(stage.instances[3])
+            cluster.dispatcher.drain("prefill-3", "decode")
+        assert not cluster.instances[3].is_draining and not cluster.sent(cluster.instances[3])
 
-    play(story())
-
-
-@pytest.mark.parametrize(("first", "second"), [("prefill", "decode"), ("decode", "prefill")])
-def test_who_is_left_does_everything_and_with_nobody_left_the_client_is_told(first: str, second: str) -> None:
-    async def story() -> None:
-        stage = Stage(first, second)
-        left, lost = stage.instances
-        stage.fleet.deregister(lost, "test")
-        state = stage.open()
-        ((_, submit),) = sent(left)
-        placement = state.timeline.placement
-        assert submit.phase == pb.BOTH and placement is not None and placement.reason == f"no_{second}_instance"
-        stage.says(left, token_ids=[7])
-        again = stage.join("both-1", "both")
-        stage.fleet.deregister(left, "test")
-        ((_, submit),) = sent(again)
-        assert submit.phase == pb.BOTH and list(submit.output) == [7]
-        stage.fleet.deregister(again, "test")
-        with pytest.raises(Unavailable, match=r"both-1 was lost .* no prefill and no decode instance is there to take"):
-            await tokens(state)
-        with pytest.raises(Unavailable, match="no prefill and no decode instance"):
-            stage.open()
-
-    play(story())
+    run_async(scenario())
 
 
-def test_a_stream_of_a_lost_decode_goes_on_with_prefill_alone() -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "decode")
-        prefill, decode = stage.instances
-        state = stage.open()
-        stage.says(prefill, token_ids=[7], stored=pb.Stored(num_blocks=1, final=True))
-        stage.says(decode, token_ids=[8])
-        sent(prefill)
-        stage.fleet.deregister(decode, "test")
-        ((_, submit),) = sent(prefill)
-        assert submit.phase == pb.BOTH and list(submit.output) == [7, 8]
-        stage.says(prefill, "r#1", token_ids=[9, 10], finish_reason="length")
-        assert await tokens(state) == [7, 8, 9, 10]
-
-    play(story())
-
-
-def test_a_refusal_is_not_tried_again() -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "decode", "decode")
-        state = stage.open()
-        stage.says(stage.instances[0], error=pb.Error(kind="rejected", message="too long"))
+def test_rejected_request_does_not_migrate(make_cluster: type[Cluster], run_async: RunAsync) -> None:
+    async def scenario() -> None:
+        cluster = make_cluster("prefill", "decode", "decode")
+        state = cluster.open()
+        cluster.deliver(cluster.instances[0], error=pb.Error(kind="rejected", message="too long"))
         with pytest.raises(RequestError, match="too long"):
-            await tokens(state)
-        assert state.timeline.migrations == 0 and state.timeline.finish_reason == "error"
+            await cluster.tokens(state)
+        assert len(state.timeline.migrations) == 0 and state.timeline.finish_reason == "error"
 
-    play(story())
+    run_async(scenario())
 
 
-def test_who_has_not_moved_for_long_has_failed_but_a_queue_may_be_long() -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "decode", handover_timeout_seconds=0.2)
-        prefill, decode = stage.instances
-        watch = asyncio.create_task(stage.dispatcher.watch())
-        state = stage.open()
-        sent(decode)
-        for _ in range(8):  # prefill works on others
-            prefill.stepped = time.monotonic()
+def test_owner_without_progress_times_out_but_a_busy_one_does_not(
+    make_cluster: type[Cluster], run_async: RunAsync
+) -> None:
+    async def scenario() -> None:
+        cluster = make_cluster("prefill", "decode", handover_timeout_seconds=0.2)
+        prefill, decode = cluster.instances
+        watch = asyncio.create_task(cluster.dispatcher.watch_progress())
+        state = cluster.open()
+        cluster.sent(decode)
+        for _ in range(8):  # prefill works on other requests
+            prefill.last_step_at = time.monotonic()
             await asyncio.sleep(0.05)
-        assert not sent(decode)
-        while not (frames := sent(decode)):  # prefill stands still
+        assert not cluster.sent(decode)
+        while not (frames := cluster.sent(decode)):  # prefill makes no progress
             await asyncio.sleep(0.02)
         assert frames[0][0] == "hand_over" and frames[0][1].final
         assert not prefill.requests
-        with pytest.raises(Unavailable, match=r"no progress for 0\.2 s while"):  # and so does decode
-            await tokens(state)
+        with pytest.raises(Unavailable, match=r"no progress for 0\.2 s while"):  # nor does decode
+            await cluster.tokens(state)
         watch.cancel()
 
-    play(story())
+    run_async(scenario())
 
 
-def test_cancelling_tells_everybody() -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "decode")
-        state = stage.open()
-        for instance in stage.instances:
-            sent(instance)
+def test_cancelling_tells_everyone(make_cluster: type[Cluster], run_async: RunAsync) -> None:
+    async def scenario() -> None:
+        cluster = make_cluster("prefill", "decode")
+        state = cluster.open()
+        for instance in cluster.instances:
+            cluster.sent(instance)
         state.cancel()
         state.cancel()
-        assert [[kind for kind, _ in sent(instance)] for instance in stage.instances] == [["cancel"], ["cancel"]]
+        assert [[kind for kind, _ in cluster.sent(instance)] for instance in cluster.instances] == [
+            ["cancel"],
+            ["cancel"],
+        ]
         assert state.timeline.finish_reason == "cancelled"
 
-    play(story())
+    run_async(scenario())
 
 
-# ---- who is picked ------------------------------------------------------------------------------------------------
-
-
-def test_each_role_has_its_policy_and_the_timeline_explains_it() -> None:
-    async def story() -> None:
-        roles = ["prefill"] * 2 + ["decode"] * 2
-        stage = Stage(*roles, prefill_policy="round_robin", decode_policy="session")
-        states = [stage.open(f"r{i}", session="s1") for i in range(4)]
-        assert {state.prefill.id for state in states} == {"prefill-0", "prefill-1"}
-        assert len({state.last_instance.id for state in states}) == 1
-        told = states[0].timeline.as_dict()["decisions"]
-        assert isinstance(told, list)
-        assert [(one["role"], one["policy"]) for one in told] == [("decode", "session"), ("prefill", "round_robin")]
-        assert told[1]["chosen"] == states[0].prefill.id and told[1]["considered"] == 2
-        assert {one["instance"] for one in told[1]["candidates"]} == {"prefill-0", "prefill-1"}
-
-    play(story())
-
-
-def test_what_is_left_to_do_is_known_between_heartbeats() -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "decode")
-        prefill, decode = stage.instances
-        prefill.hello.block_size = 2
-        stage.open(prompt=[1] * 9)
-        stage.open("other", prompt=[1] * 5)
-        assert prefill.load.prefill_tokens == 14 and prefill.load.output_tokens == 0
-        assert (decode.load.prefill_tokens, decode.load.output_tokens, decode.load.context_tokens) == (0, 8, 14)
-        stage.says(prefill, stored=pb.Stored(num_blocks=2))
-        assert prefill.load.prefill_tokens == 10, "four tokens are done"
-        stage.says(prefill, token_ids=[7], stored=pb.Stored(num_blocks=5, final=True))
-        assert prefill.load.prefill_tokens == 5 and prefill.load.requests == 1
-        stage.says(decode, token_ids=[8])
-        assert decode.load.output_tokens == 6 and decode.load.context_tokens == 16
-        prefill.update_other_load(pb.Load(requests=2, prefill_tokens=100))
-        prefill.update_other_load(pb.Load(requests=1, prefill_tokens=30))
-        assert prefill.load.prefill_tokens == 35 and prefill.load.requests == 2, "what other routers have sent"
-
-    play(story())
-
-
-def test_instances_that_share_no_store_are_told_apart_and_kept_apart(caplog: pytest.LogCaptureFixture) -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "prefill", "decode", prefill_policy="round_robin")
-        stranger, friend, decode = stage.instances
-        number = 0
-
-        def hand_over(blocks: int | None = None) -> InstanceHandle:
-            """One request through decode, which says what it got from a store: by default, what it gets from whom."""
-            nonlocal number
-            number += 1
-            state = stage.open(f"r{number}")
-            came = blocks if blocks is not None else 2 if state.prefill is friend else 0
-            stage.says(state.prefill, state.id, token_ids=[7], stored=pb.Stored(num_blocks=2, final=True))
-            stage.says(decode, state.id, moved=pb.Moved(blocks=came, bytes=came, seconds=0.1))
-            ready = pb.Stamp(stage="kv_ready", seconds=0)
-            stage.says(decode, state.id, token_ids=[8, 9, 10], finish_reason="length", stamps=[ready])
-            return state.prefill
-
-        used = [hand_over() for _ in range(20)]
-        assert used.count(stranger) == 3, "and never again"
-        (warning,) = (record.getMessage() for record in caplog.records if "found nothing" in record.getMessage())
-        assert warning.startswith("decode-2 (://) found nothing of what prefill-0 (://) had stored, 3 times in a row")
-        assert b'in_vain_total{decode="decode-2",prefill="prefill-0"} 3.0' in stage.dispatcher._metrics.text()
-        stage.fleet.deregister(friend, "test")
-        assert hand_over(blocks=2) is stranger, "there is nobody else"
-        stage.instances[1] = friend = stage.join("prefill-1", "prefill")
-        assert {hand_over().id for _ in range(4)} == {"prefill-0", "prefill-1"}, "it was right after all"
-
-    caplog.set_level("WARNING")
-    play(story())
-
-
-def test_auto_forecasts_with_what_each_instance_says_of_itself() -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "prefill", "decode", "decode")
-        slow, quick = (
-            pb.Costs(prefill=(1, 1, 0), decode=(1, 1, 0), transfer=(1, 1)),
-            pb.Costs(prefill=(0.5, 1, 0), decode=(0.5, 1, 0), transfer=(1, 1)),
-        )
-        for instance, costs in zip(stage.instances, (slow, quick, quick, slow), strict=True):
-            instance.update_heartbeat(pb.Heartbeat(costs=costs))
-        stage.instances[1].update_heartbeat(pb.Heartbeat())  # says nothing new of them
-        state = stage.open(max_tokens=64)
-        assert (state.prefill, state.decode) == (stage.instances[1], stage.instances[2])
-        decode, prefill = (decision for _, decision in state.timeline.decisions)
-        assert [one.score for one in prefill.candidates] == [0.5 + 3, 1 + 3]
-        assert [one.score for one in decode.candidates] == [0.5 + 1, 1 + 1], "the hello knows no size of KV"
-        assert "first token" in prefill.why and "between tokens" in decode.why
-
-    play(story())
-
-
-def test_a_short_prompt_goes_straight_to_decode_and_that_is_counted() -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "decode", local_prefill_tokens=3)
-        prefill, decode = stage.instances
-        state = stage.open()
-        assert not sent(prefill)
-        ((_, submit),) = sent(decode)
-        assert submit.phase == pb.BOTH and decode.load.prefill_tokens == 3
-        assert state.timeline.as_dict()["placement"] == {
-            "way": "decode",
-            "reason": "threshold",
-            "uncached_tokens": 3,
-            "here_seconds": None,
-            "there_seconds": None,
-        }
-        assert [role for role, _ in state.timeline.decisions] == ["decode"], "nobody was asked to prefill"
-        stage.says(decode, token_ids=[7])
-        assert decode.load.prefill_tokens == 0
-        stage.says(decode, token_ids=[8, 9, 10], finish_reason="length")
-        assert await tokens(state) == [7, 8, 9, 10]
-        stage.open("long", prompt=[1] * 4)
-        assert [kind for kind, _ in sent(prefill)] == ["submit"]
-        stage.open("one", max_tokens=1)
-        text = stage.dispatcher._metrics.text().decode()
-        for way, reason in (("decode", "threshold"), ("split", "threshold"), ("prefill", "one_token")):
-            assert f'pdserve_placements_total{{reason="{reason}",way="{way}"}} 1.0' in text
-
-    play(story())
-
-
-def test_a_lost_decode_that_had_the_prompt_is_replaced() -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "decode", "decode", local_prefill_tokens=100)
-        state = stage.open()
-        lost = state.last_instance
-        stage.says(lost, token_ids=[7, 8])
-        stage.fleet.deregister(lost, "test")
-        other = state.last_instance
-        assert other is not lost
-        ((_, again),) = sent(other)
-        assert again.phase == pb.BOTH and list(again.output) == [7, 8]
-        stage.says(other, "r#1", token_ids=[9, 10], finish_reason="length")
-        assert await tokens(state) == [7, 8, 9, 10]
-
-    play(story())
-
-
-def test_who_would_be_late_is_refused_and_leaves_nothing_behind() -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "decode", "decode", slo="ttft=1s")
-        prefill, *_ = stage.instances
+def test_slo_rejection_leaves_no_state_and_spares_running_requests(
+    make_cluster: type[Cluster], run_async: RunAsync
+) -> None:
+    async def scenario() -> None:
+        cluster = make_cluster("prefill", "decode", "decode", slo="ttft=1s")
+        prefill, *_ = cluster.instances
         prefill.update_heartbeat(pb.Heartbeat(costs=pb.Costs(prefill=(0, 0.25, 0), decode=(0, 0, 0), transfer=(0, 0))))
-        first = stage.open("first", prompt=[1] * 3)
-        for _ in range(2):  # its id is not in use
-            with pytest.raises(Overloaded, match=r"after 1\.5 s, by forecast") as refused:
-                stage.open("second", prompt=[1] * 3)
+        first = cluster.open("first", prompt=[1] * 3)
+        for _ in range(2):  # the rejected id is free again
+            with pytest.raises(Overloaded, match=r"TTFT of 1\.5 s exceeds") as refused:
+                cluster.open("second", prompt=[1] * 3)
         assert (refused.value.kind, refused.value.retry_after_s) == ("slo_ttft", 1)
-        assert prefill.load.requests == 1 and stage.dispatcher.timeline("second") is None
-        stage.open("second", prompt=[1])
-        # What has begun goes on, however late.
+        assert prefill.load.requests == 1 and cluster.dispatcher.timeline("second") is None
+        cluster.open("second", prompt=[1])
+        # A running request may migrate, although it is late.
         assert first.decode is not None
-        stage.fleet.deregister(first.decode, "test")
-        assert first.timeline.migrations == 1 and not first.machine.ended
-        assert b'pdserve_refusals_total{reason="slo_ttft"} 2.0' in stage.dispatcher._metrics.text()
+        cluster.fleet.deregister(first.decode, "test")
+        assert len(first.timeline.migrations) == 1 and not first.machine.is_over
+        assert b'pdserve_refusals_total{reason="slo_ttft"} 2.0' in cluster.dispatcher._metrics.text()
 
-    play(story())
-
-
-class Clock:
-    """In place of the dispatcher's."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        for module in (selector, dispatcher, metrics):
-            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+    run_async(scenario())
 
 
-def test_who_dies_again_and_again_gets_nothing_and_then_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story() -> None:
-        stage, clock = Stage("prefill", "decode"), Clock(monkeypatch)
-        prefill, decode = stage.instances
-        for number in range(3):
-            stage.open(f"r{number}")
-            clock.now += 10
-            stage.fleet.deregister(decode, "test")
-            decode = stage.join("decode-1", "decode")
-        assert stage.open("r3").last_instance is prefill and not sent(decode), "prefill does everything meanwhile"
-        assert stage.dispatcher.ready() == (
-            False,
-            "no decode instance but decode-1, out after repeated faults, is registered",
-        )
-        assert b'pdserve_breaker_state{instance="decode-1"} 2.0' in stage.dispatcher._metrics.text()
-        other = stage.join("decode-2", "decode")
-        assert all(stage.open(f"o{number}").decode is other for number in range(5))
-        stage.fleet.deregister(other, "test")
-        clock.now += 5
-        assert {one["breaker"] for one in stage.dispatcher.instances()} == {"closed", "half_open"}
-        probe = stage.open("probe")
-        assert stage.open("r4").last_instance is prefill
-        stage.says(prefill, "probe", token_ids=[7], stored=pb.Stored(num_blocks=1, final=True))
-        stage.says(decode, "probe", token_ids=[8])
-        assert not probe.machine.ended
-        assert all(stage.open(f"p{number}").decode is decode for number in range(5))
-
-    play(story())
-
-
-def test_a_refusal_is_no_fault_of_the_instance(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story() -> None:
-        stage, clock = Stage("prefill", "decode"), Clock(monkeypatch)
-        for number in range(9):
-            clock.now += 10
-            stage.open(f"r{number}")
-            stage.says(stage.instances[number % 2], f"r{number}", error=pb.Error(kind="rejected", message="too long"))
-        assert {one["breaker"] for one in stage.dispatcher.instances()} == {"closed"}
-
-    play(story())
-
-
-def test_who_makes_no_progress_again_and_again_gets_nothing() -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "decode", handover_timeout_seconds=0.05)
-        prefill, decode = stage.instances
-        for now in (time.monotonic() - 40, time.monotonic() - 20):
-            stage.fleet.breakers.failed(prefill.id, now)
-        watch = asyncio.create_task(stage.dispatcher.watch())
-        state = stage.open()
-        while not [kind for kind, _ in sent(decode) if kind == "hand_over"]:
-            await asyncio.sleep(0.01)
-        states = {one["instance_id"]: one["breaker"] for one in stage.dispatcher.instances()}
-        assert states[prefill.id] == "open"
-        with pytest.raises(Unavailable, match="no progress"):
-            await tokens(state)
-        watch.cancel()
-
-    play(story())
-
-
-def test_who_moves_again_needs_budget_for_it() -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "decode")
-        stage.dispatcher._budget.left = 1.0
-        states = [stage.open(f"r{number}") for number in range(2)]
+def test_repeated_migrations_need_retry_budget(make_cluster: type[Cluster], run_async: RunAsync) -> None:
+    async def scenario() -> None:
+        cluster = make_cluster("prefill", "decode")
+        cluster.dispatcher._retry_budget.balance = 1.0
+        states = [cluster.open(f"r{number}") for number in range(2)]
         for number in range(2, 4):
-            here = states[0].last_instance
-            stage.join(f"decode-{number}", "decode")
-            stage.fleet.deregister(here, "test")
+            here = states[0].final_instance
+            cluster.join(f"decode-{number}", "decode")
+            cluster.fleet.deregister(here, "test")
         moved, ended = states
-        assert moved.timeline.migrations == 2 and not moved.machine.ended
-        with pytest.raises(Unavailable, match=r"decode-2 was lost .* too many requests had to move again lately"):
-            await tokens(ended)
-        assert b"pdserve_retry_budget 0." in stage.dispatcher._metrics.text()
+        assert len(moved.timeline.migrations) == 2 and not moved.machine.is_over
+        with pytest.raises(Unavailable, match=r"decode-2 was lost .* the budget for repeated migrations is exhausted"):
+            await cluster.tokens(ended)
+        assert b"pdserve_retry_budget 0." in cluster.dispatcher._metrics.text()
 
-    play(story())
-
-
-def test_cached_tokens_need_no_computing() -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "prefill", "prefill", "decode", policy="prefix_aware")
-        for instance, size in zip(stage.instances, (2, 2, 4, 2), strict=True):
-            instance.hello.block_size = size
-        _, twos, fours, _ = stage.instances
-        keys = {size: block_keys(b"root", [1] * 12, size) for size in (2, 4)}
-        stage.fleet._handle_blocks(twos, pb.Blocks(added=b"".join(keys[2][:3])))
-        state = stage.open(prompt=[1] * 12, keys=keys)
-        assert state.prefill is twos and twos.load.prefill_tokens == 6
-        stage.fleet._handle_blocks(fours, pb.Blocks(added=b"".join(keys[4])))
-        state = stage.open("again", prompt=[1] * 12, keys=keys)
-        assert state.prefill is fours and fours.load.prefill_tokens == 4, "the last token is computed in any case"
-        stage.fleet.deregister(fours, "test")
-        stage.fleet._handle_blocks(twos, pb.Blocks(removed=b"".join(keys[2][:3])))
-        state = stage.open("later", prompt=[1] * 12, keys=keys)
-        assert state.prefill is stage.instances[0] and state.prefill.load.prefill_tokens == 12
-
-    play(story())
-
-
-def test_a_both_instance_and_prefill_instances_share_the_prompts() -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "both", prefill_policy="least_loaded")
-        prefill, both = stage.instances
-        states = [stage.open(f"r{i}", prompt=[1] * 50) for i in range(10)]
-        assert all(state.last_instance is both for state in states)
-        alone = [state for state in states if state.decode is None]
-        assert 2 <= len(alone) <= 5, "it has their output to generate too"
-        phases = [message.phase for _, message in sent(both)]
-        assert phases.count(pb.BOTH) == len(alone) and phases.count(pb.DECODE) == 10 - len(alone)
-        assert len(sent(prefill)) == 10 - len(alone)
-
-    play(story())
-
-
-def test_both_instances_do_not_prefill_for_each_other() -> None:
-    async def story() -> None:
-        stage = Stage("both", "both", "decode", decode_policy="round_robin")
-        states = [stage.open(f"r{i}") for i in range(9)]
-        alone = [state for state in states if state.decode is None]
-        assert len(alone) == 6
-        assert all(state.decode is stage.instances[2] for state in states if state not in alone)
-
-    play(story())
-
-
-def hedged(stage: Stage) -> tuple[RequestState, InstanceHandle, InstanceHandle, InstanceHandle]:
-    """A flight that two are asked to prefill: it, the first, the second, and decode."""
-    state = stage.open()
-    first, decode = state.prefill, state.decode
-    assert decode is not None
-    stage.dispatcher._hedges.start(state)
-    stage.dispatcher._hedges.start(state)
-    second = state.hedge
-    assert second is not None and second is not first
-    assert [message.phase for instance in (first, second) for _, message in sent(instance)] == [pb.PREFILL] * 2
-    sent(decode)
-    return state, first, second, decode
-
-
-def ends_well(stage: Stage, state: RequestState) -> None:
-    """Nobody is left with anything, and the counts of hedges are these."""
-    assert not stage.dispatcher.states and state.hedge is None
-    for instance in stage.fleet.instances.values():
-        assert not instance.requests and instance.load.requests == 0
-
-
-def test_of_two_that_prefill_the_faster_one_goes_on() -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "prefill", "decode")
-        state, first, second, decode = hedged(stage)
-        stage.says(first, stored=pb.Stored(num_blocks=2))
-        stage.says(second, stored=pb.Stored(num_blocks=1, tickets=[b"t"]))
-        assert [list(message.tickets) for _, message in sent(decode)] == [[]], "only the first one's news count yet"
-        stage.says(second, token_ids=[7])
-        assert [kind for kind, _ in sent(first)] == ["cancel"] and state.prefill is second
-        (ticket, token) = (message for _, message in sent(decode))
-        assert list(ticket.tickets) == [b"t"] and token.first_token == 7
-        stage.says(first, token_ids=[99])  # it had not heard yet
-        stage.says(second, stored=pb.Stored(num_blocks=3, final=True))
-        stage.says(decode, token_ids=[8, 9, 10], finish_reason="length")
-        assert await tokens(state) == [7, 8, 9, 10]
-        assert state.timeline.prefill_instance == second.id
-        ends_well(stage, state)
-
-        state, first, second, decode = hedged(stage)
-        stage.says(second, stored=pb.Stored(num_blocks=1))
-        stage.says(first, token_ids=[7], stored=pb.Stored(num_blocks=1, final=True))
-        assert [kind for kind, _ in sent(second)] == ["cancel"] and state.prefill is first
-        stage.says(second, token_ids=[99])
-        stage.says(decode, token_ids=[8, 9, 10], finish_reason="length")
-        assert await tokens(state) == [7, 8, 9, 10]
-        ends_well(stage, state)
-        text = stage.dispatcher._metrics.text()
-        assert b'hedges_total{outcome="asked"} 2.0' in text and b'hedges_total{outcome="preferred"} 1.0' in text
-
-    play(story())
-
-
-@pytest.mark.parametrize("refused", [True, False])
-def test_of_two_that_prefill_one_may_fail(refused: bool) -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "prefill", "decode")
-        state, first, second, decode = hedged(stage)
-        stage.fleet.deregister(first, "test")
-        assert state.prefill is second and not sent(decode), "the other goes on"
-        stage.says(second, token_ids=[7, 8, 9, 10], finish_reason="length")
-        assert await tokens(state) == [7, 8, 9, 10]
-        ends_well(stage, state)
-
-        stage.join(first.id, "prefill")
-        state, first, second, decode = hedged(stage)
-        if refused:
-            stage.says(second, error=pb.Error(kind="rejected", message="no"))
-        else:
-            stage.fleet.deregister(second, "test")
-        assert state.prefill is first and state.hedge is None
-        stage.says(first, token_ids=[7, 8, 9, 10], finish_reason="length")
-        assert await tokens(state) == [7, 8, 9, 10]
-        ends_well(stage, state)
-
-    play(story())
-
-
-def test_only_what_waits_for_its_first_token_is_asked_of_a_second() -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "prefill", "decode", "decode", hedge_prefill_after=0.05)
-        watch = asyncio.create_task(stage.dispatcher.watch())
-        late, done = stage.open("late"), stage.open("done")
-        stage.says(done.prefill, "done", token_ids=[7])
-        while late.hedge is None:
-            await asyncio.sleep(0.01)
-        stage.fleet.deregister(late.last_instance, "test")  # it moves, and may be late again
-        assert late.hedge is None and done.hedge is None
-        while late.hedge is None:
-            await asyncio.sleep(0.01)
-        late.cancel()
-        done.cancel()
-        ends_well(stage, late)
-        watch.cancel()
-
-    play(story())
+    run_async(scenario())
 
 
 EVENTS = st.lists(
@@ -802,48 +350,48 @@ EVENTS = st.lists(
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=25)
 @given(events=EVENTS)
-def test_nobody_dead_or_draining_is_asked_and_nothing_stays_on_the_books(
-    policy: str, events: list[tuple[str, int]]
+def test_only_live_instances_receive_requests_and_no_load_remains(
+    make_cluster: type[Cluster], run_async: RunAsync, policy: str, events: list[tuple[str, int]]
 ) -> None:
-    async def story() -> None:
-        stage = Stage("prefill", "decode", "both", policy=policy)
+    async def scenario() -> None:
+        cluster = make_cluster("prefill", "decode", "both", policy=policy)
         states: list[RequestState] = []
-        everybody = list(stage.instances)
+        everyone = list(cluster.instances)
         for number, (event, which) in enumerate(events):
-            here = list(stage.fleet.instances.values())
-            instance = here[which % len(here)] if here else None
-            able = [m for m in here if not m.draining]
-            before = {m.id: len(cast(SentFrames, m.wire)) for m in everybody}
+            attached = list(cluster.fleet.instances.values())
+            instance = attached[which % len(attached)] if attached else None
+            eligible = [m for m in attached if not m.is_draining]
+            before = {m.id: len(cast("SentFrames", m.connection)) for m in everyone}
             if event == "join":
-                everybody.append(stage.join(f"late-{number}", ("prefill", "decode", "both")[which % 3]))
+                everyone.append(cluster.join(f"late-{number}", ("prefill", "decode", "both")[which % 3]))
             elif event == "lose" and instance is not None:
-                able = [m for m in able if m is not instance]
-                stage.fleet.deregister(instance, "test")
+                eligible = [m for m in eligible if m is not instance]
+                cluster.fleet.deregister(instance, "test")
             elif event == "drain" and instance is not None:
-                able = [m for m in able if m is not instance]
-                instance.draining = True
-                stage.dispatcher.on_draining(instance)
+                eligible = [m for m in eligible if m is not instance]
+                instance.is_draining = True
+                cluster.dispatcher.on_draining(instance)
             elif event == "open":
                 with contextlib.suppress(Unavailable):
-                    states.append(stage.open(f"r{number}", session=str(which % 5), max_tokens=1 + which % 3))
-            elif states and event == "late" and not states[which % len(states)].machine.ended:
-                stage.dispatcher._hedges.start(states[which % len(states)])
+                    states.append(cluster.open(f"r{number}", session=str(which % 5), max_tokens=1 + which % 3))
+            elif states and event == "late" and not states[which % len(states)].machine.is_over:
+                cluster.dispatcher._hedger.start(states[which % len(states)])
             elif states and event == "first":
                 state = states[which % len(states)]
                 if state.id in (state.hedge or state.prefill).requests and state.machine.state is State.PREFILLING:
-                    stage.says(state.hedge or state.prefill, state.id, token_ids=[7])
+                    cluster.deliver(state.hedge or state.prefill, state.id, token_ids=[7])
             elif states and event == "end":
                 state = states[which % len(states)]
-                stage.says(state.last_instance, state.id, finish_reason="stop")
+                cluster.deliver(state.final_instance, state.id, finish_reason="stop")
             elif states:
                 states[which % len(states)].cancel()
-            for asked in everybody:
-                fresh = sent(asked)[before[asked.id] :] if asked.id in before else []
-                assert asked in able or not [kind for kind, _ in fresh if kind == "submit"]
+            for one in everyone:
+                frames = cluster.sent(one)[before[one.id] :] if one.id in before else []
+                assert one in eligible or not [kind for kind, _ in frames if kind == "submit"]
         for state in states:
             state.cancel()
-        for instance in everybody:
+        for instance in everyone:
             assert instance.load.requests == instance.load.work_tokens == instance.load.context_tokens == 0
-        assert not stage.dispatcher.states
+        assert not cluster.dispatcher.states
 
-    play(story())
+    run_async(scenario())

@@ -1,31 +1,39 @@
-"""The hand-over state machine: every way through it ends, and lets go of everything."""
+"""The hand-over state machine: every path ends, and releases all blocks."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.router.dispatch.handover import ENDED, OWNER, Action, Event, HandOver, IllegalTransition, State
+from pdserve.router.dispatch.handover import (
+    FINAL_STATES,
+    OWNER,
+    Action,
+    Event,
+    HandOverMachine,
+    IllegalTransition,
+    State,
+)
 
 ALL_CANCELS = {Action.CANCEL_PREFILL, Action.CANCEL_DECODE}
 
 
-def walk(*events: Event, split: bool = True) -> tuple[HandOver, list[Action]]:
-    machine = HandOver(since=0.0, state_timeout_s=10.0, split=split)
+def walk(*events: Event, split: bool = True) -> tuple[HandOverMachine, list[Action]]:
+    machine = HandOverMachine(last_progress_at=0.0, state_timeout_s=10.0, is_split=split)
     actions: list[Action] = []
     for i, event in enumerate(events):
         actions += machine.handle(event, float(i))
     return machine, actions
 
 
-def test_the_good_way() -> None:
+def test_split_request_without_faults() -> None:
     machine, actions = walk(Event.FIRST_TOKEN, Event.STORED, Event.DECODED, Event.DECODED, Event.FINISHED)
     assert machine.state is State.FINISHED
     assert set(actions) == ALL_CANCELS
 
 
 @pytest.mark.parametrize("before", [(), (Event.FIRST_TOKEN,)])
-@pytest.mark.parametrize("failure", [Event.PREFILL_FAILED, Event.LATE])
-def test_a_failed_prefill_is_completed_by_decode(before: tuple[Event, ...], failure: Event) -> None:
+@pytest.mark.parametrize("failure", [Event.PREFILL_FAILED, Event.TIMED_OUT])
+def test_failed_prefill_falls_back_to_decode(before: tuple[Event, ...], failure: Event) -> None:
     machine, actions = walk(*before, failure)
     assert machine.state is State.LOADING
     assert Action.FINALIZE in actions and Action.FAIL not in actions
@@ -43,56 +51,56 @@ DECODE_STATES = pytest.mark.parametrize(
 
 
 @DECODE_STATES
-def test_a_failed_decode_is_taken_over(before: tuple[Event, ...]) -> None:
+def test_failed_decode_migrates(before: tuple[Event, ...]) -> None:
     machine, actions = walk(*before, Event.DECODE_FAILED)
     assert machine.state is State.PREFILLING
-    assert actions[-1] is Action.RESUME and set(actions) == {Action.RESUME} | ALL_CANCELS
+    assert actions[-1] is Action.MIGRATE and set(actions) == {Action.MIGRATE} | ALL_CANCELS
 
 
 @DECODE_STATES
-def test_it_ends_in_an_error_when_nobody_can(before: tuple[Event, ...]) -> None:
+def test_unplaced_request_fails(before: tuple[Event, ...]) -> None:
     machine, actions = walk(*before, Event.DECODE_FAILED, Event.UNPLACED)
     assert machine.state is State.FAILED
     assert Action.FAIL in actions
 
 
-def test_it_moves_a_few_times_only() -> None:
+def test_migrations_are_limited() -> None:
     machine, actions = walk(*[Event.DECODE_FAILED] * 4)
     assert machine.state is State.FAILED
-    assert actions.count(Action.RESUME) == 3 and actions.count(Action.FAIL) == 1
+    assert actions.count(Action.MIGRATE) == 3 and actions.count(Action.FAIL) == 1
 
 
-def test_a_late_decode_has_failed() -> None:
+def test_timed_out_decode_counts_as_failed() -> None:
     machine, _ = walk(Event.FIRST_TOKEN, Event.STORED)
-    assert not machine.late(11.0) and machine.late(11.1)
-    assert Action.RESUME in machine.handle(Event.LATE, 11.1)
-    assert not machine.late(11.2)
+    assert not machine.is_timed_out(11.0) and machine.is_timed_out(11.1)
+    assert Action.MIGRATE in machine.handle(Event.TIMED_OUT, 11.1)
+    assert not machine.is_timed_out(11.2)
 
 
-def test_an_owner_at_work_is_not_late() -> None:
+def test_progress_of_the_owner_restarts_the_timeout() -> None:
     machine, _ = walk(Event.FIRST_TOKEN, Event.STORED)
-    machine.progressed(30.0)
-    assert not machine.late(40.0) and machine.late(40.1)
+    machine.record_progress(30.0)
+    assert not machine.is_timed_out(40.0) and machine.is_timed_out(40.1)
 
 
-def test_alone_there_is_no_prefill_to_fail() -> None:
-    machine, actions = walk(Event.LATE, split=False)
-    assert machine.state is State.PREFILLING and Action.RESUME in actions and Action.FINALIZE not in actions
+def test_unsplit_request_has_no_prefill_failure() -> None:
+    machine, actions = walk(Event.TIMED_OUT, split=False)
+    assert machine.state is State.PREFILLING and Action.MIGRATE in actions and Action.FINALIZE not in actions
 
 
-def test_decode_cannot_speak_before_prefill_has() -> None:
+def test_decoded_before_the_first_token_is_illegal() -> None:
     with pytest.raises(IllegalTransition, match="decoded in state prefilling"):
         walk(Event.DECODED)
 
 
-def test_every_state_with_an_owner_is_one_that_goes_on() -> None:
-    assert set(State) == set(OWNER) | ENDED
+def test_states_are_final_or_have_an_owner() -> None:
+    assert set(State) == set(OWNER) | FINAL_STATES
 
 
 @settings(max_examples=500)
 @given(st.lists(st.sampled_from(list(Event)), max_size=12))
-def test_any_order_of_events(events: list[Event]) -> None:
-    machine = HandOver(since=0.0, state_timeout_s=10.0)
+def test_any_sequence_of_events_keeps_the_invariants(events: list[Event]) -> None:
+    machine = HandOverMachine(last_progress_at=0.0, state_timeout_s=10.0)
     fails = 0
     for event in events:
         was = machine.state
@@ -102,10 +110,10 @@ def test_any_order_of_events(events: list[Event]) -> None:
             assert machine.state is was
             continue
         fails += actions.count(Action.FAIL)
-        if was in ENDED:
-            assert machine.state is was and not actions, "an ended hand-over stays ended"
-        elif machine.ended:
-            assert set(actions) >= ALL_CANCELS, "an exit that lets something live on"
+        if was in FINAL_STATES:
+            assert machine.state is was and not actions, "final states are never left"
+        elif machine.is_over:
+            assert set(actions) >= ALL_CANCELS, "an exit without all cancels"
     assert fails == (machine.state is State.FAILED)
     machine.handle(Event.CANCELLED, 0.0)
-    assert machine.ended
+    assert machine.is_over

@@ -7,14 +7,14 @@ from typing import Any, cast
 import pytest
 
 from pdserve.config import RouterConfig
-from pdserve.control.wire import FIRST_FRAME_BYTES, PROTOCOL_VERSION
+from pdserve.control.frame_connection import FIRST_FRAME_BYTES, PROTOCOL_VERSION
 from pdserve.instance.kv_events import KVEventPublisher
-from pdserve.instance.router_link import Links
+from pdserve.instance.router_link import RouterLinks
 from pdserve.keys import Layout
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
 from pdserve.router.dispatch.dispatcher import Dispatcher
-from pdserve.router.instances.control import Control
+from pdserve.router.instances.control_server import ControlServer
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
 from pdserve.router.scheduling.policy import Load
 from pdserve.router.telemetry.metrics import Metrics
@@ -33,7 +33,7 @@ def hello_of(
         role=name.partition("-")[0],
         model="model",
         protocol_version=PROTOCOL_VERSION,
-        namespace=Layout.like(layout).namespace,
+        namespace=Layout.from_message(layout).namespace,
         layout=layout,
         block_size=block_size,
         convert_kv=convert,
@@ -44,7 +44,7 @@ def hello_of(
 class SentFrames(list[pb.RouterFrame]):
     """In place of a connection to an instance: what it was sent."""
 
-    put = list.append
+    send = list.append
 
     def close(self) -> None: ...
 
@@ -55,7 +55,7 @@ def refusal(there: pb.Hello, comes: pb.Hello) -> str:
     """What the second one is told."""
     fleet = Fleet("router", "model", 1.0)
     fleet.register(there, SentFrames())
-    return fleet.refusal(pb.InstanceFrame(hello=comes))
+    return fleet.rejection_reason(pb.InstanceFrame(hello=comes))
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_what_cannot_be_converted_is_refused(change: dict[str, Any]) -> None:
 
 
 def submits(instance: InstanceHandle) -> list[pb.Submit]:
-    assert isinstance(instance.wire, SentFrames)
-    return [frame.submit for frame in instance.wire if frame.WhichOneof("frame") == "submit"]
+    assert isinstance(instance.connection, SentFrames)
+    return [frame.submit for frame in instance.connection if frame.WhichOneof("frame") == "submit"]
 
 
 def test_decode_is_told_the_writer_s_layout_where_it_is_another() -> None:
@@ -127,11 +127,11 @@ class Idle:
     """What links need of an instance that has nothing to do."""
 
     def __init__(self) -> None:
-        self.news = KVEventPublisher()
+        self.kv_events = KVEventPublisher()
 
-        self.load, self.left = pb.Heartbeat(), pb.Load()
+        self.heartbeat, self.left = pb.Heartbeat(), pb.Load()
 
-    def others(self, link: str) -> pb.Load:
+    def other_load(self, link: str) -> pb.Load:
         return self.left
 
     def drop_link(self, link: str) -> None: ...
@@ -141,14 +141,14 @@ def test_a_router_hears_what_others_have_sent() -> None:
     async def scenario() -> None:
         fleet, instance = Fleet("router", "model", 60.0), Idle()
         fleet.listener = cast(Any, SimpleNamespace(on_lost=lambda instance: None))
-        control = Control(fleet)
+        control = ControlServer(fleet)
         port = await control.listen("127.0.0.1", 0)
-        task = asyncio.create_task(Links([f"127.0.0.1:{port}"]).run(cast(Any, instance), hello_of("decode-0")))
+        task = asyncio.create_task(RouterLinks([f"127.0.0.1:{port}"]).run(cast(Any, instance), hello_of("decode-0")))
         async with asyncio.timeout(60):
             while not fleet.instances:
                 await asyncio.sleep(0.01)
             load = fleet.instances["decode-0"].load
-            fleet.instances["decode-0"].give("ours", Load(output_tokens=7))
+            fleet.instances["decode-0"].assign("ours", Load(output_tokens=7))
             for others in (pb.Load(requests=2, output_tokens=5, context_tokens=9), pb.Load(requests=1), pb.Load()):
                 instance.left = others
                 while (load.requests, load.output_tokens) != (1 + others.requests, 7 + others.output_tokens):
@@ -165,12 +165,12 @@ def test_instances_have_to_know_the_token(caplog: pytest.LogCaptureFixture) -> N
     async def scenario() -> None:
         fleet = Fleet("router", "model", 60.0)
         fleet.listener = cast(Any, SimpleNamespace(on_lost=lambda instance: None))
-        control = Control(fleet, "right")
+        control = ControlServer(fleet, "right")
         port = await control.listen("127.0.0.1", 0)
         tokens = {"prefill-0": "right", "decode-0": "wrong", "decode-1": ""}
         tasks = []
         for name, token in tokens.items():
-            links = Links([f"127.0.0.1:{port}"], token)
+            links = RouterLinks([f"127.0.0.1:{port}"], token)
             tasks.append(asyncio.create_task(links.run(cast(Any, Idle()), hello_of(name))))
         async with asyncio.timeout(60):
             while len(fleet.instances) < 1 or caplog.text.count("asks for another --control-token") < 2:
@@ -195,11 +195,11 @@ def test_strangers_are_told_why_they_have_to_go_and_soon(
         return said
 
     async def scenario() -> None:
-        control = Control(Fleet("router", "model", 60.0))
+        control = ControlServer(Fleet("router", "model", 60.0))
         port = await control.listen("127.0.0.1", 0)
         for data in (b"GET / HTTP/1.1\r\n\r\n", (FIRST_FRAME_BYTES + 1).to_bytes(4, "big") + bytes(100)):
             assert await answer(port, data) == b""
-        monkeypatch.setattr("pdserve.router.instances.control.HELLO_S", 0.2)
+        monkeypatch.setattr("pdserve.router.instances.control_server.HELLO_TIMEOUT_S", 0.2)
         assert b"it says nothing for 0.2 s" in await answer(port, b"")
         nobody = pb.InstanceFrame(hello=hello_of("prefill-0\nrouter: all is well")).SerializeToString()
         assert b"all of which can be printed" in await answer(port, len(nobody).to_bytes(4, "big") + nobody)
@@ -209,7 +209,7 @@ def test_strangers_are_told_why_they_have_to_go_and_soon(
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
     assert not any("\n" in message for message in caplog.messages)
-    assert caplog.text.count("what it says is not of the control protocol") == 2
+    assert caplog.text.count("the data is not of the control protocol") == 2
 
 
 def test_each_heartbeat_is_answered() -> None:
@@ -223,9 +223,9 @@ def test_no_address_among_the_routers_costs_the_others_nothing(caplog: pytest.Lo
     async def scenario() -> None:
         fleet = Fleet("router", "model", 60.0)
         fleet.listener = cast(Any, SimpleNamespace(on_lost=lambda instance: None))
-        control = Control(fleet)
+        control = ControlServer(fleet)
         port = await control.listen("127.0.0.1", 0)
-        links = Links(["nowhere", "a..b:1", f"127.0.0.1:{port}"])
+        links = RouterLinks(["nowhere", "a..b:1", f"127.0.0.1:{port}"])
         task = asyncio.create_task(links.run(cast(Any, Idle()), hello_of("decode-0")))
         while not fleet.instances or caplog.text.count("not reachable") < 2:
             await asyncio.sleep(0.01)

@@ -4,62 +4,62 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.router.scheduling.breaker import (
-    FAULTS,
-    FORGOTTEN_S,
-    INCIDENT_S,
-    LONGEST_PAUSE_S,
-    PAUSE_S,
-    Breakers,
+    FAULT_THRESHOLD,
+    FORGET_AFTER_S,
+    INCIDENT_WINDOW_S,
+    MAX_PAUSE_S,
+    BASE_PAUSE_S,
+    CircuitBreakers,
     BreakerState,
 )
-from pdserve.router.scheduling.retry_budget import FULL, SHARE, RetryBudget
+from pdserve.router.scheduling.retry_budget import CAPACITY, DEPOSIT, RetryBudget
 
 CLOSED, HALF_OPEN, OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN
 
 
 def test_the_third_fault_in_a_row_opens_and_a_token_closes() -> None:
-    breakers = Breakers()
-    assert [breakers.failed("p0", now) for now in (10, 20, 30)] == [False, False, True]
+    breakers = CircuitBreakers()
+    assert [breakers.record_fault("p0", now) for now in (10, 20, 30)] == [False, False, True]
     assert breakers.state("p0", 30) is OPEN and not breakers.allows("p0", 0, 34.9)
     assert breakers.state("p1", 30) is CLOSED and breakers.allows("p1", 99, 30)
-    assert breakers.state("p0", 30 + PAUSE_S) is HALF_OPEN
+    assert breakers.state("p0", 30 + BASE_PAUSE_S) is HALF_OPEN
     assert breakers.allows("p0", 0, 36) and not breakers.allows("p0", 1, 36), "one request, to see"
-    assert breakers.failed("p0", 40)
-    assert breakers.state("p0", 40 + 2 * PAUSE_S - 0.1) is OPEN, "twice as long"
-    assert breakers.state("p0", 40 + 2 * PAUSE_S) is HALF_OPEN
-    breakers.succeeded("p0")
+    assert breakers.record_fault("p0", 40)
+    assert breakers.state("p0", 40 + 2 * BASE_PAUSE_S - 0.1) is OPEN, "twice as long"
+    assert breakers.state("p0", 40 + 2 * BASE_PAUSE_S) is HALF_OPEN
+    breakers.record_success("p0")
     assert breakers.allows("p0", 99, 40)
-    assert not breakers.failed("p0", 60), "counted anew"
+    assert not breakers.record_fault("p0", 60), "counted anew"
 
 
 def test_what_hits_many_requests_at_once_is_one_fault() -> None:
-    breakers = Breakers()
-    assert not any(breakers.failed("p0", 10 + i * INCIDENT_S / 50) for i in range(50))
+    breakers = CircuitBreakers()
+    assert not any(breakers.record_fault("p0", 10 + i * INCIDENT_WINDOW_S / 50) for i in range(50))
     assert breakers.state("p0", 11) is CLOSED
 
 
-@given(st.lists(st.floats(INCIDENT_S * 1.01, 300), min_size=FAULTS, max_size=40))
+@given(st.lists(st.floats(INCIDENT_WINDOW_S * 1.01, 300), min_size=FAULT_THRESHOLD, max_size=40))
 def test_no_pause_is_without_end_and_old_faults_are_forgotten(gaps: list[float]) -> None:
-    breakers, now = Breakers(), 0.0
+    breakers, now = CircuitBreakers(), 0.0
     for gap in gaps:
         now += gap
-        breakers.failed("p0", now)
+        breakers.record_fault("p0", now)
     assert breakers.state("p0", now) is OPEN
-    assert breakers.allows("p0", 0, now + LONGEST_PAUSE_S + 0.1)
-    breakers.failed("p1", now + FORGOTTEN_S + 1)
-    assert breakers.allows("p0", 99, now + FORGOTTEN_S + 1)
+    assert breakers.allows("p0", 0, now + MAX_PAUSE_S + 0.1)
+    breakers.record_fault("p1", now + FORGET_AFTER_S + 1)
+    assert breakers.allows("p0", 99, now + FORGET_AFTER_S + 1)
 
 
 def test_first_moves_are_free_and_the_others_earned() -> None:
     budget = RetryBudget()
-    assert all(budget.spend(0) for _ in range(1000)) and budget.left == FULL
-    assert [budget.spend(1) for _ in range(101)] == [True] * 100 + [False]
+    assert all(budget.try_withdraw(0) for _ in range(1000)) and budget.balance == CAPACITY
+    assert [budget.try_withdraw(1) for _ in range(101)] == [True] * 100 + [False]
     for _ in range(9):
-        budget.earn()
-    assert not budget.spend(2)
+        budget.deposit()
+    assert not budget.try_withdraw(2)
     for _ in range(2):
-        budget.earn()
-    assert budget.spend(2)
-    for _ in range(int(2 * FULL / SHARE)):
-        budget.earn()
-    assert budget.left == FULL
+        budget.deposit()
+    assert budget.try_withdraw(2)
+    for _ in range(int(2 * CAPACITY / DEPOSIT)):
+        budget.deposit()
+    assert budget.balance == CAPACITY

@@ -13,7 +13,7 @@ from random import Random
 import pytest
 
 from pdserve.costs import Costs
-from pdserve.router.scheduling.policy import NOTHING, Candidate, Load, PlacementRequest, decide
+from pdserve.router.scheduling.policy import NO_LOAD, Candidate, Load, PlacementRequest, decide
 
 INSTANCES, SECONDS, SEEDS = 8, 15.0, 3
 TOLD_S = 0.2  # after that, what other routers have sent is known: LOAD_INTERVAL_S and NEWS_S
@@ -28,7 +28,7 @@ class Instance:
 
     def others(self, router: int) -> Load:
         loads = [load for one, load in self.left.values() if one != router]
-        return Load(*map(sum, zip(*loads, strict=True))) if loads else NOTHING
+        return Load(*map(sum, zip(*loads, strict=True))) if loads else NO_LOAD
 
 
 @cache
@@ -39,10 +39,10 @@ def simulate(policy: str, num_routers: int, seed: int, decode: bool) -> float:
     names = [f"i{i}" for i in range(INSTANCES)]
     instances = {name: Instance() for name in names}
     seen = [{name: Candidate(name, costs=COSTS) for name in names} for _ in range(num_routers)]
-    heard = [dict.fromkeys(names, NOTHING) for _ in range(num_routers)]
+    heard = [dict.fromkeys(names, NO_LOAD) for _ in range(num_routers)]
     turns = [random.getrandbits(32) for _ in range(num_routers)]
     prompts = [int(random.lognormvariate(5.5, 1)) + 1 for _ in range(1000)]
-    seconds = [COSTS.prefills_seconds(1, tokens, tokens * tokens // 2) for tokens in prompts]
+    seconds = [COSTS.total_prefill_seconds(1, tokens, tokens * tokens // 2) for tokens in prompts]
     rate = 80.0 if decode else BUSY * INSTANCES / statistics.mean(seconds)
     events: list[tuple[float, int, str, str, int]] = []
     sent: dict[int, float] = {}
@@ -67,18 +67,18 @@ def simulate(policy: str, num_routers: int, seed: int, decode: bool) -> float:
             load = Load(prefill_tokens=tokens, prefills=1, attended_tokens=tokens * tokens // 2)
             if not instances[name].left:
                 later(seconds[prompt], "ended", name, request)
-        seen[router][name].replace(NOTHING, load)
+        seen[router][name].replace_load(NO_LOAD, load)
         instances[name].left[request] = router, load
         sent[request] = now
 
     def ended(name: str, request: int) -> None:
         router, load = instances[name].left.pop(request)
-        seen[router][name].replace(load, NOTHING)
+        seen[router][name].replace_load(load, NO_LOAD)
         if not decode:
             measured.append(now - sent[request])
             if instances[name].left:
                 after, (_, load) = next(iter(instances[name].left.items()))
-                later(COSTS.prefills_seconds(1, load.prefill_tokens, load.attended_tokens), "ended", name, after)
+                later(COSTS.total_prefill_seconds(1, load.prefill_tokens, load.attended_tokens), "ended", name, after)
 
     for name in names:
         for router in range(num_routers):
@@ -94,7 +94,7 @@ def simulate(policy: str, num_routers: int, seed: int, decode: bool) -> float:
         else:
             later(TOLD_S, "told", name, one)
             before, heard[one][name] = heard[one][name], instances[name].others(one)
-            seen[one][name].replace(before, heard[one][name])
+            seen[one][name].replace_load(before, heard[one][name])
         if decode and what == "arrive" and now > 5.0:
             running = [len(instance.left) for instance in instances.values()]
             measured.append(max(running) / statistics.mean(running))

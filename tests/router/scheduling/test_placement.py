@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from pdserve.costs import Costs
 from pdserve.router.scheduling.placement import place
-from pdserve.router.scheduling.policy import NOTHING, Candidate, Load, PlacementRequest
+from pdserve.router.scheduling.policy import NO_LOAD, Candidate, Load, PlacementRequest
 
 MACHINE = Costs(prefill=(0.01, 1e-4, 1e-8), decode=(0.005, 1e-4, 1e-7), transfer=(0.02, 1e-9))
 
@@ -35,9 +35,9 @@ def test_by_forecast_short_prompts_stay_with_decode() -> None:
     assert way(1000) == "split"
     assert way(1000, decode=995) == "decode", "another turn of what it has decoded"
     assert way(1000, prefill=995) == "split"
-    decode.replace(NOTHING, Load(30, context_tokens=30_000))
+    decode.replace_load(NO_LOAD, Load(30, context_tokens=30_000))
     assert way(10) == "split", "thirty streams would wait for it"
-    prefill.replace(NOTHING, Load(0, prefills=1, prefill_tokens=20_000))
+    prefill.replace_load(NO_LOAD, Load(0, prefills=1, prefill_tokens=20_000))
     assert way(10) == "decode", "but not as long as it would wait in the queue"
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from random import Random
 
-from pdserve.costs import Costs, attended
-from pdserve.router.scheduling.policy import NOTHING, Candidate, Load, PlacementRequest, decide
+from pdserve.costs import Costs, attention_pairs
+from pdserve.router.scheduling.policy import NO_LOAD, Candidate, Load, PlacementRequest, decide
 
 INSTANCES, CLIENTS, REQUESTS, STEP_TOKENS = 3, 8, 600, 2048
 TRUE = Costs(prefill=(0.004, 1.2e-4, 6e-8))
@@ -79,8 +79,8 @@ def first_tokens(policy: str, seed: int) -> tuple[float, float]:
         cached = {name: min(one.blocks_of(blocks), len(blocks) - 1) * 16 for name, one in instances.items()}
         name = decide(policy, candidates, PlacementRequest(tokens, turn, cached=cached, output_tokens=output)).chosen
         new = tokens - cached[name]
-        load = Load(prefill_tokens=new, prefills=1, attended_tokens=int(attended(new, cached[name])))
-        instances[name].seen.replace(NOTHING, load)
+        load = Load(prefill_tokens=new, prefills=1, attended_tokens=int(attention_pairs(new, cached[name])))
+        instances[name].seen.replace_load(NO_LOAD, load)
         instances[name].waiting.append(Prompt(now, load, blocks, output))
         start(name)
 
@@ -95,7 +95,7 @@ def first_tokens(policy: str, seed: int) -> tuple[float, float]:
             left -= batch[-1].load.prefill_tokens
         tokens, pairs = sum(p.load.prefill_tokens for p in batch), sum(p.load.attended_tokens for p in batch)
         instance.busy = True
-        later(TRUE.prefills_seconds(1, tokens, pairs) * random.lognormvariate(0, STEP_SPREAD), "step", name, batch)
+        later(TRUE.total_prefill_seconds(1, tokens, pairs) * random.lognormvariate(0, STEP_SPREAD), "step", name, batch)
 
     for _ in range(CLIENTS):
         send()
@@ -106,12 +106,12 @@ def first_tokens(policy: str, seed: int) -> tuple[float, float]:
             for prompt in batch:
                 times.append(now - prompt.sent)
                 instances[name].cached.update(prompt.blocks)
-                instances[name].seen.replace(prompt.load, Load())
+                instances[name].seen.replace_load(prompt.load, Load())
                 later(STORED_S, "stored", name)
                 later(STORED_S + prompt.output * TOKEN_S, "answered")
             start(name)
         elif what == "stored":
-            instances[name].seen.replace(Load(), NOTHING)
+            instances[name].seen.replace_load(Load(), NO_LOAD)
         else:
             send()
     assert len(times) == REQUESTS

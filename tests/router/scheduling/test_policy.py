@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pdserve.costs import Costs
 from pdserve.router.scheduling.policy import (
     POLICIES,
-    SHOWN,
-    SPREAD,
+    MAX_EXPLAINED,
+    WAIT_SPREAD_TOKENS,
     Candidate,
     Decision,
     Load,
@@ -48,7 +48,7 @@ def snapshots(draw: st.DrawFn, least: int = 1) -> list[Candidate]:
             context_tokens=draw(TOKENS),
             prefills=0,
             costs=draw(st.just(costs) | COSTS),
-            both=draw(st.booleans()),
+            is_both=draw(st.booleans()),
             capacity_tokens=draw(TOKENS),
         )
         for name in names
@@ -94,7 +94,7 @@ def test_the_explanation_holds_the_choice_and_why(
     best = decision.candidates[0]
     assert best.instance == decision.chosen and decision.why
     assert all(best.score <= other.score * (1.1 if policy == "auto" else 1) for other in decision.candidates)
-    assert len(decision.candidates) <= SHOWN and decision.considered == len(snapshot)
+    assert len(decision.candidates) <= MAX_EXPLAINED and decision.considered == len(snapshot)
     json.dumps(decision.as_dict(), allow_nan=False)
 
 
@@ -185,10 +185,10 @@ def test_prefix_aware_stays_with_the_cache_until_the_queue_there_is_longer() -> 
 def test_a_load_that_comes_and_goes_leaves_nothing(loads: list[tuple[int, int, int]]) -> None:
     candidate, nothing = Candidate("p0"), Load(requests=0)
     for tokens in loads:
-        candidate.replace(nothing, Load(1, *tokens))
+        candidate.replace_load(nothing, Load(1, *tokens))
     assert candidate.requests == len(loads) and candidate.prefill_tokens == sum(tokens[0] for tokens in loads)
     for tokens in loads:
-        candidate.replace(Load(1, *tokens), nothing)
+        candidate.replace_load(Load(1, *tokens), nothing)
     assert candidate.work_tokens == candidate.requests == candidate.context_tokens == 0
 
 
@@ -209,33 +209,35 @@ def test_auto_picks_the_earliest_first_token() -> None:
     assert auto(busy, slow) == ("busy", pytest.approx(0.01 + 0.05 + 0.00125 + 0.01 + 0.1 + 0.005))
     assert auto(idle, busy, cached={"busy": 800})[0] == "busy", "the queue there is shorter than what is computed here"
     assert auto(idle, busy, cached={"busy": 400})[0] == "idle"
-    decoding = Candidate("decoding", requests=4, output_tokens=400, context_tokens=8000, both=True, costs=MACHINE)
+    decoding = Candidate("decoding", requests=4, output_tokens=400, context_tokens=8000, is_both=True, costs=MACHINE)
     assert auto(decoding)[1] == pytest.approx(0.115 + 0.005 + 4e-4 + 8e-4), "its chunk shares a step with those"
 
 
 def test_auto_picks_the_shortest_time_between_tokens() -> None:
     few = Candidate("few", requests=2, output_tokens=100, context_tokens=100, token_bytes=1000, costs=MACHINE)
     long = Candidate("long", requests=1, output_tokens=50, context_tokens=90_000, token_bytes=1000, costs=MACHINE)
-    seconds = 0.005 + 3e-4 + 1.1e-4 + 0.002 / SPREAD
+    seconds = 0.005 + 3e-4 + 1.1e-4 + 0.002 / WAIT_SPREAD_TOKENS
     assert auto(few, long, decode=True, output_tokens=500) == ("few", pytest.approx(seconds))
-    assert auto(few, decode=True, output_tokens=500, cached={"few": 1000})[1] == pytest.approx(seconds - 0.002 / SPREAD)
+    assert auto(few, decode=True, output_tokens=500, cached={"few": 1000})[1] == pytest.approx(
+        seconds - 0.002 / WAIT_SPREAD_TOKENS
+    )
     full = replace(few, capacity_tokens=1000, output_tokens=1000)
     assert auto(full, long, decode=True, output_tokens=500)[0] == "long", "there is no room for it"
 
 
 def test_auto_weighs_prompts_for_who_computes_them_itself() -> None:
-    both = Candidate("both", both=True, costs=MACHINE)
+    both = Candidate("both", is_both=True, costs=MACHINE)
     decode = Candidate("decode", requests=3, context_tokens=3000, costs=MACHINE)
     assert auto(both, decode, decode=True, output_tokens=100)[0] == "both", "others may compute it"
-    assert auto(both, decode, decode=True, output_tokens=100, alone=True)[0] == "decode"
-    assert auto(both, decode, decode=True, output_tokens=100, alone=True, cached={"both": 990})[0] == "both"
+    assert auto(both, decode, decode=True, output_tokens=100, prefills_itself=True)[0] == "decode"
+    assert auto(both, decode, decode=True, output_tokens=100, prefills_itself=True, cached={"both": 990})[0] == "both"
 
 
 @given(snapshot=snapshots(), request=asks())
 def test_more_to_do_never_makes_a_forecast_shorter(snapshot: list[Candidate], request: PlacementRequest) -> None:
     for candidate in snapshot:
         (before,) = decide("auto", [candidate], request).candidates
-        candidate.replace(Load(requests=0), Load(1, 10, 10, 10, 1, 50))
+        candidate.replace_load(Load(requests=0), Load(1, 10, 10, 10, 1, 50))
         (after,) = decide("auto", [candidate], request).candidates
         assert after.score >= before.score or candidate.capacity_tokens < candidate.context_tokens + request.tokens
 

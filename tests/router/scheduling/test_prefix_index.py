@@ -45,8 +45,8 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def it_keeps_no_more_than_it_must(self) -> None:
         for name in ("p0", "p1", "d0", "d1", "d2"):
-            assert self.index.blocks(name) == len(self.model.get(name, ()))
-        assert self.index._holders.keys() == set().union(*self.model.values())
+            assert self.index.num_blocks(name) == len(self.model.get(name, ()))
+        assert self.index._bitmaps.keys() == set().union(*self.model.values())
 
 
 TestIndex = IndexMachine.TestCase

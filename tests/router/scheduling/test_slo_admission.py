@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from pdserve.costs import Costs
 from pdserve.router.scheduling.policy import Candidate, Load, PlacementRequest
-from pdserve.router.scheduling.slo_admission import LONGEST_RETRY_S, admit
+from pdserve.router.scheduling.slo_admission import MAX_RETRY_AFTER_S, check_slo
 from pdserve.slo import Slo
 
 MACHINE = Costs(prefill=(0.0, 1e-3, 0), decode=(0.01, 1e-3, 0), transfer=(0, 1e-3))
@@ -41,7 +41,7 @@ def decoding(streams: int, token_bytes: int = 0, capacity_tokens: int = 10**6) -
             3,
         ),  # 3.5 s, and 1 s is right
         (prefilling(900), decoding(10), PlacementRequest(500, cached={"prefill": 450}, output_tokens=9), None, 0),
-        (prefilling(9 * 10**6), decoding(10), PlacementRequest(500), "slo_ttft", LONGEST_RETRY_S),
+        (prefilling(9 * 10**6), decoding(10), PlacementRequest(500), "slo_ttft", MAX_RETRY_AFTER_S),
         (prefilling(100), decoding(50), PlacementRequest(500, output_tokens=9), "slo_itl", 7),  # 61 ms for 100 tokens
         (
             prefilling(100),
@@ -76,23 +76,23 @@ def decoding(streams: int, token_bytes: int = 0, capacity_tokens: int = 10**6) -
 def test_by_forecast(
     prefill: Candidate, decode: Candidate, asked: PlacementRequest, reason: str | None, retry_after_s: int
 ) -> None:
-    refusal = admit(BOTH, prefill, decode, asked)
+    refusal = check_slo(BOTH, prefill, decode, asked)
     assert (refusal and refusal.kind) == reason
     if refusal is not None:
         assert refusal.retry_after_s == retry_after_s and refusal.status == 429
         assert f"--slo says {BOTH.ttft if reason == 'slo_ttft' else BOTH.itl:.3g} s" in str(refusal)
-    assert admit(Slo(), prefill, decode, asked) is None
+    assert check_slo(Slo(), prefill, decode, asked) is None
 
 
 def test_who_has_waited_in_the_router_has_less_time_left() -> None:
     idle, asked = Candidate("prefill", costs=MACHINE), PlacementRequest(500, output_tokens=9)
     for prefill, waited, late in [(prefilling(100), 0.3, False), (prefilling(100), 0.5, True), (idle, 9.0, False)]:
-        assert (admit(BOTH, prefill, decoding(10), asked, waited) is not None) == late
+        assert (check_slo(BOTH, prefill, decoding(10), asked, waited) is not None) == late
 
 
 def test_one_instance_that_does_both_waits_for_no_kv() -> None:
     both = Candidate("both", 10, output_tokens=1000, token_bytes=1, costs=MACHINE)
-    assert admit(BOTH, both, both, PlacementRequest(500, output_tokens=2)) is None
+    assert check_slo(BOTH, both, both, PlacementRequest(500, output_tokens=2)) is None
 
 
 LOADS = st.builds(Load, st.integers(1, 9), *[st.integers(0, 10_000)] * 3, st.integers(0, 9), st.integers(0, 10**6))
@@ -101,19 +101,17 @@ ASKS = st.builds(PlacementRequest, st.integers(1, 10_000), output_tokens=st.inte
 
 
 @given(slo=SLOS, asked=ASKS, more=LOADS)
-def test_the_idle_take_anything_and_more_load_never_lets_more_in(
-    slo: Slo, asked: PlacementRequest, more: Load
-) -> None:
+def test_the_idle_take_anything_and_more_load_never_lets_more_in(slo: Slo, asked: PlacementRequest, more: Load) -> None:
     prefill, decode = Candidate("prefill", costs=MACHINE), Candidate("decode", costs=MACHINE)
-    assert admit(slo, prefill, decode, asked) is None, "there is no better time to come back"
+    assert check_slo(slo, prefill, decode, asked) is None, "there is no better time to come back"
     for candidate in (prefill, decode):
-        candidate.replace(Load(0), more)
-    refusal = admit(slo, prefill, decode, asked)
+        candidate.replace_load(Load(0), more)
+    refusal = check_slo(slo, prefill, decode, asked)
     for candidate in (prefill, decode):
-        candidate.replace(Load(0), Load(1, 10, 10, 10, 1, 100))
-    again = admit(slo, prefill, decode, asked)
+        candidate.replace_load(Load(0), Load(1, 10, 10, 10, 1, 100))
+    again = check_slo(slo, prefill, decode, asked)
     assert refusal is None or again is not None
-    assert all(1 <= (one.retry_after_s or 0) <= LONGEST_RETRY_S for one in (refusal, again) if one is not None)
+    assert all(1 <= (one.retry_after_s or 0) <= MAX_RETRY_AFTER_S for one in (refusal, again) if one is not None)
 
 
 def test_an_slo_is_read_from_text() -> None:

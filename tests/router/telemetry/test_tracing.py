@@ -14,7 +14,7 @@ import pytest
 
 from pdserve.config import RouterConfig
 from pdserve.errors import SetupError
-from pdserve.lifetime import PARTS, Stage
+from pdserve.lifetime import TRACE_SPANS, Stage
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
 from pdserve.router.dispatch.dispatcher import Dispatcher
@@ -64,7 +64,7 @@ def serve() -> Callable[..., None]:
         pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason=REASON)
         tracer, fleet = Tracer(url), Fleet("router", "demo", 1.0)
         dispatcher = Dispatcher(RouterConfig(local_prefill_tokens=0), fleet, Metrics(fleet))
-        dispatcher.watchers.append(tracer.finished)
+        dispatcher.finish_listeners.append(tracer.export)
 
         def join(role: str) -> InstanceHandle:
             hello = pb.Hello(instance_id=f"{role}-0", role=role, model="demo", max_model_len=9, num_blocks=9)
@@ -106,7 +106,7 @@ def test_a_request_is_a_trace(collector: tuple[str, list[tuple[str, Any]]], serv
     assert {service for service, _ in received} == {f"pdserve-{name}" for name in SERVICES}
     (root,) = (span for _, span in received if span.parent_span_id.hex() == SPAN)
     parts = {span.name: span for _, span in received if span.parent_span_id == root.span_id}
-    assert set(parts) == set(PARTS) and len(received) == 1 + len(PARTS)
+    assert set(parts) == set(TRACE_SPANS) and len(received) == 1 + len(TRACE_SPANS)
     for name, span in parts.items():
         assert root.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano, name
         assert span.end_time_unix_nano <= root.end_time_unix_nano, name

@@ -1,0 +1,85 @@
+"""A simulated cluster: a dispatcher over instances whose outputs the test delivers, and whose frames it reads."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from pdserve.config import RouterConfig
+from pdserve.control.frame_connection import PROTOCOL_VERSION
+from pdserve.proto import pdserve_pb2 as pb
+from pdserve.request import Request, SamplingParams
+from pdserve.router.dispatch.dispatcher import Dispatcher
+from pdserve.router.dispatch.request_state import RequestState
+from pdserve.router.instances.fleet import Fleet, InstanceHandle
+from pdserve.router.telemetry.metrics import Metrics
+
+RunAsync = Callable[[Coroutine[Any, Any, None]], None]
+
+
+class SentFrames(list[pb.RouterFrame]):
+    """Fake connection to an instance; records the frames that were sent."""
+
+    send = list.append
+
+    def close(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+class Cluster:
+    """A dispatcher and its instances, one per role: `Cluster("prefill", "decode", **settings of the router)`."""
+
+    def __init__(self, *roles: str, **settings: Any) -> None:
+        self.fleet = Fleet("router", "model", 1.0)
+        config = RouterConfig(model="model", **{"local_prefill_tokens": 0, **settings})
+        self.dispatcher = Dispatcher(config, self.fleet, Metrics(self.fleet))
+        self.instances = [self.join(f"{role}-{i}", role) for i, role in enumerate(roles)]
+
+    def join(self, name: str, role: str) -> InstanceHandle:
+        """Attach an instance."""
+        hello = pb.Hello(instance_id=name, role=role, model="model", max_model_len=100, vocab_size=50, num_blocks=99)
+        hello.protocol_version = PROTOCOL_VERSION
+        return self.fleet.register(hello, SentFrames())
+
+    def open(self, request_id: str = "r", max_tokens: int = 4, **request: Any) -> RequestState:
+        """Open a request with a prompt of three tokens."""
+        request = {"prompt": [1, 2, 3], "sampling": SamplingParams(max_tokens=max_tokens), **request}
+        return self.dispatcher.open(Request(request_id=request_id, **request))
+
+    def deliver(self, instance: InstanceHandle, request_id: str = "r", **output: Any) -> None:
+        """Deliver an output of an instance to the dispatcher."""
+        self.dispatcher.on_output(instance, pb.Output(request_id=request_id, **output))
+
+    @staticmethod
+    def sent(instance: InstanceHandle) -> list[tuple[str, Any]]:
+        """Return and clear the frames sent to an instance, as (kind, content)."""
+        assert isinstance(instance.connection, SentFrames)
+        frames: list[tuple[str, Any]] = []
+        for frame in instance.connection:
+            kind = frame.WhichOneof("frame")
+            assert kind is not None
+            frames.append((kind, getattr(frame, kind)))
+        instance.connection.clear()
+        return frames
+
+    @staticmethod
+    async def tokens(state: RequestState) -> list[int]:
+        """Read the stream to its end."""
+        return [token async for chunks in state for chunk in chunks for token in chunk.token_ids]
+
+
+@pytest.fixture(scope="session")
+def make_cluster() -> type[Cluster]:
+    return Cluster
+
+
+@pytest.fixture(scope="session")
+def run_async() -> RunAsync:
+    """Run a coroutine to its end, within 10 seconds."""
+
+    def run(scenario: Coroutine[Any, Any, None]) -> None:
+        asyncio.run(asyncio.wait_for(scenario, 10))
+
+    return run

@@ -1,0 +1,87 @@
+"""The output stream of a request, and its remaining load on the instances."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.errors import RequestError, Unavailable
+from pdserve.proto import pdserve_pb2 as pb
+
+if TYPE_CHECKING:
+    from tests.router.dispatch.conftest import Cluster, RunAsync
+
+
+def test_unread_chunks_are_yielded_together_and_before_an_error(
+    make_cluster: type[Cluster], run_async: RunAsync
+) -> None:
+    async def scenario() -> None:
+        cluster = make_cluster("both")
+        (both,) = cluster.instances
+        state = cluster.open(max_tokens=9)
+        turns = aiter(state)
+        cluster.deliver(both, token_ids=[7])
+        assert [chunk.token_ids for chunk in await anext(turns)] == [[7]]
+        for token in (8, 9):
+            cluster.deliver(both, token_ids=[token], logprobs=[pb.Logprobs(logprob=-token)])
+        cluster.fleet.deregister(both, "test")  # and no other instance is left
+        chunks = await anext(turns)
+        assert [chunk.token_ids for chunk in chunks] == [[8], [9]]
+        assert [one.logprob for chunk in chunks for one in chunk.logprobs] == [-8, -9]
+        with pytest.raises(RequestError):
+            await anext(turns)
+
+    run_async(scenario())
+
+
+def test_whole_request_yields_once_at_the_end_or_raises(make_cluster: type[Cluster], run_async: RunAsync) -> None:
+    async def scenario() -> None:
+        cluster = make_cluster("prefill", "decode")
+        prefill, decode = cluster.instances
+        state, turns = cluster.open(whole=True), []
+
+        async def read() -> None:
+            async for chunks in state:
+                turns.append([chunk.token_ids for chunk in chunks])
+
+        reader = asyncio.create_task(read())
+        for instance, ids in ((prefill, [7]), (decode, [8]), (decode, [9])):
+            cluster.deliver(instance, token_ids=ids)
+            await asyncio.sleep(0.01)
+            assert not turns
+        cluster.deliver(decode, token_ids=[10], finish_reason="length")
+        await reader
+        assert turns == [[[7, 8, 9, 10]]]
+
+        state = cluster.open("s", whole=True)
+        cluster.deliver(prefill, "s", token_ids=[7])
+        cluster.fleet.deregister(decode, "test")
+        cluster.fleet.deregister(prefill, "test")
+        with pytest.raises(Unavailable):
+            await read()
+
+    run_async(scenario())
+
+
+def test_remaining_load_follows_each_output(make_cluster: type[Cluster], run_async: RunAsync) -> None:
+    async def scenario() -> None:
+        cluster = make_cluster("prefill", "decode")
+        prefill, decode = cluster.instances
+        prefill.hello.block_size = 2
+        cluster.open(prompt=[1] * 9)
+        cluster.open("other", prompt=[1] * 5)
+        assert prefill.load.prefill_tokens == 14 and prefill.load.output_tokens == 0
+        assert (decode.load.prefill_tokens, decode.load.output_tokens, decode.load.context_tokens) == (0, 8, 14)
+        cluster.deliver(prefill, stored=pb.Stored(num_blocks=2))
+        assert prefill.load.prefill_tokens == 10, "two blocks of two tokens are computed"
+        cluster.deliver(prefill, token_ids=[7], stored=pb.Stored(num_blocks=5, final=True))
+        assert prefill.load.prefill_tokens == 5 and prefill.load.requests == 1
+        cluster.deliver(decode, token_ids=[8])
+        assert decode.load.output_tokens == 6 and decode.load.context_tokens == 16
+        prefill.update_other_load(pb.Load(requests=2, prefill_tokens=100))
+        prefill.update_other_load(pb.Load(requests=1, prefill_tokens=30))
+        assert prefill.load.prefill_tokens == 35 and prefill.load.requests == 2, "includes the load of other routers"
+
+    run_async(scenario())
