@@ -1,14 +1,14 @@
-// Prefill attention in bfloat16 on Intel's matrix instructions (AMX), after FlashAttention-2 (Dao 2023).
+// Prefill attention in bfloat16 on Intel AMX, after FlashAttention-2 (Dao 2023).
 //
-// A matrix tile is 16 rows of 16 words; a word is a float32 or a pair of bfloat16. The one product there is adds
-// a (16 × 32, pairs along its rows) · b (32 × 16, pairs along its columns) to c (16 × 16, float32). One task is up to ROWS
-// query rows (token × query head) of one sequence and key/value head. For LENGTH tokens of KV at a time, K is copied from
-// the pool and V transposed, once for all of those rows; then for STRIP rows after the other:
+// A matrix tile is 16 rows of 16 words; a word is a float32 or a pair of bfloat16. The product instruction adds
+// a (16 × 32, pairs along its rows) · b (32 × 16, pairs along its columns) to c (16 × 16, float32). A task is up to TILE_ROWS
+// query rows (token × query head) of one sequence and key/value head. Per KV_TILE tokens of KV, K is copied from the pool and V
+// transposed, once for all of those rows; then for each STRIP of rows:
 //   scores^T [tokens × rows] = K · Q^T, the weights p = 2^(scores · factor - m), and
-// output^T [D × rows] += V^T · p^T.
-// All transposed, so that K is an operand as it lies there, vector lanes run along the query rows, and no softmax sums across
-// lanes. Matrices are kept as tiles that follow each other, the second index first to change. D is padded with zeros to
-// Dp, a multiple of 32. Sums are float32; p is rounded to bfloat16 for the second product.
+//   output^T [D × rows] += V^T · p^T.
+// Everything is transposed, so that K is an operand in its own layout, vector lanes run along the query rows, and the softmax
+// never sums across lanes. Matrices are stored tile by tile, the second index varying fastest. D is padded with zeros to Dp, a
+// multiple of 32. Sums are float32; p is rounded to bfloat16 for the second product.
 
 #pragma once
 
@@ -21,27 +21,27 @@ namespace amx {
 namespace {
 
 constexpr i64 SIDE = 16, PAIRS = 2 * SIDE, FLOATS = SIDE * SIDE, HALVES = 2 * FLOATS;
-constexpr i64 ROWS = 1024, STRIP = 32, LENGTH = 256;
+constexpr i64 TILE_ROWS = 1024, STRIP = 32, KV_TILE = 256;
 constexpr float LOG2_E = 1.44269504f;
-constexpr float SLACK = 8;  // powers of two by which weights may exceed 1 before the output is rescaled
+constexpr float MAX_LOG2_WEIGHT = 8;  // log2 of the weight above which the output is rescaled
 
-// Rows of a task, if so many are as good as any. The more, the more use is made of what was fetched.
-inline i64 height(i64 rows) { return std::clamp((rows + STRIP - 1) / STRIP * STRIP, STRIP, ROWS); }
+// Query rows of a task, given the number that balances the load. The more rows, the more reuse of the loaded KV.
+inline i64 tile_rows(i64 rows) { return std::clamp((rows + STRIP - 1) / STRIP * STRIP, STRIP, TILE_ROWS); }
 
-// This thread's tile registers are all 16 × 16 words while it lives.
-struct Registers {
-    Registers() {
+// Configures the thread's tile registers as 16 × 16 words each, for its lifetime.
+struct TileConfig {
+    TileConfig() {
         alignas(64) uint8_t config[64] = {1};
         for (int i = 0; i < 8; i++) config[16 + 2 * i] = 64, config[48 + i] = SIDE;
         _tile_loadconfig(config);
     }
-    ~Registers() { _tile_release(); }
+    ~TileConfig() { _tile_release(); }
 };
 
-// c[i][j] = Σ_k a[i][k] · b[j][k], or += where `add`, for both j of a strip; I is even. Strides count tiles.
+// c[i][j] = Σ_k a[i][k] · b[j][k], or += if `add`, for both j of a strip; I is even. Strides count tiles.
 inline void multiply(float* c, i64 cj, const bf16* a, i64 ai, const bf16* b, i64 bj, i64 I, i64 K, bool add) {
     constexpr int BYTES = 4 * SIDE;
-    asm volatile("" ::: "memory");  // GCC's tile loads don't tell that they read memory
+    asm volatile("" ::: "memory");  // GCC does not know that tile loads read memory
     for (i64 i = 0; i < I; i += 2) {
         float *const c00 = c + i * FLOATS, *const c01 = c00 + cj * FLOATS;
         float *const c10 = c00 + FLOATS, *const c11 = c01 + FLOATS;
@@ -73,7 +73,7 @@ inline void multiply(float* c, i64 cj, const bf16* a, i64 ai, const bf16* b, i64
     }
 }
 
-// Of 16 × 16 words, in place.
+// Transpose 16 × 16 words in place.
 inline void transpose(__m512* r) {
     __m512 t[SIDE];
 #pragma GCC unroll 8
@@ -98,42 +98,43 @@ inline void transpose(__m512* r) {
     }
 }
 
-inline __mmask32 first_of(i64 count) { return count >= 32 ? ~0u : count <= 0 ? 0 : (1u << count) - 1; }
+// Mask of the first `count` of 32 lanes.
+inline __mmask32 lane_mask(i64 count) { return count >= 32 ? ~0u : count <= 0 ? 0 : (1u << count) - 1; }
 
-// K and V of tokens [first, first + count), the last one repeated up to a multiple of PAIRS: K as k[token / 16][D / 32], and
-// V^T as v[D / 16][token / 32], pairs along the tokens.
-inline void fetch(const Rows<bf16>& kv, i64 first, i64 count, i64 Dp, bf16* k, bf16* v) {
+// Load K and V of tokens [first, first + count), the last one repeated up to a multiple of PAIRS: K as k[token / 16][D / 32],
+// and V^T as v[D / 16][token / 32], pairs along the tokens.
+inline void load_kv(const PagedKV<bf16>& kv, i64 first, i64 count, i64 Dp, bf16* k, bf16* v) {
     const i64 D = kv.a.D, end = (count + PAIRS - 1) / PAIRS * PAIRS;
-    const bf16* rows[LENGTH];
+    const bf16* rows[KV_TILE];
     for (i64 t = 0; t < end; t++) {
-        const bf16* const from = kv.k(first + std::min(t, count - 1));
-        bf16* const to = k + t / SIDE * Dp * SIDE + t % SIDE * PAIRS;
+        const bf16* const source = kv.k(first + std::min(t, count - 1));
+        bf16* const target = k + t / SIDE * Dp * SIDE + t % SIDE * PAIRS;
         for (i64 d = 0; d < Dp; d += PAIRS)
-            _mm512_store_si512(to + d * SIDE, _mm512_maskz_loadu_epi16(first_of(D - d), from + d));
-        rows[t] = from + kv.a.half;
+            _mm512_store_si512(target + d * SIDE, _mm512_maskz_loadu_epi16(lane_mask(D - d), source + d));
+        rows[t] = source + kv.a.half;
     }
     for (i64 t = 0; t < end; t += PAIRS)
         for (i64 d = 0; d < Dp; d += SIDE) {
             __m512 words[SIDE];
             const auto load = [&](i64 token) {
-                return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((__mmask16)first_of(D - d), rows[token] + d));
+                return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((__mmask16)lane_mask(D - d), rows[token] + d));
             };
             for (i64 i = 0; i < SIDE; i++) {
                 const __m512i low = load(t + 2 * i), high = load(t + 2 * i + 1);
                 words[i] = _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
             }
             transpose(words);
-            float* const to = (float*)v + (d / SIDE * (LENGTH / PAIRS) + t / PAIRS) * FLOATS;
-            for (i64 i = 0; i < SIDE; i++) _mm512_store_ps(to + i * SIDE, words[i]);
+            float* const target = (float*)v + (d / SIDE * (KV_TILE / PAIRS) + t / PAIRS) * FLOATS;
+            for (i64 i = 0; i < SIDE; i++) _mm512_store_ps(target + i * SIDE, words[i]);
         }
 }
 
-inline void prefetch(const Rows<bf16>& kv, i64 first, i64 end) {
+inline void prefetch(const PagedKV<bf16>& kv, i64 first, i64 end) {
     for (i64 t = first; t < end; t++)
         for (i64 d = 0; d < kv.a.D; d += PAIRS) _mm_prefetch(kv.k(t) + d, _MM_HINT_T1), _mm_prefetch(kv.v(t) + d, _MM_HINT_T1);
 }
 
-// 2^x for x <= SLACK, to 3e-6; 0 below -126.
+// 2^x for x <= MAX_LOG2_WEIGHT to 3e-6; 0 below -126.
 inline __m512 exp2_(__m512 x) {
     const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = _mm512_sub_ps(x, n);
     __m512 p = _mm512_set1_ps(9.570101791e-3f);
@@ -142,33 +143,35 @@ inline __m512 exp2_(__m512 x) {
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.f), _CMP_GT_OQ), p, n);
 }
 
-// The scores of `count` tokens for 16 query rows become weights, pairs along the tokens. m and l are the running maximum
-// (within SLACK) and the sum, of each row; o[D × rows] shrinks where m grows.
-inline void soften(const float* s, i64 count, float factor, bf16* p, float* m, float* l, float* o, i64 Dp) {
-    __m512 tops[4];
-    for (__m512& x : tops) x = _mm512_load_ps(s);
+// Turn the scores of `count` tokens for 16 query rows into weights p, pairs along the tokens. m and l are the running maximum
+// (within MAX_LOG2_WEIGHT) and sum of each row; o[D × rows] is rescaled where m grows.
+inline void online_softmax(const float* s, i64 count, float factor, bf16* p, float* m, float* l, float* o, i64 Dp) {
+    __m512 maxima[4];
+    for (__m512& x : maxima) x = _mm512_load_ps(s);
     for (i64 t = 0; t < count; t += 4)
-        for (i64 i = 0; i < 4; i++) tops[i] = _mm512_max_ps(_mm512_load_ps(s + (t + i) * SIDE), tops[i]);
-    const __m512 by = _mm512_set1_ps(factor);
-    const __m512 top = _mm512_mul_ps(by, _mm512_max_ps(_mm512_max_ps(tops[0], tops[1]), _mm512_max_ps(tops[2], tops[3])));
-    const __m512 before = _mm512_load_ps(m);
-    const __mmask16 grown = _mm512_cmp_ps_mask(top, _mm512_add_ps(before, _mm512_set1_ps(SLACK)), _CMP_GT_OQ);
-    const __m512 now = _mm512_mask_mov_ps(before, grown, top);
+        for (i64 i = 0; i < 4; i++) maxima[i] = _mm512_max_ps(_mm512_load_ps(s + (t + i) * SIDE), maxima[i]);
+    const __m512 factor16 = _mm512_set1_ps(factor);
+    const __m512 max01 = _mm512_max_ps(maxima[0], maxima[1]), max23 = _mm512_max_ps(maxima[2], maxima[3]);
+    const __m512 tile_max = _mm512_mul_ps(factor16, _mm512_max_ps(max01, max23));
+    const __m512 m_old = _mm512_load_ps(m);
+    const __mmask16 raised = _mm512_cmp_ps_mask(tile_max, _mm512_add_ps(m_old, _mm512_set1_ps(MAX_LOG2_WEIGHT)), _CMP_GT_OQ);
+    const __m512 m_new = _mm512_mask_mov_ps(m_old, raised, tile_max);
     __m512 sums[2] = {_mm512_load_ps(l), _mm512_setzero_ps()};
-    if (grown) {
-        const __m512 shrink = exp2_(_mm512_sub_ps(before, now));
-        sums[0] = _mm512_mul_ps(sums[0], shrink);
-        const __mmask16 some = _mm512_cmp_ps_mask(shrink, _mm512_setzero_ps(), _CMP_GT_OQ);  // else o may be anything
+    if (raised) {
+        const __m512 rescale = exp2_(_mm512_sub_ps(m_old, m_new));
+        sums[0] = _mm512_mul_ps(sums[0], rescale);
+        // Where the factor is 0, o may be uninitialised.
+        const __mmask16 nonzero = _mm512_cmp_ps_mask(rescale, _mm512_setzero_ps(), _CMP_GT_OQ);
         for (i64 d = 0; d < Dp; d++)
-            _mm512_store_ps(o + d * SIDE, _mm512_maskz_mul_ps(some, _mm512_load_ps(o + d * SIDE), shrink));
-        _mm512_store_ps(m, now);
+            _mm512_store_ps(o + d * SIDE, _mm512_maskz_mul_ps(nonzero, _mm512_load_ps(o + d * SIDE), rescale));
+        _mm512_store_ps(m, m_new);
     }
     alignas(64) static constexpr uint16_t ORDER[32] = {0,  16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     const __m512i order = _mm512_load_si512(ORDER);
     for (i64 t = 0; t < count; t += 2) {
-        const __m512 even = exp2_(_mm512_fmsub_ps(_mm512_load_ps(s + t * SIDE), by, now));
-        const __m512 odd = exp2_(_mm512_fmsub_ps(_mm512_load_ps(s + t * SIDE + SIDE), by, now));
+        const __m512 even = exp2_(_mm512_fmsub_ps(_mm512_load_ps(s + t * SIDE), factor16, m_new));
+        const __m512 odd = exp2_(_mm512_fmsub_ps(_mm512_load_ps(s + t * SIDE + SIDE), factor16, m_new));
         sums[0] = _mm512_add_ps(sums[0], even);
         sums[1] = _mm512_add_ps(sums[1], odd);
         const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
@@ -177,33 +180,34 @@ inline void soften(const float* s, i64 count, float factor, bf16* p, float* m, f
     _mm512_store_ps(l, _mm512_add_ps(sums[0], sums[1]));
 }
 
+// Buffers of one thread.
 struct Scratch {
     const i64 Dp;
     const Buffer<float> o, s, m, l;
     const Buffer<bf16> q, k, v, p;
-    const Buffer<int32_t> at;  // position of the row's token in its sequence
+    const Buffer<int32_t> positions;  // of each row's token in its sequence
     explicit Scratch(i64 D)
-        : Dp((D + PAIRS - 1) / PAIRS * PAIRS), o(ROWS * Dp), s(LENGTH * STRIP), m(ROWS), l(ROWS), q(ROWS * Dp),
-          k(LENGTH * Dp), v(LENGTH * Dp), p(LENGTH * STRIP), at(ROWS) {}
+        : Dp((D + PAIRS - 1) / PAIRS * PAIRS), o(TILE_ROWS * Dp), s(KV_TILE * STRIP), m(TILE_ROWS), l(TILE_ROWS),
+          q(TILE_ROWS * Dp), k(KV_TILE * Dp), v(KV_TILE * Dp), p(KV_TILE * STRIP), positions(TILE_ROWS) {}
 };
 
-// The query rows as q[row / 16][D / 32], pairs along the head; rows beyond the tile repeat its last.
-inline void fetch_queries(const Problem& a, const Tile& tile, i64 rows, Scratch& x) {
-    const i64 R = a.H / a.G, start = a.starts[tile.s], news = a.starts[tile.s + 1] - start;
+// Load the query rows as q[row / 16][D / 32], pairs along the head. Rows beyond the tile repeat its last.
+inline void load_queries(const Problem& a, const Tile& tile, i64 rows, Scratch& x) {
+    const i64 R = a.H / a.G, start = a.starts[tile.s], query_len = a.starts[tile.s + 1] - start;
     const bf16* query = (const bf16*)a.q + start * a.q_token + tile.g * R * a.q_head;
     for (i64 i = 0; i < rows; i += SIDE) {
-        const bf16* from[SIDE];
+        const bf16* source[SIDE];
         for (i64 j = 0; j < SIDE; j++) {
             const i64 row = std::min(tile.first + i + j, tile.end - 1);
-            from[j] = query + row / R * a.q_token + row % R * a.q_head;
-            x.at[i + j] = (int32_t)(a.kv_lens[tile.s] - news + row / R);
-            x.m[i + j] = NEVER;
+            source[j] = query + row / R * a.q_token + row % R * a.q_head;
+            x.positions[i + j] = (int32_t)(a.kv_lens[tile.s] - query_len + row / R);
+            x.m[i + j] = MIN_SCORE;
             x.l[i + j] = 0;
         }
         for (i64 d = 0; d < x.Dp; d += PAIRS) {
             __m512 words[SIDE];
             for (i64 j = 0; j < SIDE; j++)
-                words[j] = _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(first_of(a.D - d), from[j] + d));
+                words[j] = _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(lane_mask(a.D - d), source[j] + d));
             transpose(words);
             for (i64 j = 0; j < SIDE; j++) _mm512_store_ps((float*)(x.q + i * x.Dp + d * SIDE + j * PAIRS), words[j]);
         }
@@ -214,62 +218,63 @@ inline void write_out(const Problem& a, const Tile& tile, const Scratch& x) {
     const i64 R = a.H / a.G, start = a.starts[tile.s];
     for (i64 i = 0; i < tile.end - tile.first; i += SIDE) {
         const i64 rows = std::min(SIDE, tile.end - tile.first - i);
-        const __m512 share = _mm512_div_ps(_mm512_set1_ps(1), _mm512_load_ps(x.l + i));
-        bf16* to[SIDE];
+        const __m512 inverse_l = _mm512_div_ps(_mm512_set1_ps(1), _mm512_load_ps(x.l + i));
+        bf16* target[SIDE];
         for (i64 j = 0, row = tile.first + i; j < rows; j++, row++)
-            to[j] = (bf16*)a.out + (start + row / R) * a.out_token + (tile.g * R + row % R) * a.out_head;
+            target[j] = (bf16*)a.out + (start + row / R) * a.out_token + (tile.g * R + row % R) * a.out_head;
         for (i64 d = 0; d < a.D; d += SIDE) {
             __m512 words[SIDE];
-            for (i64 j = 0; j < SIDE; j++) words[j] = _mm512_mul_ps(share, _mm512_load_ps(x.o + i * x.Dp + (d + j) * SIDE));
+            for (i64 j = 0; j < SIDE; j++) words[j] = _mm512_mul_ps(inverse_l, _mm512_load_ps(x.o + i * x.Dp + (d + j) * SIDE));
             transpose(words);
             for (i64 j = 0; j < rows; j++)
-                _mm256_mask_storeu_epi16(to[j] + d, (__mmask16)first_of(a.D - d), (__m256i)_mm512_cvtneps_pbh(words[j]));
+                _mm256_mask_storeu_epi16(target[j] + d, (__mmask16)lane_mask(a.D - d), (__m256i)_mm512_cvtneps_pbh(words[j]));
         }
     }
 }
 
-// Scores of tokens [first, first + count) that the 16 rows at the positions `at` do not see become HIDDEN.
-inline void hide(float* s, i64 first, i64 count, const int32_t* at, i64 window) {
-    const __m512i position = _mm512_load_si512(at), reach = _mm512_set1_epi32(window ? (int)window : INT32_MAX);
+// Mask the scores of tokens [first, first + count) outside of the causal mask and window of 16 rows at `positions`.
+inline void mask_scores(float* s, i64 first, i64 count, const int32_t* positions, i64 window) {
+    const __m512i position = _mm512_load_si512(positions), window16 = _mm512_set1_epi32(window ? (int)window : INT32_MAX);
     for (i64 t = 0; t < count; t++) {
-        const __m512i back = _mm512_sub_epi32(position, _mm512_set1_epi32((int)(first + t)));
-        const __mmask16 seen = _mm512_cmplt_epi32_mask(back, reach) & ~_mm512_movepi32_mask(back);
-        _mm512_store_ps(s + t * SIDE, _mm512_mask_mov_ps(_mm512_set1_ps(HIDDEN), seen, _mm512_load_ps(s + t * SIDE)));
+        const __m512i distance = _mm512_sub_epi32(position, _mm512_set1_epi32((int)(first + t)));
+        const __mmask16 visible = _mm512_cmplt_epi32_mask(distance, window16) & ~_mm512_movepi32_mask(distance);
+        _mm512_store_ps(s + t * SIDE, _mm512_mask_mov_ps(_mm512_set1_ps(MASKED), visible, _mm512_load_ps(s + t * SIDE)));
     }
 }
 
-// The strip's rows, beginning with `row`, attend to those of the tokens [first, first + count) that they see.
-inline void attend(const Problem& a, i64 row, i64 first, i64 count, Scratch& x) {
-    const i64 Dp = x.Dp, low = x.at[row] - first, high = x.at[row + STRIP - 1] - first;
-    const i64 begin = a.window ? std::max<i64>(0, low + 1 - a.window) / PAIRS * PAIRS : 0;
-    const i64 length = (std::min(count, high + 1) - begin + PAIRS - 1) / PAIRS * PAIRS;
-    const i64 clear = a.window ? 0 : std::clamp<i64>(low + 1, 0, length);  // tokens that all rows see
+// Attend from one strip of rows, starting at `row`, to the visible ones of the tokens [first, first + count).
+inline void attend_strip(const Problem& a, i64 row, i64 first, i64 count, Scratch& x) {
+    const i64 Dp = x.Dp, first_position = x.positions[row] - first, last_position = x.positions[row + STRIP - 1] - first;
+    const i64 kv_begin = a.window ? std::max<i64>(0, first_position + 1 - a.window) / PAIRS * PAIRS : 0;
+    const i64 length = (std::min(count, last_position + 1) - kv_begin + PAIRS - 1) / PAIRS * PAIRS;
+    const i64 unmasked = a.window ? 0 : std::clamp<i64>(first_position + 1, 0, length);  // leading tokens visible to all rows
     if (length <= 0) return;
-    multiply(x.s, length / SIDE, x.k + begin * Dp, Dp / PAIRS, x.q + row * Dp, Dp / PAIRS, length / SIDE, Dp / PAIRS, false);
+    multiply(x.s, length / SIDE, x.k + kv_begin * Dp, Dp / PAIRS, x.q + row * Dp, Dp / PAIRS, length / SIDE, Dp / PAIRS, false);
     for (i64 i = 0; i < STRIP; i += SIDE) {
         float* const s = x.s + i * length;
         if (a.softcap > 0)
-            for (i64 t = 0; t < length; t++) store(s + t * SIDE, capped(load(s + t * SIDE) * a.scale, a));
-        hide(s + clear * SIDE, first + begin + clear, length - clear, x.at + row + i, a.window);
-        soften(s, length, (a.softcap > 0 ? 1 : a.scale) * LOG2_E, x.p + i * length, x.m + row + i, x.l + row + i,
-               x.o + (row + i) * Dp, Dp);
+            for (i64 t = 0; t < length; t++) store(s + t * SIDE, apply_softcap(load(s + t * SIDE) * a.scale, a));
+        mask_scores(s + unmasked * SIDE, first + kv_begin + unmasked, length - unmasked, x.positions + row + i, a.window);
+        online_softmax(s, length, (a.softcap > 0 ? 1 : a.scale) * LOG2_E, x.p + i * length, x.m + row + i, x.l + row + i,
+                       x.o + (row + i) * Dp, Dp);
     }
-    multiply(x.o + row * Dp, Dp / SIDE, x.v + begin / PAIRS * HALVES, LENGTH / PAIRS, x.p, length / PAIRS, Dp / SIDE,
+    multiply(x.o + row * Dp, Dp / SIDE, x.v + kv_begin / PAIRS * HALVES, KV_TILE / PAIRS, x.p, length / PAIRS, Dp / SIDE,
              length / PAIRS, true);
 }
 
+// Attention of one tile of query rows over all their KV.
 inline void prefill(const Problem& a, const Tile& tile, Scratch& x) {
-    const Rows<bf16> kv(a, tile.s, tile.g);
+    const PagedKV<bf16> kv(a, tile.s, tile.g);
     const i64 rows = (tile.end - tile.first + STRIP - 1) / STRIP * STRIP;
-    fetch_queries(a, tile, rows, x);
-    const i64 stop = x.at[rows - 1] + 1;
-    for (i64 first = a.window ? std::max<i64>(0, x.at[0] + 1 - a.window) : 0, next; first < stop; first = next) {
-        next = std::min(first + LENGTH, stop);
-        const i64 coming = std::min(LENGTH, stop - next);
-        fetch(kv, first, next - first, x.Dp, x.k, x.v);
+    load_queries(a, tile, rows, x);
+    const i64 stop = x.positions[rows - 1] + 1;
+    for (i64 first = a.window ? std::max<i64>(0, x.positions[0] + 1 - a.window) : 0, next; first < stop; first = next) {
+        next = std::min(first + KV_TILE, stop);
+        const i64 next_count = std::min(KV_TILE, stop - next);
+        load_kv(kv, first, next - first, x.Dp, x.k, x.v);
         for (i64 row = 0; row < rows; row += STRIP) {
-            prefetch(kv, next + row * coming / rows, next + (row + STRIP) * coming / rows);
-            attend(a, row, first, next - first, x);
+            prefetch(kv, next + row * next_count / rows, next + (row + STRIP) * next_count / rows);
+            attend_strip(a, row, first, next - first, x);
         }
     }
     write_out(a, tile, x);
@@ -283,8 +288,8 @@ inline void prefill(const Problem& a, const Tile& tile, Scratch& x) {
 namespace amx {
 namespace {
 
-inline i64 height(i64 rows) { return rows; }
-struct Registers {};
+inline i64 tile_rows(i64 rows) { return rows; }
+struct TileConfig {};
 struct Scratch { explicit Scratch(i64) {} };
 inline void prefill(const Problem&, const Tile&, Scratch&) {}
 

@@ -1,13 +1,13 @@
-// Linear layers in bfloat16 on Intel's matrix instructions (AMX): y = x · wᵀ + bias, sums in float32, rounded once;
-// and two such with an activation and a product in between.
+// Linear layers in bfloat16 on Intel AMX: y = x · wᵀ + bias, summed in float32 and rounded once; and the gated pair of layers,
+// activation(x · wᵀ) · (x · upᵀ).
 //
-// A tile is 1 KiB: 16 rows of 64 bytes. Weights lie as the instructions read them, tile after tile, for 16 columns of y at a
-// time: [N / 16][K / 32] tiles, each of 16 pairs along K × 16 columns × 2. With few rows the time is that of reading them, so
-// four such runs (or two) are read side by side, each fetched AHEAD of its use: more lines are under way than a processor asks
-// for by itself. With many rows the time is that of the products, as long as operands come from the caches: x is put into tiles,
-// as much of it as stays in the second-level cache; DEPTH tiles of two runs of weights stay in the first while GROUP × 32 rows
-// pass, and what comes next is fetched meanwhile. The sum over K is taken in the same order whatever the number of rows, so a
-// row's result does not depend on the rows that are computed with it.
+// A tile is 1 KiB: 16 rows of 64 bytes. Packed weights are stored tile by tile in the order of the instructions: [N / 16][K / 32]
+// tiles, each 16 pairs along K × 16 columns × 2. The K / 32 tiles of 16 columns are called a run.
+//   Few rows: memory-bound. Four runs (or two) are read side by side, each prefetched PREFETCH_TILES tiles ahead, which keeps
+//   more cache lines in flight than the hardware prefetcher does.
+//   Many rows: compute-bound if operands come from the caches. x is packed into tiles, as many rows as fit the L2 cache; DEPTH
+//   tiles of two runs of weights stay in L1 while GROUP_BLOCKS × 32 rows pass, and the next weights are prefetched meanwhile.
+// The order of summation over K is the same for any number of rows, so a row's result does not depend on the rest of the batch.
 
 #include <algorithm>
 
@@ -18,57 +18,57 @@ namespace {
 
 #ifdef PDSERVE_AMX
 constexpr i64 SIDE = 16, TILE_K = 32, TILE_BYTES = 1024;
-constexpr i64 AHEAD = 4;  // tiles
-constexpr i64 UNIT = 2;   // runs of SIDE columns that are always computed together
-constexpr i64 PAIR = 2 * SIDE, DEPTH = 8, GROUP = 8;
-constexpr i64 PACKED = 1 << 18, LEAST = 128;  // numbers of x that are packed at a time; but so many rows at least
-constexpr i64 ENOUGH = 256;                   // rows for a thread, so that it need not share them with others
+constexpr i64 PREFETCH_TILES = 4;  // tiles prefetched ahead of their use
+constexpr i64 RUNS = 2;            // runs that are always computed together
+constexpr i64 BLOCK = 2 * SIDE, DEPTH = 8, GROUP_BLOCKS = 8;
+constexpr i64 PACKED_ELEMENTS = 1 << 18, MIN_PACKED_ROWS = 128;  // elements of x packed at a time; minimum in rows
+constexpr i64 MIN_THREAD_ROWS = 256;                             // a thread with fewer rows shares them with others, by columns
 
-// y = x · wᵀ + bias; with `up`, y = activation(x · wᵀ) · (x · upᵀ), all of it rounded before the product.
+// y = x · wᵀ + bias; with `up`, y = activation(x · wᵀ) · (x · upᵀ), both factors rounded before the product.
 struct Layer {
     const char *w, *up;
     const bf16* bias;
     i64 activation, K, N;
 };
 
-// Tiles 0, 1 and 4 get the first rows, 2, 3 and 5 the second; 6 and 7 are for weights.
-void configure(i64 first, i64 second) {
+// Tile registers: 0, 1 and 4 for the first 16 rows, 2, 3 and 5 for the second, 6 and 7 for weights.
+void configure(i64 first_rows, i64 second_rows) {
     alignas(64) uint8_t config[64] = {1};
-    const i64 rows[8] = {first, first, second, second, first, second, SIDE, SIDE};
+    const i64 rows[8] = {first_rows, first_rows, second_rows, second_rows, first_rows, second_rows, SIDE, SIDE};
     for (int i = 0; i < 8; i++) config[16 + 2 * i] = 64, config[48 + i] = (uint8_t)rows[i];
-    asm volatile("" ::: "memory");  // GCC does not tell that all of it is read
+    asm volatile("" ::: "memory");  // GCC does not know that all of it is read
     _tile_loadconfig(config);
 }
 
-// One run of weights: the tile to use next, and the one to fetch.
-struct Run {
-    const char *now, *ahead, *const next;
-    Run(const char* w, const char* next) : now(w), ahead(w + AHEAD * TILE_BYTES), next(next) {}
-    const char* take(i64 left) {
-        if (left == AHEAD) ahead = next;
-        for (int i = 0; i < TILE_BYTES; i += 64) _mm_prefetch(ahead + i, _MM_HINT_T0);
-        ahead += TILE_BYTES;
-        now += TILE_BYTES;
-        return now - TILE_BYTES;
+// Reads the tiles of one run in order and prefetches ahead of them, at the end into run `next`.
+struct WeightStream {
+    const char *current, *prefetch, *const next;
+    WeightStream(const char* w, const char* next) : current(w), prefetch(w + PREFETCH_TILES * TILE_BYTES), next(next) {}
+    const char* next_tile(i64 remaining) {
+        if (remaining == PREFETCH_TILES) prefetch = next;
+        for (int i = 0; i < TILE_BYTES; i += 64) _mm_prefetch(prefetch + i, _MM_HINT_T0);
+        prefetch += TILE_BYTES;
+        current += TILE_BYTES;
+        return current - TILE_BYTES;
     }
 };
 
-// c[rows][64]: up to 16 rows, four runs.
-void wide(float* c, const bf16* x, i64 x_bytes, const char* w, i64 run, i64 tiles) {
-    Run a(w, w + 4 * run), b(w + run, w + 5 * run), d(w + 2 * run, w + 6 * run), e(w + 3 * run, w + 7 * run);
+// c[rows][64] = x · wᵀ for up to 16 rows and four runs.
+void multiply_16x64(float* c, const bf16* x, i64 x_bytes, const char* w, i64 run, i64 tiles) {
+    WeightStream a(w, w + 4 * run), b(w + run, w + 5 * run), d(w + 2 * run, w + 6 * run), e(w + 3 * run, w + 7 * run);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (i64 k = 0; k < tiles; k++) {
         _tile_loadd(4, x + k * TILE_K, x_bytes);
-        _tile_loadd(6, a.take(tiles - k), 64);
+        _tile_loadd(6, a.next_tile(tiles - k), 64);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, b.take(tiles - k), 64);
+        _tile_loadd(7, b.next_tile(tiles - k), 64);
         _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(6, d.take(tiles - k), 64);
+        _tile_loadd(6, d.next_tile(tiles - k), 64);
         _tile_dpbf16ps(2, 4, 6);
-        _tile_loadd(7, e.take(tiles - k), 64);
+        _tile_loadd(7, e.next_tile(tiles - k), 64);
         _tile_dpbf16ps(3, 4, 7);
     }
     _tile_stored(0, c, 256);
@@ -77,20 +77,20 @@ void wide(float* c, const bf16* x, i64 x_bytes, const char* w, i64 run, i64 tile
     _tile_stored(3, c + 48, 256);
 }
 
-// c[rows][32]: up to 32 rows, of which `lower` are the second 16, and two runs.
-void high(float* c, const bf16* x, const bf16* lower, i64 x_bytes, const char* w, i64 run, i64 tiles) {
-    Run a(w, w + 2 * run), b(w + run, w + 3 * run);
+// c[rows][32] = x · wᵀ for up to 32 rows, of which x_second are the second 16, and two runs.
+void multiply_32x32(float* c, const bf16* x, const bf16* x_second, i64 x_bytes, const char* w, i64 run, i64 tiles) {
+    WeightStream a(w, w + 2 * run), b(w + run, w + 3 * run);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (i64 k = 0; k < tiles; k++) {
         _tile_loadd(4, x + k * TILE_K, x_bytes);
-        _tile_loadd(6, a.take(tiles - k), 64);
+        _tile_loadd(6, a.next_tile(tiles - k), 64);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, b.take(tiles - k), 64);
+        _tile_loadd(7, b.next_tile(tiles - k), 64);
         _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, lower + k * TILE_K, x_bytes);
+        _tile_loadd(5, x_second + k * TILE_K, x_bytes);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
@@ -100,7 +100,7 @@ void high(float* c, const bf16* x, const bf16* lower, i64 x_bytes, const char* w
     _tile_stored(3, c + 528, 128);
 }
 
-// The first columns of c[rows][width], rounded.
+// y = c[rows][width] + bias, rounded; the first `columns` columns.
 void write_out(bf16* y, i64 y_row, const float* c, i64 width, i64 rows, i64 columns, const bf16* bias) {
     for (i64 r = 0; r < rows; r++, c += width, y += y_row)
         for (i64 n = 0; n < columns; n += SIDE)
@@ -112,49 +112,49 @@ template <vf activation(vf)>
 void write_gated(bf16* y, i64 y_row, const float* c, i64 width, i64 rows, i64 columns) {
     for (i64 r = 0; r < rows; r++, c += width, y += y_row)
         for (i64 n = 0; n < columns; n += SIDE)
-            store(y + n, rounded<bf16>(activation(load(y + n, columns - n))) * rounded<bf16>(load(c + n)), columns - n);
+            store(y + n, round_to<bf16>(activation(load(y + n, columns - n))) * round_to<bf16>(load(c + n)), columns - n);
 }
 
-// What was computed with the weights `w`, for the columns from n on.
+// Write the product with the weights `w` to the columns from n on: y if w is the first factor, the gated product if it is `up`.
 void write_out(const Layer& a, const char* w, bf16* y, const float* c, i64 width, i64 rows, i64 n) {
     const i64 columns = std::min(width, a.N - n);
     if (w != a.up) write_out(y + n, a.N, c, width, rows, columns, a.bias ? a.bias + n : nullptr);
     else (a.activation ? write_gated<gelu_tanh> : write_gated<silu>)(y + n, a.N, c, width, rows, columns);
 }
 
-// Columns [first, end) of y, both multiples of 32 but that N may end before, for up to 32 rows.
-void few(const Layer& a, bf16* y, const bf16* x, i64 rows, i64 first, i64 end) {
-    const i64 tiles = a.K / TILE_K, run = tiles * TILE_BYTES, unit = UNIT * SIDE;
-    const i64 second = rows > SIDE ? rows - SIDE : rows;
-    const bf16* const lower = rows > SIDE ? x + SIDE * a.K : x;
+// Columns [first, end) of y for up to 32 rows. Both are multiples of 32, but N may end before `end`.
+void few_rows(const Layer& a, bf16* y, const bf16* x, i64 rows, i64 first, i64 end) {
+    const i64 tiles = a.K / TILE_K, run = tiles * TILE_BYTES, unit = RUNS * SIDE;
+    const i64 second_rows = rows > SIDE ? rows - SIDE : rows;
+    const bf16* const x_second = rows > SIDE ? x + SIDE * a.K : x;
     alignas(64) float c[4 * SIDE * SIDE];
-    configure(std::min(rows, SIDE), second);
+    configure(std::min(rows, SIDE), second_rows);
     for (i64 n = first, width; n < end; n += width) {
         width = rows <= SIDE && n + 2 * unit <= end ? 2 * unit : unit;
         for (const char* const w : {a.w, a.up}) {
             if (!w) continue;
             const char* const weights = w + n / SIDE * run;
-            if (width > unit) wide(c, x, 2 * a.K, weights, run, tiles);
-            else high(c, x, lower, 2 * a.K, weights, run, tiles);
+            if (width > unit) multiply_16x64(c, x, 2 * a.K, weights, run, tiles);
+            else multiply_32x32(c, x, x_second, 2 * a.K, weights, run, tiles);
             write_out(a, w, y, c, width, rows, n);
         }
     }
     _tile_release();
 }
 
-// 32 rows after the other, as [K / 32] pairs of tiles; rows that are missing repeat the last one.
-void pack(bf16* to, const bf16* x, i64 rows, i64 K) {
-    for (i64 r = 0; r < (rows + PAIR - 1) / PAIR * PAIR; r++) {
-        const bf16* const from = x + std::min(r, rows - 1) * K;
-        bf16* const tile = to + r / PAIR * PAIR * K + (r / SIDE % 2 * SIDE + r % SIDE) * TILE_K;
-        for (i64 k = 0; k < K; k += TILE_K) _mm512_store_si512(tile + k * PAIR, _mm512_loadu_si512(from + k));
+// Pack x as blocks of 32 rows, each [K / 32] pairs of tiles. Missing rows repeat the last one.
+void pack(bf16* target, const bf16* x, i64 rows, i64 K) {
+    for (i64 r = 0; r < (rows + BLOCK - 1) / BLOCK * BLOCK; r++) {
+        const bf16* const source = x + std::min(r, rows - 1) * K;
+        bf16* const tile = target + r / BLOCK * BLOCK * K + (r / SIDE % 2 * SIDE + r % SIDE) * TILE_K;
+        for (i64 k = 0; k < K; k += TILE_K) _mm512_store_si512(tile + k * BLOCK, _mm512_loadu_si512(source + k));
     }
 }
 
-// c[32][32] = x · wᵀ over `tiles` of K, or += where `add`. With each of them, `lines` at `ahead` are fetched.
+// c[32][32] = x · wᵀ over `tiles` tiles of K, or += if ADD. Prefetches `lines` cache lines per tile.
 template <bool ADD>
-void square(float* c, const bf16* x, const char* w, i64 run, i64 tiles, const char* ahead, i64 lines) {
-    asm volatile("" ::: "memory");  // GCC's tile loads don't tell that they read memory
+void multiply_packed(float* c, const bf16* x, const char* w, i64 run, i64 tiles, const char* prefetch, i64 lines) {
+    asm volatile("" ::: "memory");  // GCC does not know that tile loads read memory
     if (ADD) {
         _tile_loadd(0, c, 128);
         _tile_loadd(1, c + 16, 128);
@@ -166,7 +166,7 @@ void square(float* c, const bf16* x, const char* w, i64 run, i64 tiles, const ch
         _tile_zero(2);
         _tile_zero(3);
     }
-    for (i64 k = 0; k < tiles; k++, x += PAIR * TILE_K, w += TILE_BYTES) {
+    for (i64 k = 0; k < tiles; k++, x += BLOCK * TILE_K, w += TILE_BYTES) {
         _tile_loadd(4, x, 64);
         _tile_loadd(6, w, 64);
         _tile_dpbf16ps(0, 4, 6);
@@ -175,7 +175,7 @@ void square(float* c, const bf16* x, const char* w, i64 run, i64 tiles, const ch
         _tile_loadd(5, x + SIDE * TILE_K, 64);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
-        for (i64 i = 0; i < lines; i++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
+        for (i64 i = 0; i < lines; i++, prefetch += 64) _mm_prefetch(prefetch, _MM_HINT_T1);
     }
     _tile_stored(0, c, 128);
     _tile_stored(1, c + 16, 128);
@@ -183,29 +183,33 @@ void square(float* c, const bf16* x, const char* w, i64 run, i64 tiles, const ch
     _tile_stored(3, c + 528, 128);
 }
 
-// The same as `few` for more rows.
-void many(const Layer& a, bf16* y, const bf16* x, i64 rows, i64 first, i64 end) {
-    const i64 K = a.K, tiles = K / TILE_K, run = tiles * TILE_BYTES, most = std::max(LEAST, PACKED / K / PAIR * PAIR);
-    const amx::Buffer<bf16> packed(std::min(most, (rows + PAIR - 1) / PAIR * PAIR) * K);
-    alignas(64) float c[GROUP * PAIR * PAIR];
+// Columns [first, end) of y, as in few_rows, for any number of rows.
+void many_rows(const Layer& a, bf16* y, const bf16* x, i64 rows, i64 first, i64 end) {
+    const i64 K = a.K, tiles = K / TILE_K, run = tiles * TILE_BYTES;
+    const i64 max_packed_rows = std::max(MIN_PACKED_ROWS, PACKED_ELEMENTS / K / BLOCK * BLOCK);
+    const amx::Buffer<bf16> packed(std::min(max_packed_rows, (rows + BLOCK - 1) / BLOCK * BLOCK) * K);
+    alignas(64) float c[GROUP_BLOCKS * BLOCK * BLOCK];
     configure(SIDE, SIDE);
-    for (i64 top = 0; top < rows; top += most) {
-        const i64 some = std::min(most, rows - top), lines = (PAIR * PAIR + some - 1) / some;
-        pack(packed, x + top * K, some, K);
-        for (i64 n = first; n < end; n += PAIR)
+    for (i64 top = 0; top < rows; top += max_packed_rows) {
+        const i64 packed_rows = std::min(max_packed_rows, rows - top);
+        const i64 lines = (BLOCK * BLOCK + packed_rows - 1) / packed_rows;
+        pack(packed, x + top * K, packed_rows, K);
+        for (i64 n = first; n < end; n += BLOCK)
             for (const char* const w : {a.w, a.up}) {
                 if (!w) continue;
-                const char *const weights = w + n / SIDE * run, *const other = a.up && w == a.w ? a.up : a.w;
-                const char* ahead = other + (other == a.up ? n : n + PAIR < end ? n + PAIR : first) / SIDE * run;
-                for (i64 group = 0, part; group < some; group += part) {
-                    part = std::min(some - group, GROUP * PAIR);
+                const char *const weights = w + n / SIDE * run, *const next_weights = a.up && w == a.w ? a.up : a.w;
+                const char* prefetch =
+                    next_weights + (next_weights == a.up ? n : n + BLOCK < end ? n + BLOCK : first) / SIDE * run;
+                for (i64 group = 0, group_rows; group < packed_rows; group += group_rows) {
+                    group_rows = std::min(packed_rows - group, GROUP_BLOCKS * BLOCK);
                     for (i64 k = 0, depth; k < tiles; k += depth) {
                         depth = std::min(DEPTH, tiles - k);
-                        for (i64 m = 0; m < part; m += PAIR, ahead += depth * lines * 64)
-                            (k ? square<true> : square<false>)(c + m * PAIR, packed + (group + m) * K + k * PAIR * TILE_K,
-                                                               weights + k * TILE_BYTES, run, depth, ahead, lines);
+                        for (i64 m = 0; m < group_rows; m += BLOCK, prefetch += depth * lines * 64)
+                            (k ? multiply_packed<true> : multiply_packed<false>)(
+                                c + m * BLOCK, packed + (group + m) * K + k * BLOCK * TILE_K, weights + k * TILE_BYTES, run,
+                                depth, prefetch, lines);
                     }
-                    write_out(a, w, y + (top + group) * a.N, c, PAIR, part, n);
+                    write_out(a, w, y + (top + group) * a.N, c, BLOCK, group_rows, n);
                 }
             }
     }
@@ -217,21 +221,23 @@ void many(const Layer& a, bf16* y, const bf16* x, i64 rows, i64 first, i64 end) 
 
 extern "C" {
 
-// y[rows][N] = x[rows][K] · wᵀ + bias, if pdserve_amx(); K is a multiple of 32, and w has columns up to a multiple of 32.
-// With `up`, another such weight, y = activation(x · wᵀ) · (x · upᵀ): 0 silu, 1 gelu by its approximation with tanh.
+// y[rows][N] = x[rows][K] · wᵀ + bias, if pdserve_amx(). K is a multiple of 32; w is packed, with N padded to such a multiple.
+// With `up`, another such weight, y = activation(x · wᵀ) · (x · upᵀ); activation: 0 silu, 1 gelu (tanh approximation).
 void pdserve_linear(void* y, const void* x, const void* w, const void* bias, i64 rows, i64 K, i64 N, i64 threads,
                     const void* up, i64 activation) {
 #ifdef PDSERVE_AMX
     if (rows == 0) return;
     const Layer layer{(const char*)w, (const char*)up, (const bf16*)bias, activation, K, N};
-    i64 high = 1;  // threads share the rows as long as each has many, else the columns
-    while (threads % (2 * high) == 0 && rows >= 2 * high * ENOUGH) high *= 2;
-    const i64 units = (N + PAIR - 1) / PAIR, wide = threads / high;
+    i64 row_threads = 1;  // threads split the rows while each has enough, else the columns
+    while (threads % (2 * row_threads) == 0 && rows >= 2 * row_threads * MIN_THREAD_ROWS) row_threads *= 2;
+    const i64 units = (N + BLOCK - 1) / BLOCK, column_threads = threads / row_threads;
 #pragma omp parallel for num_threads((int)threads) schedule(static)
     for (i64 t = 0; t < threads; t++) {
-        const i64 top = rows * (t / wide) / high, bottom = rows * (t / wide + 1) / high;
-        (rows > PAIR ? many : few)(layer, (bf16*)y + top * N, (const bf16*)x + top * K, bottom - top,
-                                   units * (t % wide) / wide * PAIR, units * (t % wide + 1) / wide * PAIR);
+        const i64 top = rows * (t / column_threads) / row_threads;
+        const i64 bottom = rows * (t / column_threads + 1) / row_threads;
+        (rows > BLOCK ? many_rows : few_rows)(layer, (bf16*)y + top * N, (const bf16*)x + top * K, bottom - top,
+                                              units * (t % column_threads) / column_threads * BLOCK,
+                                              units * (t % column_threads + 1) / column_threads * BLOCK);
     }
 #endif
 }

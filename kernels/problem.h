@@ -1,6 +1,7 @@
-// What every attention kernel is asked, and where KV lies.
+// Arguments of the attention kernels, and access to the paged KV.
 //
-// Names: S sequences, H query heads, G key/value heads, R = H/G, D head size, B tokens in a block. Strides count elements.
+// Shape legend: S sequences, H query heads, G key/value heads, R = H/G, D head size, B tokens in a block, M blocks of the
+// longest sequence. Strides count elements.
 
 #pragma once
 
@@ -12,8 +13,8 @@
 
 namespace {
 
-constexpr float NEVER = -1e30f;  // the maximum before any score: finite, so that no -inf is subtracted from -inf
-constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
+constexpr float MIN_SCORE = -1e30f;  // initial running maximum: finite, since -inf - -inf is NaN
+constexpr float MASKED = -std::numeric_limits<float>::infinity();
 
 struct Problem {
     void* out;
@@ -32,18 +33,19 @@ struct Problem {
 // Query rows [first, end) of one sequence and key/value head; row = new token × R + query head within the group.
 struct Tile { i64 s, g, first, end; };
 
-// Where the K and V rows of one sequence and head lie: tokens of one block follow each other.
+// Addresses of the K and V rows of one sequence and head. The tokens of a block are contiguous.
 template <class T>
-struct Rows {
+struct PagedKV {
     const Problem& a;
     const T* base;
     const i64* table;
-    Rows(const Problem& a, i64 s, i64 g) : a(a), base((const T*)a.cache + g * a.head), table(a.tables + s * a.M) {}
+    PagedKV(const Problem& a, i64 s, i64 g) : a(a), base((const T*)a.cache + g * a.head), table(a.tables + s * a.M) {}
     const T* k(i64 token) const { return base + table[token / a.B] * a.block + token % a.B * a.D; }
     const T* v(i64 token) const { return k(token) + a.half; }
-    i64 run(i64 token, i64 end) const { return std::min(end - token, a.B - token % a.B); }
+    // Number of tokens from `token` on, before `end`, that are contiguous in memory.
+    i64 contiguous(i64 token, i64 end) const { return std::min(end - token, a.B - token % a.B); }
 };
 
-inline vf capped(vf s, const Problem& a) { return a.softcap > 0 ? a.softcap * tanh_(s / a.softcap) : s; }
+inline vf apply_softcap(vf s, const Problem& a) { return a.softcap > 0 ? a.softcap * tanh_(s / a.softcap) : s; }
 
 }  // namespace

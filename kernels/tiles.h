@@ -1,4 +1,4 @@
-// Intel's matrix instructions (AMX): whether there are any. Their operands are tiles, of 16 rows of 64 bytes.
+// Intel's matrix instructions (AMX): detection, permission, aligned buffers. Operands are tiles of 16 rows × 64 bytes.
 
 #pragma once
 
@@ -16,9 +16,10 @@
 namespace amx {
 namespace {
 
-inline bool permitted() {
+// Whether this build has AMX and the system lets the process use it.
+inline bool is_permitted() {
 #ifdef PDSERVE_AMX
-    constexpr long REQUEST = 0x1023, TILES = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA: for the whole process
+    constexpr long REQUEST = 0x1023, TILES = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA; applies to the process
     static const bool granted = syscall(SYS_arch_prctl, REQUEST, TILES) == 0;
     return granted;
 #else
@@ -26,7 +27,7 @@ inline bool permitted() {
 #endif
 }
 
-// Uninitialised memory that begins with a cache line.
+// Uninitialised memory, aligned to a cache line.
 template <class T>
 struct Buffer {
     T* const data;

@@ -1,4 +1,4 @@
-// Vectors of floats as wide as the processor has them, for all kernels: loads that widen, stores that round, exp, tanh, activations.
+// Float vectors of the processor's width for all kernels: widening loads, rounding stores, exp, tanh, activations.
 // Written with the compilers' vector types, so that one source serves AVX-512, AVX2 and NEON.
 
 #pragma once
@@ -67,7 +67,7 @@ inline void from_float(bf16& to, float x) {
 }
 inline void store(bf16* p, vf v) {
 #if defined(__AVX512BF16__)
-    const __m256bh h = _mm512_cvtneps_pbh((__m512)v);  // numbers below 1e-38 become 0
+    const __m256bh h = _mm512_cvtneps_pbh((__m512)v);  // values below 1e-38 become 0
 #else
     typedef uint16_t half __attribute__((vector_size(2 * W)));
     const vu bits = (vu)v;
@@ -87,7 +87,7 @@ inline void store(fp16* p, vf v) {
 #endif
 }
 
-// The first n numbers only, if n < W: what is left of a row. The other lanes are 0.
+// Load or store of the first n elements only, if n < W, for the end of a row. The other lanes are 0.
 template <class T>
 inline vf load(const T* p, i64 n) {
     if (n >= W) return load(p);
@@ -103,15 +103,15 @@ inline void store(T* p, vf v, i64 n) {
     std::memcpy(p, part, n * sizeof(T));
 }
 
-// To the precision of T and back.
+// Round to the precision of T.
 template <class T>
-inline vf rounded(vf x) {
+inline vf round_to(vf x) {
     T y[W];
     store(y, x);
     return load(y);
 }
 template <>
-inline vf rounded<bf16>(vf x) {
+inline vf round_to<bf16>(vf x) {
     const vu bits = (vu)x;
     return x == x ? (vf)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u) : x;
 }
@@ -125,7 +125,7 @@ inline float sum(vf v) {
     return total;
 }
 
-// to[i] = Σ over the lanes of v[i], for four vectors at once: a quarter of the shuffles.
+// to[i] = sum of the lanes of v[i], for four vectors at once, with a quarter of the shuffles.
 inline void sum4(const vf* v, float* to) {
 #if defined(__AVX512F__)
     const __m512 a = (__m512)v[0], b = (__m512)v[1], c = (__m512)v[2], d = (__m512)v[3];
@@ -148,7 +148,7 @@ inline void sum4(const vf* v, float* to) {
 #endif
 }
 
-// e^x to 2 ulp for x <= 0 (Cephes); 0 below -87.
+// e^x for x <= 0 to 2 ulp (Cephes); 0 below -87.
 inline vf exp_(vf x) {
     const vf y = vmax(x, splat(-87.f));
     const vf magic = splat(12582912.f);  // 1.5 × 2^23: adding it rounds to an integer
@@ -165,7 +165,7 @@ inline vf exp_(vf x) {
     return x > splat(-87.f) ? p * scale : vf{};
 }
 
-// Cephes' tanhf: a polynomial near 0, where the quotient would cancel.
+// tanh (Cephes): a polynomial near 0, where the quotient would suffer cancellation.
 inline vf tanh_(vf x) {
     const vf a = vmax(x, -x), z = x * x;
     vf p = splat(-5.70498872745e-3f);
@@ -178,7 +178,7 @@ inline vf tanh_(vf x) {
     return a < splat(0.625f) ? small : (x < vf{} ? -t : t);
 }
 
-// Of gated layers.
+// Activations of gated MLPs.
 inline vf sigmoid(vf x) {
     const vf e = exp_(-vmax(x, -x));
     return (x < vf{} ? e : splat(1.f)) / (1.f + e);
