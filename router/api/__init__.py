@@ -1,1 +1,1 @@
-"""OpenAI's API: request and response schemas, parsing, generation, streaming."""
+"""The OpenAI API: request and response schemas, parsing, generation and streaming."""

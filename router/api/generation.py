@@ -1,7 +1,7 @@
-"""The token streams of one request, as text: its choices, run side by side.
+"""Runs the choices of one HTTP request side by side and turns their token streams into text.
 
-`Generation` owns them. However it ends (the answer complete, an error, the client gone), `close` cancels what still runs,
-so that no instance works for nobody.
+`Generation` owns the streams. However it ends (complete, with an error, or because the client disconnected), `close` cancels
+those still running, so that no instance generates tokens that nothing reads.
 """
 
 import asyncio
@@ -9,115 +9,136 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from pdserve.errors import Unavailable
-from pdserve.request import TokenLogprobs
+from pdserve.request import Request, TokenLogprobs
 from pdserve.router.api.requests import ParsedRequest
 from pdserve.router.backend import Backend, Chunk, TokenStream
 from pdserve.router.text.detokenizer import TextStream
 from pdserve.router.text.tokenizer import Tokenizer
-from pdserve.router.text.tool_calls import CallPart, Parts, ToolCalls
+from pdserve.router.text.tool_calls import ParsedOutput, ToolCallDelta, ToolCallParser
 
 Json = dict[str, object]
 
 
 @dataclass(slots=True)
 class Delta:
-    """What is new in one choice."""
+    """An increment of one choice.
+
+    Attributes:
+        index: the number of the choice.
+        logprobs: one entry per token, if the request asks for them.
+        text_offsets: the character offset in the choice's text at which each token begins, if it asks for logprobs.
+        tool_calls: increments of tool calls; these are not part of `text`.
+    """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str | None
-    logprobs: list[TokenLogprobs]  # one for each id, if they were asked for
-    starts: list[int]  # where in the choice's text each token begins, in characters
-    calls: list[CallPart]  # of tools; what is in them is not in the text
+    logprobs: list[TokenLogprobs]
+    text_offsets: list[int]
+    tool_calls: list[ToolCallDelta]
 
 
-Emit = Callable[[Iterable[Delta]], Awaitable[None]]  # takes all of them, which are of one choice
+Emit = Callable[[Iterable[Delta]], Awaitable[None]]  # consumes deltas of one choice
 
 
 @dataclass
 class Choice:
+    """One running choice: its token stream and the state that turns tokens into deltas.
+
+    Attributes:
+        echo: text to emit before the generated text.
+        num_tokens: tokens emitted so far.
+    """
+
     index: int
     stream: TokenStream
     text: TextStream
-    echo: str = ""  # goes before the text
-    tools: ToolCalls | None = None
-    tokens: int = 0
+    echo: str = ""
+    tool_parser: ToolCallParser | None = None
+    num_tokens: int = 0
 
     @property
-    def generated(self) -> int:
-        """Tokens so far, those included that nobody has read if it was cut short."""
-        return self.tokens if self.text.finish_reason else max(self.tokens, self.stream.timeline.output_tokens)
+    def num_generated(self) -> int:
+        """Tokens generated so far; for a choice that was cut short this includes tokens that were never emitted."""
+        return self.num_tokens if self.text.finish_reason else max(self.num_tokens, self.stream.timeline.output_tokens)
 
     async def run(self, emit: Emit) -> None:
-        """Emits until the end of the choice, which a stop string may bring before the end of its tokens."""
+        """Emit deltas until the choice ends; a stop string may end it before its token stream ends."""
         async for chunks in self.stream:
             await emit(self._deltas(chunks))
             if self.text.finish_reason is not None:
                 if chunks[-1].finish_reason is None:
                     self.stream.cancel(self.text.finish_reason)
                 return
-        raise Unavailable("the tokens ended without a reason", kind="incomplete_stream")
+        raise Unavailable("the token stream ended without a finish reason", kind="incomplete_stream")
 
     def _deltas(self, chunks: list[Chunk]) -> Iterator[Delta]:
-        """One for each chunk up to the end; tokens are counted as they are taken."""
+        """Yield one delta per chunk up to the end of the choice. Tokens are counted as the iterator advances."""
         for chunk in chunks:
             text, token_ids = self.text.push(chunk)
             text, self.echo = self.echo + text, ""
-            self.tokens += len(token_ids)
-            logprobs, starts = chunk.logprobs[: len(token_ids)], self.text.starts
-            parts, reason = self._divided(text)
-            yield Delta(self.index, parts.text, token_ids, reason, logprobs, starts, parts.calls)
+            self.num_tokens += len(token_ids)
+            logprobs, offsets = chunk.logprobs[: len(token_ids)], self.text.text_offsets
+            output, finish_reason = self._parse_output(text)
+            yield Delta(self.index, output.text, token_ids, finish_reason, logprobs, offsets, output.calls)
             if self.text.finish_reason is not None:
                 return
 
-    def _divided(self, text: str) -> tuple[Parts, str | None]:
-        """The text and the tool calls in it, and why the choice ends, if it does."""
-        reason = self.text.finish_reason
-        if self.tools is None:
-            return Parts(text), reason
-        parts = self.tools.push(text)
-        if reason is not None:
-            parts.text += self.tools.finish().text
-        return parts, "tool_calls" if reason == "stop" and self.tools.calls else reason
+    def _parse_output(self, text: str) -> tuple[ParsedOutput, str | None]:
+        """Separate tool calls from the text; also return the finish reason if the choice has ended."""
+        finish_reason = self.text.finish_reason
+        if self.tool_parser is None:
+            return ParsedOutput(text), finish_reason
+        output = self.tool_parser.push(text)
+        if finish_reason is not None:
+            output.text += self.tool_parser.finish().text
+        has_calls = finish_reason == "stop" and self.tool_parser.num_calls
+        return output, "tool_calls" if has_calls else finish_reason
 
 
 class Generation:
-    """The choices of one request, from the moment that the backend has accepted them all.
-
-    `leave` is called once or more when it is over, with the tokens of its prompts and of its choices, or 0 if it was refused.
-    """
+    """The choices of one request, once the backend has accepted all of them."""
 
     def __init__(
-        self, parsed: ParsedRequest, tokenizer: Tokenizer, backend: Backend, leave: Callable[[int], None]
+        self, parsed: ParsedRequest, tokenizer: Tokenizer, backend: Backend, release: Callable[[int], None]
     ) -> None:
-        """Raises RequestError, with nothing left running, if the backend refuses one of them."""
+        """Start all choices.
+
+        `release` is called at least once when the generation is over, with the number of tokens used (prompts and outputs),
+        or 0 if the backend refused it.
+
+        Raises:
+            RequestError: the backend refuses a choice; the others have been cancelled.
+        """
         self.parsed = parsed
-        self._leave = leave
         self.tokenizer = tokenizer
         self.choices: list[Choice] = []
+        self._backend = backend
+        self._release = release
         try:
             for index, request in enumerate(parsed.requests):
-                min_tokens = request.sampling.min_tokens
-                text = TextStream(
-                    tokenizer,
-                    parsed.stops,
-                    include_stop=parsed.include_stop,
-                    min_tokens=min_tokens,
-                    starts=parsed.logprobs,
-                )
-                echo = parsed.echo[index * len(parsed.echo) // len(parsed.requests)] if parsed.echo else ""
-                tools = (
-                    ToolCalls(parsed.tools.format, parsed.tools.names, parsed.tools.single) if parsed.tools else None
-                )
-                self.choices.append(Choice(index, backend.open(request), text, echo, tools))
+                self.choices.append(self._open(index, request))
         except BaseException:
-            leave(0)
+            release(0)
             self.close()
             raise
 
+    def _open(self, index: int, request: Request) -> Choice:
+        parsed, tools = self.parsed, self.parsed.tools
+        text = TextStream(
+            self.tokenizer,
+            parsed.stops,
+            include_stop=parsed.include_stop,
+            min_tokens=request.sampling.min_tokens,
+            track_offsets=parsed.logprobs,
+        )
+        echo = parsed.echo[index * len(parsed.echo) // len(parsed.requests)] if parsed.echo else ""
+        tool_parser = ToolCallParser(tools.format, tools.names, tools.single_call) if tools else None
+        return Choice(index, self._backend.open(request), text, echo, tool_parser)
+
     async def run(self, emit: Emit) -> None:
-        """Emits what the choices bring, in the order in which it comes. The first error ends all of them."""
+        """Run all choices, emitting their deltas as they arrive. The first error cancels the other choices."""
         if len(self.choices) == 1:
             return await self.choices[0].run(emit)
         tasks = [asyncio.create_task(choice.run(emit)) for choice in self.choices]
@@ -127,24 +148,24 @@ class Generation:
             await _cancel_all(tasks)
 
     def close(self) -> None:
-        """Cancels the choices that are not over."""
+        """Cancel the choices that have not ended, and release the request's admission."""
         for choice in self.choices:
             if choice.text.finish_reason is None:
                 choice.stream.cancel()
-        self._leave(self.prompt_tokens + sum(choice.generated for choice in self.choices))
+        self._release(self.prompt_tokens + sum(choice.num_generated for choice in self.choices))
 
     @property
     def prompt_tokens(self) -> int:
-        """The prompt of several choices counts once."""
+        """Tokens of all prompts; a prompt with several choices counts once."""
         return sum(map(len, self.parsed.prompts))
 
     @property
     def completion_tokens(self) -> int:
-        """So far."""
-        return sum(choice.tokens for choice in self.choices)
+        """Tokens emitted so far, over all choices."""
+        return sum(choice.num_tokens for choice in self.choices)
 
     def usage(self) -> Json:
-        """Tokens so far; as cached count only those of a prompt that none of its choices computed."""
+        """Return OpenAI's usage object so far. A prompt token counts as cached only if none of its choices computed it."""
         prompts, choices = self.parsed.prompts, self.choices
         n = len(choices) // len(prompts)
         cached = 0
@@ -159,7 +180,7 @@ class Generation:
 
 
 async def _cancel_all(tasks: list[asyncio.Task[None]]) -> None:
-    """Cancels what runs and waits for it; the errors are the caller's, who has them from the first that failed."""
+    """Cancel the tasks and wait for them. Their errors are dropped: the caller already has the first one."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

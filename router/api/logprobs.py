@@ -1,53 +1,62 @@
-"""Log probabilities as OpenAI words them: one form for completions, another for chat."""
+"""Log probabilities in OpenAI's two formats: one for completions, another for chat."""
 
 from collections.abc import Sequence
 
 from pdserve.request import TokenLogprobs
 from pdserve.router.text.tokenizer import Tokenizer
 
-LEAST = -9999.0  # stands for minus infinity, which JSON does not know
+MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot express
 
 
-def of_completion(
-    tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprobs], starts: Sequence[int]
+def completion_logprobs(
+    tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprobs], text_offsets: Sequence[int]
 ) -> dict[str, object]:
-    """`starts`: where in the choice's text each token begins, in characters. The chosen token is always among the top."""
-    chosen = [(_text(tokenizer.token_bytes(token_id)), one) for token_id, one in zip(ids, logprobs, strict=True)]
+    """Return the `logprobs` object of a completion.
+
+    Args:
+        ids: the sampled tokens.
+        logprobs: one entry per token. The sampled token is always added to its top tokens.
+        text_offsets: the character offset in the choice's text at which each token begins.
+    """
+    sampled = [
+        (_token_name(tokenizer.token_bytes(token_id)), entry) for token_id, entry in zip(ids, logprobs, strict=True)
+    ]
     return {
-        "tokens": [text for text, _ in chosen],
-        "token_logprobs": [_finite(one.logprob) for _, one in chosen],
+        "tokens": [name for name, _ in sampled],
+        "token_logprobs": [_finite(entry.logprob) for _, entry in sampled],
         "top_logprobs": [
-            {_text(tokenizer.token_bytes(top_id)): _finite(value) for top_id, value in one.top}
-            | {text: _finite(one.logprob)}
-            for text, one in chosen
+            {_token_name(tokenizer.token_bytes(top_id)): _finite(value) for top_id, value in entry.top}
+            | {name: _finite(entry.logprob)}
+            for name, entry in sampled
         ],
-        "text_offset": list(starts),
+        "text_offset": list(text_offsets),
     }
 
 
-def of_chat(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, object]:
+def chat_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, object]:
+    """Return the `logprobs` object of a chat completion; `logprobs` has one entry per token of `ids`."""
     content = [
         {
-            **_entry(tokenizer, token_id, one.logprob),
-            "top_logprobs": [_entry(tokenizer, top_id, value) for top_id, value in one.top],
+            **_chat_entry(tokenizer, token_id, entry.logprob),
+            "top_logprobs": [_chat_entry(tokenizer, top_id, value) for top_id, value in entry.top],
         }
-        for token_id, one in zip(ids, logprobs, strict=True)
+        for token_id, entry in zip(ids, logprobs, strict=True)
     ]
     return {"content": content, "refusal": None}
 
 
-def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, object]:
-    spelled = tokenizer.token_bytes(token_id)
-    return {"token": _text(spelled), "logprob": _finite(logprob), "bytes": list(spelled)}
+def _chat_entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, object]:
+    token_bytes = tokenizer.token_bytes(token_id)
+    return {"token": _token_name(token_bytes), "logprob": _finite(logprob), "bytes": list(token_bytes)}
 
 
-def _text(spelled: bytes) -> str:
-    """A token that holds part of a character is named by its bytes, as OpenAI does it: `bytes:\\xe2\\x80`."""
+def _token_name(token_bytes: bytes) -> str:
+    """Return the token as text, or as `bytes:\\xe2\\x80` like OpenAI if it holds part of a character."""
     try:
-        return spelled.decode()
+        return token_bytes.decode()
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, LEAST)
+    return max(logprob, MIN_LOGPROB)

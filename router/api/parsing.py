@@ -1,5 +1,6 @@
-"""From the bytes of a client's body to its shape, or to what is wrong with it. Nothing is ignored silently: a field that is
-not known is refused with a suggestion.
+"""Parses and validates the bytes of a request body.
+
+No field is ignored silently: an unknown field is an error, with a suggestion where one is close.
 """
 
 import difflib
@@ -11,82 +12,80 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pdserve.errors import BadRequest
-from pdserve.router.api.schemas import NEUTRAL_IN_MESSAGE, Body, Message
+from pdserve.router.api.schemas import MESSAGE_NO_OPS, Body, Message, NoOps
 
-INSTEAD = {
+ADVICE = {
     "request_id": "send it in the X-Request-Id header",
     "best_of": "ask for n choices and pick one yourself",
-    "previous_response_id": "nothing is kept here; send the conversation in input",
+    "previous_response_id": "responses are not stored; send the whole conversation in input",
 }
 ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "messages": "prompt"}
 
-Shape = TypeVar("Shape", bound=Body)
+BodyType = TypeVar("BodyType", bound=Body)
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:
-    """The body's object.
+    """Parse a body that must be a JSON object.
 
     Raises:
-        BadRequest: not JSON, not an object, or a number that JSON does not know (NaN, Infinity).
+        BadRequest: it is not JSON or not an object, or it holds NaN, Infinity or half of a surrogate pair.
     """
     if not raw.strip():
         raise BadRequest("the body is empty; it must be a JSON object", kind="invalid_json")
     try:
-        body = json.loads(raw, parse_constant=_refuse_constant)
+        body = json.loads(raw, parse_constant=_reject_constant)
     except RecursionError:
         raise BadRequest("the body is nested too deeply", kind="invalid_json") from None
-    except ValueError as error:  # malformed, not UTF-8, or a whole number of thousands of digits
+    except ValueError as error:  # malformed, not UTF-8, or an integer with thousands of digits
         raise BadRequest(f"the body is not valid JSON: {error}", kind="invalid_json") from None
-    if b"\\u" in raw and not _is_unicode(body):
+    if b"\\u" in raw and not _is_valid_unicode(body):
         raise BadRequest("the body holds half of a surrogate pair, which is not a character", kind="invalid_unicode")
     if not isinstance(body, dict):
         raise BadRequest(f"the body must be a JSON object, not {json_type(body)}", kind="invalid_json")
     return body
 
 
-def shape(model: type[Shape], body: dict[str, Any]) -> Shape:
-    """The body in the shape of `model`.
+def validate(model: type[BodyType], body: dict[str, Any]) -> BodyType:
+    """Validate a parsed body against its schema.
 
     Raises:
-        BadRequest: a field is unknown, not supported, missing or of the wrong type; it names the field.
+        BadRequest: a field is unknown, unsupported, missing or of the wrong type; the message names it.
     """
     known = set(model.model_fields)
-    fields = _without_neutral(body, known, model.neutral, "")
+    fields = _drop_no_ops(body, known, model.no_ops)
     messages = fields.get("messages")
     if "messages" in known and isinstance(messages, list):
-        own = set(Message.model_fields)
-        fields = {**fields, "messages": [_neutral_message(item, own, i) for i, item in enumerate(messages)]}
+        fields = {**fields, "messages": [_drop_message_no_ops(item, i) for i, item in enumerate(messages)]}
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        _refuse(error.errors(include_url=False)[0], known)
+        _raise_bad_field(error.errors(include_url=False)[0], known)
 
 
-def _without_neutral(
-    body: Mapping[str, Any], known: set[str], neutral: Mapping[str, tuple[object, ...]], prefix: str
-) -> dict[str, Any]:
+def _drop_no_ops(body: Mapping[str, Any], known: set[str], no_ops: NoOps, prefix: str = "") -> dict[str, Any]:
+    """Return the body without unsupported fields; raise BadRequest if one has a value that would have an effect."""
     for name, value in body.items():
-        if name in known or name not in neutral or value is None or _is_one_of(value, neutral[name]):
+        if name in known or name not in no_ops or value is None or _is_one_of(value, no_ops[name]):
             continue
-        may = f"leave it out or send {json.dumps(neutral[name][0])}" if neutral[name] else "leave it out"
-        hint = INSTEAD.get(name, may)
-        message = f"{prefix}{name} is not supported; {hint}"
+        default = f"leave it out or send {json.dumps(no_ops[name][0])}" if no_ops[name] else "leave it out"
+        message = f"{prefix}{name} is not supported; {ADVICE.get(name, default)}"
         raise BadRequest(message, kind="unsupported_parameter", param=f"{prefix}{name}")
-    return {name: value for name, value in body.items() if name in known or name not in neutral}
+    return {name: value for name, value in body.items() if name in known or name not in no_ops}
 
 
-def _neutral_message(item: object, known: set[str], index: int) -> object:
-    if not isinstance(item, dict):
-        return item
-    return _without_neutral(item, known, NEUTRAL_IN_MESSAGE, f"messages[{index}].")
+def _drop_message_no_ops(message: object, index: int) -> object:
+    if not isinstance(message, dict):
+        return message
+    return _drop_no_ops(message, set(Message.model_fields), MESSAGE_NO_OPS, f"messages[{index}].")
 
 
-def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
-    """Python's `==`, without taking 0 for False."""
-    return any(type(value) is type(right) and value == right for right in neutral)
+def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:
+    """Compare with `==` and by type, so that 0 is not taken for False."""
+    return any(type(value) is type(item) and value == item for item in allowed)
 
 
-def _refuse(error: ErrorDetails, known: set[str]) -> NoReturn:
+def _raise_bad_field(error: ErrorDetails, known: set[str]) -> NoReturn:
+    """Raise BadRequest for a validation error of pydantic."""
     name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in error["loc"]).lstrip(".")
     top = str(error["loc"][0])
     if error["type"] == "extra_forbidden":
@@ -98,9 +97,9 @@ def _refuse(error: ErrorDetails, known: set[str]) -> NoReturn:
         raise BadRequest("stop must be a string or a list of strings", kind="invalid_parameter", param=top)
     if error["type"] == "finite_number":
         raise BadRequest(f"{name} must be a finite number", kind="invalid_parameter", param=name)
-    what, given = error["msg"].removeprefix("Input should be "), error["input"]
-    one_of = error["type"] == "literal_error" and isinstance(given, str)
-    message = f"{name} must be {what}, not {quote(given) if one_of else json_type(given)}"
+    expected, given = error["msg"].removeprefix("Input should be "), error["input"]
+    shows_value = error["type"] == "literal_error" and isinstance(given, str)
+    message = f"{name} must be {expected}, not {quote(given) if shows_value else json_type(given)}"
     raise BadRequest(message, kind="invalid_parameter", param=name)
 
 
@@ -117,16 +116,17 @@ def or_default(value: Value | None, default: Value) -> Value:
 
 
 def quote(text: str) -> str:
-    """The client's own words in an error message, which they must not flood."""
+    """Return client text quoted for an error message, cut to 100 characters."""
     return repr(text if len(text) <= 100 else text[:100] + "…")
 
 
 def json_type(value: object) -> str:
+    """Return the JSON type of a parsed value with its article, such as `an object`."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
 
 
-def _is_unicode(body: object) -> bool:
+def _is_valid_unicode(body: object) -> bool:
     try:
         json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -134,5 +134,5 @@ def _is_unicode(body: object) -> bool:
     return True
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     raise BadRequest(f"the body holds {name}, which is not a number in JSON", kind="invalid_json")

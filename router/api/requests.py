@@ -1,4 +1,4 @@
-"""What a body means: its fields checked against the served model, and one `Request` for each choice that it asks for."""
+"""Validates a parsed body against the served model and builds one `Request` for each choice that it asks for."""
 
 import random
 import time
@@ -9,8 +9,8 @@ from typing import Any
 from pdserve.errors import BadRequest, NotFound
 from pdserve.keys import block_keys, root_key
 from pdserve.request import MAX_LOGPROBS, Request, SamplingParams
-from pdserve.router.api.chat import Tools, chat_messages, tools_of
-from pdserve.router.api.grammars import check_possible, grammar_of
+from pdserve.router.api.chat import AllowedTools, parse_tools, template_messages
+from pdserve.router.api.grammars import check_grammar_support, parse_grammar
 from pdserve.router.api.parsing import or_default, quote
 from pdserve.router.api.schemas import ChatBody, CompletionBody, SamplingBody, StreamOptions, TokenizeBody
 from pdserve.router.backend import ModelInfo
@@ -23,9 +23,14 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class Origin:
-    """What an HTTP request brings beside its body: its id, when the body was there on the monotonic clock, and the
-    session and the span that its headers name."""
+class RequestContext:
+    """Properties of an HTTP request that are not in its body.
+
+    Attributes:
+        received: when the body was complete, by `time.monotonic()`.
+        session: the session that a header names, or empty.
+        traceparent: the W3C trace context of the headers, or empty.
+    """
 
     request_id: str
     received: float
@@ -35,12 +40,15 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedRequest:
-    """One HTTP request, understood: `requests` holds the `n` choices of the first prompt, then of the next.
+    """A validated HTTP request.
 
     Attributes:
-        id: the response's id, the X-Request-Id header, and what /debug/requests/{id} answers to.
-        echo: the text of each prompt, if it is to stand before the answer.
-        tools: what the answer may call.
+        id: the response's id, the X-Request-Id header and the id of /debug/requests/{id}.
+        prompts: token ids of each prompt.
+        requests: the `n` choices of the first prompt, then those of the next.
+        echo: the text of each prompt, if it is to precede the answer.
+        tools: the tools that the model may call.
+        created: when the request was parsed, in seconds since 1970.
     """
 
     id: str
@@ -56,82 +64,100 @@ class ParsedRequest:
     return_token_ids: bool = False
     logprobs: bool = False
     echo: tuple[str, ...] = ()
-    tools: Tools | None = None
+    tools: AllowedTools | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
 
 def parse_completion(
-    body: CompletionBody, origin: Origin, tokenizer: Tokenizer, info: ModelInfo, max_n: int
+    body: CompletionBody, context: RequestContext, tokenizer: Tokenizer, info: ModelInfo, max_n: int
 ) -> ParsedRequest:
-    """Raises BadRequest or NotFound with a sentence for everything that this model cannot do."""
+    """Parse a body of /v1/completions; it may ask for at most `max_n` choices.
+
+    Raises:
+        BadRequest: the served model cannot do what the body asks for.
+        NotFound: the body names another model.
+    """
     check_model(body.model, info.name)
     texts = _prompts(body.prompt)
-    n = _choices(body.n, len(texts), max_n)
+    n = _num_choices(body.n, len(texts), max_n)
     prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in texts]
     for prompt in prompts:
-        check_ids(prompt, info.vocab_size)
-    left = info.max_model_len - max(map(len, prompts))
+        check_token_ids(prompt, info.vocab_size)
+    remaining = info.max_model_len - max(map(len, prompts))
     max_tokens = body.max_tokens
     if max_tokens is None:
-        max_tokens = max(1, min(DEFAULT_COMPLETION_TOKENS, left))
+        max_tokens = max(1, min(DEFAULT_COMPLETION_TOKENS, remaining))
     if body.echo and body.logprobs is not None:
-        message = "echo together with logprobs is not supported: there are none of the prompt; leave out one of the two"
+        message = "echo and logprobs cannot be combined: there are no logprobs of the prompt; leave out one of the two"
         raise BadRequest(message, kind="unsupported_parameter", param="echo")
-    sampling = _sampling(body, max_tokens, body.logprobs, grammar_of(body, info), info)
-    parsed = _parsed(body, origin, prompts, n, sampling, info, chat=False)
+    sampling = _sampling_params(body, max_tokens, body.logprobs, parse_grammar(body, info), info)
+    parsed = _build(body, context, prompts, n, sampling, info, chat=False)
     if not body.echo:
         return parsed
     echo = tuple(prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in texts)
     return replace(parsed, echo=echo)
 
 
-def parse_chat(body: ChatBody, origin: Origin, tokenizer: Tokenizer, info: ModelInfo, max_n: int) -> ParsedRequest:
-    """Raises BadRequest or NotFound with a sentence for everything that this model cannot do."""
+def parse_chat(
+    body: ChatBody, context: RequestContext, tokenizer: Tokenizer, info: ModelInfo, max_n: int
+) -> ParsedRequest:
+    """Parse a body of /v1/chat/completions; it may ask for at most `max_n` choices.
+
+    Raises:
+        BadRequest: the served model cannot do what the body asks for.
+        NotFound: the body names another model.
+    """
     check_model(body.model, info.name)
-    n = _choices(body.n, 1, max_n)
+    n = _num_choices(body.n, 1, max_n)
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         message = "max_tokens (deprecated) and max_completion_tokens contradict each other; send the latter only"
         raise BadRequest(message, kind="invalid_parameter", param="max_tokens")
-    tools = tools_of(body, tokenizer)
-    shown: list[Any] | None = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if tools else None
-    prompt = tokenizer.render_chat(chat_messages(body.messages), tools=shown)
+    tools = parse_tools(body, tokenizer)
+    tool_schemas: list[Any] | None = None
+    if tools:
+        tool_schemas = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    prompt = tokenizer.render_chat(template_messages(body.messages), tools=tool_schemas)
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if max_tokens is None:
         max_tokens = max(1, info.max_model_len - len(prompt))
-    sampling = _sampling(body, max_tokens, _chat_logprobs(body), _grammar(body, tools, info), info)
-    parsed = _parsed(body, origin, [prompt], n, sampling, info, chat=True)
+    sampling = _sampling_params(body, max_tokens, _chat_logprobs(body), _chat_grammar(body, tools, info), info)
+    parsed = _build(body, context, [prompt], n, sampling, info, chat=True)
     return replace(parsed, tools=tools)
 
 
-def check_model(asked: str | None, served: str) -> None:
-    """Raises NotFound unless the request names the served model, or none."""
-    if asked is not None and asked != served:
-        message = f"the model {quote(asked)} does not exist; this router serves {served!r}"
+def check_model(requested: str | None, served: str) -> None:
+    """Raise NotFound unless the request names the served model or none."""
+    if requested is not None and requested != served:
+        message = f"the model {quote(requested)} does not exist; this router serves {served!r}"
         raise NotFound(message, kind="model_not_found", param="model")
 
 
-def check_ids(ids: Iterable[int], vocab_size: int, param: str = "prompt") -> None:
-    """Raises BadRequest for the first id that the model does not know."""
+def check_token_ids(ids: Iterable[int], vocab_size: int, param: str = "prompt") -> None:
+    """Raise BadRequest for the first id outside of the model's vocabulary."""
     for token_id in ids:
         if not 0 <= token_id < vocab_size:
-            message = f"{param} holds the token id {token_id}; this model knows 0 to {vocab_size - 1}"
+            message = f"{param} holds the token id {token_id}; this model's ids are 0 to {vocab_size - 1}"
             raise BadRequest(message, kind="invalid_token_id", param=param)
 
 
-def tokens_of(body: TokenizeBody, tokenizer: Tokenizer) -> list[int]:
-    """The ids of a text or, through the chat template, of messages."""
+def tokenize(body: TokenizeBody, tokenizer: Tokenizer) -> list[int]:
+    """Return the token ids of the body's text or, through the chat template, of its messages.
+
+    Raises:
+        BadRequest: the body has both or neither, or invalid messages.
+    """
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("send either prompt or messages", kind="invalid_parameter", param="prompt")
     if body.messages is not None:
-        prompted = or_default(body.add_generation_prompt, True)
-        return tokenizer.render_chat(chat_messages(body.messages), generation_prompt=prompted)
+        generation_prompt = or_default(body.add_generation_prompt, True)
+        return tokenizer.render_chat(template_messages(body.messages), add_generation_prompt=generation_prompt)
     assert body.prompt is not None
-    return tokenizer.encode(body.prompt, special=or_default(body.add_special_tokens, True))
+    return tokenizer.encode(body.prompt, add_special_tokens=or_default(body.add_special_tokens, True))
 
 
-def _parsed(
+def _build(
     body: SamplingBody,
-    origin: Origin,
+    context: RequestContext,
     prompts: list[list[int]],
     n: int,
     sampling: SamplingParams,
@@ -139,15 +165,15 @@ def _parsed(
     chat: bool,
 ) -> ParsedRequest:
     for prompt in prompts:
-        _check_context(len(prompt), sampling.max_tokens, info.max_model_len)
+        _check_length(len(prompt), sampling.max_tokens, info.max_model_len)
     options = _stream_options(body)
     return ParsedRequest(
-        id=origin.request_id,
+        id=context.request_id,
         chat=chat,
         model=info.name,
         prompts=prompts,
-        requests=_requests(origin, prompts, n, sampling, body, info, chat),
-        stops=_stops(body.stop),
+        requests=_build_requests(context, prompts, n, sampling, body, info, chat),
+        stops=_stop_strings(body.stop),
         include_stop=bool(body.include_stop_str_in_output),
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
@@ -157,7 +183,7 @@ def _parsed(
     )
 
 
-def _sampling(
+def _sampling_params(
     body: SamplingBody, max_tokens: int, logprobs: int | None, grammar: str, info: ModelInfo
 ) -> SamplingParams:
     default = SamplingParams()
@@ -180,25 +206,26 @@ def _sampling(
         repetition_penalty=or_default(body.repetition_penalty, 1.0),
     )
     sampling.validate()
-    check_ids(stop_ids, info.vocab_size, "stop_token_ids")
+    check_token_ids(stop_ids, info.vocab_size, "stop_token_ids")
     return sampling
 
 
-def _grammar(body: ChatBody, tools: Tools | None, info: ModelInfo) -> str:
-    grammar = grammar_of(body, info)
+def _chat_grammar(body: ChatBody, tools: AllowedTools | None, info: ModelInfo) -> str:
+    """Return the grammar of a forced tool call or of structured output; empty if neither is requested."""
+    grammar = parse_grammar(body, info)
     if tools is None or not tools.grammar:
         return grammar
-    check_possible(body, info, "tool_choice")
+    check_grammar_support(body, info, "tool_choice")
     if grammar:
-        message = "tool_choice asks for a call, and another field for an answer of another form; send one of the two"
+        message = "tool_choice forces a tool call, and another field asks for structured output; send one of the two"
         raise BadRequest(message, kind="invalid_parameter", param="tool_choice")
     return tools.grammar
 
 
 def _chat_logprobs(body: ChatBody) -> int | None:
-    """How many of the likeliest tokens to report, or None for no logprobs."""
+    """Return the number of top tokens to report per position, or None for no logprobs."""
     if body.top_logprobs and not body.logprobs:
-        message = "top_logprobs has a meaning only with logprobs: true"
+        message = "top_logprobs requires logprobs: true"
         raise BadRequest(message, kind="invalid_parameter", param="top_logprobs")
     if not 0 <= or_default(body.top_logprobs, 0) <= MAX_LOGPROBS:
         message = f"top_logprobs must be from 0 to {MAX_LOGPROBS}, not {body.top_logprobs}"
@@ -206,18 +233,18 @@ def _chat_logprobs(body: ChatBody) -> int | None:
     return or_default(body.top_logprobs, 0) if body.logprobs else None
 
 
-def _logit_bias(given: dict[str, float], info: ModelInfo) -> dict[int, float]:
-    for name in given:
+def _logit_bias(biases: dict[str, float], info: ModelInfo) -> dict[int, float]:
+    for name in biases:
         if not (name.isascii() and name.isdigit() and len(name) < 10):
-            message = f'logit_bias maps token ids, such as "276", to numbers; {quote(name)} is no token id'
+            message = f'logit_bias maps token ids, such as "276", to numbers; {quote(name)} is not a token id'
             raise BadRequest(message, kind="invalid_parameter", param="logit_bias")
-    bias = {int(name): value for name, value in given.items()}
-    check_ids(bias, info.vocab_size, "logit_bias")
-    return bias
+    by_id = {int(name): value for name, value in biases.items()}
+    check_token_ids(by_id, info.vocab_size, "logit_bias")
+    return by_id
 
 
-def _requests(
-    origin: Origin,
+def _build_requests(
+    context: RequestContext,
     prompts: list[list[int]],
     n: int,
     sampling: SamplingParams,
@@ -225,31 +252,31 @@ def _requests(
     info: ModelInfo,
     chat: bool,
 ) -> list[Request]:
-    """Choice i of each prompt draws with seed + i, so a prompt gets the same answers alone and in a batch."""
-    salt, session, priority = _salt(body), _session(body, origin), _priority(body, info)
-    root = root_key(weights=info.weights, salt=salt)
+    """Return the requests of all choices. Choice i of each prompt has seed + i, so batching does not change its answers."""
+    salt, session, priority = _salt(body), _session(body, context), _priority(body, info)
+    root = root_key(model_digest=info.model_digest, salt=salt)
     keyed = [(prompt, {size: block_keys(root, prompt, size) for size in info.block_sizes}) for prompt in prompts]
     choices = [(prompt, keys, i) for prompt, keys in keyed for i in range(n)]
     return [
         Request(
-            request_id=origin.request_id if len(choices) == 1 else f"{origin.request_id}-{index}",
+            request_id=context.request_id if len(choices) == 1 else f"{context.request_id}-{index}",
             prompt=prompt,
             sampling=replace(sampling, seed=(sampling.seed + i) % 2**63),
             salt=salt,
             priority=priority,
             keys=keys,
             session=session,
-            traceparent=origin.traceparent,
+            traceparent=context.traceparent,
             multi_turn=chat,
             whole=not body.stream and not body.stop,
-            received=origin.received,
+            received=context.received,
         )
         for index, (prompt, keys, i) in enumerate(choices)
     ]
 
 
 def _prompts(prompt: object) -> list[str | list[int]]:
-    """OpenAI's four forms of a prompt as a list of texts or token ids."""
+    """Return OpenAI's four forms of a prompt as a list of texts or token ids."""
     if isinstance(prompt, str):
         prompts: list[str | list[int]] = [prompt]
     elif isinstance(prompt, list) and prompt and all(_is_int(item) for item in prompt):
@@ -272,37 +299,40 @@ def _is_prompt(item: object) -> bool:
     return isinstance(item, str) or (isinstance(item, list) and all(_is_int(element) for element in item))
 
 
-def _choices(n: int | None, prompts: int, max_n: int) -> int:
+def _num_choices(n: int | None, num_prompts: int, max_n: int) -> int:
+    """Return the choices per prompt; raise BadRequest if all prompts together have more than `max_n`."""
     n = or_default(n, 1)
     if n < 1:
         raise BadRequest(f"n must be at least 1, not {n}", kind="invalid_parameter", param="n")
-    if n * prompts > max_n:
-        asked = f"{n} choices" if prompts == 1 else f"{prompts} prompts with {n} choices each"
-        message = f"{asked} are more than the {max_n} choices that one request may ask for"
+    if n * num_prompts > max_n:
+        requested = f"{n} choices" if num_prompts == 1 else f"{num_prompts} prompts with {n} choices each"
+        message = f"{requested} exceed the limit of {max_n} choices per request"
         raise BadRequest(message, kind="too_many_choices", param="n")
     return n
 
 
-def _check_context(prompt: int, max_tokens: int, context: int) -> None:
-    if prompt == 0:
+def _check_length(prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:
+    if prompt_tokens == 0:
         raise BadRequest("the prompt is empty: it has no tokens", kind="invalid_prompt", param="prompt")
-    if prompt + max_tokens <= context:
+    if prompt_tokens + max_tokens <= max_model_len:
         return
-    asked = f"the prompt has {prompt}, which leaves no room for an answer"
-    if prompt < context:
-        asked = f"you asked for {prompt + max_tokens} ({prompt} in the prompt, {max_tokens} for the answer)"
-    message = f"this model's context is {context} tokens; {asked}"
-    raise BadRequest(message, kind="context_length_exceeded", param="prompt" if prompt >= context else "max_tokens")
+    problem, param = f"the prompt has {prompt_tokens}, which leaves no room for an answer", "prompt"
+    if prompt_tokens < max_model_len:
+        total = prompt_tokens + max_tokens
+        problem = f"you asked for {total} ({prompt_tokens} in the prompt, {max_tokens} for the answer)"
+        param = "max_tokens"
+    message = f"this model's context is {max_model_len} tokens; {problem}"
+    raise BadRequest(message, kind="context_length_exceeded", param=param)
 
 
 def _stream_options(body: SamplingBody) -> StreamOptions:
     if body.stream_options is not None and not body.stream:
-        message = "stream_options has a meaning only with stream: true"
+        message = "stream_options requires stream: true"
         raise BadRequest(message, kind="invalid_parameter", param="stream_options")
     return body.stream_options or StreamOptions()
 
 
-def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     stops = [stop] if isinstance(stop, str) else stop or []
     if len(stops) > MAX_STOPS:
         message = f"stop may hold at most {MAX_STOPS} strings, not {len(stops)}"
@@ -315,14 +345,14 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
 
 def _salt(body: SamplingBody) -> str:
     if body.cache_salt == "":
-        message = "cache_salt must not be empty; leave it out to share the cache with everybody"
+        message = "cache_salt must not be empty; leave it out to share the cache with all requests that have none"
         raise BadRequest(message, kind="invalid_parameter", param="cache_salt")
     return body.cache_salt or ""
 
 
-def _session(body: SamplingBody, origin: Origin) -> str:
-    """What the client says belongs together, from the most to the least explicit."""
-    return origin.session or body.prompt_cache_key or body.user or ""
+def _session(body: SamplingBody, context: RequestContext) -> str:
+    """Return the name that the client gives to related requests: the header, else the most explicit field of the body."""
+    return context.session or body.prompt_cache_key or body.user or ""
 
 
 def _priority(body: SamplingBody, info: ModelInfo) -> int:
@@ -330,7 +360,7 @@ def _priority(body: SamplingBody, info: ModelInfo) -> int:
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         message = f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}"
         raise BadRequest(message, kind="invalid_parameter", param="priority")
-    if priority and not info.by_priority:
-        message = "priority has a meaning only where all instances were started with --scheduling-policy priority"
+    if priority and not info.supports_priorities:
+        message = "priority requires that all instances were started with --scheduling-policy priority"
         raise BadRequest(message, kind="invalid_parameter", param="priority")
     return priority

@@ -1,7 +1,7 @@
-"""The shapes of the bodies that clients send: OpenAI's fields and vLLM's.
+"""Schemas of request bodies: OpenAI's fields and vLLM's.
 
-A field that OpenAI or vLLM know and this router cannot do yet is accepted only at the value at which it changes nothing.
-`metadata`, `safety_identifier` and `store: false` are accepted and have no effect: they are labels for OpenAI's own books.
+A field of OpenAI or vLLM that this router does not support is accepted only at values that have no effect. `metadata`,
+`safety_identifier` and `store: false` are always accepted without effect: OpenAI uses them for its own bookkeeping.
 `prompt_cache_key` and `user` name a session, for routing only.
 """
 
@@ -12,8 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pdserve.request import MAX_LOGPROBS
 
-# Field → the values at which it changes nothing. Absent is always fine, and so is null.
-NEUTRAL: dict[str, tuple[object, ...]] = {
+NoOps = Mapping[str, tuple[object, ...]]  # unsupported field → values without effect; null and absence always are
+
+NO_OPS: NoOps = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
     "allowed_token_ids": (),
@@ -42,8 +43,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-# What an assistant message of an earlier answer may carry when a client sends it back.
-NEUTRAL_IN_MESSAGE: dict[str, tuple[object, ...]] = {
+# Fields of an earlier assistant message that a client sends back.
+MESSAGE_NO_OPS: NoOps = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
@@ -51,7 +52,7 @@ NEUTRAL_IN_MESSAGE: dict[str, tuple[object, ...]] = {
     "reasoning_content": (),
     "refusal": (),
 }
-NEUTRAL_IN_RESPONSES: dict[str, tuple[object, ...]] = {
+RESPONSES_NO_OPS: NoOps = {
     "background": (False,),
     "conversation": (),
     "include": ([],),
@@ -70,28 +71,28 @@ NEUTRAL_IN_RESPONSES: dict[str, tuple[object, ...]] = {
 }
 
 
-def within(low: float, high: float) -> Any:
-    """None by default. The bounds are for `/openapi.json`; `SamplingParams.validate` refuses others, in words."""
+def bounded(low: float, high: float) -> Any:
+    """An optional number. The bounds are for /openapi.json only; `SamplingParams.validate` enforces them."""
     return Field(None, json_schema_extra={"minimum": low, "maximum": high})
 
 
-def described(schema: dict[str, Any]) -> Any:
-    """None by default; for a field of several forms, of which the code that reads it says in words what is wrong."""
+def untyped(schema: dict[str, Any]) -> Any:
+    """An optional field of several forms. The schema is for /openapi.json only; the parsing code validates the field."""
     return Field(None, json_schema_extra=schema)
 
 
 TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
 IDS: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
-SEVERAL: list[dict[str, Any]] = [{"type": "array", "minItems": 1, "items": one} for one in (TEXT, IDS)]
+LISTS: list[dict[str, Any]] = [{"type": "array", "minItems": 1, "items": item} for item in (TEXT, IDS)]
 PARTS: dict[str, Any] = {"type": "array", "items": {"type": "object", "required": ["type", "text"]}}
 MESSAGES: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "object"}}
 
 
 class Body(BaseModel):
-    """`neutral`: fields that are known and not supported, with the values at which they change nothing."""
+    """Base of all bodies: unknown fields are errors. `no_ops` are unsupported fields and their values without effect."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    no_ops: ClassVar[NoOps] = {}
 
 
 class StreamOptions(Body):
@@ -104,7 +105,7 @@ class JsonSchema(Body):
     name: str | None = None
     description: str | None = None
     schema_: Any = Field(None, alias="schema")
-    strict: bool | None = None  # the schema is followed to the letter, asked or not
+    strict: bool | None = None  # without effect: schemas are always enforced
 
 
 class ResponseFormat(Body):
@@ -113,29 +114,29 @@ class ResponseFormat(Body):
 
 
 class GenerationBody(Body):
-    """What all endpoints that generate have in common. None is the default, as if the field were absent.
+    """Fields of all endpoints that generate. None is the default and means that the field is absent.
 
-    `top_k` of -1 is vLLM's other word for 0: keep all.
+    `top_k` of -1 means the same as 0 (keep all tokens), as in vLLM.
     """
 
     model: str | None = None
     min_tokens: int | None = None
-    temperature: float | None = within(0, 100)
-    top_p: float | None = within(0, 1)
-    top_k: int | None = within(-1, 2**31 - 1)
-    min_p: float | None = within(0, 1)
-    seed: int | None = within(0, 2**63 - 1)
+    temperature: float | None = bounded(0, 100)
+    top_p: float | None = bounded(0, 1)
+    top_k: int | None = bounded(-1, 2**31 - 1)
+    min_p: float | None = bounded(0, 1)
+    seed: int | None = bounded(0, 2**63 - 1)
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    frequency_penalty: float | None = within(-2, 2)
-    presence_penalty: float | None = within(-2, 2)
-    repetition_penalty: float | None = within(0, 10)
+    frequency_penalty: float | None = bounded(-2, 2)
+    presence_penalty: float | None = bounded(-2, 2)
+    repetition_penalty: float | None = bounded(0, 10)
     logit_bias: dict[str, float] | None = None
     include_stop_str_in_output: bool | None = None
     stream: bool | None = None
     cache_salt: str | None = None
-    priority: int | None = within(-(2**31) + 1, 2**31 - 1)
+    priority: int | None = bounded(-(2**31) + 1, 2**31 - 1)
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -143,9 +144,9 @@ class GenerationBody(Body):
 
 
 class SamplingBody(GenerationBody):
-    """What completions and chat have in common."""
+    """Fields of completions and chat completions."""
 
-    neutral: ClassVar = NEUTRAL
+    no_ops: ClassVar = NO_OPS
 
     max_tokens: int | None = None
     n: int | None = None
@@ -160,9 +161,9 @@ class SamplingBody(GenerationBody):
 
 
 class CompletionBody(SamplingBody):
-    prompt: Any = described({"anyOf": [TEXT, IDS, *SEVERAL]})
+    prompt: Any = untyped({"anyOf": [TEXT, IDS, *LISTS]})
     echo: bool | None = None
-    logprobs: int | None = within(0, MAX_LOGPROBS)
+    logprobs: int | None = bounded(0, MAX_LOGPROBS)
 
 
 class CalledFunction(Body):
@@ -174,12 +175,12 @@ class ToolCall(Body):
     id: str
     type: Literal["function"]
     function: CalledFunction
-    index: int | None = None  # as clients have it from a stream
+    index: int | None = None  # sent by clients that return the deltas of a stream
 
 
 class Message(Body):
     role: str
-    content: Any = described({"anyOf": [{"type": ["string", "null"]}, PARTS]})
+    content: Any = untyped({"anyOf": [{"type": ["string", "null"]}, PARTS]})
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -201,9 +202,9 @@ class ChatBody(SamplingBody):
     messages: list[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = within(0, MAX_LOGPROBS)
+    top_logprobs: int | None = bounded(0, MAX_LOGPROBS)
     tools: list[Tool] | None = None
-    tool_choice: Any = described({"type": ["string", "object", "null"]})
+    tool_choice: Any = untyped({"type": ["string", "object", "null"]})
     parallel_tool_calls: bool | None = None
 
 
@@ -234,9 +235,9 @@ class Text(Body):
 
 
 class ResponseBody(GenerationBody):
-    neutral: ClassVar = NEUTRAL_IN_RESPONSES
+    no_ops: ClassVar = RESPONSES_NO_OPS
 
-    input: Any = described({"anyOf": [{"type": "string"}, MESSAGES]})
+    input: Any = untyped({"anyOf": [{"type": "string"}, MESSAGES]})
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: Text | None = None

@@ -1,4 +1,4 @@
-"""Generations as responses: whole or as events, worded as OpenAI words them."""
+"""Turns generations into HTTP responses: one JSON body, or server-sent events, in OpenAI's formats."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -10,48 +10,49 @@ from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import RequestError
 from pdserve.router.api.generation import Delta, Generation, Json
-from pdserve.router.api.http_responses import CLIENT_GONE, InternalError, error_data, json_response
-from pdserve.router.api.logprobs import of_chat, of_completion
+from pdserve.router.api.http_responses import CLIENT_GONE, InternalError, error_body, json_response
+from pdserve.router.api.logprobs import chat_logprobs, completion_logprobs
 from pdserve.router.api.requests import ParsedRequest
-from pdserve.router.text.tool_calls import CallPart
+from pdserve.router.text.tool_calls import ToolCallDelta
 
-Word = Callable[[Generation, list[Delta]], Json]
+BuildBody = Callable[[Generation, list[Delta]], Json]  # builds the response body from one merged delta per choice
 
 
-async def answer(generation: Generation, receive: Receive, word: Word) -> Response:
-    """The whole answer at once, as `word` words its choices, or nothing if the client leaves before."""
-    parsed = generation.parsed
-    deltas: list[list[Delta]] = [[] for _ in parsed.requests]
+async def whole_response(generation: Generation, receive: Receive, build_body: BuildBody) -> Response:
+    """Run the generation to its end and return the whole answer; an empty response if the client disconnects first."""
+    deltas: list[list[Delta]] = [[] for _ in generation.parsed.requests]
 
     async def collect(new: Iterable[Delta]) -> None:
         for delta in new:
             deltas[delta.index].append(delta)
 
     try:
-        finished = await unless_disconnected(receive, generation.run(collect))
+        finished = await run_unless_disconnected(receive, generation.run(collect))
     finally:
         generation.close()
     if not finished:
         return Response(status_code=CLIENT_GONE)
-    return json_response(word(generation, [_joined(parts) for parts in deltas]))
+    return json_response(build_body(generation, [_merge(parts) for parts in deltas]))
 
 
-def _joined(deltas: list[Delta]) -> Delta:
+def _merge(deltas: list[Delta]) -> Delta:
+    """Merge all deltas of one choice."""
     return Delta(
         deltas[0].index,
         "".join(delta.text for delta in deltas),
         [token_id for delta in deltas for token_id in delta.token_ids],
         deltas[-1].finish_reason,
-        [one for delta in deltas for one in delta.logprobs],
-        [start for delta in deltas for start in delta.starts],
-        [part for delta in deltas for part in delta.calls],
+        [entry for delta in deltas for entry in delta.logprobs],
+        [offset for delta in deltas for offset in delta.text_offsets],
+        [call for delta in deltas for call in delta.tool_calls],
     )
 
 
 class EventStream(Response, ABC):
-    """Server-sent events. The status line waits for the first token, so that an error before it has its own status.
+    """A generation as server-sent events.
 
-    An error after it is an event of its own, on which OpenAI's client raises.
+    The status line is sent with the first token, so an error before it gets an HTTP status of its own. A later error becomes
+    an event, on which OpenAI's client raises.
     """
 
     media_type = "text/event-stream"
@@ -60,13 +61,13 @@ class EventStream(Response, ABC):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._generation = generation
-        self._unfinished = len(generation.parsed.requests)  # choices whose last event is not out
+        self._unfinished = len(generation.parsed.requests)  # choices whose final event has not been built
         self._started = False
-        self._sending = asyncio.Lock()  # choices send side by side, and wait for a slow client in turn
+        self._sending = asyncio.Lock()  # choices send concurrently, and take turns if the client is slow
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_disconnected(receive, self._stream(send))
+            await run_unless_disconnected(receive, self._stream(send))
         finally:
             self._generation.close()
 
@@ -75,95 +76,98 @@ class EventStream(Response, ABC):
             async with self._sending:
                 events: list[Json] = []
                 for delta in deltas:
-                    events += self.events_of(delta)
+                    events += self.delta_events(delta)
                     self._unfinished -= delta.finish_reason is not None
                 last = not self._unfinished
-                await self._send(send, [*events, *self.last_events()] if last else events, last)
+                await self._send(send, [*events, *self.final_events()] if last else events, last)
 
         try:
             await self._generation.run(emit)
         except Exception as error:
             if not self._started:
                 raise
-            told = error if isinstance(error, RequestError) else InternalError()
-            await self._send(send, [self.error_event(told)], told is error)
-            if told is not error:
+            reported = error if isinstance(error, RequestError) else InternalError()
+            await self._send(send, [self.error_event(reported)], reported is error)
+            if reported is not error:
                 raise
 
     async def _send(self, send: Send, events: list[Json], last: bool) -> None:
-        """One write, which wakes the client and costs more than wording an event."""
+        """Send all events in one write: a write wakes the client and costs more than building an event."""
         if not self._started:
             self._started = True
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        body = b"".join(self.encoded(event) for event in events) + (self.end if last else b"")
+        body = b"".join(self.encode(event) for event in events) + (self.terminator if last else b"")
         await send({"type": "http.response.body", "body": body, "more_body": not last})
 
-    # ---- how one endpoint words it ----------------------------------------------------------------------------
+    # ---- the format of one endpoint ---------------------------------------------------------------------------
 
-    end = b""  # behind the last event
-
-    @abstractmethod
-    def events_of(self, delta: Delta) -> list[Json]: ...
+    terminator = b""  # follows the last event
 
     @abstractmethod
-    def last_events(self) -> list[Json]: ...
+    def delta_events(self, delta: Delta) -> list[Json]:
+        """Return the events of one delta."""
+
+    @abstractmethod
+    def final_events(self) -> list[Json]:
+        """Return the events after the last delta of all choices."""
 
     def error_event(self, error: RequestError) -> Json:
-        return error_data(error)
+        return error_body(error)
 
-    def encoded(self, event: Json) -> bytes:
+    def encode(self, event: Json) -> bytes:
         return b"data: " + to_json(event) + b"\n\n"
 
 
 class ChunkStream(EventStream):
-    """The events of completions and chats; `[DONE]` follows them, for readers that wait for it."""
+    """The events of completions and chat completions, terminated by `[DONE]`."""
 
-    end = b"data: [DONE]\n\n"
+    terminator = b"data: [DONE]\n\n"
 
     def __init__(self, generation: Generation) -> None:
         super().__init__(generation)
-        self._prompt_ids_due = generation.parsed.return_token_ids
-        self._unspoken = set(range(len(generation.parsed.requests)))
+        self._sends_prompt_ids = generation.parsed.return_token_ids
+        self._without_role = set(range(len(generation.parsed.requests)))  # choices whose role event was not built
 
-    def events_of(self, delta: Delta) -> list[Json]:
+    def delta_events(self, delta: Delta) -> list[Json]:
         parsed, events = self._generation.parsed, []
-        if parsed.chat and delta.index in self._unspoken:
-            events.append(_event(parsed, [_role(delta.index)]))
-        self._unspoken.discard(delta.index)
-        events.append(_event(parsed, [_part(self._generation, delta)]))
+        if parsed.chat and delta.index in self._without_role:
+            events.append(_event(parsed, [_role_choice(delta.index)]))
+        self._without_role.discard(delta.index)
+        events.append(_event(parsed, [_delta_choice(self._generation, delta)]))
         return [self._with_extras(event) for event in events]
 
-    def last_events(self) -> list[Json]:
+    def final_events(self) -> list[Json]:
         parsed = self._generation.parsed
         return [{**_event(parsed, []), "usage": self._generation.usage()}] if parsed.include_usage else []
 
     def _with_extras(self, event: Json) -> Json:
+        """Add the prompt's ids to the first event, and the usage, if the request asks for them."""
         parsed = self._generation.parsed
-        if self._prompt_ids_due:
+        if self._sends_prompt_ids:
             event["prompt_token_ids"] = _prompt_token_ids(parsed)
-            self._prompt_ids_due = False
+            self._sends_prompt_ids = False
         if parsed.include_usage or parsed.continuous_usage:
             event["usage"] = self._generation.usage() if parsed.continuous_usage else None
         return event
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[None, None, None]) -> bool:
-    """Does the work, but cancels it at once when the client goes away. Whether it was done to its end."""
-    worker, gone, over = asyncio.current_task(), False, False
+async def run_unless_disconnected(receive: Receive, work: Coroutine[None, None, None]) -> bool:
+    """Run the work and cancel it as soon as the client disconnects. Return whether it ran to its end."""
+    worker, disconnected, over = asyncio.current_task(), False, False
     assert worker is not None
 
-    def leave(_: "asyncio.Task[None]") -> None:
-        nonlocal gone
-        if not over:  # a call that the loop has scheduled can no longer be taken back
-            gone = True
+    def on_disconnect(_: "asyncio.Task[None]") -> None:
+        nonlocal disconnected
+        if not over:  # a callback that the loop has already scheduled cannot be withdrawn
+            disconnected = True
             worker.cancel()
 
-    watcher = asyncio.create_task(_disconnect(receive))
-    watcher.add_done_callback(leave)
+    watcher = asyncio.create_task(_wait_for_disconnect(receive))
+    watcher.add_done_callback(on_disconnect)
     try:
         await work
     except asyncio.CancelledError:
-        if not gone or worker.uncancel() > 0:  # somebody else wants us to end
+        if not disconnected or worker.uncancel() > 0:  # the task is also being cancelled from elsewhere
             raise
         return False
     finally:
@@ -172,17 +176,18 @@ async def unless_disconnected(receive: Receive, work: Coroutine[None, None, None
     return True
 
 
-async def _disconnect(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def whole_body(generation: Generation, choices: list[Delta]) -> Json:
+def completion_body(generation: Generation, choices: list[Delta]) -> Json:
+    """Return the body of a completion or a chat completion."""
     parsed = generation.parsed
     kind = "chat.completion" if parsed.chat else "text_completion"
     body = {
         **_head(parsed, kind),
-        "choices": [_whole(generation, choice) for choice in choices],
+        "choices": [_whole_choice(generation, choice) for choice in choices],
         "usage": generation.usage(),
     }
     if parsed.return_token_ids:
@@ -198,46 +203,48 @@ def _event(parsed: ParsedRequest, choices: list[Json]) -> Json:
     return {**_head(parsed, "chat.completion.chunk" if parsed.chat else "text_completion"), "choices": choices}
 
 
-def _role(index: int) -> Json:
+def _role_choice(index: int) -> Json:
     return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
 
-def _whole(generation: Generation, choice: Delta) -> Json:
+def _whole_choice(generation: Generation, choice: Delta) -> Json:
     message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
-    if choice.calls:
-        message = {**message, "content": choice.text or None, "tool_calls": _whole_calls(choice.calls)}
+    if choice.tool_calls:
+        message = {**message, "content": choice.text or None, "tool_calls": _whole_calls(choice.tool_calls)}
     return _choice(generation, choice, {"message": message} if generation.parsed.chat else {"text": choice.text})
 
 
-def _part(generation: Generation, delta: Delta) -> Json:
+def _delta_choice(generation: Generation, delta: Delta) -> Json:
     if not generation.parsed.chat:
         return _choice(generation, delta, {"text": delta.text})
-    new: Json = {"content": delta.text} if delta.text or not delta.calls else {}
-    if delta.calls:
-        new["tool_calls"] = [_call_part(part) for part in delta.calls]
+    new: Json = {"content": delta.text} if delta.text or not delta.tool_calls else {}
+    if delta.tool_calls:
+        new["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
     return _choice(generation, delta, {"delta": new})
 
 
-def _call_part(part: CallPart) -> Json:
-    if not part.id:
-        return {"index": part.index, "function": {"arguments": part.arguments}}
-    function = {"name": part.name, "arguments": part.arguments}
-    return {"index": part.index, "id": part.id, "type": "function", "function": function}
+def _call_delta(call: ToolCallDelta) -> Json:
+    if not call.id:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
-def _whole_calls(parts: list[CallPart]) -> list[Json]:
-    heads = [part for part in parts if part.id]
-    arguments = {head.index: "".join(part.arguments for part in parts if part.index == head.index) for head in heads}
+def _whole_calls(deltas: list[ToolCallDelta]) -> list[Json]:
+    heads = [delta for delta in deltas if delta.id]
+    arguments = {
+        head.index: "".join(delta.arguments for delta in deltas if delta.index == head.index) for head in heads
+    }
     return [
         {"id": head.id, "type": "function", "function": {"name": head.name, "arguments": arguments[head.index]}}
         for head in heads
     ]
 
 
-def _choice(generation: Generation, choice: Delta, text: Json) -> Json:
+def _choice(generation: Generation, choice: Delta, content: Json) -> Json:
     ids = {"token_ids": choice.token_ids} if generation.parsed.return_token_ids else {}
     logprobs = _logprobs(generation, choice)
-    return {"index": choice.index, **text, "logprobs": logprobs, "finish_reason": choice.finish_reason, **ids}
+    return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.finish_reason, **ids}
 
 
 def _logprobs(generation: Generation, choice: Delta) -> Json | None:
@@ -245,10 +252,10 @@ def _logprobs(generation: Generation, choice: Delta) -> Json | None:
     if not parsed.logprobs:
         return None
     if parsed.chat:
-        return of_chat(tokenizer, choice.token_ids, choice.logprobs)
-    return of_completion(tokenizer, choice.token_ids, choice.logprobs, choice.starts)
+        return chat_logprobs(tokenizer, choice.token_ids, choice.logprobs)
+    return completion_logprobs(tokenizer, choice.token_ids, choice.logprobs, choice.text_offsets)
 
 
 def _prompt_token_ids(parsed: ParsedRequest) -> list[int] | list[list[int]]:
-    """The prompt's ids; of several prompts, a list of them."""
+    """Return the ids of the prompt, or a list of them if there are several prompts."""
     return parsed.prompts[0] if len(parsed.prompts) == 1 else parsed.prompts

@@ -4,8 +4,8 @@ Each key has a counter: the tokens that its requests have used, divided by its w
 served next. A request's prompt is charged when it leaves the queue and its output when it ends. Keys that always have
 requests queued therefore share the tokens in proportion to their weights, whatever the sizes of their requests, and no key
 starves. An idle key saves up no credit: when it queues a request again, its counter is raised to that of the key served
-last. Within a key, requests are ordered by priority (lower first), then by arrival; one level of priority is worth `LEVEL`
-arrivals, as in the scheduler of the instances.
+last. Within a key, requests are ordered by priority (lower first), then by arrival; one level of priority is worth
+`ARRIVALS_PER_PRIORITY` arrivals, as in the scheduler of the instances.
 """
 
 import heapq
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from pdserve.request import LEVEL
+from pdserve.request import ARRIVALS_PER_PRIORITY
 
 Item = TypeVar("Item")
 
@@ -59,7 +59,7 @@ class FairQueue(Generic[Item]):
             queue.counter = max(queue.counter, self._last_counter)
             self._backlogged[key] = queue
         self._arrivals += 1
-        heapq.heappush(queue.heap, _Entry(self._arrivals + LEVEL * priority, self._arrivals, tokens, item))
+        heapq.heappush(queue.heap, _Entry(self._arrivals + ARRIVALS_PER_PRIORITY * priority, self._arrivals, tokens, item))
 
     def peek(self) -> Item | None:
         """Return the item that `pop` would return, or None if the queue is empty."""

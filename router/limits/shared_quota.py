@@ -61,7 +61,7 @@ class SharedQuotas:
         if not changed:
             return
         reports = [json.dumps(quota.report()) for quota in changed.values()]
-        answers = await self._registry.call(SYNC_SCRIPT, list(changed), [self._router_id, LEASE_S, *reports])
+        answers = await self._registry.run_script(SYNC_SCRIPT, list(changed), [self._router_id, LEASE_S, *reports])
         now = time.monotonic()
         for quota, answer in zip(changed.values(), answers or [NO_ACCOUNT] * len(changed), strict=True):
             quota.update(**json.loads(answer), now=now)

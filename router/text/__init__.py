@@ -1,1 +1,1 @@
-"""Text and tokens: chat templates, tokenization, detokenization, tool calls."""
+"""Text and tokens: chat templates, tokenization, detokenization and tool-call parsing."""

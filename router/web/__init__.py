@@ -1,1 +1,1 @@
-"""The HTTP application: endpoints, middleware, authentication, admission, the live page."""
+"""The HTTP application: endpoints, middleware, authentication, admission and the live page."""

@@ -1,4 +1,4 @@
-"""The socket that clients reach."""
+"""The listening socket for HTTP clients."""
 
 import socket
 
@@ -7,25 +7,25 @@ from pdserve.errors import SetupError
 
 
 def listen(config: RouterConfig) -> socket.socket:
-    """The socket for clients, bound before anything slow is loaded, so that a taken port is known at once.
+    """Return a bound socket for HTTP clients.
 
-    Event loops set TCP_NODELAY on connections whose socket says TCP, and this one's do only if it says so itself. The kernel
-    cuts off clients that take nothing of what is sent to them; the time-out is passed on to connections.
+    It is bound before anything slow is loaded, so that a port in use is reported at once. It is created with IPPROTO_TCP
+    because event loops set TCP_NODELAY only on connections whose socket states TCP, and connections inherit that from here.
+    They also inherit TCP_USER_TIMEOUT, with which the kernel drops clients that do not read what is sent to them.
 
     Raises:
-        SetupError: the port is taken.
+        SetupError: the address cannot be bound, for example because the port is in use.
     """
     host, port = config.host, config.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if config.reuse_port:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(config.client_timeout_seconds * 1000))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(config.client_timeout_seconds * 1000))
     try:
-        listening.bind((host, port))
+        listener.bind((host, port))
     except OSError as error:
-        raise SetupError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
-        ) from error
-    return listening
+        message = f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
+        raise SetupError(message) from error
+    return listener

@@ -1,4 +1,4 @@
-"""What the live page shows: a picture of what the router knows at this moment. It keeps nothing of its own."""
+"""Snapshots of the router's state for the live page. Keeps no state of its own."""
 
 import math
 import time
@@ -11,91 +11,105 @@ from pdserve import __version__
 from pdserve.counters import series
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.instances.fleet import InstanceHandle
-from pdserve.router.telemetry.events import Events
+from pdserve.router.telemetry.events import EventLog
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.telemetry.timeline import Timeline
 
-LATEST = 100  # requests
-COUNTS = ("generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "kv_cache_blocks_held")
+NUM_LATEST = 100  # requests in a snapshot
+INSTANCE_COUNTERS = (
+    "generation_tokens",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "num_preemptions",
+    "kv_cache_blocks_held",
+)
 
 
 class Overview:
-    """The body of /debug/overview. Counts are those since the router, or the instance, has started: who wants rates takes
-    two pictures. `router` tells pictures of several routers apart."""
+    """Builds the body of /debug/overview.
 
-    def __init__(self, dispatcher: Dispatcher, metrics: Metrics, events: Events) -> None:
+    Counters count from the start of the router or of the instance; a rate is the difference between two snapshots. `router`
+    distinguishes the snapshots of several routers that share a port.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, metrics: Metrics, events: EventLog) -> None:
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._events = events
-        self._started = time.monotonic()
+        self._started_at = time.monotonic()
 
-    def now(self) -> dict[str, object]:
-        """Times of day are in seconds since 1970, by this machine's clock, which `time` tells; durations are in seconds."""
+    def snapshot(self) -> dict[str, object]:
+        """Return the current state. Times are seconds since 1970 by this machine's clock (`time` is the current one);
+        durations are in seconds.
+        """
         dispatcher, metrics, now = self._dispatcher, self._metrics, time.monotonic()
-        ready, why = dispatcher.ready()
-        since_1970 = time.time() - now
+        ready, reason = dispatcher.ready()
+        epoch_offset = time.time() - now
         instances = dispatcher.fleet.instances
         return {
-            "time": since_1970 + now,
+            "time": epoch_offset + now,
             "router": dispatcher.fleet.router_id,
             "version": __version__,
             "model": dispatcher.config.name,
-            "uptime": now - self._started,
+            "uptime": now - self._started_at,
             "ready": ready,
-            "why": why,
+            "why": reason,
             "slo": {name: limit for name, limit in vars(dispatcher.slo).items() if math.isfinite(limit)},
             "under_way": len(dispatcher.states),
-            "waiting": sum(sample.value for one in metrics.key_waiting.collect() for sample in one.samples),
+            "waiting": sum(sample.value for metric in metrics.key_waiting.collect() for sample in metric.samples),
             "max_requests": dispatcher.config.max_requests,
             "requests": _by_label(metrics.requests),
             "placements": _by_label(metrics.placements),
             "refusals": _by_label(metrics.refusals),
             "migrations": _by_label(metrics.migrations),
             "fallbacks": _by_label(metrics.fallbacks),
-            "ttft": _distribution(metrics.spans["time_to_first_token"]),
-            "itl": _distribution(metrics.inter_token),
-            "instances": [{**one, **_counts(instances[str(one["instance_id"])])} for one in dispatcher.instances()],
+            "ttft": _histogram(metrics.spans["time_to_first_token"]),
+            "itl": _histogram(metrics.inter_token_latency),
+            "instances": [
+                {**entry, **_instance_counters(instances[str(entry["instance_id"])])}
+                for entry in dispatcher.instances()
+            ],
             "events": self._events.latest(),
-            "timelines": [_row(one, since_1970) for one in dispatcher.timelines.latest(LATEST)],
+            "timelines": [_request_row(timeline, epoch_offset) for timeline in dispatcher.timelines.latest(NUM_LATEST)],
         }
 
 
 def _by_label(counter: Counter) -> dict[str, float]:
-    """By the values of its first label."""
-    found: dict[str, float] = {}
+    """Return the counter summed by the values of its first label."""
+    totals: dict[str, float] = {}
     for sample in (sample for metric in counter.collect() for sample in metric.samples):
         if sample.name.endswith("_total"):
             name = next(iter(sample.labels.values()))
-            found[name] = found.get(name, 0) + sample.value
-    return found
+            totals[name] = totals.get(name, 0) + sample.value
+    return totals
 
 
-def _distribution(histogram: Histogram) -> dict[str, list[float]]:
-    """Upper limits of the buckets but the last, which has none, and how many are in each bucket alone."""
-    samples = [one for metric in histogram.collect() for one in metric.samples if one.name.endswith("_bucket")]
-    upto = [one.value for one in samples]
-    alone = [upto[0], *(after - before for before, after in pairwise(upto))]
-    return {"limits": [float(one.labels["le"]) for one in samples[:-1]], "counts": alone}
+def _histogram(histogram: Histogram) -> dict[str, list[float]]:
+    """Return the upper limits of all buckets but the last, which has none, and the count of each bucket."""
+    samples = [sample for metric in histogram.collect() for sample in metric.samples if sample.name.endswith("_bucket")]
+    cumulative = [sample.value for sample in samples]
+    counts = [cumulative[0], *(after - before for before, after in pairwise(cumulative))]
+    return {"limits": [float(sample.labels["le"]) for sample in samples[:-1]], "counts": counts}
 
 
-def _counts(instance: InstanceHandle) -> dict[str, float]:
-    """What an instance has counted, by its last heartbeat."""
-    counters: Mapping[str, float] = dict(instance.beat.counters)
-    found = {name: counters.get(name, 0) for name in COUNTS}
-    found["computed_tokens"] = counters.get(series("prompt_tokens_by_source", source="computed"), 0)
+def _instance_counters(instance: InstanceHandle) -> dict[str, float]:
+    """Return counters of an instance as of its last heartbeat."""
+    counters: Mapping[str, float] = dict(instance.heartbeat.counters)
+    selected = {name: counters.get(name, 0) for name in INSTANCE_COUNTERS}
+    selected["computed_tokens"] = counters.get(series("prompt_tokens_by_source", source="computed"), 0)
     for direction in ("store", "load"):
         for unit in ("bytes", "seconds"):
-            one = series(f"kv_transfer_{unit}", connector=instance.hello.connector, direction=direction)
-            found[f"{direction}_{unit}"] = counters.get(one, 0)
-    return found
+            counter = series(f"kv_transfer_{unit}", connector=instance.hello.connector, direction=direction)
+            selected[f"{direction}_{unit}"] = counters.get(counter, 0)
+    return selected
 
 
-def _row(timeline: Timeline, since_1970: float) -> dict[str, object]:
-    """A request in short."""
+def _request_row(timeline: Timeline, epoch_offset: float) -> dict[str, object]:
+    """Return the summary of one request."""
     start = min(timeline.stamps.values(), default=0.0)
     return {
         "request_id": timeline.request_id,
-        "time": since_1970 + start,
+        "time": epoch_offset + start,
         "stages_ms": {stage.value: round((at - start) * 1e3, 1) for stage, at in timeline.stamps.items()},
         "prefill_instance": timeline.prefill_instance,
         "decode_instance": timeline.decode_instance,
@@ -106,5 +120,5 @@ def _row(timeline: Timeline, since_1970: float) -> dict[str, object]:
         "local_hit_tokens": timeline.local_hit_tokens,
         "loaded_tokens": timeline.loaded_tokens,
         "computed_tokens": timeline.computed_tokens,
-        "migrations": timeline.migrations,
+        "migrations": len(timeline.migrations),
     }

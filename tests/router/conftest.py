@@ -1,4 +1,4 @@
-"""A small tokenizer, a backend that is a fake, and the app on top of both."""
+"""Fixtures: small tokenizers, a scripted fake backend, the HTTP application on top of both, and clients for it."""
 
 import asyncio
 import json
@@ -55,7 +55,7 @@ def _byte_level() -> RustTokenizer:
 
 
 def _byte_fallback() -> RustTokenizer:
-    """As Llama 2's: ▁ for spaces, the first of which the decoder trims, and <0xE6> for bytes. There is no id 1."""
+    """Return a tokenizer like Llama 2's: ▁ for spaces (a leading one is trimmed), <0xE6> for bytes. Id 1 is unused."""
     pieces = [f"<0x{byte:02X}>" for byte in range(256)] + list("▁abcdehlortw") + ["▁the", "▁cat", "▁▁"]
     vocab = {"<unk>": 0} | {piece: i for i, piece in enumerate(pieces, start=2)}
     tokenizer = RustTokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
@@ -94,30 +94,31 @@ TOOL_TEMPLATES = {
 
 @pytest.fixture(scope="session")
 def tool_tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    """By the format in which the chat template calls tools."""
+    """Tokenizers by the tool-call format of their chat template."""
     return {
         name: Tokenizer(
-            _save(_byte_level(), tmp_path_factory.mktemp(name), {"eos_token": "<|end|>", "chat_template": one})
+            _save(_byte_level(), tmp_path_factory.mktemp(name), {"eos_token": "<|end|>", "chat_template": template})
         )
-        for name, one in TOOL_TEMPLATES.items()
+        for name, template in TOOL_TEMPLATES.items()
     }
 
 
 @pytest.fixture(scope="session")
 def fallback_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Bytes as fallback, no EOS, no chat template."""
+    """A tokenizer with byte fallback, without EOS and chat template."""
     return Tokenizer(_save(_byte_fallback(), tmp_path_factory.mktemp("byte-fallback"), {}))
 
 
 @dataclass
 class Script:
-    """What the fake backend answers: the chunks of choice i are `chunks[i % len(chunks)]`.
+    """The output of the fake backend: choice i produces `chunks[i % len(chunks)]`.
 
     Attributes:
-        error: raised after the chunks, or by `open` if `error_at_open`.
-        hang: after the chunks, wait for ever (for a cancel).
-        pause: seconds between chunks.
-        together: no chunk is there before all are.
+        error: raised after the chunks, or by `open` if `error_at_open` is set.
+        hang: wait after the chunks until cancelled.
+        pause: seconds before each chunk.
+        at_once: yield all chunks in one iteration.
+        cached_tokens: prompt tokens that the timeline reports as prefix hits.
     """
 
     chunks: list[list[Chunk]] = field(default_factory=list)
@@ -125,7 +126,7 @@ class Script:
     error_at_open: bool = False
     hang: bool = False
     pause: float = 0.0
-    together: bool = False
+    at_once: bool = False
     cached_tokens: int = 0
 
 
@@ -138,24 +139,24 @@ class ScriptedStream:
         self.cancelled = False
         self._chunks = chunks
         self._script = script
-        self._asked = request.sampling.logprobs
+        self._num_logprobs = request.sampling.logprobs
 
     async def __aiter__(self) -> AsyncIterator[list[Chunk]]:
         self.timeline.local_hit_tokens = self._script.cached_tokens
         chunks = self._chunks
-        if self._asked is not None:
-            chunks = [replace(chunk, logprobs=self._logprobs(chunk, self._asked)) for chunk in chunks]
-        for turn in [chunks] if self._script.together else [[chunk] for chunk in chunks]:
+        if self._num_logprobs is not None:
+            chunks = [replace(chunk, logprobs=self._logprobs(chunk, self._num_logprobs)) for chunk in chunks]
+        for batch in [chunks] if self._script.at_once else [[chunk] for chunk in chunks]:
             await asyncio.sleep(self._script.pause)
-            yield turn
+            yield batch
         if self._script.error is not None:
             raise self._script.error
         if self._script.hang:
             await asyncio.Event().wait()
 
     def _logprobs(self, chunk: Chunk, count: int) -> list[TokenLogprobs]:
-        """The token itself, and 40, are the likeliest of all."""
-        return [TokenLogprobs(-0.5, ((one, -0.5), (40, float("-inf")))[:count]) for one in chunk.token_ids]
+        """Return logprobs whose top tokens are the sampled token and 40."""
+        return [TokenLogprobs(-0.5, ((token_id, -0.5), (40, float("-inf")))[:count]) for token_id in chunk.token_ids]
 
     def cancel(self, finish_reason: str = "cancelled") -> None:
         self.cancelled = True
@@ -163,12 +164,12 @@ class ScriptedStream:
 
 
 class ScriptedBackend:
-    """A fake Backend: no instances, no model; it says what its script says, and remembers what it was asked."""
+    """A fake Backend without instances: plays its script and records the requests that it was given."""
 
     def __init__(self, vocab_size: int) -> None:
         self.script = Script()
         self.info: ModelInfo | None = ModelInfo(
-            "demo", CONTEXT, vocab_size, frozenset([0]), b"weights", frozenset([16]), grammars=True
+            "demo", CONTEXT, vocab_size, frozenset([0]), b"digest", frozenset([16]), supports_grammars=True
         )
         self.not_ready = ""
         self.requests: list[Request] = []
@@ -203,33 +204,34 @@ class ScriptedBackend:
             raise self.script.error
         self.drained.append((instance_id, role))
 
-    def plays(self, ids: list[int], finish_reason: str | None = "length", **script: Any) -> None:
-        """One token per chunk, the same for every choice."""
+    def generates(self, ids: list[int], finish_reason: str | None = "length", **script: Any) -> None:
+        """Script one token per chunk, the same for every choice."""
         chunks = [Chunk([token_id]) for token_id in ids]
         if finish_reason is not None:
             chunks[-1] = Chunk(chunks[-1].token_ids, finish_reason)
         self.script = Script(chunks=[chunks], **script)
 
     def fails(self, error: RequestError, **script: Any) -> None:
+        """Script an error."""
         self.script = Script(error=error, **script)
 
 
 @pytest.fixture
 def backend(tokenizer: Tokenizer) -> ScriptedBackend:
     backend = ScriptedBackend(tokenizer.vocab_size)
-    backend.plays(tokenizer.encode(" Paris."))
+    backend.generates(tokenizer.encode(" Paris."))
     return backend
 
 
 @pytest.fixture
 def metrics() -> Metrics:
-    """Of the gate in front of the fake backend."""
+    """The metrics of the application's admission controller."""
     return Metrics(Fleet("router", "demo", 1.0))
 
 
 @pytest.fixture
 def make_app(backend: ScriptedBackend, metrics: Metrics) -> Callable[..., Starlette]:
-    """make_app(tokenizer, **settings) → the app in front of the fake backend."""
+    """Factory: make_app(tokenizer, **settings) returns the application on top of the fake backend."""
 
     def make(tokenizer: Tokenizer, **settings: Any) -> Starlette:
         config = RouterConfig(**{"model": "demo", "max_body_bytes": 20_000, "max_n": 8, **settings})
@@ -245,7 +247,7 @@ def app(tokenizer: Tokenizer, make_app: Callable[..., Starlette]) -> Starlette:
 
 
 class Client:
-    """A client of the app inside this process, in plain function calls."""
+    """Synchronous in-process client of an application."""
 
     def __init__(self, app: Starlette) -> None:
         self._app = app
@@ -277,13 +279,13 @@ def make_client() -> type[Client]:
 
 @pytest.fixture
 def serving() -> Callable[..., AbstractContextManager[str]]:
-    """`with serving(app) as url:` a real server on a free port, or on a socket that is given."""
+    """Context manager: `with serving(app) as url` runs a real server on a free port or on a given socket."""
     return serve
 
 
 @pytest.fixture
 def url(app: Starlette) -> Iterator[str]:
-    """A real server on a free port."""
+    """The URL of the application on a real server."""
     with serve(app) as url:
         yield url
 
@@ -306,7 +308,7 @@ def serve(app: Starlette, listener: socket.socket | None = None) -> Iterator[str
 def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, "the condition did not hold in time"
         time.sleep(0.005)
 
 
@@ -317,7 +319,7 @@ def eventually() -> Callable[..., None]:
 
 @pytest.fixture
 def events() -> Callable[[httpx.Response], list[dict[str, object]]]:
-    """The events of a stream, which must end with [DONE]."""
+    """Function that returns the events of a stream, which must end with [DONE]."""
 
     def read(response: httpx.Response) -> list[dict[str, object]]:
         assert response.headers["content-type"].startswith("text/event-stream"), response.text

@@ -1,4 +1,4 @@
-"""LangChain's ChatOpenAI, unmodified, calls tools and answers in given shapes. What it says for itself is in test_up.py."""
+"""LangChain's ChatOpenAI, unmodified: tool calls and structured output. test_up.py has plain chats."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class Weather(BaseModel):
     days: list[int]
 
 
-CALLED: dict[str, Any] = {"city": "Par}is", "days": [1, 2]}
+ARGUMENTS: dict[str, Any] = {"city": "Par}is", "days": [1, 2]}
 CALL = {
-    "hermes": f'<tool_call>\n{{"name": "Weather", "arguments": {json.dumps(CALLED)}}}\n</tool_call>',
-    "llama": f'{{"name": "Weather", "parameters": {json.dumps(CALLED)}}}',
+    "hermes": f'<tool_call>\n{{"name": "Weather", "arguments": {json.dumps(ARGUMENTS)}}}\n</tool_call>',
+    "llama": f'{{"name": "Weather", "parameters": {json.dumps(ARGUMENTS)}}}',
 }
 
 
 @pytest.fixture(scope="module")
 def chat_model() -> Any:
-    from langchain_openai import ChatOpenAI  # takes a second, and modules are imported to collect tests
+    from langchain_openai import ChatOpenAI  # imported here because it takes a second
 
     return ChatOpenAI
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_tools_and_shapes(
+def test_tools_and_structured_output(
     chat_model: Any,
     kind: str,
     backend: ScriptedBackend,
@@ -54,8 +54,8 @@ def test_tools_and_shapes(
     assert backend.info is not None
     backend.info = replace(backend.info, max_model_len=4000)
 
-    def plays(text: str) -> None:
-        backend.plays([*tokenizer.encode(text), 0], "stop")
+    def generates(text: str) -> None:
+        backend.generates([*tokenizer.encode(text), 0], "stop")
 
     def grammar() -> Any:
         return json.loads(backend.requests[-1].sampling.grammar or "null")
@@ -63,31 +63,31 @@ def test_tools_and_shapes(
     with serving(make_app(tokenizer)) as url:
         chat = chat_model(model="demo", base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
 
-        plays(CALL[kind])
+        generates(CALL[kind])
         with_tools = chat.bind_tools([Weather])
         answer = with_tools.invoke("sunny?")
         [call] = answer.tool_calls
-        assert (call["name"], call["args"], answer.content) == ("Weather", CALLED, "")
+        assert (call["name"], call["args"], answer.content) == ("Weather", ARGUMENTS, "")
         assert answer.response_metadata["finish_reason"] == "tool_calls" and grammar() is None
         whole: Any = None
         for piece in with_tools.stream("sunny?"):
             whole = piece if whole is None else whole + piece
-        assert [(one["name"], one["args"]) for one in whole.tool_calls] == [("Weather", CALLED)]
+        assert [(one["name"], one["args"]) for one in whole.tool_calls] == [("Weather", ARGUMENTS)]
 
-        plays("It is.")
-        shown = [("user", "sunny?"), answer, {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}]
-        assert with_tools.invoke(shown).content == "It is."
+        generates("It is.")
+        turns = [("user", "sunny?"), answer, {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}]
+        assert with_tools.invoke(turns).content == "It is."
         assert "sunny" in tokenizer.decode(backend.requests[-1].prompt).split("tool\n")[-1]
 
-        plays(CALL[kind])
+        generates(CALL[kind])
         forced = chat.bind_tools([Weather], tool_choice="Weather", parallel_tool_calls=False)
-        assert forced.invoke("sunny?").tool_calls[0]["args"] == CALLED and grammar() is not None
-        shaped = chat.with_structured_output(Weather, method="function_calling")
-        assert shaped.invoke("sunny?") == Weather(**CALLED) and grammar() is not None
+        assert forced.invoke("sunny?").tool_calls[0]["args"] == ARGUMENTS and grammar() is not None
+        structured = chat.with_structured_output(Weather, method="function_calling")
+        assert structured.invoke("sunny?") == Weather(**ARGUMENTS) and grammar() is not None
 
-        plays(json.dumps(CALLED))
-        assert chat.with_structured_output(Weather).invoke("sunny?") == Weather(**CALLED)
+        generates(json.dumps(ARGUMENTS))
+        assert chat.with_structured_output(Weather).invoke("sunny?") == Weather(**ARGUMENTS)
         assert grammar()["json"]["properties"].keys() == {"city", "days"}
-        assert chat.with_structured_output(None, method="json_mode").invoke("sunny?") == CALLED
-        told = chat.with_structured_output(Weather, include_raw=True).invoke("sunny?")
-        assert told["parsed"] == Weather(**CALLED) and told["raw"].usage_metadata["output_tokens"] > 0
+        assert chat.with_structured_output(None, method="json_mode").invoke("sunny?") == ARGUMENTS
+        result = chat.with_structured_output(Weather, include_raw=True).invoke("sunny?")
+        assert result["parsed"] == Weather(**ARGUMENTS) and result["raw"].usage_metadata["output_tokens"] > 0

@@ -1,4 +1,4 @@
-"""/v1/responses: a chat in other words, as the official client reads them."""
+"""/v1/responses: whole responses and events, as the official client reads them."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ CHAT = [
 
 def test_the_official_client(url: str, backend: ScriptedBackend, tokenizer: Tokenizer) -> None:
     schema = {"type": "json_schema", "name": "s", "schema": {"type": "object"}}
-    formed: dict[str, Any] = {"text": {"format": schema}, "metadata": {"a": "b"}}
-    asked: dict[str, Any] = {"model": "demo", "instructions": "be brief", "input": TURNS, "temperature": 0.5}
-    backend.plays([*tokenizer.encode(" Paris 漢."), 0], "stop")
+    extra: dict[str, Any] = {"text": {"format": schema}, "metadata": {"a": "b"}}
+    common: dict[str, Any] = {"model": "demo", "instructions": "be brief", "input": TURNS, "temperature": 0.5}
+    backend.generates([*tokenizer.encode(" Paris 漢."), 0], "stop")
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=10) as client:
-        whole = client.responses.create(**asked, **formed)
-        with client.responses.stream(**asked, max_output_tokens=9) as stream:
+        whole = client.responses.create(**common, **extra)
+        with client.responses.stream(**common, max_output_tokens=9) as stream:
             kinds = [event.type for event in stream]
             streamed = stream.get_final_response()
     for response in (whole, streamed):
@@ -75,8 +75,10 @@ def events_of(text: str) -> list[dict[str, Any]]:
     return events
 
 
-def test_an_answer_that_was_cut_off(client: Client, backend: ScriptedBackend, tokenizer: Tokenizer) -> None:
-    backend.plays(tokenizer.encode(" Paris."), "length")
+def test_a_response_cut_off_by_max_output_tokens(
+    client: Client, backend: ScriptedBackend, tokenizer: Tokenizer
+) -> None:
+    backend.generates(tokenizer.encode(" Paris."), "length")
     whole = client.post(RESPONSES, {"input": "hello"}).json()
     events = events_of(client.post(RESPONSES, {"input": "hello", "stream": True}).text)
     assert events[-1]["type"] == "response.incomplete"
@@ -90,13 +92,13 @@ def test_an_answer_that_was_cut_off(client: Client, backend: ScriptedBackend, to
     assert events[0]["response"]["output"] == [] and events[0]["response"]["usage"] is None
 
 
-def test_vllms_extra_parameters(client: Client, backend: ScriptedBackend) -> None:
+def test_extra_parameters_of_vllm(client: Client, backend: ScriptedBackend) -> None:
     extra = {"ignore_eos": True, "top_k": 7, "min_p": 0.1, "seed": 5, "repetition_penalty": 1.5, "cache_salt": "s"}
     assert client.post(RESPONSES, {"input": "hello", "max_output_tokens": 9, **extra}).status_code == 200
     [request] = backend.requests
     sampling = {name: getattr(request.sampling, name) for name in extra if name != "cache_salt"}
     assert {**sampling, "cache_salt": "s"} == extra and request.salt
-    backend.plays([40, 41, 42], "length")
+    backend.generates([40, 41, 42], "length")
     assert client.post(RESPONSES, {"input": "hello", "stop": "H"}).json()["output"][0]["content"][0]["text"] == "G"
 
 
@@ -113,7 +115,10 @@ def test_an_error_within_a_stream(client: Client, backend: ScriptedBackend) -> N
     [
         ({"input": None}, "input must be a string or a list of messages"),
         ({"input": []}, "messages must hold at least one message"),
-        ({"input": [{"role": "tool", "content": "a"}]}, "input[0] must have content and a role of system, developer, "),
+        (
+            {"input": [{"role": "tool", "content": "a"}]},
+            "input[0] must have content and one of the roles system, developer, ",
+        ),
         ({"input": [{"role": "user", "content": 5}]}, "input[0].content must be a string or a list of text parts"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
@@ -124,14 +129,14 @@ def test_an_error_within_a_stream(client: Client, backend: ScriptedBackend) -> N
         ({"store": True}, "store is not supported; leave it out or send false"),
         (
             {"previous_response_id": "r"},
-            "previous_response_id is not supported; nothing is kept here; send the conversation",
+            "previous_response_id is not supported; responses are not stored; send the whole conversation",
         ),
         ({"max_tokens": 5}, "unknown field 'max_tokens'"),
         ({"text": {"format": {"type": "json_schema"}, "verbosity": "low"}}, "unknown field 'text.verbosity'"),
         ({"model": "gpt"}, "the model 'gpt' does not exist"),
     ],
 )
-def test_what_cannot_be(client: Client, field: dict[str, Any], message: str) -> None:
+def test_invalid_bodies(client: Client, field: dict[str, Any], message: str) -> None:
     response = client.post(RESPONSES, {"input": "hello", **field})
     assert response.status_code in (400, 404)
     assert response.json()["error"]["message"].startswith(message), response.text

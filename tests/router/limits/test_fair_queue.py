@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.request import LEVEL
+from pdserve.request import ARRIVALS_PER_PRIORITY
 from pdserve.router.limits.fair_queue import FairQueue
 
 KEYS = "abc"
@@ -89,12 +89,12 @@ def test_an_idle_key_saves_up_no_credit() -> None:
 def test_priority_orders_a_key_without_starving_lower_priorities() -> None:
     queue = FairQueue[int]({"a": 1.0})
     queue.push("a", 0, 1, priority=1)
-    for number in range(1, LEVEL + 3):
+    for number in range(1, ARRIVALS_PER_PRIORITY + 3):
         queue.push("a", number, 1)
         if number == 1:
             assert queue.pop() == 1, "a lower priority value goes first although it arrived later"
-    order = [queue.pop() for _ in range(LEVEL + 2)]
-    assert order[:2] == [2, 3] and order.index(0) == LEVEL - 2, "after one level of arrivals, before the rest"
+    order = [queue.pop() for _ in range(ARRIVALS_PER_PRIORITY + 2)]
+    assert order[:2] == [2, 3] and order.index(0) == ARRIVALS_PER_PRIORITY - 2, "after one level of arrivals, before the rest"
 
 
 def test_drop_takes_the_last_item_of_the_heaviest_key() -> None:

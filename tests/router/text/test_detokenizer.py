@@ -1,4 +1,4 @@
-"""Detokenizer, StopMatcher and TextStream: pieces equal the whole, whatever the pieces are."""
+"""Detokenizer, StopMatcher and TextStream: the pieces together equal the whole, however the input is split."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,12 +18,12 @@ def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 
 def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
-    """The ids of the single bytes of the byte-level tokenizer, found by what they spell."""
-    spelled = {tokenizer.token(token_id): token_id for token_id in range(tokenizer.vocab_size)}
+    """Return the byte-level tokenizer's single-byte ids for the data."""
+    ids = {tokenizer.id_to_token(token_id): token_id for token_id in range(tokenizer.vocab_size)}
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-    return [spelled[table[byte]] for byte in data]
+    return [ids[table[byte]] for byte in data]
 
 
 def test_no_piece_holds_half_a_character(tokenizer: Tokenizer) -> None:
@@ -77,8 +77,8 @@ def test_text_through_byte_fallback_equals_decode(fallback_tokenizer: Tokenizer)
     check()
 
 
-def test_ids_without_a_token_say_nothing(fallback_tokenizer: Tokenizer) -> None:
-    """And they are no context: the space after them is not the first."""
+def test_ids_without_a_token_add_no_text(fallback_tokenizer: Tokenizer) -> None:
+    """They are not context either: the space of the next token is kept."""
     cat = fallback_tokenizer.encode("▁a")
     ids = [*cat, 1, *cat, fallback_tokenizer.vocab_size, *cat]
     assert "".join(pieces(fallback_tokenizer, ids)) == fallback_tokenizer.decode(ids) == "a a a"
@@ -103,7 +103,7 @@ def test_a_long_run_of_invalid_bytes_keeps_a_short_window(tokenizer: Tokenizer) 
     assert max(lengths) <= 64
 
 
-def stopped(stops: list[str], parts: list[str], include: bool = False) -> tuple[str, str | None]:
+def match_stops(stops: list[str], parts: list[str], include: bool = False) -> tuple[str, str | None]:
     matcher = StopMatcher(stops, include)
     out = ""
     for part in parts:
@@ -129,31 +129,31 @@ def stopped(stops: list[str], parts: list[str], include: bool = False) -> tuple[
     ],
 )
 def test_stop_strings(stops: list[str], parts: list[str], expected: tuple[str, str | None]) -> None:
-    assert stopped(stops, parts) == expected
+    assert match_stops(stops, parts) == expected
 
 
 def test_the_stop_string_may_be_included() -> None:
-    assert stopped(["END"], ["one E", "ND two"], include=True) == ("one END", "END")
+    assert match_stops(["END"], ["one E", "ND two"], include=True) == ("one END", "END")
 
 
-def test_only_what_may_be_a_stop_string_is_held_back() -> None:
+def test_only_a_possible_stop_string_is_held_back() -> None:
     matcher = StopMatcher(["END"])
     assert [matcher.push(part) for part in ["see ", "E", "N", "O", "N"]] == ["see ", "", "", "ENO", "N"]
 
 
 @settings(deadline=None)
 @given(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3), st.lists(st.text("ab", max_size=3)))
-def test_stop_strings_end_the_text_where_the_first_is_complete(stops: list[str], parts: list[str]) -> None:
-    """Against the definition: read character by character, and stop when the text read ends with a stop string."""
+def test_the_first_completed_stop_string_ends_the_text(stops: list[str], parts: list[str]) -> None:
+    """Compare with the definition: read character by character and stop when the text read ends with a stop string."""
     text = "".join(parts)
     complete = [(end, stop) for end in range(len(text) + 1) for stop in stops if text[:end].endswith(stop)]
     end, matched = min(complete, key=lambda hit: (hit[0], -len(hit[1])), default=(len(text), None))
-    assert stopped(stops, parts) == (text[: end - len(matched or "")], matched)
+    assert match_stops(stops, parts) == (text[: end - len(matched or "")], matched)
     if matched is not None:
-        assert stopped(stops, parts, include=True) == (text[:end], matched)
+        assert match_stops(stops, parts, include=True) == (text[:end], matched)
 
 
-def run(stream: TextStream, chunks: list[Chunk]) -> tuple[str, list[int]]:
+def run_stream(stream: TextStream, chunks: list[Chunk]) -> tuple[str, list[int]]:
     texts, ids = [], []
     for chunk in chunks:
         text, token_ids = stream.push(chunk)
@@ -167,28 +167,28 @@ def run(stream: TextStream, chunks: list[Chunk]) -> tuple[str, list[int]]:
 def test_a_stop_string_cuts_the_tokens_of_its_chunk(tokenizer: Tokenizer) -> None:
     ids = byte_ids(tokenizer, b"abcdef")
     stream = TextStream(tokenizer, ["cd"])
-    assert run(stream, [Chunk(ids, "length")]) == ("ab", ids[:4])
+    assert run_stream(stream, [Chunk(ids, "length")]) == ("ab", ids[:4])
     assert stream.finish_reason == "stop"
 
 
 def test_a_stop_token_gives_no_text(tokenizer: Tokenizer) -> None:
     ids = byte_ids(tokenizer, b"abc")
     chunks = [Chunk(ids[:2]), Chunk(ids[2:], "stop")]
-    assert run(TextStream(tokenizer), chunks) == ("ab", ids)
-    assert run(TextStream(tokenizer, include_stop=True), chunks) == ("abc", ids)
+    assert run_stream(TextStream(tokenizer), chunks) == ("ab", ids)
+    assert run_stream(TextStream(tokenizer, include_stop=True), chunks) == ("abc", ids)
 
 
 def test_held_text_comes_out_at_the_end(tokenizer: Tokenizer) -> None:
     ids = byte_ids(tokenizer, b"abEN\xe6")
     stream = TextStream(tokenizer, ["END"])
-    assert run(stream, [Chunk(ids, "length")]) == ("abEN\ufffd", ids)
+    assert run_stream(stream, [Chunk(ids, "length")]) == ("abEN\ufffd", ids)
     assert stream.finish_reason == "length"
 
 
-def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:
+def test_stop_strings_are_ignored_before_min_tokens(tokenizer: Tokenizer) -> None:
     ids = byte_ids(tokenizer, b"abab")
-    assert run(TextStream(tokenizer, ["b"]), [Chunk(ids, "length")])[0] == "a"
-    assert run(TextStream(tokenizer, ["b"], min_tokens=2), [Chunk(ids, "length")])[0] == "aba"
+    assert run_stream(TextStream(tokenizer, ["b"]), [Chunk(ids, "length")])[0] == "a"
+    assert run_stream(TextStream(tokenizer, ["b"], min_tokens=2), [Chunk(ids, "length")])[0] == "aba"
 
 
 def test_chunks_of_any_size_give_the_same_text(tokenizer: Tokenizer) -> None:
@@ -198,8 +198,8 @@ def test_chunks_of_any_size_give_the_same_text(tokenizer: Tokenizer) -> None:
         parts = [Chunk(ids[i : i + size]) for i in range(0, len(ids), size)]
         parts[-1] = Chunk(parts[-1].token_ids, "length")
         for stops in (["e", "th"], []):
-            whole = run(TextStream(tokenizer, stops), [Chunk(ids, "length")])
-            assert run(TextStream(tokenizer, stops), parts) == whole
+            whole = run_stream(TextStream(tokenizer, stops), [Chunk(ids, "length")])
+            assert run_stream(TextStream(tokenizer, stops), parts) == whole
             assert stops or whole == (tokenizer.decode(ids), ids)
 
     check()

@@ -1,4 +1,4 @@
-"""Tokenizer and model names against small tokenizers made on the spot."""
+"""Tokenizer and model names, with small tokenizers trained for the tests."""
 
 from pathlib import Path
 
@@ -19,21 +19,21 @@ def test_special_tokens_are_skipped_on_demand(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a<|end|>b")
     assert 0 in ids
     assert tokenizer.decode(ids) == "ab"
-    assert tokenizer.decode(ids, skip_special=False) == "a<|end|>b"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "a<|end|>b"
 
 
-def test_it_knows_its_vocabulary(tokenizer: Tokenizer, fallback_tokenizer: Tokenizer) -> None:
+def test_vocabulary(tokenizer: Tokenizer, fallback_tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size == 300
     assert tokenizer.eos_token_ids == {0}
-    assert tokenizer.silent_ids == {0, 1}
+    assert tokenizer.special_ids == {0, 1}
     assert fallback_tokenizer.eos_token_ids == frozenset()
-    assert fallback_tokenizer.token(fallback_tokenizer.vocab_size - 1) == "▁▁", "ids that are left out count"
+    assert fallback_tokenizer.id_to_token(fallback_tokenizer.vocab_size - 1) == "▁▁", "skipped ids count"
     assert tokenizer.decode([tokenizer.vocab_size + 7]) == ""
-    assert tokenizer.token(0) == "<|end|>"
-    assert tokenizer.token(tokenizer.vocab_size) == ""
+    assert tokenizer.id_to_token(0) == "<|end|>"
+    assert tokenizer.id_to_token(tokenizer.vocab_size) == ""
 
 
-def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer: Tokenizer, fallback_tokenizer: Tokenizer) -> None:
+def test_token_bytes_join_to_the_text(tokenizer: Tokenizer, fallback_tokenizer: Tokenizer) -> None:
     text = "hello 漢 e\u0301\n\x00<|end|>"
     assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
     ids = fallback_tokenizer.encode("the cat 漢")
@@ -41,23 +41,23 @@ def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer: Tokenizer, fallbac
     assert tokenizer.token_bytes(tokenizer.vocab_size) == b""
 
 
-def test_chat_goes_through_the_template(tokenizer: Tokenizer) -> None:
+def test_messages_are_rendered_through_the_template(tokenizer: Tokenizer) -> None:
     ids = tokenizer.render_chat([{"role": "user", "content": "hello"}])
     text = "<|start|>user\nhello<|end|><|start|>assistant\n"
-    assert tokenizer.decode(ids, skip_special=False) == text
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
     assert ids.count(1) == 2  # <|start|> as one special token
-    bare = tokenizer.render_chat([{"role": "user", "content": "hello"}], generation_prompt=False)
-    assert tokenizer.decode(bare, skip_special=False) == "<|start|>user\nhello<|end|>"
+    bare = tokenizer.render_chat([{"role": "user", "content": "hello"}], add_generation_prompt=False)
+    assert tokenizer.decode(bare, skip_special_tokens=False) == "<|start|>user\nhello<|end|>"
 
 
-def test_a_template_may_refuse_messages(tokenizer: Tokenizer) -> None:
+def test_a_template_may_reject_messages(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]
-    with pytest.raises(BadRequest, match="refuses these messages: the system message must come first"):
+    with pytest.raises(BadRequest, match="rejects these messages: the system message must come first"):
         tokenizer.render_chat(messages)
 
 
-def test_no_template_no_chat(fallback_tokenizer: Tokenizer) -> None:
-    with pytest.raises(BadRequest, match="no chat template, so it cannot chat; use /v1/completions"):
+def test_chat_needs_a_template(fallback_tokenizer: Tokenizer) -> None:
+    with pytest.raises(BadRequest, match="no chat template; use /v1/completions"):
         fallback_tokenizer.render_chat([{"role": "user", "content": "a"}])
 
 
@@ -76,7 +76,7 @@ def test_a_damaged_tokenizer_is_one_line(tmp_path: Path, damaged: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["./nope", "/nope", "~/nope-nope", "a/b/c", ""])
-def test_a_path_that_is_not_there_is_no_hub_id(name: str) -> None:
+def test_a_missing_path_is_not_taken_for_a_hub_id(name: str) -> None:
     with pytest.raises(SetupError, match="no such model directory"):
         resolve_model(name)
 
@@ -87,5 +87,5 @@ def test_model_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_path, "DEMO", tmp_path)
     assert resolve_model("demo") == tmp_path
     monkeypatch.setattr(model_path, "DEMO", tmp_path / "gone")
-    with pytest.raises(SetupError, match="bundled demo model is not there"):
+    with pytest.raises(SetupError, match="bundled demo model is missing"):
         resolve_model("demo")

@@ -1,4 +1,4 @@
-"""The way in, over HTTP: limits of keys, and who waits while as many as may be are under way."""
+"""Admission over HTTP: limits of keys, and the queue while the maximum number of requests is running."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def keys_file(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_key_gets_no_more_than_its_limits(
+def test_limits_of_keys(
     make_app: Callable[..., Starlette],
     make_client: type[Client],
     tokenizer: Tokenizer,
@@ -47,36 +47,38 @@ def test_a_key_gets_no_more_than_its_limits(
 ) -> None:
     client = make_client(make_app(tokenizer, keys_file=keys_file, api_key="k"))
 
-    def ask(key: str, **body: Any) -> httpx.Response:
+    def post(key: str, **body: Any) -> httpx.Response:
         return client.post("/v1/completions", {**PROMPT, **body}, headers={"Authorization": f"Bearer {key}"})
 
-    first = ask("a")
+    first = post("a")
     used = first.json()["usage"]["total_tokens"]
     assert first.status_code == 200 and first.headers["x-ratelimit-limit-requests"] == "3"
-    assert first.headers["x-ratelimit-remaining-tokens"] == str(50 - 23), "what it may need is taken at first"
-    second = ask("a", max_tokens=50)
+    assert first.headers["x-ratelimit-remaining-tokens"] == str(50 - 23), "the most that it may use is taken at first"
+    second = post("a", max_tokens=50)
     assert (second.status_code, second.json()["error"]["code"]) == (429, "rate_limit_tokens")
     assert second.json()["error"]["type"] == "rate_limit_error"
-    assert int(second.headers["retry-after"]) == pytest.approx(used * 3600 / 50, abs=2), "when the bucket is full again"
-    assert second.headers["x-ratelimit-remaining-tokens"] == str(50 - used), "what it did not need has been given back"
-    assert [ask("a", max_tokens=1).status_code for _ in range(3)] == [200, 200, 429]
-    refused = ask("a", max_tokens=1)
+    assert int(second.headers["retry-after"]) == pytest.approx(used * 3600 / 50, abs=2), (
+        "the time until the bucket is full"
+    )
+    assert second.headers["x-ratelimit-remaining-tokens"] == str(50 - used), "the unused tokens were returned"
+    assert [post("a", max_tokens=1).status_code for _ in range(3)] == [200, 200, 429]
+    refused = post("a", max_tokens=1)
     assert refused.json()["error"]["code"] == "rate_limit_requests" and 0 < int(refused.headers["retry-after"]) <= 1200
     assert refused.headers["x-ratelimit-remaining-requests"] == "0"
-    too_many = ask("c", n=3)
+    too_many = post("c", n=3)
     assert (too_many.status_code, too_many.json()["error"]["code"]) == (400, "too_many_choices")
     for key in ("b", "c", "k"):
-        other = ask(key, n=2)
+        other = post(key, n=2)
         assert other.status_code == 200 and not [name for name in other.headers if name.startswith("x-ratelimit")]
     assert sample(metrics, "pdserve_key_refusals_total", key="alice", reason="rate_limit_requests") == 2
     assert sample(metrics, "pdserve_key_tokens_total", key="alice") == used + 2 * 4 <= 50
     assert sample(metrics, "pdserve_key_requests_under_way", key="key-1") == 0
     assert sample(metrics, "pdserve_refusals_total", reason="rate_limit_tokens") == 1
-    assert len(backend.requests) == 3 + 3 * 2, "no instance has heard of the others"
+    assert len(backend.requests) == 3 + 3 * 2, "refused requests do not reach the backend"
 
 
 class Callers:
-    """Requests of several keys at the same time, in one event loop."""
+    """Concurrent requests of several keys on one event loop."""
 
     def __init__(self, app: Starlette) -> None:
         self._app = app
@@ -87,13 +89,13 @@ class Callers:
         return self.tasks[-1]
 
     async def _call(self, key: str, name: str, body: dict[str, Any]) -> tuple[int, str]:
-        """Status and code. A request that is cancelled is a client that leaves."""
-        gone, sent, status, text = asyncio.Event(), False, 0, b""
+        """Return status and error code. Cancelling the task disconnects the client."""
+        disconnected, sent, status, text = asyncio.Event(), False, 0, b""
 
         async def receive() -> dict[str, Any]:
             nonlocal sent
             if sent:
-                await gone.wait()
+                await disconnected.wait()
                 return {"type": "http.disconnect"}
             sent = True
             return {"type": "http.request", "body": json.dumps(body).encode()}
@@ -108,7 +110,7 @@ class Callers:
         try:
             await asyncio.shield(serving)
         except asyncio.CancelledError:
-            gone.set()
+            disconnected.set()
             await serving
             raise
         return status, json.loads(text).get("error", {}).get("code", "")
@@ -125,13 +127,13 @@ async def callers(app: Starlette) -> AsyncIterator[Callers]:
         await asyncio.gather(*made.tasks, return_exceptions=True)
 
 
-async def soon(holds: Callable[[], bool]) -> None:
+async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(30):
-        while not holds():
+        while not condition():
             await asyncio.sleep(0.001)
 
 
-def test_who_waits_is_let_in_in_fair_order_and_who_leaves_is_forgotten(
+def test_queued_requests_are_admitted_in_fair_order(
     make_app: Callable[..., Starlette],
     tokenizer: Tokenizer,
     keys_file: str,
@@ -139,7 +141,7 @@ def test_who_waits_is_let_in_in_fair_order_and_who_leaves_is_forgotten(
     backend: ScriptedBackend,
 ) -> None:
     app = make_app(tokenizer, keys_file=keys_file, api_key="k", max_requests=2, max_queue=8)
-    backend.plays([5], finish_reason=None, hang=True)
+    backend.generates([5], finish_reason=None, hang=True)
 
     def waiting(key: str) -> int:
         return int(sample(metrics, "pdserve_key_requests_waiting", key=key))
@@ -148,33 +150,33 @@ def test_who_waits_is_let_in_in_fair_order_and_who_leaves_is_forgotten(
         return [request.request_id for request in backend.requests]
 
     async def waits(key: str, number: int) -> None:
-        await soon(lambda: waiting(key) == number)
+        await until(lambda: waiting(key) == number)
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with asyncio.timeout(120), callers(app) as clients:
             running = [clients.call("k", f"k{i}") for i in range(2)]
-            await soon(lambda: len(backend.requests) == 2)
+            await until(lambda: len(backend.requests) == 2)
             for i in range(5):
                 clients.call("k", f"greedy{i}")
                 await waits("key-1", i + 1)
             several = clients.call("b", "several", n=2)
             await waits("bob", 1)
-            left = clients.call("b", "left")
+            leaving = clients.call("b", "leaving")
             await waits("bob", 2)
-            left.cancel()
+            leaving.cancel()
             await waits("bob", 1)
             for i in range(2):
                 clients.call("b", f"b{i}")
                 await waits("bob", i + 2)
-            # Eight wait, which is all that may: the next of bob's takes the place of the greedy key's last.
+            # The queue is full with eight: the next request of bob displaces the last one of the greedy key.
             clients.call("b", "b2")
             assert await clients.tasks[6] == (429, "max_requests") and "greedy4" not in order()
             assert waiting("key-1") == 4 and waiting("bob") == 4
             running[0].cancel()
-            await soon(lambda: sample(metrics, "pdserve_key_requests_under_way", key="key-1") == 1)
-            assert len(order()) == 2, "several needs two places, and nobody overtakes it"
+            await until(lambda: sample(metrics, "pdserve_key_requests_under_way", key="key-1") == 1)
+            assert len(order()) == 2, "several needs two places and is not overtaken"
             running[1].cancel()
-            await soon(lambda: len(order()) == 4)
+            await until(lambda: len(order()) == 4)
             assert order()[2:] == ["several-0", "several-1"]
             several.cancel()
             while waiting("key-1") + waiting("bob"):
@@ -184,64 +186,64 @@ def test_who_waits_is_let_in_in_fair_order_and_who_leaves_is_forgotten(
                 await asyncio.sleep(0.001)
         assert not waiting("key-1") and not waiting("bob")
 
-    NAMES = ["k0", "k1", "greedy0", "greedy1", "greedy2", "greedy3", "greedy4", "several", "left", "b0", "b1", "b2"]
-    asyncio.run(story())
+    NAMES = ["k0", "k1", "greedy0", "greedy1", "greedy2", "greedy3", "greedy4", "several", "leaving", "b0", "b1", "b2"]
+    asyncio.run(scenario())
     later = order()[4:]
     assert sorted(later) == ["b0", "b1", "b2", "greedy0", "greedy1", "greedy2", "greedy3"]
-    assert {"b0", "b1", "b2"} <= set(later[:5]), "three times the weight"
+    assert {"b0", "b1", "b2"} <= set(later[:5]), "their key has three times the weight"
     for key in ("key-1", "bob"):
         assert sample(metrics, "pdserve_key_requests_under_way", key=key) == 0
 
 
-def test_whose_answers_are_longer_has_fewer_turns(
+def test_longer_outputs_lower_a_keys_share(
     make_app: Callable[..., Starlette], tokenizer: Tokenizer, keys_file: str, metrics: Metrics, backend: ScriptedBackend
 ) -> None:
     app = make_app(tokenizer, keys_file=keys_file, api_key="k", max_requests=1)
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with asyncio.timeout(120), callers(app) as clients:
-            backend.plays([5] * 50)
+            backend.generates([5] * 50)
             assert await clients.call("k", "short", max_tokens=50) == (200, "")
-            backend.plays([5])
+            backend.generates([5])
             assert await clients.call("c", "longer", prompt=[5] * 20) == (200, "")
-            backend.plays([5], finish_reason=None, hang=True)
+            backend.generates([5], finish_reason=None, hang=True)
             holder = clients.call("b", "holder")
-            await soon(lambda: len(backend.requests) == 3)
+            await until(lambda: len(backend.requests) == 3)
             clients.call("k", "next-of-k")
-            await soon(lambda: waiting() == ["key-1"])
+            await until(lambda: waiting() == ["key-1"])
             clients.call("c", "next-of-c")
-            await soon(lambda: len(waiting()) == 2)
+            await until(lambda: len(waiting()) == 2)
             holder.cancel()
-            await soon(lambda: len(backend.requests) == 4)
+            await until(lambda: len(backend.requests) == 4)
 
     def waiting() -> list[str]:
         return [key for key in ("key-1", "carol") if sample(metrics, "pdserve_key_requests_waiting", key=key)]
 
-    asyncio.run(story())
+    asyncio.run(scenario())
     assert backend.requests[-1].request_id == "next-of-c"
 
 
-def test_among_those_of_a_key_the_lowest_priority_goes_first(
+def test_within_a_key_the_lowest_priority_goes_first(
     make_app: Callable[..., Starlette], tokenizer: Tokenizer, metrics: Metrics, backend: ScriptedBackend
 ) -> None:
     app = make_app(tokenizer, max_requests=1)
     assert backend.info is not None
-    backend.info = replace(backend.info, by_priority=True)
-    backend.plays([5], finish_reason=None, hang=True)
+    backend.info = replace(backend.info, supports_priorities=True)
+    backend.generates([5], finish_reason=None, hang=True)
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with asyncio.timeout(120), callers(app) as clients:
             running = clients.call("", "holder")
-            await soon(lambda: len(backend.requests) == 1)
+            await until(lambda: len(backend.requests) == 1)
             for number, priority in enumerate((2, 0, -1, 0), 1):
                 clients.call("", f"{number}-of-{priority}", priority=priority)
-                await soon(
+                await until(
                     lambda: sample(metrics, "pdserve_key_requests_waiting", key="anonymous") == len(clients.tasks) - 1
                 )
             while waiting := len(clients.tasks) - len(backend.requests):
                 running.cancel()
-                await soon(lambda waiting=waiting: len(clients.tasks) - len(backend.requests) < waiting)  # type: ignore[misc]  # a default
+                await until(lambda waiting=waiting: len(clients.tasks) - len(backend.requests) < waiting)  # type: ignore[misc]  # a lambda with a default
                 running = clients.tasks[int(backend.requests[-1].request_id[0])]
 
-    asyncio.run(story())
+    asyncio.run(scenario())
     assert [request.request_id for request in backend.requests] == ["holder", "3-of--1", "2-of-0", "4-of-0", "1-of-2"]

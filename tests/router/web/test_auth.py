@@ -1,4 +1,4 @@
-"""API keys, TLS and CORS: who gets an answer."""
+"""API keys and TLS."""
 
 from __future__ import annotations
 
@@ -19,54 +19,55 @@ from starlette.applications import Starlette
 from pdserve.cli.deployment import free_port
 from pdserve.config import RouterConfig
 from pdserve.errors import SetupError
-from pdserve.router.limits.key_file import load_api_keys
 from pdserve.router.server import serve
 from pdserve.router.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client
 
-OPEN = ["/health", "/ready", "/metrics", "/version", "/", "/page.css", "/page.js"]
-OF_CLIENTS = ["/v1/models", "/v1/completions", "/tokenize", "/v1/nothing"]
-OF_OPERATORS = ["/debug/requests", "/debug/overview", "/admin/instances/decode-0/drain", "/nothing"]
+PUBLIC = ["/health", "/ready", "/metrics", "/version", "/", "/page.css", "/page.js"]
+CLIENT_PATHS = ["/v1/models", "/v1/completions", "/tokenize", "/v1/nothing"]
+OPERATOR_PATHS = ["/debug/requests", "/debug/overview", "/admin/instances/decode-0/drain", "/nothing"]
 
 
 @pytest.fixture
 def statuses(
     make_app: Callable[..., Starlette], make_client: type[Client], tokenizer: Tokenizer
 ) -> Callable[..., dict[str, int]]:
-    """statuses(["/v1/models"], key="a", api_key="a,b") → by path, what a GET with this key is answered."""
+    """statuses(["/v1/models"], key="a", api_key="a,b") returns path → status of a GET with this key."""
 
-    def ask(paths: list[str], *, key: str = "", **settings: Any) -> dict[str, int]:
+    def get(paths: list[str], *, key: str = "", **settings: Any) -> dict[str, int]:
         client = make_client(make_app(tokenizer, **settings))
         headers = {b"Authorization": f"Bearer {key}".encode()} if key else {}
         return {path: client.request("GET", path, headers=headers).status_code for path in paths}
 
-    return ask
+    return get
 
 
 def test_without_keys_everything_is_open(statuses: Callable[..., dict[str, int]]) -> None:
-    assert 401 not in statuses(OPEN + OF_CLIENTS + OF_OPERATORS).values()
+    assert 401 not in statuses(PUBLIC + CLIENT_PATHS + OPERATOR_PATHS).values()
 
 
 def test_each_key_opens_its_own_paths(statuses: Callable[..., dict[str, int]]) -> None:
     keys = {"api_key": f"one,sha256:{hashlib.sha256('zwei ü'.encode()).hexdigest()}", "admin_key": "root"}
-    for key, opened in {"": [], "one": OF_CLIENTS, "zwei ü": OF_CLIENTS, "root": OF_OPERATORS, "on": []}.items():
-        found = statuses(OPEN + OF_CLIENTS + OF_OPERATORS, key=key, **keys)
-        assert {path for path, status in found.items() if status != 401} == set(OPEN + opened), key
+    for key, opened in {"": [], "one": CLIENT_PATHS, "zwei ü": CLIENT_PATHS, "root": OPERATOR_PATHS, "on": []}.items():
+        found = statuses(PUBLIC + CLIENT_PATHS + OPERATOR_PATHS, key=key, **keys)
+        assert {path for path, status in found.items() if status != 401} == set(PUBLIC + opened), key
     assert statuses(["/v1/models"], key=keys["api_key"].split(",")[1], **keys) == {"/v1/models": 401}, (
-        "no digest is a key"
+        "a digest is not accepted as a key"
     )
 
 
-def test_one_kind_of_key_alone(statuses: Callable[..., dict[str, int]]) -> None:
+def test_only_one_kind_of_key(statuses: Callable[..., dict[str, int]]) -> None:
     for key in ("", "one"):
-        assert set(statuses(OF_OPERATORS, key=key, api_key="one").values()) == {401}, "closed, not open"
-    assert 401 not in statuses(OPEN + OF_CLIENTS, admin_key="root").values()
-    assert set(statuses(OF_OPERATORS, admin_key="root").values()) == {401}
+        assert set(statuses(OPERATOR_PATHS, key=key, api_key="one").values()) == {401}, (
+            "the paths of operators are closed"
+        )
+    assert 401 not in statuses(PUBLIC + CLIENT_PATHS, admin_key="root").values()
+    assert set(statuses(OPERATOR_PATHS, admin_key="root").values()) == {401}
 
 
-def test_the_refusal_says_what_would_be_right(
+def test_the_error_says_what_is_needed(
     make_app: Callable[..., Starlette], make_client: type[Client], tokenizer: Tokenizer
 ) -> None:
     client = make_client(make_app(tokenizer, api_key="one"))
@@ -75,20 +76,6 @@ def test_the_refusal_says_what_would_be_right(
     assert "in the header `Authorization: Bearer KEY`" in refused.json()["error"]["message"]
     assert refused.headers["www-authenticate"] == "Bearer" and refused.headers["x-request-id"]
     assert "--admin-key" in client.get("/debug/requests").json()["error"]["message"]
-
-
-def test_pages_of_other_origins(
-    make_app: Callable[..., Starlette], make_client: type[Client], tokenizer: Tokenizer
-) -> None:
-    client = make_client(make_app(tokenizer, cors_origins="https://a.example, https://b.example", api_key="one"))
-    asking = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-    for origin, allowed in (("https://b.example", "https://b.example"), ("https://c.example", None)):
-        before = client.request("OPTIONS", "/v1/completions", headers={"Origin": origin, **asking})
-        refused = client.request("GET", "/v1/models", headers={"Origin": origin})
-        for response in (before, refused):
-            assert response.headers.get("access-control-allow-origin") == allowed
-    plain = make_client(make_app(tokenizer)).request("GET", "/v1/models", headers={"Origin": "https://a.example"})
-    assert "access-control-allow-origin" not in plain.headers
 
 
 def test_a_router_with_a_certificate_and_keys(tmp_path: Path, tokenizer_dir: Path, eventually: Any) -> None:
@@ -119,13 +106,13 @@ def test_a_router_with_a_certificate_and_keys(tmp_path: Path, tokenizer_dir: Pat
                 models = client.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
                 assert models.status_code == status
             assert client.get(f"{url}/debug/requests", headers={"Authorization": "Bearer root"}).status_code == 200
-            assert "libtorch" not in Path(f"/proc/{router.pid}/maps").read_text(), "torch, which no router needs"
+            assert "libtorch" not in Path(f"/proc/{router.pid}/maps").read_text(), "a router must not load torch"
     finally:
         router.terminate()
         router.wait(30)
 
 
-def test_a_certificate_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_certificate_is_a_setup_error(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="--ssl-certfile nowhere: No such file"):
         serve(RouterConfig(ssl_certfile="nowhere", ssl_keyfile="nothing"))
     with pytest.raises(ValueError, match="give both or none"):

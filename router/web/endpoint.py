@@ -1,0 +1,55 @@
+"""What all endpoints share: the route constructor, reading JSON bodies, and parsing large bodies in a thread."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pdserve.errors import BadRequest
+
+LARGE_BODY = 32 * 1024  # bytes; above this, tokenizing on the event loop would delay the streams of other requests
+
+Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
+Result = TypeVar("Result")
+
+
+class UnsupportedMediaType(BadRequest):
+    """The body is not JSON."""
+
+    status = 415
+
+
+def route(method: str, path: str, endpoint: Endpoint) -> Route:
+    """Return a route for exactly one method; Starlette would add HEAD to GET."""
+    made = Route(path, endpoint, methods=[method])
+    made.methods = {method}
+    return made
+
+
+async def json_body(request: Request) -> bytes:
+    """Return the raw body; raise UnsupportedMediaType if its content type is not JSON.
+
+    A missing content type and the one that `curl -d` sends by default are accepted as JSON.
+    """
+    media_type = content_type(request)
+    accepted = ("", "application/json", "application/x-www-form-urlencoded")
+    if media_type not in accepted and not media_type.endswith("+json"):
+        message = "the body must be JSON, with Content-Type: application/json"
+        raise UnsupportedMediaType(message, kind="unsupported_content_type", param="Content-Type")
+    return await request.body()
+
+
+def content_type(request: Request) -> str:
+    """Return the media type of the body in lower case, without parameters."""
+    return request.headers.get("content-type", "").split(";")[0].strip().lower()
+
+
+async def parse_off_loop(raw: bytes, parse: Callable[[], Result]) -> Result:
+    """Parse and tokenize a body, in a thread if it is large, so that other streams are not delayed."""
+    try:
+        return await asyncio.to_thread(parse) if len(raw) >= LARGE_BODY else parse()
+    except RecursionError:
+        raise BadRequest("the body is nested too deeply", kind="invalid_json") from None

@@ -1,0 +1,76 @@
+"""/v1/completions and /v1/chat/completions: whole answers, content types and large bodies."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pdserve.router.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tests.router.conftest import Client, ScriptedBackend
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO: dict[str, Any] = {"model": "demo", "prompt": "hello"}
+CHATTING: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hello"}]}
+
+
+def test_a_completion(client: Client, backend: ScriptedBackend, tokenizer: Tokenizer) -> None:
+    hello = len(tokenizer.encode("hello"))
+    backend.script.cached_tokens = 1
+    response = client.post(COMPLETIONS, HELLO)
+    answer = response.json()
+    assert response.status_code == 200
+    assert answer.pop("id") == response.headers["x-request-id"]
+    assert answer.pop("created") == pytest.approx(time.time(), abs=5)
+    assert answer == {
+        "object": "text_completion",
+        "model": "demo",
+        "choices": [{"index": 0, "text": " Paris.", "logprobs": None, "finish_reason": "length"}],
+        "usage": {
+            "prompt_tokens": hello,
+            "completion_tokens": 2,
+            "total_tokens": hello + 2,
+            "prompt_tokens_details": {"cached_tokens": 1},
+        },
+    }
+    assert [stream.cancelled for stream in backend.streams] == [False]
+
+
+def test_a_chat(client: Client) -> None:
+    answer = client.post(CHAT, CHATTING).json()
+    assert answer["object"] == "chat.completion"
+    assert answer["id"].startswith("chatcmpl-")
+    message = {"role": "assistant", "content": " Paris.", "refusal": None}
+    assert answer["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}]
+
+
+def test_the_default_content_type_of_curl_is_accepted(client: Client) -> None:
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}
+    response = client.request("POST", COMPLETIONS, content=json.dumps(HELLO).encode(), headers=headers)
+    assert response.json()["choices"][0]["text"] == " Paris."
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "multipart/form-data; boundary=x", "application/xml"])
+def test_other_content_types_are_rejected(client: Client, kind: str) -> None:
+    response = client.request("POST", COMPLETIONS, content=b"{}", headers={"Content-Type": kind})
+    assert response.status_code == 415
+    assert response.json()["error"]["message"] == "the body must be JSON, with Content-Type: application/json"
+
+
+def test_a_large_body_is_parsed_in_a_thread(client: Client, backend: ScriptedBackend, monkeypatch: Any) -> None:
+    """The answer is the same as without the thread."""
+    monkeypatch.setattr("pdserve.router.web.endpoint.LARGE_BODY", 10)
+    assert client.post(COMPLETIONS, HELLO).json()["choices"][0]["text"] == " Paris."
+    assert client.post(COMPLETIONS, {**HELLO, "n": 0}).status_code == 400
+
+
+def test_no_instance_yet(client: Client, backend: ScriptedBackend) -> None:
+    backend.info = None
+    response = client.post(COMPLETIONS, HELLO)
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "1"
+    assert response.json()["error"]["message"] == "no instance has registered yet"

@@ -1,0 +1,136 @@
+"""The live page: its files, and its behaviour in a browser."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from starlette.applications import Starlette
+
+from pdserve.router.web.live_page import PAGE
+
+if TYPE_CHECKING:
+    from tests.router.conftest import Client
+    from tests.router.web.conftest import Scene
+
+EVIL = '<img src=x onerror="window.hit=1">'
+
+
+def test_the_page_loads_only_from_its_own_host(client: Client) -> None:
+    for path, kind in {"/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript"}.items():
+        answer = client.get(path)
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith(kind)
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy
+        hosts = set(re.findall(r"https?://([\w.]+)", answer.text))
+        assert hosts <= {"www.w3.org"}, "XML namespaces, which are not fetched"
+        assert "innerHTML" not in answer.text
+
+
+# ---- in a browser -------------------------------------------------------------------------------------------------
+
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+FLAGS += ["--disable-component-update", "--disable-sync"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs pip install playwright")
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("needs Chromium on the PATH")
+    with playwright.sync_playwright() as playing:
+        browser = playing.chromium.launch(executable_path=path, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(
+    browser: Any, make_scene: Callable[..., Scene], serving: Callable[[Starlette], AbstractContextManager[str]]
+) -> Iterator[Callable[..., Any]]:
+    """Factory: open_page(width, **settings) opens the page of a router that served a request and lost an instance."""
+    opened: list[Any] = []
+
+    def make(width: int = 1280, **settings: Any) -> Any:
+        scene = make_scene(**settings)
+        prefill, decode = scene.join("prefill", "p"), scene.join("decode", EVIL)
+        scene.serve("the-request", prefill, decode)
+        scene.fleet.deregister(scene.join("both", "gone"), EVIL)
+        running = serving(scene.app)
+        url = running.__enter__()
+        page = browser.new_context(viewport={"width": width, "height": 800}).new_page()
+        page.set_default_timeout(60_000)
+        page.problems = []
+        page.on("console", lambda message: page.problems.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: page.problems.append(str(error)))
+        page.on("request", lambda request: request.url.startswith(url) or page.problems.append(request.url))
+        opened.extend([page, running])
+        page.goto(url)
+        return page
+
+    yield make
+    for resource in opened:
+        resource.context.close() if hasattr(resource, "context") else resource.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_shows_instances_requests_and_faults(open_page: Callable[..., Any], width: int) -> None:
+    page = open_page(width)
+    page.wait_for_selector("#rows summary")
+    text = page.inner_text("body")
+    for part in (
+        "ready",
+        "Prefill · 1",
+        "Decode · 1",
+        "Time to first token",
+        EVIL,
+        f"gone left: {EVIL}",
+        "the-request",
+    ):
+        assert part in text
+    assert page.evaluate("window.hit") is None and page.query_selector("img") is None
+    page.focus("#rows summary")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".gantt .lane i")
+    detail = page.inner_text(".more")
+    assert "3 prompt tokens: 3 computed" in detail and "decode queue" not in detail
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert not page.problems
+
+
+def test_the_page_asks_for_the_key(open_page: Callable[..., Any]) -> None:
+    page = open_page(admin_key="right é")
+    page.wait_for_selector("#key", state="visible")
+    assert not page.is_visible("#main") and "the-request" not in page.content()
+    for key in ("wrong", "right é"):
+        page.fill("#key", key)
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#why:not(:empty)" if key == "wrong" else "#rows summary")
+    assert page.evaluate("[localStorage.length, document.cookie, sessionStorage.length]") == [0, "", 1]
+    assert [problem for problem in page.problems if "401" not in problem] == []
+
+
+def test_without_an_admin_key_the_page_is_closed(open_page: Callable[..., Any]) -> None:
+    page = open_page(api_key="of clients")
+    page.wait_for_selector("#why:not(:empty)")
+    assert "start it with --admin-key" in page.inner_text("#why")
+
+
+def test_the_page_resumes_when_its_router_answers_again(open_page: Callable[..., Any]) -> None:
+    page = open_page()
+    page.wait_for_selector("#rows summary")
+    page.route("**/debug/overview", lambda route: route.abort())
+    page.wait_for_selector("#trouble", state="visible")
+    page.unroute("**/debug/overview")
+    page.wait_for_selector("#trouble", state="hidden")
+    page.click("#pause")
+    assert page.get_attribute("#pause", "aria-pressed") == "true"
+
+
+def test_the_package_has_the_page() -> None:
+    assert {path.name for path in PAGE.iterdir()} == {"page.html", "page.css", "page.js"}

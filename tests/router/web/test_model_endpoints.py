@@ -1,0 +1,59 @@
+"""/v1/models, /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pdserve.router.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tests.router.conftest import Client, ScriptedBackend
+
+CHATTING: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hello"}]}
+
+
+def test_models(client: Client, backend: ScriptedBackend) -> None:
+    [card] = client.get("/v1/models").json()["data"]
+    assert card.items() >= {"id": "demo", "object": "model", "owned_by": "pdserve", "max_model_len": 256}.items()
+    assert Path(card["root"], "tokenizer.json").exists(), "vLLM's benchmark client loads it from there"
+    assert client.get("/v1/models/demo").json() == card
+    assert client.get("/v1/models/org/other").json()["error"]["message"] == "the model 'org/other' does not exist"
+    backend.info = None
+    assert client.get("/v1/models").json() == {"object": "list", "data": []}
+
+
+def test_tokenize_and_back(client: Client, tokenizer: Tokenizer) -> None:
+    text = "hello 漢<|end|>"
+    answer = client.post("/tokenize", {"model": "demo", "prompt": text, "return_token_strs": True}).json()
+    ids = tokenizer.encode(text)
+    strings = [tokenizer.id_to_token(token_id) for token_id in ids]
+    assert answer == {"count": len(ids), "max_model_len": 256, "tokens": ids, "token_strs": strings}
+    assert client.post("/detokenize", {"model": "demo", "tokens": ids}).json() == {"prompt": text}
+
+
+def test_tokenize_a_chat(client: Client, tokenizer: Tokenizer) -> None:
+    answer = client.post("/tokenize", CHATTING).json()
+    assert answer["tokens"] == tokenizer.render_chat(CHATTING["messages"])
+    assert answer["token_strs"] is None
+    shorter = client.post("/tokenize", {**CHATTING, "add_generation_prompt": False}).json()
+    assert shorter["count"] < answer["count"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/tokenize", {}, "send either prompt or messages"),
+        ("/tokenize", {"prompt": "a", "messages": []}, "send either prompt or messages"),
+        ("/tokenize", {"promt": "a"}, "unknown field 'promt'; did you mean 'prompt'?"),
+        ("/detokenize", {}, "tokens is required"),
+        ("/detokenize", {"tokens": [300]}, "tokens holds the token id 300; this model's ids are 0 to 299"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens[0] must be a valid integer, not a string"),
+    ],
+)
+def test_invalid_bodies(client: Client, path: str, body: object, message: str) -> None:
+    response = client.post(path, body)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == message

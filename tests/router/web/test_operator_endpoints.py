@@ -1,0 +1,66 @@
+"""Health, metrics, debug and admin endpoints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pdserve import __version__
+from pdserve.errors import Conflict
+
+if TYPE_CHECKING:
+    from tests.router.conftest import Client, ScriptedBackend
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO: dict[str, Any] = {"model": "demo", "prompt": "hello"}
+
+
+def test_health_and_readiness(client: Client, backend: ScriptedBackend) -> None:
+    assert client.get("/health").status_code == 200
+    assert client.get("/ready").json() == {"status": "ready", "instances": 1}
+    backend.not_ready = "no decode instance"
+    response = client.get("/ready")
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    assert response.json()["error"]["message"] == "not ready: no decode instance"
+    assert client.get("/health").status_code == 200
+
+
+def test_metrics_version_and_instances(client: Client) -> None:
+    metrics = client.get("/metrics")
+    assert metrics.text == "pdserve_up 1\n"
+    assert metrics.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert client.get("/version").json() == {"version": __version__}
+    assert client.get("/debug/instances").json() == {"instances": [{"instance_id": "p0", "role": "prefill"}]}
+
+
+def test_debug_finds_each_choice(client: Client, backend: ScriptedBackend) -> None:
+    one = client.post(COMPLETIONS, HELLO).json()["id"]
+    assert client.get(f"/debug/requests/{one}").json()["prompt_tokens"] == len(backend.requests[0].prompt)
+    three = client.post(COMPLETIONS, {**HELLO, "n": 3}).json()["id"]
+    found = client.get(f"/debug/requests/{three}").json()
+    assert [choice["request_id"] for choice in found["choices"]] == [f"{three}-{i}" for i in range(3)]
+    assert client.get(f"/debug/requests/{three}-1").json()["request_id"] == f"{three}-1"
+    latest = client.get("/debug/requests").json()["requests"]
+    assert [timeline["request_id"] for timeline in latest] == [f"{three}-2", f"{three}-1", f"{three}-0", one]
+    unknown = client.get("/debug/requests/nobody")
+    assert unknown.status_code == 404
+    assert (
+        unknown.json()["error"]["message"]
+        == "no recent request of this router has this id; other routers have their own"
+    )
+
+
+def test_drains_and_role_changes(client: Client, backend: ScriptedBackend) -> None:
+    json_only: Any = {"headers": {"Content-Type": "application/json"}}
+    orders = "/admin/instances/decode-0"
+    assert client.request("POST", f"{orders}/drain", **json_only).status_code == 202
+    assert client.post(f"{orders}/role", {"role": "prefill"}, **json_only).status_code == 202
+    assert backend.drained == [("decode-0", ""), ("decode-0", "prefill")]
+    for body in ({}, {"role": "leader"}, {"role": ""}, {"role": "both", "now": True}):
+        assert client.post(f"{orders}/role", body, **json_only).status_code == 400
+    refused = client.post(f"{orders}/role", {"role": "leader"}, **json_only)
+    assert refused.json()["error"]["message"] == "role must be 'prefill', 'decode' or 'both', not 'leader'"
+    for path in ("drain", "role"):  # like a cross-site request to a router without keys
+        assert client.post(f"{orders}/{path}", {"role": "prefill"}).status_code == 415
+    assert len(backend.drained) == 2
+    backend.fails(Conflict("it is the last one", kind="last_instance"))
+    assert client.request("POST", f"{orders}/drain", **json_only).status_code == 409
