@@ -361,7 +361,7 @@ def test_the_command_passes_connectors_that_no_other_test_here_tries(
         server = request.getfixturevalue("redis_server")
         url, not_checked = f"redis+unix://{server.socket}", {"leases-under-pressure", "capacity"}
     command = [sys.executable, "-m", "pdserve", "connector", "check", url, "--seconds", "0.5", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     rules = json.loads(done.stdout[done.stdout.index("{") :])["rules"]
     assert {one["rule"] for one in rules if one["verdict"] != "holds"} == not_checked
@@ -442,10 +442,11 @@ def run_pytest(folder: Path, broken: Path, *arguments: str) -> "subprocess.Compl
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
+        # Plug-ins that happen to be installed take most of the time of such a run.
+        env={**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
     )
 
 
