@@ -87,7 +87,7 @@ async def converged(stage: Stage, router: Router) -> None:
 
 
 def play(story: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(story, 40))
+    asyncio.run(asyncio.wait_for(story, 600))
 
 
 def test_a_router_that_comes_late_or_again_learns_everything() -> None:

@@ -62,7 +62,7 @@ def store(url: str, layout: Layout, kv: torch.Tensor, without: frozenset[int] = 
     connector = connect(url)
     connector.attach(PoolMemory(host_rows(pool), layout))
     some = [number for number in range(len(keys)) if number not in without]
-    assert connector.store([keys[n] for n in some], some, lease_s=60).result(10).leading == len(some)
+    assert connector.store([keys[n] for n in some], some, lease_s=60).result(600).leading == len(some)
     connector.close()
     return len(keys)
 
@@ -92,7 +92,7 @@ def test_tokens_arrive_where_they_belong(theirs: int, ours: int, num_tokens: int
     stop = data.draw(st.integers(first + 1, len(keys)))
     blocks = data.draw(st.permutations(range(160)))[: stop - first]
 
-    outcomes = prompt.load(keys[first:stop], blocks).result(10).outcomes
+    outcomes = prompt.load(keys[first:stop], blocks).result(600).outcomes
 
     expected = pool_of(own, 160)
     for number, (block, outcome) in enumerate(zip(blocks, outcomes, strict=True), first):
@@ -116,7 +116,7 @@ def test_numbers_are_rounded_to_the_pool_s_dtype(url: str, theirs: str, ours: st
     converters = Converters(pool, own, url)
     prompt = converters.prompt(seq, pb.Layout(**asdict(writer)))
     assert prompt.exact == (theirs == ours)
-    assert prompt.load(seq.given_keys(), [1, 0]).result(10).leading == 2
+    assert prompt.load(seq.given_keys(), [1, 0]).result(600).leading == 2
     right = kv.to(getattr(torch, theirs)).to(getattr(torch, ours))
     assert torch.equal(pool[1], right[:, :, :, :32]) and torch.equal(pool[0, :, :, :, :8], right[:, :, :, 32:])
     stats = converters.stats()
@@ -148,7 +148,9 @@ def test_more_than_fits_into_the_rows_comes_in_turns(url: str, monkeypatch: pyte
     store(url, writer, kv)
     pool, seq = pool_of(own, 3), sequence_of(150, 64)
     converters = Converters(pool, own, url)
-    assert converters.prompt(seq, pb.Layout(**asdict(writer))).load(seq.given_keys(), [0, 1, 2]).result(10).leading == 3
+    assert (
+        converters.prompt(seq, pb.Layout(**asdict(writer))).load(seq.given_keys(), [0, 1, 2]).result(600).leading == 3
+    )
     assert torch.equal(pool[1], kv[:, :, :, 64:128])
     converters.close()
 
