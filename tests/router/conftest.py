@@ -117,6 +117,7 @@ class Script:
         error: raised after the chunks, or by `open` if `error_at_open`.
         hang: after the chunks, wait for ever (for a cancel).
         pause: seconds between chunks.
+        gate: each chunk takes one of it first.
         together: no chunk is there before all are.
     """
 
@@ -125,6 +126,7 @@ class Script:
     error_at_open: bool = False
     hang: bool = False
     pause: float = 0.0
+    gate: threading.Semaphore | None = None
     together: bool = False
     cached_tokens: int = 0
 
@@ -147,6 +149,8 @@ class ScriptedStream:
             chunks = [replace(chunk, logprobs=self._logprobs(chunk, self._asked)) for chunk in chunks]
         for turn in [chunks] if self._script.together else [[chunk] for chunk in chunks]:
             await asyncio.sleep(self._script.pause)
+            if self._script.gate is not None:
+                assert await asyncio.to_thread(self._script.gate.acquire, timeout=600)
             yield turn
         if self._script.error is not None:
             raise self._script.error
@@ -295,18 +299,18 @@ def serve(app: Starlette, listener: socket.socket | None = None) -> Iterator[str
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
-            wait_until(lambda: server.started, seconds=30)
+            wait_until(lambda: server.started)
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
-            thread.join(10)
+            thread.join(600)
     assert not thread.is_alive()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 600.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, f"it did not happen within {seconds:g} s"
         time.sleep(0.005)
 
 

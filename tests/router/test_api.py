@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -58,11 +59,12 @@ def logprobs_of(choices: list[dict[str, Any]]) -> dict[str, list[Any]]:
 def test_a_completion(client: Client, backend: ScriptedBackend, tokenizer: Tokenizer) -> None:
     hello = len(tokenizer.encode("hello"))
     backend.script.cached_tokens = 1
+    before = int(time.time())
     response = client.post(COMPLETIONS, HELLO)
     answer = response.json()
     assert response.status_code == 200
     assert answer.pop("id") == response.headers["x-request-id"]
-    assert answer.pop("created") == pytest.approx(time.time(), abs=5)
+    assert before <= answer.pop("created") <= time.time()
     assert answer == {
         "object": "text_completion",
         "model": "demo",
@@ -274,7 +276,7 @@ def test_the_token_that_ends_gives_no_text(client: Client, backend: ScriptedBack
 
 @pytest.fixture
 def official(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=10)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
 def test_the_official_client(official: openai.OpenAI) -> None:
@@ -476,14 +478,14 @@ def test_a_client_that_reads_nothing_is_cut_off(
         body = json.dumps({**HELLO, "stream": True}).encode()
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: router\r\nContent-Length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
-        eventually(lambda: [stream.cancelled for stream in backend.streams] == [True], seconds=60)
+        eventually(lambda: [stream.cancelled for stream in backend.streams] == [True])
 
 
 def test_a_client_that_sends_nothing_more_is_cut_off(
     make_app: Callable[..., Starlette], tokenizer: Tokenizer, serving: Callable[..., Any], backend: ScriptedBackend
 ) -> None:
     with serving(make_app(tokenizer, client_timeout_seconds=1)) as url:
-        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+        connection = http.client.HTTPConnection(urlsplit(url).netloc)
         connection.putrequest("POST", COMPLETIONS)
         connection.putheader("Content-Length", "100")
         connection.endheaders(b"{")
@@ -493,7 +495,11 @@ def test_a_client_that_sends_nothing_more_is_cut_off(
         assert (error["code"], error["message"]) == ("body_too_slow", "nothing of the body came for 1 s")
         connection.close()
         backend.plays([5], pause=1.5)
-        assert httpx.post(f"{url}{COMPLETIONS}", json=HELLO).status_code == 200, "an answer may take longer"
+        address, body = urlsplit(url), json.dumps(HELLO).encode()
+        with socket.create_connection((address.hostname, address.port)) as client:
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: router\r\nContent-Length: {len(body)}\r\n\r\n"
+            client.sendall(head.encode() + body)  # at once, or a busy machine may be too slow with the rest of it
+            assert client.recv(100).startswith(b"HTTP/1.1 200 "), "an answer may take longer"
 
 
 def test_a_client_that_leaves_while_it_sends_is_no_error(app: Starlette, backend: ScriptedBackend) -> None:
@@ -513,14 +519,15 @@ def test_a_client_that_leaves_while_it_sends_is_no_error(app: Starlette, backend
 
 
 def test_tokens_arrive_one_by_one(url: str, backend: ScriptedBackend) -> None:
-    backend.plays([7, 8, 9, 10], pause=0.05)
-    arrivals = []
+    """Each is made when the one before has arrived."""
+    gate, arrived = threading.Semaphore(1), 0
+    backend.plays([7, 8, 9, 10], gate=gate)
     with httpx.stream("POST", url + COMPLETIONS, json={**HELLO, "stream": True}) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
-                arrivals.append(time.monotonic())
-    assert len(arrivals) == 4
-    assert arrivals[-1] - arrivals[0] > 0.1
+                arrived += 1
+                gate.release()
+    assert arrived == 4
 
 
 # ---- bodies, paths, ids ---------------------------------------------------------------------------------------
@@ -542,7 +549,7 @@ def test_a_body_far_over_the_limit_is_not_read_to_its_end(url: str) -> None:
     address = urlsplit(url)
     with socket.create_connection((address.hostname, address.port)) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n")
-        connection.settimeout(5)
+        connection.settimeout(600)
         with pytest.raises(ConnectionError):
             while sent < 1_000_000_000:
                 sent += connection.send(b" " * 65536)

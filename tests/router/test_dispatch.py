@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 from hypothesis import given, settings
@@ -76,7 +76,7 @@ async def tokens(flight: Flight) -> list[int]:
 
 
 def play(story: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(story, 10))
+    asyncio.run(asyncio.wait_for(story, 600))
 
 
 def test_the_good_way() -> None:
@@ -363,24 +363,24 @@ def test_a_refusal_is_not_tried_again() -> None:
     play(story())
 
 
-def test_who_has_not_moved_for_long_has_failed_but_a_queue_may_be_long() -> None:
+def test_who_has_not_moved_for_long_has_failed_but_a_queue_may_be_long(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
-        stage = Stage("prefill", "decode", handover_timeout_seconds=0.2)
+        stage, clock = Stage("prefill", "decode", handover_timeout_seconds=0.2), Clock(monkeypatch)
         prefill, decode = stage.members
-        watch = asyncio.create_task(stage.dispatcher.watch())
         flight = stage.open()
         sent(decode)
         for _ in range(8):  # prefill works on others
-            prefill.stepped = time.monotonic()
-            await asyncio.sleep(0.05)
+            prefill.stepped = clock.now
+            await looked_at(stage, clock, 0.15)
         assert not sent(decode)
-        while not (frames := sent(decode)):  # prefill stands still
-            await asyncio.sleep(0.02)
+        await looked_at(stage, clock, 0.1)  # prefill stands still
+        frames = sent(decode)
         assert frames[0][0] == "hand_over" and frames[0][1].final
         assert not prefill.requests
+        while not flight.machine.ended:
+            await looked_at(stage, clock, 0.25)
         with pytest.raises(Unavailable, match=r"no progress for 0\.2 s while"):  # and so does decode
             await tokens(flight)
-        watch.cancel()
 
     play(story())
 
@@ -569,6 +569,14 @@ class Clock:
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
 
 
+async def looked_at(stage: Stage, clock: Clock, seconds: float) -> None:
+    """So much later, the dispatcher looks at its flights, once."""
+    clock.now += seconds
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(EOFError):
+        patch.setattr(dispatch, "asyncio", SimpleNamespace(sleep=AsyncMock(side_effect=[None, EOFError])))
+        await stage.dispatcher.watch()
+
+
 def test_who_dies_again_and_again_gets_nothing_and_then_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
         stage, clock = Stage("prefill", "decode"), Clock(monkeypatch)
@@ -611,21 +619,22 @@ def test_a_refusal_is_no_fault_of_the_instance(monkeypatch: pytest.MonkeyPatch) 
     play(story())
 
 
-def test_who_makes_no_progress_again_and_again_gets_nothing() -> None:
+def test_who_makes_no_progress_again_and_again_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
-        stage = Stage("prefill", "decode", handover_timeout_seconds=0.05)
+        stage, clock = Stage("prefill", "decode", handover_timeout_seconds=0.05), Clock(monkeypatch)
         prefill, decode = stage.members
-        for now in (time.monotonic() - 40, time.monotonic() - 20):
+        for now in (clock.now - 40, clock.now - 20):
             stage.fleet.breakers.failed(prefill.id, now)
-        watch = asyncio.create_task(stage.dispatcher.watch())
         flight = stage.open()
-        while not [kind for kind, _ in sent(decode) if kind == "hand_over"]:
-            await asyncio.sleep(0.01)
+        sent(decode)
+        await looked_at(stage, clock, 0.06)
+        assert [kind for kind, _ in sent(decode)] == ["hand_over"]
         states = {one["instance_id"]: one["breaker"] for one in stage.dispatcher.instances()}
         assert states[prefill.id] == "open"
+        while not flight.machine.ended:
+            await looked_at(stage, clock, 0.06)
         with pytest.raises(Unavailable, match="no progress"):
             await tokens(flight)
-        watch.cancel()
 
     play(story())
 

@@ -20,7 +20,7 @@ from pdserve.router.openapi import BODIES as SHAPES
 EXAMPLES = int(os.environ.get("PDSERVE_FUZZ_EXAMPLES", "0"))
 UNHEALTHY = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 BOUND = settings(max_examples=EXAMPLES or 40, derandomize=not EXAMPLES, deadline=None, suppress_health_check=UNHEALTHY)
-HANGS_S = 60
+HANGS_S = 600
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 MESSAGES: list[Any] = [

@@ -8,12 +8,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 from starlette.applications import Starlette
 
+from pdserve.router import gate
 from pdserve.router.metrics import Metrics
 from pdserve.router.tokenizer import Tokenizer
 
@@ -44,7 +46,9 @@ def test_a_key_gets_no_more_than_its_limits(
     keys_file: str,
     metrics: Metrics,
     backend: ScriptedBackend,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(gate, "time", SimpleNamespace(monotonic=lambda: 1000.0))  # nothing comes back meanwhile
     client = make_client(make_app(tokenizer, keys_file=keys_file, api_key="k"))
 
     def ask(key: str, **body: Any) -> httpx.Response:
@@ -57,7 +61,7 @@ def test_a_key_gets_no_more_than_its_limits(
     second = ask("a", max_tokens=50)
     assert (second.status_code, second.json()["error"]["code"]) == (429, "rate_limit_tokens")
     assert second.json()["error"]["type"] == "rate_limit_error"
-    assert int(second.headers["retry-after"]) == pytest.approx(used * 3600 / 50, abs=2), "when the bucket is full again"
+    assert int(second.headers["retry-after"]) == used * 3600 / 50, "when the bucket is full again"
     assert second.headers["x-ratelimit-remaining-tokens"] == str(50 - used), "what it did not need has been given back"
     assert [ask("a", max_tokens=1).status_code for _ in range(3)] == [200, 200, 429]
     refused = ask("a", max_tokens=1)
@@ -126,7 +130,7 @@ async def callers(app: Starlette) -> AsyncIterator[Callers]:
 
 
 async def soon(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(600):
         while not holds():
             await asyncio.sleep(0.001)
 
@@ -151,7 +155,7 @@ def test_who_waits_is_let_in_in_fair_order_and_who_leaves_is_forgotten(
         await soon(lambda: waiting(key) == number)
 
     async def story() -> None:
-        async with asyncio.timeout(120), callers(app) as clients:
+        async with asyncio.timeout(600), callers(app) as clients:
             running = [clients.call("k", f"k{i}") for i in range(2)]
             await soon(lambda: len(backend.requests) == 2)
             for i in range(5):
@@ -199,7 +203,7 @@ def test_whose_answers_are_longer_has_fewer_turns(
     app = make_app(tokenizer, keys_file=keys_file, api_key="k", max_requests=1)
 
     async def story() -> None:
-        async with asyncio.timeout(120), callers(app) as clients:
+        async with asyncio.timeout(600), callers(app) as clients:
             backend.plays([5] * 50)
             assert await clients.call("k", "short", max_tokens=50) == (200, "")
             backend.plays([5])
@@ -230,7 +234,7 @@ def test_among_those_of_a_key_the_lowest_priority_goes_first(
     backend.plays([5], finish_reason=None, hang=True)
 
     async def story() -> None:
-        async with asyncio.timeout(120), callers(app) as clients:
+        async with asyncio.timeout(600), callers(app) as clients:
             running = clients.call("", "holder")
             await soon(lambda: len(backend.requests) == 1)
             for number, priority in enumerate((2, 0, -1, 0), 1):

@@ -193,7 +193,7 @@ def open_page(
         running = serving(made.app)
         url = running.__enter__()
         page = browser.new_context(viewport={"width": width, "height": 800}).new_page()
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(600_000)
         page.complaints = []
         page.on("console", lambda said: page.complaints.append(said.text) if said.type == "error" else None)
         page.on("pageerror", lambda error: page.complaints.append(str(error)))

@@ -35,7 +35,7 @@ def writes(app: Starlette, **body: Any) -> list[bytes]:
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
         await app(scope, receive, send)
 
-    asyncio.run(asyncio.wait_for(story(), 60))
+    asyncio.run(asyncio.wait_for(story(), 600))
     assert [message["type"] for message in sent] == ["http.response.start", *["http.response.body"] * (len(sent) - 1)]
     assert [message["more_body"] for message in sent[1:]] == [True] * (len(sent) - 2) + [False]
     return [message["body"] for message in sent[1:]]
@@ -85,6 +85,6 @@ def test_a_client_that_leaves_around_the_end_of_the_work_ends_the_work_or_nothin
         assert task is not None and task.cancelling() == 0 and finished == ended
         return finished
 
-    finished = asyncio.run(asyncio.wait_for(story(), 60))
+    finished = asyncio.run(asyncio.wait_for(story(), 600))
     if turns in (0, 7):
         assert finished == (turns == 0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pdserve import registry
 from pdserve.registry import Registry
 from pdserve.router import shared_quota
 from pdserve.router.quota import Limits, Quota, Rate
@@ -49,7 +50,7 @@ Story = Callable[[list[Router]], Awaitable[None]]
 async def play(url: str, model: object, story: Story) -> None:
     """With three routers."""
     routers = [Router(url, str(model), f"router-{i}") for i in range(3)]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(600):
         await story(routers)
     for router in routers:
         await router.registry.close()
@@ -57,7 +58,9 @@ async def play(url: str, model: object, story: Story) -> None:
 
 @pytest.fixture(autouse=True)
 def lease(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Sets how many seconds a router's choices count without news; in these tests for ever, unless told."""
+    """Sets how many seconds a router's choices count without news; in these tests for ever, unless told. A Redis may take
+    as long as it likes to answer."""
+    monkeypatch.setattr(registry, "TIMEOUT_S", 600.0)
     monkeypatch.setattr(shared_quota, "LEASE_S", 1000.0)
     return lambda seconds: monkeypatch.setattr(shared_quota, "LEASE_S", seconds)
 
