@@ -30,7 +30,7 @@ from pdserve.router.metrics import Metrics
 from pdserve.router.policy import POLICIES
 
 TOKENS, MOVES = 16, 3  # moves of a stream, at most
-DEADLINE_S = 120.0
+DEADLINE_S = 600.0
 
 
 class Seat:
@@ -80,7 +80,7 @@ class Seat:
 
 @pytest.fixture(scope="module")
 def seats(checkpoint: Callable[..., Path]) -> Iterator[list[Seat]]:
-    connector, threads = f"memory://{uuid.uuid4().hex}", torch.get_num_threads()
+    connector, threads = f"memory://{uuid.uuid4().hex}?timeout=600", torch.get_num_threads()
     torch.set_num_threads(1)  # small steps, and neighbours
     names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
     seats = [Seat(name, checkpoint("llama"), connector) for name in names]
