@@ -152,11 +152,12 @@ def test_a_router_that_says_nothing_is_dialled_again(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("pdserve.link.SILENCE_S", 0.3)
 
     async def story() -> None:
-        stage = Stage()
-        for _ in range(2):
+        stage, told = Stage(), 0
+        while told < 2:  # on a busy machine, the instance may hang up before it has sent a heartbeat
             async with stage.router() as router:
                 await router.closed
-                assert router.frames[0].HasField("hello") and any(f.HasField("heartbeat") for f in router.frames)
+                assert router.frames[0].HasField("hello")
+                told += any(frame.HasField("heartbeat") for frame in router.frames)
         stage.serving.cancel()
 
     play(story())

@@ -69,7 +69,7 @@ def store(url: str, layout: Layout, kv: torch.Tensor, without: frozenset[int] = 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    url = f"memory://test-{uuid.uuid4().hex}"
+    url = f"memory://test-{uuid.uuid4().hex}?timeout=600"
     yield url
     memory.unlink(url)
 
@@ -80,7 +80,7 @@ SIZES = st.sampled_from([1, 4, 8, 16, 24, 32, 64])
 @settings(max_examples=60, deadline=None)
 @given(theirs=SIZES, ours=SIZES, num_tokens=st.integers(1, 150), data=st.data())
 def test_tokens_arrive_where_they_belong(theirs: int, ours: int, num_tokens: int, data: st.DataObject) -> None:
-    url = f"memory://test-{uuid.uuid4().hex}"
+    url = f"memory://test-{uuid.uuid4().hex}?timeout=600"
     kv, writer, own = kv_of(num_tokens), layout_of(theirs), layout_of(ours)
     lost = data.draw(st.frozensets(st.integers(0, (num_tokens - 1) // theirs), max_size=2))
     store(url, writer, kv, without=lost)
