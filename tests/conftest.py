@@ -1,10 +1,13 @@
 """Fixtures for all tests: small checkpoints of real architectures, made once per session, and a tokenizer that fits."""
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # or threads spin where a busy machine has no core for the others
+
 import importlib
 import importlib.util
 import inspect
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -279,7 +282,8 @@ def start_redis(redis_servers: Any, tmp_path: Path) -> Iterator[Callable[..., An
 
 @pytest.fixture(scope="session")
 def redis_cluster(redis_servers: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with closing(redis_servers.RedisCluster(tmp_path_factory.mktemp("cluster"))) as cluster:
+    patient = ("--cluster-node-timeout", "60000")  # no node is given up because it got no core
+    with closing(redis_servers.RedisCluster(tmp_path_factory.mktemp("cluster"), *patient)) as cluster:
         yield cluster
 
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import httpx
 import pytest
+import torch
 
 from pdserve.config import InstanceConfig, UpConfig
 from pdserve.deployment import Deployment, free_port
@@ -28,6 +29,15 @@ Deploy = Callable[..., AbstractContextManager[Deployment]]
 # However slow the machine is, nothing but a hang takes so long. Tests of time-outs and leases bring their own.
 PATIENT_ROUTER = ["--lease-seconds", "600", "--handover-timeout-seconds", "600", "--client-timeout-seconds", "600"]
 PATIENT_STORE = "timeout=600"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The steps that this process computes are small, and it is not alone."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
