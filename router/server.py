@@ -18,11 +18,11 @@ from typing import Any
 
 import uvicorn
 import uvloop
+from pdserve.control.coalescing_transport import CoalescingTransport
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pdserve.config import RouterConfig
 from pdserve.control.certificates import check_key_pair, server_context
-from pdserve.control.coalescing_transport import CoalescingTransport
 from pdserve.control.registry import Registry
 from pdserve.errors import SetupError
 from pdserve.router.dispatch.dispatcher import Dispatcher

@@ -1,10 +1,13 @@
 """Fixtures for all tests: small checkpoints of real architectures, made once per session, and a tokenizer that fits."""
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # or threads spin where a busy machine has no core for the others
+
 import importlib
 import importlib.util
 import inspect
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -128,9 +131,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def patience() -> None:
-    """httpx gives up after 5 seconds, which a busy machine can take. Tests that mean a time-out say which."""
+    """httpx gives up after 5 seconds, which a busy machine can take; 10 minutes is a hang. Tests that mean a time-out say
+    which."""
     limits = inspect.signature(httpx.Client).parameters["timeout"].default  # one object, the default of all functions
-    limits.connect = limits.read = limits.write = limits.pool = 60.0
+    limits.connect = limits.read = limits.write = limits.pool = 600.0
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -222,7 +226,7 @@ def fsspec_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     example = Path(__file__).parent.parent / "examples" / "connector_fsspec"
     shutil.copytree(example, folder / "source", ignore=shutil.ignore_patterns("build", "*.egg-info"))
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*pip, "--target", folder / "site", folder / "source"], check=True, timeout=200)
+    subprocess.run([*pip, "--target", folder / "site", folder / "source"], check=True, timeout=1200)
     return folder / "site"
 
 
@@ -263,7 +267,7 @@ def pdserve(fork_server: Any) -> Callable[..., subprocess.CompletedProcess[str]]
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-            code = fork_server.start(list(arguments), os.environ, output.fileno(), errors.fileno()).wait(240)
+            code = fork_server.start(list(arguments), os.environ, output.fileno(), errors.fileno()).wait(1200)
             output.seek(0)
             errors.seek(0)
             return subprocess.CompletedProcess(arguments, code, output.read(), errors.read())
@@ -300,7 +304,8 @@ def start_redis(redis_servers: Any, tmp_path: Path) -> Iterator[Callable[..., An
 
 @pytest.fixture(scope="session")
 def redis_cluster(redis_servers: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with closing(redis_servers.RedisCluster(tmp_path_factory.mktemp("cluster"))) as cluster:
+    patient = ("--cluster-node-timeout", "60000")  # no node is given up because it got no core
+    with closing(redis_servers.RedisCluster(tmp_path_factory.mktemp("cluster"), *patient)) as cluster:
         yield cluster
 
 

@@ -88,7 +88,7 @@ class ForkServer:
     def close(self) -> None:
         assert self._process is not None
         self._process.terminate()
-        assert self._process.wait(20) == -signal.SIGTERM
+        assert self._process.wait(600) == -signal.SIGTERM
         self._clients.close()
 
 

@@ -52,7 +52,7 @@ class Mooncake:
 
     def start(self) -> None:
         self.master = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        give_up = time.monotonic() + 60
+        give_up = time.monotonic() + 600
         while time.monotonic() < give_up:
             with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
                 return

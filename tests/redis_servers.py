@@ -60,7 +60,7 @@ class RedisServer:
         self.kill()
 
     def _wait_until_it_answers(self) -> None:
-        give_up = time.monotonic() + 60
+        give_up = time.monotonic() + 600
         with closing(redis.Redis.from_url(self.url)) as client:
             while True:
                 try:
@@ -131,7 +131,7 @@ class RedisCluster:
 
     def wait_for(self, holds: Callable[[RedisServer], bool]) -> None:
         """Until it holds for all nodes."""
-        give_up = time.monotonic() + 60
+        give_up = time.monotonic() + 600
         while not all(map(holds, self.nodes)):
             assert time.monotonic() < give_up, "the nodes do not agree"
             time.sleep(0.02)
@@ -147,7 +147,7 @@ class TlsProxy:
         listening: Future[int] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run(listening)), name="tls-proxy", daemon=True)
         self._thread.start()
-        self.port = listening.result(60)
+        self.port = listening.result(600)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)

@@ -59,7 +59,9 @@ class FairQueue(Generic[Item]):
             queue.counter = max(queue.counter, self._last_counter)
             self._backlogged[key] = queue
         self._arrivals += 1
-        heapq.heappush(queue.heap, _Entry(self._arrivals + ARRIVALS_PER_PRIORITY * priority, self._arrivals, tokens, item))
+        heapq.heappush(
+            queue.heap, _Entry(self._arrivals + ARRIVALS_PER_PRIORITY * priority, self._arrivals, tokens, item)
+        )
 
     def peek(self) -> Item | None:
         """Return the item that `pop` would return, or None if the queue is empty."""

@@ -65,7 +65,7 @@ def test_a_request_that_has_ended(lines: list[str]) -> None:
 
 def test_a_process_that_logs_json() -> None:
     code = "from pdserve.cli import logs; logs.set_up('json'); import logging; logging.getLogger('pdserve').info('up')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1200)
     (line,) = done.stderr.splitlines()
     assert json.loads(line)["message"] == "up"
 

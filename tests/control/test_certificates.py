@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import trustme
+from pdserve.router.instances.control import Control
 
 from pdserve.config import InstanceConfig, RouterConfig
 from pdserve.control.certificates import DISTRUSTED, HANGS_UP, MISNAMED, NO_TLS, client_context, server_context
@@ -18,7 +19,6 @@ from pdserve.errors import SetupError
 from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.router_link import Links
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.router.instances.control import Control
 from pdserve.router.instances.fleet import Fleet
 
 Write = Callable[..., dict[str, str]]
@@ -28,7 +28,7 @@ PLAIN = {"control_certfile": "", "control_keyfile": "", "control_cafile": ""}
 def test_who_shows_no_certificate_of_the_authority_is_turned_away(
     control_files: Write, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.instance.router_link.DIAL_S", 60.0)
+    monkeypatch.setattr("pdserve.instance.router_link.DIAL_S", 600.0)
     ours, theirs = trustme.CA(), trustme.CA()
     right, foreign = control_files(ours), control_files(theirs)
     elsewhere = control_files(ours, "elsewhere.test")
@@ -65,7 +65,7 @@ def test_who_shows_no_certificate_of_the_authority_is_turned_away(
         told = Counter(
             f"router 127.0.0.1:{ports[where]}: {why}, trying on" for where, _, why in instances.values() if why
         )
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(600):
             while len(fleets["tls"].instances) < 2 or not told <= said():
                 await asyncio.sleep(0.01)
         for task in tasks:

@@ -7,10 +7,18 @@ from typing import Any
 
 import pytest
 
+import pdserve.control.registry
 from pdserve.control.registry import RENEW, Registry
 from pdserve.errors import SetupError
 
 Make = Callable[..., Registry]
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Redis may take as long as it likes to answer, and a router to renew its lease."""
+    monkeypatch.setattr(pdserve.control.registry, "TIMEOUT_S", 600.0)
+    monkeypatch.setattr(pdserve.control.registry, "LEASE_S", 600.0)
 
 
 @pytest.fixture
@@ -27,7 +35,7 @@ def make(redis_server: Any, failures: list[None], tmp_path: Any) -> Make:
 
 
 def play(story: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(story, 60))
+    asyncio.run(asyncio.wait_for(story, 600))
 
 
 async def found(registry: Registry, expected: set[str]) -> None:

@@ -39,7 +39,7 @@ async def end_of(one: socket.socket) -> End:
 
 
 def play(story: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(story, 30))
+    asyncio.run(asyncio.wait_for(story, 600))
 
 
 @given(st.lists(st.text(max_size=40), max_size=8), st.lists(st.integers(0, 400), max_size=8))

@@ -62,14 +62,14 @@ def store(url: str, layout: Layout, kv: torch.Tensor, without: frozenset[int] = 
     connector = connect(url)
     connector.attach(PoolMemory(host_rows(pool), layout))
     some = [number for number in range(len(keys)) if number not in without]
-    assert connector.store([keys[n] for n in some], some, lease_s=60).result(10).leading == len(some)
+    assert connector.store([keys[n] for n in some], some, lease_s=60).result(600).leading == len(some)
     connector.close()
     return len(keys)
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    url = f"memory://test-{uuid.uuid4().hex}"
+    url = f"memory://test-{uuid.uuid4().hex}?timeout=600"
     yield url
     memory.unlink(url)
 
@@ -80,7 +80,7 @@ SIZES = st.sampled_from([1, 4, 8, 16, 24, 32, 64])
 @settings(max_examples=60, deadline=None)
 @given(theirs=SIZES, ours=SIZES, num_tokens=st.integers(1, 150), data=st.data())
 def test_tokens_arrive_where_they_belong(theirs: int, ours: int, num_tokens: int, data: st.DataObject) -> None:
-    url = f"memory://test-{uuid.uuid4().hex}"
+    url = f"memory://test-{uuid.uuid4().hex}?timeout=600"
     kv, writer, own = kv_of(num_tokens), layout_of(theirs), layout_of(ours)
     lost = data.draw(st.frozensets(st.integers(0, (num_tokens - 1) // theirs), max_size=2))
     store(url, writer, kv, without=lost)
@@ -92,7 +92,7 @@ def test_tokens_arrive_where_they_belong(theirs: int, ours: int, num_tokens: int
     stop = data.draw(st.integers(first + 1, len(keys)))
     blocks = data.draw(st.permutations(range(160)))[: stop - first]
 
-    outcomes = prompt.load(keys[first:stop], blocks).result(10).outcomes
+    outcomes = prompt.load(keys[first:stop], blocks).result(600).outcomes
 
     expected = pool_of(own, 160)
     for number, (block, outcome) in enumerate(zip(blocks, outcomes, strict=True), first):
@@ -116,7 +116,7 @@ def test_numbers_are_rounded_to_the_pool_s_dtype(url: str, theirs: str, ours: st
     layout_converter = LayoutConverter(pool, own, url)
     prompt = layout_converter.prompt(seq, pb.Layout(**asdict(writer)))
     assert prompt.exact == (theirs == ours)
-    assert prompt.load(seq.given_keys(), [1, 0]).result(10).leading == 2
+    assert prompt.load(seq.given_keys(), [1, 0]).result(600).leading == 2
     right = kv.to(getattr(torch, theirs)).to(getattr(torch, ours))
     assert torch.equal(pool[1], right[:, :, :, :32]) and torch.equal(pool[0, :, :, :, :8], right[:, :, :, 32:])
     stats = layout_converter.stats()
@@ -149,7 +149,7 @@ def test_more_than_fits_into_the_rows_comes_in_turns(url: str, monkeypatch: pyte
     pool, seq = pool_of(own, 3), sequence_of(150, 64)
     layout_converter = LayoutConverter(pool, own, url)
     assert (
-        layout_converter.prompt(seq, pb.Layout(**asdict(writer))).load(seq.given_keys(), [0, 1, 2]).result(10).leading
+        layout_converter.prompt(seq, pb.Layout(**asdict(writer))).load(seq.given_keys(), [0, 1, 2]).result(600).leading
         == 3
     )
     assert torch.equal(pool[1], kv[:, :, :, 64:128])

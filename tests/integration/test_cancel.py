@@ -24,10 +24,10 @@ class AdmissionController:
     def __call__(self) -> None:
         self.come += 1
         self._somebody.set()
-        assert self._open.wait(60)
+        assert self._open.wait(600)
 
     def await_somebody(self) -> None:
-        assert self._somebody.wait(60)
+        assert self._somebody.wait(600)
 
     def open(self) -> None:
         self._open.set()

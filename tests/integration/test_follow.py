@@ -83,7 +83,7 @@ def test_decode_has_everything_before_it_is_told_that_it_is_there(
 ) -> None:
     monkeypatch.setattr(transfers, "PATIENCE_S", 60.0)
     admission = threading.Event()
-    pair = make_pair(lambda: admission.wait(60))
+    pair = make_pair(lambda: admission.wait(600))
     pair.begin()
     pair.decode.until(lambda _: pair.decode.instance.transfers.in_flight > 0)
     assert not pair.stored, "decode waits for blocks of which none is there"
@@ -97,7 +97,7 @@ def test_decode_that_was_too_early_loads_later(
 ) -> None:
     monkeypatch.setattr(transfers, "PATIENCE_S", 0.0)
     admission = threading.Semaphore(4)
-    pair = make_pair(lambda: admission.acquire(timeout=60))
+    pair = make_pair(lambda: admission.acquire(timeout=600))
     pair.begin()
     decode = pair.decode.instance
     pair.decode.until(lambda _: decode.connector.stats().seconds["load"] and not decode.transfers.in_flight)

@@ -98,7 +98,7 @@ def test_without_the_flag_the_router_says_why(
 
 
 def test_a_foreign_manifest_is_refused(context: Callable[..., Any], checkpoint: Callable[..., Path]) -> None:
-    settings = {"model": str(checkpoint("llama")), "connector": "memory://foreign", "num_blocks": 64}
+    settings = {"model": str(checkpoint("llama")), "connector": "memory://foreign?timeout=600", "num_blocks": 64}
     one = context(convert_kv=True, **settings)
     own = one.instance.engine.layout
     changes: list[dict[str, Any]] = [{"model_fingerprint": "other"}, {"num_layers": 9}, {"head_dim": 8}]
@@ -120,7 +120,7 @@ def test_what_the_pool_has_is_not_loaded(
     """The second prompt shares 32 tokens with the first, half a block of the writer's: only the other half is loaded."""
     path = checkpoint("llama")
     prompts = {"first": [*range(32), *range(100, 130)], "second": [*range(32), *range(60, 91)]}
-    settings = {"model": str(path), "connector": f"memory://{uuid.uuid4().hex}", "num_blocks": 64}
+    settings = {"model": str(path), "connector": f"memory://{uuid.uuid4().hex}?timeout=600", "num_blocks": 64}
     prefill, decode = context(block_size=64, **settings), context(block_size=16, convert_kv=True, **settings)
     writer = pb.Layout(**asdict(prefill.instance.engine.layout))
     moved = []

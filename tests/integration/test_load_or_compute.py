@@ -5,23 +5,33 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from pdserve.costs import Costs
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.roles import break_even
 
 PROMPTS = [[(i * i + k * i) % 256 for i in range(800)] for k in range(1, 4)]
+A_MILLISECOND_A_TOKEN = Costs(prefill=(0, 0.001, 0))
 NEW = [[(i * 7 + 3) % 256 for i in range(800)]]
 
 
 def test_a_slow_store_is_not_loaded_from_for_long(
+    monkeypatch: pytest.MonkeyPatch,
     checkpoint: Callable[..., Path],
     generate: Callable[..., list[list[int]]],
     context: Callable[..., Any],
     store_in_hand: Callable[..., Any],
 ) -> None:
+    """What computing takes is given, and loading takes longer on any machine."""
+    monkeypatch.setattr(break_even, "PROBE_S", (3600.0, 3600.0))  # a second load is due once this test is over
     path = checkpoint("llama")
     settings = {"model": str(path), "num_blocks": 512}
     other = store_in_hand()
     slow = store_in_hand(values=other.values, before_get=lambda: time.sleep(0.05))
     first, second = context(other, **settings), context(slow, **settings)
+    second.instance.engine.scheduler.costs = A_MILLISECOND_A_TOKEN
+    second.instance.meter.costs = lambda now: A_MILLISECOND_A_TOKEN
     for one, prompts in ((first, PROMPTS), (second, [PROMPTS[0], *NEW, *PROMPTS[1:]])):
         for i, prompt in enumerate(prompts):
             one.submit(str(i), prompt, 1, pb.PREFILL)
@@ -31,7 +41,7 @@ def test_a_slow_store_is_not_loaded_from_for_long(
             one.outputs.clear()
     counts = second.instance.load.counters
     decisions = {name: count for name, count in counts.items() if name.startswith("store_hits")}
-    # Loading 49 blocks took 2.5 s, so a second one is due a minute later.
+    # Loading 49 blocks took 2.5 s or more, and computing them 0.8 s.
     assert decisions == {'store_hits{decision="unmeasured"}': 1, 'store_hits{decision="dearer"}': 2}
     assert counts['prompt_tokens_by_source{source="loaded"}'] == 49 * 16
 

@@ -49,7 +49,7 @@ class Request:
         """The tokens that the client gets."""
         body = {"model": model, "prompt": self.prompt, "max_tokens": self.tokens, "ignore_eos": True, **self.sampling}
         body |= {"return_token_ids": True, "stream": self.stream, **more}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as reply:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as reply:
             text = reply.read().decode()
         assert reply.status_code == 200, text
         events = re.findall(r"^data: (\{.*)$", text, re.M) if self.stream else [text]
@@ -89,7 +89,7 @@ def faulty(
     classes = {"faulty+shm": "FaultyShm", "following+shm": "FollowingShm", "faulty+redis": "FaultyRedis"}
     install_connectors(site, "pdserve_faulty", Path(__file__).parent / "faulty.py", classes)
     monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    parameters = f"seed=7&journal={journal}&threads={THREADS}"
+    parameters = f"seed=7&journal={journal}&threads={THREADS}&timeout=600"
     if request.param == "redis":
         yield f"faulty+{request.getfixturevalue('redis_url')}?{parameters}", journal
     else:

@@ -27,7 +27,7 @@ def test_one_after_the_other(
         "num_blocks": 16,
         "max_num_seqs": 1,
         "scheduling_policy": policy,
-        "connector": f"memory://{uuid.uuid4().hex}",
+        "connector": f"memory://{uuid.uuid4().hex}?timeout=600",
     }
     one = context(model=str(checkpoint("llama")), **settings)
     for i, (name, priority) in enumerate(PRIORITIES.items()):
@@ -40,7 +40,10 @@ def test_decode_reserves_in_this_order(
     policy: str, order: str, checkpoint: Callable[..., Path], context: Callable[..., Any]
 ) -> None:
     one = context(
-        model=str(checkpoint("llama")), num_blocks=5, scheduling_policy=policy, connector=f"memory://{uuid.uuid4().hex}"
+        model=str(checkpoint("llama")),
+        num_blocks=5,
+        scheduling_policy=policy,
+        connector=f"memory://{uuid.uuid4().hex}?timeout=600",
     )
     one.submit("first", [9] * 40, 2, pb.DECODE)
     for i, (name, priority) in enumerate(PRIORITIES.items()):

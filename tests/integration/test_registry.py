@@ -40,7 +40,7 @@ class Fleet:
         body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
         url, headers, ids = f"{self.urls[router]}/v1/completions", {"Authorization": f"Bearer {key}"}, list[int]()
         try:
-            with httpx.stream("POST", url, json=body, headers=headers, timeout=120) as reply:
+            with httpx.stream("POST", url, json=body, headers=headers) as reply:
                 if reply.status_code != 200:
                     return ids, str(json.loads(reply.read())["error"]["code"])
                 for line in reply.iter_lines():
@@ -76,7 +76,7 @@ class Fleet:
             os.kill(frozen, signal.SIGSTOP)
             try:
                 streams = [threads.submit(self.ask, *args) for args in zip(routers, (0, 1), "aa", begun, strict=False)]
-                assert all(one.wait(100) for one in begun)
+                assert all(one.wait(600) for one in begun)
                 yield streams
             finally:
                 os.kill(frozen, signal.SIGCONT)
@@ -106,7 +106,7 @@ def fleet(
 
         class Registered(forked):  # type: ignore[misc, valid-type]  # what a fixture gives is no class to mypy
             flags: ClassVar = {
-                "router": ["--registry", redis_server.url, "--lease-seconds", "200", "--drain-seconds", "200"]
+                "router": ["--registry", redis_server.url, "--lease-seconds", "600", "--drain-seconds", "600"]
             }
 
             def _instances(self) -> list[Child]:
@@ -119,15 +119,15 @@ def fleet(
         said: list[str] = []
         with Registered(config, say=said.append) as deployment:
             try:
-                deployment.wait_ready(120)
+                deployment.wait_ready(600)
                 yield Fleet(deployment, redis_server, said, generate(path, PROMPTS, TOKENS))
             except BaseException:
                 print("\n".join(said))
                 raise
 
 
-def test_instances_find_all_routers(fleet: Fleet) -> None:
-    assert len(fleet.registered()) == 2
+def test_instances_find_all_routers(fleet: Fleet, until: Callable[..., None]) -> None:
+    until(lambda: len(fleet.registered()) == 2, "both are registered")
     for router in (0, 1):
         assert fleet.ask(router, 2) == (fleet.expected[2], "")
 
@@ -164,15 +164,15 @@ def test_a_router_drains_while_the_other_takes_requests(fleet: Fleet, until: Cal
         new = Event()
         with ThreadPoolExecutor(1) as threads:
             other = threads.submit(fleet.ask, 1, 1, "a", new)
-            assert new.wait(100), "the other router serves"
+            assert new.wait(600), "the other router serves"
             time.sleep(0.3)  # for one that does not wait to end
             assert leaving.running and not stream.done()
             os.kill(fleet.child("decode-0").pid, signal.SIGCONT)
             assert other.result() == (fleet.expected[1], "")
     assert stream.result() == (fleet.expected[0], "")
-    assert leaving.process is not None and leaving.process.wait(60) == 0
+    assert leaving.process is not None and leaving.process.wait(600) == 0
     assert len(fleet.registered()) == 1 < len(before), "it has withdrawn"
-    fleet.deployment.wait_ready(120)
+    fleet.deployment.wait_ready(600)
     assert fleet.ask(0, 2) == (fleet.expected[2], ""), "it is back"
 
 
@@ -188,7 +188,7 @@ def test_a_dead_router_is_forgotten_and_a_new_one_found(fleet: Fleet, until: Cal
     forgotten = f"router 127.0.0.1:{dead.arguments[at]} is not in the registry any more"
     until(lambda: sum(forgotten in line for line in fleet.said) == 2, "instances dial it no more")
     dead.arguments[at] = str(free_port())
-    fleet.deployment.wait_ready(120)
+    fleet.deployment.wait_ready(600)
     assert fleet.ask(1, 3) == (fleet.expected[3], "")
     until(lambda: fleet.metric(1, "kv_cache_blocks_held") == 0, "nothing is held")
 

@@ -25,7 +25,7 @@ from pdserve.router.scheduling.policy import POLICIES
 def test_a_router_is_told_what_others_have_sent(checkpoint: Callable[..., Path]) -> None:
     config = InstanceConfig(
         model=str(checkpoint("llama")),
-        connector=f"memory://{uuid.uuid4().hex}",
+        connector=f"memory://{uuid.uuid4().hex}?timeout=600",
         num_blocks=64,
         max_num_batched_tokens=32,
     )
@@ -62,11 +62,11 @@ def test_a_router_is_told_what_others_have_sent(checkpoint: Callable[..., Path])
     turns(lambda: instance.num_jobs == 0)
     beat = instance.load
     assert instance.others("c") == pb.Load(), "all is over"
-    costs = instance.meter.costs(instance.now())
+    costs = instance.meter.costs(instance._costs_published)
     assert costs.prefill_seconds(100) > 0 and costs.step_seconds(1, 10) > 0
     assert costs.transfer != Costs().transfer, "it has stored a prompt"
-    assert list(beat.costs.prefill) == pytest.approx(costs.prefill, rel=0.1)
-    assert list(beat.costs.transfer) == pytest.approx(costs.transfer, rel=0.1)
+    assert list(beat.costs.prefill) == pytest.approx(costs.prefill, rel=1e-3)
+    assert list(beat.costs.transfer) == pytest.approx(costs.transfer, rel=1e-3)
     instance.connector.close()
 
 
@@ -133,12 +133,12 @@ def known_blocks(url: str) -> dict[str, float]:
         match = re.fullmatch(r'pdserve_prefix_index_(\w+)\{instance="([^"]+)"\} (.*)', line)
         if match:
             found.setdefault(match[1], {})[match[2]] = float(match[3])
-    assert all(0 <= age < 60 for age in found.get("age_seconds", {}).values())
+    assert all(0 <= age < 600 for age in found.get("age_seconds", {}).values())
     return found.get("blocks", {}) if not any(found.get("untold_blocks", {}).values()) else {}
 
 
 def wait_for_blocks(deployment: Any, **expected: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while known_blocks(deployment.url) != {name.replace("_", "-"): count for name, count in expected.items()}:
         assert time.monotonic() < deadline, known_blocks(deployment.url)
         time.sleep(0.05)
@@ -174,8 +174,8 @@ def test_the_router_knows_what_is_cached_where_and_learns_it_again_after_a_resta
             blocks = {first.replace("-", "_"): 8, other.replace("-", "_"): 0, "decode_0": 10}
             wait_for_blocks(deployment, **blocks)
             os.kill(deployment.child("router").pid, signal.SIGKILL)
-            deployment.child("router").process.wait(60)
-            deployment.wait_ready(60)
+            deployment.child("router").process.wait(600)
+            deployment.wait_ready(600)
             wait_for_blocks(deployment, **blocks)
         os.kill(deployment.child(first).pid, signal.SIGKILL)
         wait_for_blocks(deployment, decode_0=10, **{other.replace("-", "_"): 0})

@@ -32,7 +32,7 @@ def stored(deployment: Any, instance: str) -> int:
 
 
 def wait_until_stored(deployment: Any, instance: str, blocks: int) -> None:
-    give_up = time.monotonic() + 60
+    give_up = time.monotonic() + 600
     while (so_far := stored(deployment, instance)) != blocks:
         assert time.monotonic() < give_up and so_far < blocks, f"{so_far} blocks are stored by {instance}"
         time.sleep(0.05)
@@ -100,7 +100,7 @@ def test_what_is_worth_storing(
 def test_a_chat_is_stored_back_without_being_asked_to(deploy: Callable[..., Any]) -> None:
     def say(messages: list[dict[str, str]]) -> dict[str, Any]:
         body = {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": 120}
-        reply: dict[str, Any] = httpx.post(f"{deployment.url}/v1/chat/completions", json=body, timeout=120).json()
+        reply: dict[str, Any] = httpx.post(f"{deployment.url}/v1/chat/completions", json=body).json()
         return reply
 
     question = {"role": "user", "content": "Tell me a story about a fox."}
@@ -122,7 +122,7 @@ def test_a_store_that_hangs_delays_no_token(
     store_in_hand: Callable[..., Any],
 ) -> None:
     path, go_on = checkpoint("llama"), threading.Event()
-    store = store_in_hand(before_put=lambda: go_on.wait(60))
+    store = store_in_hand(before_put=lambda: go_on.wait(600))
     both = context(store, model=str(path), num_blocks=64, store_generated="on")
     both.submit("x", PROMPT, TOKENS, pb.BOTH)
     both.until(lambda outputs: any(o.finish_reason for o in outputs))
@@ -143,7 +143,13 @@ def test_nothing_is_stored_behind_a_gap(
     store = store_in_hand(before_put=refuse)
     both = context(store, model=str(checkpoint("llama")), num_blocks=64, store_generated="on")
     both.submit("x", PROMPT, 600, pb.BOTH)
-    both.until(lambda outputs: any(o.finish_reason for o in outputs))
+
+    def done(outputs: list[pb.Output]) -> bool:
+        while not store._queue.empty():
+            time.sleep(0.001)  # a store that gets no time on a busy machine has not failed yet
+        return any(output.finish_reason for output in outputs)
+
+    both.until(done)
     both.until_idle()
     assert 1 <= store.puts < FULL, "a few may be on their way before the first has failed"
 
@@ -155,7 +161,7 @@ def test_an_id_may_be_used_again_while_its_stores_go_on(
     store_in_hand: Callable[..., Any],
 ) -> None:
     path, go_on = checkpoint("llama"), threading.Event()
-    prefill = context(store_in_hand(before_put=lambda: go_on.wait(60)), model=str(path), num_blocks=64)
+    prefill = context(store_in_hand(before_put=lambda: go_on.wait(600)), model=str(path), num_blocks=64)
     for prompt in (PROMPT, PROMPT[:70]):
         prefill.outputs.clear()
         prefill.submit("x", prompt, 1, pb.PREFILL)

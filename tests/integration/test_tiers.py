@@ -18,7 +18,7 @@ def test_a_second_tier_that_dies_is_counted_and_changes_no_token(
 ) -> None:
     path, server = checkpoint("llama"), start_redis()
     expected = generate(path, prompts, 8)
-    url = f"tiered://file://{tmp_path}/kv,{server.url}?timeout=2"
+    url = f"tiered://file://{tmp_path}/kv?timeout=600,{server.url}?timeout=60"
     with deploy(model=str(path), connector=url, num_blocks=256) as deployment:
 
         def run(which: slice) -> list[list[int]]:

@@ -77,7 +77,11 @@ def test_every_connector_in_chunks_with_one_pair_and_with_two(
 ) -> None:
     path, some = checkpoint("llama"), prompts[:12]
     expected = generate(path, some, 32)
-    settings = {"num_blocks": 1024, "max_num_batched_tokens": 64, "policy": "round_robin"}  # so that all of them get some
+    settings = {
+        "num_blocks": 1024,
+        "max_num_batched_tokens": 64,
+        "policy": "round_robin",
+    }  # so that all of them get some
     with deploy(model=str(path), connector=connector_url, **settings) as deployment:
         assert complete_all(deployment, some) == expected
         double(deployment)

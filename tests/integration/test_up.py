@@ -55,12 +55,12 @@ def up() -> Iterator[Up]:
     yield Up(process, f"http://127.0.0.1:{port}", said)
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
-        process.wait(20)
+        process.wait(600)
 
 
 @pytest.fixture
 def client(up: Up) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0)
 
 
 def test_it_says_what_runs_where(up: Up) -> None:
@@ -74,7 +74,7 @@ def test_the_curl_line(up: Up) -> None:
     body = '{"model":"demo","prompt":"The capital of France is","max_tokens":8,"temperature":0}'
     # curl -d sends this content type unless told otherwise
     headers = {"Content-Type": "application/x-www-form-urlencoded"}
-    reply = httpx.post(f"{up.url}/v1/completions", content=body, headers=headers, timeout=60)
+    reply = httpx.post(f"{up.url}/v1/completions", content=body, headers=headers)
     assert "Paris" in reply.json()["choices"][0]["text"]
 
 
@@ -172,7 +172,7 @@ def test_langchain(up: Up) -> None:
             "temperature": 0,
             "max_tokens": 40,
         }
-        return ChatOpenAI(**asked, max_retries=0, timeout=60, **settings)
+        return ChatOpenAI(**asked, max_retries=0, **settings)
 
     answer = chat().invoke(question)
     tokens = answer.usage_metadata
@@ -205,7 +205,7 @@ def test_vllm_bench_serve(up: Up) -> None:
     if not python:
         pytest.skip("there is no vLLM; PDSERVE_VLLM names the Python of an environment that has it")
     script = Path(__file__).parents[2] / "scripts" / "vllm_bench_check.py"
-    done = subprocess.run([python, script, up.url], capture_output=True, text=True, timeout=250)
+    done = subprocess.run([python, script, up.url], capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("none failed") == 4
 
@@ -221,12 +221,15 @@ def test_the_timeline_has_every_stage_in_order(up: Up, client: openai.OpenAI) ->
     timeline = _finished(up.url, "t1")
     stages = timeline["stages_ms"]
     assert set(stages) == {stage.value for stage in Stage}
-    order = ["received", "admitted", "routed", "prefill_started", "first_token", "kv_stored", "kv_ready", "finished"]
-    # What one instance stamps is late by its message's way, and a busy machine makes that long where nothing waits for it:
+    # What one instance stamps is late by its message's way, so only what one waits for comes before it on any machine:
     # decode follows prefill's store, and need not hear of its end.
-    loose = {("first_token", "kv_stored"), ("kv_stored", "kv_ready"), ("kv_ready", "finished")}
-    for pair in itertools.pairwise(order):
-        assert stages[pair[0]] <= stages[pair[1]] + (2000.0 if pair in loose else 0.1), (pair, stages)
+    for order in (
+        ["received", "admitted", "routed", "prefill_started", "first_token", "finished"],
+        ["prefill_started", "kv_stored"],
+        ["routed", "kv_ready", "finished"],
+    ):
+        for before, after in itertools.pairwise(order):
+            assert stages[before] <= stages[after] + 0.1, (before, after, stages)
     assert timeline["prefill_instance"] == "prefill-0" and timeline["decode_instance"] == "decode-0"
     prompt_blocks = -(-timeline["prompt_tokens"] // 16)
     assert timeline["stored"]["blocks"] == prompt_blocks
@@ -254,7 +257,7 @@ def test_ctrl_c_leaves_nothing(up: Up) -> None:
     children = subprocess.run(["pgrep", "-P", str(up.process.pid)], capture_output=True, text=True).stdout.split()
     assert len(children) == 3
     up.process.send_signal(signal.SIGINT)
-    assert up.process.wait(20) == 0
+    assert up.process.wait(600) == 0
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
     assert not list(Path("/dev/shm").glob(f"pdserve-up-{up.process.pid}*"))
 
@@ -262,7 +265,7 @@ def test_ctrl_c_leaves_nothing(up: Up) -> None:
 def test_demo() -> None:
     command = [sys.executable, "-m", "pdserve", "demo"]
     environment = os.environ | {"PDSERVE_API_KEY": "of a router that stays"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=environment)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     for stage in Stage:
@@ -279,7 +282,7 @@ def _left_behind() -> list[str]:
 
 
 def _finished(url: str, request_id: str) -> dict[str, Any]:
-    give_up = time.monotonic() + 60
+    give_up = time.monotonic() + 600
     while True:
         timeline: dict[str, Any] = httpx.get(f"{url}/debug/requests/{request_id}").json()
         if "finished" in timeline["stages_ms"] or time.monotonic() > give_up:
@@ -289,7 +292,7 @@ def _finished(url: str, request_id: str) -> dict[str, Any]:
 
 def _settled(url: str) -> dict[str, float]:
     """The metrics, once instances have told where the tokens of all prompts came from: that comes with heartbeats."""
-    give_up = time.monotonic() + 60
+    give_up = time.monotonic() + 600
     while True:
         metrics = _metrics(url)
         told = {

@@ -14,6 +14,8 @@ import trustme
 
 from pdserve.cli.deployment import Deployment, free_port
 
+PATIENT = ("--drain-seconds", "600", "--client-timeout-seconds", "600")
+
 
 def test_routers_share_a_port_and_one_of_them_may_die(
     checkpoint: Callable[..., Path],
@@ -52,7 +54,7 @@ def test_routers_share_a_port_and_one_of_them_may_die(
             request_id, tokens = streaming.result()
         assert tokens == long, "the other router's stream goes on"
         assert complete_all(deployment, prompts) == expected, "new connections go to the one that is left"
-        deployment.wait_ready(120)
+        deployment.wait_ready(600)
         assert [line for line in said if "[router-0] ended (SIGKILL); restarting" in line]
         until(lambda: all_serve((0, _finished(deployment.routers[1]))), "both routers serve again")
         until(lambda: not any(blocks_held(deployment).values()), "nothing is held")
@@ -67,7 +69,7 @@ def test_workers_finish_their_requests_when_they_are_told_to_end(
 ) -> None:
     port = free_port()
     control_port = next(one for one in iter(free_port, 0) if port not in (one, one + 1) and _is_free(one + 1))
-    workers = start("router", "--workers", "2", "--port", str(port), "--control-port", str(control_port))
+    workers = start("router", "--workers", "2", "--port", str(port), "--control-port", str(control_port), *PATIENT)
 
     def serves() -> bool:
         try:
@@ -81,12 +83,12 @@ def test_workers_finish_their_requests_when_they_are_told_to_end(
         assert client.recv(1000).startswith(b"HTTP/1.1 100"), "the request is under way"
         os.kill(workers.pid, signal.SIGTERM)
         until(lambda: not serves(), "they take no connections")
-        said, waiting = tmp_path / "output", "ending: what is under way may take 25 s"
+        said, waiting = tmp_path / "output", "ending: what is under way may take 600 s"
         until(lambda: said.read_text().count(waiting) == 2, "both end when their requests do")
         assert workers.poll() is None
         client.sendall(b"{}")
         assert client.recv(1000).startswith(b"HTTP/1.1 "), "it has an answer"
-    assert workers.wait(60) == 0
+    assert workers.wait(600) == 0
 
 
 def test_workers_that_cannot_be(pdserve: Callable[..., Any]) -> None:
@@ -101,7 +103,7 @@ def test_workers_that_cannot_be(pdserve: Callable[..., Any]) -> None:
 
 def _stream(url: str, body: dict[str, Any]) -> tuple[str, list[int]]:
     """The id and the tokens of an answer."""
-    with httpx.stream("POST", url, json=body, timeout=120) as reply:
+    with httpx.stream("POST", url, json=body) as reply:
         lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
     assert lines.pop() == "[DONE]"
     events = [json.loads(line) for line in lines]

@@ -25,6 +25,6 @@ def test_equal_to_the_reference() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=280,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

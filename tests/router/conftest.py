@@ -117,6 +117,7 @@ class Script:
         error: raised after the chunks, or by `open` if `error_at_open` is set.
         hang: wait after the chunks until cancelled.
         pause: seconds before each chunk.
+        gate: a semaphore that each chunk acquires first.
         at_once: yield all chunks in one iteration.
         cached_tokens: prompt tokens that the timeline reports as prefix hits.
     """
@@ -126,6 +127,7 @@ class Script:
     error_at_open: bool = False
     hang: bool = False
     pause: float = 0.0
+    gate: threading.Semaphore | None = None
     at_once: bool = False
     cached_tokens: int = 0
 
@@ -148,6 +150,8 @@ class ScriptedStream:
             chunks = [replace(chunk, logprobs=self._logprobs(chunk, self._num_logprobs)) for chunk in chunks]
         for batch in [chunks] if self._script.at_once else [[chunk] for chunk in chunks]:
             await asyncio.sleep(self._script.pause)
+            if self._script.gate is not None:
+                assert await asyncio.to_thread(self._script.gate.acquire, timeout=600)
             yield batch
         if self._script.error is not None:
             raise self._script.error
@@ -297,18 +301,18 @@ def serve(app: Starlette, listener: socket.socket | None = None) -> Iterator[str
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
-            wait_until(lambda: server.started, seconds=30)
+            wait_until(lambda: server.started)
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
-            thread.join(10)
+            thread.join(600)
     assert not thread.is_alive()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 600.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "the condition did not hold in time"
+        assert time.monotonic() < deadline, f"the condition did not hold within {seconds:g} s"
         time.sleep(0.005)
 
 

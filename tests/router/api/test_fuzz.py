@@ -23,7 +23,7 @@ SUPPRESSED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 FUZZ_SETTINGS = settings(
     max_examples=EXAMPLES or 40, derandomize=not EXAMPLES, deadline=None, suppress_health_check=SUPPRESSED
 )
-TIMEOUT_S = 60
+TIMEOUT_S = 600
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 MESSAGES: list[Any] = [

@@ -61,7 +61,7 @@ def test_tools_and_structured_output(
         return json.loads(backend.requests[-1].sampling.grammar or "null")
 
     with serving(make_app(tokenizer)) as url:
-        chat = chat_model(model="demo", base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+        chat = chat_model(model="demo", base_url=f"{url}/v1", api_key="none", max_retries=0)
 
         generates(CALL[kind])
         with_tools = chat.bind_tools([Weather])

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def official(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=10)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
 def test_completions_chat_and_models(official: openai.OpenAI) -> None:

@@ -40,7 +40,7 @@ def test_the_official_client(url: str, backend: ScriptedBackend, tokenizer: Toke
     extra: dict[str, Any] = {"text": {"format": schema}, "metadata": {"a": "b"}}
     common: dict[str, Any] = {"model": "demo", "instructions": "be brief", "input": TURNS, "temperature": 0.5}
     backend.generates([*tokenizer.encode(" Paris 漢."), 0], "stop")
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=10) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         whole = client.responses.create(**common, **extra)
         with client.responses.stream(**common, max_output_tokens=9) as stream:
             kinds = [event.type for event in stream]

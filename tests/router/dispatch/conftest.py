@@ -2,17 +2,21 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
+from pdserve.control.frame_connection import PROTOCOL_VERSION
 
 from pdserve.config import RouterConfig
-from pdserve.control.frame_connection import PROTOCOL_VERSION
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
+from pdserve.router.dispatch import dispatcher, selector
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
+from pdserve.router.telemetry import metrics
 from pdserve.router.telemetry.metrics import Metrics
 
 RunAsync = Callable[[Coroutine[Any, Any, None]], None]
@@ -70,6 +74,27 @@ class Cluster:
         return [token async for chunks in state for chunk in chunks for token in chunk.token_ids]
 
 
+class Clock:
+    """Replaces the monotonic clock of the dispatch modules."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        for module in (selector, dispatcher, metrics):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    async def advance(self, cluster: Cluster, seconds: float) -> None:
+        """Let time pass, then have the dispatcher check the progress of its requests once."""
+        self.now += seconds
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(EOFError):
+            patch.setattr(dispatcher, "asyncio", SimpleNamespace(sleep=AsyncMock(side_effect=[None, EOFError])))
+            await cluster.dispatcher.watch_progress()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
 @pytest.fixture(scope="session")
 def make_cluster() -> type[Cluster]:
     return Cluster
@@ -77,9 +102,9 @@ def make_cluster() -> type[Cluster]:
 
 @pytest.fixture(scope="session")
 def run_async() -> RunAsync:
-    """Run a coroutine to its end, within 10 seconds."""
+    """Run a coroutine to its end."""
 
     def run(scenario: Coroutine[Any, Any, None]) -> None:
-        asyncio.run(asyncio.wait_for(scenario, 10))
+        asyncio.run(asyncio.wait_for(scenario, 600))
 
     return run

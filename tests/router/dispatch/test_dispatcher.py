@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import time
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -19,7 +17,7 @@ from pdserve.router.scheduling.policy import POLICIES
 from pdserve.router.telemetry.timeline import TransferStats
 
 if TYPE_CHECKING:
-    from tests.router.dispatch.conftest import Cluster, RunAsync, SentFrames
+    from tests.router.dispatch.conftest import Clock, Cluster, RunAsync, SentFrames
 
 
 def test_split_request_streams_tokens_from_prefill_then_decode(
@@ -261,25 +259,25 @@ def test_rejected_request_does_not_migrate(make_cluster: type[Cluster], run_asyn
 
 
 def test_owner_without_progress_times_out_but_a_busy_one_does_not(
-    make_cluster: type[Cluster], run_async: RunAsync
+    make_cluster: type[Cluster], run_async: RunAsync, clock: Clock
 ) -> None:
     async def scenario() -> None:
         cluster = make_cluster("prefill", "decode", handover_timeout_seconds=0.2)
         prefill, decode = cluster.instances
-        watch = asyncio.create_task(cluster.dispatcher.watch_progress())
         state = cluster.open()
         cluster.sent(decode)
         for _ in range(8):  # prefill works on other requests
-            prefill.last_step_at = time.monotonic()
-            await asyncio.sleep(0.05)
+            prefill.last_step_at = clock.now
+            await clock.advance(cluster, 0.15)
         assert not cluster.sent(decode)
-        while not (frames := cluster.sent(decode)):  # prefill makes no progress
-            await asyncio.sleep(0.02)
+        await clock.advance(cluster, 0.1)  # prefill makes no progress
+        frames = cluster.sent(decode)
         assert frames[0][0] == "hand_over" and frames[0][1].final
         assert not prefill.requests
+        while not state.machine.is_over:
+            await clock.advance(cluster, 0.25)
         with pytest.raises(Unavailable, match=r"no progress for 0\.2 s while"):  # nor does decode
             await cluster.tokens(state)
-        watch.cancel()
 
     run_async(scenario())
 

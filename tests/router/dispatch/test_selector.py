@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,12 +9,10 @@ import pytest
 from pdserve.errors import Unavailable
 from pdserve.keys import block_keys
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.router.dispatch import dispatcher, selector
 from pdserve.router.instances.fleet import InstanceHandle
-from pdserve.router.telemetry import metrics
 
 if TYPE_CHECKING:
-    from tests.router.dispatch.conftest import Cluster, RunAsync
+    from tests.router.dispatch.conftest import Clock, Cluster, RunAsync
 
 
 @pytest.mark.parametrize(("first", "second"), [("prefill", "decode"), ("decode", "prefill")])
@@ -155,20 +150,11 @@ def test_short_prompt_is_computed_on_decode(make_cluster: type[Cluster], run_asy
     run_async(scenario())
 
 
-class Clock:
-    """Replaces the monotonic clock of the dispatch modules."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        for module in (selector, dispatcher, metrics):
-            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
-
-
 def test_open_breaker_excludes_an_instance_and_half_open_sends_one_probe(
-    make_cluster: type[Cluster], run_async: RunAsync, monkeypatch: pytest.MonkeyPatch
+    make_cluster: type[Cluster], run_async: RunAsync, clock: Clock
 ) -> None:
     async def scenario() -> None:
-        cluster, clock = make_cluster("prefill", "decode"), Clock(monkeypatch)
+        cluster = make_cluster("prefill", "decode")
         prefill, decode = cluster.instances
         for number in range(3):
             cluster.open(f"r{number}")
@@ -199,10 +185,10 @@ def test_open_breaker_excludes_an_instance_and_half_open_sends_one_probe(
 
 
 def test_rejected_requests_do_not_count_as_faults(
-    make_cluster: type[Cluster], run_async: RunAsync, monkeypatch: pytest.MonkeyPatch
+    make_cluster: type[Cluster], run_async: RunAsync, clock: Clock
 ) -> None:
     async def scenario() -> None:
-        cluster, clock = make_cluster("prefill", "decode"), Clock(monkeypatch)
+        cluster = make_cluster("prefill", "decode")
         for number in range(9):
             clock.now += 10
             cluster.open(f"r{number}")
@@ -214,21 +200,22 @@ def test_rejected_requests_do_not_count_as_faults(
     run_async(scenario())
 
 
-def test_repeated_timeouts_open_the_breaker(make_cluster: type[Cluster], run_async: RunAsync) -> None:
+def test_repeated_timeouts_open_the_breaker(make_cluster: type[Cluster], run_async: RunAsync, clock: Clock) -> None:
     async def scenario() -> None:
         cluster = make_cluster("prefill", "decode", handover_timeout_seconds=0.05)
         prefill, decode = cluster.instances
-        for now in (time.monotonic() - 40, time.monotonic() - 20):
+        for now in (clock.now - 40, clock.now - 20):
             cluster.fleet.breakers.record_fault(prefill.id, now)
-        watch = asyncio.create_task(cluster.dispatcher.watch_progress())
         state = cluster.open()
-        while not [kind for kind, _ in cluster.sent(decode) if kind == "hand_over"]:
-            await asyncio.sleep(0.01)
+        cluster.sent(decode)
+        await clock.advance(cluster, 0.06)
+        assert [kind for kind, _ in cluster.sent(decode)] == ["hand_over"]
         states = {one["instance_id"]: one["breaker"] for one in cluster.dispatcher.instances()}
         assert states[prefill.id] == "open"
+        while not state.machine.is_over:
+            await clock.advance(cluster, 0.06)
         with pytest.raises(Unavailable, match="no progress"):
             await cluster.tokens(state)
-        watch.cancel()
 
     run_async(scenario())
 

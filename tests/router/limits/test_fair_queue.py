@@ -81,9 +81,7 @@ def test_an_idle_key_saves_up_no_credit() -> None:
     for _ in range(4):
         queue.push("a", "a", 10)
         queue.push("b", "b", 10)
-    assert "".join(queue.pop() for _ in range(8)) in {"babababa", "bbababaa"}, (
-        "the keys alternate"
-    )
+    assert "".join(queue.pop() for _ in range(8)) in {"babababa", "bbababaa"}, "the keys alternate"
 
 
 def test_priority_orders_a_key_without_starving_lower_priorities() -> None:
@@ -94,7 +92,9 @@ def test_priority_orders_a_key_without_starving_lower_priorities() -> None:
         if number == 1:
             assert queue.pop() == 1, "a lower priority value goes first although it arrived later"
     order = [queue.pop() for _ in range(ARRIVALS_PER_PRIORITY + 2)]
-    assert order[:2] == [2, 3] and order.index(0) == ARRIVALS_PER_PRIORITY - 2, "after one level of arrivals, before the rest"
+    assert order[:2] == [2, 3] and order.index(0) == ARRIVALS_PER_PRIORITY - 2, (
+        "after one level of arrivals, before the rest"
+    )
 
 
 def test_drop_takes_the_last_item_of_the_heaviest_key() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.control import registry
 from pdserve.control.registry import Registry
 from pdserve.router.limits import shared_quota
 from pdserve.router.limits.quota import Limits, Quota, Rate
@@ -51,7 +52,7 @@ Scenario = Callable[[list[Router]], Awaitable[None]]
 async def play(url: str, model: object, scenario: Scenario) -> None:
     """Run a scenario with three routers."""
     routers = [Router(url, str(model), f"router-{i}") for i in range(3)]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(600):
         await scenario(routers)
     for router in routers:
         await router.registry.close()
@@ -59,7 +60,10 @@ async def play(url: str, model: object, scenario: Scenario) -> None:
 
 @pytest.fixture(autouse=True)
 def lease(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Setter of the lease of a router's choices, in seconds; long enough never to expire unless a test sets it."""
+    """Setter of the lease of a router's choices, in seconds; long enough never to expire unless a test sets it.
+
+    Redis may take as long as it likes to answer."""
+    monkeypatch.setattr(registry, "TIMEOUT_S", 600.0)
     monkeypatch.setattr(shared_quota, "LEASE_S", 1000.0)
     return lambda seconds: monkeypatch.setattr(shared_quota, "LEASE_S", seconds)
 

@@ -4,13 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.router.scheduling.breaker import (
+    BASE_PAUSE_S,
     FAULT_THRESHOLD,
     FORGET_AFTER_S,
     INCIDENT_WINDOW_S,
     MAX_PAUSE_S,
-    BASE_PAUSE_S,
-    CircuitBreakers,
     BreakerState,
+    CircuitBreakers,
 )
 from pdserve.router.scheduling.retry_budget import CAPACITY, DEPOSIT, RetryBudget
 

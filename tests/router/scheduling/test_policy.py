@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from pdserve.costs import Costs
 from pdserve.router.scheduling.policy import (
-    POLICIES,
     MAX_EXPLAINED,
+    POLICIES,
     WAIT_SPREAD_TOKENS,
     Candidate,
     Decision,

@@ -9,7 +9,7 @@ from pdserve.router.text.detokenizer import Detokenizer, StopMatcher, TextStream
 from pdserve.router.text.tokenizer import Tokenizer
 
 TEXT = "naïve 漢字 👩‍👩‍👧 e\u0301 \U0001f1e9\U0001f1ea नमस्ते ok"
-SHARED = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SHARED = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -16,6 +17,7 @@ from starlette.applications import Starlette
 
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.web import admission
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client, ScriptedBackend
@@ -44,7 +46,9 @@ def test_limits_of_keys(
     keys_file: str,
     metrics: Metrics,
     backend: ScriptedBackend,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(admission, "time", SimpleNamespace(monotonic=lambda: 1000.0))  # nothing comes back meanwhile
     client = make_client(make_app(tokenizer, keys_file=keys_file, api_key="k"))
 
     def post(key: str, **body: Any) -> httpx.Response:
@@ -57,9 +61,7 @@ def test_limits_of_keys(
     second = post("a", max_tokens=50)
     assert (second.status_code, second.json()["error"]["code"]) == (429, "rate_limit_tokens")
     assert second.json()["error"]["type"] == "rate_limit_error"
-    assert int(second.headers["retry-after"]) == pytest.approx(used * 3600 / 50, abs=2), (
-        "the time until the bucket is full"
-    )
+    assert int(second.headers["retry-after"]) == used * 3600 / 50, "the time until the bucket is full"
     assert second.headers["x-ratelimit-remaining-tokens"] == str(50 - used), "the unused tokens were returned"
     assert [post("a", max_tokens=1).status_code for _ in range(3)] == [200, 200, 429]
     refused = post("a", max_tokens=1)
@@ -128,7 +130,7 @@ async def callers(app: Starlette) -> AsyncIterator[Callers]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(600):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -153,7 +155,7 @@ def test_queued_requests_are_admitted_in_fair_order(
         await until(lambda: waiting(key) == number)
 
     async def scenario() -> None:
-        async with asyncio.timeout(120), callers(app) as clients:
+        async with asyncio.timeout(600), callers(app) as clients:
             running = [clients.call("k", f"k{i}") for i in range(2)]
             await until(lambda: len(backend.requests) == 2)
             for i in range(5):
@@ -201,7 +203,7 @@ def test_longer_outputs_lower_a_keys_share(
     app = make_app(tokenizer, keys_file=keys_file, api_key="k", max_requests=1)
 
     async def scenario() -> None:
-        async with asyncio.timeout(120), callers(app) as clients:
+        async with asyncio.timeout(600), callers(app) as clients:
             backend.generates([5] * 50)
             assert await clients.call("k", "short", max_tokens=50) == (200, "")
             backend.generates([5])
@@ -232,7 +234,7 @@ def test_within_a_key_the_lowest_priority_goes_first(
     backend.generates([5], finish_reason=None, hang=True)
 
     async def scenario() -> None:
-        async with asyncio.timeout(120), callers(app) as clients:
+        async with asyncio.timeout(600), callers(app) as clients:
             running = clients.call("", "holder")
             await until(lambda: len(backend.requests) == 1)
             for number, priority in enumerate((2, 0, -1, 0), 1):

@@ -64,7 +64,7 @@ def open_page(
         running = serving(scene.app)
         url = running.__enter__()
         page = browser.new_context(viewport={"width": width, "height": 800}).new_page()
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(600_000)
         page.problems = []
         page.on("console", lambda message: page.problems.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: page.problems.append(str(error)))

@@ -54,7 +54,7 @@ def test_a_body_far_over_the_limit_is_not_read_to_its_end(url: str) -> None:
     address = urlsplit(url)
     with socket.create_connection((address.hostname, address.port)) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n")
-        connection.settimeout(5)
+        connection.settimeout(600)
         with pytest.raises(ConnectionError):
             while sent < 1_000_000_000:
                 sent += connection.send(b" " * 65536)
@@ -72,7 +72,7 @@ def test_a_client_that_stops_sending_is_cut_off(
     make_app: Callable[..., Starlette], tokenizer: Tokenizer, serving: Callable[..., Any], backend: ScriptedBackend
 ) -> None:
     with serving(make_app(tokenizer, client_timeout_seconds=1)) as url:
-        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+        connection = http.client.HTTPConnection(urlsplit(url).netloc)
         connection.putrequest("POST", COMPLETIONS)
         connection.putheader("Content-Length", "100")
         connection.endheaders(b"{")
@@ -82,9 +82,13 @@ def test_a_client_that_stops_sending_is_cut_off(
         assert (error["code"], error["message"]) == ("body_too_slow", "no part of the body arrived for 1 s")
         connection.close()
         backend.generates([5], pause=1.5)
-        assert httpx.post(f"{url}{COMPLETIONS}", json=HELLO).status_code == 200, (
-            "the timeout does not apply to the answer"
-        )
+        address, body = urlsplit(url), json.dumps(HELLO).encode()
+        with socket.create_connection((address.hostname, address.port)) as sender:
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: router\r\nContent-Length: {len(body)}\r\n\r\n"
+            sender.sendall(
+                head.encode() + body
+            )  # in one write: a busy machine may delay a second one beyond the timeout
+            assert sender.recv(100).startswith(b"HTTP/1.1 200 "), "the timeout does not apply to the answer"
 
 
 def test_a_disconnect_while_sending_is_not_an_error(app: Starlette, backend: ScriptedBackend) -> None:
