@@ -35,7 +35,7 @@ RUN pip install -q --no-deps /tmp/wheels/*.whl && rm -r /tmp/build /tmp/wheels
 USER pdserve
 WORKDIR /home/pdserve
 # The kernels for this machine's processor; on another one, each instance compiles them when it starts.
-RUN python -c 'from pdserve.kernels.cpu import can_build; print("CPU kernels:", can_build())'
+RUN python -c 'from pdserve.kernels.native import is_available; print("CPU kernels:", is_available())'
 EXPOSE 8000 8001
 ENTRYPOINT ["entrypoint"]
 CMD ["--help"]

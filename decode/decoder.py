@@ -1,19 +1,24 @@
-"""The decode role: reserve, load, admit, run, release.
+"""Decode role: loads the KV that a prefill instance has stored, and generates the tokens after the first one.
 
-    submit ─► reserve blocks for the prompt and one more token, in order of rank (local prefix hits are kept)
-           ─► load what each HandOver announces, chunk by chunk ─► once nothing is missing, or no more will come:
-           join the running batch with the first token ─► one token per step ─► finished: blocks are released
+The life of one request (phase DECODE) on the decode instance:
 
-A block that cannot be loaded is computed here, with everything after it. A request without a hand-over (phase BOTH) is
-fetched and computed as on prefill.
+    submit ─► reserve blocks for the prompt and one more token, in order of rank; local prefix hits are kept
+    hand_over ─► the router reports blocks that prefill has stored: load them, chunk by chunk. Where the connector supports
+                 it, follow: start to load blocks while prefill is still storing them
+              ─► the router reports the first token, and finally that no more blocks will come
+           ─► all blocks loaded, or no more to come: join the engine's running batch with the first token
+    on_step ─► report one token per step, until the request finishes and its blocks are released
 
-What is computed here and worth it is stored back, so that another turn of the conversation finds it: full blocks, a few at
-a time, without a lease, since nobody waits for them. The engine waits for none of these stores either.
+If a block cannot be loaded, the engine computes it and everything after it. A request without a hand-over (phase BOTH) has
+no reservation: its prefix is fetched from the store and the rest computed here, as in the prefill role.
+
+Full blocks that were computed here and are worth it are stored back, so that the next turn of a conversation finds them: a
+few blocks at a time, and without a lease, since no instance waits for them. The engine never waits for these stores.
 """
 
 import math
 from bisect import insort
-from collections.abc import Sequence as Many
+from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -27,24 +32,27 @@ from pdserve.roles.fetcher import Fetcher
 from pdserve.roles.job import InstanceContext, Job
 from pdserve.roles.transfers import Transfers
 
-STORE_BACK_BLOCKS = 8  # in one store, unless it is the last: a step starts few of them
+STORE_BACK_BLOCKS = 8  # per store, except for the last one, so that a step starts few stores
 
 
 @dataclass(eq=False)
-class _Decode:
-    """What the role remembers of one job.
+class _DecodeState:
+    """State of one job in the decode role. All numbers of blocks count leading blocks of the prompt.
 
     Attributes:
-        available: leading blocks of the prompt that are in the KV store.
-        coming: leading blocks that are there, or being stored.
-        requested: leading blocks that are here, or for which a load was started.
-        outrun: a load did not find all that is being stored. The rest is loaded when it is there.
-        broken: the first block that a load did not bring, or None.
+        available: blocks that are in the KV store.
+        coming: blocks that are in the store or being stored.
+        requested: blocks that are in the pool or for which a load was started.
+        follow_missed: a following load missed blocks that were not stored in time. They are loaded once available.
+        first_bad_block: index of the first block that could not be loaded, or None.
         final: no more blocks will become available.
-        reserved, started: it has its blocks; it has joined the engine.
-        worth: how many leading tokens are worth storing back.
-        kept: leading blocks that are in the store, or on their way there.
-        converted: where the blocks come from if prefill's are of another layout; `available` counts ours all the same.
+        first_token: sampled by prefill; None until it is reported.
+        tickets: of the blocks to load, from prefill's connector.
+        reserved: the sequence has its blocks.
+        started: the sequence has joined the engine.
+        store_limit: leading tokens, of prompt and output, that are worth storing back.
+        stored_blocks: blocks of prompt and output that are in the store or being stored.
+        converted: source of the blocks if prefill's layout differs; `available` counts blocks of our layout all the same.
     """
 
     job: Job
@@ -64,6 +72,13 @@ class _Decode:
 
 
 class Decoder:
+    """The decode role of an instance. Runs on the engine thread.
+
+    Args:
+        store_generated: which blocks to store back: `on` (all), `off` (none), or `auto` (those of the prompt, and of the
+            output if another turn may follow).
+    """
+
     def __init__(
         self,
         engine: Engine,
@@ -79,8 +94,8 @@ class Decoder:
         self._fetcher = fetcher
         self._context = context
         self._store_generated = store_generated
-        self._decodes: dict[Job, _Decode] = {}
-        self._unreserved: list[_Decode] = []  # in order of rank
+        self._states: dict[Job, _DecodeState] = {}
+        self._unreserved: list[_DecodeState] = []  # in order of rank
 
     @property
     def num_waiting(self) -> int:
@@ -88,226 +103,234 @@ class Decoder:
         return len(self._unreserved)
 
     def submit(self, job: Job, converted: ConvertedPrompt | None = None) -> None:
-        decode = self._decodes[job] = _Decode(job, store_limit=self._store_limit(job), converted=converted)
+        """Start a request: reserve its blocks or, in phase BOTH, fetch its prefix and queue it in the engine.
+
+        Args:
+            converted: source of the prompt's blocks, if prefill's layout differs.
+        """
+        state = self._states[job] = _DecodeState(job, store_limit=self._store_limit(job), converted=converted)
         if job.phase == pb.BOTH:
-            decode.started = True
-            self._fetcher.fetch(job, cancelled=lambda: self._end(decode))
+            state.started = True
+            self._fetcher.fetch(job, on_cancelled=lambda: self._end(state))
         else:
-            job.keys = job.seq.given_keys()
-            insort(self._unreserved, decode, key=lambda one: one.job.seq.rank)
+            job.keys = job.seq.initial_keys()
+            insort(self._unreserved, state, key=lambda one: one.job.seq.rank)
             self.reserve()
 
     def hand_over(self, job: Job, message: pb.HandOver) -> None:
-        """What is in the store by now, the first token, or that no more will come."""
-        decode = self._decodes.get(job)
-        if decode is None:
+        """Handle the progress of prefill: stored blocks, the first token, or that no more blocks will come."""
+        state = self._states.get(job)
+        if state is None:
             return
-        blocks = message.num_blocks if decode.converted is None else decode.converted.covered(message.num_blocks)
-        decode.available = max(decode.available, blocks)
-        decode.final = decode.final or message.final
-        if decode.started:  # they are here already
-            self._release(decode, message.tickets)
+        converted = state.converted
+        blocks = message.num_blocks if converted is None else converted.num_complete_blocks(message.num_blocks)
+        state.available = max(state.available, blocks)
+        state.final = state.final or message.final
+        if state.started:  # the blocks are already here
+            self._release(state, message.tickets)
             return
-        if decode.converted is None and self._transfers.follows:
-            decode.coming = max(decode.coming, message.coming)
-        decode.tickets += message.tickets
+        if converted is None and self._transfers.follows:
+            state.coming = max(state.coming, message.coming)
+        state.tickets += message.tickets
         if message.HasField("first_token"):
-            decode.first_token = message.first_token
-        self._proceed(decode)
+            state.first_token = message.first_token
+        self._advance(state)
 
     def reserve(self) -> None:
-        """Gives blocks to the requests that wait for them, in order of rank. Call it when blocks were freed."""
+        """Reserve blocks for waiting requests, in order of rank. To be called whenever blocks were freed."""
         while self._unreserved:
-            decode = self._unreserved[0]
-            seq = decode.job.seq
-            # Beside those who wait, or newcomers would take every block that a preempted sequence waits for.
-            usable = seq.num_given // seq.block_size
-            if not self._engine.scheduler.reserve(seq, usable, seq.num_given + 1, beside=True):
+            state = self._unreserved[0]
+            seq = state.job.seq
+            # Respect the queue, or new requests would take every block that a preempted sequence waits for.
+            usable = seq.num_initial // seq.block_size
+            if not self._engine.scheduler.reserve(seq, usable, seq.num_initial + 1, respect_queue=True):
                 return
             self._unreserved.pop(0)
-            decode.reserved = True
-            decode.requested = seq.num_registered
-            decode.job.stamp(Stage.RESERVED, self._context.now())
-            self._proceed(decode)
+            state.reserved = True
+            state.requested = seq.num_registered
+            state.job.stamp(Stage.RESERVED, self._context.now())
+            self._advance(state)
 
-    def advanced(self, job: Job, sampled: bool, step_started: float) -> None:
-        """After a step that computed part of this sequence."""
-        seq, now, decode = job.seq, self._context.now(), self._decodes[job]
+    def on_step(self, job: Job, sampled: bool, step_started: float) -> None:
+        """Report the sampled token, if any, after an engine step that computed part of the sequence."""
+        seq, now, state = job.seq, self._context.now(), self._states[job]
         if job.phase == pb.BOTH:
             job.stamp(Stage.PREFILL_STARTED, step_started)
-        # Blocks that leave the window cannot wait for others.
-        self._store_back(
-            decode, 1 if self._engine.scheduler.num_unseen(seq) > decode.stored_blocks else STORE_BACK_BLOCKS
-        )
+        # Blocks that are about to leave the attention window must be stored now, even one at a time.
+        is_urgent = self._engine.scheduler.num_out_of_window(seq) > state.stored_blocks
+        self._store_back(state, 1 if is_urgent else STORE_BACK_BLOCKS)
         if not sampled:
             return
-        if len(seq) - seq.num_given == 1:
+        if len(seq) - seq.num_initial == 1:
             job.stamp(Stage.FIRST_TOKEN, now)
             job.report_prompt_sources()
             if job.phase == pb.BOTH:
-                self._context.count_sources(job)
+                self._context.count_prompt_sources(job)
         job.stamp(Stage.DECODE_STARTED, now)
         job.report_token()
         self._context.count("generation_tokens", 1)
         reason = seq.finish_reason()
         if reason is not None:
             job.finish(reason, now)
-            self._store_back(decode)
-            self._end(decode)
+            self._store_back(state)
+            self._end(state)
 
-    def returned(self, job: Job) -> None:
-        """A sequence that was preempted has blocks again: what the store has of it need not be computed."""
-        decode = self._decodes[job]
-        self._fetcher.fetch(job, cancelled=lambda: self._end(decode))
+    def on_resumed(self, job: Job) -> None:
+        """Reload a preempted sequence that has blocks again, as far as the store has it."""
+        state = self._states[job]
+        self._fetcher.fetch(job, on_cancelled=lambda: self._end(state))
 
     def cancel(self, job: Job) -> None:
-        """Stops; blocks that a load is writing to are let go when it ends."""
-        decode = self._decodes.get(job)
-        if decode is not None:
-            job.over = True
-            if decode.started:
-                self._store_back(decode)  # the router may have found a stop string, or moved the request
-            self._end(decode)
+        """Stop the request. Blocks that a load is writing to are released when it ends."""
+        state = self._states.get(job)
+        if state is not None:
+            job.ended = True
+            if state.started:
+                self._store_back(state)  # still useful: the router cancels at a stop string, or to migrate the request
+            self._end(state)
 
-    def _proceed(self, decode: _Decode) -> None:
-        """Starts the next load or, if nothing is missing or will come, the decoding."""
-        if not decode.reserved or decode.started or decode.job.over:
+    def _advance(self, state: _DecodeState) -> None:
+        """Start the next loads or, if nothing is missing or no more will come, join the engine."""
+        if not state.reserved or state.started or state.job.ended:
             return
-        if decode.follow_missed and decode.job.transfers > 0:
-            return  # what follows may be on its way to the same rows
-        decode.follow_missed = False
-        while decode.first_bad_block is None and decode.available > decode.requested:
-            self._load(decode)
-        if decode.first_bad_block is None:
-            self._follow(decode)
-        if decode.job.transfers > 0:
+        if state.follow_missed and state.job.open_transfers > 0:
+            return  # a transfer under way may still write to the rows that would be loaded again
+        state.follow_missed = False
+        while state.first_bad_block is None and state.available > state.requested:
+            self._load(state)
+        if state.first_bad_block is None:
+            self._follow(state)
+        if state.job.open_transfers > 0:
             return
-        complete = decode.requested == len(decode.job.keys) and decode.first_token is not None
-        if decode.final or (complete and decode.first_bad_block is None):
-            self._start(decode)
+        is_complete = state.requested == len(state.job.keys) and state.first_token is not None
+        if state.final or (is_complete and state.first_bad_block is None):
+            self._start(state)
 
-    def _load(self, decode: _Decode) -> None:
-        job, first = decode.job, decode.requested
-        stop = min(decode.available, first + self._transfers.largest)
+    def _load(self, state: _DecodeState) -> None:
+        """Start to load the next available blocks."""
+        job, first = state.job, state.requested
+        stop = min(state.available, first + self._transfers.max_transfer_blocks)
         keys, blocks = job.keys[first:stop], job.seq.blocks(first, stop)
-        decode.requested = stop
-        then, tickets = partial(self._loaded, decode, first), tuple(decode.tickets)
-        self._transfers.load(job, keys, blocks, then, tickets, source=decode.converted)
+        state.requested = stop
+        on_done, tickets = partial(self._on_loaded, state, first), tuple(state.tickets)
+        self._transfers.load(job, keys, blocks, on_done, tickets, source=state.converted)
 
-    def _follow(self, decode: _Decode) -> None:
-        """Starts to load what is being stored, in the pieces in which it is."""
-        job = decode.job
-        for first, stop in self._transfers.pieces(decode.requested, max(decode.requested, decode.coming)):
-            decode.requested = stop
-            then = partial(self._followed, decode, first)
-            self._transfers.follow(job, job.keys[first:stop], job.seq.blocks(first, stop), then)
+    def _follow(self, state: _DecodeState) -> None:
+        """Start to load the blocks that are being stored, in the same parts as prefill stores them."""
+        job = state.job
+        for first, stop in self._transfers.split(state.requested, max(state.requested, state.coming)):
+            state.requested = stop
+            on_done = partial(self._on_followed, state, first)
+            self._transfers.follow(job, job.keys[first:stop], job.seq.blocks(first, stop), on_done)
 
-    def _followed(self, decode: _Decode, first: int, result: Result) -> None:
+    def _on_followed(self, state: _DecodeState, first: int, result: Result) -> None:
+        """Handle a following load. Blocks that were not stored in time are no failure: they are requested again later."""
         if result.leading < len(result.outcomes) and result.outcomes[result.leading] is Outcome.MISSING:
-            decode.requested, decode.coming = min(decode.requested, first + result.leading), 0
-            decode.follow_missed = True
+            state.requested, state.coming = min(state.requested, first + result.leading), 0
+            state.follow_missed = True
             result = replace(result, outcomes=result.outcomes[: result.leading])
-        self._loaded(decode, first, result)
+        self._on_loaded(state, first, result)
 
-    def _loaded(self, decode: _Decode, first: int, result: Result) -> None:
-        job = decode.job
-        if job.over:
-            self._end(decode)
+    def _on_loaded(self, state: _DecodeState, first: int, result: Result) -> None:
+        job = state.job
+        if job.ended:
+            self._end(state)
             return
         if result.outcomes:
-            job.moved(result, self._context.now())
+            job.record_transfer(result, self._context.now())
         if result.leading < len(result.outcomes):
-            first_bad_block = first + result.leading
-            decode.first_bad_block = (
-                first_bad_block if decode.first_bad_block is None else min(first_bad_block, decode.first_bad_block)
+            bad_block = first + result.leading
+            state.first_bad_block = (
+                bad_block if state.first_bad_block is None else min(bad_block, state.first_bad_block)
             )
-        self._proceed(decode)
+        self._advance(state)
 
-    def _start(self, decode: _Decode) -> None:
-        """Joins the engine with the KV that is here; what is missing is computed like a preempted sequence's."""
-        job, seq = decode.job, decode.job.seq
-        # Blocks that came too late may lie before the broken one: then they are not here either.
-        here = decode.requested if decode.first_bad_block is None else min(decode.first_bad_block, decode.requested)
-        seq.num_computed = min(here * seq.block_size, seq.num_given)
-        if decode.first_token is not None:
-            seq.tokens.append(decode.first_token)
-        elif seq.num_computed == seq.num_given:
+    def _start(self, state: _DecodeState) -> None:
+        """Join the engine with the KV that was loaded. The engine computes what is missing, as for a preempted sequence."""
+        job, seq = state.job, state.job.seq
+        # Blocks that a following load missed may precede the first bad block: then these are missing too.
+        resident = state.requested if state.first_bad_block is None else min(state.first_bad_block, state.requested)
+        seq.num_computed = min(resident * seq.block_size, seq.num_initial)
+        if state.first_token is not None:
+            seq.tokens.append(state.first_token)
+        elif seq.num_computed == seq.num_initial:
             self._reopen_prompt(seq)
         seq.num_loaded = max(0, seq.num_computed - seq.num_local_hit)
-        decode.stored_blocks = seq.num_computed // seq.block_size
-        if seq.num_loaded and decode.converted is not None and not decode.converted.exact:
-            # KV that was rounded to another dtype is not what our own prefill would compute, and neither is what is
-            # computed on top of it. It is good enough for this request, which asked for it, but under its keys others
-            # would take it for exact: it is neither found in the pool nor stored back.
-            seq.exact, decode.store_limit = False, 0
-        decode.started = seq.admitted = True
+        state.stored_blocks = seq.num_computed // seq.block_size
+        if seq.num_loaded and state.converted is not None and not state.converted.exact:
+            # KV that was rounded to another dtype differs from what our own prefill would compute, and so does everything
+            # computed from it. It is good enough for this request, which asked for it, but other requests must not find
+            # it under its keys: it is neither cached in the pool nor stored back.
+            seq.cacheable, state.store_limit = False, 0
+        state.started = seq.admitted = True
         self._engine.register_full_blocks(seq)
-        self._release(decode, decode.tickets)
-        self._context.count_sources(job)
-        job.report_transfer(self._engine.layout.block_bytes)
+        self._release(state, state.tickets)
+        self._context.count_prompt_sources(job)
+        job.report_transfers(self._engine.layout.block_bytes)
         job.stamp(Stage.KV_READY, self._context.now())
         self._engine.add(seq)
 
-    def _release(self, decode: _Decode, tickets: Many[bytes]) -> None:
-        """Ends the leases, of keys once all is stored: a prefill that is told to stop before that ends those itself."""
-        keys = decode.job.keys[: decode.available] if decode.final else ()
+    def _release(self, state: _DecodeState, tickets: SequenceABC[bytes]) -> None:
+        """End the leases of tickets, and of keys once everything is stored. A prefill that is cancelled before that ends the
+        leases of its keys itself."""
+        keys = state.job.keys[: state.available] if state.final else ()
         if keys or tickets:
-            (decode.converted or self._connector).release(keys, tickets=tuple(tickets))
+            (state.converted or self._connector).release(keys, tickets=tuple(tickets))
 
     def _reopen_prompt(self, seq: Sequence) -> None:
-        """Prefill died before it could say the first token: the prompt's end is computed again for its logits."""
-        if seq.num_given % seq.block_size:
+        """Make the engine compute the end of the prompt again for its logits, as prefill failed before the first token."""
+        if seq.num_initial % seq.block_size:
             seq.num_computed -= 1
             return
-        # The last block is full and may be shared: it makes way for the spare one, which nobody else can see.
-        self._engine.pool.release([seq.block_ids.pop(seq.num_given // seq.block_size - 1)])
+        # The last block is full and may be shared: replace it by the spare block, which is private to this sequence.
+        self._engine.pool.release([seq.block_ids.pop(seq.num_initial // seq.block_size - 1)])
         seq.num_computed -= seq.block_size
         seq.num_registered = min(seq.num_registered, seq.num_computed // seq.block_size)
 
     def _store_limit(self, job: Job) -> float:
-        """Leading tokens whose KV, if it is computed here, somebody may want to load later."""
+        """Return the number of leading tokens whose KV later requests may load, if it is computed here."""
         if self._store_generated == "off" or self._connector.in_place:
             return 0
-        return math.inf if self._store_generated == "on" or job.multi_turn else job.seq.num_given
+        return math.inf if self._store_generated == "on" or job.multi_turn else job.seq.num_initial
 
-    def _store_back(self, decode: _Decode, at_least: int = 1) -> None:
-        """Stores the full blocks that were computed here since the last time, if these are many enough.
+    def _store_back(self, state: _DecodeState, min_blocks: int = 1) -> None:
+        """Store the full blocks computed here since the last call, if there are at least `min_blocks`.
 
-        They never wait for room: it is better to lose them than to delay what somebody waits for.
+        Blocks for which the transfer queue has no room are skipped rather than delaying transfers that requests wait for.
         """
-        job, seq, first = decode.job, decode.job.seq, decode.stored_blocks
-        if decode.store_limit and seq.num_dropped > first:  # there was no room while it had them
+        job, seq, first = state.job, state.job.seq, state.stored_blocks
+        if state.store_limit and seq.num_dropped > first:  # there was no room while the sequence held these blocks
             self._context.count("store_back_skipped_blocks", seq.num_dropped - first)
-            decode.store_limit = 0
-        ready = int(min(seq.num_computed, decode.store_limit)) // seq.block_size
-        stop = min(ready, first + min(self._transfers.room, self._transfers.largest))
-        if job.over:
+            state.store_limit = 0
+        ready = int(min(seq.num_computed, state.store_limit)) // seq.block_size
+        stop = min(ready, first + min(self._transfers.free_capacity, self._transfers.max_transfer_blocks))
+        if job.ended:
             self._context.count("store_back_skipped_blocks", max(0, ready - stop))
-        if stop - first < at_least:
+        if stop - first < min_blocks:
             return
-        decode.stored_blocks = stop
+        state.stored_blocks = stop
         keys, blocks = seq.full_keys()[first:stop], seq.blocks(first, stop)
-        self._transfers.store(job, keys, blocks, 0.0, lambda result: self._stored_back(decode, result))
+        self._transfers.store(job, keys, blocks, 0.0, lambda result: self._on_stored_back(state, result))
 
-    def _stored_back(self, decode: _Decode, result: Result) -> None:
+    def _on_stored_back(self, state: _DecodeState, result: Result) -> None:
         if result.leading < len(result.outcomes):
-            decode.store_limit = 0  # nobody finds what comes after a gap
-        if decode.job.over:
-            self._end(decode)
+            state.store_limit = 0  # a prefix match cannot find blocks after a gap
+        if state.job.ended:
+            self._end(state)
 
-    def _end(self, decode: _Decode) -> None:
-        """Releases the sequence's blocks; the job is forgotten when no transfer is under way any more."""
-        job = decode.job
-        if job not in self._decodes:
+    def _end(self, state: _DecodeState) -> None:
+        """Release the sequence's blocks, and close the job once no transfer is left."""
+        job = state.job
+        if job not in self._states:
             return
-        if decode in self._unreserved:
-            self._unreserved.remove(decode)
-        if job.seq.block_ids or decode.started:
+        if state in self._unreserved:
+            self._unreserved.remove(state)
+        if job.seq.block_ids or state.started:
             self._engine.remove(job.seq)
-        if job.transfers == 0:
-            if not decode.started:
-                self._release(decode, decode.tickets)  # what was stored for it, nobody will load
-            elif decode.coming and not decode.final:  # it followed, and was done before prefill's last news came
+        if job.open_transfers == 0:
+            if not state.started:
+                self._release(state, state.tickets)  # no instance will load what was stored for this request
+            elif state.coming and not state.final:  # it followed, and finished before prefill's final report
                 self._connector.release(job.keys)
-            del self._decodes[job]
+            del self._states[job]
             self._context.close_job(job)

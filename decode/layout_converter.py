@@ -1,10 +1,11 @@
-"""KV that instances of other block sizes or dtypes have stored: loaded into rows of our own, and copied into the pool.
+"""Loads KV that instances with another block size or dtype have stored, and converts it to this pool's layout.
 
-    store ─► the same connector once more, attached to a few rows in the writer's layout ─► the pool's blocks
+    KV store ─► a second connector, attached to staging rows in the source layout ─► copied into blocks of the pool
 
-Keys stand for numbers of tokens, whatever the blocks (`keys.py`), so the writer's follow from the prompt. Only the blocks
-that a load was asked for are written, and of them only the prompt's tokens; a block in which one token did not arrive is
-reported like any other that did not. Rounding to the pool's dtype is torch's.
+The source is the layout of the instance that stored the KV, the target that of this pool. Block keys depend on the tokens
+alone, not on the block size (`keys.py`), so the source's keys follow from the prompt. Only the requested target blocks are
+written, and in them only the prompt's tokens. A target block of which a token did not arrive is reported with the outcome of
+the source block that failed. torch rounds to the pool's dtype.
 """
 
 import logging
@@ -27,111 +28,114 @@ from pdserve.proto import pdserve_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-ROWS_BYTES: Final = 64 << 20  # for each layout that is converted from
-ATTACH_EVERY_S: Final = 5.0
+STAGING_BYTES: Final = 64 << 20  # for each source layout
+ATTACH_RETRY_S: Final = 5.0
 
 
 class LayoutConverter:
-    """All of one instance, made when a request first needs them.
+    """Loads KV of all other layouts into one pool. Each source layout gets a loader when a request first needs it.
 
     Args:
-        pool: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], in which `own` describes a block.
-        url: of the instance's connector; None where nothing is to be converted.
+        pool: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+        target: layout of the pool's blocks.
+        url: URL of the instance's connector; None disables conversion.
     """
 
-    def __init__(self, pool: torch.Tensor, own: Layout, url: str | None) -> None:
+    def __init__(self, pool: torch.Tensor, target: Layout, url: str | None) -> None:
         self._pool = pool
-        self._own = own
+        self._target = target
         self._url = url
-        self._of_writer: dict[bytes, _Converter] = {}
+        self._loaders: dict[bytes, _SourceLoader] = {}  # by namespace of the source layout
 
-    def prompt(self, seq: TokenSequence, message: pb.Layout) -> "ConvertedPrompt":
-        """What an instance of that layout stores of a sequence's given tokens.
+    def open_prompt(self, seq: TokenSequence, message: pb.Layout) -> "ConvertedPrompt":
+        """Return access to a sequence's prompt as an instance with the layout of `message` stores it.
 
         Raises:
-            ValueError: it cannot be converted, or is not to be.
+            ValueError: the layout is not convertible to the pool's, or conversion is disabled.
         """
-        writer = Layout.like(message)
+        source = Layout.from_message(message)
         if self._url is None:
             raise ValueError("the KV is in another layout, and this instance was started without --convert-kv")
-        known = writer.dtype in DTYPES and getattr(torch, writer.dtype).itemsize == writer.itemsize
-        if not writer.converts_to(self._own) or not known or writer.block_size < 1:
+        is_known = source.dtype in DTYPES and getattr(torch, source.dtype).itemsize == source.itemsize
+        if not source.is_convertible_to(self._target) or not is_known or source.block_size < 1:
             raise ValueError("the KV is of another model, and cannot be converted")
-        converter = self._of_writer.get(writer.namespace)
-        if converter is None:
-            converter = self._of_writer[writer.namespace] = _Converter(self._pool, self._own, writer, self._url)
-        return ConvertedPrompt(converter, seq, self._own, writer)
+        loader = self._loaders.get(source.namespace)
+        if loader is None:
+            loader = self._loaders[source.namespace] = _SourceLoader(self._pool, self._target, source, self._url)
+        return ConvertedPrompt(loader, seq, self._target, source)
 
     def stats(self) -> Stats | None:
-        """Of all together; None as long as there is none."""
-        each = [converter.stats() for converter in self._of_writer.values()]
-        return reduce(Stats.plus, each) if each else None
+        """Return the summed statistics of all loaders, or None if there is none."""
+        stats = [loader.stats() for loader in self._loaders.values()]
+        return reduce(Stats.plus, stats) if stats else None
 
     def close(self) -> None:
-        for converter in self._of_writer.values():
-            converter.close()
+        for loader in self._loaders.values():
+            loader.close()
 
 
 class ConvertedPrompt:
-    """One prompt as another instance stores it, with the calls of a connector that a load needs.
+    """One prompt as another instance stores it. Has the connector methods that a load needs.
 
     Attributes:
-        exact: the numbers are the writer's own, bit for bit.
+        exact: the dtypes are equal, so values are copied bit for bit.
     """
 
-    def __init__(self, converter: "_Converter", seq: TokenSequence, own: Layout, writer: Layout) -> None:
-        self._converter = converter
-        self._block_size = own.block_size
-        self._writer_block_size = writer.block_size
-        self._num_tokens = seq.num_given
-        self._number = {key: number for number, key in enumerate(seq.given_keys())}
-        self._keys = seq.keys_at(block_ends(seq.num_given, writer.block_size, partial=True))
-        self.exact = writer.dtype == own.dtype
+    def __init__(self, loader: "_SourceLoader", seq: TokenSequence, target: Layout, source: Layout) -> None:
+        self._loader = loader
+        self._target_block_size = target.block_size
+        self._source_block_size = source.block_size
+        self._num_tokens = seq.num_initial
+        self._block_index = {key: index for index, key in enumerate(seq.initial_keys())}
+        self._source_keys = seq.prefix_keys(block_ends(seq.num_initial, source.block_size, partial=True))
+        self.exact = source.dtype == target.dtype
 
-    def covered(self, num_blocks: int) -> int:
-        """How many of our leading blocks are whole once so many of the writer's are."""
-        tokens = num_blocks * self._writer_block_size
-        return len(self._number) if tokens >= self._num_tokens else tokens // self._block_size
+    def num_complete_blocks(self, num_source_blocks: int) -> int:
+        """Return the number of leading target blocks that the given number of leading source blocks covers."""
+        tokens = num_source_blocks * self._source_block_size
+        return len(self._block_index) if tokens >= self._num_tokens else tokens // self._target_block_size
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
-        """As a connector's: our keys, which follow each other, and our blocks."""
-        start = self._number[keys[0]] * self._block_size
-        tokens = range(start, min(start + len(keys) * self._block_size, self._num_tokens))
-        first, stop = tokens.start // self._writer_block_size, -(-tokens.stop // self._writer_block_size)
-        return self._converter.load(self._keys[first:stop], tokens, list(block_ids), list(tickets))
+        """Load target blocks, as `Connector.load`. `keys` are target keys of consecutive blocks."""
+        start = self._block_index[keys[0]] * self._target_block_size
+        tokens = range(start, min(start + len(keys) * self._target_block_size, self._num_tokens))
+        first, stop = tokens.start // self._source_block_size, -(-tokens.stop // self._source_block_size)
+        return self._loader.load(self._source_keys[first:stop], tokens, list(block_ids), list(tickets))
 
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
-        self._converter.release(self._keys, tickets)
+        """End the leases of all of the prompt's source blocks."""
+        self._loader.release(self._source_keys, tickets)
 
 
-class _Converter:
-    """From one layout. Everything happens on a thread of its own, one load after the other, the attaching as well."""
+class _SourceLoader:
+    """Loads KV of one source layout. A thread of its own executes everything in order, attaching included."""
 
-    def __init__(self, pool: torch.Tensor, own: Layout, writer: Layout, url: str) -> None:
+    def __init__(self, pool: torch.Tensor, target: Layout, source: Layout, url: str) -> None:
         self._pool = pool
-        self._own = own
-        self._writer = writer
+        self._target = target
+        self._source = source
         self._url = url
-        shape = (writer.num_layers, 2, writer.num_kv_heads, writer.block_size, writer.head_dim)
-        count = max(1, ROWS_BYTES // writer.block_bytes)
-        self._rows = torch.zeros((count, *shape), dtype=getattr(torch, writer.dtype))
+        shape = (source.num_layers, 2, source.num_kv_heads, source.block_size, source.head_dim)
+        num_rows = max(1, STAGING_BYTES // source.block_bytes)
+        self._rows = torch.zeros((num_rows, *shape), dtype=getattr(torch, source.dtype))
         self._connector: Connector | None = None
-        self._attach_at = 0.0
-        self._left_out = Stats()  # blocks that were not even asked for
+        self._next_attach_at = 0.0
+        self._skipped = Stats()  # failures of blocks that were never requested from the connector
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-converter")
 
     def load(self, keys: list[bytes], tokens: range, blocks: list[int], tickets: list[bytes]) -> Future[Result]:
-        """Brings these tokens into our blocks.
+        """Load tokens into blocks of the pool.
 
         Args:
-            keys: of the writer's blocks in which the tokens are, in order.
-            tokens: begin with the first block's.
+            keys: source keys of the blocks that contain the tokens, in order.
+            tokens: positions in the prompt, from the first token of the first target block on.
+            blocks: ids of the target blocks.
         """
-        asked = time.perf_counter()
+        queued_at = time.perf_counter()
 
         def run() -> Result:
-            arrived = self._load_all(keys, tokens, blocks, tickets)
-            return Result(self._outcomes(arrived, tokens, len(blocks)), time.perf_counter() - asked)
+            outcomes = self._load_all(keys, tokens, blocks, tickets)
+            return Result(self._target_outcomes(outcomes, tokens, len(blocks)), time.perf_counter() - queued_at)
 
         return self._thread.submit(run)
 
@@ -139,63 +143,65 @@ class _Converter:
         self._thread.submit(self._with_connector, lambda connector: connector.release(keys, tickets=tickets))
 
     def stats(self) -> Stats:
-        return self._left_out if self._connector is None else self._connector.stats().plus(self._left_out)
+        return self._skipped if self._connector is None else self._connector.stats().plus(self._skipped)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
         self._with_connector(lambda connector: connector.close())
 
-    def _with_connector(self, call: Callable[[Connector], None]) -> None:
+    def _with_connector(self, action: Callable[[Connector], None]) -> None:
         if self._connector is not None:
-            call(self._connector)
+            action(self._connector)
 
     @torch.inference_mode()
     def _load_all(self, keys: list[bytes], tokens: range, blocks: list[int], tickets: list[bytes]) -> list[Outcome]:
-        """One outcome for each of the writer's blocks."""
-        first, outcomes = tokens.start // self._writer.block_size, list[Outcome]()
-        connector = self._attached()
+        """Load and copy all source blocks, as many at a time as there are staging rows. Return one outcome for each."""
+        first, outcomes = tokens.start // self._source.block_size, list[Outcome]()
+        connector = self._attached_connector()
         while len(outcomes) < len(keys):
-            some = keys[len(outcomes) : len(outcomes) + len(self._rows)]
-            if connector is None or outcomes[-1:] == [Outcome.UNAVAILABLE]:  # what comes behind is of no use then
-                self._left_out.fail("load", Outcome.UNAVAILABLE, len(some))
-                outcomes += [Outcome.UNAVAILABLE] * len(some)
+            batch = keys[len(outcomes) : len(outcomes) + len(self._rows)]
+            # Once the store is unavailable, do not request later blocks: they would be useless after the gap.
+            if connector is None or outcomes[-1:] == [Outcome.UNAVAILABLE]:
+                self._skipped.count_failures("load", Outcome.UNAVAILABLE, len(batch))
+                outcomes += [Outcome.UNAVAILABLE] * len(batch)
                 continue
-            result = connector.load(some, range(len(some)), tickets=tickets).result()
+            result = connector.load(batch, range(len(batch)), tickets=tickets).result()
             for row, outcome in enumerate(result.outcomes):
                 if outcome is Outcome.OK:
                     self._copy(row, first + len(outcomes) + row, tokens, blocks)
             outcomes += result.outcomes
         return outcomes
 
-    def _copy(self, row: int, number: int, tokens: range, blocks: list[int]) -> None:
-        """What the writer's block of this number, now in `row`, has of the tokens."""
-        theirs, ours = self._writer.block_size, self._own.block_size
-        start, stop = max(number * theirs, tokens.start), min((number + 1) * theirs, tokens.stop)
-        for own in range(start // ours, -(-stop // ours)):
-            begin, end = max(start, own * ours), min(stop, (own + 1) * ours)
-            source = self._rows[row, :, :, :, begin - number * theirs : end - number * theirs]
-            block = self._pool[blocks[own - tokens.start // ours]]
-            block[:, :, :, begin - own * ours : end - own * ours].copy_(source)
+    def _copy(self, row: int, index: int, tokens: range, blocks: list[int]) -> None:
+        """Copy the tokens of source block `index`, staged in `row`, to the target blocks."""
+        source_size, target_size = self._source.block_size, self._target.block_size
+        start, stop = max(index * source_size, tokens.start), min((index + 1) * source_size, tokens.stop)
+        for target_index in range(start // target_size, -(-stop // target_size)):
+            begin, end = max(start, target_index * target_size), min(stop, (target_index + 1) * target_size)
+            values = self._rows[row, :, :, :, begin - index * source_size : end - index * source_size]
+            block = self._pool[blocks[target_index - tokens.start // target_size]]
+            block[:, :, :, begin - target_index * target_size : end - target_index * target_size].copy_(values)
 
-    def _outcomes(self, arrived: list[Outcome], tokens: range, count: int) -> list[Outcome]:
-        """Of our blocks: the first trouble of those in which their tokens are."""
-        theirs, ours = self._writer.block_size, self._own.block_size
-        first, outcomes = tokens.start // theirs, []
-        for begin in range(tokens.start, tokens.start + count * ours, ours):
-            end = min(begin + ours, tokens.stop)
-            parts = arrived[begin // theirs - first : -(-end // theirs) - first]
-            outcomes.append(next((one for one in parts if one is not Outcome.OK), Outcome.OK))
+    def _target_outcomes(self, source_outcomes: list[Outcome], tokens: range, num_blocks: int) -> list[Outcome]:
+        """Return one outcome per target block: the first failure among the source blocks that contain its tokens, or OK."""
+        source_size, target_size = self._source.block_size, self._target.block_size
+        first, outcomes = tokens.start // source_size, []
+        for begin in range(tokens.start, tokens.start + num_blocks * target_size, target_size):
+            end = min(begin + target_size, tokens.stop)
+            parts = source_outcomes[begin // source_size - first : -(-end // source_size) - first]
+            outcomes.append(next((part for part in parts if part is not Outcome.OK), Outcome.OK))
         return outcomes
 
-    def _attached(self) -> Connector | None:
-        if self._connector is None and time.monotonic() >= self._attach_at:
+    def _attached_connector(self) -> Connector | None:
+        """Return the connector, attaching it first if needed; None if that failed within the last `ATTACH_RETRY_S`."""
+        if self._connector is None and time.monotonic() >= self._next_attach_at:
             connector = connect(self._url)
             try:
-                connector.attach(PoolMemory(host_rows(self._rows), self._writer))
+                connector.attach(PoolMemory(host_rows(self._rows), self._source))
                 self._connector = connector
-                log.info("converts KV from blocks of %d tokens in %s", self._writer.block_size, self._writer.dtype)
+                log.info("converting KV from blocks of %d tokens in %s", self._source.block_size, self._source.dtype)
             except SetupError as error:
                 connector.close()
-                self._attach_at = time.monotonic() + ATTACH_EVERY_S
-                log.warning("KV of another layout cannot be loaded and is computed: %s", error)
+                self._next_attach_at = time.monotonic() + ATTACH_RETRY_S
+                log.warning("KV of another layout cannot be loaded and is computed instead: %s", error)
         return self._connector

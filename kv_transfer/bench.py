@@ -1,12 +1,13 @@
-"""How fast a connector moves blocks, beside a plain copy of the same bytes on the same machine in the same run.
+"""Benchmark of a connector's throughput and latency, compared with a memory copy of the same bytes in the same run.
 
     pdserve connector bench shm://bench?size=1GiB
 
-Each figure comes from three things that take turns until its time is up: the rows are copied within memory, the same rows are
-stored under new keys, and loaded by another connector. A machine that is busy for a while is so for all three.
+Three steps alternate until the time of a measurement is up: the rows are copied in memory, the same rows are stored under new
+keys, and loaded by another connector. So a temporary load on the machine affects all three.
 
-Bandwidth is bytes by the time in which `concurrency` operations together were under way; latency is that of one operation,
-from the call to its result. The engine's thread waits for the call itself, which should take microseconds.
+Bandwidth is bytes divided by the time that `concurrency` parallel operations took together. Latency is that of one operation,
+from the call to its result. Call time is that of the call itself, for which the engine thread waits; it should take
+microseconds.
 """
 
 import json
@@ -24,18 +25,18 @@ from rich.table import Table
 from pdserve.config import parse_size
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.connector import Outcome, Result
-from pdserve.kv_transfer.rules.trial import Instance, Trial, new_keys
+from pdserve.kv_transfer.rules.context import AttachedPool, RuleContext, new_keys
 from pdserve.kv_transfer.threaded import SWITCH_INTERVAL_S
 from pdserve.kv_transfer.url import without_password
 
 GiB = 1 << 30
-LEAST_TURNS = 3
+MIN_ROUNDS = 3
 Future = Any
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One operation at one size. `failed` counts blocks; bandwidth counts only the others."""
+    """One operation at one size and concurrency. `failed` counts blocks, which are excluded from the bandwidth."""
 
     operation: str
     blocks: int  # per operation
@@ -44,20 +45,20 @@ class Figure:
     p50_ms: float
     p99_ms: float
     memcpy_gib_s: float
-    of_memcpy: float  # bandwidth by that of the copy
+    of_memcpy: float  # bandwidth divided by that of the copy
     failed: int
     call_p50_ms: float
     call_max_ms: float
 
 
 class _Samples:
-    """What has been measured of one operation."""
+    """Raw measurements of one operation."""
 
     def __init__(self) -> None:
         self.bytes = 0
         self.seconds = 0.0
         self.latencies: list[float] = []
-        self.calls: list[float] = []  # until each returned
+        self.calls: list[float] = []  # seconds until each call returned
         self.failed = 0
 
     @property
@@ -67,68 +68,68 @@ class _Samples:
     def figure(self, operation: str, blocks: int, concurrency: int, memcpy: "_Samples") -> Figure:
         p50, p99 = (float(np.percentile(self.latencies, p)) * 1000 for p in (50, 99))
         ratio = self.gib_s / memcpy.gib_s
-        moved = (operation, blocks, concurrency, self.gib_s, p50, p99, memcpy.gib_s, ratio, self.failed)
-        return Figure(*moved, float(np.median(self.calls)) * 1000, max(self.calls) * 1000)
+        values = (operation, blocks, concurrency, self.gib_s, p50, p99, memcpy.gib_s, ratio, self.failed)
+        return Figure(*values, float(np.median(self.calls)) * 1000, max(self.calls) * 1000)
 
 
 def figures(
     url: str, block_bytes: int, blocks: Sequence[int], concurrency: Sequence[int], seconds: float
 ) -> Iterator[Figure]:
-    """Measures every combination, two figures each."""
+    """Measure every combination of blocks and concurrency; yields two figures each, for store and load."""
     for count in blocks:
         for parallel in concurrency:
-            trial = Trial(url, seconds)
+            context = RuleContext(url, seconds)
             try:
-                yield from _measure(trial, block_bytes, count, parallel)
+                yield from _measure(context, block_bytes, count, parallel)
             finally:
-                trial.close()
+                context.close()
 
 
-def _measure(trial: Trial, block_bytes: int, count: int, parallel: int) -> Iterator[Figure]:
+def _measure(context: RuleContext, block_bytes: int, count: int, parallel: int) -> Iterator[Figure]:
     total = count * parallel
-    source, target = trial.instance(block_bytes, total), trial.instance(block_bytes, total)
+    source, target = context.attach(block_bytes, total), context.attach(block_bytes, total)
     groups = [range(start, start + count) for start in range(0, total, count)]
     memcpy, store, load = _Samples(), _Samples(), _Samples()
-    target.rows[:] = source.rows  # touches every page
-    give_up = time.perf_counter() + trial.seconds
-    turns = -1  # the first one warms up
-    while turns < LEAST_TURNS or time.perf_counter() < give_up:
-        turns += 1
-        samples = (memcpy, store, load) if turns else (_Samples(), _Samples(), _Samples())
+    target.rows[:] = source.rows  # maps every page
+    stop_at = time.perf_counter() + context.seconds
+    rounds = -1  # the first one is a warm-up
+    while rounds < MIN_ROUNDS or time.perf_counter() < stop_at:
+        rounds += 1
+        samples = (memcpy, store, load) if rounds else (_Samples(), _Samples(), _Samples())
         _copy(samples[0], source, target, groups)
         keys = [new_keys(count) for _ in groups]
         for group in keys:
-            trial.remember(source.layout, group)
+            context.register_keys(source.layout, group)
         results = _transfer(samples[1], block_bytes, [_store(source, k, g) for k, g in zip(keys, groups, strict=True)])
         for group, result in zip(keys, results, strict=True):
-            source.take_ticket(group, result)
+            source.keep_ticket(group, result)
         _transfer(samples[2], block_bytes, [_load(target, k, g) for k, g in zip(keys, groups, strict=True)])
         for group in keys:
             source.connector.release(group)
-        trial.tidy(source)
+        context.delete_blocks(source)
     yield store.figure("store", count, parallel, memcpy)
     yield load.figure("load", count, parallel, memcpy)
 
 
-def _copy(samples: _Samples, source: Instance, target: Instance, groups: Sequence[range]) -> None:
+def _copy(samples: _Samples, source: AttachedPool, target: AttachedPool, groups: Sequence[range]) -> None:
     for group in groups:
-        began = time.perf_counter()
+        started = time.perf_counter()
         for row in group:
             target.rows[row] = source.rows[row]
-        samples.seconds += time.perf_counter() - began
+        samples.seconds += time.perf_counter() - started
         samples.bytes += len(group) * source.layout.block_bytes
 
 
-def _store(one: Instance, keys: Sequence[bytes], rows: range) -> Callable[[], Future]:
-    return lambda: one.connector.store(keys, rows, lease_s=60.0)
+def _store(pool: AttachedPool, keys: Sequence[bytes], rows: range) -> Callable[[], Future]:
+    return lambda: pool.connector.store(keys, rows, lease_s=60.0)
 
 
-def _load(one: Instance, keys: Sequence[bytes], rows: range) -> Callable[[], Future]:
-    return lambda: one.connector.load(keys, rows, tickets=one.tickets(keys))
+def _load(pool: AttachedPool, keys: Sequence[bytes], rows: range) -> Callable[[], Future]:
+    return lambda: pool.connector.load(keys, rows, tickets=pool.tickets(keys))
 
 
 def _transfer(samples: _Samples, block_bytes: int, calls: Sequence[Callable[[], Future]]) -> list[Result]:
-    began = time.perf_counter()
+    started = time.perf_counter()
     ends: dict[int, float] = {}
     futures = []
     starts = []
@@ -139,16 +140,16 @@ def _transfer(samples: _Samples, block_bytes: int, calls: Sequence[Callable[[], 
         future.add_done_callback(lambda _, i=i: ends.__setitem__(i, time.perf_counter()))
         futures.append(future)
     results: list[Result] = [future.result() for future in futures]
-    samples.seconds += time.perf_counter() - began
+    samples.seconds += time.perf_counter() - started
     for i, result in enumerate(results):
-        fine = result.outcomes.count(Outcome.OK)
-        samples.bytes += fine * block_bytes
-        samples.failed += len(result.outcomes) - fine
+        num_ok = result.outcomes.count(Outcome.OK)
+        samples.bytes += num_ok * block_bytes
+        samples.failed += len(result.outcomes) - num_ok
         samples.latencies.append(ends.get(i, time.perf_counter()) - starts[i])
     return results
 
 
-# The command.
+# The command `pdserve connector bench`.
 
 
 def run(
@@ -161,9 +162,9 @@ def run(
     if size % 8 or size < 1024:
         raise SetupError(f"--block-bytes must be a multiple of 8 and at least 1024, not {size}.")
     counts, parallel = parse_counts(blocks, "blocks"), parse_counts(concurrency, "concurrency")
-    pyplot = _pyplot() if plot_file else None
+    pyplot = _import_pyplot() if plot_file else None
     rows: list[Figure] = []
-    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as instances do
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as in an instance
     with Console(stderr=True).status("measuring") as status:
         for row in figures(url, size, counts, parallel, seconds):
             status.update(f"measuring: {row.blocks} blocks, {row.concurrency} at a time")
@@ -174,16 +175,18 @@ def run(
     else:
         _print(rows, without_password(url), size)
     if json_file not in ("", "-"):
-        _written(json_file, lambda: _write_text(json_file, json.dumps(data, indent=2) + "\n"))
+        _report_errors(json_file, lambda: _write_text(json_file, json.dumps(data, indent=2) + "\n"))
     if pyplot is not None:
-        _written(plot_file, lambda: _plot(pyplot, rows, f"{without_password(url)}, blocks of {block_bytes}", plot_file))
+        _report_errors(
+            plot_file, lambda: _plot(pyplot, rows, f"{without_password(url)}, blocks of {block_bytes}", plot_file)
+        )
 
 
 def parse_counts(text: str, name: str) -> list[int]:
     counts = []
     for part in text.split(","):
         if not part.strip().isdecimal() or int(part) < 1:
-            raise SetupError(f"--{name}: {part.strip()!r} is not a whole number from 1 on.")
+            raise SetupError(f"--{name}: {part.strip()!r} is not an integer of at least 1.")
         counts.append(int(part))
     return counts
 
@@ -212,8 +215,8 @@ def _print(rows: Sequence[Figure], url: str, block_bytes: int) -> None:
     (console if console.is_terminal else Console(width=120)).print(table)
 
 
-def _pyplot() -> Any:
-    """matplotlib is no dependency: who wants pictures installs it. Asked for before anything is measured."""
+def _import_pyplot() -> Any:
+    """Import matplotlib, an optional dependency. Called before measuring, to fail early."""
     try:
         import_module("matplotlib").use("Agg")
         return import_module("matplotlib.pyplot")
@@ -250,7 +253,7 @@ def _write_text(file: str, text: str) -> None:
         out.write(text)
 
 
-def _written(file: str, write: Callable[[], None]) -> None:
+def _report_errors(file: str, write: Callable[[], None]) -> None:
     try:
         write()
     except (OSError, ValueError) as error:

@@ -1,14 +1,14 @@
-"""`?codec=` of a connector URL: what becomes of a block's bytes on their way to the store and back.
+"""Codecs for `?codec=` of a connector URL: compression of KV blocks on their way to the store and back.
 
-    none         the pool's row itself; costs nothing
-    lz4, zstd    lossless; a block that would not get shorter is stored as it is
-    fp8, int8    lossy: one byte per number, and a scale for each layer, K or V, and head of the block
+    none         the pool row itself; costs nothing
+    lz4, zstd    lossless; a block that would not become shorter is stored uncompressed
+    fp8, int8    lossy: one byte per number, and one scale per layer, K or V, and head of the block
 
-A codec other than `none` is part of the namespace under which a connector stores, so blocks of different codecs never meet.
+A codec other than `none` is part of the namespace under which a connector stores, so blocks of different codecs never mix.
 
-Splitting numbers into planes of equal bytes before lz4 or zstd was measured, on the demo model's KV and on normal noise. With
-zstd it saves 1 % of bfloat16 and takes twice the time, because zstd's entropy coder has seen the planes already. With lz4 it
-saves 10 % of bfloat16 and becomes slower than zstd, which saves twice that. So there are no planes.
+Byte-plane splitting before lz4 or zstd was measured on the demo model's KV and on normally distributed noise. With zstd it
+saves 1 % of bfloat16 and takes twice the time, because zstd's entropy coder already exploits the structure. With lz4 it
+saves 10 % of bfloat16 and becomes slower than zstd, which saves twice as much. So byte planes are not used.
 """
 
 import hashlib
@@ -24,53 +24,55 @@ from pdserve.errors import SetupError
 from pdserve.keys import KEY_BYTES, Layout
 from pdserve.kv_transfer.header import Buffer, Row
 
-ZSTD_LEVEL: Final = 1  # higher ones save 1 % more and take a third longer
+ZSTD_LEVEL: Final = 1  # higher levels save 1 % more and take a third longer
 
 
 class Undecodable(Exception):
-    """These bytes were not made by this codec for such a block."""
+    """The payload was not produced by this codec for a block of this layout."""
 
 
 class Codec(ABC):
-    """Encodes and decodes blocks of one layout; on any number of threads at once.
+    """Encodes and decodes blocks of one layout. Thread-safe.
 
     Attributes:
-        name: in the URL.
-        lossy: what is decoded differs from what was encoded. Encoding and decoding it once more changes nothing further.
-        as_is: the payload is the row.
-        namespace: of blocks that are stored so.
-        lengths: that a payload can have, in bytes. Never more than a block's.
+        name: the value of `?codec=`.
+        lossy: decoded blocks differ from encoded ones. Encoding and decoding a decoded block changes nothing further.
+        is_identity: the payload is the row itself.
+        namespace: the namespace under which encoded blocks are stored.
+        payload_lengths: the possible payload lengths in bytes. Never longer than a block.
     """
 
     name: ClassVar[str]
     lossy: ClassVar[bool] = False
-    as_is: ClassVar[bool] = False
-    lengths: range
+    is_identity: ClassVar[bool] = False
+    payload_lengths: range
 
     def __init__(self, layout: Layout) -> None:
-        """Raises `SetupError` where a library is missing, or the layout is none that this codec can do."""
+        """Raises `SetupError` if a library is missing or the codec does not support the layout."""
         self.namespace = hashlib.blake2b(layout.namespace + self.name.encode(), digest_size=KEY_BYTES).digest()
 
     @abstractmethod
     def encode(self, row: Row) -> Row:
-        """The payload of a row, uint8. May be the row itself."""
+        """Return the payload of a row, uint8 [length]. May be the row itself."""
 
     @abstractmethod
     def decode(self, payload: Buffer) -> Row:
-        """The row, uint8 [block_bytes], of a payload whose length is one of `lengths`.
+        """Return the row, uint8 [block_bytes], of a payload whose length is one of `payload_lengths`.
 
         Raises:
-            Undecodable: it was not made by `encode`. Takes no more memory for that than for one that was.
+            Undecodable: the payload was not produced by `encode`. Detecting that takes no more memory than decoding.
         """
 
 
 class Plain(Codec):
+    """No compression."""
+
     name = "none"
-    as_is = True
+    is_identity = True
 
     def __init__(self, layout: Layout) -> None:
         self.namespace = layout.namespace
-        self.lengths = range(layout.block_bytes, layout.block_bytes + 1)
+        self.payload_lengths = range(layout.block_bytes, layout.block_bytes + 1)
 
     def encode(self, row: Row) -> Row:
         return row
@@ -80,12 +82,12 @@ class Plain(Codec):
 
 
 class _Compressed(Codec):
-    """Lossless. A payload as long as a block is the block, uncompressed."""
+    """Base of the lossless codecs. A payload as long as a block is the block, uncompressed."""
 
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
         self._block_bytes = layout.block_bytes
-        self.lengths = range(1, layout.block_bytes + 1)
+        self.payload_lengths = range(1, layout.block_bytes + 1)
 
     def encode(self, row: Row) -> Row:
         payload = self._compress(row)
@@ -102,7 +104,7 @@ class _Compressed(Codec):
 
     @abstractmethod
     def _decompress(self, payload: Buffer) -> bytes:
-        """Raises `Undecodable` rather than make more than `_block_bytes` bytes."""
+        """Raises `Undecodable` instead of producing more than `_block_bytes` bytes."""
 
 
 class Lz4(_Compressed):
@@ -110,7 +112,7 @@ class Lz4(_Compressed):
 
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
-        self._lz4 = _library("lz4.block", self.name)
+        self._lz4 = _import_library("lz4.block", self.name)
 
     def _compress(self, row: Row) -> bytes:
         payload: bytes = self._lz4.compress(row, store_size=False)
@@ -129,105 +131,106 @@ class Zstd(_Compressed):
 
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
-        self._zstd = _library("zstandard", self.name)
-        self._of_thread = threading.local()  # its objects are for one thread at a time
+        self._zstd = _import_library("zstandard", self.name)
+        self._thread_local = threading.local()  # compressors and decompressors are not thread-safe
 
     def _compress(self, row: Row) -> bytes:
-        if not hasattr(self._of_thread, "compressor"):
-            self._of_thread.compressor = self._zstd.ZstdCompressor(level=ZSTD_LEVEL)
-        payload: bytes = self._of_thread.compressor.compress(row)
+        if not hasattr(self._thread_local, "compressor"):
+            self._thread_local.compressor = self._zstd.ZstdCompressor(level=ZSTD_LEVEL)
+        payload: bytes = self._thread_local.compressor.compress(row)
         return payload
 
     def _decompress(self, payload: Buffer) -> bytes:
-        if not hasattr(self._of_thread, "decompressor"):
-            self._of_thread.decompressor = self._zstd.ZstdDecompressor()
+        if not hasattr(self._thread_local, "decompressor"):
+            self._thread_local.decompressor = self._zstd.ZstdDecompressor()
         try:
-            # It would make as much room as the payload says.
+            # The decompressor allocates as many bytes as the payload states.
             if self._zstd.frame_content_size(payload) != self._block_bytes:
                 raise Undecodable
-            row: bytes = self._of_thread.decompressor.decompress(payload, allow_extra_data=False)
+            row: bytes = self._thread_local.decompressor.decompress(payload, allow_extra_data=False)
         except self._zstd.ZstdError:
             raise Undecodable from None
         return row
 
 
-class _Scaled(Codec):
-    """Lossy: the largest magnitude of each layer, K or V, and head, in the pool's dtype; then one code for each number.
+class _Quantized(Codec):
+    """Base of the lossy codecs: a scale per layer, K or V, and head, in the pool's dtype; then one code per number.
 
-    The largest magnitude has the largest code and comes back exactly, so what was decoded has the same scales and codes. A
-    head with an infinity or a NaN in it comes back as NaN, as a whole: such KV says nothing, and should not look as if.
+    The scale is the largest magnitude of the head. That number gets the largest code and is restored exactly, so encoding a
+    decoded block gives the same scales and codes. A head that contains an infinity or a NaN is decoded as NaN as a whole:
+    such KV is meaningless and must not look valid.
     """
 
     lossy = True
-    largest: ClassVar[float]  # code
+    max_code: ClassVar[float]
 
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
-        types = _library("ml_dtypes", self.name)
-        known = {"float32": np.float32, "float16": np.float16, "bfloat16": types.bfloat16}
-        if layout.dtype not in known:
-            raise SetupError(f"codec={self.name} is for KV in {', '.join(known)}, not in {layout.dtype}.")
-        self._dtype = np.dtype(known[layout.dtype])
+        types = _import_library("ml_dtypes", self.name)
+        supported = {"float32": np.float32, "float16": np.float16, "bfloat16": types.bfloat16}
+        if layout.dtype not in supported:
+            raise SetupError(f"codec={self.name} supports KV in {', '.join(supported)}, not in {layout.dtype}.")
+        self._dtype = np.dtype(supported[layout.dtype])
         self._heads = layout.num_layers * 2 * layout.num_kv_heads
-        self._code = np.dtype(self._code_type(types))
-        codes = np.arange(256, dtype=np.uint8).view(self._code)
-        self._levels: npt.NDArray[np.float32] = codes.astype(np.float32) / np.float32(self.largest)
+        self._code_dtype = np.dtype(self._get_code_type(types))
+        codes = np.arange(256, dtype=np.uint8).view(self._code_dtype)
+        self._decoded_codes: npt.NDArray[np.float32] = codes.astype(np.float32) / np.float32(self.max_code)
         self._scale_bytes = self._heads * layout.itemsize
         length = self._scale_bytes + layout.block_bytes // layout.itemsize
-        self.lengths = range(length, length + 1)
+        self.payload_lengths = range(length, length + 1)
 
     def encode(self, row: Row) -> Row:
         values = row.view(self._dtype).reshape(self._heads, -1).astype(np.float32)
-        scales = np.abs(values).max(axis=1, keepdims=True)  # NaN if there is one
-        broken = ~np.isfinite(scales[:, 0])
-        values[broken], scales[broken] = 0, np.nan
+        scales = np.abs(values).max(axis=1, keepdims=True)  # NaN if the head contains one
+        non_finite = ~np.isfinite(scales[:, 0])
+        values[non_finite], scales[non_finite] = 0, np.nan
         values /= np.where(scales > 0, scales, 1)
-        values *= self.largest
-        if np.issubdtype(self._code, np.integer):
+        values *= self.max_code
+        if np.issubdtype(self._code_dtype, np.integer):
             np.rint(values, out=values)
-        payload = np.empty(self.lengths[0], np.uint8)
+        payload = np.empty(self.payload_lengths[0], np.uint8)
         payload[: self._scale_bytes] = scales.astype(self._dtype).view(np.uint8).ravel()
-        payload[self._scale_bytes :] = values.astype(self._code).view(np.uint8).ravel()
+        payload[self._scale_bytes :] = values.astype(self._code_dtype).view(np.uint8).ravel()
         return payload
 
     def decode(self, payload: Buffer) -> Row:
         data = np.frombuffer(payload, np.uint8)
         scales = data[: self._scale_bytes].view(self._dtype).astype(np.float32).reshape(-1, 1)
-        values = np.take(self._levels, data[self._scale_bytes :]).reshape(self._heads, -1)
+        values = np.take(self._decoded_codes, data[self._scale_bytes :]).reshape(self._heads, -1)
         with np.errstate(all="ignore"):
             values *= scales
             row: Row = values.astype(self._dtype).view(np.uint8).ravel()
         return row
 
     @abstractmethod
-    def _code_type(self, types: Any) -> Any:
-        """The type of a code, given the module `ml_dtypes`."""
+    def _get_code_type(self, types: Any) -> Any:
+        """Return the dtype of a code; `types` is the module `ml_dtypes`."""
 
 
-class Fp8(_Scaled):
-    """e4m3: three bits of mantissa, so that small numbers keep their precision beside large ones."""
+class Fp8(_Quantized):
+    """e4m3: a mantissa of three bits keeps the relative precision of small numbers beside large ones."""
 
     name = "fp8"
-    largest = 448.0
+    max_code = 448.0
 
-    def _code_type(self, types: Any) -> Any:
+    def _get_code_type(self, types: Any) -> Any:
         return types.float8_e4m3fn
 
 
-class Int8(_Scaled):
-    """255 equal steps: the smaller error for numbers near the largest."""
+class Int8(_Quantized):
+    """255 equal steps: a smaller error for numbers near the largest."""
 
     name = "int8"
-    largest = 127.0
+    max_code = 127.0
 
-    def _code_type(self, types: Any) -> Any:
+    def _get_code_type(self, types: Any) -> Any:
         return np.int8
 
 
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Plain, Lz4, Zstd, Fp8, Int8)}
 
 
-def _library(module: str, codec: str) -> Any:
+def _import_library(module: str, codec: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:

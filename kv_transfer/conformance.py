@@ -1,11 +1,11 @@
-"""The conformance kit: which rules of the contract hold for a connector, found out by using it.
+"""The conformance kit: checks by use which rules of the connector contract a connector keeps.
 
     pdserve connector check mystore://host:port
 
 Every rule gets fresh connectors, pools and a namespace of its own, and ends with one of three verdicts. NOT CHECKED means
-what it says: from outside of the connector it could not be told, or not on this machine. It never counts as a pass.
+that the rule could not be checked from outside of the connector, or not on this machine. It never counts as a pass.
 
-`kv_transfer/rules/` has the rules; `tests/kv_transfer/broken.py` has, for each, a connector that breaks it.
+The rules are in `kv_transfer/rules/`; `tests/kv_transfer/broken.py` has a connector that breaks it for each of them.
 """
 
 import logging
@@ -23,11 +23,11 @@ from rich.table import Table
 from pdserve.errors import SetupError
 from pdserve.kv_transfer import registry
 from pdserve.kv_transfer.connector import API_VERSION, Connector, Outcome
-from pdserve.kv_transfer.rules import blocks, conduct, processes, room
-from pdserve.kv_transfer.rules.trial import Broken, NotChecked, Trial, new_keys
+from pdserve.kv_transfer.rules import behaviour, blocks, leases, processes
+from pdserve.kv_transfer.rules.context import Broken, NotChecked, RuleContext, new_keys
 from pdserve.kv_transfer.url import without_password
 
-Rule = Callable[[Trial], str]
+Rule = Callable[[RuleContext], str]
 
 RULES: tuple[Rule, ...] = (
     blocks.round_trip,
@@ -42,19 +42,19 @@ RULES: tuple[Rule, ...] = (
     blocks.flipped_bytes,
     blocks.foreign_namespace,
     blocks.older_layout,
-    room.lease,
-    room.release,
-    room.leases_under_pressure,
-    room.capacity,
-    conduct.deadline,
-    conduct.cancelled,
-    conduct.many_threads,
-    conduct.caller_never_waits,
-    conduct.counts,
-    conduct.content_stays,
-    conduct.clean_close,
+    leases.lease,
+    leases.release,
+    leases.leases_under_pressure,
+    leases.capacity,
+    behaviour.deadline,
+    behaviour.cancelled,
+    behaviour.many_threads,
+    behaviour.caller_never_waits,
+    behaviour.counts,
+    behaviour.content_stays,
+    behaviour.clean_close,
 )
-LONGEST_S = 300.0  # of one rule, beyond what it is given; then it hangs
+RULE_TIMEOUT_S = 300.0  # of one rule, beyond its --seconds
 
 
 class Verdict(StrEnum):
@@ -65,7 +65,12 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Report:
-    """What became of one rule. `detail` is a sentence where it does not hold, and a note where it does."""
+    """The result of one rule.
+
+    Attributes:
+        says: the requirement, the first line of the rule's docstring.
+        detail: the reason if the rule does not hold, otherwise an optional note.
+    """
 
     rule: str
     says: str
@@ -75,11 +80,12 @@ class Report:
 
 
 def name_of(rule: Rule) -> str:
+    """Return the rule's name for users, such as "round-trip"."""
     return rule.__name__.replace("_", "-")
 
 
 def rules_named(names: Sequence[str]) -> tuple[Rule, ...]:
-    """The rules of these names, all for none."""
+    """Return the rules with these names, or all rules if no names are given. Raises `SetupError` for unknown names."""
     known = {name_of(rule): rule for rule in RULES}
     for name in names:
         if name not in known:
@@ -88,65 +94,70 @@ def rules_named(names: Sequence[str]) -> tuple[Rule, ...]:
 
 
 def check(url: str, rules: Sequence[Rule] = RULES, seconds: float = 2.0) -> Iterator[Report]:
-    """Tries the rules one by one.
+    """Check the rules one by one, and yield a report for each.
+
+    Args:
+        seconds: how long randomized rules run.
 
     Raises:
-        SetupError: the URL is wrong, or its store cannot be used at all.
+        SetupError: the URL is invalid, or its store cannot be used at all.
     """
-    trial = Trial(url, seconds)
+    context = RuleContext(url, seconds)
     try:
-        if Outcome.FULL in trial.instance().store(new_keys(1), [0]).outcomes:
+        if Outcome.FULL in context.attach().store(new_keys(1), [0]).outcomes:
             raise SetupError(f"{without_password(url)} is full already: it refuses a single block.")
     except SetupError:
         raise
-    except Exception:  # noqa: BLE001 - a finding, which the rules will make
+    except Exception:  # noqa: BLE001 - the rules will report it
         pass
     finally:
-        trial.close()
+        context.close()
     for rule in rules:
         yield try_rule(rule, url, seconds)
 
 
 def try_rule(rule: Rule, url: str, seconds: float = 2.0) -> Report:
-    """Runs in a thread of its own, so that a connector that blocks for ever breaks the rule and not the kit."""
-    trial = Trial(url, seconds)
-    ended: list[tuple[Verdict, str]] = []
-    thread = threading.Thread(target=lambda: ended.append(_try(rule, trial)), name="conformance", daemon=True)
-    began = time.perf_counter()
+    """Check one rule, in a separate thread, so that a connector that blocks forever breaks the rule and not the kit."""
+    context = RuleContext(url, seconds)
+    outcome: list[tuple[Verdict, str]] = []
+    thread = threading.Thread(target=lambda: outcome.append(_run(rule, context)), name="conformance", daemon=True)
+    started = time.perf_counter()
     thread.start()
-    limit = LONGEST_S + 20 * seconds
+    limit = RULE_TIMEOUT_S + 20 * seconds
     thread.join(limit)
-    verdict, detail = ended[0] if ended else (Verdict.BROKEN, f"expected an end, saw none after {limit:g} s")
+    verdict, detail = outcome[0] if outcome else (Verdict.BROKEN, f"expected an end, saw none after {limit:g} s")
     says = (rule.__doc__ or "").partition("\n")[0]
-    return Report(name_of(rule), says, verdict, time.perf_counter() - began, detail)
+    return Report(name_of(rule), says, verdict, time.perf_counter() - started, detail)
 
 
-def _try(rule: Rule, trial: Trial) -> tuple[Verdict, str]:
+def _run(rule: Rule, context: RuleContext) -> tuple[Verdict, str]:
     def close() -> str:
-        trial.close()
+        context.close()
         return ""
 
-    verdict, detail = _verdict(lambda: rule(trial))
-    closed, trouble = _verdict(close)
-    return (verdict, detail) if closed is Verdict.HOLDS or verdict is Verdict.BROKEN else (closed, trouble)
+    verdict, detail = _judge(lambda: rule(context))
+    close_verdict, close_detail = _judge(close)
+    if close_verdict is Verdict.HOLDS or verdict is Verdict.BROKEN:
+        return verdict, detail
+    return close_verdict, close_detail
 
 
-def _verdict(run: Callable[[], str]) -> tuple[Verdict, str]:
+def _judge(run: Callable[[], str]) -> tuple[Verdict, str]:
     try:
         return Verdict.HOLDS, run()
     except Broken as broken:
         return Verdict.BROKEN, str(broken)
-    except NotChecked as why:
-        return Verdict.NOT_CHECKED, str(why)
+    except NotChecked as reason:
+        return Verdict.NOT_CHECKED, str(reason)
     except SetupError as error:
         return Verdict.NOT_CHECKED, f"the store could not be used: {error}"
-    except Exception as error:  # noqa: BLE001 - whatever a connector raises is a finding
+    except Exception as error:  # noqa: BLE001 - an exception of the connector breaks the rule
         return Verdict.BROKEN, f"expected no exception, saw {type(error).__name__}: {error}"
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what connectors log of the trouble that is made for them."""
+    """Suppress warnings that connectors log about the faults caused by the rules."""
     logger = logging.getLogger("pdserve")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -157,10 +168,10 @@ def _quiet() -> Iterator[None]:
 
 
 def run(url: str, names: Sequence[str], seconds: float, as_json: bool) -> bool:
-    """The command. Whether no rule is broken."""
+    """Run `pdserve connector check`: print the reports. Returns True if no rule is broken."""
     rules = rules_named(names)
     console = Console()
-    # A pipe has no width; sentences that are cut help nobody.
+    # A pipe has no width; a large one avoids cut sentences.
     output = console if console.is_terminal else Console(width=200)
     if as_json:
         with _quiet():
@@ -175,7 +186,7 @@ def run(url: str, names: Sequence[str], seconds: float, as_json: bool) -> bool:
     passed = all(report.verdict is not Verdict.BROKEN for report in reports)
     if as_json:
         console.print_json(
-            data={"url": without_password(url), "passed": passed, "rules": [asdict(one) for one in reports]}
+            data={"url": without_password(url), "passed": passed, "rules": [asdict(report) for report in reports]}
         )
         return passed
     table = Table(box=None, header_style="bold", title=without_password(url), title_justify="left")
@@ -186,17 +197,22 @@ def run(url: str, names: Sequence[str], seconds: float, as_json: bool) -> bool:
         verdict = f"[{colours[report.verdict]}]{report.verdict}[/]"
         table.add_row(report.rule, verdict, f"{report.seconds:.1f}", report.detail.replace("[", r"\["))
     output.print(table)
-    totals = ", ".join(f"{sum(one.verdict is verdict for one in reports)} {verdict}" for verdict in Verdict)
+    totals = ", ".join(f"{sum(report.verdict is verdict for report in reports)} {verdict}" for verdict in Verdict)
     output.print(totals)
     return passed
 
 
-# What is installed.
+# Installed connectors.
 
 
 @dataclass(frozen=True)
-class Listed:
-    """An installed connector, and whether it can be used. `contract` is None where its package does not declare it."""
+class ListedConnector:
+    """A row of `pdserve connector list`.
+
+    Attributes:
+        contract: the declared version of the connector contract; None if the class does not declare one.
+        why: the reason if the connector is not usable, or a remark.
+    """
 
     scheme: str
     target: str
@@ -207,20 +223,20 @@ class Listed:
     why: str
 
 
-def listed() -> list[Listed]:
-    """All installed connectors. Imports each, which may do anything, so that every failure is a reason, not an end."""
-    return [Listed(**vars(one), **_state(one.scheme)) for one in registry.installed()]
+def list_connectors() -> list[ListedConnector]:
+    """List all installed connectors. Each is imported; any failure to do so is reported as the reason."""
+    return [ListedConnector(**vars(connector), **_check_usable(connector.scheme)) for connector in registry.installed()]
 
 
-def _state(scheme: str) -> dict[str, Any]:
+def _check_usable(scheme: str) -> dict[str, Any]:
     contract: int | None = None
     try:
-        found = registry._find(scheme).load()
-        contract = declared_version(found)
+        connector_class = registry._find(scheme).load()
+        contract = declared_version(connector_class)
         registry._load(registry._find(scheme))
     except SetupError as error:
         return {"contract": contract, "usable": False, "why": str(error)}
-    except Exception as error:  # noqa: BLE001 - somebody else's code
+    except Exception as error:  # noqa: BLE001 - third-party code
         return {
             "contract": contract,
             "usable": False,
@@ -235,10 +251,10 @@ def _state(scheme: str) -> dict[str, Any]:
 
 
 def declared_version(connector: object) -> int | None:
-    """The contract's version for which a class was written.
+    """Return the version of the contract for which a connector class was written, or None if it is not declared.
 
-    It has to be declared by the author's own class. What it inherits from pdserve is the version of the pdserve that is
-    installed, and says nothing. Our own connectors come with the contract.
+    The author's own class has to declare it: a version inherited from pdserve is only that of the pdserve installed. The
+    built-in connectors always have the current version.
     """
     if not isinstance(connector, type) or not issubclass(connector, Connector):
         return None

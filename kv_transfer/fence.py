@@ -1,35 +1,40 @@
-"""What keeps a late worker away from rows that are no longer its own."""
+"""A lock that keeps a late worker thread from touching pool rows that now belong to another sequence."""
 
 import threading
 from types import TracebackType
 
 
 class Expired(Exception):
-    """The operation was answered at its deadline: its rows must not be touched any more."""
+    """The operation is closed or cancelled: its rows must not be touched any more."""
 
 
 class Fence:
-    """Open while the operation's rows may be touched. `with fence:` raises `Expired` once it is closed. It also does so
-    once `left` is set, which waits for nothing: a copy may be under way."""
+    """Guards the pool rows of one operation. `with fence:` permits access while the fence is open.
 
-    __slots__ = ("_closed", "_lock", "left")
+    Entering raises `Expired` once the fence is closed, or once `cancelled` is set. Setting `cancelled` does not wait for a
+    copy in progress; `close` does.
+    """
+
+    __slots__ = ("_closed", "_lock", "cancelled")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._closed = False
-        self.left = False
+        self.cancelled = False
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        if self._closed or self.left:
+        if self._closed or self.cancelled:
             self._lock.release()
             raise Expired
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self._lock.release()
 
     def close(self) -> bool:
-        """Whether this call closed it. Waits for the one copy that may be under way."""
+        """Close the fence, after waiting for a copy in progress. Returns True if this call closed it."""
         with self._lock:
             first = not self._closed
             self._closed = True

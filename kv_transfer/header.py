@@ -1,17 +1,17 @@
-"""The 64 bytes in front of every stored block, by which a load tells its own block from anything else.
+"""The 64-byte header in front of every stored block, which identifies and protects the block.
 
     offset  bytes
          0      8  magic
          8      4  version of this header
-        12      4  version of the layout (what the payload's bytes mean)
+        12      4  version of the layout (the format of the payload)
         16     16  namespace
         32     16  key
-        48      8  length of the payload: a block's, or with a codec what that makes of it
+        48      8  payload length: that of a block, or of what a codec makes of it
         56      8  xxh3_64 of the payload
 
-The first 48 bytes follow from what the reader wants, and a header fits if those are equal and the length is a possible
-one. xxh3 runs at memory speed and guards against accidents: torn writes, flipped bits, mixed-up names. It does not guard
-against someone who can write to the store and means harm; keep such people out of the store.
+A reader computes the first 48 bytes from the block it requests. A header matches if these bytes are equal and the length is
+a valid one. xxh3 runs at memory speed and detects accidents: torn writes, flipped bits, mixed-up names. It does not protect
+against a malicious writer; restrict write access to the store.
 """
 
 import struct
@@ -28,83 +28,85 @@ HEADER_BYTES: Final = 64
 HEADER_VERSION: Final = 1
 MAGIC: Final = b"pdserveK"
 
-_FRONT = struct.Struct("<8sII16s")
+_PREFIX = struct.Struct("<8sII16s")
 _LENGTH = struct.Struct("<Q")
 _LENGTH_AT = 48
 _CHECKSUM_AT = 56
-_SPAN_BYTES = 128 << 10  # copied, then hashed while in the cache
+_CHUNK_BYTES = 128 << 10  # copied, then hashed while still in the CPU cache
 
 Buffer = bytes | bytearray | memoryview
 Row = npt.NDArray[np.uint8]
 
 
-class Seal:
-    """Makes and checks the headers of one pool's blocks.
+class HeaderFormat:
+    """Packs and checks the headers of one pool's blocks.
 
     Args:
-        namespace, lengths: of blocks that are stored by a codec, and that its payloads can have; else those of the layout.
+        layout: the pool's layout; its version, namespace and block length are the defaults.
+        namespace: the namespace to use instead of the layout's, for blocks stored with a codec.
+        lengths: the payload lengths that are valid with that codec.
     """
 
     def __init__(self, layout: Layout, namespace: bytes | None = None, lengths: range | None = None) -> None:
         self.block_bytes = layout.block_bytes
-        self._before_key = _FRONT.pack(MAGIC, HEADER_VERSION, layout.version, namespace or layout.namespace)
+        self._prefix = _PREFIX.pack(MAGIC, HEADER_VERSION, layout.version, namespace or layout.namespace)
         self._lengths = lengths or range(layout.block_bytes, layout.block_bytes + 1)
 
     def pack(self, key: bytes, payload: Buffer | Row) -> bytes:
-        """The header of `payload` stored under `key`."""
+        """Return the header of `payload` stored under `key`."""
         return self.pack_checksum(key, len(payload), checksum(payload))
 
     def pack_checksum(self, key: bytes, length: int, digest: bytes) -> bytes:
-        """The same for a payload of which the checksum is known."""
-        return self._before_key + key + _LENGTH.pack(length) + digest
+        """Return the header of a payload whose length and checksum are given."""
+        return self._prefix + key + _LENGTH.pack(length) + digest
 
-    def fits(self, header: bytes, key: bytes) -> bool:
-        """Whether this header announces our block `key`: same magic, versions, namespace and key, a possible length."""
+    def matches(self, header: bytes, key: bytes) -> bool:
+        """Return True if this is a header for block `key`: same magic, versions, namespace and key, a valid length."""
         return (
             len(header) == HEADER_BYTES
-            and header[:_LENGTH_AT] == self._before_key + key
+            and header[:_LENGTH_AT] == self._prefix + key
             and payload_length(header) in self._lengths
         )
 
 
 def payload_length(header: bytes) -> int:
-    """How many bytes the payload has, as the header says."""
+    """Return the payload length in bytes that the header states."""
     length: int = _LENGTH.unpack_from(header, _LENGTH_AT)[0]
     return length
 
 
-def intact(header: bytes, payload: Buffer | Row) -> bool:
-    """Whether the payload is the one that the header was made for."""
-    return announces(header, checksum(payload))
+def is_intact(header: bytes, payload: Buffer | Row) -> bool:
+    """Return True if the payload's checksum is the header's."""
+    return has_checksum(header, checksum(payload))
 
 
-def announces(header: bytes, digest: bytes) -> bool:
-    """Whether the header was made for a payload of this checksum."""
+def has_checksum(header: bytes, digest: bytes) -> bool:
+    """Return True if the header's checksum is `digest`."""
     return header[_CHECKSUM_AT:] == digest
 
 
-def copy(target: Row, source: Buffer | Row, hasher: xxhash.xxh3_64) -> None:
-    """Copies `source` to the front of `target`, and has `hasher` read what is there then, whatever becomes of the source."""
+def copy_and_hash(target: Row, source: Buffer | Row, hasher: xxhash.xxh3_64) -> None:
+    """Copy `source` to the front of `target`, and hash the bytes in `target`, even if `source` changes meanwhile."""
     array = source if isinstance(source, np.ndarray) else np.frombuffer(source, np.uint8)
-    for start in range(0, len(array), _SPAN_BYTES):
-        span = array[start : start + _SPAN_BYTES]
-        copied = target[start : start + len(span)]
-        copied[:] = span
+    for start in range(0, len(array), _CHUNK_BYTES):
+        chunk = array[start : start + _CHUNK_BYTES]
+        copied = target[start : start + len(chunk)]
+        copied[:] = chunk
         hasher.update(copied)  # type: ignore[arg-type]  # an array is a buffer; typed so from 3.12 on
 
 
-def fill(target: Row, read: Callable[[memoryview, int], int]) -> bytes | None:
-    """Has `read(memory, at)` fill `target` with the bytes from `at` on, a part at a time.
+def read_and_hash(target: Row, read: Callable[[memoryview, int], int]) -> bytes | None:
+    """Fill `target` in chunks by `read(memory, offset)`, which returns the number of bytes it read.
 
     Returns:
-        The checksum of what is in `target` then; None if there were fewer bytes.
+        The checksum of the bytes in `target`; None if there were fewer bytes than `target` holds.
     """
     hasher = xxhash.xxh3_64()
-    for start in range(0, len(target), _SPAN_BYTES):
-        span = target[start : start + _SPAN_BYTES]
-        if read(span.data, start) != len(span):
+    for start in range(0, len(target), _CHUNK_BYTES):
+        chunk = target[start : start + _CHUNK_BYTES]
+        if read(chunk.data, start) != len(chunk):
             return None
-        hasher.update(span)  # type: ignore[arg-type]  # an array is a buffer; typed so from 3.12 on
+        hasher.update(chunk)  # type: ignore[arg-type]  # an array is a buffer; typed so from 3.12 on
     return hasher.digest()
 
 

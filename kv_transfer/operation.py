@@ -1,4 +1,4 @@
-"""One call of a connector's method, and the watchdog that ends it in time."""
+"""The state of one connector call in flight, and the watchdog thread that completes calls at their deadlines."""
 
 import threading
 import time
@@ -14,62 +14,71 @@ from pdserve.kv_transfer.fence import Fence
 T = TypeVar("T")
 
 
-class Answer(Future[T]):
-    """Of an operation. It cannot be cancelled, as rows stay reserved until the end, but one may say that nobody wants it."""
+class OperationFuture(Future[T]):
+    """The future of an operation. `cancel()` always fails, since its rows are in use; `request_cancel()` stops it early."""
 
     def __init__(self, fence: Fence) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()
         self._fence = fence
 
-    def unwanted(self) -> None:
-        """Has the operation end with the block that is being moved; the others end as CANCELLED. Returns at once."""
-        self._fence.left = True
+    def request_cancel(self) -> None:
+        """Stop the operation after the block being moved; the remaining blocks end as CANCELLED. Returns at once."""
+        self._fence.cancelled = True
 
 
 class Operation(Generic[T]):
-    """One call of store, load, match or release on its way through the workers."""
+    """One call of store, load, match or release, from submission until its future is done.
 
-    def __init__(self, kind: str, blocks: int, deadline: float, answer: Callable[["Operation[T]"], T]) -> None:
+    Attributes:
+        outcomes: one per block; UNAVAILABLE until marked otherwise.
+        bytes_moved: payload bytes stored or loaded so far.
+        matched: leading keys found so far, for `match`.
+        deadline: on the monotonic clock.
+    """
+
+    def __init__(self, kind: str, blocks: int, deadline: float, make_result: Callable[["Operation[T]"], T]) -> None:
         self.kind = kind
         self.outcomes = [Outcome.UNAVAILABLE] * blocks
-        self.moved = 0  # bytes
-        self.matched = 0  # leading keys
+        self.bytes_moved = 0
+        self.matched = 0
         self.started = time.perf_counter()
-        self.deadline = deadline  # on the monotonic clock
+        self.deadline = deadline
         self.fence = Fence()
         self.work: Callable[[], None] | None = None
-        self.future: Answer[T] = Answer(self.fence)
-        self._answer = answer
+        self.future: OperationFuture[T] = OperationFuture(self.fence)
+        self._make_result = make_result
 
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self.started
 
     @property
-    def over(self) -> bool:
-        return self.fence.left or self.future.done() or time.monotonic() >= self.deadline
+    def is_over(self) -> bool:
+        """True once the operation is cancelled, completed or past its deadline."""
+        return self.fence.cancelled or self.future.done() or time.monotonic() >= self.deadline
 
     def complete(self) -> None:
-        """The watchdog and the worker both come here; the first one answers."""
+        """Set the future's result. Called by both the worker and the watchdog; only the first call has an effect."""
         if self.fence.close():
             self.work = None
-            if self.fence.left:
-                end = {Outcome.UNAVAILABLE: Outcome.CANCELLED}
-                self.outcomes = [end.get(outcome, outcome) for outcome in self.outcomes]
-            self.future.set_result(self._answer(self))
+            if self.fence.cancelled:
+                final = {Outcome.UNAVAILABLE: Outcome.CANCELLED}
+                self.outcomes = [final.get(outcome, outcome) for outcome in self.outcomes]
+            self.future.set_result(self._make_result(self))
 
-    def fail(self, defect: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """Set an exception on the future, unless it is completed already."""
         if self.fence.close():
             self.work = None
-            self.future.set_exception(defect)
+            self.future.set_exception(error)
 
 
 class Watchdog:
-    """Completes operations at their deadlines."""
+    """Thread that completes operations at their deadlines."""
 
     def __init__(self, name: str) -> None:
-        self._thread = threading.Thread(target=self._watch, name=f"kv-{name}-watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"kv-{name}-watchdog", daemon=True)
         self._changed = threading.Condition()
         self._operations: list[tuple[float, int, Operation[Any]]] = []  # a heap: the earliest deadline first
         self._serial = count()
@@ -85,18 +94,19 @@ class Watchdog:
                 self._changed.notify()
 
     def stop(self) -> None:
-        """Completes what is left, whether its deadline has come or not."""
+        """Complete all remaining operations, due or not, and stop the thread."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
         if self._thread.is_alive():
             self._thread.join()
 
-    def _watch(self) -> None:
-        while (operation := self._next()) is not None:
+    def _run(self) -> None:
+        while (operation := self._next_due()) is not None:
             operation.complete()
 
-    def _next(self) -> Operation[Any] | None:
+    def _next_due(self) -> Operation[Any] | None:
+        """Wait for the next operation past its deadline. None: stopped, and no operations remain."""
         with self._changed:
             while True:
                 while self._operations and self._operations[0][2].future.done():

@@ -1,9 +1,9 @@
-"""The conformance kit under pytest.
+"""Pytest plugin that runs the conformance kit.
 
     pytest -p pdserve.kv_transfer.pytest_plugin --connector mystore://host:port
 
-adds one test per rule to those that are collected. In a test file, the fixture `connector_rule` does the same for a store
-that the tests start themselves:
+adds one test per rule to the collected tests. In a test file, the fixture `connector_rule` does the same for a store that the
+tests start themselves:
 
     pytest_plugins = ["pdserve.kv_transfer.pytest_plugin"]  # in conftest.py
 
@@ -22,10 +22,12 @@ from pdserve.kv_transfer.conformance import RULES, Report, Rule, Verdict, name_o
 
 
 class RuleBroken(Exception):
-    """The test fails with this sentence, and no traceback: nothing in the kit is wrong."""
+    """Fails a test with a sentence and no traceback, since the error is not in the kit."""
 
 
 class RuleItem(pytest.Item):
+    """A test of one rule with one connector URL."""
+
     def __init__(self, *, rule: Rule, url: str, seconds: float, **rest: Any) -> None:
         super().__init__(**rest)
         self._rule = rule
@@ -33,7 +35,7 @@ class RuleItem(pytest.Item):
         self._seconds = seconds
 
     def runtest(self) -> None:
-        _raise_unless_it_holds(try_rule(self._rule, self._url, self._seconds))
+        _raise_unless_holds(try_rule(self._rule, self._url, self._seconds))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         if isinstance(excinfo.value, RuleBroken):
@@ -49,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--connector", action="append", default=[], metavar="URL", help="check this connector's conformance"
     )
-    group.addoption("--connector-seconds", type=float, default=2.0, help="how long rules that try at random go on")
+    group.addoption("--connector-seconds", type=float, default=2.0, help="how long randomized rules run")
 
 
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -62,17 +64,17 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
 @pytest.fixture(params=RULES, ids=name_of)
 def connector_rule(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Call it with a URL: fails where this rule does not hold there."""
+    """A function of a connector URL that fails the test if the rule does not hold. One test per rule."""
     seconds: float = request.config.getoption("--connector-seconds")
 
     def check(url: str) -> None:
         __tracebackhide__ = True
-        _raise_unless_it_holds(try_rule(request.param, url, seconds))
+        _raise_unless_holds(try_rule(request.param, url, seconds))
 
     return check
 
 
-def _raise_unless_it_holds(report: Report) -> None:
+def _raise_unless_holds(report: Report) -> None:
     __tracebackhide__ = True
     if report.verdict is Verdict.NOT_CHECKED:
         pytest.skip(report.detail)

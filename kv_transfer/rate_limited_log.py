@@ -1,4 +1,4 @@
-"""Warnings about a store."""
+"""Rate-limited warnings about a store."""
 
 import logging
 import threading
@@ -6,25 +6,29 @@ import time
 
 log = logging.getLogger(__name__)
 
-_EVERY_S = 60.0
+_INTERVAL_S = 60.0
 
 
 class RateLimitedLog:
-    """Logs each kind of trouble at once, then once a minute with a count: a dead store must not fill the disk."""
+    """Logs the first warning of each kind at once, then at most one a minute with a count of those suppressed.
+
+    A store that is down must not fill the disk with log lines.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._last: dict[str, float] = {}
-        self._silent: dict[str, int] = {}
+        self._last_logged: dict[str, float] = {}
+        self._suppressed: dict[str, int] = {}
 
-    def add(self, text: str, kind: str | None = None) -> None:
+    def warning(self, text: str, kind: str | None = None) -> None:
+        """Log `text`, limited per `kind` (by default the text itself)."""
         kind = kind or text
         now = time.monotonic()
         with self._lock:
-            if now - self._last.get(kind, -_EVERY_S) < _EVERY_S:
-                self._silent[kind] = self._silent.get(kind, 0) + 1
+            if now - self._last_logged.get(kind, -_INTERVAL_S) < _INTERVAL_S:
+                self._suppressed[kind] = self._suppressed.get(kind, 0) + 1
                 return
-            self._last[kind] = now
-            silent = self._silent.pop(kind, 0)
-        log.warning("%s: %s%s", self._name, text, f" ({silent} more since the last report)" if silent else "")
+            self._last_logged[kind] = now
+            suppressed = self._suppressed.pop(kind, 0)
+        log.warning("%s: %s%s", self._name, text, f" ({suppressed} more since the last report)" if suppressed else "")

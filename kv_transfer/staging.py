@@ -1,4 +1,4 @@
-"""Host memory between a pool on a GPU and connectors, which move host memory."""
+"""Staging of GPU pools through pinned host memory, since connectors only transfer host memory."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,10 +18,10 @@ STAGING_BYTES = 256 << 20  # per direction
 
 
 def attach_pool(connector: Connector, pool: torch.Tensor, layout: Layout) -> Connector:
-    """Binds a pool [num_blocks, …] to a connector, through pinned host memory if the pool is on a GPU.
+    """Attach a pool [num_blocks, …] to a connector, through pinned host memory if the pool is on a GPU.
 
     Returns:
-        The connector to use from then on.
+        The attached connector to use: `connector` itself, or a `StagedConnector` around it.
     """
     if pool.device.type != "cpu":
         return StagedConnector(connector, pool, layout)
@@ -30,7 +30,7 @@ def attach_pool(connector: Connector, pool: torch.Tensor, layout: Layout) -> Con
 
 
 def host_rows(pool: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """A tensor in host memory as uint8 rows [num_blocks, block_bytes], sharing its memory."""
+    """Return a view of a tensor in host memory as uint8 rows [num_blocks, block_bytes]."""
     assert pool.device.type == "cpu" and pool.is_contiguous()
     rows: npt.NDArray[np.uint8] = _byte_rows(pool).numpy()
     return rows
@@ -41,8 +41,10 @@ def _byte_rows(pool: torch.Tensor) -> torch.Tensor:
 
 
 class StagedConnector(Connector):
-    """Copies blocks through pinned rows, half of them for stores and half for loads, each with a thread and a stream
-    of its own, so that neither compute nor the other direction waits. Bytes in flight are bounded by the rows.
+    """Wraps a connector so that blocks of a GPU pool are copied through staging rows in pinned host memory.
+
+    Half of the rows are for stores and half for loads, each direction with its own thread and CUDA stream, so that neither
+    the model's computation nor the other direction waits. The number of rows bounds the bytes in flight.
     """
 
     scheme = "staged"
@@ -50,44 +52,48 @@ class StagedConnector(Connector):
     def __init__(
         self, inner: Connector, pool: torch.Tensor, layout: Layout, staging_bytes: int = STAGING_BYTES
     ) -> None:
-        self.scheme = inner.scheme  # type: ignore[misc]  # elsewhere it belongs to the class
+        self.scheme = inner.scheme  # type: ignore[misc]  # a class attribute in other connectors
         if inner.in_place:
-            raise SetupError(f"{inner.scheme}:// reads pools in place and cannot do so with one on {pool.device} yet")
+            raise SetupError(
+                f"{inner.scheme}:// reads pools in place, which is not supported for a pool on {pool.device}"
+            )
         self._inner = inner
         self._pool = _byte_rows(pool)
-        self._half = max(1, min(pool.shape[0], staging_bytes // layout.block_bytes))
+        self._slots_per_direction = max(1, min(pool.shape[0], staging_bytes // layout.block_bytes))
         on_gpu = pool.device.type == "cuda"
-        self._rows = torch.zeros((2 * self._half, layout.block_bytes), dtype=torch.uint8, pin_memory=on_gpu)
+        self._rows = torch.zeros(
+            (2 * self._slots_per_direction, layout.block_bytes), dtype=torch.uint8, pin_memory=on_gpu
+        )
         self._streams = {d: _new_stream(pool.device) for d in ("store", "load")}
         self._threads = {d: ThreadPoolExecutor(1, thread_name_prefix=f"staging-{d}") for d in ("store", "load")}
         inner.attach(PoolMemory(self._rows.numpy(), layout))
 
     def attach(self, memory: PoolMemory) -> None:
-        raise AssertionError("attached when it is made")
+        raise AssertionError("the constructor attaches")
 
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
-        written = None
+        kv_written = None
         if self._pool.device.type == "cuda":
-            written = torch.cuda.Event()
-            written.record(torch.cuda.current_stream(self._pool.device))
+            kv_written = torch.cuda.Event()
+            kv_written.record(torch.cuda.current_stream(self._pool.device))
 
-        def move(keys: Sequence[bytes], blocks: list[int], slots: list[int]) -> Result:
+        def transfer_chunk(keys: Sequence[bytes], blocks: list[int], slots: list[int]) -> Result:
             with self._on_stream("store") as stream:
-                if stream is not None and written is not None:
-                    stream.wait_event(written)
+                if stream is not None and kv_written is not None:
+                    stream.wait_event(kv_written)
                 self._rows[slots[0] : slots[-1] + 1].copy_(self._pool[blocks])
             return self._inner.store(keys, slots, lease_s=lease_s).result()
 
-        return self._threads["store"].submit(self._in_pieces, 0, keys, block_ids, move)
+        return self._threads["store"].submit(self._in_chunks, 0, keys, block_ids, transfer_chunk)
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
-        def move(keys: Sequence[bytes], blocks: list[int], slots: list[int]) -> Result:
+        def transfer_chunk(keys: Sequence[bytes], blocks: list[int], slots: list[int]) -> Result:
             result = self._inner.load(keys, slots, tickets=tickets).result()
             with self._on_stream("load"):
                 self._pool[blocks] = self._rows[slots[0] : slots[-1] + 1].to(self._pool.device)
             return result
 
-        return self._threads["load"].submit(self._in_pieces, self._half, keys, block_ids, move)
+        return self._threads["load"].submit(self._in_chunks, self._slots_per_direction, keys, block_ids, transfer_chunk)
 
     def match(self, keys: Sequence[bytes]) -> Future[int]:
         return self._inner.match(keys)
@@ -103,32 +109,35 @@ class StagedConnector(Connector):
             threads.shutdown(wait=True)
         self._inner.close()
 
-    def _in_pieces(
+    def _in_chunks(
         self,
         first_slot: int,
         keys: Sequence[bytes],
         block_ids: Sequence[int],
-        move: Callable[[Sequence[bytes], list[int], list[int]], Result],
+        transfer_chunk: Callable[[Sequence[bytes], list[int], list[int]], Result],
     ) -> Result:
+        """Transfer the blocks in chunks that fit the direction's slots, which begin at `first_slot`."""
         started = time.perf_counter()
         outcomes: list[Outcome] = []
-        for start in range(0, len(keys), self._half):
-            blocks = list(block_ids[start : start + self._half])
+        for start in range(0, len(keys), self._slots_per_direction):
+            blocks = list(block_ids[start : start + self._slots_per_direction])
             slots = list(range(first_slot, first_slot + len(blocks)))
-            outcomes += move(keys[start : start + self._half], blocks, slots).outcomes
+            outcomes += transfer_chunk(keys[start : start + self._slots_per_direction], blocks, slots).outcomes
         return Result(outcomes, time.perf_counter() - started)
 
     def _on_stream(self, direction: str) -> Any:
-        """A context in which copies run on the direction's stream and are finished at its end."""
+        """Return a context manager that runs copies on the direction's stream and waits for them on exit."""
         stream = self._streams[direction]
-        return _Synchronized(stream) if stream is not None else nullcontext(None)
+        return _SynchronizedStream(stream) if stream is not None else nullcontext(None)
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
-class _Synchronized:
+class _SynchronizedStream:
+    """Context manager that makes a CUDA stream current and synchronizes it on exit."""
+
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
         self._context = torch.cuda.stream(stream)

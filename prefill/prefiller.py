@@ -1,8 +1,17 @@
-"""The prefill role: what to load from the KV store, what to compute, what to store, and when the hand-over is complete.
+"""Prefill role: computes prompts, samples their first tokens, and stores their KV for a decode instance.
 
-submit ─► fetch what the store has already ─► queue in the engine
-       ─► after each step: store the blocks that became full ─► after the last: first token, partial block
-       ─► when every store is done: "final", and nothing of the request is left here
+The life of one request (phase PREFILL) on the prefill instance:
+
+    submit ─► fetch: load the leading blocks that the KV store already has, if that is cheaper than computing them
+           ─► queue in the engine, which computes the rest of the prompt in chunks, one per step
+    on_step ─► after each chunk: store the blocks that it filled, while the engine computes the next chunk;
+               report the number of stored blocks to the router, which hands it over to the decode instance
+           ─► after the last chunk: report the first token, store the partial last block, leave the engine
+    last store done ─► report "final" to the router; the job ends and its blocks are released
+
+The decode instance loads stored blocks while later ones are still computed. Stores have a lease, which decode ends once it
+has loaded them. If a block cannot be stored, later blocks are not stored either, since a load needs all preceding ones;
+decode computes the missing part.
 """
 
 from collections.abc import Sequence
@@ -17,48 +26,60 @@ from pdserve.roles.transfers import Transfers
 
 
 @dataclass(eq=False)
-class _Store:
-    """Some blocks of a prompt: how many, and how many leading ones of them arrived; None while they are under way."""
+class _StorePart:
+    """A store of consecutive blocks of a prompt.
+
+    Attributes:
+        blocks: number of blocks.
+        stored: number of leading blocks stored; None until the store has ended.
+    """
 
     blocks: int
-    arrived: int | None = None
+    stored: int | None = None
 
 
 @dataclass(eq=False)
-class _Prefill:
-    """What the role remembers of one job.
+class _PrefillState:
+    """State of one job in the prefill role.
 
     Attributes:
-        lease_s: of what is stored for decode.
-        submitted: leading blocks of the prompt handed to the connector.
-        stores: one behind the other.
-        sampled: the first token is out.
+        lease_s: lease of the stored blocks; 0 if no decode instance will load them.
+        submitted_blocks: leading blocks of the prompt that were passed to the connector.
+        parts: stores of consecutive parts of the prompt, in order.
+        announced_blocks: leading blocks that were reported to the router as loadable, or followable.
+        has_sampled: the first token was sampled.
     """
 
     job: Job
     lease_s: float
-    submitted: int = 0
-    stores: list[_Store] = field(default_factory=list)
-    announced: int = 0
-    sampled: bool = False
+    submitted_blocks: int = 0
+    parts: list[_StorePart] = field(default_factory=list)
+    announced_blocks: int = 0
+    has_sampled: bool = False
 
     @property
     def has_gap(self) -> bool:
-        """A block did not arrive: nobody would find what comes after it."""
-        return any(store.arrived is not None and store.arrived < store.blocks for store in self.stores)
+        """Whether a block could not be stored, which makes all later ones useless."""
+        return any(part.stored is not None and part.stored < part.blocks for part in self.parts)
 
     @property
-    def stored(self) -> int:
-        """Leading blocks of the prompt that are in the store by now."""
+    def stored_blocks(self) -> int:
+        """Leading blocks of the prompt that are in the store."""
         total = 0
-        for store in self.stores:
-            total += store.arrived or 0
-            if store.arrived != store.blocks:
+        for part in self.parts:
+            total += part.stored or 0
+            if part.stored != part.blocks:
                 break
         return total
 
 
 class Prefiller:
+    """The prefill role of an instance. Runs on the engine thread.
+
+    Args:
+        lease_seconds: lease of blocks that are stored for a decode instance.
+    """
+
     def __init__(
         self, engine: Engine, transfers: Transfers, fetcher: Fetcher, context: InstanceContext, lease_seconds: float
     ) -> None:
@@ -67,113 +88,118 @@ class Prefiller:
         self._fetcher = fetcher
         self._context = context
         self._lease_seconds = lease_seconds
-        self._prefills: dict[Job, _Prefill] = {}
+        self._states: dict[Job, _PrefillState] = {}
 
     def submit(self, job: Job) -> None:
-        job.keys = job.seq.given_keys()
-        job.seq.exported = True
-        last = job.seq.sampling.max_tokens - job.seq.num_output == 1  # then there is no decode that loads them
-        prefill = self._prefills[job] = _Prefill(job, 0.0 if last else self._lease_seconds)
-        if last and self._transfers.in_place:
-            prefill.submitted = len(job.keys)  # and no other prefill can
-        self._fetcher.fetch(job, cancelled=lambda: self._end_if_done(prefill))
+        """Start a request: fetch stored blocks, then queue the sequence in the engine."""
+        job.keys = job.seq.initial_keys()
+        job.seq.publishes_kv = True
+        # A request for a single token has no decode phase, so its blocks need no lease.
+        is_last_token = job.seq.sampling.max_tokens - job.seq.num_output == 1
+        state = self._states[job] = _PrefillState(job, 0.0 if is_last_token else self._lease_seconds)
+        if is_last_token and self._transfers.in_place:
+            # No decode will read the blocks in place, and other prefills cannot: mark them as submitted.
+            state.submitted_blocks = len(job.keys)
+        self._fetcher.fetch(job, on_cancelled=lambda: self._end_if_done(state))
 
-    def advanced(self, job: Job, sampled: bool, step_started: float) -> None:
-        """After a step that computed part of this prompt."""
-        prefill = self._prefills[job]
+    def on_step(self, job: Job, sampled: bool, step_started: float) -> None:
+        """Store the new blocks after an engine step that computed part of the prompt."""
+        state = self._states[job]
         job.stamp(Stage.PREFILL_STARTED, step_started)
-        self._store_computed(prefill)
+        self._store_computed(state)
         if sampled:
-            self._first_token(prefill)
+            self._report_first_token(state)
         else:
-            self._announce(prefill)
+            self._announce(state)
 
-    def returned(self, job: Job) -> None:
-        """A prompt that was preempted has blocks again: what the store has of it need not be computed."""
-        prefill = self._prefills[job]
-        self._fetcher.fetch(job, cancelled=lambda: self._end_if_done(prefill))
+    def on_resumed(self, job: Job) -> None:
+        """Reload a preempted prompt that has blocks again, as far as the store has it."""
+        state = self._states[job]
+        self._fetcher.fetch(job, on_cancelled=lambda: self._end_if_done(state))
 
     def cancel(self, job: Job) -> None:
-        """Stops computing; blocks under transfer are let go when the transfers end."""
-        if job in self._prefills:
-            job.over, prefill = True, self._prefills[job]
-            if not self._transfers.in_place and prefill.lease_s:  # in place, decode may be reading yet
-                self._transfers.release(job.keys[: prefill.stored], b"")
+        """Stop computing. Blocks in use by a transfer are released when it ends."""
+        if job in self._states:
+            job.ended, state = True, self._states[job]
+            if not self._transfers.in_place and state.lease_s:  # in place, decode may still be reading
+                self._transfers.release(job.keys[: state.stored_blocks], b"")
             self._engine.remove(job.seq)
-            self._end_if_done(self._prefills[job])
+            self._end_if_done(state)
 
-    def _store_computed(self, prefill: _Prefill) -> None:
-        """Hands newly computed blocks of the prompt to the connector, the partial last one once it is complete."""
-        job, seq = prefill.job, prefill.job.seq
-        done = seq.num_computed >= seq.num_given
-        ready = len(job.keys) if done else seq.num_computed // seq.block_size
-        first = prefill.submitted
-        if ready <= first or prefill.has_gap:
+    def _store_computed(self, state: _PrefillState) -> None:
+        """Store the newly computed full blocks, and the partial last one once the prompt is complete."""
+        job, seq = state.job, state.job.seq
+        is_complete = seq.num_computed >= seq.num_initial
+        ready = len(job.keys) if is_complete else seq.num_computed // seq.block_size
+        first = state.submitted_blocks
+        if ready <= first or state.has_gap:
             return
-        if done and seq.num_given % seq.block_size:
-            self._engine.runner.clear_tail(seq.block_ids[ready - 1], seq.num_given % seq.block_size)
-        prefill.submitted = ready
-        # In pieces, so that decode loads the first while the last is still on its way out.
-        for start, stop in self._transfers.pieces(first, ready):
-            self._store(prefill, start, stop)
+        if is_complete and seq.num_initial % seq.block_size:
+            self._engine.runner.clear_tail(seq.block_ids[ready - 1], seq.num_initial % seq.block_size)
+        state.submitted_blocks = ready
+        # Split, so that decode can load the first part while the last is still being stored.
+        for start, stop in self._transfers.split(first, ready):
+            self._store(state, start, stop)
 
-    def _store(self, prefill: _Prefill, first: int, stop: int) -> None:
-        job = prefill.job
-        store = _Store(stop - first)
-        prefill.stores.append(store)
+    def _store(self, state: _PrefillState, first: int, stop: int) -> None:
+        job = state.job
+        part = _StorePart(stop - first)
+        state.parts.append(part)
         keys, blocks = job.keys[first:stop], job.seq.blocks(first, stop)
         self._transfers.store(
-            job, keys, blocks, prefill.lease_s, lambda result: self._stored(prefill, store, keys, result)
+            job, keys, blocks, state.lease_s, lambda result: self._on_stored(state, part, keys, result)
         )
 
-    def _stored(self, prefill: _Prefill, store: _Store, keys: Sequence[bytes], result: Result) -> None:
-        job = prefill.job
-        store.arrived = result.leading
-        if job.over and prefill.lease_s:  # too late: decode will not hear of them
+    def _on_stored(self, state: _PrefillState, part: _StorePart, keys: Sequence[bytes], result: Result) -> None:
+        job = state.job
+        part.stored = result.leading
+        if job.ended and state.lease_s:  # too late: decode will not be told of these blocks
             self._transfers.release(keys[: result.leading], result.ticket)
-        if prefill.has_gap:
-            self._transfers.drop(job)
-        if not job.over:
-            job.moved(result, self._context.now())
+        if state.has_gap:
+            self._transfers.cancel(job)
+        if not job.ended:
+            job.record_transfer(result, self._context.now())
             if result.ticket:
                 job.pending_output().stored.tickets.append(result.ticket)
-            self._announce(prefill)
-        self._end_if_done(prefill)
+            self._announce(state)
+        self._end_if_done(state)
 
-    def _first_token(self, prefill: _Prefill) -> None:
-        """The prompt is computed: the token goes out at once, the sequence leaves the engine, its stores go on."""
-        job, seq, now = prefill.job, prefill.job.seq, self._context.now()
-        prefill.sampled = True
+    def _report_first_token(self, state: _PrefillState) -> None:
+        """Report the first token at once and remove the sequence from the engine. Its stores continue."""
+        job, seq, now = state.job, state.job.seq, self._context.now()
+        state.has_sampled = True
         job.stamp(Stage.FIRST_TOKEN, now)
         job.report_token()
         self._context.count("generation_tokens", 1)
         job.report_prompt_sources()
-        self._context.count_sources(job)
+        self._context.count_prompt_sources(job)
         reason = seq.finish_reason()
         if reason is not None:
             job.finish(reason, now)
         self._engine.remove(seq)
-        self._announce(prefill)
-        self._end_if_done(prefill)
+        self._announce(state)
+        self._end_if_done(state)
 
-    def _announce(self, prefill: _Prefill) -> None:
-        """Tells the router how many leading blocks decode may load, or follow, and whether more will come."""
-        job = prefill.job
-        stored = prefill.stored
-        coming = prefill.submitted if self._transfers.follows and not prefill.has_gap else stored
-        final = prefill.sampled and all(store.arrived is not None for store in prefill.stores)
-        if job.over or (coming <= prefill.announced and not final):
+    def _announce(self, state: _PrefillState) -> None:
+        """Report to the router how many leading blocks decode may load or follow, and whether more will come."""
+        job = state.job
+        stored = state.stored_blocks
+        coming = state.submitted_blocks if self._transfers.follows and not state.has_gap else stored
+        final = state.has_sampled and all(part.stored is not None for part in state.parts)
+        if job.ended or (coming <= state.announced_blocks and not final):
             return
-        prefill.announced = coming
-        if job.moved_blocks:
-            job.report_transfer(self._engine.layout.block_bytes)
-        pending_output = job.pending_output().stored
-        pending_output.num_blocks, pending_output.coming = stored, coming
-        pending_output.final = final
+        state.announced_blocks = coming
+        if job.transferred_blocks:
+            job.report_transfers(self._engine.layout.block_bytes)
+        announcement = job.pending_output().stored
+        announcement.num_blocks, announcement.coming = stored, coming
+        announcement.final = final
         if final:
             job.stamp(Stage.KV_STORED, self._context.now())
 
-    def _end_if_done(self, prefill: _Prefill) -> None:
-        if prefill.job.transfers == 0 and (prefill.sampled or prefill.job.over) and prefill.job in self._prefills:
-            del self._prefills[prefill.job]
-            self._context.close_job(prefill.job)
+    def _end_if_done(self, state: _PrefillState) -> None:
+        """Close the job once its first token is sampled, or it was cancelled, and no transfer is left."""
+        job = state.job
+        if job.open_transfers == 0 and (state.has_sampled or job.ended) and job in self._states:
+            del self._states[job]
+            self._context.close_job(job)

@@ -9,7 +9,7 @@ import pytest
 KNOWN = {
     "test_vllm_bench_serve": "vLLM is 3 GB, in an environment of its own that PDSERVE_VLLM names",
     "test_linear.py": "needs a processor with AMX, which not every machine has",
-    "test_without_matrix_instructions": "needs a processor with AMX, which not every machine has",
+    "test_amx_without_permission_falls_back": "needs a processor with AMX, which not every machine has",
 }
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)

@@ -1,1 +1,1 @@
-"""The built-in connectors, one or more modules each."""
+"""The built-in connectors, with one or more modules each."""

@@ -3,12 +3,12 @@
     path/<namespace>/<first 2 hex digits of key>/<key>     one block: header, payload
     path/tmp/                                              blocks being written
 
-A block is written under tmp/ and renamed when complete, so what has its name is whole. Without `fsync=1`, a crash of the
-machine can leave a file whose bytes never reached the disk; its checksum tells. A file's modification time is the end of
-its lease, or its last use if that is later.
+A block is written under tmp/ and renamed when complete, so a file with its final name is complete. Without `fsync=1`, a
+crash of the machine can leave a file whose bytes never reached the disk, which its checksum detects. A file's modification
+time is the end of its lease, or its last use if that is later.
 
-Nothing is removed unless `max_bytes` or `max_age` (seconds since the last use) say so: then the files longest unused go
-first, never one with a lease. Several instances may do that at once; a reader that has opened a file keeps it.
+Blocks are evicted only if `max_bytes` or `max_age` (seconds since the last use) is given: least recently used files first,
+never one with a lease. Several instances may evict at the same time; a reader that has opened a file can still read it.
 """
 
 import contextlib
@@ -32,46 +32,48 @@ from pdserve.kv_transfer.header import HEADER_BYTES, payload_length
 from pdserve.kv_transfer.threaded import BatchedConnector
 from pdserve.kv_transfer.url import Query, split
 
-LEFTOVER_AGE_S = 600.0  # a write that takes longer than this has no writer any more
-_SWEEP_EVERY_S = 60.0
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
-_WOULD_WAIT = {errno.EAGAIN, errno.EOPNOTSUPP}
+STALE_TEMP_AGE_S = 600.0  # the writer of an older temporary file is considered dead
+_SWEEP_INTERVAL_S = 60.0
+_NO_SPACE_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
+_WOULD_BLOCK_ERRNOS = {errno.EAGAIN, errno.EOPNOTSUPP}
 
 T = TypeVar("T")
 
 
 class FileConnector(BatchedConnector):
+    """Stores each block in a file."""
+
     scheme: ClassVar[str] = "file"
 
     def configure(self, query: Query) -> None:
         parts = split(self.url)
         if parts.netloc not in ("", "localhost") or not parts.path.strip("/"):
-            raise SetupError(f"{self.url!r} needs an absolute path behind three slashes, such as file:///mnt/kv.")
+            raise SetupError(f"{self.url!r} must have an absolute path after three slashes, such as file:///mnt/kv.")
         self._root = unquote(parts.path).rstrip("/")
-        self._temporary = f"{self._root}/tmp"
+        self._temp_folder = f"{self._root}/tmp"
         self._fsync = query.flag("fsync", False)
-        self._janitor = Janitor(self._root, query.size("max_bytes", None), query.seconds("max_age", None))
+        self._evictor = Evictor(self._root, query.size("max_bytes", None), query.seconds("max_age", None))
 
     def open(self) -> None:
         self._folder = f"{self._root}/{self.namespace.hex()}"
-        # A block is read into these first. A read from a dead file server can hang for ever, and must not end in a row
-        # that the caller has been told to take back. The second copy is from the processor's cache.
+        # Per-thread buffers into which blocks are read first. A read from a dead file server can hang, and must not write
+        # late into a row that the caller has taken back. The second copy reads from the CPU cache.
         self._staging = threading.local()
         try:
             os.makedirs(self._folder, exist_ok=True)
-            os.makedirs(self._temporary, exist_ok=True)
-            probe = self._temporary_name()
+            os.makedirs(self._temp_folder, exist_ok=True)
+            probe = self._temporary_path()
             os.close(_create(probe))
             os.unlink(probe)
-            _remove_leftovers(self._temporary)
-            # Files in memory know no such flag, and never make a reader wait.
-            self._no_wait = 0 if _in_memory(self._root) else os.RWF_NOWAIT
+            _remove_stale_files(self._temp_folder)
+            # File systems in memory do not support the flag, and never block a reader.
+            self._read_flags = 0 if _is_in_memory(self._root) else os.RWF_NOWAIT
         except OSError as error:
-            raise SetupError(f"file://{self._root} cannot be written to: {error.strerror}.") from error
-        self._janitor.start_if_due()
+            raise SetupError(f"file://{self._root} is not writable: {error.strerror}.") from error
+        self._evictor.start_if_due()
 
     def shut(self) -> None:
-        self._janitor.join()
+        self._evictor.join()
 
     def put_many(self, blocks: Sequence[Outgoing], lease_s: float) -> None:
         for block in blocks:
@@ -82,10 +84,10 @@ class FileConnector(BatchedConnector):
             try:
                 self._write(block, path, lease_s)
             except OSError as error:
-                if error.errno not in _NO_SPACE:
+                if error.errno not in _NO_SPACE_ERRNOS:
                     raise
                 block.failed(Outcome.FULL)
-        self._janitor.start_if_due(len(blocks) * self.payload_lengths[-1])
+        self._evictor.start_if_due(len(blocks) * self.payload_lengths[-1])
 
     def get_many(self, blocks: Sequence[Incoming]) -> None:
         for block in blocks:
@@ -100,7 +102,7 @@ class FileConnector(BatchedConnector):
                 os.close(fd)
 
     def contains_many(self, keys: Sequence[bytes]) -> Iterable[bool]:
-        return (self._modified(self._path(key)) is not None for key in keys)
+        return (self._get_mtime(self._path(key)) is not None for key in keys)
 
     def delete_many(self, keys: Sequence[bytes]) -> None:
         for key in keys:
@@ -108,66 +110,68 @@ class FileConnector(BatchedConnector):
 
     def _write(self, block: Outgoing, path: str, lease_s: float) -> None:
         header, payload = block.read()
-        temporary = self._temporary_name()
+        temporary = self._temporary_path()
         try:
-            fd = _in_folder(temporary, lambda: _create(temporary))
+            fd = _with_parent_folder(temporary, lambda: _create(temporary))
             try:
                 _write_all(fd, header, payload)
-                _set_time(fd, time.time() + lease_s)
+                _set_mtime(fd, time.time() + lease_s)
                 if self._fsync:
                     os.fsync(fd)
             finally:
                 os.close(fd)
-            if not block.in_time():  # the row may have changed while it was written
+            if not block.in_time():  # the row may have changed during the write
                 raise Expired
-            _in_folder(path, lambda: os.rename(temporary, path))
+            _with_parent_folder(path, lambda: os.rename(temporary, path))
         except BaseException:
             _unlink(temporary)
             raise
         if self._fsync:
-            _sync_folder(os.path.dirname(path))
+            _fsync_folder(os.path.dirname(path))
         block.stored()
 
     def _read(self, block: Incoming, fd: int) -> None:
         try:
             buffer = self._staging.buffer
-        except AttributeError:  # this thread's first block
-            # One byte more than the longest: a longer file is as wrong as a shorter one.
+        except AttributeError:  # first block of this thread
+            # One byte more than the longest payload, to detect files that are too long.
             buffer = self._staging.buffer = np.zeros(HEADER_BYTES + self.payload_lengths[-1] + 1, np.uint8)
-        outcome = self._read_straight(block, fd)
+        outcome = self._read_from_page_cache(block, fd)
         if outcome is None:
             end = _read_all(fd, buffer.data)
             outcome = block.accept(buffer[: min(end, HEADER_BYTES)].tobytes(), [buffer[HEADER_BYTES:end]])
-        if outcome is Outcome.OK and self._janitor.active and os.fstat(fd).st_mtime < time.time():
-            _set_time(fd, time.time())
+        if outcome is Outcome.OK and self._evictor.is_enabled and os.fstat(fd).st_mtime < time.time():
+            _set_mtime(fd, time.time())
 
-    def _read_straight(self, block: Incoming, fd: int) -> Outcome | None:
-        """From the system's cache into the row. None if not all of it is there, or the file is not as it should be."""
+    def _read_from_page_cache(self, block: Incoming, fd: int) -> Outcome | None:
+        """Read a block from the page cache into the row. None if it is not all cached, or the file is invalid."""
         try:
             header = os.pread(fd, HEADER_BYTES, 0)
             if len(header) < HEADER_BYTES or os.fstat(fd).st_size != HEADER_BYTES + payload_length(header):
                 return None
-            return block.read_by(header, lambda part, at: os.preadv(fd, [part], HEADER_BYTES + at, self._no_wait))
+            return block.read_by(
+                header, lambda part, offset: os.preadv(fd, [part], HEADER_BYTES + offset, self._read_flags)
+            )
         except OSError as error:
-            if error.errno not in _WOULD_WAIT:
+            if error.errno not in _WOULD_BLOCK_ERRNOS:
                 raise
             return None
 
     def _renew(self, path: str, lease_s: float) -> bool:
-        """Whether the file is there; if so, its lease is at least `lease_s` long now."""
-        modified = self._modified(path)
-        if modified is None:
+        """Extend the lease of a file to at least `lease_s` seconds. Returns False if there is no such file."""
+        mtime = self._get_mtime(path)
+        if mtime is None:
             return False
-        end = time.time() + lease_s
+        lease_end = time.time() + lease_s
         try:
-            if modified < end:
-                _set_time(path, end)
+            if mtime < lease_end:
+                _set_mtime(path, lease_end)
         except FileNotFoundError:
             return False
         return True
 
-    def _modified(self, path: str) -> float | None:
-        """None too for a file of an impossible length, which the next store replaces."""
+    def _get_mtime(self, path: str) -> float | None:
+        """Return a file's modification time. None if it is missing or has an invalid length; the next store replaces it."""
         try:
             status = os.stat(path)
         except FileNotFoundError:
@@ -178,33 +182,37 @@ class FileConnector(BatchedConnector):
         name = key.hex()
         return f"{self._folder}/{name[:2]}/{name}"
 
-    def _temporary_name(self) -> str:
-        return f"{self._temporary}/{uuid.uuid4().hex}"
+    def _temporary_path(self) -> str:
+        return f"{self._temp_folder}/{uuid.uuid4().hex}"
 
 
-class Janitor:
-    """Keeps a store near its size and below its age, in a thread of its own: once a minute, and whenever this instance has
-    stored an eighth of the size."""
+class Evictor:
+    """Evicts blocks to keep the store near `max_bytes` and below `max_age`, in a background thread.
+
+    A sweep starts once a minute, and when this instance has stored an eighth of `max_bytes` since the last one. Both are
+    checked in `start_if_due`.
+    """
 
     def __init__(self, root: str, max_bytes: int | None, max_age: float | None) -> None:
-        self.active = max_bytes is not None or max_age is not None
+        self.is_enabled = max_bytes is not None or max_age is not None
         self._root = root
         self._max_bytes = max_bytes
         self._max_age = max_age
-        self._next = 0.0
-        self._stored = 0  # bytes, since the last sweep
+        self._next_sweep = 0.0
+        self._stored_bytes = 0  # since the last sweep
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def start_if_due(self, stored: int = 0) -> None:
+    def start_if_due(self, stored_bytes: int = 0) -> None:
+        """Start a sweep if one is due and none is running. `stored_bytes`: stored since the last call."""
         with self._lock:
-            self._stored += stored
-            much = self._max_bytes is not None and self._stored > self._max_bytes / 8
-            under_way = self._thread is not None and self._thread.is_alive()
-            if not self.active or under_way or not (much or time.monotonic() >= self._next):
+            self._stored_bytes += stored_bytes
+            over_threshold = self._max_bytes is not None and self._stored_bytes > self._max_bytes / 8
+            is_running = self._thread is not None and self._thread.is_alive()
+            if not self.is_enabled or is_running or not (over_threshold or time.monotonic() >= self._next_sweep):
                 return
-            self._next, self._stored = time.monotonic() + _SWEEP_EVERY_S, 0
-            self._thread = threading.Thread(target=self.sweep, name="kv-file-janitor", daemon=True)
+            self._next_sweep, self._stored_bytes = time.monotonic() + _SWEEP_INTERVAL_S, 0
+            self._thread = threading.Thread(target=self.sweep, name="kv-file-evictor", daemon=True)
             self._thread.start()
 
     def join(self) -> None:
@@ -212,44 +220,44 @@ class Janitor:
             self._thread.join()
 
     def sweep(self) -> None:
-        """Removes what is too old, then the longest unused until the rest is within the size."""
+        """Remove files that are too old, then least recently used ones until the rest fits into `max_bytes`."""
         now = time.time()
-        files = sorted(_files(self._root), key=lambda file: file.modified)
-        total = sum(file.bytes for file in files)
+        files = sorted(_files(self._root), key=lambda file: file.mtime)
+        total_bytes = sum(file.size for file in files)
         for file in files:
-            if file.modified > now:
-                return  # this one and all after it are leased
-            too_old = self._max_age is not None and now - file.modified > self._max_age
-            too_much = self._max_bytes is not None and total > self._max_bytes
-            if not too_old and not too_much:
+            if file.mtime > now:
+                return  # this file and all later ones are leased
+            too_old = self._max_age is not None and now - file.mtime > self._max_age
+            too_large = self._max_bytes is not None and total_bytes > self._max_bytes
+            if not too_old and not too_large:
                 return
             _unlink(file.path)
-            total -= file.bytes
+            total_bytes -= file.size
 
 
 @dataclass(frozen=True)
 class _File:
     path: str
-    modified: float
-    bytes: int
+    mtime: float
+    size: int
 
 
 def _files(root: str) -> Iterator[_File]:
-    """Every block, of all namespaces. Others may remove files and folders meanwhile."""
-    for namespace in _entries(root):
+    """Iterate over the blocks of all namespaces. Files and folders may be removed by other processes meanwhile."""
+    for namespace in _scan(root):
         if len(namespace.name) == 32:
-            for prefix in _entries(namespace.path):
-                yield from _listed(prefix.path)
+            for prefix in _scan(namespace.path):
+                yield from _list_files(prefix.path)
 
 
-def _listed(folder: str) -> Iterator[_File]:
-    for entry in _entries(folder):
+def _list_files(folder: str) -> Iterator[_File]:
+    for entry in _scan(folder):
         with contextlib.suppress(FileNotFoundError):
             status = entry.stat()
             yield _File(entry.path, status.st_mtime, status.st_size)
 
 
-def _entries(folder: str) -> list[os.DirEntry[str]]:
+def _scan(folder: str) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
             return list(entries)
@@ -257,15 +265,15 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
         return []
 
 
-def _remove_leftovers(folder: str) -> None:
-    """Files of writers that died. Their times lie in the future by a lease, or are those of the last write."""
-    for file in _listed(folder):
-        if time.time() - file.modified > LEFTOVER_AGE_S:
+def _remove_stale_files(folder: str) -> None:
+    """Remove temporary files of dead writers. Their mtime is that of the last write, or later by a lease."""
+    for file in _list_files(folder):
+        if time.time() - file.mtime > STALE_TEMP_AGE_S:
             _unlink(file.path)
 
 
-def _in_folder(path: str, action: Callable[[], T]) -> T:
-    """Runs `action`, which needs the folder of `path`, and makes that folder if it is not there."""
+def _with_parent_folder(path: str, action: Callable[[], T]) -> T:
+    """Run `action`, which needs the parent folder of `path`. Creates the folder if it is missing."""
     try:
         return action()
     except FileNotFoundError:
@@ -274,7 +282,7 @@ def _in_folder(path: str, action: Callable[[], T]) -> T:
 
 
 def _create(path: str) -> int:
-    # For this user only: a prompt can be read back from its KV.
+    # Readable for this user only: a prompt can be reconstructed from its KV.
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
 
@@ -287,7 +295,7 @@ def _write_all(fd: int, header: bytes, payload: memoryview) -> None:
 
 
 def _read_all(fd: int, buffer: memoryview) -> int:
-    """How many bytes there were, up to the buffer's length."""
+    """Read a file from its start. Returns the number of bytes read, at most the buffer's length."""
     total = 0
     while total < len(buffer):
         count = os.preadv(fd, [buffer[total:]], total)
@@ -297,8 +305,8 @@ def _read_all(fd: int, buffer: memoryview) -> int:
     return total
 
 
-def _in_memory(path: str) -> bool:
-    """Whether a file system holds its files in memory, so that reading never waits."""
+def _is_in_memory(path: str) -> bool:
+    """Return True if the path is on a file system in memory, where reads never block."""
     device = os.stat(path).st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
     with open("/proc/self/mountinfo") as mounts:
@@ -306,8 +314,8 @@ def _in_memory(path: str) -> bool:
     return any(words[2] == name and words[words.index("-") + 1] in ("tmpfs", "ramfs") for words in found)
 
 
-def _set_time(file: int | str, modified: float) -> None:
-    os.utime(file, (time.time(), modified))
+def _set_mtime(file: int | str, mtime: float) -> None:
+    os.utime(file, (time.time(), mtime))
 
 
 def _unlink(path: str) -> None:
@@ -315,7 +323,7 @@ def _unlink(path: str) -> None:
         os.unlink(path)
 
 
-def _sync_folder(folder: str) -> None:
+def _fsync_folder(folder: str) -> None:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -1,6 +1,6 @@
-"""`memory://name?size=1GiB`: a store inside of one process, shared by all connectors of the same name. For tests.
+"""`memory://name?size=1GiB`: a store inside one process, shared by all connectors with the same name. For tests.
 
-Also the example of a connector over a plain key-value transport.
+It is also the example of a connector over a plain key-value transport.
 """
 
 import threading
@@ -17,10 +17,10 @@ from pdserve.kv_transfer.url import Query, split
 
 @dataclass
 class _Store:
-    """Least recently used first. Values are never changed in place, so readers need no lock once they hold one."""
+    """Values by name, least recently used first. Values are immutable, so a reader needs no lock once it has one."""
 
     values: OrderedDict[str, bytes] = field(default_factory=OrderedDict)
-    leases: dict[str, float] = field(default_factory=dict)
+    leases: dict[str, float] = field(default_factory=dict)  # end of the lease, monotonic
     bytes: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -29,7 +29,7 @@ _stores: dict[str, _Store] = {}
 
 
 def unlink(url: str) -> None:
-    """Forgets the store. Connectors that are attached keep what they see."""
+    """Remove the store. Connectors already attached keep using it."""
     _stores.pop(split(url).netloc, None)
 
 

@@ -1,14 +1,17 @@
-"""`mooncake://master:50051?segment=4GiB`: Mooncake Store, memory of many machines as one store (extra `pdserve[mooncake]`).
+"""`mooncake://master:50051?segment=4GiB`: Mooncake Store, a store in the memory of many machines (`pdserve[mooncake]`).
 
-    <namespace>-<key>    one object: header, payload. Mooncake shows an object when all of it is there.
+    <namespace>-<key>    one object: header, payload. Mooncake makes an object visible when it is complete.
 
-A `mooncake_master` knows where objects are; the bytes go directly between its clients, over `protocol` tcp or rdma (on
-these `devices`; found by Mooncake if none are named). `segment` is the memory that this instance gives to the store, none
-by default: what lies there goes with the instance. `host` is the address under which others reach this instance, by default
-the one from which it reaches the master. `metadata` is where clients find each other, by default among themselves.
+A `mooncake_master` holds the locations of objects; bytes are transferred directly between its clients. URL parameters:
 
-Blocks pass through memory of our own: Mooncake may still read or write when the deadline has passed, and the rows belong to
-somebody else by then. It evicts as it sees fit, and knows no leases of ours.
+    protocol    tcp or rdma
+    devices     network devices to use; by default detected by Mooncake
+    segment     memory that this instance contributes to the store, by default none; its objects are lost with the instance
+    host        address at which peers reach this instance; by default the one from which it reaches the master
+    metadata    the service through which clients discover each other; by default a peer-to-peer handshake
+
+Blocks are copied through staging buffers, because Mooncake may still read or write after the deadline, when the pool rows
+may belong to another sequence. Mooncake evicts by its own policy and does not support leases of given length.
 """
 
 import importlib
@@ -30,32 +33,34 @@ from pdserve.kv_transfer.header import HEADER_BYTES, Row, payload_length
 from pdserve.kv_transfer.threaded import BatchedConnector
 from pdserve.kv_transfer.url import Query, split
 
-_PORT = 50051  # of a master
-_STAGING_BYTES = 16 << 20  # of each worker
-_BATCH = 64  # objects; batches of a few thousand fail
-_LOOK_EVERY_S = 0.002
-_LOCAL_BUFFER_BYTES = 1 << 20  # for calls that we do not make
-_FULL = -200  # Mooncake's error codes, of mooncake-store/include/types.h
-_MISSING = (-703, -704)  # being written; not there
+_DEFAULT_PORT = 50051  # of a master
+_STAGING_BYTES = 16 << 20  # per worker thread
+_BATCH_OBJECTS = 64  # per call; batches of a few thousand fail
+_POLL_INTERVAL_S = 0.002
+_LOCAL_BUFFER_BYTES = 1 << 20  # for API calls that are not used here
+_NO_SPACE = -200  # Mooncake error codes, from mooncake-store/include/types.h
+_MISSING = (-703, -704)  # being written; not found
 
 T = TypeVar("T")
 
 
 class MooncakeError(Exception):
-    """Mooncake answers with an error code."""
+    """Mooncake returned an error code."""
 
 
 class MooncakeConnector(BatchedConnector):
+    """Stores each block as one Mooncake object."""
+
     scheme: ClassVar[str] = "mooncake"
     keeps_leases: ClassVar[bool] = False
-    relayed: ClassVar[bool] = False  # bytes do not go through the master, and its client lets no relay of Python's run
+    relayed: ClassVar[bool] = False  # payloads bypass the master, and its client stops a relay in the same interpreter
     faults = (MooncakeError,)
 
     def configure(self, query: Query) -> None:
         parts = split(self.url)
         if not parts.hostname or not re.fullmatch(r"/?", parts.path):
-            raise SetupError(f"{self.url!r} is not of the form mooncake://master:{_PORT}.")
-        self._master = (parts.hostname, parts.port or _PORT)
+            raise SetupError(f"{self.url!r} is not of the form mooncake://master:{_DEFAULT_PORT}.")
+        self._master = (parts.hostname, parts.port or _DEFAULT_PORT)
         self._segment = query.size("segment", 0)
         self._protocol = query.choice("protocol", ["tcp", "rdma"], "tcp")
         self._devices = query.text("devices", "")
@@ -64,14 +69,14 @@ class MooncakeConnector(BatchedConnector):
 
     def open(self) -> None:
         self._value_bytes = HEADER_BYTES + self.payload_lengths[-1]
-        self._group = max(1, min(_BATCH, _STAGING_BYTES // self._value_bytes))
-        self._of_thread = threading.local()
+        self._group_blocks = max(1, min(_BATCH_OBJECTS, _STAGING_BYTES // self._value_bytes))
+        self._thread_local = threading.local()
         self._buffers: list[Row] = []
         host, port = self._master
-        ours = _address_towards(host, port, self.timeout)
+        own_address = _address_towards(host, port, self.timeout)
         self._store: Any = _import(self.timeout).MooncakeDistributedStore()
         code = self._store.setup(
-            self._host or ours,
+            self._host or own_address,
             self._metadata,
             self._segment,
             _LOCAL_BUFFER_BYTES,
@@ -90,10 +95,10 @@ class MooncakeConnector(BatchedConnector):
 
     def put_many(self, blocks: Sequence[Outgoing], lease_s: float) -> None:
         for group in self._groups(blocks):
-            there = self._exist([block.key for block in group])
+            found = self._exist([block.key for block in group])
             absent = []
-            for block, found in zip(group, there, strict=True):
-                if found:
+            for block, is_stored in zip(group, found, strict=True):
+                if is_stored:
                     block.present()
                 else:
                     absent.append(block)
@@ -102,7 +107,9 @@ class MooncakeConnector(BatchedConnector):
     def get_many(self, blocks: Sequence[Incoming]) -> None:
         staging = self._staging()
         for group in self._groups(blocks):
-            names = list(dict.fromkeys(self._name(block.key) for block in group))  # of two equal ones it fills one
+            names = list(
+                dict.fromkeys(self._name(block.key) for block in group)
+            )  # Mooncake fills only one of two equal ones
             sizes = [self._value_bytes] * len(names)
             lengths = self._store.batch_get_into(names, _addresses(staging, len(names)), sizes)
             found = dict(zip(names, zip(staging, lengths, strict=False), strict=True))
@@ -113,16 +120,16 @@ class MooncakeConnector(BatchedConnector):
                 elif length in _MISSING:
                     block.missing()
                 else:
-                    self._complain(length)
+                    self._log_code(length)
 
     def contains_many(self, keys: Sequence[bytes]) -> Iterator[bool]:
-        for start in range(0, len(keys), _BATCH):
-            yield from self._exist(keys[start : start + _BATCH])
+        for start in range(0, len(keys), _BATCH_OBJECTS):
+            yield from self._exist(keys[start : start + _BATCH_OBJECTS])
 
     def delete_many(self, keys: Sequence[bytes]) -> None:
-        for start in range(0, len(keys), _BATCH):
-            # By force: whoever has looked at an object keeps it for a while otherwise.
-            self._store.batch_remove([self._name(key) for key in keys[start : start + _BATCH]], True)
+        for start in range(0, len(keys), _BATCH_OBJECTS):
+            # Forced: otherwise an object that was queried recently is kept for a while.
+            self._store.batch_remove([self._name(key) for key in keys[start : start + _BATCH_OBJECTS]], True)
 
     def _put(self, blocks: Sequence[Outgoing]) -> None:
         if not blocks:
@@ -135,24 +142,27 @@ class MooncakeConnector(BatchedConnector):
         names = [self._name(block.key) for block in blocks]
         codes = self._store.batch_put_from(names, _addresses(staging, len(blocks)), sizes)
         for block, code in zip(blocks, codes, strict=True):
-            if code == _FULL:
+            if code == _NO_SPACE:
                 block.failed(Outcome.FULL)
             elif code < 0:
-                self._complain(code)
-        self._await([block for block, code in zip(blocks, codes, strict=True) if code == 0])
+                self._log_code(code)
+        self._wait_until_visible([block for block, code in zip(blocks, codes, strict=True) if code == 0])
 
-    def _await(self, blocks: Sequence[Outgoing]) -> None:
-        """Mooncake also says yes to an object that somebody else is about to write, who may die over it."""
+    def _wait_until_visible(self, blocks: Sequence[Outgoing]) -> None:
+        """Mark blocks as stored once they are visible.
+
+        Mooncake also accepts a put while another client is writing the same object, and that client may die before it ends.
+        """
         while blocks and blocks[0].in_time():
             waiting = []
-            for block, found in zip(blocks, self._exist([block.key for block in blocks]), strict=True):
-                if found:
+            for block, is_visible in zip(blocks, self._exist([block.key for block in blocks]), strict=True):
+                if is_visible:
                     block.stored()
                 else:
                     waiting.append(block)
             blocks = waiting
             if blocks:
-                time.sleep(_LOOK_EVERY_S)
+                time.sleep(_POLL_INTERVAL_S)
 
     def _exist(self, keys: Sequence[bytes]) -> list[bool]:
         codes = self._store.batch_is_exist([self._name(key) for key in keys])
@@ -160,18 +170,18 @@ class MooncakeConnector(BatchedConnector):
             raise MooncakeError(f"code {min(codes)}")
         return [code == 1 for code in codes]
 
-    def _complain(self, code: int) -> None:
-        self._complaints.add(f"Mooncake answers with code {code}", kind=str(code))
+    def _log_code(self, code: int) -> None:
+        self._limited_log.warning(f"Mooncake returned error code {code}", kind=str(code))
 
     def _staging(self) -> Row:
-        """This thread's memory, uint8 [blocks of a group, header and payload]."""
+        """Return this thread's registered buffer, uint8 [group_blocks, value_bytes]."""
         try:
-            buffer: Row = self._of_thread.buffer
+            buffer: Row = self._thread_local.buffer
         except AttributeError:
-            buffer = self._of_thread.buffer = np.zeros((self._group, self._value_bytes), np.uint8)
+            buffer = self._thread_local.buffer = np.zeros((self._group_blocks, self._value_bytes), np.uint8)
             code = self._store.register_buffer(buffer.ctypes.data, buffer.nbytes)
             if code != 0:
-                raise MooncakeError(f"memory cannot be registered: code {code}") from None
+                raise MooncakeError(f"the staging buffer cannot be registered: code {code}") from None
             self._buffers.append(buffer)
         return buffer
 
@@ -179,8 +189,8 @@ class MooncakeConnector(BatchedConnector):
         return f"{self.namespace.hex()}-{key.hex()}"
 
     def _groups(self, blocks: Sequence[T]) -> Iterator[Sequence[T]]:
-        for start in range(0, len(blocks), self._group):
-            yield blocks[start : start + self._group]
+        for start in range(0, len(blocks), self._group_blocks):
+            yield blocks[start : start + self._group_blocks]
 
 
 def _addresses(staging: Row, count: int) -> list[int]:
@@ -190,12 +200,12 @@ def _addresses(staging: Row, count: int) -> list[int]:
 def _import(timeout: float) -> Any:
     seconds = str(math.ceil(timeout))
     for name, value in {
-        "MC_LOG_LEVEL": "ERROR",  # it warns of each block that finds no room; those are counted
+        "MC_LOG_LEVEL": "ERROR",  # otherwise it warns about each block without space; these are counted anyway
         "MC_RPC_TIMEOUT_MS": str(int(timeout * 1000)),
         "MC_TCP_PROGRESS_TIMEOUT_SEC": seconds,
         "MC_STORE_CLIENT_SETUP_RETRIES": "2",
     }.items():
-        os.environ.setdefault(name, value)  # read once, by the first connector of a process
+        os.environ.setdefault(name, value)  # read once per process, by the first connector
     try:
         return importlib.import_module("mooncake.store")
     except ImportError as error:
@@ -205,7 +215,10 @@ def _import(timeout: float) -> Any:
 
 
 def _address_towards(host: str, port: int, timeout: float) -> str:
-    """Ours, as the master sees it. Tries the connection: Mooncake's own tries take long, and keep the interpreter's lock."""
+    """Return the local address of a connection to the master. Raises `SetupError` if it cannot be reached.
+
+    Mooncake's own connection attempts take long and hold the interpreter's lock.
+    """
     try:
         with socket.create_connection((host, port), timeout) as probe:
             return str(probe.getsockname()[0])

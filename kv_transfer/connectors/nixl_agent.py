@@ -1,4 +1,4 @@
-"""NIXL itself, behind `nixl://`: one agent, its calls one at a time, and its many exceptions as two."""
+"""Thread-safe wrapper of a NIXL agent for `nixl://`, which maps NIXL's many exceptions to a few."""
 
 import importlib
 import os
@@ -15,162 +15,172 @@ import numpy.typing as npt
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.header import Row
 
-_POLL_S = 20e-6
-_ENVIRONMENT = threading.Lock()
+_POLL_INTERVAL_S = 20e-6
+_ENVIRONMENT_LOCK = threading.Lock()
 
 
-class NixlFault(OSError):
-    """NIXL could not do it."""
+class NixlError(OSError):
+    """A NIXL call failed."""
 
 
-class TooLate(NixlFault):
-    """A read was not over in time. It may still go on."""
+class ReadTimeout(NixlError):
+    """A read did not finish in time. It may still be in progress."""
 
 
-class Failed(NixlFault):
-    """A read ended with an error, mostly because the peer died."""
+class ReadFailed(NixlError):
+    """A read ended with an error, usually because the peer died."""
 
 
 class Agent:
-    """A NIXL agent. NIXL's is not thread-safe; here one call runs at a time, without the interpreter's lock.
+    """A NIXL agent. NIXL's own is not thread-safe, so calls run one at a time, without the interpreter's lock.
 
-    A read through shared memory is one long copy inside of `begin`. Pieces are small, so others wait for little.
+    A read through shared memory is one long copy inside `start_read`. Reads are small, so other callers wait briefly.
     """
 
     def __init__(self, devices: str) -> None:
         api, bindings = _import("nixl._api"), _import("nixl._bindings")
         self.name = f"pdserve-{uuid.uuid4().hex}"
         self._lock = threading.Lock()
-        self._died = bindings.nixlRemoteDisconnectError
-        raised = (v for v in vars(bindings).values() if isinstance(v, type) and issubclass(v, Exception))
-        self._errors: tuple[type[Exception], ...] = (*raised, RuntimeError)
+        self._disconnect_error = bindings.nixlRemoteDisconnectError
+        errors = (v for v in vars(bindings).values() if isinstance(v, type) and issubclass(v, Exception))
+        self._errors: tuple[type[Exception], ...] = (*errors, RuntimeError)
         self._nixl: Any = None
         config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         try:
-            with self._calls(), _environment("UCX_NET_DEVICES", devices):
+            with self._locked(), _environment("UCX_NET_DEVICES", devices):
                 self._nixl = api.nixl_agent(self.name, config)
-        except NixlFault as fault:
-            raise SetupError(f"NIXL cannot start with the network devices {devices!r}: {fault}.") from None
+        except NixlError as error:
+            raise SetupError(f"NIXL cannot start with the network devices {devices!r}: {error}.") from None
         if "UCX" not in self._nixl.backends:
-            raise SetupError("The installed NIXL has no UCX, which nixl:// needs.")
+            raise SetupError("The installed NIXL has no UCX backend, which nixl:// needs.")
         self._registrations: list[Any] = []
 
     def register(self, rows: Row) -> Any:
-        with self._calls() as nixl:
+        """Register host memory for transfers. Returns a handle for `deregister`."""
+        with self._locked() as nixl:
             registration = nixl.register_memory([(rows.ctypes.data, rows.nbytes, 0, "")], "DRAM")
             self._registrations.append(registration)
             return registration
 
-    def forget(self, registration: Any, prepared: Any) -> None:
-        with suppress(NixlFault), self._calls() as nixl:
+    def deregister(self, registration: Any, descriptors: Any) -> None:
+        """Release prepared descriptors and deregister their memory. Errors are ignored."""
+        with suppress(NixlError), self._locked() as nixl:
             self._registrations.remove(registration)
-            prepared.release()
+            descriptors.release()
             nixl.deregister_memory(registration)
 
     def metadata(self) -> bytes:
-        with self._calls() as nixl:
+        """Return the metadata with which a peer connects to this agent."""
+        with self._locked() as nixl:
             return bytes(nixl.get_agent_metadata())
 
-    def add(self, metadata: bytes) -> None:
-        with self._calls() as nixl:
+    def add_peer(self, metadata: bytes) -> None:
+        with self._locked() as nixl:
             nixl.add_remote_agent(metadata)
 
-    def remove(self, peer: str, prepared: Any) -> None:
-        """Also of a peer that is dead already."""
-        with suppress(NixlFault), self._calls():
-            if prepared is not None:
-                prepared.release()
-        with suppress(NixlFault), self._calls() as nixl:
+    def remove_peer(self, peer: str, descriptors: Any) -> None:
+        """Release a peer's descriptors, if any, and disconnect from it, even if it is dead. Errors are ignored."""
+        with suppress(NixlError), self._locked():
+            if descriptors is not None:
+                descriptors.release()
+        with suppress(NixlError), self._locked() as nixl:
             nixl.remove_remote_agent(peer)
 
     def prepare(self, peer: str, base: int, block_bytes: int, count: int) -> Any:
-        """Descriptors of all rows of a pool; of our own with an empty peer."""
+        """Return descriptors of `count` pool rows at address `base`. An empty `peer` means this process's memory."""
         rows = np.zeros((count, 3), np.uint64)
         rows[:, 0] = np.uint64(base) + np.arange(count, dtype=np.uint64) * np.uint64(block_bytes)
         rows[:, 1] = block_bytes
-        with self._calls() as nixl:
+        with self._locked() as nixl:
             return nixl.prep_xfer_dlist(peer or "NIXL_INIT_AGENT", rows, "DRAM")
 
-    def make_read(self, targets: Any, to: npt.NDArray[np.int32], sources: Any, of: npt.NDArray[np.int32]) -> Any:
-        with self._calls() as nixl:
-            return nixl.make_prepped_xfer("READ", targets, to, sources, of)
+    def make_read(
+        self, local: Any, local_rows: npt.NDArray[np.int32], remote: Any, remote_rows: npt.NDArray[np.int32]
+    ) -> Any:
+        """Return a transfer that reads remote rows into local rows, by prepared descriptors and row indices."""
+        with self._locked() as nixl:
+            return nixl.make_prepped_xfer("READ", local, local_rows, remote, remote_rows)
 
-    def read(self, targets: Any, to: npt.NDArray[np.int32], sources: Any, of: npt.NDArray[np.int32]) -> bool:
-        """A whole read in one call. Returns when nothing is written any more, however long that takes.
+    def read(
+        self, local: Any, local_rows: npt.NDArray[np.int32], remote: Any, remote_rows: npt.NDArray[np.int32]
+    ) -> bool:
+        """Run a read to its end. Does not return while anything can still be written, however long that takes.
 
         Returns:
-            Whether it was over as soon as it had begun.
+            True if the read was synchronous, that is, finished when it was started.
         """
-        with self._calls() as nixl:
-            transfer = nixl.make_prepped_xfer("READ", targets, to, sources, of)
+        with self._locked() as nixl:
+            transfer = nixl.make_prepped_xfer("READ", local, local_rows, remote, remote_rows)
             try:
-                over = at_once = self._is_done(nixl.transfer(transfer))
-                while not over:
-                    time.sleep(_POLL_S)
-                    over = self._is_done(nixl.check_xfer_state(transfer))
+                done = synchronous = self._check_state(nixl.transfer(transfer))
+                while not done:
+                    time.sleep(_POLL_INTERVAL_S)
+                    done = self._check_state(nixl.check_xfer_state(transfer))
             finally:
                 transfer.release()
-        return at_once
+        return synchronous
 
-    def begin(self, transfer: Any) -> bool:
-        """Whether it is over already."""
-        with self._calls() as nixl:
-            return self._is_done(nixl.transfer(transfer))
+    def start_read(self, transfer: Any) -> bool:
+        """Start a transfer. Returns True if it is done already."""
+        with self._locked() as nixl:
+            return self._check_state(nixl.transfer(transfer))
 
-    def is_over(self, transfer: Any) -> bool:
-        with self._calls() as nixl:
-            return self._is_done(nixl.check_xfer_state(transfer))
+    def is_done(self, transfer: Any) -> bool:
+        """Raises `ReadFailed` if the transfer ended with an error."""
+        with self._locked() as nixl:
+            return self._check_state(nixl.check_xfer_state(transfer))
 
-    def is_settled(self, transfer: Any) -> bool:
-        """Whether it is over, well or not. A transfer that NIXL does not say anything about may go on."""
+    def has_ended(self, transfer: Any) -> bool:
+        """Return True if a transfer ended, successfully or not. If its state is unknown, it may be in progress: False."""
         try:
-            return self.is_over(transfer)
-        except Failed:
+            return self.is_done(transfer)
+        except ReadFailed:
             return True
-        except NixlFault:
+        except NixlError:
             return False
 
     def release(self, transfer: Any) -> None:
-        """Only of what is over, or NIXL forgets what it still writes."""
-        with suppress(NixlFault), self._calls():
+        """Release a transfer that has ended. NIXL would lose track of one that still writes."""
+        with suppress(NixlError), self._locked():
             transfer.release()
 
-    def send(self, peer: str, message: bytes) -> None:
-        with self._calls() as nixl:
+    def notify(self, peer: str, message: bytes) -> None:
+        with self._locked() as nixl:
             nixl.send_notif(peer, message)
 
-    def progress(self) -> list[bytes]:
-        """Lets NIXL work for peers, and returns their messages."""
-        with self._calls() as nixl:
-            messages: dict[Any, list[bytes]] = nixl.get_new_notifs()
-            return [message for each in messages.values() for message in each]
+    def poll(self) -> list[bytes]:
+        """Let NIXL make progress for peers, and return the notifications received from them."""
+        with self._locked() as nixl:
+            notifications: dict[Any, list[bytes]] = nixl.get_new_notifs()
+            return [message for messages in notifications.values() for message in messages]
 
     def close(self) -> None:
         for registration in self._registrations:
-            with suppress(NixlFault), self._calls() as nixl:
+            with suppress(NixlError), self._locked() as nixl:
                 nixl.deregister_memory(registration)
         self._registrations.clear()
         self._nixl = None
 
-    def _is_done(self, state: str) -> bool:
+    def _check_state(self, state: str) -> bool:
         if state == "ERR":
-            raise Failed("the read failed")
+            raise ReadFailed("the read failed")
         return state == "DONE"
 
     @contextmanager
-    def _calls(self) -> Iterator[Any]:
+    def _locked(self) -> Iterator[Any]:
+        """Hold the lock for calls of NIXL, and map its exceptions to `NixlError`."""
         with self._lock:
             try:
                 yield self._nixl
-            except self._died as error:
-                raise Failed(f"it is gone ({error})") from None
+            except self._disconnect_error as error:
+                raise ReadFailed(f"the peer is disconnected ({error})") from None
             except self._errors as error:
-                raise NixlFault(f"{type(error).__name__}: {error}") from None
+                raise NixlError(f"{type(error).__name__}: {error}") from None
 
 
 def _import(module: str) -> Any:
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # else it writes to stdout what it does
-    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # nor are warnings an answer
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # otherwise it logs to stdout
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # keeps UCX's warnings off stdout
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -181,8 +191,8 @@ def _import(module: str) -> Any:
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """UCX reads its settings from the environment, when an agent is made."""
-    with _ENVIRONMENT:
+    """Set an environment variable temporarily. UCX reads its settings from the environment when an agent is created."""
+    with _ENVIRONMENT_LOCK:
         before = os.environ.get(name)
         os.environ[name] = value
         try:

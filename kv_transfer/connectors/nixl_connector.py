@@ -1,39 +1,42 @@
-"""`nixl://?devices=lo&timeout=5&threads=2&piece=4MiB`: decode reads prefill's pool itself, with no store in between.
+"""`nixl://?devices=lo&timeout=5&threads=2&piece=4MiB`: decode reads prefill's pool directly, without a store in between.
 
     prefill                                              decode
-    store: hash the rows, lease them, answer with a
-    ticket (how to reach this pool, and per block its
-    key, row and header)                       ─────►    load: find the keys in the tickets
-    poll NIXL while leases are out             ◄─────    read the rows, a few MiB at a time
-                                                         check each against its header
-    `Result.held` is done: the rows are free   ◄─────    notify: these blocks of this lease have been read
+    store: hash the rows, lease them, and return a
+    ticket (how to reach this pool, and for each
+    block its key, row and header)             ─────►    load: find the keys in the tickets
+    poll NIXL while leases are outstanding     ◄─────    read the rows, `piece` bytes at a time
+                                                         verify each block against its header
+    `Result.held` is done: rows are free       ◄─────    notify: these blocks of this lease were read
 
-NIXL (`pip install 'pdserve[nixl]'`) moves the bytes over UCX: RDMA, or shared memory and TCP without it. What holds:
+NIXL (`pip install 'pdserve[nixl]'`) transfers the bytes over UCX: RDMA, or shared memory and TCP where there is none.
+Guarantees and design:
 
-- **The fence is the checksum.** A lease that ends while its rows are read, or a peer that was restarted, may have put other
-  bytes there. The ticket says what the bytes must be, and a load checks what arrived, where nobody else writes. A row that
-  was reused meanwhile does not fit, and is reported as corrupt.
-- **An abandoned read still writes.** When a peer is stopped, neither releasing the transfer nor removing the peer keeps NIXL
-  from writing the bytes once the peer goes on (tried over TCP: all of them came). So reads over a network do not go to the
-  pool. They go to a bounce buffer, and a buffer with a read that is not over is put aside until it is. It has two
-  halves: while one is read into, the other is checked and copied by a second thread.
-- **Through shared memory the reader copies.** It does so within NIXL's call, in the calling thread, so nothing can be late,
-  and rows are read into directly. A peer's first two blocks go through the bounce buffer and show which kind it is.
-- **An agent does one thing at a time**, so each worker has one to read with. All but the first are made while the
-  instance starts, and workers share until they are there.
-- **A name is an epoch.** Each attach makes an agent with a name of its own. A restarted peer is another peer, and
-  nothing of the old one is mistaken for it.
-- **Nobody spins.** NIXL's progress thread would take a core per process. Instead a thread polls while leases are out, often
-  at first and then less; an instance without leases does nothing.
-- **A peer that does not answer** costs a load its time-out, and while a read from it is not over, further loads from it
-  fail at once. A peer that has died is noticed within milliseconds.
+- **The checksum is the fence.** If a lease ends while its rows are being read, or the peer was restarted, the rows may hold
+  other data. The ticket contains each block's checksum, and a load verifies the bytes after they arrived, in memory that no
+  peer writes to. A row that was reused meanwhile does not match and is reported as corrupt.
+- **An abandoned read still writes.** If a peer is stopped, neither releasing the transfer nor removing the peer prevents NIXL
+  from writing the bytes once the peer resumes (tested over TCP: all of them arrived). So reads over a network go to a bounce
+  buffer, not to the pool, and a buffer with an unfinished read is quarantined until the read ends. A buffer has two halves:
+  while one is being filled, a second thread verifies and copies the other.
+- **Through shared memory the reader copies.** The copy runs inside the NIXL call in the calling thread, so nothing can arrive
+  late, and blocks are read directly into the pool. The first two blocks of a peer go through a bounce buffer and show which
+  kind of transport it is.
+- **One agent per worker.** An agent does one thing at a time, so each worker thread has its own. All but the first are
+  created in the background after start; until then, workers share.
+- **The agent name is the epoch.** Each attach creates an agent with a new name. A restarted peer is a different peer, and
+  nothing of the old one is attributed to it.
+- **No busy polling.** NIXL's progress thread would use one core per process. Instead, a thread polls while leases are
+  outstanding, often at first and less often later; an instance without leases does not poll.
+- **Unresponsive peers.** A stopped peer costs a load its timeout, and while a read from it is unfinished, further loads from
+  it fail at once. A dead peer is detected within milliseconds.
 
-There is no store to ask, so `match` finds nothing, and a block lives as long as its lease. `release` on the reading side
-ends the leases of tickets, whether they were read or not.
+Without a shared store, `match` always returns 0, and a block lives as long as its lease. `release` on the reading side ends
+the leases of the given tickets, read or not.
 
-UCX listens on a TCP port of its own choice, on the address of each device that it may use; whoever can reach it and knows
-a ticket can read and write the pool. Default is the loopback device, which serves instances on one machine. For several hosts
-name the devices, as `UCX_NET_DEVICES` or here, which comes first: `devices=eth0`, `devices=mlx5_0:1`, `devices=all`.
+UCX listens on a TCP port of its own choice, on the address of each device it may use; any host that can reach the port and
+has a ticket can read and write the pool. The default is the loopback device, which serves instances on one machine. For
+several hosts name the devices, by `UCX_NET_DEVICES` or by the URL, which takes precedence: `devices=eth0`,
+`devices=mlx5_0:1`, `devices=all`.
 """
 
 import os
@@ -48,37 +51,39 @@ from typing import ClassVar, Final
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.connector import Outcome, Result
-from pdserve.kv_transfer.connectors.nixl_agent import Agent, NixlFault, TooLate
+from pdserve.kv_transfer.connectors.nixl_agent import Agent, NixlError, ReadTimeout
 from pdserve.kv_transfer.connectors.nixl_leases import Leases
-from pdserve.kv_transfer.connectors.nixl_reader import Reader, Wanted
+from pdserve.kv_transfer.connectors.nixl_reader import PeerBlock, Reader
 from pdserve.kv_transfer.connectors.nixl_tickets import (
     ENTRY,
-    Introduction,
-    Place,
+    PeerPool,
+    ReceivedTickets,
+    RemoteBlock,
     Ticket,
-    Tickets,
-    pack_message,
+    pack_notification,
     pack_ticket,
 )
 from pdserve.kv_transfer.operation import Operation
 from pdserve.kv_transfer.threaded import MAX_LEASE_S, BatchedConnector
 from pdserve.kv_transfer.url import Query, split, without_password
 
-_PIECE_BYTES: Final = 4 << 20  # of one read
+_READ_BYTES: Final = 4 << 20  # per read
 
 
 class NixlConnector(BatchedConnector):
+    """Leases pool rows to peers on `store`, and reads peers' rows on `load`."""
+
     scheme: ClassVar[str] = "nixl"
     in_place: ClassVar[bool] = True
 
     def configure(self, query: Query) -> None:
         self._devices = query.text("devices", os.environ.get("UCX_NET_DEVICES", "lo"))
-        self._piece_bytes = query.size("piece", _PIECE_BYTES)
+        self._read_bytes = query.size("piece", _READ_BYTES)
         parts = split(self.url)
         if parts.netloc or parts.path.strip("/"):
             raise SetupError(
-                f"{without_password(self.url)!r} names an address, but peers find each other through the router; "
-                "write nixl:// and, after a question mark, parameters."
+                f"{without_password(self.url)!r} must not contain an address: peers find each other through the router; "
+                "use nixl:// followed by parameters only."
             )
         self._agent: Agent | None = None
         self._leases = Leases()
@@ -88,107 +93,106 @@ class NixlConnector(BatchedConnector):
         agent = Agent(self._devices)
         try:
             agent.register(rows)
-            self._introduction = Introduction(
-                agent.name.encode(), agent.metadata(), rows.ctypes.data, block_bytes, len(rows)
-            )
-        except NixlFault as fault:
+            self._own_pool = PeerPool(agent.name.encode(), agent.metadata(), rows.ctypes.data, block_bytes, len(rows))
+        except NixlError as error:
             agent.close()
-            raise SetupError(f"NIXL cannot register the pool's {rows.nbytes >> 20} MiB: {fault}.") from None
+            raise SetupError(f"NIXL cannot register the pool's {rows.nbytes >> 20} MiB: {error}.") from None
         self._agent = agent
-        self._readers = [Reader(agent, rows, self._piece_bytes, self.timeout)]
-        self._numbers = threading.local()  # of workers: `reader`
-        self._next_number = count()
+        self._readers = [Reader(agent, rows, self._read_bytes, self.timeout)]
+        self._thread_local = threading.local()  # the index of each worker's reader
+        self._next_reader = count()
         self._opening = threading.Thread(target=self._open_more_readers, name="kv-nixl-open", daemon=True)
-        self._opening.start()  # an agent takes half a second
-        self._tickets = Tickets()
+        self._opening.start()  # creating an agent takes half a second
+        self._tickets = ReceivedTickets()
         self._leases.start(agent)
 
     def shut(self) -> None:
         self._leases.stop()
         self._opening.join()
         while self._readers:
-            self._readers.pop().close()  # an agent ends with the last thing that knows it
+            self._readers.pop().close()  # drop the reference: an agent is freed with its last one
 
     def close(self) -> None:
         super().close()
-        self._leases.stop()  # also where a worker hangs and `shut` was not called
+        self._leases.stop()  # also if a worker hangs and `shut` was not called
 
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
         self.memory.check(keys, block_ids)
         deadline = self._deadline(len(keys))
         operation = Operation("store", len(keys), deadline, lambda done: self._grant(done, blocks, ids, lease_s))
         ids = list(block_ids)
-        blocks = self._blocks(_Sealed, operation, list(zip(keys, ids, strict=True)))
+        blocks = self._blocks(_LeasedBlock, operation, list(zip(keys, ids, strict=True)))
         return self._submit(operation, lambda: self.put_many(blocks, lease_s))
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
         self.memory.check(keys, block_ids)
         operation = Operation("load", len(keys), self._deadline(len(keys)), self._finish_transfer)
-        blocks = self._blocks(Wanted, operation, list(zip(keys, block_ids, strict=True)))
+        blocks = self._blocks(PeerBlock, operation, list(zip(keys, block_ids, strict=True)))
         for block, row in zip(blocks, block_ids, strict=True):
-            block.to = row
-        given = list(tickets)
-        return self._submit(operation, lambda: self._find_and_get(blocks, given))
+            block.local_row = row
+        copied = list(tickets)
+        return self._submit(operation, lambda: self._locate_and_get(blocks, copied))
 
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
         operation: Operation[None] = Operation("release", 0, self._deadline(0), lambda _: None)
-        given = list(tickets)
-        self._submit(operation, lambda: self._tell_owners(self._tickets.give_up(given)))
+        copied = list(tickets)
+        self._submit(operation, lambda: self._notify_owners(self._tickets.release(copied)))
 
     def put_many(self, blocks: Sequence[Outgoing], lease_s: float) -> None:
         for block in blocks:
-            assert isinstance(block, _Sealed)
-            block.seal()
+            assert isinstance(block, _LeasedBlock)
+            block.make_header()
 
     def get_many(self, blocks: Sequence[Incoming]) -> None:
-        """Reads the blocks whose place is known, peer by peer."""
-        by_peer: dict[bytes, list[Wanted]] = {}
-        places: list[Place] = []
+        """Read the blocks that were located in tickets, peer by peer."""
+        by_peer: dict[bytes, list[PeerBlock]] = {}
+        located: list[RemoteBlock] = []
         for block in blocks:
-            assert isinstance(block, Wanted)
-            if block.place is None:
+            assert isinstance(block, PeerBlock)
+            if block.source is None:
                 block.missing()
                 continue
-            places.append(block.place)
-            if not block.is_ours:
+            located.append(block.source)
+            if not block.is_compatible:
                 block.corrupt()
             else:
                 by_peer.setdefault(block.owner.name, []).append(block)
         try:
-            late = {peer for reader in self._readers for peer in reader.collect()}
-            for wanted in by_peer.values():
-                self._get_from(wanted[0].owner, wanted, late)
+            unresponsive = {peer for reader in self._readers for peer in reader.free_quarantined()}
+            for peer_blocks in by_peer.values():
+                self._get_from(peer_blocks[0].owner, peer_blocks, unresponsive)
         finally:
-            self._tell_owners(self._tickets.mark_read(places))
+            self._notify_owners(self._tickets.mark_read(located))
 
     def contains_many(self, keys: Sequence[bytes]) -> Iterable[bool]:
         return ()
 
     def delete_many(self, keys: Sequence[bytes]) -> None:
-        """Nothing to put right: the owner leases what it has, and its next store has a new ticket."""
+        """Does nothing: corrupt blocks cannot be replaced under their ticket; the owner's next store returns a new one."""
 
     def _open_more_readers(self) -> None:
-        """One for each worker: an agent does one thing at a time, and copies through shared memory with its caller."""
+        """Create a reader for each further worker, as an agent does one thing at a time, copies included."""
         for _ in range(self.threads - 1):
             try:
                 agent = Agent(self._devices)
                 agent.register(self.memory.rows)
-            except (SetupError, NixlFault) as error:
-                self._complaints.add(f"workers share agents: {error}")
+            except (SetupError, NixlError) as error:
+                self._limited_log.warning(f"worker threads share NIXL agents: {error}")
                 return
-            self._readers.append(Reader(agent, self.memory.rows, self._piece_bytes, self.timeout))
+            self._readers.append(Reader(agent, self.memory.rows, self._read_bytes, self.timeout))
 
     def _reader(self) -> Reader:
+        """Return this worker's reader."""
         try:
-            number: int = self._numbers.mine
-        except AttributeError:  # this worker's first read
-            number = self._numbers.mine = next(self._next_number)
-        return self._readers[number % len(self._readers)]
+            index: int = self._thread_local.reader_index
+        except AttributeError:  # first read of this worker
+            index = self._thread_local.reader_index = next(self._next_reader)
+        return self._readers[index % len(self._readers)]
 
     def _grant(
-        self, done: Operation[Result], blocks: "Sequence[_Sealed]", ids: Sequence[int], lease_s: float
+        self, done: Operation[Result], blocks: "Sequence[_LeasedBlock]", ids: Sequence[int], lease_s: float
     ) -> Result:
-        """Called once, when the rows are hashed or the time is over: leases what went well."""
+        """Lease the blocks whose outcome is OK. Called once, when all rows are hashed or the deadline has passed."""
         result = self._finish_transfer(done)
         entries = [
             ENTRY.pack(block.key, row, block.header)
@@ -198,50 +202,50 @@ class NixlConnector(BatchedConnector):
         if not entries:
             return result
         lease_s = min(lease_s, MAX_LEASE_S)
-        lease, held = self._leases.grant(len(entries), lease_s)
-        return replace(result, ticket=pack_ticket(self._introduction, lease, lease_s, entries), held=held)
+        lease_id, held = self._leases.grant(len(entries), lease_s)
+        return replace(result, ticket=pack_ticket(self._own_pool, lease_id, lease_s, entries), held=held)
 
-    def _find_and_get(self, blocks: Sequence[Wanted], tickets: Sequence[bytes]) -> None:
-        places, strange = self._tickets.places(tickets)
-        if strange:
-            self._complaints.add(f"{strange} tickets cannot be read", kind="tickets")
+    def _locate_and_get(self, blocks: Sequence[PeerBlock], tickets: Sequence[bytes]) -> None:
+        located, invalid = self._tickets.locate(tickets)
+        if invalid:
+            self._limited_log.warning(f"{invalid} tickets are invalid", kind="tickets")
         for block in blocks:
-            block.place = places.get(block.key)
+            block.source = located.get(block.key)
         self.get_many(blocks)
 
-    def _get_from(self, owner: Introduction, wanted: Sequence[Wanted], late: Container[bytes]) -> None:
-        if owner.name == self._introduction.name:
-            for block in wanted:
-                block.take(self.memory.rows[block.row])
+    def _get_from(self, owner: PeerPool, blocks: Sequence[PeerBlock], unresponsive: Container[bytes]) -> None:
+        if owner.name == self._own_pool.name:
+            for block in blocks:
+                block.accept_copy(self.memory.rows[block.remote_row])
             return
         try:
-            if owner.name in late:
-                raise TooLate("it did not answer an earlier read, which is still not over")
-            self._reader().read(owner, wanted)
-        except NixlFault as fault:
-            self._complaints.add(f"a peer cannot be read: {fault}", kind=type(fault).__name__)
+            if owner.name in unresponsive:
+                raise ReadTimeout("an earlier read from the peer is still unfinished")
+            self._reader().read(owner, blocks)
+        except NixlError as error:
+            self._limited_log.warning(f"a peer cannot be read: {error}", kind=type(error).__name__)
 
-    def _tell_owners(self, news: Iterable[tuple[Ticket, int]]) -> None:
-        """Best effort: where it fails, the lease ends in its own time."""
-        for ticket, bits in news:
-            message = pack_message(ticket.lease, bits)
-            if ticket.owner.name == self._introduction.name:
-                self._leases.note(message)
+    def _notify_owners(self, read_bits: Iterable[tuple[Ticket, int]]) -> None:
+        """Notify owners of blocks read, best effort: if that fails, the lease ends at its expiry."""
+        for ticket, bits in read_bits:
+            message = pack_notification(ticket.lease_id, bits)
+            if ticket.owner.name == self._own_pool.name:
+                self._leases.acknowledge(message)
                 continue
-            with suppress(NixlFault):
-                if self._readers[0].tell(ticket.owner, message):
-                    self._leases.linger()
-        with suppress(NixlFault):
-            self._leases.listen()  # which also sends what is still to be sent
+            with suppress(NixlError):
+                if self._readers[0].notify(ticket.owner, message):
+                    self._leases.keep_polling()
+        with suppress(NixlError):
+            self._leases.poll()  # also flushes unsent messages
 
 
-class _Sealed(Outgoing):
-    """A row whose header goes into a ticket."""
+class _LeasedBlock(Outgoing):
+    """A row that stays in place; its header goes into a ticket."""
 
     __slots__ = ("header",)
 
     header: bytes
 
-    def seal(self) -> None:
+    def make_header(self) -> None:
         self.header, _ = self.read()
         self.present()  # no bytes were moved

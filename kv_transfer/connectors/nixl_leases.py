@@ -1,4 +1,4 @@
-"""The owner's side of `nixl://`: what peers may read, until when, and the thread that listens for them."""
+"""The owner's side of `nixl://`: leases on rows that peers may read, and the thread that polls NIXL meanwhile."""
 
 import itertools
 import threading
@@ -8,117 +8,119 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-from pdserve.kv_transfer.connectors.nixl_agent import Agent, NixlFault
-from pdserve.kv_transfer.connectors.nixl_tickets import unpack_message
+from pdserve.kv_transfer.connectors.nixl_agent import Agent, NixlError
+from pdserve.kv_transfer.connectors.nixl_tickets import unpack_notification
 
-_LINGER_S: Final = 5.0  # polling goes on for this long after the last lease, for reads that began before its end
+_LINGER_S: Final = 5.0  # polling continues for this long after the last lease, for reads that began before its end
 
-# How often to poll, by seconds since the last lease or message: readers come soon, or late, or never.
-_POLL_EVERY: Final = ((0.05, 0.0005), (1.0, 0.002), (float("inf"), 0.01))
+# Polling interval by seconds since the last lease or notification: readers come soon, or late, or never.
+_POLL_INTERVALS: Final = ((0.05, 0.0005), (1.0, 0.002), (float("inf"), 0.01))
 
 
 @dataclass
 class _Lease:
+    """`unread`: one bit per block not read yet. `expires_at`: monotonic. `held`: done when the lease has ended."""
+
     unread: int
-    ends: float
+    expires_at: float
     held: Future[None] = field(default_factory=Future)
 
 
 class Leases:
-    """What peers may read here, and the thread that listens for them."""
+    """The leases granted by this instance. Its thread polls NIXL while peers may be reading. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._leases: dict[int, _Lease] = {}
-        self._numbers = itertools.count(1)
-        self._active = 0.0  # when the last lease was granted, or the last message came
+        self._lease_ids = itertools.count(1)
+        self._last_activity = 0.0  # time of the last lease granted or notification received
         self._linger_until = 0.0
         self._stopped = False
         self._thread: threading.Thread | None = None
 
     def start(self, agent: Agent) -> None:
         self._agent = agent
-        self._thread = threading.Thread(target=self._poll, name="kv-nixl-leases", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kv-nixl-leases", daemon=True)
         self._thread.start()
 
     def grant(self, blocks: int, lease_s: float) -> tuple[int, Future[None]]:
+        """Grant a lease. Returns its id, and a future that is done when the lease has ended."""
         now = time.monotonic()
         lease = _Lease((1 << blocks) - 1, now + lease_s)
         lease.held.set_running_or_notify_cancel()
         with self._changed:
-            number = next(self._numbers)
-            self._active = now
+            lease_id = next(self._lease_ids)
+            self._last_activity = now
             stopped = self._stopped
             if not stopped:
-                self._leases[number] = lease
+                self._leases[lease_id] = lease
                 self._changed.notify()
         if stopped:
             lease.held.set_result(None)
-        return number, lease.held
+        return lease_id, lease.held
 
-    def note(self, message: bytes) -> None:
-        """A reader has read blocks, or does not want them any more."""
-        if (unpacked := unpack_message(message)) is None:
+    def acknowledge(self, notification: bytes) -> None:
+        """Process a reader's notification that it has read blocks or does not need them. Ends the lease after the last."""
+        if (unpacked := unpack_notification(notification)) is None:
             return
-        number, read = unpacked
+        lease_id, read = unpacked
         with self._changed:
-            lease = self._leases.get(number)
+            lease = self._leases.get(lease_id)
             if lease is None:
                 return
-            self._active = time.monotonic()
+            self._last_activity = time.monotonic()
             lease.unread &= ~read
             if lease.unread:
                 return
-            self._end(number)
+            self._remove(lease_id)
         lease.held.set_result(None)
 
-    def linger(self) -> None:
-        """Lets NIXL work for a while, though nothing is leased: a connection is being made."""
+    def keep_polling(self) -> None:
+        """Poll NIXL for `_LINGER_S` more seconds, even without leases: a connection is being established."""
         with self._changed:
-            self._active = time.monotonic()
-            self._linger_until = self._active + _LINGER_S
+            self._last_activity = time.monotonic()
+            self._linger_until = self._last_activity + _LINGER_S
             self._changed.notify()
 
     def stop(self) -> None:
-        """Ends all leases."""
+        """End all leases and stop the thread."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
         if self._thread is not None:
-            self._thread.join(1.0)  # not for ever, should NIXL hang
+            self._thread.join(1.0)  # limited, in case NIXL hangs
         self._expire(float("inf"))
 
-    def listen(self) -> None:
-        """Lets NIXL work for peers, and takes note of what they say."""
-        for message in self._agent.progress():
-            self.note(message)
+    def poll(self) -> None:
+        """Let NIXL make progress for peers, and process their notifications."""
+        for notification in self._agent.poll():
+            self.acknowledge(notification)
 
-    def _poll(self) -> None:
-        while (pause := self._next_pause()) is not None:
-            with suppress(NixlFault):  # a reader died while it was connected
-                self.listen()
+    def _run(self) -> None:
+        while (interval := self._wait_until_active()) is not None:
+            with suppress(NixlError):  # a reader died while connected
+                self.poll()
             self._expire(time.monotonic())
-            time.sleep(pause)
+            time.sleep(interval)
 
-    def _next_pause(self) -> float | None:
-        """Waits until there is something to listen for. None: stop."""
+    def _wait_until_active(self) -> float | None:
+        """Wait until polling is needed. Returns the polling interval in seconds; None once stopped."""
         with self._changed:
             while not self._stopped:
                 now = time.monotonic()
                 if self._leases or now < self._linger_until:
-                    return next(pause for age, pause in _POLL_EVERY if now - self._active <= age)
+                    return next(interval for age, interval in _POLL_INTERVALS if now - self._last_activity <= age)
                 self._changed.wait()
         return None
 
     def _expire(self, now: float) -> None:
         with self._changed:
-            over = [number for number, lease in self._leases.items() if lease.ends <= now]
-            ended = [self._leases[number] for number in over]
-            for number in over:
-                self._end(number)
-        for lease in ended:
+            expired = [(lease_id, lease) for lease_id, lease in self._leases.items() if lease.expires_at <= now]
+            for lease_id, _ in expired:
+                self._remove(lease_id)
+        for _, lease in expired:
             lease.held.set_result(None)
 
-    def _end(self, number: int) -> None:
-        del self._leases[number]
+    def _remove(self, lease_id: int) -> None:
+        del self._leases[lease_id]
         self._linger_until = time.monotonic() + _LINGER_S

@@ -1,4 +1,4 @@
-"""The reader's side of `nixl://`: rows of other pools, read into ours and checked, or into bounce buffers first."""
+"""The reader's side of `nixl://`: reads rows of peers' pools into local rows directly, or through bounce buffers."""
 
 import threading
 import time
@@ -12,38 +12,44 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.kv_transfer.blocks import Incoming
-from pdserve.kv_transfer.connectors.nixl_agent import Agent, NixlFault, TooLate
-from pdserve.kv_transfer.connectors.nixl_tickets import Introduction, Place
+from pdserve.kv_transfer.connectors.nixl_agent import Agent, NixlError, ReadTimeout
+from pdserve.kv_transfer.connectors.nixl_tickets import PeerPool, RemoteBlock
 from pdserve.kv_transfer.fence import Expired, Fence
 from pdserve.kv_transfer.header import Row
 
-_MAX_PEERS: Final = 256  # the one unused for longest makes room
+_MAX_PEERS: Final = 256  # beyond this, the least recently used idle peer is disconnected
 
 
-class Wanted(Incoming):
-    """A block to be read from a peer."""
+class PeerBlock(Incoming):
+    """A block to be read from a peer.
 
-    __slots__ = ("place", "to")
+    Attributes:
+        source: where the block is; None if no ticket has it.
+        local_row: the row of the local pool to read into.
+    """
 
-    place: Place | None
-    to: int  # the row of our pool
+    __slots__ = ("local_row", "source")
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether what lies there is said to be this block, of our layout. Else it is not read at all."""
-        assert self.place is not None
-        owner = self.place.ticket.owner
-        return self._seal.fits(self.place.header, self.key) and owner.block_bytes == self._seal.block_bytes
+    source: RemoteBlock | None
+    local_row: int
 
     @property
-    def owner(self) -> Introduction:
-        assert self.place is not None
-        return self.place.ticket.owner
+    def is_compatible(self) -> bool:
+        """True if the ticket's header is that of this block in this layout. Otherwise the block is not read at all."""
+        assert self.source is not None
+        owner = self.source.ticket.owner
+        matches = self._header_format.matches(self.source.header, self.key)
+        return matches and owner.block_bytes == self._header_format.block_bytes
 
     @property
-    def row(self) -> int:
-        assert self.place is not None
-        return self.place.row
+    def owner(self) -> PeerPool:
+        assert self.source is not None
+        return self.source.ticket.owner
+
+    @property
+    def remote_row(self) -> int:
+        assert self.source is not None
+        return self.source.row
 
     @property
     def deadline(self) -> float:
@@ -53,263 +59,289 @@ class Wanted(Incoming):
     def fence(self) -> Fence:
         return self._fence
 
-    def take(self, arrived: Row) -> None:
-        assert self.place is not None
-        self.accept(self.place.header, [arrived])
+    def accept_copy(self, payload: Row) -> None:
+        """Verify a payload outside of the pool and copy it into the row."""
+        assert self.source is not None
+        self.accept(self.source.header, [payload])
 
-    def check(self) -> None:
-        assert self.place is not None
-        self.accept_placed(self.place.header)
+    def verify(self) -> None:
+        """Verify the payload that was read into the row, with the fence held since before the read."""
+        assert self.source is not None
+        self.accept_in_place(self.source.header)
 
 
-class _Bounce:
-    """Registered memory for two reads of up to `piece` blocks each."""
+class _BounceBuffer:
+    """Registered memory for two reads of up to `blocks_per_read` blocks each, with a thread that verifies what arrived."""
 
-    def __init__(self, agent: Agent, block_bytes: int, piece: int) -> None:
-        self.piece = piece
-        self.rows: Row = np.empty((2 * self.piece, block_bytes), np.uint8)
+    def __init__(self, agent: Agent, block_bytes: int, blocks_per_read: int) -> None:
+        self.blocks_per_read = blocks_per_read
+        self.rows: Row = np.empty((2 * self.blocks_per_read, block_bytes), np.uint8)
         self.registration = agent.register(self.rows)
-        self.targets = agent.prepare("", self.rows.ctypes.data, block_bytes, len(self.rows))
-        self.checker = ThreadPoolExecutor(1, thread_name_prefix="kv-nixl-check")
+        self.descriptors = agent.prepare("", self.rows.ctypes.data, block_bytes, len(self.rows))
+        self.verifier = ThreadPoolExecutor(1, thread_name_prefix="kv-nixl-verify")
 
 
 @dataclass
 class _Peer:
-    sources: Any  # prepared descriptors of all its rows
-    at_once: bool | None = None  # the last read was over when it had begun
-    users: int = 0  # reads that need them
-    failed: bool = False  # to be forgotten when nobody needs it
+    """A connected peer.
+
+    Attributes:
+        descriptors: of all rows of its pool.
+        is_synchronous: True if the last read was done when started, as through shared memory; None before the first.
+        active_users: reads and notifications in progress.
+        has_failed: disconnect once there are no active users.
+    """
+
+    descriptors: Any
+    is_synchronous: bool | None = None
+    active_users: int = 0
+    has_failed: bool = False
 
 
 @dataclass
-class _Piece:
-    """One read under way."""
+class _BounceRead:
+    """A read into a bounce buffer, in progress or waiting for verification.
 
-    blocks: Sequence[Wanted]
-    first: int  # row of the bounce buffer
+    Attributes:
+        first_row: of the bounce buffer.
+        verification: the verification on another thread, if any.
+    """
+
+    blocks: Sequence[PeerBlock]
+    first_row: int
     transfer: Any
-    over: bool = False
-    check: Future[None] | None = None  # on another thread
+    is_done: bool = False
+    verification: Future[None] | None = None
 
 
 @dataclass
 class QuarantinedBuffer:
-    """A bounce buffer that NIXL may still write to."""
+    """A bounce buffer that NIXL may still write to. It is freed after `not_before`, once its transfers have ended."""
 
     peer: bytes
-    bounce: _Bounce
+    bounce: _BounceBuffer
     transfers: list[Any]
     not_before: float
 
 
 class Reader:
-    """Reads rows of other pools. Several workers may share one."""
+    """Reads rows of peers' pools. Thread-safe: several workers may share a reader."""
 
-    def __init__(self, agent: Agent, rows: Row, piece_bytes: int, timeout: float) -> None:
+    def __init__(self, agent: Agent, rows: Row, read_bytes: int, timeout: float) -> None:
         self._agent = agent
         self._block_bytes = rows.shape[1]
-        self._rows = agent.prepare("", rows.ctypes.data, self._block_bytes, len(rows))
-        self._piece = max(1, piece_bytes // self._block_bytes)
-        self._settle_s = timeout
-        self._margin_s = timeout / 10  # for putting a buffer aside before the load is answered
+        self._local = agent.prepare("", rows.ctypes.data, self._block_bytes, len(rows))
+        self._blocks_per_read = max(1, read_bytes // self._block_bytes)
+        self._quarantine_s = timeout
+        self._margin_s = timeout / 10  # to quarantine a buffer before the load's deadline
         self._lock = threading.RLock()
         self._peers: dict[bytes, _Peer] = {}  # the most recently used last
-        self._free: list[_Bounce] = []
-        self._aside: list[QuarantinedBuffer] = []
+        self._free_buffers: list[_BounceBuffer] = []
+        self._quarantined: list[QuarantinedBuffer] = []
 
-    def read(self, owner: Introduction, blocks: Sequence[Wanted]) -> None:
-        """Reads blocks of one peer.
+    def read(self, owner: PeerPool, blocks: Sequence[PeerBlock]) -> None:
+        """Read and mark blocks of one peer.
 
-        Through shared memory it is this thread that copies, within NIXL's call. The first blocks of a peer show whether that
-        is so. Then nothing can arrive late, and rows are read into directly; else through a bounce buffer.
+        Through shared memory, this thread does the copy inside the NIXL call. The first blocks read from a peer show whether
+        that is the case. If so, nothing can arrive late, and blocks are read directly into the pool; otherwise through a
+        bounce buffer.
 
         Raises:
-            NixlFault: the peer is dead, or did not answer in time.
+            NixlError: the peer is dead, or did not respond in time.
         """
-        peer, failed = self._meet(owner), True
+        peer, failed = self._acquire_peer(owner), True
         try:
-            if peer.at_once is None:
+            if peer.is_synchronous is None:
                 for block in blocks[:2]:  # the first one also connects
-                    self._read_by_bounce(owner.name, peer, [block])
+                    self._read_via_bounce(owner.name, peer, [block])
                 blocks = blocks[2:]
-            if peer.at_once:
-                self._read_straight(peer, blocks)
+            if peer.is_synchronous:
+                self._read_directly(peer, blocks)
             elif blocks:
-                self._read_by_bounce(owner.name, peer, blocks)
+                self._read_via_bounce(owner.name, peer, blocks)
             failed = False
-        except (TooLate, Expired):
+        except (ReadTimeout, Expired):
             failed = False
             raise
         finally:
-            self._part(owner.name, peer, failed)
+            self._release_peer(owner.name, peer, failed)
 
-    def tell(self, owner: Introduction, message: bytes) -> bool:
-        """Sends a message to a peer. Whether it is one that was not met before, so that the message is not away yet.
+    def notify(self, owner: PeerPool, message: bytes) -> bool:
+        """Send a message to a peer. Returns True if the peer was not connected, so that the message is not sent yet.
 
         Raises:
-            NixlFault: it is dead.
+            NixlError: the peer is dead.
         """
         is_new = owner.name not in self._peers
-        peer = self._meet(owner)
+        peer = self._acquire_peer(owner)
         try:
-            self._agent.send(owner.name.decode(), message)
+            self._agent.notify(owner.name.decode(), message)
         finally:
-            self._part(owner.name, peer, failed=False)
+            self._release_peer(owner.name, peer, failed=False)
         return is_new
 
-    def collect(self) -> set[bytes]:
-        """Asks after the reads that were abandoned, and lets go of buffers whose last one is over.
+    def free_quarantined(self) -> set[bytes]:
+        """Free quarantined buffers whose last read has ended.
 
-        A read that ended with an error has been given up by NIXL, perhaps not by the network: hence the wait.
+        A read that ended with an error was abandoned by NIXL, but perhaps not by the network: hence the quarantine time.
 
         Returns:
-            The peers with reads that are not over.
+            The names of the peers with reads still in progress.
         """
         with self._lock:
-            for aside in list(self._aside):
-                for transfer in list(aside.transfers):
-                    if self._agent.is_settled(transfer):
-                        aside.transfers.remove(transfer)
+            for quarantined in list(self._quarantined):
+                for transfer in list(quarantined.transfers):
+                    if self._agent.has_ended(transfer):
+                        quarantined.transfers.remove(transfer)
                         self._agent.release(transfer)
-                if not aside.transfers and time.monotonic() >= aside.not_before:
-                    self._aside.remove(aside)
-                    self._forget(aside.bounce)
-            return {aside.peer for aside in self._aside if aside.transfers}
+                if not quarantined.transfers and time.monotonic() >= quarantined.not_before:
+                    self._quarantined.remove(quarantined)
+                    self._free(quarantined.bounce)
+            return {quarantined.peer for quarantined in self._quarantined if quarantined.transfers}
 
     def close(self) -> None:
-        """No other method is running. Closes the agent too."""
-        for aside in self._aside:
-            for transfer in aside.transfers:
+        """Free all resources and close the agent. No other method may be running."""
+        for quarantined in self._quarantined:
+            for transfer in quarantined.transfers:
                 self._agent.release(transfer)  # the buffer outlives the agent, and with it the read
-            aside.transfers.clear()
-        for bounce in self._free + [aside.bounce for aside in self._aside]:
-            self._forget(bounce)
-        self._agent.release(self._rows)
+            quarantined.transfers.clear()
+        for bounce in self._free_buffers + [quarantined.bounce for quarantined in self._quarantined]:
+            self._free(bounce)
+        self._agent.release(self._local)
         for name, peer in self._peers.items():
-            self._agent.remove(name.decode(), peer.sources)
+            self._agent.remove_peer(name.decode(), peer.descriptors)
         self._peers.clear()
         self._agent.close()
 
-    def _meet(self, owner: Introduction) -> _Peer:
+    def _acquire_peer(self, owner: PeerPool) -> _Peer:
         with self._lock:
-            peer = self._peers.pop(owner.name, None) or self._add(owner)
+            peer = self._peers.pop(owner.name, None) or self._connect(owner)
             self._peers[owner.name] = peer
-            if peer.failed:
-                raise NixlFault("it has failed just now")
-            peer.users += 1
+            if peer.has_failed:
+                raise NixlError("the peer has just failed")
+            peer.active_users += 1
             return peer
 
-    def _add(self, owner: Introduction) -> _Peer:
-        unused = [name for name, peer in self._peers.items() if not peer.users]
-        for name in unused[: max(0, len(self._peers) - _MAX_PEERS + 1)]:
-            self._agent.remove(name.decode(), self._peers.pop(name).sources)
-        self._agent.add(owner.metadata)
+    def _connect(self, owner: PeerPool) -> _Peer:
+        idle = [name for name, peer in self._peers.items() if not peer.active_users]
+        for name in idle[: max(0, len(self._peers) - _MAX_PEERS + 1)]:
+            self._agent.remove_peer(name.decode(), self._peers.pop(name).descriptors)
+        self._agent.add_peer(owner.metadata)
         try:
             return _Peer(self._agent.prepare(owner.name.decode(), owner.base, owner.block_bytes, owner.rows))
-        except NixlFault:
-            self._agent.remove(owner.name.decode(), None)
+        except NixlError:
+            self._agent.remove_peer(owner.name.decode(), None)
             raise
 
-    def _part(self, name: bytes, peer: _Peer, failed: bool) -> None:
-        """A peer that failed is forgotten; the next ticket brings it back, if it lives."""
+    def _release_peer(self, name: bytes, peer: _Peer, failed: bool) -> None:
+        """Disconnect a peer that failed, after its last user. The next ticket connects it again, if it lives."""
         with self._lock:
-            peer.users -= 1
-            peer.failed = peer.failed or failed
-            if peer.failed and not peer.users:
+            peer.active_users -= 1
+            peer.has_failed = peer.has_failed or failed
+            if peer.has_failed and not peer.active_users:
                 del self._peers[name]
-                self._agent.remove(name.decode(), peer.sources)
+                self._agent.remove_peer(name.decode(), peer.descriptors)
 
-    def _read_straight(self, peer: _Peer, blocks: Sequence[Wanted]) -> None:
-        for start in range(0, len(blocks), self._piece):
-            piece = blocks[start : start + self._piece]
-            targets = np.array([block.to for block in piece], dtype=np.int32)
-            with piece[0].fence:
-                peer.at_once = self._agent.read(self._rows, targets, peer.sources, _sources(piece))
-                for block in piece:
-                    block.check()
+    def _read_directly(self, peer: _Peer, blocks: Sequence[PeerBlock]) -> None:
+        for start in range(0, len(blocks), self._blocks_per_read):
+            group = blocks[start : start + self._blocks_per_read]
+            local_rows = np.array([block.local_row for block in group], dtype=np.int32)
+            with group[0].fence:
+                peer.is_synchronous = self._agent.read(self._local, local_rows, peer.descriptors, _remote_rows(group))
+                for block in group:
+                    block.verify()
 
-    def _read_by_bounce(self, name: bytes, peer: _Peer, blocks: Sequence[Wanted]) -> None:
-        bounce, failed = self._borrow(), True
-        flying: deque[_Piece] = deque()
+    def _read_via_bounce(self, name: bytes, peer: _Peer, blocks: Sequence[PeerBlock]) -> None:
+        bounce, failed = self._take_buffer(), True
+        reads: deque[_BounceRead] = deque()
         try:
-            self._read(peer, bounce, blocks, flying)
+            self._run_reads(peer, bounce, blocks, reads)
             failed = False
-        except (TooLate, Expired):
+        except (ReadTimeout, Expired):
             failed = False
             raise
         finally:
-            self._give_back(name, bounce, flying, failed)
+            self._return_buffer(name, bounce, reads, failed)
 
-    def _read(self, peer: _Peer, bounce: _Bounce, blocks: Sequence[Wanted], flying: deque[_Piece]) -> None:
-        """Two pieces at a time, so that one travels while the other is checked."""
-        for start in range(0, len(blocks), bounce.piece):
-            if len(flying) == 2:
-                self._land(bounce, flying)
-            first = bounce.piece * (start // bounce.piece % 2)
-            self._depart(peer, bounce, blocks[start : start + bounce.piece], first, flying)
-            piece = flying[-1]
-            if piece.over and start + bounce.piece < len(blocks):
-                piece.check = bounce.checker.submit(self._check, bounce, piece)
-        while flying:
-            self._land(bounce, flying)
-
-    def _depart(
-        self, peer: _Peer, bounce: _Bounce, blocks: Sequence[Wanted], first: int, flying: deque[_Piece]
+    def _run_reads(
+        self, peer: _Peer, bounce: _BounceBuffer, blocks: Sequence[PeerBlock], reads: deque[_BounceRead]
     ) -> None:
-        targets = np.arange(first, first + len(blocks), dtype=np.int32)
-        transfer = self._agent.make_read(bounce.targets, targets, peer.sources, _sources(blocks))
-        flying.append(_Piece(blocks, first, transfer))
-        flying[-1].over = self._agent.begin(transfer)
-        peer.at_once = flying[-1].over
+        """Keep two reads outstanding, so that one is transferred while the other is verified."""
+        step = bounce.blocks_per_read
+        for start in range(0, len(blocks), step):
+            if len(reads) == 2:
+                self._finish_oldest(bounce, reads)
+            first_row = step * (start // step % 2)
+            self._start_read(peer, bounce, blocks[start : start + step], first_row, reads)
+            read = reads[-1]
+            if read.is_done and start + step < len(blocks):
+                read.verification = bounce.verifier.submit(self._accept_copies, bounce, read)
+        while reads:
+            self._finish_oldest(bounce, reads)
 
-    def _land(self, bounce: _Bounce, flying: deque[_Piece]) -> None:
-        """Waits for the oldest piece to arrive and to be checked."""
-        piece = flying[0]
+    def _start_read(
+        self,
+        peer: _Peer,
+        bounce: _BounceBuffer,
+        blocks: Sequence[PeerBlock],
+        first_row: int,
+        reads: deque[_BounceRead],
+    ) -> None:
+        bounce_rows = np.arange(first_row, first_row + len(blocks), dtype=np.int32)
+        transfer = self._agent.make_read(bounce.descriptors, bounce_rows, peer.descriptors, _remote_rows(blocks))
+        reads.append(_BounceRead(blocks, first_row, transfer))
+        reads[-1].is_done = self._agent.start_read(transfer)
+        peer.is_synchronous = reads[-1].is_done
+
+    def _finish_oldest(self, bounce: _BounceBuffer, reads: deque[_BounceRead]) -> None:
+        """Wait until the oldest read is done and verified, and remove it."""
+        read = reads[0]
         pause = 0.0
-        while not piece.over:
-            if time.monotonic() >= piece.blocks[0].deadline - self._margin_s:
-                raise TooLate("it did not answer in time")
+        while not read.is_done:
+            if time.monotonic() >= read.blocks[0].deadline - self._margin_s:
+                raise ReadTimeout("the peer did not respond in time")
             time.sleep(pause)
             pause = min(pause + 20e-6, 500e-6)
-            piece.over = self._agent.is_over(piece.transfer)
-        if piece.check is not None:
-            piece.check.result()
+            read.is_done = self._agent.is_done(read.transfer)
+        if read.verification is not None:
+            read.verification.result()
         else:
-            self._check(bounce, piece)
-        flying.popleft()
-        self._agent.release(piece.transfer)
+            self._accept_copies(bounce, read)
+        reads.popleft()
+        self._agent.release(read.transfer)
 
-    def _check(self, bounce: _Bounce, piece: _Piece) -> None:
-        """Copies what arrived to where it belongs, if it is what it should be."""
-        for i, block in enumerate(piece.blocks):
-            block.take(bounce.rows[piece.first + i])
+    def _accept_copies(self, bounce: _BounceBuffer, read: _BounceRead) -> None:
+        """Verify the blocks of a finished read and copy them into the pool."""
+        for i, block in enumerate(read.blocks):
+            block.accept_copy(bounce.rows[read.first_row + i])
 
-    def _borrow(self) -> _Bounce:
+    def _take_buffer(self) -> _BounceBuffer:
         with self._lock:
-            if self._free:
-                return self._free.pop()
-        return _Bounce(self._agent, self._block_bytes, self._piece)
+            if self._free_buffers:
+                return self._free_buffers.pop()
+        return _BounceBuffer(self._agent, self._block_bytes, self._blocks_per_read)
 
-    def _give_back(self, peer: bytes, bounce: _Bounce, flying: Iterable[_Piece], failed: bool) -> None:
-        """For others to use if nothing can write to it any more. Else it is put aside."""
-        under_way = []
-        for piece in flying:
-            if piece.check is not None:
-                piece.check.exception()  # waits: it reads the buffer
-            if piece.over or self._agent.is_settled(piece.transfer):
-                self._agent.release(piece.transfer)
+    def _return_buffer(self, peer: bytes, bounce: _BounceBuffer, reads: Iterable[_BounceRead], failed: bool) -> None:
+        """Make a buffer available to others if nothing can write to it any more; otherwise quarantine it."""
+        in_progress = []
+        for read in reads:
+            if read.verification is not None:
+                read.verification.exception()  # waits for it, as it reads the buffer
+            if read.is_done or self._agent.has_ended(read.transfer):
+                self._agent.release(read.transfer)
             else:
-                under_way.append(piece.transfer)
+                in_progress.append(read.transfer)
         with self._lock:
-            if under_way or (failed and flying):
-                self._aside.append(QuarantinedBuffer(peer, bounce, under_way, time.monotonic() + self._settle_s))
+            if in_progress or (failed and reads):
+                not_before = time.monotonic() + self._quarantine_s
+                self._quarantined.append(QuarantinedBuffer(peer, bounce, in_progress, not_before))
             else:
-                self._free.append(bounce)
+                self._free_buffers.append(bounce)
 
-    def _forget(self, bounce: _Bounce) -> None:
-        bounce.checker.shutdown()
-        self._agent.forget(bounce.registration, bounce.targets)
+    def _free(self, bounce: _BounceBuffer) -> None:
+        bounce.verifier.shutdown()
+        self._agent.deregister(bounce.registration, bounce.descriptors)
 
 
-def _sources(blocks: Sequence[Wanted]) -> npt.NDArray[np.int32]:
-    return np.array([block.row for block in blocks], dtype=np.int32)
+def _remote_rows(blocks: Sequence[PeerBlock]) -> npt.NDArray[np.int32]:
+    return np.array([block.remote_row for block in blocks], dtype=np.int32)

@@ -1,4 +1,4 @@
-"""What the two sides of `nixl://` say to each other: tickets to the reader, and messages of what was read to the owner."""
+"""Wire formats of `nixl://`: tickets, sent to the reading side, and read notifications, sent back to the owner."""
 
 import struct
 import threading
@@ -9,17 +9,18 @@ from typing import Final
 
 from pdserve.kv_transfer.threaded import MAX_LEASE_S
 
-# Magic, lease, its seconds, base, block bytes, rows, entries, lengths of name and metadata; these two; the entries.
+# Magic, lease id, lease seconds, base address, block bytes, rows, entries, lengths of name and metadata. The name, the
+# metadata and the entries follow.
 _TICKET: Final = struct.Struct("<8sQdQQIIHH")
 _TICKET_MAGIC: Final = b"pdserveT"
 ENTRY: Final = struct.Struct("<16sI64s")  # key, row, header
-_MESSAGE: Final = struct.Struct("<8sQ")  # magic, lease; then one bit per entry of the ticket
-_MESSAGE_MAGIC: Final = b"pdserveR"
+_NOTIFICATION: Final = struct.Struct("<8sQ")  # magic, lease id; one bit per entry of the ticket follows
+_NOTIFICATION_MAGIC: Final = b"pdserveR"
 
 
 @dataclass(frozen=True)
-class Introduction:
-    """All that a peer must know of a pool to read it."""
+class PeerPool:
+    """What a peer needs to read this pool: agent name and metadata, base address, block length and number of rows."""
 
     name: bytes
     metadata: bytes
@@ -30,18 +31,26 @@ class Introduction:
 
 @dataclass(eq=False)
 class Ticket:
-    """One lease, as the reading side sees it. `unread` has one bit per entry that the owner still holds for us."""
+    """One lease, as the reading side tracks it.
 
-    owner: Introduction
-    lease: int
-    ends: float
+    Attributes:
+        owner: the pool that holds the blocks.
+        lease_id: the owner's id of the lease.
+        expires_at: end of the lease on this side's monotonic clock.
+        entries: key, row and header of each block.
+        unread: one bit per entry that the owner still holds for this reader.
+    """
+
+    owner: PeerPool
+    lease_id: int
+    expires_at: float
     entries: list[tuple[bytes, int, bytes]]
     unread: int
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a block is: an entry of a ticket."""
+class RemoteBlock:
+    """Location of a block in a peer's pool: one entry of a ticket."""
 
     ticket: Ticket
     index: int
@@ -55,88 +64,89 @@ class Place:
         return self.ticket.entries[self.index][2]
 
 
-def pack_ticket(owner: Introduction, lease: int, lease_s: float, entries: Sequence[bytes]) -> bytes:
+def pack_ticket(owner: PeerPool, lease_id: int, lease_s: float, entries: Sequence[bytes]) -> bytes:
     sizes = (owner.rows, len(entries), len(owner.name), len(owner.metadata))
-    front = _TICKET.pack(_TICKET_MAGIC, lease, lease_s, owner.base, owner.block_bytes, *sizes)
-    return b"".join((front, owner.name, owner.metadata, *entries))
+    fixed = _TICKET.pack(_TICKET_MAGIC, lease_id, lease_s, owner.base, owner.block_bytes, *sizes)
+    return b"".join((fixed, owner.name, owner.metadata, *entries))
 
 
 def unpack_ticket(raw: bytes) -> Ticket:
-    """Raises ValueError for what is no ticket of ours."""
+    """Raises `ValueError` if the bytes are not a valid ticket."""
     if len(raw) < _TICKET.size:
         raise ValueError("too short")
-    magic, lease, lease_s, base, block_bytes, rows, count, name, metadata = _TICKET.unpack_from(raw)
-    start = _TICKET.size + name + metadata
+    magic, lease_id, lease_s, base, block_bytes, rows, count, name_bytes, metadata_bytes = _TICKET.unpack_from(raw)
+    start = _TICKET.size + name_bytes + metadata_bytes
     if magic != _TICKET_MAGIC or len(raw) != start + count * ENTRY.size:
         raise ValueError("not a ticket")
-    owner = Introduction(
-        raw[_TICKET.size : _TICKET.size + name], raw[start - metadata : start], base, block_bytes, rows
+    owner = PeerPool(
+        raw[_TICKET.size : _TICKET.size + name_bytes], raw[start - metadata_bytes : start], base, block_bytes, rows
     )
     entries = list(ENTRY.iter_unpack(memoryview(raw)[start:]))
     if any(row >= rows for _, row, _ in entries):
         raise ValueError("a row outside of the pool")
-    return Ticket(owner, lease, time.monotonic() + min(lease_s, MAX_LEASE_S), entries, (1 << count) - 1)
+    return Ticket(owner, lease_id, time.monotonic() + min(lease_s, MAX_LEASE_S), entries, (1 << count) - 1)
 
 
-def _read(raw: bytes) -> Ticket | None:
+def _try_unpack_ticket(raw: bytes) -> Ticket | None:
     try:
         return unpack_ticket(raw)
     except ValueError:
         return None
 
 
-def pack_message(lease: int, bits: int) -> bytes:
-    return _MESSAGE.pack(_MESSAGE_MAGIC, lease) + bits.to_bytes((bits.bit_length() + 7) // 8, "little")
+def pack_notification(lease_id: int, read: int) -> bytes:
+    """Pack the notification that blocks of a lease were read. `read` has one bit per entry of the ticket."""
+    return _NOTIFICATION.pack(_NOTIFICATION_MAGIC, lease_id) + read.to_bytes((read.bit_length() + 7) // 8, "little")
 
 
-def unpack_message(raw: bytes) -> tuple[int, int] | None:
-    """The lease, and its bits. None for what is no message of ours."""
-    if len(raw) < _MESSAGE.size:
+def unpack_notification(raw: bytes) -> tuple[int, int] | None:
+    """Return the lease id and the bits of the entries read. None if the bytes are not a notification."""
+    if len(raw) < _NOTIFICATION.size:
         return None
-    magic, lease = _MESSAGE.unpack_from(raw)
-    return (lease, int.from_bytes(raw[_MESSAGE.size :], "little")) if magic == _MESSAGE_MAGIC else None
+    magic, lease_id = _NOTIFICATION.unpack_from(raw)
+    return (lease_id, int.from_bytes(raw[_NOTIFICATION.size :], "little")) if magic == _NOTIFICATION_MAGIC else None
 
 
-class Tickets:
-    """The tickets that this instance has been given, until they are released or their leases are over."""
+class ReceivedTickets:
+    """The tickets received by this instance, until they are released or their leases expire. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: dict[bytes, Ticket] = {}
+        self._tickets: dict[bytes, Ticket] = {}
 
-    def places(self, given: Sequence[bytes]) -> tuple[dict[bytes, Place], int]:
-        """Where the blocks are, by key, the newest ticket first; and how many tickets cannot be read."""
-        places: dict[bytes, Place] = {}
-        strange = 0
+    def locate(self, tickets: Sequence[bytes]) -> tuple[dict[bytes, RemoteBlock], int]:
+        """Return the blocks of the tickets by key, the latest ticket first, and the number of invalid tickets."""
+        located: dict[bytes, RemoteBlock] = {}
+        invalid = 0
         with self._lock:
-            self._forget_ended()
-            for raw in reversed(given):
-                ticket = self._known.get(raw) or _read(raw)
+            self._remove_expired()
+            for raw in reversed(tickets):
+                ticket = self._tickets.get(raw) or _try_unpack_ticket(raw)
                 if ticket is None:
-                    strange += 1
+                    invalid += 1
                     continue
-                self._known[raw] = ticket
+                self._tickets[raw] = ticket
                 for index, (key, _, _) in enumerate(ticket.entries):
-                    places.setdefault(key, Place(ticket, index))
-        return places, strange
+                    located.setdefault(key, RemoteBlock(ticket, index))
+        return located, invalid
 
-    def mark_read(self, places: Iterable[Place]) -> list[tuple[Ticket, int]]:
-        """What to tell the owners after a load, whatever its outcome: nobody will ask for these blocks again."""
-        bits: dict[Ticket, int] = {}
-        for place in places:
-            bits[place.ticket] = bits.get(place.ticket, 0) | 1 << place.index
+    def mark_read(self, blocks: Iterable[RemoteBlock]) -> list[tuple[Ticket, int]]:
+        """Mark blocks as read after a load, whatever its outcome. Returns the bits to notify the owners of, per ticket."""
+        read_bits: dict[Ticket, int] = {}
+        for block in blocks:
+            read_bits[block.ticket] = read_bits.get(block.ticket, 0) | 1 << block.index
         with self._lock:
-            for ticket, read in bits.items():
-                ticket.unread &= ~read
-        return list(bits.items())
+            for ticket, bits in read_bits.items():
+                ticket.unread &= ~bits
+        return list(read_bits.items())
 
-    def give_up(self, given: Sequence[bytes]) -> list[tuple[Ticket, int]]:
-        """Forgets these tickets, and returns what they still hold."""
+    def release(self, tickets: Sequence[bytes]) -> list[tuple[Ticket, int]]:
+        """Remove tickets. Returns the unread bits to notify the owners of, per ticket."""
         with self._lock:
-            over = [self._known.pop(raw, None) or _read(raw) for raw in given]
-        return [(ticket, ticket.unread) for ticket in over if ticket is not None and ticket.unread]
+            removed = [self._tickets.pop(raw, None) or _try_unpack_ticket(raw) for raw in tickets]
+        return [(ticket, ticket.unread) for ticket in removed if ticket is not None and ticket.unread]
 
-    def _forget_ended(self) -> None:
+    def _remove_expired(self) -> None:
         now = time.monotonic()
-        for raw in [raw for raw, ticket in self._known.items() if ticket.ends <= now]:
-            del self._known[raw]
+        for raw in [raw for raw, ticket in self._tickets.items() if ticket.expires_at <= now]:
+            del self._tickets[raw]

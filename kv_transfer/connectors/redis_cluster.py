@@ -1,11 +1,11 @@
 """`redis+cluster://user:password@host:port,host:port?ttl=600&value_bytes=2MiB`: a Redis Cluster; `rediss+cluster://` (TLS).
 
-The hosts are some of its nodes, and name the others. Values are those of `redis.py`. All of a block lie in one slot, and
-blocks spread over the slots by their keys, which are digests. Each node gets its share of an operation at the same time as
-the others, and only that share fails with it.
+The hosts are some of the cluster's nodes, from which the others are discovered. Values are those of `redis_connector.py`. All
+values of a block are in one slot, and blocks are distributed over the slots by their keys, which are digests. The nodes work
+on their shares of an operation in parallel, and when a node fails, only its share fails.
 
-A command that a node refuses because its slot is elsewhere (MOVED, ASK) is sent there, once. The map of the slots is
-fetched again after that, and after a node failed.
+A command that a node redirects (MOVED, ASK) is sent once more, to the node named. The slot map is fetched again after MOVED,
+and after a node failed.
 """
 
 import threading
@@ -21,151 +21,158 @@ from redis.exceptions import AskError, MovedError, RedisClusterException
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
-from pdserve.kv_transfer.connectors.redis_connector import Command, RedisConnector, Server
+from pdserve.kv_transfer.connectors.redis_connector import Command, RedisConnector, RedisServer
 from pdserve.kv_transfer.url import split, without_password
 
-_MATCH_KEYS = 256  # asked for at a time: a match ends with the first key that is not there
-_LOOK_EVERY_S = 1.0
+_MATCH_KEYS = 256  # per query: a match ends with the first missing key
+_REFRESH_INTERVAL_S = 1.0  # minimum time between two fetches of the slot map
 _FAULTS: tuple[type[Exception], ...] = (*RedisConnector.faults, RedisClusterException)
-_NO_MAP: tuple[type[Exception], ...] = (*_FAULTS, IndexError)  # the last: redis-py met no slots
+_SLOT_MAP_FAULTS: tuple[type[Exception], ...] = (
+    *_FAULTS,
+    IndexError,
+)  # redis-py raises IndexError if no slot is assigned
 
 T = TypeVar("T")
 
 
-class _Node(Server):
-    """A node that may send us to another one."""
+class _Node(RedisServer):
+    """A node of the cluster. Follows its redirections to other nodes."""
 
     def __init__(self, cluster: "RedisClusterConnector", host: str, port: int) -> None:
-        super().__init__(cluster.pool_of(host, port), cluster.names, cluster.complain)
+        super().__init__(cluster.create_node_pool(host, port), cluster.names, cluster.log_error)
         self.name = f"{host}:{port}"
         self._host = host
         self._cluster = cluster
 
-    def call(self, *commands: Command, at_once: int = 0) -> Iterator[Any]:
-        # Strict, so that the answers are asked for their end: the connection is given back then.
-        for answer, command in zip(super().call(*commands, at_once=at_once), commands, strict=True):
-            if isinstance(answer, AskError):
-                yield from self._follow(answer, command)
+    def call(self, *commands: Command, batch_commands: int = 0) -> Iterator[Any]:
+        # Strict, so that the replies are exhausted, which returns the connection to the pool.
+        for reply, command in zip(super().call(*commands, batch_commands=batch_commands), commands, strict=True):
+            if isinstance(reply, AskError):
+                yield from self._redirect(reply, command)
             else:
-                yield answer
+                yield reply
 
-    def _follow(self, error: AskError, command: Command) -> Iterator[Any]:
-        """The one answer. The connection is held until the next is asked for."""
-        there = self._cluster.node_at(error.host or self._host, error.port)
+    def _redirect(self, error: AskError, command: Command) -> Iterator[Any]:
+        """Yield the reply of the node named by a MOVED or ASK error. Holds its connection until resumed."""
+        target = self._cluster.node_at(error.host or self._host, error.port)
         if isinstance(error, MovedError):
-            self._cluster.look_again()
-            yield from Server.call(there, command)
+            self._cluster.invalidate_slot_map()
+            yield from RedisServer.call(target, command)
         else:
-            yield from islice(Server.call(there, ("ASKING",), command, at_once=1), 1, None)
+            yield from islice(RedisServer.call(target, ("ASKING",), command, batch_commands=1), 1, None)
 
 
 class RedisClusterConnector(RedisConnector):
+    """Stores blocks on the nodes of a Redis Cluster."""
+
     scheme: ClassVar[str] = "redis+cluster"
     faults = _FAULTS
 
     def open(self) -> None:
-        self.names = self._names()
-        self.complain = self._complain
+        self.names = self._block_names()
+        self.log_error = self._log_error
         self._nodes: dict[tuple[str, int], _Node] = {}
-        self._making = threading.Lock()
-        self._stale, self._looked = False, time.monotonic()
-        self._hosts = [(one.hostname or "", one.port or 6379) for one in map(split, self._addresses)]
+        self._nodes_lock = threading.Lock()
+        self._is_map_stale, self._map_fetched_at = False, time.monotonic()
+        self._hosts = [(parts.hostname or "", parts.port or 6379) for parts in map(split, self._addresses)]
         try:
-            self._map: Any = self._fetch_map()  # untyped in redis-py
-        except _NO_MAP as error:
+            self._slot_map: Any = self._fetch_slot_map()  # untyped in redis-py
+        except _SLOT_MAP_FAULTS as error:
             raise SetupError(f"No Redis Cluster answers at {without_password(self.url)}: {error}.") from error
         self._threads = ThreadPoolExecutor(16 * self.threads, thread_name_prefix="kv-redis-cluster")
 
     def shut(self) -> None:
         self._threads.shutdown()
-        self._map.disconnect_connection_pools()
+        self._slot_map.disconnect_connection_pools()
         for node in self._nodes.values():
             node.pool.disconnect()
 
     def put_many(self, blocks: Sequence[Outgoing], lease_s: float) -> None:
-        milliseconds = self._milliseconds(lease_s)
-        self._share(blocks, _key_of, lambda node, share: node.put(share, milliseconds))
+        milliseconds = self._ttl_ms(lease_s)
+        self._run_on_nodes(blocks, _key_of, lambda node, share: node.put(share, milliseconds))
 
     def get_many(self, blocks: Sequence[Incoming]) -> None:
-        self._share(blocks, _key_of, lambda node, share: node.get(share))
+        self._run_on_nodes(blocks, _key_of, lambda node, share: node.get(share))
 
     def contains_many(self, keys: Sequence[bytes]) -> Iterator[bool]:
         for start in range(0, len(keys), _MATCH_KEYS):
-            chunk, there = keys[start : start + _MATCH_KEYS], set[bytes]()
+            chunk, stored = keys[start : start + _MATCH_KEYS], set[bytes]()
 
-            def ask(node: _Node, share: Sequence[bytes], there: set[bytes] = there) -> None:
-                there.update(key for key, found in zip(share, node.contains(share), strict=True) if found)
+            def query(node: _Node, share: Sequence[bytes], stored: set[bytes] = stored) -> None:
+                stored.update(key for key, found in zip(share, node.contains(share), strict=True) if found)
 
-            self._share(chunk, bytes, ask)
-            yield from (key in there for key in chunk)
+            self._run_on_nodes(chunk, bytes, query)
+            yield from (key in stored for key in chunk)
 
     def delete_many(self, keys: Sequence[bytes]) -> None:
-        self._share(keys, bytes, lambda node, share: node.delete(share))
+        self._run_on_nodes(keys, bytes, lambda node, share: node.delete(share))
 
-    def look_again(self) -> None:
-        """Have the map of the slots fetched before the next operation."""
-        self._stale = True
+    def invalidate_slot_map(self) -> None:
+        """Have the slot map fetched again before the next operation."""
+        self._is_map_stale = True
 
     def node_at(self, host: str, port: int) -> _Node:
-        with self._making:
+        with self._nodes_lock:
             if (host, port) not in self._nodes:
                 self._nodes[host, port] = _Node(self, host, port)
             return self._nodes[host, port]
 
-    def pool_of(self, host: str, port: int) -> redis.ConnectionPool:
-        named = split(self._addresses[0])
-        login, at, _ = named.netloc.rpartition("@")
-        return self._pool(f"{named.scheme}://{login}{at}{f'[{host}]' if ':' in host else host}:{port}")
+    def create_node_pool(self, host: str, port: int) -> redis.ConnectionPool:
+        parts = split(self._addresses[0])
+        login, at, _ = parts.netloc.rpartition("@")
+        return self._create_pool(f"{parts.scheme}://{login}{at}{f'[{host}]' if ':' in host else host}:{port}")
 
-    def _share(self, items: Sequence[T], key_of: Callable[[T], bytes], work: Callable[[_Node, list[T]], None]) -> None:
-        """Does the work on all nodes at once, on each with its share of the items. What fails on a node stays undone."""
-        self._refresh()
+    def _run_on_nodes(
+        self, items: Sequence[T], key_of: Callable[[T], bytes], work: Callable[[_Node, list[T]], None]
+    ) -> None:
+        """Run `work` on all nodes in parallel, each with its share of the items. Faults of a node are logged, not raised."""
+        self._refresh_slot_map()
         shares: dict[_Node, list[T]] = {}
         for item in items:
             node = self._node_of(key_of(item))
             if node is not None:
                 shares.setdefault(node, []).append(item)
-        done = [self._threads.submit(self._try, work, node, share) for node, share in shares.items()]
-        wait(done)
-        for one in done:
-            one.result()
+        futures = [self._threads.submit(self._run_on_node, work, node, share) for node, share in shares.items()]
+        wait(futures)
+        for future in futures:
+            future.result()
 
-    def _try(self, work: Callable[[_Node, list[T]], None], node: _Node, share: list[T]) -> None:
+    def _run_on_node(self, work: Callable[[_Node, list[T]], None], node: _Node, share: list[T]) -> None:
         try:
             work(node, share)
         except self.faults as fault:
-            self.look_again()
-            self._complaints.add(f"{node.name} failed: {type(fault).__name__}: {fault}", kind=node.name)
+            self.invalidate_slot_map()
+            self._limited_log.warning(f"{node.name} failed: {type(fault).__name__}: {fault}", kind=node.name)
 
     def _node_of(self, key: bytes) -> _Node | None:
         try:
-            node = self._map.get_node_from_key(self.names.tag(key))
-        except RedisClusterException as error:  # nobody has this slot
-            self.look_again()
-            self._complaints.add(str(error), kind="slot")
+            node = self._slot_map.get_node_from_key(self.names.hash_tag(key))
+        except RedisClusterException as error:  # no node has this slot
+            self.invalidate_slot_map()
+            self._limited_log.warning(str(error), kind="slot")
             return None
         return self.node_at(node.host, node.port)
 
-    def _refresh(self) -> None:
+    def _refresh_slot_map(self) -> None:
         now = time.monotonic()
-        if not self._stale or now < self._looked + _LOOK_EVERY_S:
+        if not self._is_map_stale or now < self._map_fetched_at + _REFRESH_INTERVAL_S:
             return
-        self._stale, self._looked = False, now
+        self._is_map_stale, self._map_fetched_at = False, now
         try:
-            self._map.nodes_manager.initialize(additional_startup_nodes_info=self._hosts)
-        except _NO_MAP as error:
-            self.look_again()
-            self._complaints.add(f"the map of the slots cannot be fetched: {error}", kind="map")
+            self._slot_map.nodes_manager.initialize(additional_startup_nodes_info=self._hosts)
+        except _SLOT_MAP_FAULTS as error:
+            self.invalidate_slot_map()
+            self._limited_log.warning(f"the slot map cannot be fetched: {error}", kind="map")
 
-    def _fetch_map(self) -> RedisCluster:
-        """redis-py's client, for the map of the slots only. It sends by itself what must not be sent twice."""
-        patience = self.timeout / 4  # it may ask several nodes, and the operation that waits has a deadline
+    def _fetch_slot_map(self) -> RedisCluster:
+        """Create redis-py's client, used for its slot map only: it retries commands that must not be sent twice."""
+        timeout = self.timeout / 4  # it may query several nodes before the operation's deadline
         return RedisCluster(
             url=self._addresses[0],
             startup_nodes=[ClusterNode(host, port) for host, port in self._hosts[1:]],
             require_full_coverage=False,
-            socket_timeout=patience,
-            socket_connect_timeout=patience,
+            socket_timeout=timeout,
+            socket_connect_timeout=timeout,
             protocol=2,
             **self._login(),
         )

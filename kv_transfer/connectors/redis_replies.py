@@ -1,6 +1,7 @@
-"""Reads Redis's answers without a copy of ours: large values go from the socket to where their bytes are wanted.
+"""RESP 2 parser for redis-py that reads large values from the socket directly into their destination.
 
-redis-py and hiredis copy each value three times, into memory that is new each time: twice what the transport itself costs.
+redis-py and hiredis copy each value three times, each time into newly allocated memory, which costs twice as much as the
+transport itself.
 """
 
 import os
@@ -12,25 +13,25 @@ from typing import Any, Final
 import redis
 from redis._parsers import BaseParser
 
-from pdserve.kv_transfer.blocks import Arriving
+from pdserve.kv_transfer.blocks import StreamedPart
 
-_HELD_BYTES: Final = 4096  # received beyond what was wanted, and then copied once more; no line is longer
-_LARGE: Final = 1024  # bytes of a value that is worth receiving in place
+_BUFFER_BYTES: Final = 4096  # read-ahead, copied once more; also the longest line
+_STREAMED_BYTES: Final = 1024  # values longer than this are read into place
 
-Answer = bytes | Arriving | int | None | list[Any] | Exception
+Reply = bytes | StreamedPart | int | None | list[Any] | Exception
 
 
-class Answers(BaseParser):
-    """The parser of a redis-py connection (`parser_class=`), for RESP 2.
+class ReplyParser(BaseParser):
+    """Parser of a redis-py connection (`parser_class=`), for RESP 2.
 
-    A large value is `Arriving`, until the next answer is read from the connection, or until `finish`.
+    A large value is returned as `StreamedPart`, valid until the next reply is read from the connection, or until `finish`.
     """
 
     def __init__(self, socket_read_size: int) -> None:
-        self._buffer = bytearray(_HELD_BYTES)
-        self._held = memoryview(self._buffer)
-        self._start = self._end = 0  # what has been received into `_held` and not been looked at
-        self._value: _Value | None = None  # that may still be arriving
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0  # the range of `_view` that is received and not parsed yet
+        self._value: _Value | None = None  # the value being received
 
     def on_connect(self, connection: Any, **_: Any) -> None:
         self._sock: socket.socket | None = connection._sock
@@ -38,62 +39,63 @@ class Answers(BaseParser):
         self._value = None
         self._readable = select.poll()
         self._readable.register(connection._sock, select.POLLIN)
-        # One with a time-out does not block beneath Python. Of TLS, the system has other bytes than we want.
+        # A socket with a timeout is non-blocking in the kernel. With TLS, the kernel only has encrypted bytes.
         encrypted = isinstance(connection._sock, ssl.SSLSocket)
-        self._direct = not encrypted and not os.get_blocking(connection._sock.fileno())
+        self._is_direct = not encrypted and not os.get_blocking(connection._sock.fileno())
 
     def on_disconnect(self) -> None:
         self._sock = None
 
     def can_read(self, timeout: float = 0) -> bool:
-        return self._start < self._end or self._comes(timeout)
+        return self._start < self._end or self._poll(timeout)
 
-    def read_response(self, *_: Any, **__: Any) -> Answer:
-        """Raises `redis.ConnectionError` or `OSError`; an error that is the answer is returned."""
+    def read_response(self, *_: Any, **__: Any) -> Reply:
+        """Return the next reply. An error reply is returned; `redis.ConnectionError` and `OSError` are raised."""
         self.finish()
-        answer = self._read()
-        if isinstance(answer, redis.ConnectionError):  # such as: too many clients
-            raise answer
-        return answer
+        reply = self._read()
+        if isinstance(reply, redis.ConnectionError):  # such as: too many clients
+            raise reply
+        return reply
 
     def finish(self) -> None:
-        """Receives the rest of a large value. The connection has nothing more of this answer then."""
+        """Receive and discard the rest of a large value, so that the connection is at the start of the next reply."""
         if self._value is not None:
-            rest = memoryview(bytearray(min(self._value.left, 16 * _HELD_BYTES)))
-            while self._value.left:
-                if not self._value.take(rest[: self._value.left]):
+            rest = memoryview(bytearray(min(self._value.remaining, 16 * _BUFFER_BYTES)))
+            while self._value.remaining:
+                if not self._value.read_into(rest[: self._value.remaining]):
                     self.wait()
             self._end_value()
 
-    def take(self, memory: memoryview) -> int:
-        """Moves what has come to the front of `memory`: how many bytes. Waits for nothing."""
-        held = min(len(memory), self._end - self._start)
-        if held or not self._direct:
-            memory[:held] = self._held[self._start : self._start + held]
-            self._start += held
-            return held
+    def read_into(self, memory: memoryview) -> int:
+        """Move received bytes to the front of `memory` without blocking, and return their number."""
+        buffered = min(len(memory), self._end - self._start)
+        if buffered or not self._is_direct:
+            memory[:buffered] = self._view[self._start : self._start + buffered]
+            self._start += buffered
+            return buffered
         try:
-            count = os.readv(self._socket().fileno(), (memory, self._held))
+            count = os.readv(self._socket().fileno(), (memory, self._view))
         except BlockingIOError:
             return 0
-        self._start, self._end = 0, max(0, _some(count) - len(memory))
+        self._start, self._end = 0, max(0, _check_open(count) - len(memory))
         return count - self._end
 
     def wait(self) -> None:
-        """Until there is something to take. Raises `TimeoutError`."""
-        if not self._direct:
+        """Block until `read_into` can return bytes. Raises `TimeoutError`."""
+        if not self._is_direct:
             self._receive()
-        elif not self._comes(self._socket().gettimeout()):
+        elif not self._poll(self._socket().gettimeout()):
             raise TimeoutError("timed out")
 
-    def _read(self, whole: bool = False) -> Answer:
+    def _read(self, complete: bool = False) -> Reply:
+        """Parse one reply. `complete`: return large values as bytes, too."""
         line = self._read_line()
         kind, rest = line[:1], line[1:]
         match kind:
             case b"$":
-                return self._read_value(int(rest), whole) if rest != b"-1" else None
+                return self._read_value(int(rest), complete) if rest != b"-1" else None
             case b"*":
-                return [self._read(whole=True) for _ in range(int(rest))] if rest != b"-1" else None
+                return [self._read(complete=True) for _ in range(int(rest))] if rest != b"-1" else None
             case b":":
                 return int(rest)
             case b"+":
@@ -101,20 +103,20 @@ class Answers(BaseParser):
             case b"-":
                 error: Exception = BaseParser.parse_error(rest.decode(errors="replace"))
                 return error
-        raise redis.InvalidResponse(f"Redis answered with {line[:40]!r}")
+        raise redis.InvalidResponse(f"Redis sent an invalid reply: {line[:40]!r}")
 
     def _read_line(self) -> bytes:
         while (at := self._buffer.find(b"\r\n", self._start, self._end)) < 0:
-            if self._end - self._start == _HELD_BYTES:
-                raise redis.InvalidResponse("Redis answered with an endless line")
+            if self._end - self._start == _BUFFER_BYTES:
+                raise redis.InvalidResponse(f"Redis sent a line longer than {_BUFFER_BYTES} bytes")
             self._receive()
-        line = bytes(self._held[self._start : at])
+        line = bytes(self._view[self._start : at])
         self._start = at + 2
         return line
 
-    def _read_value(self, length: int, whole: bool) -> bytes | Arriving:
+    def _read_value(self, length: int, complete: bool) -> bytes | StreamedPart:
         self._value = value = _Value(self, length)
-        if length > _LARGE and not whole:
+        if length > _STREAMED_BYTES and not complete:
             return value
         content = bytes(value)
         self._end_value()
@@ -122,17 +124,17 @@ class Answers(BaseParser):
 
     def _end_value(self) -> None:
         if self._read_line():
-            raise redis.InvalidResponse("a value of Redis is longer than announced")
+            raise redis.InvalidResponse("Redis sent a value that is longer than announced")
         self._value = None
 
     def _receive(self) -> None:
-        """Some more bytes, behind those that are held."""
-        held = self._end - self._start
-        self._buffer[:held] = self._buffer[self._start : self._end]
-        self._start, self._end = 0, held
-        self._end += _some(self._socket().recv_into(self._held[held:]))
+        """Receive more bytes behind those in the buffer."""
+        buffered = self._end - self._start
+        self._buffer[:buffered] = self._buffer[self._start : self._end]
+        self._start, self._end = 0, buffered
+        self._end += _check_open(self._socket().recv_into(self._view[buffered:]))
 
-    def _comes(self, seconds: float | None) -> bool:
+    def _poll(self, seconds: float | None) -> bool:
         self._socket()
         return bool(self._readable.poll(None if seconds is None else seconds * 1e3))
 
@@ -142,27 +144,30 @@ class Answers(BaseParser):
         return self._sock
 
 
-class _Value(Arriving):
-    __slots__ = ("_answers", "_length", "left")
+class _Value(StreamedPart):
+    """A large value that is still being received."""
 
-    def __init__(self, answers: Answers, length: int) -> None:
-        self._answers = answers
-        self._length = self.left = length
+    __slots__ = ("_length", "_parser", "remaining")
+
+    def __init__(self, parser: ReplyParser, length: int) -> None:
+        self._parser = parser
+        self._length = self.remaining = length
 
     def __len__(self) -> int:
         return self._length
 
-    def take(self, memory: memoryview) -> int:
-        assert len(memory) <= self.left
-        count = self._answers.take(memory)
-        self.left -= count
+    def read_into(self, memory: memoryview) -> int:
+        assert len(memory) <= self.remaining
+        count = self._parser.read_into(memory)
+        self.remaining -= count
         return count
 
     def wait(self) -> None:
-        self._answers.wait()
+        self._parser.wait()
 
 
-def _some(count: int) -> int:
+def _check_open(count: int) -> int:
+    """Return the number of bytes received. Raises if it is 0, which means that the connection is closed."""
     if count == 0:
-        raise redis.ConnectionError("Redis has closed the connection")
+        raise redis.ConnectionError("Redis closed the connection")
     return count

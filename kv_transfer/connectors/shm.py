@@ -1,11 +1,11 @@
 """`shm://name?size=1GiB`: a store in the shared memory of one machine. The default of `pdserve up`.
 
-One copy on the way out, one on the way in, and one reading of the block for its checksum each time. See `shm_slab.py`
-for what happens when a process dies.
+A store copies a block once, a load copies it once, and each hashes it once. See `shm_slab.py` for what happens when a
+process dies.
 
-Size: default 512 MiB, at most half of what is free, and at least 32 blocks. A segment that somebody uses keeps its
-size; one that nobody uses is made again if another size is asked for. There is one for each length of blocks; one that
-nobody uses goes when somebody comes with blocks of another length.
+Size: by default 512 MiB, but at most half of the free shared memory and at least 32 blocks. A segment in use keeps its
+size; an unused one is recreated if another size is requested. There is one segment per block length; unused segments for
+other block lengths are removed by the next process that attaches.
 """
 
 import re
@@ -19,23 +19,28 @@ from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.connectors import shm_segment, shm_slab
 from pdserve.kv_transfer.header import payload_length
 from pdserve.kv_transfer.threaded import BatchedConnector
-from pdserve.kv_transfer.url import Query, split, tiers
+from pdserve.kv_transfer.url import Query, split, split_tiers
 
-_GROUP_BYTES = 4 << 20  # claimed and published together
-_GROUP_BLOCKS = 32  # the lock is held for some 0.1 ms then
+_GROUP_BYTES = 4 << 20  # blocks claimed and published together
+_GROUP_BLOCKS = 32  # the lock is held for about 0.1 ms then
 
 
 def unlink(url: str) -> bool:
-    """Removes the segments of this URL. Whether there was one. Connectors still attached to them keep working among
-    themselves; those that attach later do not see them."""
-    return shm_segment.unlink(_name(url))
+    """Remove the segments of this URL. Returns True if there were any.
+
+    Connectors still attached to them keep sharing them; connectors that attach later do not see them.
+    """
+    return shm_segment.unlink(_segment_name(url))
 
 
 @contextmanager
-def left_as_found(url: str) -> Iterator[None]:
-    """Removes the segments that are made meanwhile for this URL, which may be one of tiers, unless somebody uses them."""
-    urls = tiers(url)[1] if url.startswith("tiered://") else [url]
-    names = [_name(one) for one in urls if one.startswith("shm://")]
+def removing_new_segments(url: str) -> Iterator[None]:
+    """Context manager that removes the segments created for this URL in its body, unless they are still in use.
+
+    The URL may be a `tiered://` URL.
+    """
+    urls = split_tiers(url)[1] if url.startswith("tiered://") else [url]
+    names = [_segment_name(tier) for tier in urls if tier.startswith("shm://")]
     before = {path for name in names for path in shm_segment.paths(name)}
     try:
         yield
@@ -43,17 +48,19 @@ def left_as_found(url: str) -> Iterator[None]:
         shm_segment.remove_unused(path for name in names for path in shm_segment.paths(name) if path not in before)
 
 
-def leases(url: str) -> int:
-    """How many blocks in the segments of this URL are leased at the moment."""
-    return shm_slab.leases(_name(url))
+def count_leases(url: str) -> int:
+    """Count the blocks that are leased now in the segments of this URL."""
+    return shm_slab.count_leases(_segment_name(url))
 
 
 class ShmConnector(BatchedConnector):
+    """Stores blocks in the slots of a shared-memory slab."""
+
     scheme: ClassVar[str] = "shm"
     follows: ClassVar[bool] = True
 
     def configure(self, query: Query) -> None:
-        self._name = _name(self.url)
+        self._name = _segment_name(self.url)
         self._size = query.size("size", None)
 
     def open(self) -> None:
@@ -79,12 +86,12 @@ class ShmConnector(BatchedConnector):
 
     def delete_many(self, keys: Sequence[bytes]) -> None:
         with self._slab.locked(self.timeout):
-            for slot in self._found(keys):
+            for slot in self._find_slots(keys):
                 self._slab.free(slot)
 
     def release_many(self, keys: Sequence[bytes]) -> None:
         with self._slab.locked(self.timeout):
-            for slot in self._found(keys):
+            for slot in self._find_slots(keys):
                 self._slab.release(slot)
 
     def _put_group(self, blocks: Sequence[Outgoing], lease_s: float) -> None:
@@ -94,16 +101,18 @@ class ShmConnector(BatchedConnector):
             for block, slot in claimed:
                 written.append((block, slot, block.copy_to(self._slab.payload(slot))))
         finally:
-            # Also when the deadline has passed in the middle: what was copied is right, the other slots go back.
-            self._settle(claimed, written, lease_s)
+            # Also after the deadline passed half-way: copied blocks are valid, and the other slots are freed.
+            self._publish_or_free(claimed, written, lease_s)
 
-    def _settle(
+    def _publish_or_free(
         self, claimed: list[tuple[Outgoing, int]], written: list[tuple[Outgoing, int, bytes]], lease_s: float
     ) -> None:
         try:
             with self._slab.locked(self.timeout):
                 for block, slot, header in written:
-                    self._publish(block, slot, header, lease_s if block.in_time() else 0.0)  # else nobody hears of it
+                    self._publish(
+                        block, slot, header, lease_s if block.in_time() else 0.0
+                    )  # late: not reported as stored
                 for _, slot in claimed[len(written) :]:
                     self._slab.free(slot)
         except TimeoutError:
@@ -115,9 +124,9 @@ class ShmConnector(BatchedConnector):
         with self._slab.locked(self.timeout):
             for block in blocks:
                 name = self.namespace + block.key
-                there = self._slab.find(name)
-                if there is not None:
-                    self._slab.renew(there, lease_s)
+                existing = self._slab.find(name)
+                if existing is not None:
+                    self._slab.renew(existing, lease_s)
                     block.present()
                 elif (slot := self._slab.claim(name)) is not None:
                     claimed.append((block, slot))
@@ -126,13 +135,13 @@ class ShmConnector(BatchedConnector):
         return claimed
 
     def _publish(self, block: Outgoing, slot: int, header: bytes, lease_s: float) -> None:
-        there = self._slab.find(self.namespace + block.key)
-        if there is None:
+        existing = self._slab.find(self.namespace + block.key)
+        if existing is None:
             self._slab.publish(slot, header, lease_s)
             block.stored()
-        else:  # somebody else stored the same block meanwhile
+        else:  # the same block was stored by another connector meanwhile
             self._slab.free(slot)
-            self._slab.renew(there, lease_s)
+            self._slab.renew(existing, lease_s)
             block.present()
 
     def _get(self, block: Incoming, slot: int) -> None:
@@ -141,9 +150,9 @@ class ShmConnector(BatchedConnector):
         if outcome is Outcome.OK:
             self._slab.touch(slot)
         elif not self._slab.holds(slot, header):
-            block.missing()  # evicted while it was read
+            block.missing()  # evicted during the read
 
-    def _found(self, keys: Sequence[bytes]) -> Iterator[int]:
+    def _find_slots(self, keys: Sequence[bytes]) -> Iterator[int]:
         for key in keys:
             slot = self._slab.find(self.namespace + key)
             if slot is not None:
@@ -155,8 +164,10 @@ class ShmConnector(BatchedConnector):
             yield blocks[start : start + step]
 
 
-def _name(url: str) -> str:
+def _segment_name(url: str) -> str:
     parts = split(url)
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", parts.netloc) or parts.path not in ("", "/"):
-        raise SetupError(f"{url!r} needs a plain name, such as shm://pdserve, of letters, digits, dots and dashes.")
+        raise SetupError(
+            f"{url!r} must have a plain name of letters, digits, dots, dashes and underscores, such as shm://pdserve."
+        )
     return parts.netloc

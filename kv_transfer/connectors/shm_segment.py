@@ -1,11 +1,12 @@
-"""The shared memory under `shm://`: a file that survives the death of any of its users; how it is made, adopted and removed.
-Pools with blocks of another length have a segment of their own under the same name.
+"""Shared-memory segments of `shm://`: creating, attaching to and removing files that survive the death of any user.
 
-    superblock    4096 bytes: what the segment is made for; a counter that numbers its users
-    records       one per slot: see `slab.py`
-    payloads      one per slot, the block's bytes, aligned to pages
+Pools with different block lengths use separate segments under the same name.
 
-Space is reserved when it is made, so a full /dev/shm is an error at start and never a SIGBUS later.
+    superblock    4096 bytes: the segment's geometry, and a counter for numbering its users
+    records       one per slot: see `shm_slab.py`
+    payloads      one per slot, the block's bytes, page-aligned
+
+All space is allocated at creation, so a full /dev/shm is an error at start and never a SIGBUS later.
 """
 
 import contextlib
@@ -30,24 +31,24 @@ log = logging.getLogger(__name__)
 DIRECTORY: Final = "/dev/shm"
 DEFAULT_BYTES: Final = 512 << 20
 MIN_BLOCKS: Final = 32
-MAKING_S: Final = 60.0
-FIRST_TOUCH_BYTES_PER_S: Final = 0.2e9  # a tenth of what an idle machine does
+CREATION_TIMEOUT_S: Final = 60.0
+FIRST_TOUCH_BYTES_PER_S: Final = 0.2e9  # a tenth of the speed of an idle machine
 
-# Bytes that are locked, not written. They lie behind the end of any segment.
-ALIVE: Final = 1 << 48
-CREATE: Final = ALIVE - 2
-LOCK: Final = ALIVE - 1
+# Offsets of bytes that are locked, never written. They lie beyond the end of any segment.
+LIVENESS_AT: Final = 1 << 48  # plus the user number: held while that user lives
+CREATION_LOCK_AT: Final = LIVENESS_AT - 2
+RECORDS_LOCK_AT: Final = LIVENESS_AT - 1
 
-WAYS: Final = 16  # slots of a set
+WAYS: Final = 16  # slots per set
 RECORD_BYTES: Final = 128
 RECORDS_AT: Final = 4096
 
 _MAGIC: Final = b"pdserveS"
 _VERSION: Final = 1
 _PAGE: Final = 4096
-_SUPERBLOCK = struct.Struct("<8sIIQQ")  # magic, version, ways, sets, block bytes; then its checksum
-_USERS_AT: Final = 64
-_USER = struct.Struct("<Q")
+_SUPERBLOCK = struct.Struct("<8sIIQQ")  # magic, version, ways, sets, block bytes; a checksum follows
+_USER_COUNTER_AT: Final = 64
+_USER_COUNTER = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
@@ -63,77 +64,82 @@ class Geometry:
 
     @property
     def stride(self) -> int:
-        return _up(self.block_bytes)
+        return _round_up_to_page(self.block_bytes)
 
     @property
-    def payload_at(self) -> int:
-        return RECORDS_AT + _up(self.slots * RECORD_BYTES)
+    def payloads_at(self) -> int:
+        return RECORDS_AT + _round_up_to_page(self.slots * RECORD_BYTES)
 
     @property
-    def total(self) -> int:
-        return self.payload_at + self.slots * self.stride
+    def total_bytes(self) -> int:
+        return self.payloads_at + self.slots * self.stride
 
     @classmethod
     def within(cls, size: int, block_bytes: int) -> "Geometry":
-        """The largest segment of at most `size` bytes."""
-        return cls(max(0, size - 2 * _PAGE) // (WAYS * (_up(block_bytes) + RECORD_BYTES)), block_bytes)
+        """Return the geometry of the largest segment of at most `size` bytes."""
+        return cls(max(0, size - 2 * _PAGE) // (WAYS * (_round_up_to_page(block_bytes) + RECORD_BYTES)), block_bytes)
 
     def pack(self) -> bytes:
-        front = _SUPERBLOCK.pack(_MAGIC, _VERSION, WAYS, self.sets, self.block_bytes)
-        return front + xxhash.xxh3_64_digest(front)
+        superblock = _SUPERBLOCK.pack(_MAGIC, _VERSION, WAYS, self.sets, self.block_bytes)
+        return superblock + xxhash.xxh3_64_digest(superblock)
 
     @classmethod
     def read(cls, fd: int) -> "Geometry | None":
-        """None for a file that is no whole segment: empty, torn by a crash, shortened, or of another version."""
-        front = os.pread(fd, _SUPERBLOCK.size, 0)
-        if len(front) < _SUPERBLOCK.size:
+        """Read the superblock. None if the file is no complete segment: empty, torn by a crash, truncated, other version."""
+        superblock = os.pread(fd, _SUPERBLOCK.size, 0)
+        if len(superblock) < _SUPERBLOCK.size:
             return None
-        geometry = cls(*_SUPERBLOCK.unpack(front)[3:])
-        whole = os.pread(fd, len(front) + 8, 0) == geometry.pack() and os.fstat(fd).st_size == geometry.total
-        return geometry if whole else None
+        geometry = cls(*_SUPERBLOCK.unpack(superblock)[3:])
+        is_complete = (
+            os.pread(fd, len(superblock) + 8, 0) == geometry.pack() and os.fstat(fd).st_size == geometry.total_bytes
+        )
+        return geometry if is_complete else None
 
 
 class Segment:
-    """A segment as one of its users has it, and the byte that says the user is alive."""
+    """One user's mapping of a segment. The open file holds the lock that shows that the user is alive."""
 
     def __init__(self, fd: int, geometry: Geometry, user: int) -> None:
         self.fd = fd
         self.geometry = geometry
         self.user = user
-        # Populating maps all pages now. Otherwise each first touch of a page is a fault, which halves the first copies.
-        self.map = mmap.mmap(fd, geometry.total, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        # MAP_POPULATE maps all pages now. Page faults at first use would halve the speed of the first copies.
+        self.map = mmap.mmap(fd, geometry.total_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
     def close(self) -> None:
         self.map.close()
-        os.close(self.fd)  # and with it the byte that says we are alive
+        os.close(self.fd)  # also releases the liveness lock
 
 
 def attach(name: str, block_bytes: int, size: int | None) -> Segment:
-    """The segment of this name for blocks of so many bytes, made if need be. `size` None takes what is there, or the default.
+    """Attach to the segment of this name for blocks of `block_bytes`; create it if it does not exist or is not usable.
 
-    Waits for another process that is making it as long as touching that much memory for the first time may take. Segments of
-    the same name for other blocks that nobody uses make room.
+    If another process is creating the segment, waits for as long as touching that much memory for the first time may take.
+    Removes unused segments of the same name for other block lengths.
+
+    Args:
+        size: segment size in bytes. None: keep the size of an existing segment, or use the default.
 
     Raises:
-        SetupError: no room, in use by another version, or not accessible.
+        SetupError: not enough space, in use by another version, or not accessible.
     """
-    deadline = time.monotonic() + MAKING_S + (size or DEFAULT_BYTES) / FIRST_TOUCH_BYTES_PER_S
+    deadline = time.monotonic() + CREATION_TIMEOUT_S + (size or DEFAULT_BYTES) / FIRST_TOUCH_BYTES_PER_S
     path = f"{_prefix(name)}{block_bytes}"
     remove_unused(other for other in paths(name) if other != path)
     while True:
         fd = _open(name, path)
         try:
-            rangelock.lock(fd, CREATE, deadline)
-            if not _is_current(fd, path):  # unlinked, perhaps remade, since it was opened
+            rangelock.lock(fd, CREATION_LOCK_AT, deadline)
+            if not _is_current(fd, path):  # unlinked, perhaps recreated, since it was opened
                 os.close(fd)
                 continue
             geometry = _adopt(fd, name, block_bytes, size) or _create(fd, name, path, block_bytes, size)
-            segment = Segment(fd, geometry, _sign_in(fd))
-            rangelock.unlock(fd, CREATE)
+            segment = Segment(fd, geometry, _register_user(fd))
+            rangelock.unlock(fd, CREATION_LOCK_AT)
             return segment
         except TimeoutError:
             os.close(fd)
-            raise SetupError(f"shm://{name}: another process has been making this segment for too long.") from None
+            raise SetupError(f"shm://{name}: another process takes too long to create this segment.") from None
         except OSError as error:
             os.close(fd)
             raise SetupError(f"shm://{name} cannot be set up: {error.strerror}.") from error
@@ -143,7 +149,7 @@ def attach(name: str, block_bytes: int, size: int | None) -> Segment:
 
 
 def unlink(name: str) -> bool:
-    """Removes the segments of this name; their memory is free when the last user has gone. Whether there was one."""
+    """Remove the segments of this name; memory is freed when the last user detaches. Returns True if there were any."""
     found = paths(name)
     for path in found:
         with contextlib.suppress(FileNotFoundError):
@@ -152,17 +158,17 @@ def unlink(name: str) -> bool:
 
 
 def paths(name: str) -> list[str]:
-    """Of all segments of this name."""
+    """Return the paths of all segments of this name."""
     return glob.glob(f"{glob.escape(_prefix(name))}*")
 
 
 def remove_unused(segments: Iterable[str]) -> None:
-    """Of segments at these paths, removes those that nobody uses."""
+    """Remove those of the segments at these paths that are not in use."""
     for path in segments:
-        with contextlib.suppress(OSError):  # it has gone meanwhile, or is not ours to remove
+        with contextlib.suppress(OSError):  # removed meanwhile, or owned by another user
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                if rangelock.try_lock(fd, CREATE) and not rangelock.held_by_others(fd, ALIVE, 0):
+                if rangelock.try_lock(fd, CREATION_LOCK_AT) and not rangelock.is_locked_by_others(fd, LIVENESS_AT, 0):
                     os.unlink(path)
             finally:
                 os.close(fd)
@@ -171,7 +177,7 @@ def remove_unused(segments: Iterable[str]) -> None:
 def _open(name: str, path: str) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        fd = os.open(path, flags, 0o600)  # a prompt can be read back from its KV
+        fd = os.open(path, flags, 0o600)  # a prompt can be reconstructed from its KV
     except OSError as error:
         raise SetupError(f"shm://{name}: {path} cannot be opened: {error.strerror}.") from error
     if os.fstat(fd).st_uid != os.geteuid():
@@ -188,19 +194,19 @@ def _is_current(fd: int, path: str) -> bool:
 
 
 def _adopt(fd: int, name: str, block_bytes: int, size: int | None) -> Geometry | None:
-    """The geometry of what is there, if it can be used; None if it may be made anew."""
-    there = Geometry.read(fd)
-    suits = there is not None and there.block_bytes == block_bytes
-    if suits and (size is None or there == Geometry.within(size, block_bytes)):
-        return there
-    if not rangelock.held_by_others(fd, ALIVE, 0):
+    """Return the geometry of an existing segment that can be used. None if the segment may be created anew."""
+    existing = Geometry.read(fd)
+    is_usable = existing is not None and existing.block_bytes == block_bytes
+    if is_usable and (size is None or existing == Geometry.within(size, block_bytes)):
+        return existing
+    if not rangelock.is_locked_by_others(fd, LIVENESS_AT, 0):
         return None
-    if suits:
-        assert there is not None
-        log.info("shm://%s is in use with %d MiB; its size stays", name, there.total >> 20)
-        return there
+    if is_usable:
+        assert existing is not None
+        log.info("shm://%s is in use with %d MiB; its size is not changed", name, existing.total_bytes >> 20)
+        return existing
     raise SetupError(
-        f"shm://{name} is in use by a running process of another version of pdserve; choose another name, or stop that "
+        f"shm://{name} is in use by a running process of another pdserve version; choose another name, or stop that "
         "process."
     )
 
@@ -209,48 +215,48 @@ def _create(fd: int, name: str, path: str, block_bytes: int, size: int | None) -
     os.ftruncate(fd, 0)
     file_system = os.statvfs(fd)
     free = file_system.f_bavail * file_system.f_frsize
-    least = Geometry(MIN_BLOCKS // WAYS, block_bytes).total + _PAGE
-    wanted = size if size is not None else max(least, min(DEFAULT_BYTES, free // 2))
-    geometry = Geometry.within(wanted, block_bytes)
+    min_bytes = Geometry(MIN_BLOCKS // WAYS, block_bytes).total_bytes + _PAGE
+    requested_bytes = size if size is not None else max(min_bytes, min(DEFAULT_BYTES, free // 2))
+    geometry = Geometry.within(requested_bytes, block_bytes)
     if geometry.slots < MIN_BLOCKS:
-        raise SetupError(f"shm://{name}?size={size} is too small: {MIN_BLOCKS} blocks need {least} bytes.")
-    if geometry.total > free:
-        _no_room(name, path, geometry.total, free)
+        raise SetupError(f"shm://{name}?size={size} is too small: {MIN_BLOCKS} blocks need {min_bytes} bytes.")
+    if geometry.total_bytes > free:
+        _raise_no_space(name, path, geometry.total_bytes, free)
     try:
-        os.posix_fallocate(fd, 0, geometry.total)
+        os.posix_fallocate(fd, 0, geometry.total_bytes)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
         os.ftruncate(fd, 0)
-        _no_room(name, path, geometry.total, free)
-    # The superblock comes last: without it, a segment whose making was cut short is made again.
+        _raise_no_space(name, path, geometry.total_bytes, free)
+    # The superblock is written last: a segment whose creation was interrupted has none, and is created again.
     os.pwrite(fd, geometry.pack(), 0)
     return geometry
 
 
-def _no_room(name: str, path: str, needed: int, free: int) -> None:
+def _raise_no_space(name: str, path: str, needed: int, free: int) -> None:
     os.unlink(path)
     raise SetupError(
-        f"shm://{name} needs {_mib(needed)} of shared memory and {DIRECTORY} has {_mib(free)} free; give a smaller "
-        "?size=, or more shared memory (Docker: --shm-size)."
+        f"shm://{name} needs {_mib(needed)} of shared memory and {DIRECTORY} has {_mib(free)} free; use a smaller "
+        "?size=, or provide more shared memory (Docker: --shm-size)."
     )
 
 
-def _sign_in(fd: int) -> int:
-    """Takes the next user number and the lock that shows its holder is alive."""
-    user = int(_USER.unpack(os.pread(fd, _USER.size, _USERS_AT))[0]) + 1
-    os.pwrite(fd, _USER.pack(user), _USERS_AT)
-    if not rangelock.try_lock(fd, ALIVE + user):
-        raise SetupError("The shared-memory segment's user numbers are damaged; remove it.")
+def _register_user(fd: int) -> int:
+    """Allocate the next user number and take its liveness lock. Returns the number."""
+    user = int(_USER_COUNTER.unpack(os.pread(fd, _USER_COUNTER.size, _USER_COUNTER_AT))[0]) + 1
+    os.pwrite(fd, _USER_COUNTER.pack(user), _USER_COUNTER_AT)
+    if not rangelock.try_lock(fd, LIVENESS_AT + user):
+        raise SetupError("The user counter of the shared-memory segment is corrupt; remove the segment.")
     return user
 
 
 def _prefix(name: str) -> str:
-    """Of the paths of all segments of this name; the bytes of a block follow. No name has an @ in it."""
+    """Return the common prefix of the paths of this name's segments; the block length follows. Names contain no @."""
     return f"{DIRECTORY}/pdserve-{name}@"
 
 
-def _up(size: int) -> int:
+def _round_up_to_page(size: int) -> int:
     return -(-size // _PAGE) * _PAGE
 
 

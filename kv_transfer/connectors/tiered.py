@@ -1,21 +1,21 @@
-"""`tiered://shm://kv?size=8GiB,redis://host:6379/0`: several stores as one, fastest first.
+"""`tiered://shm://kv?size=8GiB,redis://host:6379/0`: several stores combined as tiers, fastest first.
 
-    store    goes to the first tier that takes the block, and later from there to the slower ones
-    load     comes from the first tier that has the block whole, and goes to the faster ones before it ends
-    match    counts leading keys that any tier has
+    store    writes to the first tier that accepts the block; in the background, copies it from there to the slower tiers
+    load     reads from the first tier that has the block intact, and stores it in the faster tiers before it returns
+    match    counts leading keys that any of the tiers has
 
-The URLs of the tiers stand behind each other with commas. Our own parameter stands before them, as in
-`tiered://?buffer=256MiB,shm://kv,file:///mnt/kv`: the memory through which blocks pass on their way to slower tiers (64MiB).
+The tiers' URLs are separated by commas. The only own parameter comes before them, as in
+`tiered://?buffer=256MiB,shm://kv,file:///mnt/kv`: the size of the buffer for background copies (default 64MiB).
 
-A store is done when the first tier has it: its rows are the caller's again. What goes to the slower tiers is read from the
-tier that has it, into rows of our own, by connectors of their own that nobody waits for. If these do not keep up, blocks
-are left out, and counted as stores that the slower tier did not take.
+A store completes when the first tier has the block, and the caller may reuse its rows. For the slower tiers, blocks are read
+back from that tier into the buffer and written by separate connectors, so no caller waits. If these fall behind, copies are
+skipped, and counted as failed stores of the slower tier.
 
-Each tier may have a codec of its own, but for lossy ones: what has lost something in one tier, and in the pool that has
-loaded it from there, would be stored in another one as exact.
+Each tier may use its own codec, but not a lossy one: a block that became inexact in one tier, and in the pool that loaded it
+from there, would be stored in another tier as exact.
 
-A tier that answers for no block of an operation is left alone for as long as its time-out. One that cannot be attached is
-tried again every few seconds, as long as another one can be.
+A tier that times out for all blocks of an operation is skipped for as long as its timeout. A tier that cannot be attached is
+retried every few seconds, as long as at least one tier is attached.
 """
 
 import asyncio
@@ -35,37 +35,40 @@ from pdserve.kv_transfer.codec import CODECS, Codec
 from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats
 from pdserve.kv_transfer.rate_limited_log import RateLimitedLog
 from pdserve.kv_transfer.registry import connect
-from pdserve.kv_transfer.url import Query, tiers, without_password
+from pdserve.kv_transfer.url import Query, split_tiers, without_password
 
 log = logging.getLogger(__name__)
 
-MAX_BEHIND = 4096  # stores that wait for the slower tiers
-_WRITERS = 2  # that bring blocks to slower tiers, each with its part of the buffer
-_ATTACH_EVERY_S = 5.0
-_CLOSE_S = 10.0  # for what still has to go to slower tiers
+MAX_QUEUED_COPIES = 4096  # stores not yet copied to the slower tiers
+_COPIERS = 2  # tasks that copy blocks to slower tiers, each with its own part of the buffer
+_ATTACH_RETRY_S = 5.0
+_DRAIN_TIMEOUT_S = 10.0  # at close, for copies to slower tiers
 _DEFAULT_TIMEOUT_S = 5.0
-_SAYS_MOST = (Outcome.CORRUPT, Outcome.FULL, Outcome.UNAVAILABLE, Outcome.MISSING)  # of a block that no tier moved
+# The outcome reported for a block that failed in all tiers: the first of these that occurred.
+_PRECEDENCE = (Outcome.CORRUPT, Outcome.FULL, Outcome.UNAVAILABLE, Outcome.MISSING)
 
 T = TypeVar("T")
 
 
 class _Tier:
-    """A connector, twice: `front` moves the caller's rows, `back` those of the buffer, so neither waits for the other."""
+    """One tier. `front` transfers the caller's pool rows, `back` those of the buffer, so neither waits for the other."""
 
     def __init__(self, number: int, url: str) -> None:
         self.url = url
         self.front = self.back = connect(url)
         if self.front.in_place:
-            raise SetupError(f"{self.front.scheme}:// reads pools in place and has no copy that a tier could keep.")
+            raise SetupError(
+                f"{self.front.scheme}:// reads pools in place and keeps no copies, so it cannot be a tier."
+            )
         self.name = f"tiered/{number}/{self.front.scheme}"
         self.timeout = float(getattr(self.front, "timeout", _DEFAULT_TIMEOUT_S))
         self.attached = False
-        self._rests_until = 0.0
-        self._left_out = Stats()
-        self._complaints = RateLimitedLog(self.name)
+        self._paused_until = 0.0
+        self._skipped = Stats()
+        self._limited_log = RateLimitedLog(self.name)
 
     def attach(self, memory: PoolMemory, buffer: PoolMemory) -> None:
-        """May be tried again after a `SetupError`."""
+        """Attach both connectors. May be retried after a `SetupError`."""
         front, back = connect(self.url), connect(self.url)
         try:
             front.attach(memory)
@@ -82,100 +85,104 @@ class _Tier:
             self.front.close()
 
     @property
-    def awake(self) -> bool:
-        return self.attached and time.monotonic() >= self._rests_until
+    def is_usable(self) -> bool:
+        """True if the tier is attached and not paused after a timeout."""
+        return self.attached and time.monotonic() >= self._paused_until
 
-    async def ask(self, direction: str, blocks: int, call: Callable[[], Future[Result]]) -> list[Outcome]:
-        """Its outcomes; all UNAVAILABLE where the tier is left alone."""
-        nothing = [Outcome.UNAVAILABLE] * blocks
-        if not self.awake:
-            self.leave_out(direction, blocks)
-            return nothing
-        result = await self._answer(call, lambda result: result.outcomes == nothing)
-        return result.outcomes if result else nothing
+    async def transfer(self, direction: str, blocks: int, call: Callable[[], Future[Result]]) -> list[Outcome]:
+        """Return the outcomes of a store or load; all UNAVAILABLE if the tier is not usable."""
+        none_done = [Outcome.UNAVAILABLE] * blocks
+        if not self.is_usable:
+            self.count_skipped(direction, blocks)
+            return none_done
+        result = await self._call(call, lambda result: result.outcomes == none_done)
+        return result.outcomes if result else none_done
 
     async def match(self, keys: Sequence[bytes]) -> int:
-        if not self.awake:
+        """Return the number of leading keys; 0 if the tier is not usable."""
+        if not self.is_usable:
             return 0
-        return await self._answer(lambda: self.front.match(keys), lambda found: found == 0) or 0
+        return await self._call(lambda: self.front.match(keys), lambda found: found == 0) or 0
 
-    def leave_out(self, direction: str, blocks: int) -> None:
-        """Counts blocks that are not asked of this tier."""
-        self._left_out.fail(direction, Outcome.UNAVAILABLE, blocks)
+    def count_skipped(self, direction: str, blocks: int) -> None:
+        """Count blocks that were not transferred because the tier was skipped."""
+        self._skipped.count_failures(direction, Outcome.UNAVAILABLE, blocks)
 
     def stats(self) -> Stats:
-        moved = self.front.stats().plus(self.back.stats()) if self.attached else Stats()
-        return moved.plus(self._left_out)
+        total = self.front.stats().plus(self.back.stats()) if self.attached else Stats()
+        return total.plus(self._skipped)
 
-    async def _answer(self, call: Callable[[], Future[T]], in_vain: Callable[[T], bool]) -> T | None:
-        """The answer, None for a defect. A tier that took all of its time for nothing gets a rest."""
+    async def _call(self, call: Callable[[], Future[T]], is_failure: Callable[[T], bool]) -> T | None:
+        """Await a call and return its result; None after an exception. Pauses the tier if the call timed out in vain."""
         started = time.monotonic()
         try:
-            answer = await asyncio.wrap_future(call())
-        except Exception as defect:  # noqa: BLE001 - of one tier; the others go on
-            self._complaints.add(f"a defect of the connector: {type(defect).__name__}: {defect}", kind="defect")
+            result = await asyncio.wrap_future(call())
+        except Exception as error:  # noqa: BLE001 - of one tier; the others go on
+            self._limited_log.warning(f"connector error: {type(error).__name__}: {error}", kind="error")
             return None
         now = time.monotonic()
-        if in_vain(answer) and now - started > 0.9 * self.timeout:
-            self._complaints.add(f"does not answer, and is left alone for {self.timeout:g} s", kind="rest")
-            self._rests_until = now + self.timeout
-        return answer
+        if is_failure(result) and now - started > 0.9 * self.timeout:
+            self._limited_log.warning(f"timed out, and is skipped for {self.timeout:g} s", kind="timeout")
+            self._paused_until = now + self.timeout
+        return result
 
 
 class TieredConnector(Connector):
-    """All tiers are called from one thread, which runs an event loop.
+    """Combines several connectors as tiers, called from one thread that runs an event loop.
 
     Attributes:
-        timeout: the sum of the tiers' time-outs, since a block may be asked of each.
+        timeout: the sum of the tiers' timeouts, since an operation may try each in turn.
     """
 
     scheme: ClassVar[str] = "tiered"
 
     def __init__(self, url: str) -> None:
-        own, urls = tiers(url)
+        own, urls = split_tiers(url)
         query = Query(own)
         self._buffer_bytes = query.size("buffer", 64 << 20)
         query.done()
         if len(urls) < 2:
             form = "tiered://shm://kv?size=1GiB,file:///mnt/kv"
-            raise SetupError(f"{without_password(url)!r} needs two tiers or more, fastest first, such as {form}.")
-        self._tiers = [_Tier(number, one) for number, one in enumerate(urls, 1)]
+            raise SetupError(f"{without_password(url)!r} must have at least two tiers, fastest first, such as {form}.")
+        self._tiers = [_Tier(number, tier_url) for number, tier_url in enumerate(urls, 1)]
         codecs = {getattr(tier.front, "codec_name", "none") for tier in self._tiers}
         lossy = [name for name in codecs if CODECS[name].lossy]
         if lossy and len(codecs) > 1:
-            raise SetupError(f"{without_password(url)!r}: a tier with codec={lossy[0]} needs the same on all tiers.")
+            raise SetupError(
+                f"{without_password(url)!r}: a tier with codec={lossy[0]} needs the same codec on all tiers."
+            )
         self.timeout = sum(tier.timeout for tier in self._tiers)
         self._stats = Stats()
-        self._under_way: set[asyncio.Task[None]] = set()
+        self._in_flight: set[asyncio.Task[None]] = set()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     @property
     def connectors(self) -> list[Connector]:
-        """The tiers that can be used, for the conformance kit."""
+        """The attached tiers' connectors, for the conformance kit."""
         return [tier.front for tier in self._tiers if tier.attached]
 
     @property
     def codec(self) -> Codec | None:
-        """The first tier's, through which everything goes. Others may have another, if it changes nothing."""
+        """The codec of the first tier. A lossless codec may differ between tiers, a lossy one is the same in all."""
         return getattr(self._tiers[0].front, "codec", None)
 
     @property
     def keeps_leases(self) -> bool:
         return all(getattr(tier.front, "keeps_leases", True) for tier in self._tiers)
 
-    # The contract.
+    # The connector contract.
 
     def attach(self, memory: PoolMemory) -> None:
         self.memory = memory
-        rows = max(_WRITERS, min(len(memory.rows), self._buffer_bytes // memory.layout.block_bytes))
+        rows = max(_COPIERS, min(len(memory.rows), self._buffer_bytes // memory.layout.block_bytes))
         buffer = np.zeros((rows, memory.layout.block_bytes), np.uint8)
         self._buffer = dataclasses.replace(memory, rows=buffer)
-        troubles = [trouble for tier in self._tiers if (trouble := self._try_to_attach(tier))]
-        if len(troubles) == len(self._tiers):
-            raise SetupError(f"None of the tiers can be used. {' '.join(troubles)}")
-        for trouble in troubles:
-            log.warning("%s It is tried again every %g s; until then the other tiers do.", trouble, _ATTACH_EVERY_S)
+        errors = [error for tier in self._tiers if (error := self._try_to_attach(tier))]
+        if len(errors) == len(self._tiers):
+            raise SetupError(f"None of the tiers can be used. {' '.join(errors)}")
+        for error in errors:
+            log.warning("%s Retrying every %g s; using the other tiers until then.", error, _ATTACH_RETRY_S)
         started: Future[None] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run(started)), name="kv-tiered", daemon=True)
         self._thread.start()
@@ -196,13 +203,13 @@ class TieredConnector(Connector):
         self._submit(self._release(list(keys)))
 
     def stats(self) -> Stats:
-        """Bytes are those of the tiers' fronts: what the callers waited for. `parts` has everything, by tier."""
+        """Return the counters. `bytes` excludes background copies; `parts` has all counters by tier."""
         parts = {tier.name: tier.stats() for tier in self._tiers}
-        fronts = functools.reduce(Stats.plus, (one.stats() for one in self.connectors), Stats())
+        fronts = functools.reduce(Stats.plus, (connector.stats() for connector in self.connectors), Stats())
         return dataclasses.replace(self._stats.plus(Stats()), bytes=fronts.bytes, parts=parts)
 
     def settle(self) -> None:
-        """Waits until all that was stored so far has gone to the slower tiers."""
+        """Wait until all blocks stored so far have been copied to the slower tiers."""
         self._submit(self._queue.join()).result()
 
     def close(self) -> None:
@@ -219,24 +226,24 @@ class TieredConnector(Connector):
 
     async def _run(self, started: Future[None]) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        self._queue: asyncio.Queue[tuple[int, list[bytes], float]] = asyncio.Queue(MAX_BEHIND)
-        parts = np.array_split(np.arange(len(self._buffer.rows)), _WRITERS)
-        helpers = [asyncio.create_task(self._write_behind(part.tolist())) for part in parts]
-        helpers.append(asyncio.create_task(self._attach_the_missing()))
+        self._queue: asyncio.Queue[tuple[int, list[bytes], float]] = asyncio.Queue(MAX_QUEUED_COPIES)
+        parts = np.array_split(np.arange(len(self._buffer.rows)), _COPIERS)
+        background_tasks = [asyncio.create_task(self._copy_to_slower_tiers(part.tolist())) for part in parts]
+        background_tasks.append(asyncio.create_task(self._retry_attaching()))
         started.set_result(None)
         await self._stop.wait()
-        while self._under_way:
-            await asyncio.wait(self._under_way)
+        while self._in_flight:
+            await asyncio.wait(self._in_flight)
         try:
-            await asyncio.wait_for(self._queue.join(), _CLOSE_S)
+            await asyncio.wait_for(self._queue.join(), _DRAIN_TIMEOUT_S)
         except TimeoutError:
-            log.warning("tiered: closed with %d stores that did not get to the slower tiers", self._queue.qsize())
-        for helper in helpers:
-            helper.cancel()
+            log.warning("tiered: closed with %d stores not copied to the slower tiers", self._queue.qsize())
+        for task in background_tasks:
+            task.cancel()
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         future: Future[T] = Future()
-        future.set_running_or_notify_cancel()  # rows stay reserved until the end, so nobody can cancel
+        future.set_running_or_notify_cancel()  # not cancellable: rows stay reserved until the end
         if self._closed or self._thread is None:
             work.close()
             raise RuntimeError("tiered: closed" if self._closed else "tiered: not attached")
@@ -244,25 +251,25 @@ class TieredConnector(Connector):
         return future
 
     def _start(self, work: Coroutine[Any, Any, T], future: Future[T]) -> None:
-        task = asyncio.create_task(_settle(work, future))
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
+        task = asyncio.create_task(_run_into_future(work, future))
+        self._in_flight.add(task)
+        task.add_done_callback(self._in_flight.discard)
 
     async def _store(self, keys: list[bytes], ids: list[int], lease_s: float) -> Result:
         def store(tier: _Tier, keys: list[bytes], ids: list[int]) -> Future[Result]:
             return tier.front.store(keys, ids, lease_s=lease_s)
 
-        result, moved = await self._pass_down("store", keys, ids, store)
+        result, moved = await self._try_tiers("store", keys, ids, store)
         for number, blocks in enumerate(moved[:-1]):
             if blocks:
-                self._leave_for_later(number, [keys[block] for block in blocks], lease_s)
+                self._queue_copy(number, [keys[block] for block in blocks], lease_s)
         return result
 
     async def _load(self, keys: list[bytes], ids: list[int]) -> Result:
         def load(tier: _Tier, keys: list[bytes], ids: list[int]) -> Future[Result]:
             return tier.front.load(keys, ids)
 
-        result, moved = await self._pass_down("load", keys, ids, load)
+        result, moved = await self._try_tiers("load", keys, ids, load)
         await asyncio.gather(
             *(
                 self._promote(faster, [keys[block] for block in blocks], [ids[block] for block in blocks])
@@ -274,65 +281,68 @@ class TieredConnector(Connector):
         return result
 
     async def _match(self, keys: list[bytes]) -> int:
-        """A tier may go on where another one ends, as often as there is time for."""
-        give_up = time.monotonic() + self.timeout
-        found, ended = 0, 0  # ended: tiers in a row that had no more
+        """Continue the match in each tier where the previous one ended, until no tier finds more or time is up."""
+        give_up_at = time.monotonic() + self.timeout
+        found, exhausted = 0, 0  # exhausted: consecutive tiers that found no more
         while True:
             for tier in self._tiers:
-                if found == len(keys) or ended == len(self._tiers) or time.monotonic() + tier.timeout > give_up + 0.1:
+                is_exhausted = found == len(keys) or exhausted == len(self._tiers)
+                if is_exhausted or time.monotonic() + tier.timeout > give_up_at + 0.1:
                     return found
                 more = await tier.match(keys[found:])
                 found += more
-                ended = 1 if more else ended + 1
+                exhausted = 1 if more else exhausted + 1
 
     async def _release(self, keys: list[bytes]) -> None:
         for tier in self._tiers:
             if tier.attached:
                 tier.front.release(keys)
 
-    async def _pass_down(
+    async def _try_tiers(
         self,
         direction: str,
         keys: list[bytes],
         ids: list[int],
         call: Callable[[_Tier, list[bytes], list[int]], Future[Result]],
     ) -> tuple[Result, list[list[int]]]:
-        """Asks the tiers in turn, each for what those before it have not moved.
+        """Store or load in the tiers in turn, each for the blocks that the previous tiers did not transfer.
 
         Returns:
-            The result, and for each tier which blocks of the call it moved.
+            The result, and for each tier the indices of the blocks it transferred.
         """
         started = time.perf_counter()
         outcomes: list[Outcome] = [Outcome.MISSING] * len(keys)
         moved: list[list[int]] = []
-        left = list(range(len(keys)))
+        remaining = list(range(len(keys)))
         for tier in self._tiers:
             moved.append([])
-            if not left:
+            if not remaining:
                 continue
-            theirs, rows = [keys[block] for block in left], [ids[block] for block in left]
-            seen = await tier.ask(direction, len(left), functools.partial(call, tier, theirs, rows))
-            for block, outcome in zip(left, seen, strict=True):
+            tier_keys, rows = [keys[block] for block in remaining], [ids[block] for block in remaining]
+            tier_outcomes = await tier.transfer(
+                direction, len(remaining), functools.partial(call, tier, tier_keys, rows)
+            )
+            for block, outcome in zip(remaining, tier_outcomes, strict=True):
                 if outcome is Outcome.OK:
                     moved[-1].append(block)
                     outcomes[block] = outcome
                 else:
-                    outcomes[block] = min(outcome, outcomes[block], key=_SAYS_MOST.index)
-            left = [block for block in left if outcomes[block] is not Outcome.OK]
+                    outcomes[block] = min(outcome, outcomes[block], key=_PRECEDENCE.index)
+            remaining = [block for block in remaining if outcomes[block] is not Outcome.OK]
         result = Result(outcomes, time.perf_counter() - started)
         self._stats.count(direction, result)
         return result, moved
 
     async def _promote(self, tier: _Tier, keys: list[bytes], ids: list[int]) -> None:
-        await tier.ask("store", len(keys), lambda: tier.front.store(keys, ids, lease_s=0.0))
+        await tier.transfer("store", len(keys), lambda: tier.front.store(keys, ids, lease_s=0.0))
 
-    def _leave_for_later(self, number: int, keys: list[bytes], lease_s: float) -> None:
+    def _queue_copy(self, number: int, keys: list[bytes], lease_s: float) -> None:
         try:
             self._queue.put_nowait((number, keys, lease_s))
         except asyncio.QueueFull:
-            self._leave_out(number, len(keys))
+            self._count_skipped(number, len(keys))
 
-    async def _write_behind(self, rows: list[int]) -> None:
+    async def _copy_to_slower_tiers(self, rows: list[int]) -> None:
         while True:
             number, keys, lease_s = await self._queue.get()
             for start in range(0, len(keys), len(rows)):
@@ -342,41 +352,41 @@ class TieredConnector(Connector):
     async def _copy_down(self, number: int, keys: list[bytes], rows: list[int], lease_s: float) -> None:
         source = self._tiers[number]
         rows = rows[: len(keys)]
-        read = await source.ask("load", len(keys), functools.partial(source.back.load, keys, rows))
-        there = [block for block, outcome in enumerate(read) if outcome is Outcome.OK]
-        self._leave_out(number, len(keys) - len(there))
-        keys, rows = [keys[block] for block in there], [rows[block] for block in there]
+        outcomes = await source.transfer("load", len(keys), functools.partial(source.back.load, keys, rows))
+        loaded = [block for block, outcome in enumerate(outcomes) if outcome is Outcome.OK]
+        self._count_skipped(number, len(keys) - len(loaded))
+        keys, rows = [keys[block] for block in loaded], [rows[block] for block in loaded]
         await asyncio.gather(
             *(
-                tier.ask("store", len(keys), functools.partial(tier.back.store, keys, rows, lease_s=lease_s))
+                tier.transfer("store", len(keys), functools.partial(tier.back.store, keys, rows, lease_s=lease_s))
                 for tier in self._tiers[number + 1 :]
                 if keys
             )
         )
 
-    def _leave_out(self, number: int, blocks: int) -> None:
+    def _count_skipped(self, number: int, blocks: int) -> None:
         for tier in self._tiers[number + 1 :]:
             if blocks:
-                tier.leave_out("store", blocks)
+                tier.count_skipped("store", blocks)
 
     def _try_to_attach(self, tier: _Tier) -> str:
-        """What is in the way, as a sentence; empty if it is attached now."""
+        """Attach a tier. Returns the error as a sentence, or an empty string on success."""
         try:
             tier.attach(self.memory, self._buffer)
         except SetupError as error:
             return str(error)
         return ""
 
-    async def _attach_the_missing(self) -> None:
+    async def _retry_attaching(self) -> None:
         while missing := [tier for tier in self._tiers if not tier.attached]:
-            await asyncio.sleep(_ATTACH_EVERY_S)
+            await asyncio.sleep(_ATTACH_RETRY_S)
             for tier in missing:
                 if not await asyncio.to_thread(self._try_to_attach, tier):
-                    log.warning("%s can be used now", tier.name)
+                    log.warning("%s is attached now", tier.name)
 
 
-async def _settle(work: Awaitable[T], future: Future[T]) -> None:
+async def _run_into_future(work: Awaitable[T], future: Future[T]) -> None:
     try:
         future.set_result(await work)
-    except Exception as defect:  # noqa: BLE001 - it belongs to the caller, not to this loop
-        future.set_exception(defect)
+    except Exception as error:  # noqa: BLE001 - raised to the caller, not in this loop
+        future.set_exception(error)

@@ -1,1 +1,1 @@
-"""The rules of the conformance kit."""
+"""The rules of the conformance kit, by subject, and the helpers they share."""

@@ -1,10 +1,10 @@
-"""Makes a store hang, or be gone, from outside.
+"""Simulates an outage: makes a connector's store hang or disappear.
 
-host:port in the URL    the connector talks to a relay on this machine, which holds up or cuts its connections; not where
-                        the blocks then take another way, as with the nodes of a cluster, which name each other
-a BatchedConnector      its hooks hang, or raise one of its faults, before they do their work; so do those of the
-                        connectors behind one that has several
-anything else           cannot be done from here
+host:port in the URL    the connector connects to a local relay, which delays or cuts its connections; not possible if
+                        blocks bypass that host, as with the nodes of a cluster, which refer to each other
+a BatchedConnector      its hooks hang, or raise one of its faults, before they do their work; with a connector that
+                        combines several, the hooks of each
+any other connector     not possible
 """
 
 import contextlib
@@ -19,7 +19,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pdserve.errors import SetupError
-from pdserve.kv_transfer.rules.trial import Broken, Instance, KiB, NotChecked, Trial, new_keys, stores_of
+from pdserve.kv_transfer.rules.context import (
+    AttachedPool,
+    Broken,
+    KiB,
+    NotChecked,
+    RuleContext,
+    batched_connectors,
+    new_keys,
+)
 from pdserve.kv_transfer.threaded import BatchedConnector
 
 _HOOKS = ("put_many", "get_many", "contains_many", "delete_many", "release_many")
@@ -27,139 +35,156 @@ _HOOKS = ("put_many", "get_many", "contains_many", "delete_many", "release_many"
 
 @dataclass
 class Outage:
-    """An instance, and the two ways in which its store can fail."""
+    """Controls the store of an attached pool.
 
-    instance: Instance
-    how: str
-    flowing: threading.Event  # clear it: the store hangs
-    gone: threading.Event  # set it: the store is gone
-    caller: threading.Thread | None = None  # set it: hooks that run in this thread are noted, and go on at once
-    in_caller: list[str] = field(default_factory=list)  # those
+    Attributes:
+        method: how the outage is simulated, for the report.
+        responsive: clear it to make the store hang.
+        gone: set it to make the store disappear.
+        calling_thread: hooks called in this thread are recorded in `hooks_in_caller`, and do not hang.
+    """
+
+    pool: AttachedPool
+    method: str
+    responsive: threading.Event
+    gone: threading.Event
+    calling_thread: threading.Thread | None = None
+    hooks_in_caller: list[str] = field(default_factory=list)
 
 
 @contextmanager
-def outage_of(trial: Trial, timeout_s: float, *, always: bool = False) -> Iterator[Outage]:
-    """An instance whose store can fail, with this time-out where the connector has the parameter and the URL does not set
-    it, or `always`."""
-    flowing, gone = threading.Event(), threading.Event()
-    flowing.set()
-    url, may_be_relayed = _look(trial, timeout_s, always)
-    with _relayed(trial, url, flowing, gone) if may_be_relayed else contextlib.nullcontext() as relayed:
-        if relayed is not None:
-            yield relayed
+def simulated_outage(context: RuleContext, timeout_s: float, *, override: bool = False) -> Iterator[Outage]:
+    """Attach a pool whose store can fail.
+
+    Args:
+        timeout_s: the timeout to set in the URL, if the connector supports one and the URL has none.
+        override: replace a timeout that is in the URL, too.
+
+    Raises:
+        NotChecked: there is no way to make this connector's store fail.
+    """
+    responsive, gone = threading.Event(), threading.Event()
+    responsive.set()
+    url, may_use_relay = _prepare_url(context, timeout_s, override)
+    relay = _outage_by_relay(context, url, responsive, gone) if may_use_relay else contextlib.nullcontext()
+    with relay as outage:
+        if outage is not None:
+            yield outage
             return
-        instance = trial.instance(64 * KiB, url=url)
-        stores = stores_of(instance.connector)
-        if not stores:
+        pool = context.attach(64 * KiB, url=url)
+        connectors = batched_connectors(pool.connector)
+        if not connectors:
             raise NotChecked("there is no host:port in the URL to hold up, and the connector has no hooks")
-        outage = Outage(instance, "held up in its hooks", flowing, gone)
-        with contextlib.ExitStack() as held:
-            for store in stores:
-                held.enter_context(_held_up(store, outage))
+        outage = Outage(pool, "held up in its hooks", responsive, gone)
+        with contextlib.ExitStack() as intercepted:
+            for connector in connectors:
+                intercepted.enter_context(_intercept_hooks(connector, outage))
             yield outage
 
 
-def _look(trial: Trial, timeout_s: float, always: bool) -> tuple[str, bool]:
-    """The URL, with this time-out wherever there can be one, and whether the store may be reached by a relay."""
-    probe, url = trial.instance(), trial.url
-    for store in {store.url for store in stores_of(probe.connector)}:
-        timed = _with_timeout(store, timeout_s, always).replace("\\", r"\\")
-        url = re.sub(f"{re.escape(store)}(?=,|$)", timed, url)  # it may be one of several
-    relayed = getattr(probe.connector, "relayed", True)
-    trial.close()
-    return url, relayed
+def _prepare_url(context: RuleContext, timeout_s: float, override: bool) -> tuple[str, bool]:
+    """Return the URL with the timeout wherever one is supported, and whether the store may be reached through a relay."""
+    probe, url = context.attach(), context.url
+    for store_url in {connector.url for connector in batched_connectors(probe.connector)}:
+        with_timeout = _set_timeout(store_url, timeout_s, override).replace("\\", r"\\")
+        url = re.sub(f"{re.escape(store_url)}(?=,|$)", with_timeout, url)  # it may be one of several tiers
+    may_use_relay = getattr(probe.connector, "relayed", True)
+    context.close()
+    return url, may_use_relay
 
 
-def _with_timeout(url: str, timeout_s: float, always: bool) -> str:
+def _set_timeout(url: str, timeout_s: float, override: bool) -> str:
     base, _, query = url.partition("?")
     parameters = query.split("&") if query else []
-    others = [one for one in parameters if not one.startswith("timeout=")]
-    if len(others) < len(parameters) and not always:
+    others = [parameter for parameter in parameters if not parameter.startswith("timeout=")]
+    if len(others) < len(parameters) and not override:
         return url
     return f"{base}?{'&'.join([*others, f'timeout={timeout_s:g}'])}"
 
 
-# Hooks.
+# Outage by hooks.
 
 
 @contextmanager
-def _held_up(connector: BatchedConnector, outage: Outage) -> Iterator[None]:
-    fault = _fault_of(connector)
+def _intercept_hooks(connector: BatchedConnector, outage: Outage) -> Iterator[None]:
+    fault = _make_fault(connector)
 
-    def held(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+    def intercept(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
-            if threading.current_thread() is outage.caller:
-                outage.in_caller.append(name)
+            if threading.current_thread() is outage.calling_thread:
+                outage.hooks_in_caller.append(name)
                 return hook(*arguments)
             if outage.gone.is_set():
                 raise fault
-            outage.flowing.wait()
+            outage.responsive.wait()
             return hook(*arguments)
 
         return call
 
     for name in _HOOKS:
-        setattr(connector, name, held(name, getattr(connector, name)))
+        setattr(connector, name, intercept(name, getattr(connector, name)))
     try:
         yield
     finally:
-        outage.flowing.set()
+        outage.responsive.set()
         for name in _HOOKS:
             delattr(connector, name)
 
 
-def _fault_of(connector: BatchedConnector) -> Exception:
+def _make_fault(connector: BatchedConnector) -> Exception:
     for fault in connector.faults:
         with contextlib.suppress(Exception):
             return fault("gone, for the conformance kit")
-    raise NotChecked("none of the connector's faults can be raised with a text")
+    raise NotChecked("none of the connector's faults can be constructed from a text")
 
 
-# The relay.
+# Outage by relay.
 
 
 @contextmanager
-def _relayed(trial: Trial, url: str, flowing: threading.Event, gone: threading.Event) -> Iterator[Outage | None]:
-    """None where the URL has no one host and port, or the store cannot be reached through a relay alone."""
+def _outage_by_relay(
+    context: RuleContext, url: str, responsive: threading.Event, gone: threading.Event
+) -> Iterator[Outage | None]:
+    """Yield None if the URL has no single host and port, or blocks bypass a relay in front of it."""
     parts = urlsplit(url)
     if "," in parts.netloc or not parts.hostname or not parts.port:
         yield None
         return
-    relay = _Relay(parts.hostname, parts.port, flowing, gone)
+    relay = _Relay(parts.hostname, parts.port, responsive, gone)
     try:
         login, at, _ = parts.netloc.rpartition("@")
-        by_relay = parts._replace(netloc=f"{login}{at}127.0.0.1:{relay.port}").geturl()
+        relay_url = parts._replace(netloc=f"{login}{at}127.0.0.1:{relay.port}").geturl()
         try:
-            instance = trial.instance(64 * KiB, url=by_relay)
+            pool = context.attach(64 * KiB, url=relay_url)
         except (SetupError, Broken):
             yield None
             return
-        instance.store(new_keys(1), [0])
-        if relay.passed < instance.layout.block_bytes:
+        pool.store(new_keys(1), [0])
+        if relay.relayed_bytes < pool.layout.block_bytes:
             yield None
             return
-        yield Outage(instance, "held up and cut by a relay", flowing, gone)
+        yield Outage(pool, "held up and cut by a relay", responsive, gone)
     finally:
-        flowing.set()
+        responsive.set()
         gone.clear()
-        trial.close()
+        context.close()
         relay.close()
 
 
 class _Relay:
-    """Passes bytes between whoever connects to `port` and the store."""
+    """Relays bytes between clients of a local port and the store."""
 
-    def __init__(self, host: str, port: int, flowing: threading.Event, gone: threading.Event) -> None:
+    def __init__(self, host: str, port: int, responsive: threading.Event, gone: threading.Event) -> None:
         self._target = (host, port)
-        self._flowing = flowing
+        self._responsive = responsive
         self._gone = gone
         self._closed = False
-        self.passed = 0  # bytes, both ways
+        self.relayed_bytes = 0  # in both directions
         self._threads: list[threading.Thread] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.settimeout(0.05)
         self.port: int = self._listener.getsockname()[1]
-        self._start(self._accept)
+        self._start_thread(self._accept)
 
     def close(self) -> None:
         self._closed = True
@@ -167,7 +192,7 @@ class _Relay:
             thread.join()
         self._listener.close()
 
-    def _start(self, run: Callable[..., None], *arguments: Any) -> None:
+    def _start_thread(self, run: Callable[..., None], *arguments: Any) -> None:
         thread = threading.Thread(target=run, args=arguments, name="relay", daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -176,18 +201,18 @@ class _Relay:
         while not self._closed:
             with contextlib.suppress(TimeoutError):
                 client, _ = self._listener.accept()
-                self._start(self._pass_on, client)
+                self._start_thread(self._relay, client)
 
-    def _pass_on(self, client: socket.socket) -> None:
+    def _relay(self, client: socket.socket) -> None:
         with client, contextlib.suppress(OSError), socket.create_connection(self._target) as store:
             while not self._closed and not self._gone.is_set():
-                ready, _, _ = select.select([client, store], [], [], 0.02)
-                for source in ready:
-                    while not self._flowing.wait(0.02):
+                readable, _, _ = select.select([client, store], [], [], 0.02)
+                for source in readable:
+                    while not self._responsive.wait(0.02):
                         if self._closed:
                             return
                     data = source.recv(1 << 16)
                     if not data:
                         return
-                    self.passed += len(data)
+                    self.relayed_bytes += len(data)
                     (store if source is client else client).sendall(data)

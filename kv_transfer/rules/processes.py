@@ -1,4 +1,4 @@
-"""Rules about several processes, for stores that they share. Whether they do is tried, not asked."""
+"""Rules about several processes that share a store. Whether the store is shared is found out by a probe."""
 
 import contextlib
 import json
@@ -14,97 +14,98 @@ from typing import Any
 
 from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.header import Row
-from pdserve.kv_transfer.rules.trial import (
+from pdserve.kv_transfer.rules.context import (
+    AttachedPool,
     Broken,
-    Instance,
     MiB,
     NotChecked,
-    Trial,
+    RuleContext,
     expect,
-    mark,
+    format_size,
     random_rows,
-    size_text,
+    stamp,
 )
 
-COUNT = 8  # blocks of one pass
+COUNT = 8  # blocks per pass
 BLOCK_BYTES = MiB
-ENDLESS = 1 << 30
+UNLIMITED_PASSES = 1 << 30
 MIN_KILLS, MAX_KILLS = 6, 60
-LONGEST_S = 0.04  # for which a writer is let go on before it is killed
+MAX_KILL_DELAY_S = 0.04  # a writer is killed at a random time up to this
 
 
-def between_processes(trial: Trial) -> str:
-    """Processes that store the same keys at the same moment all succeed, and others load the blocks."""
-    with _Nursery(trial) as nursery:
-        for seed in range(1 if trial.tickets else 3):
-            writers = [nursery.start(seed, passes=1, lease_s=10.0) for _ in range(3)]
+def between_processes(context: RuleContext) -> str:
+    """Processes that store the same keys at the same time all succeed, and other processes can load the blocks."""
+    with _WriterPool(context) as pool:
+        for seed in range(1 if context.tickets else 3):
+            writers = [pool.start(seed, passes=1, lease_s=10.0) for _ in range(3)]
             for writer in writers:
                 writer.begin()
-            nursery.forget(seed, 0)
+            pool.register_passes(seed, 0)
             for writer in writers:
                 seen = writer.outcomes()
                 if set(seen) - {Outcome.OK} == {Outcome.FULL}:
-                    raise NotChecked(f"no room for more blocks of {size_text(BLOCK_BYTES)}")
+                    raise NotChecked(f"no space for more blocks of {format_size(BLOCK_BYTES)}")
                 expect(set(seen) == {Outcome.OK}, "every process to store all blocks", ", ".join(sorted(set(seen))))
             for writer in writers:
-                nursery.take_tickets(writer, seed)
-                loaded = nursery.compare(seed, 0)
+                pool.keep_tickets(writer, seed)
+                loaded = pool.count_loadable(seed, 0)
                 expect(loaded == COUNT, f"{COUNT} blocks of another process to load", loaded)
             for writer in writers:
                 writer.end()
     return ""
 
 
-def killed_writer(trial: Trial) -> str:
-    """A writer that is killed at any moment leaves each block whole or missing, and the store usable."""
-    dice, kills, torn, tidy = random.Random(), 0, 0, True
-    with _Nursery(trial) as nursery:
-        if trial.tickets:
-            return _killed_while_it_is_read(trial, nursery)
-        give_up = time.monotonic() + trial.seconds
-        while kills < MIN_KILLS or (time.monotonic() < give_up and kills < MAX_KILLS):
+def killed_writer(context: RuleContext) -> str:
+    """If a writer is killed at any moment, each of its blocks is complete or missing, and the store stays usable."""
+    rng, kills, interrupted, can_delete = random.Random(), 0, 0, True
+    with _WriterPool(context) as pool:
+        if context.tickets:
+            return _killed_during_loads(context, pool)
+        give_up_at = time.monotonic() + context.seconds
+        while kills < MIN_KILLS or (time.monotonic() < give_up_at and kills < MAX_KILLS):
             kills += 1
             seed = 1000 + kills
-            writer = nursery.start(seed, passes=ENDLESS, lease_s=0.0)
+            writer = pool.start(seed, passes=UNLIMITED_PASSES, lease_s=0.0)
             writer.begin()
-            writer.has_begun()
-            time.sleep(dice.uniform(0.0, LONGEST_S))
-            last = writer.kill()
-            there = [nursery.compare(seed, number) for number in range(max(0, last - 3), last + 1)]
-            torn += there[-1] < COUNT
-            nursery.forget(seed, last)
-            tidy = trial.tidy(nursery.one)  # a store that never evicts would be full of whole blocks, not of torn ones
-        one, keys = nursery.one, [key_of(0, 0, n) for n in range(COUNT)]
-        one.must_store(keys, range(COUNT), room=tidy)  # what the dead held has to be free again
-        one.must_load(keys, range(COUNT, 2 * COUNT), one.rows[:COUNT])
-    return f"{kills} writers killed, {torn} of them in the middle of a store"
+            writer.wait_for_pass()
+            time.sleep(rng.uniform(0.0, MAX_KILL_DELAY_S))
+            last_pass = writer.kill()
+            loaded = [pool.count_loadable(seed, number) for number in range(max(0, last_pass - 3), last_pass + 1)]
+            interrupted += loaded[-1] < COUNT
+            pool.register_passes(seed, last_pass)
+            # A store that never evicts would get full of complete blocks, not of interrupted ones.
+            can_delete = context.delete_blocks(pool.reader)
+        reader, keys = pool.reader, [key_of(0, 0, n) for n in range(COUNT)]
+        reader.must_store(keys, range(COUNT), must_fit=can_delete)  # space held by dead writers must be free again
+        reader.must_load(keys, range(COUNT, 2 * COUNT), reader.rows[:COUNT])
+    return f"{kills} writers killed, {interrupted} of them during a store"
 
 
-def _killed_while_it_is_read(trial: Trial, nursery: "_Nursery") -> str:
-    """Where blocks stay with the process that stored them: it is killed while another one loads them."""
-    dice, kills, cut = random.Random(), 0, 0
-    give_up = time.monotonic() + trial.seconds
-    while kills < MIN_KILLS // 2 or (time.monotonic() < give_up and kills < MAX_KILLS):
+def _killed_during_loads(context: RuleContext, pool: "_WriterPool") -> str:
+    """Variant for blocks that stay with the process that stored them: kill it while another process loads them."""
+    rng, kills, interrupted = random.Random(), 0, 0
+    give_up_at = time.monotonic() + context.seconds
+    while kills < MIN_KILLS // 2 or (time.monotonic() < give_up_at and kills < MAX_KILLS):
         kills += 1
         seed = 1000 + kills
-        writer = nursery.start(seed, passes=1, lease_s=60.0)
+        writer = pool.start(seed, passes=1, lease_s=60.0)
         writer.begin()
         writer.outcomes()
-        nursery.take_tickets(writer, seed)
-        killer = threading.Timer(dice.uniform(0.0, LONGEST_S), os.kill, (writer.pid, signal.SIGKILL))
-        killer.start()
-        cut += nursery.compare(seed, 0) < COUNT
-        killer.join()
-        nursery.read(writer.pid, "dead")
-        nursery.forget(seed, 0)
-        trial.tidy(nursery.one)  # where the blocks outlive their writer, many writers would fill the store
-    one, keys = nursery.one, [key_of(0, 0, n) for n in range(COUNT)]
-    one.must_store(keys, range(COUNT))
-    one.must_load(keys, range(COUNT, 2 * COUNT), one.rows[:COUNT])
-    return f"{kills} processes killed whose blocks were read, {cut} of them before all were"
+        pool.keep_tickets(writer, seed)
+        kill = threading.Timer(rng.uniform(0.0, MAX_KILL_DELAY_S), os.kill, (writer.pid, signal.SIGKILL))
+        kill.start()
+        interrupted += pool.count_loadable(seed, 0) < COUNT
+        kill.join()
+        pool.read(writer.pid, "dead")
+        pool.register_passes(seed, 0)
+        context.delete_blocks(pool.reader)  # where blocks outlive their writer, many writers would fill the store
+    reader, keys = pool.reader, [key_of(0, 0, n) for n in range(COUNT)]
+    reader.must_store(keys, range(COUNT))
+    reader.must_load(keys, range(COUNT, 2 * COUNT), reader.rows[:COUNT])
+    return f"{kills} processes killed while their blocks were read, {interrupted} of them before all were"
 
 
-# What writers write: block n of pass p of seed s has this key and these bytes.
+# Key and content of block n of pass `number` of the writer with this seed.
 
 
 def key_of(seed: int, number: int, n: int) -> bytes:
@@ -112,57 +113,63 @@ def key_of(seed: int, number: int, n: int) -> bytes:
 
 
 def rows_of(seed: int) -> Row:
+    """Return the rows of all blocks of a pass, before `stamp` writes the number of the pass into them."""
     return random_rows(COUNT, BLOCK_BYTES, seed)
 
 
-_WAIT = object()
+_REQUIRED = object()
 
 
 class _Writer:
-    """A process that is attached, and stores when it is told to."""
+    """A child process with an attached connector, which stores on a signal."""
 
-    def __init__(self, nursery: "_Nursery", pid: int) -> None:
-        self._nursery = nursery
+    def __init__(self, pool: "_WriterPool", pid: int) -> None:
+        self._pool = pool
         self.pid = pid
-        self._last = 0
+        self._last_pass = 0
 
     def begin(self) -> None:
         os.kill(self.pid, signal.SIGUSR1)
 
-    def has_begun(self) -> None:
-        self._last = int(self._nursery.read(self.pid, "pass"))
+    def wait_for_pass(self) -> None:
+        """Wait until the writer begins its next pass."""
+        self._last_pass = int(self._pool.read(self.pid, "pass"))
 
     def outcomes(self) -> list[str]:
-        return list(self._nursery.read(self.pid, "outcomes"))
+        return list(self._pool.read(self.pid, "outcomes"))
 
     def end(self) -> None:
-        """Also of one that waits because it has given tickets."""
+        """Wait for the writer's end. One that returned tickets stays alive until then."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
-        self._nursery.read(self.pid, "dead")
+        self._pool.read(self.pid, "dead")
 
     def kill(self) -> int:
-        """The number of the last pass that it began."""
+        """Kill the writer. Returns the number of the last pass that it began."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-        self._nursery.read(self.pid, "dead")
-        return int(self._nursery.read(self.pid, "pass", default=self._last))
+        self._pool.read(self.pid, "dead")
+        return int(self._pool.read(self.pid, "pass", default=self._last_pass))
 
 
-class _Nursery:
-    """A process that has imported everything and forks writers, because starting one anew takes half a second each."""
+class _WriterPool:
+    """A process with all modules imported that forks writers, as starting a new interpreter takes half a second.
 
-    def __init__(self, trial: Trial) -> None:
-        self.one: Instance = trial.instance(BLOCK_BYTES, 2 * COUNT)
-        self._trial = trial
-        self._seed, self._content = 0, rows_of(0)
-        self._answers: dict[tuple[int, str], Any] = {}
+    Attributes:
+        reader: an attached pool of this process, which loads what the writers store.
+    """
+
+    def __init__(self, context: RuleContext) -> None:
+        self.reader: AttachedPool = context.attach(BLOCK_BYTES, 2 * COUNT)
+        self._context = context
+        self._seed, self._rows = 0, rows_of(0)
+        self._messages: dict[tuple[int, str], Any] = {}
         command = [
             sys.executable,
             "-m",
             "pdserve.kv_transfer.rules.writer",
-            trial.url,
-            self.one.layout.model_fingerprint,
+            context.url,
+            self.reader.layout.model_fingerprint,
         ]
         self._process = subprocess.Popen(
             command,
@@ -173,7 +180,7 @@ class _Nursery:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
 
-    def __enter__(self) -> "_Nursery":
+    def __enter__(self) -> "_WriterPool":
         try:
             self._probe()
         except BaseException:
@@ -190,6 +197,7 @@ class _Nursery:
         self._process.stdout.close()
 
     def start(self, seed: int, passes: int, lease_s: float) -> _Writer:
+        """Fork a writer, and wait until its connector is attached."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{json.dumps({'seed': seed, 'passes': passes, 'lease_s': lease_s})}\n")
         self._process.stdin.flush()
@@ -197,52 +205,57 @@ class _Nursery:
         self.read(writer.pid, "ready")
         return writer
 
-    def read(self, pid: int, what: str, default: Any = _WAIT) -> Any:
-        """The answer of this kind, the default if it has not come; others are kept until they are asked for."""
+    def read(self, pid: int, what: str, default: Any = _REQUIRED) -> Any:
+        """Return a writer's message of this kind. Waits for it, or returns the default if given and it has not come.
+
+        Other messages are kept for later calls.
+        """
         assert self._process.stdout is not None
-        while (pid, what) not in self._answers:
-            if default is not _WAIT:
+        while (pid, what) not in self._messages:
+            if default is not _REQUIRED:
                 return default
             line = self._process.stdout.readline()
             if not line:
                 raise NotChecked("another process could not be started")
-            answer = json.loads(line)
-            if answer["what"] == "error":
-                raise Broken(f"expected another process to store, saw {answer['value']}")
-            if answer["what"] == "refused":
-                raise NotChecked(f"another process cannot attach: {answer['value']}")
-            self._answers[answer["pid"], answer["what"]] = answer["value"]
-        return self._answers.pop((pid, what))
+            message = json.loads(line)
+            if message["what"] == "error":
+                raise Broken(f"expected another process to store, saw {message['value']}")
+            if message["what"] == "refused":
+                raise NotChecked(f"another process cannot attach: {message['value']}")
+            self._messages[message["pid"], message["what"]] = message["value"]
+        return self._messages.pop((pid, what))
 
-    def compare(self, seed: int, number: int) -> int:
-        """How many blocks of this pass are there. Those have to be right, and the others missing."""
+    def count_loadable(self, seed: int, number: int) -> int:
+        """Count the blocks of a pass that load. These must be correct, and the others missing."""
         if self._seed != seed:
-            self._seed, self._content = seed, rows_of(seed)
-        mark(self._content, number)
+            self._seed, self._rows = seed, rows_of(seed)
+        stamp(self._rows, number)
         keys = [key_of(seed, number, n) for n in range(COUNT)]
-        return self.one.may_load(keys, range(COUNT), list(self._content))
+        return self.reader.may_load(keys, range(COUNT), list(self._rows))
 
-    def take_tickets(self, writer: _Writer, seed: int) -> None:
-        """What the hand-over of its last pass would carry, the pass having the number 0."""
+    def keep_tickets(self, writer: _Writer, seed: int) -> None:
+        """Keep the tickets of a writer's pass 0 for later loads."""
         for ticket in self.read(writer.pid, "tickets"):
             keys = [key_of(seed, 0, n) for n in range(COUNT)]
-            self._trial.tickets.update({(self.one.layout.namespace, key): bytes.fromhex(ticket) for key in keys})
+            self._context.tickets.update({(self.reader.layout.namespace, key): bytes.fromhex(ticket) for key in keys})
 
-    def forget(self, seed: int, last: int) -> None:
-        for number in range(last + 1):
-            self._trial.remember(self.one.layout, [key_of(seed, number, n) for n in range(COUNT)])
+    def register_passes(self, seed: int, last_pass: int) -> None:
+        """Register the blocks of a writer's passes for deletion."""
+        for number in range(last_pass + 1):
+            self._context.register_keys(self.reader.layout, [key_of(seed, number, n) for n in range(COUNT)])
 
     def _probe(self) -> None:
+        """Raise `NotChecked` if blocks of another process are not found."""
         writer = self.start(seed=999, passes=1, lease_s=60.0)
         writer.begin()
         seen = writer.outcomes()
         if Outcome.FULL in seen:
-            raise NotChecked(f"the store has no room for {COUNT} blocks of {size_text(BLOCK_BYTES)}")
-        self.forget(999, 0)
-        self.take_tickets(writer, 999)
-        found = self.compare(999, 0)
+            raise NotChecked(f"the store has no space for {COUNT} blocks of {format_size(BLOCK_BYTES)}")
+        self.register_passes(999, 0)
+        self.keep_tickets(writer, 999)
+        found = self.count_loadable(999, 0)
         writer.end()
         if found == 0:
-            self.one.must_store([key_of(998, 0, 0)], [0])
-            self._trial.needs_store()
+            self.reader.must_store([key_of(998, 0, 0)], [0])
+            self._context.require_shared_store()
             raise NotChecked("a block that another process stored is not found: each process has a store of its own")

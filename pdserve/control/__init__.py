@@ -1,1 +1,1 @@
-"""The control plane: frames, certificates, and the registry of routers."""
+"""Control plane: framed connections, certificates, and the router registry."""

@@ -1,12 +1,12 @@
-"""Which routers there are, as a Redis knows: routers register with a lease and renew it, instances look again and again.
+"""Router registry in Redis: routers register with a lease and renew it; instances poll the list of routers.
 
-    pdserve:routers:<model>    a sorted set of entries, by when their leases end on Redis's own clock
+    pdserve:routers:<model>    sorted set of entries, scored by the end of their leases on Redis's clock
 
-An entry is an address for instances to dial, and a seal that the control token makes of it. Instances show their token to
-whom they dial, so who may write to Redis and does not know the token must not be able to name an address. Without a token,
-a seal says nothing.
+An entry is an address for instances to dial, followed by its HMAC under the control token. Instances show the token to every
+router that they dial, so a writer to Redis without the token must not be able to add an address. Without a token the
+signature protects nothing.
 
-Nothing ends without Redis, and no request waits for it: a call that fails is counted, and what was known stays in force.
+Redis is never required: no request waits for it, and a failed call is counted and leaves the last known state in force.
 """
 
 import asyncio
@@ -24,51 +24,56 @@ from pdserve.errors import SetupError
 
 log = logging.getLogger(__name__)
 
-LEASE_S = 5.0  # a router that is killed is found for so long
-LOOK_S = 1.0  # between two renewals, and between two looks
+LEASE_S = 5.0  # a killed router stays registered for this long
+POLL_INTERVAL_S = 1.0  # of renewals and of lookups
 TIMEOUT_S = 1.0
 MAX_ROUTERS = 1000
-EVERYWHERE = ("0.0.0.0", "::")
+WILDCARD_HOSTS = ("0.0.0.0", "::")
 NOW = "local time = redis.call('TIME') local now = time[1] + time[2] / 1e6 "
-RENEW = f"""{NOW}
+RENEW_SCRIPT = f"""{NOW}
 redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
 redis.call('EXPIRE', KEYS[1], 3600)"""
-LOOK = f"{NOW} return redis.call('ZRANGEBYSCORE', KEYS[1], now, '+inf', 'LIMIT', 0, {MAX_ROUTERS})"
-WITHDRAW = "redis.call('ZREM', KEYS[1], ARGV[1])"
+LIST_SCRIPT = f"{NOW} return redis.call('ZRANGEBYSCORE', KEYS[1], now, '+inf', 'LIMIT', 0, {MAX_ROUTERS})"
+WITHDRAW_SCRIPT = "redis.call('ZREM', KEYS[1], ARGV[1])"
 
 
 class Registry:
-    """What one router or instance tells Redis and hears of it. Everything runs on one event loop."""
+    """Registry client of one router or instance. Runs on one event loop."""
 
-    def __init__(self, url: str, model: str, token: str, failed: Callable[[], None]) -> None:
-        """`token`: what routers and instances share, or nothing; `failed` is called for each call without an answer.
+    def __init__(self, url: str, model: str, token: str, on_failure: Callable[[], None]) -> None:
+        """Parse the URL. No connection is made yet.
+
+        Args:
+            model: served model name; each model has its own list of routers.
+            token: the control token that routers and instances share; may be empty.
+            on_failure: called for each call that Redis does not answer.
 
         Raises:
-            SetupError: the URL cannot be used. Whether a Redis answers there is not asked.
+            SetupError: the URL is invalid.
         """
-        self._model, self._token, self._failed = model, token, failed
-        self._answers = True
-        self._strangers: list[str] = []
+        self._model, self._token, self._on_failure = model, token, on_failure
+        self._is_answering = True
+        self._rejected: list[str] = []
         try:
             self._redis = redis.asyncio.Redis.from_url(
                 url,
-                password=os.environ.get("REDIS_PASSWORD") or None,  # one in the URL wins
+                password=os.environ.get("REDIS_PASSWORD") or None,  # a password in the URL takes precedence
                 socket_timeout=TIMEOUT_S,
                 socket_connect_timeout=TIMEOUT_S,
                 retry=Retry(NoBackoff(), 0),
                 decode_responses=True,
                 encoding_errors="replace",
             )
-            self._redis.connection_pool.make_connection()  # reads the parameters
+            self._redis.connection_pool.make_connection()  # validates the parameters
         except (TypeError, ValueError) as error:
             raise SetupError(f"--registry must be the URL of a Redis, such as redis://host:6379/0: {error}") from error
 
     async def announce(self, host: str, port: int) -> None:
-        """Keeps a router registered until cancelled, and then withdraws it.
+        """Keep a router registered until cancelled, then withdraw it.
 
         Args:
-            host: where instances reach it, or 0.0.0.0: where Redis sees it.
+            host: the host that instances dial; for a wildcard address, the one that Redis sees.
         """
         entry = ""
         try:
@@ -77,58 +82,59 @@ class Registry:
                     entry = self._entry(address)
                     log.info("this router is registered as %s", address)
                 if entry:
-                    await self.call(RENEW, ["routers"], [entry, LEASE_S])
-                await asyncio.sleep(LOOK_S)
+                    await self.run_script(RENEW_SCRIPT, ["routers"], [entry, LEASE_S])
+                await asyncio.sleep(POLL_INTERVAL_S)
         finally:
-            await self.call(WITHDRAW, ["routers"], [entry])
+            await self.run_script(WITHDRAW_SCRIPT, ["routers"], [entry])
 
     async def routers(self) -> set[str] | None:
-        """The addresses of all routers that are registered. None: Redis does not say."""
-        entries = await self.call(LOOK, ["routers"], [])
+        """Return the addresses of all routers registered with our token, or None if Redis does not answer."""
+        entries = await self.run_script(LIST_SCRIPT, ["routers"], [])
         if entries is None:
             return None
-        named = {entry: entry.partition(" ")[0] for entry in entries}
-        ours = {
+        address_of = {entry: entry.partition(" ")[0] for entry in entries}
+        accepted = {
             address
-            for entry, address in named.items()
+            for entry, address in address_of.items()
             if hmac.compare_digest(entry.encode(), self._entry(address).encode())
         }
-        strangers = sorted(set(named.values()) - ours)
-        if strangers and strangers != self._strangers:
+        rejected = sorted(set(address_of.values()) - accepted)
+        if rejected and rejected != self._rejected:
             log.warning(
-                "%d routers are registered with another --control-token, such as %r", len(strangers), strangers[0]
+                "%d routers are registered with another --control-token, such as %r", len(rejected), rejected[0]
             )
-        self._strangers = strangers
-        return ours
+        self._rejected = rejected
+        return accepted
 
-    async def call(self, script: str, keys: Sequence[str], arguments: Sequence[str | float]) -> Any:
-        """What a script in Lua returns, or None where there is no answer. `keys` are those of our model."""
+    async def run_script(self, script: str, keys: Sequence[str], arguments: Sequence[str | float]) -> Any:
+        """Run a Lua script on keys of our model and return its result, or None if Redis does not answer."""
         names = [f"pdserve:{key}:{self._model}" for key in keys]
-        return await self._answer(self._redis.eval(script, len(names), *names, *arguments))
+        return await self._result(self._redis.eval(script, len(names), *names, *arguments))
 
     async def close(self) -> None:
         await self._redis.aclose()
 
     async def _address(self, host: str, port: int) -> str | None:
-        if host in EVERYWHERE:
-            seen = await self._answer(self._redis.client_info())
-            return seen and f"{seen['addr'].rpartition(':')[0]}:{port}"
+        if host in WILDCARD_HOSTS:
+            client = await self._result(self._redis.client_info())
+            return client and f"{client['addr'].rpartition(':')[0]}:{port}"
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def _entry(self, address: str) -> str:
-        seal = hmac.digest(self._token.encode(), f"{self._model} {address}".encode(), "sha256")
-        return f"{address} {seal.hex()}"
+        signature = hmac.digest(self._token.encode(), f"{self._model} {address}".encode(), "sha256")
+        return f"{address} {signature.hex()}"
 
-    async def _answer(self, asked: Awaitable[Any]) -> Any:
+    async def _result(self, call: Awaitable[Any]) -> Any:
+        """Return the result of a Redis call, or None if it failed. Failures and recoveries are logged once."""
         try:
-            answer = await asked
+            result = await call
         except (redis.RedisError, OSError) as error:
-            if self._answers:
-                log.warning("the registry does not answer, and what is known stays in force: %s", error)
-            self._answers = False
-            self._failed()
+            if self._is_answering:
+                log.warning("the registry does not answer; the last known state stays in force: %s", error)
+            self._is_answering = False
+            self._on_failure()
             return None
-        if not self._answers:
+        if not self._is_answering:
             log.info("the registry answers again")
-        self._answers = True
-        return answer
+        self._is_answering = True
+        return result

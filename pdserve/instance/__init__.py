@@ -1,1 +1,1 @@
-"""The instance process: engine loop, KV events, connections to routers."""
+"""Instance process: engine thread, KV events, and links to routers."""

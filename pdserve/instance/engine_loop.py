@@ -1,8 +1,8 @@
-"""One instance: a model, a pool, a connector, and the engine thread's loop around them.
+"""Engine thread of an instance: owns the engine, the pool, the connector and both roles, and runs the step loop.
 
-Whatever happens elsewhere (frames from routers, finished transfers) reaches the engine thread as a callable in its inbox;
-between two steps it runs them all. News for the routers leaves as one frame per step and router. Every instance can do
-every phase; its role only tells routers what to ask of it.
+Other threads (router links, finished transfers) pass work to the engine thread as callables in its inbox, which it runs
+between two steps. Outputs leave as one frame per step and router. Every instance can execute every phase; its role only
+tells routers which requests to send.
 """
 
 import logging
@@ -13,12 +13,12 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from pdserve.config import InstanceConfig, parse_size
-from pdserve.costs import Meter
+from pdserve.costs import CostMeter
 from pdserve.counters import series
 from pdserve.decode.decoder import Decoder
 from pdserve.decode.layout_converter import LayoutConverter
 from pdserve.engine.engine import Engine, StepResult
-from pdserve.engine.warm_up import time_swaps, warm_up
+from pdserve.engine.warm_up import measure_swaps, warm_up
 from pdserve.errors import RequestError
 from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.kv_transfer.connector import Connector
@@ -34,20 +34,27 @@ from pdserve.roles.transfers import Transfers
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-LOAD_INTERVAL_S = 0.1  # between two snapshots of the load while steps follow each other
-COSTS_INTERVAL_S = 1.0  # between two fits of the cost models
-CHECK_INTERVAL_S = 1.0  # between two looks at the whole pool
-INFLIGHT_BYTES = 512 << 20
+HEARTBEAT_UPDATE_S = 0.1  # between two updates of the heartbeat while the engine is busy
+COSTS_UPDATE_S = 1.0  # between two fits of the cost models
+INTEGRITY_CHECK_S = 1.0  # between two checks of the whole pool while idle
+DEFAULT_INFLIGHT_BYTES = 512 << 20
 LOAD_FIELDS = tuple(pb.Load.DESCRIPTOR.fields_by_name)
 Send = Callable[[str, pb.InstanceFrame], None]
 
 
 class Instance:
-    """`run` is the engine thread; `submit`, `hand_over`, `cancel` and `drop_link` may be called from any thread.
+    """One instance. `run` is the body of the engine thread.
+
+    The methods of the first section may be called from any thread, all others only on the engine thread. A `link` is the
+    name of the connection over which a router sent a request; its outputs go back over the same connection.
 
     Args:
         send: called on the engine thread with (link, frame); must not block.
-        connector: instead of the one that `config.connector` names.
+        connector: replaces the connector that `config.connector` names.
+
+    Attributes:
+        heartbeat: the current heartbeat. The engine thread replaces it and never modifies it, so any thread may read it.
+        kv_events: changes of the pool's block keys, which the router links send on.
     """
 
     def __init__(self, config: InstanceConfig, send: Send, connector: Connector | None = None) -> None:
@@ -63,30 +70,31 @@ class Instance:
             pool, self.engine.layout, config.connector if config.convert_kv else None
         )
         self.decoder = Decoder(self.engine, self.connector, self.transfers, fetcher, self, config.store_generated)
-        self.meter = Meter()
+        self.meter = CostMeter()
         for work, seconds in warm_up(self.engine):
-            self.meter.knew(work, seconds)
-        for blocks, seconds in time_swaps(self.engine):
-            self.meter.knew_swap(blocks, seconds)
-        self.engine.scheduler.fetches = not self.connector.in_place
-        self._costs, self._costs_published = pb.Costs(), 0.0
-        self.news = KVEventPublisher()
-        self.engine.pool.on_change = self.news.changed
-        self.load = pb.Heartbeat()
-        self._left: dict[str, list[pb.Load]] = {}
+            self.meter.calibrate_step(work, seconds)
+        for blocks, seconds in measure_swaps(self.engine):
+            self.meter.calibrate_swap(blocks, seconds)
+        self.engine.scheduler.refetch_preempted = not self.connector.in_place
+        self._costs, self._costs_updated_at = pb.Costs(), 0.0
+        self.kv_events = KVEventPublisher()
+        self.engine.pool.on_change = self.kv_events.publish
+        self.heartbeat = pb.Heartbeat()
+        self._remaining_load: dict[str, list[pb.Load]] = {}  # by link, one for each request
         self._send = send
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self.engine.when_ready = lambda: self._inbox.put(lambda: None)
+        self.engine.on_grammar_ready = lambda: self._inbox.put(lambda: None)
         self._jobs: dict[tuple[str, str], Job] = {}
-        self._by_sequence: dict[object, Job] = {}  # also those whose id was used again while their stores went on
-        self._outgoing: dict[Job, None] = {}
+        # Also holds jobs with unfinished stores whose request id has been used again since.
+        self._by_sequence: dict[object, Job] = {}
+        self._closed_jobs: dict[Job, None] = {}  # whose last output has not been sent
         self._counts: dict[str, float] = {}
         self._stopping = False
-        self._load_published = 0.0
-        self._checked = 0.0
-        self._publish_load()
+        self._heartbeat_updated_at = 0.0
+        self._integrity_checked_at = 0.0
+        self._update_heartbeat()
 
-    # ---- from other threads -----------------------------------------------------------------------------------
+    # ---- thread-safe ------------------------------------------------------------------------------------------
 
     def submit(self, link: str, message: pb.Submit) -> None:
         self._inbox.put(lambda: self._submit(link, message))
@@ -98,31 +106,31 @@ class Instance:
         self._inbox.put(lambda: self._with_job(link, request_id, self._cancel))
 
     def drop_link(self, link: str) -> None:
-        """The router is gone: nobody wants the output of its requests any more."""
+        """Cancel all requests of a router that has disconnected."""
         self._inbox.put(lambda: self._cancel_all(link))
 
-    def note(self, name: str) -> None:
-        """Counts something that has happened outside of the engine thread."""
+    def count_threadsafe(self, name: str) -> None:
+        """Increment a counter from another thread."""
         self._inbox.put(lambda: self.count(name, 1))
 
-    def others(self, link: str) -> pb.Load:
-        """What is left to do for all routers but one."""
-        others = [load for other, loads in self._left.items() if other != link for load in loads]
-        return pb.Load(**{field: sum(getattr(load, field) for load in others) for field in LOAD_FIELDS})
+    def other_load(self, link: str) -> pb.Load:
+        """Return the remaining work of the requests of all routers except one."""
+        loads = [load for other, loads in self._remaining_load.items() if other != link for load in loads]
+        return pb.Load(**{field: sum(getattr(load, field) for load in loads) for field in LOAD_FIELDS})
 
     @property
     def num_jobs(self) -> int:
-        """Requests of which something is left here or not told yet, and transfers that outlive theirs."""
-        return max(len(self._by_sequence) + len(self._outgoing), self.transfers.num_holding)
+        """Requests with resources or unsent outputs here, or transfers that still hold blocks, if these are more."""
+        return max(len(self._by_sequence) + len(self._closed_jobs), self.transfers.num_holding)
 
-    def caught_up(self) -> "Future[None]":
-        """Done once the engine thread knows all that came before this call."""
+    def drain_inbox(self) -> "Future[None]":
+        """Return a future that resolves once the engine thread has handled everything queued before this call."""
         future: Future[None] = Future()
         self._inbox.put(lambda: future.set_result(None))
         return future
 
     def stop(self) -> None:
-        """Makes `run` return after the current step, with every transfer finished."""
+        """Make `run` return after the current step, once every transfer has finished."""
         self._inbox.put(lambda: setattr(self, "_stopping", True))
 
     # ---- the engine thread ------------------------------------------------------------------------------------
@@ -130,63 +138,66 @@ class Instance:
     def run(self) -> None:
         idle = True
         while not self._stopping:
-            idle = self.turn(wait=idle)
+            idle = self.run_once(wait=idle)
         for job in list(self._by_sequence.values()):
             self._cancel(job)
         self.layout_converter.close()
         self.connector.close()
 
-    def turn(self, *, wait: bool) -> bool:
-        """Everything in the inbox (waiting for something to be there if asked to), one step, and the news of both.
+    def run_once(self, *, wait: bool) -> bool:
+        """Handle the inbox, run one engine step, and send the outputs of both.
+
+        Args:
+            wait: block until the inbox has an entry.
 
         Returns:
-            Whether there was nothing to compute: then only what comes into the inbox can change that.
+            Whether the engine was idle. Then only a new inbox entry can give it work.
         """
         self._run_inbox(wait)
         self.decoder.reserve()
         started = self.now()
-        result = self.engine.step(hold_back=self.transfers.stores_wait)
+        result = self.engine.step(pause_publishers=self.transfers.has_waiting_stores)
         stopped = self.now()
-        for seq in result.returned:
+        for seq in result.resumed:
             job = self._by_sequence[seq]
-            self._role(job).returned(job)
+            self._role_of(job).on_resumed(job)
         for seq in result.advanced:
             job = self._by_sequence[seq]
             if seq.constraint is not None and seq.constraint.failure is not None:
-                self._refuse(job.link, seq.request_id, seq.constraint.failure)
+                self._reject(job.link, seq.request_id, seq.constraint.failure)
                 self._cancel(job)
                 continue
-            self._role(job).advanced(job, seq in result.sampled, started)
+            self._role_of(job).on_step(job, seq in result.sampled, started)
         if result.advanced:
             self.count("engine_steps", 1)
-        if result.held_back:
+        if result.publishers_paused:
             self.count("prefill_steps_held_back", 1)
-        self._measured(result, stopped - started - result.swap_seconds, stopped)
-        self._flush()
+        self._record_costs(result, stopped - started - result.swap_seconds, stopped)
+        self._send_outputs()
         if not self.num_jobs:
             self._check_idle(started)
-        if result.idle or started - self._load_published > LOAD_INTERVAL_S:
-            self._load_published = started
-            self._publish_load()
+        if result.idle or started - self._heartbeat_updated_at > HEARTBEAT_UPDATE_S:
+            self._heartbeat_updated_at = started
+            self._update_heartbeat()
         return result.idle
 
-    def _role(self, job: Job) -> Prefiller | Decoder:
+    def _role_of(self, job: Job) -> Prefiller | Decoder:
         return self.prefiller if job.phase == pb.PREFILL else self.decoder
 
-    def _measured(self, result: StepResult, seconds: float, now: float) -> None:
-        self.meter.stepped(result.work, bool(result.sampled), seconds, now)
+    def _record_costs(self, result: StepResult, seconds: float, now: float) -> None:
+        self.meter.record_step(result.work, bool(result.sampled), seconds, now)
         for direction, blocks in (("out", result.swapped_out), ("in", result.swapped_in)):
             if blocks:
-                self.meter.swapped(blocks, result.swap_seconds, now)
+                self.meter.record_swap(blocks, result.swap_seconds, now)
                 self.count("swapped_blocks", blocks, direction=direction)
 
     def _check_idle(self, now: float) -> None:
-        """With nothing to do, every block must be back. A leak ends the instance rather than starving it slowly."""
-        assert self.engine.pool.num_held == 0, f"{self.engine.pool.num_held} blocks are held by nobody"
-        host = self.engine.scheduler.host
-        assert host is None or host.num_held == 0, "places in host memory are held by nobody"
-        if now - self._checked > CHECK_INTERVAL_S:
-            self._checked = now
+        """Assert that an idle instance holds no block. A leak ends the process instead of slowly starving it."""
+        assert self.engine.pool.num_held == 0, f"{self.engine.pool.num_held} blocks are leaked"
+        host = self.engine.scheduler.host_pool
+        assert host is None or host.num_held == 0, f"{host.num_held} blocks of host memory are leaked"
+        if now - self._integrity_checked_at > INTEGRITY_CHECK_S:
+            self._integrity_checked_at = now
             self.engine.pool.check_integrity()
             self.count("integrity_checks", 1)
 
@@ -221,9 +232,9 @@ class Instance:
             seq = self.engine.new_sequence(
                 message.request_id, list(message.prompt), sampling, message.salt, message.output, message.priority
             )
-            converted = self.layout_converter.prompt(seq, message.writer) if message.HasField("writer") else None
+            converted = self.layout_converter.open_prompt(seq, message.writer) if message.HasField("writer") else None
         except ValueError as error:
-            self._refuse(link, message.request_id, RequestError(str(error), kind="rejected"))
+            self._reject(link, message.request_id, RequestError(str(error), kind="rejected"))
             return
         job = Job(link=link, seq=seq, phase=message.phase, multi_turn=message.multi_turn, whole=message.whole)
         self._jobs[link, message.request_id] = self._by_sequence[seq] = job
@@ -232,30 +243,30 @@ class Instance:
         else:
             self.decoder.submit(job, converted)
 
-    def _refuse(self, link: str, request_id: str, error: RequestError) -> None:
-        refusal = pb.Output(request_id=request_id, error=pb.Error(kind=error.kind, message=str(error)))
-        self._send(link, pb.InstanceFrame(step=pb.Step(outputs=[refusal])))
+    def _reject(self, link: str, request_id: str, error: RequestError) -> None:
+        rejection = pb.Output(request_id=request_id, error=pb.Error(kind=error.kind, message=str(error)))
+        self._send(link, pb.InstanceFrame(step=pb.Step(outputs=[rejection])))
 
-    def _with_job(self, link: str, request_id: str, then: Callable[[Job], None]) -> None:
+    def _with_job(self, link: str, request_id: str, action: Callable[[Job], None]) -> None:
         job = self._jobs.get((link, request_id))
         if job is not None:
-            then(job)
+            action(job)
 
     def _cancel(self, job: Job) -> None:
-        job.output, job.cut_short = None, True
-        self._role(job).cancel(job)
-        self.transfers.drop(job)
+        job.output, job.cancelled = None, True
+        self._role_of(job).cancel(job)
+        self.transfers.cancel(job)
 
     def _cancel_all(self, link: str) -> None:
         for job in list(self._by_sequence.values()):
             if job.link == link:
                 self._cancel(job)
 
-    def _flush(self) -> None:
-        """Sends what happened since the last frame, one frame per router."""
+    def _send_outputs(self) -> None:
+        """Send all urgent outputs, one frame per router."""
         frames: dict[str, pb.InstanceFrame] = {}
         now = self.now()
-        for job in [*self._by_sequence.values(), *self._outgoing]:
+        for job in [*self._by_sequence.values(), *self._closed_jobs]:
             if job.output is not None and job.urgent:
                 for stamp in job.output.stamps:
                     stamp.seconds = now - stamp.seconds
@@ -263,35 +274,36 @@ class Instance:
                 job.output, job.urgent = None, False
         for link, frame in frames.items():
             self._send(link, frame)
-        self._outgoing.clear()
+        self._closed_jobs.clear()
 
-    def _publish_load(self) -> None:
-        """Replaces the snapshots that heartbeats carry. Attribute assignment is atomic; nobody changes a snapshot."""
+    def _update_heartbeat(self) -> None:
+        """Replace the heartbeat and the remaining load of all requests. Attribute assignment is atomic."""
         scheduler, pool = self.engine.scheduler, self.engine.pool
         waiting = len(scheduler.waiting) + self.decoder.num_waiting
-        load = pb.Heartbeat(
+        heartbeat = pb.Heartbeat(
             waiting=waiting,
             running=len(self._by_sequence) - waiting,
             free_blocks=pool.num_free,
-            counters=self._counts | self._measure(),
+            counters=self._counts | self._current_metrics(),
         )
-        if self.now() - self._costs_published > COSTS_INTERVAL_S:
-            self._costs_published, costs = self.now(), self.meter.costs(self.now())
+        if self.now() - self._costs_updated_at > COSTS_UPDATE_S:
+            self._costs_updated_at, costs = self.now(), self.meter.costs(self.now())
             self.engine.scheduler.costs = costs
             self._costs = pb.Costs(prefill=costs.prefill, decode=costs.decode, transfer=costs.transfer)
-        load.costs.CopyFrom(self._costs)
-        load.counters["num_requests_waiting"] = load.waiting
-        load.counters["num_requests_running"] = load.running
-        self.load = load
-        left: dict[str, list[pb.Load]] = {}
+        heartbeat.costs.CopyFrom(self._costs)
+        heartbeat.counters["num_requests_waiting"] = heartbeat.waiting
+        heartbeat.counters["num_requests_running"] = heartbeat.running
+        self.heartbeat = heartbeat
+        remaining: dict[str, list[pb.Load]] = {}
         for job in self._by_sequence.values():
-            if not job.over:
-                left.setdefault(job.link, []).append(job.left())
-        self._left = left
+            if not job.ended:
+                remaining.setdefault(job.link, []).append(job.remaining_load())
+        self._remaining_load = remaining
 
-    def _measure(self) -> dict[str, float]:
+    def _current_metrics(self) -> dict[str, float]:
+        """Return the metrics that are read from their sources instead of counted, by series."""
         scheduler, pool, stats = self.engine.scheduler, self.engine.pool, self.connector.stats()
-        measured: dict[str, float] = {
+        metrics: dict[str, float] = {
             "prefix_cache_queries": scheduler.prefix_queries,
             "prefix_cache_hits": scheduler.prefix_hits,
             "num_preemptions": scheduler.num_preemptions,
@@ -300,46 +312,46 @@ class Instance:
             "kv_cache_usage_perc": pool.num_held / pool.num_blocks,
         }
         block_bytes = self.engine.layout.block_bytes
-        measured["kv_transfer_bytes_in_flight"] = self.transfers.in_flight * block_bytes
-        measured["kv_transfer_bytes_waiting"] = self.transfers.waiting * block_bytes
+        metrics["kv_transfer_bytes_in_flight"] = self.transfers.in_flight * block_bytes
+        metrics["kv_transfer_bytes_waiting"] = self.transfers.waiting * block_bytes
         scheme = self.connector.scheme
         parts = {scheme: stats, **stats.parts}
         if (converted := self.layout_converter.stats()) is not None:
             parts[f"{scheme}/converted"] = converted
-        for name, one in parts.items():
+        for name, part in parts.items():
             for direction in ("store", "load"):
                 labels = {"connector": name, "direction": direction}
-                measured[series("kv_transfer_bytes", **labels)] = one.bytes[direction]
-                measured[series("kv_transfer_seconds", **labels)] = one.seconds[direction]
-                measured[series("kv_transfer_blocks", **labels)] = one.blocks[direction]
-            for (direction, outcome), blocks in one.failures.items():
+                metrics[series("kv_transfer_bytes", **labels)] = part.bytes[direction]
+                metrics[series("kv_transfer_seconds", **labels)] = part.seconds[direction]
+                metrics[series("kv_transfer_blocks", **labels)] = part.blocks[direction]
+            for (direction, outcome), blocks in part.failures.items():
                 labels = {"connector": name, "direction": direction, "kind": outcome.value}
-                measured[series("kv_transfer_failures", **labels)] = blocks
-        return measured
+                metrics[series("kv_transfer_failures", **labels)] = blocks
+        return metrics
 
-    # ---- what the roles need (pdserve.roles.job.Desk) ---------------------------------------------------------------
+    # ---- InstanceContext, the interface for the roles -------------------------------------------------------------
 
     def now(self) -> float:
         return time.monotonic()
 
-    def when_done(self, future: Future[T], then: Callable[[T], None]) -> None:
-        future.add_done_callback(lambda done: self._inbox.put(lambda: then(done.result())))
+    def add_done_callback(self, future: Future[T], callback: Callable[[T], None]) -> None:
+        future.add_done_callback(lambda done: self._inbox.put(lambda: callback(done.result())))
 
-    def moved(self, blocks: int, seconds: float) -> None:
+    def record_transfer(self, blocks: int, seconds: float) -> None:
         if blocks:
-            self.meter.moved(blocks * self.engine.layout.block_bytes, seconds, self.now())
+            self.meter.record_transfer(blocks * self.engine.layout.block_bytes, seconds, self.now())
 
     def close_job(self, job: Job) -> None:
         del self._by_sequence[job.seq]
-        name = job.link, job.seq.request_id
-        if self._jobs.get(name) is job:
-            del self._jobs[name]
-        if job.cut_short:
+        key = job.link, job.seq.request_id
+        if self._jobs.get(key) is job:
+            del self._jobs[key]
+        if job.cancelled:
             job.pending_output().stamps.add(stage=RELEASED, seconds=self.now())
-        self._outgoing[job] = None
+        self._closed_jobs[job] = None
 
-    def count_sources(self, job: Job) -> None:
-        for source, tokens in job.sources().items():
+    def count_prompt_sources(self, job: Job) -> None:
+        for source, tokens in job.prompt_sources().items():
             self.count("prompt_tokens_by_source", tokens, source=source)
 
     def count(self, name: str, value: float, **labels: str) -> None:
@@ -348,8 +360,8 @@ class Instance:
 
 
 def _max_blocks(config: InstanceConfig, engine: Engine) -> int:
-    """Blocks that may be in flight: what was asked for, or enough that stores of one step go on during the next."""
+    """Return the limit of blocks in flight: the configured one, or enough for the stores of two steps to overlap."""
     if config.max_inflight_bytes is not None:
         return max(1, parse_size(config.max_inflight_bytes) // engine.layout.block_bytes)
     two_steps = 2 * -(-config.max_num_batched_tokens // config.block_size)
-    return max(1, min(engine.pool.num_blocks // 2, max(two_steps, INFLIGHT_BYTES // engine.layout.block_bytes)))
+    return max(1, min(engine.pool.num_blocks // 2, max(two_steps, DEFAULT_INFLIGHT_BYTES // engine.layout.block_bytes)))

@@ -1,8 +1,8 @@
-"""Which block keys an instance's pool has: what each router has yet to be told of it.
+"""KV events of an instance: the changes of its pool's block keys that each router has not received yet.
 
-There is no log of events, only the difference between what the pool has and what a router has been told. So nothing can be
-missed, a new router needs no snapshot of its own (it has been told nothing yet), and a router that reads slowly costs no
-more than the pool's size, however much comes and goes in the meantime.
+There is no event log, only the difference between the pool's keys and those sent to each router. So no change can be missed,
+a new router needs no separate snapshot (its difference is the whole pool), and a router that reads slowly costs at most the
+pool's size in memory, however many blocks come and go.
 """
 
 import threading
@@ -10,64 +10,69 @@ from itertools import islice
 
 
 class KVEventPublisher:
-    """Thread-safe: the engine thread says what changes, the links take what is to be told."""
+    """Distributes changes of the pool's keys to all subscribed routers.
+
+    Thread-safe: the engine thread publishes, the router links consume.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._keys: dict[bytes, None] = {}
-        self._routers: list[PendingKVEvents] = []
+        self._subscribers: list[PendingKVEvents] = []
 
-    def changed(self, key: bytes, cached: bool) -> None:
-        """The pool has a key now that it had not, or the other way round."""
+    def publish(self, key: bytes, cached: bool) -> None:
+        """Record that a key was added to the pool (`cached`) or removed from it."""
         with self._lock:
             if cached:
                 self._keys[key] = None
             else:
                 del self._keys[key]
-            for untold in self._routers:
-                untold.changed(key, cached)
+            for pending in self._subscribers:
+                pending.add(key, cached)
 
-    def open(self) -> "PendingKVEvents":
-        """For a router that has been told nothing."""
+    def subscribe(self) -> "PendingKVEvents":
+        """Return the pending events of a new router, at first one for each key of the pool."""
         with self._lock:
-            untold = PendingKVEvents(self._lock, self._keys)
-            self._routers.append(untold)
-        return untold
+            pending = PendingKVEvents(self._lock, self._keys)
+            self._subscribers.append(pending)
+        return pending
 
-    def close(self, untold: "PendingKVEvents") -> None:
+    def unsubscribe(self, pending: "PendingKVEvents") -> None:
         with self._lock:
-            self._routers.remove(untold)
+            self._subscribers.remove(pending)
 
 
 class PendingKVEvents:
-    """What one router has yet to be told. Its length is the number of keys."""
+    """Events that one router has not received yet. `len()` is the number of keys."""
 
     def __init__(self, lock: threading.Lock, keys: dict[bytes, None]) -> None:
         self._lock = lock
-        self._added = dict(keys)  # in the order in which they came: heads of prompts before tails
+        self._added = dict(keys)  # in order of insertion: the first blocks of a prompt before the later ones
         self._removed: dict[bytes, None] = {}
 
     def __len__(self) -> int:
         return len(self._added) + len(self._removed)
 
-    def changed(self, key: bytes, cached: bool) -> None:
-        """Called under the lock."""
-        news, withdrawn = (self._added, self._removed) if cached else (self._removed, self._added)
-        if key in withdrawn:
-            del withdrawn[key]  # the router has never heard that it was otherwise
+    def add(self, key: bytes, cached: bool) -> None:
+        """Add an event; it cancels a pending opposite one. The caller holds the lock."""
+        events, opposite = (self._added, self._removed) if cached else (self._removed, self._added)
+        if key in opposite:
+            del opposite[key]
         else:
-            news[key] = None
+            events[key] = None
 
-    def take(self, limit: int) -> tuple[list[bytes], list[bytes]]:
-        """What to tell next: removed and added keys, `limit` of them at most. Removed ones come first, so that the router
-        never believes in more blocks than the pool can have."""
+    def pop_batch(self, limit: int) -> tuple[list[bytes], list[bytes]]:
+        """Remove and return the next events as (removed keys, added keys), at most `limit` in all.
+
+        Removals come first, so that a router never counts more blocks than the pool can hold.
+        """
         with self._lock:
             removed = _pop(self._removed, limit)
             return removed, _pop(self._added, limit - len(removed))
 
 
 def _pop(keys: dict[bytes, None], limit: int) -> list[bytes]:
-    """The first keys, which are taken out."""
+    """Remove and return the first `limit` keys."""
     first = list(islice(keys, limit))
     for key in first:
         del keys[key]

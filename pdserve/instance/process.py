@@ -1,4 +1,4 @@
-"""The process of one instance: load, attach to the routers, serve until told to stop."""
+"""Instance process: load the model, attach to the routers, serve until SIGTERM or SIGINT."""
 
 import asyncio
 import gc
@@ -20,35 +20,34 @@ from prometheus_client.registry import Collector
 
 from pdserve.config import InstanceConfig
 from pdserve.control.certificates import client_context
+from pdserve.control.frame_connection import PROTOCOL_VERSION
 from pdserve.control.registry import Registry
-from pdserve.control.wire import PROTOCOL_VERSION
-from pdserve.counters import families
+from pdserve.counters import metric_families
 from pdserve.errors import SetupError
 from pdserve.instance.engine_loop import Instance
-from pdserve.instance.router_link import Links
+from pdserve.instance.router_link import RouterLinks
 from pdserve.kv_transfer.threaded import SWITCH_INTERVAL_S
 from pdserve.proto import pdserve_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.2
-CLOSE_S = 2.0  # for routers to read what was queued for them
+CLOSE_GRACE_S = 2.0  # for routers to read their queued frames
 
 
 def serve(role: str, config: InstanceConfig) -> None:
-    """Runs an instance in this process until SIGTERM or SIGINT.
+    """Run an instance in this process until SIGTERM or SIGINT; does not return.
 
     Raises:
-        SetupError: the model, the memory, the connector, a port or a certificate is not there.
+        SetupError: the model, memory, connector, port or certificate is unavailable.
     """
-    # The engine thread may run Python for a whole step; frames that arrive or leave must not wait for it as long as the
-    # default of 5 ms.
+    # The engine thread may run Python code for a whole step. Frames must not wait for the GIL for the default 5 ms.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     uvloop.run(_serve(role, config))
-    # Everything is closed. What is left is torch's own clean-up, which takes a second and cleans nothing of ours.
+    # Everything is closed. Skip torch's clean-up, which takes a second and releases nothing of pdserve.
     logging.shutdown()
     sys.stdout.flush()
     os._exit(0)
@@ -58,18 +57,20 @@ async def _serve(role: str, config: InstanceConfig) -> None:
     token = config.control_token or os.environ.get("PDSERVE_CONTROL_TOKEN", "")
     registry = None
     if config.registry:
-        registry = Registry(config.registry, config.name, token, lambda: instance.note("lookups_of_routers_failed"))
-    links = Links([] if registry else config.routers, token, registry, client_context(config))
+        registry = Registry(
+            config.registry, config.name, token, lambda: instance.count_threadsafe("lookups_of_routers_failed")
+        )
+    links = RouterLinks([] if registry else config.routers, token, registry, client_context(config))
     started = time.monotonic()
     instance = Instance(config, links.send)
     if config.metrics_port is not None:
         _serve_metrics(config.metrics_port, instance)
     hello = _hello(role, config, instance)
-    gc.freeze()  # what is loaded stays: walking through it takes 0.1 s, in which no token is made
+    gc.freeze()  # loaded objects stay: a full collection would pause token generation for 0.1 s
     log.info("%s", describe(hello, time.monotonic() - started))
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stop.set)
-    loop.add_signal_handler(signal.SIGTERM, links.drains.put_nowait, "")
+    loop.add_signal_handler(signal.SIGTERM, links.drain_requests.put_nowait, "")
     thread = threading.Thread(target=_run_engine, args=(instance,), name="engine")
     thread.start()
     serving = asyncio.create_task(links.run(instance, hello))
@@ -78,46 +79,46 @@ async def _serve(role: str, config: InstanceConfig) -> None:
     await stop.wait()
     draining.cancel()
     serving.cancel()
-    (ended,) = await asyncio.gather(serving, return_exceptions=True)
+    (outcome,) = await asyncio.gather(serving, return_exceptions=True)
     instance.stop()
     await asyncio.to_thread(thread.join)
-    if isinstance(ended, Exception):
-        raise RuntimeError("the links to the routers ended by themselves") from ended
+    if isinstance(outcome, Exception):
+        raise RuntimeError("the router links ended unexpectedly") from outcome
 
 
-async def _drain(links: Links, instance: Instance, hello: pb.Hello, stop: asyncio.Event, seconds: float) -> None:
-    """For each drain that is asked for: routers move or await what runs here, then it serves in another role, or ends."""
+async def _drain(links: RouterLinks, instance: Instance, hello: pb.Hello, stop: asyncio.Event, seconds: float) -> None:
+    """Handle drain requests: wait until routers have migrated or finished all requests, then change the role or exit."""
     while True:
-        role = await links.drains.get()
+        role = await links.drain_requests.get()
         if not role:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)  # a second one ends it at once
-        log.info("draining: %d requests are here", instance.num_jobs)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)  # a second SIGTERM exits at once
+        log.info("draining %d requests", instance.num_jobs)
         links.drain()
         deadline = time.monotonic() + seconds
-        await asyncio.sleep(DRAIN_POLL_S)  # what routers sent before they knew is still on its way
-        await asyncio.wait([asyncio.wrap_future(instance.caught_up())], timeout=seconds)
-        # To end is more urgent than to change the role.
-        while instance.num_jobs and time.monotonic() < deadline and not (role and links.drains.qsize()):
+        await asyncio.sleep(DRAIN_POLL_S)  # requests sent before the Draining frame arrived are still on their way
+        await asyncio.wait([asyncio.wrap_future(instance.drain_inbox())], timeout=seconds)
+        # A request to exit interrupts a change of role.
+        while instance.num_jobs and time.monotonic() < deadline and not (role and links.drain_requests.qsize()):
             await asyncio.sleep(DRAIN_POLL_S)
         if not role:
             break
-        # What is still here goes on: roles only tell routers what to ask for.
+        # Unfinished requests continue: the role only tells routers which requests to send.
         hello.role = role
         links.serve_as(hello)
-        log.info("%s serves as %s now", hello.instance_id, role)
+        log.info("%s now serves as %s", hello.instance_id, role)
     if instance.num_jobs:
-        log.warning("not drained within %g s: %d requests are cut off", seconds, instance.num_jobs)
+        log.warning("not drained within %g s: %d requests are aborted", seconds, instance.num_jobs)
     links.close()
-    await asyncio.sleep(CLOSE_S)
+    await asyncio.sleep(CLOSE_GRACE_S)
     stop.set()
 
 
 def _run_engine(instance: Instance) -> None:
-    """A defect in the engine must not leave a process that looks alive: routers learn of its death at once."""
+    """Run the engine thread. An exception ends the process, so that routers notice the failure at once."""
     try:
         instance.run()
     except BaseException:
-        log.exception("the engine stopped on an error; the instance ends")
+        log.exception("the engine failed; the instance exits")
         logging.shutdown()
         os._exit(70)
 
@@ -149,7 +150,7 @@ def _hello(role: str, config: InstanceConfig, instance: Instance) -> pb.Hello:
 
 
 def describe(hello: pb.Hello, seconds: float) -> str:
-    """One line for people: what this instance is."""
+    """Return a one-line summary of the instance for the log."""
     gib = hello.num_blocks * hello.block_bytes / 2**30
     return (
         f"{hello.instance_id}: {hello.model} in {hello.dtype} on {hello.device}, {hello.kernel} kernel, "
@@ -159,11 +160,11 @@ def describe(hello: pb.Hello, seconds: float) -> str:
 
 
 def _serve_metrics(port: int, instance: Instance) -> None:
-    class Counts(Collector):
+    class InstanceCollector(Collector):
         def collect(self) -> list[Metric]:
-            return families([({}, dict(instance.load.counters))])
+            return metric_families([({}, dict(instance.heartbeat.counters))])
 
-    REGISTRY.register(Counts())
+    REGISTRY.register(InstanceCollector())
     try:
         start_http_server(port)
     except OSError as error:

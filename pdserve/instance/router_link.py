@@ -1,6 +1,9 @@
-"""The asyncio side of an instance: one link to each router, heartbeats on it, and a new attempt when it breaks.
+"""Connections of an instance to its routers: dials each router, sends heartbeats and KV events, and reconnects.
 
-The engine thread hands frames over with `send`; frames from the router become calls of `Instance`.
+These run on the asyncio loop. The engine thread sends frames with `RouterLinks.send`; frames from routers become calls of
+`Instance`.
+
+    dial ─► Hello ─► Welcome ─► heartbeats, KV events, outputs ─► connection lost, or router silent ─► dial again
 """
 
 import asyncio
@@ -8,43 +11,48 @@ import logging
 import ssl
 from itertools import count
 
-from pdserve.control.certificates import unreachable
-from pdserve.control.registry import LOOK_S, Registry
-from pdserve.control.wire import Wire
+from pdserve.control.certificates import describe_failure
+from pdserve.control.frame_connection import FrameConnection
+from pdserve.control.registry import POLL_INTERVAL_S, Registry
 from pdserve.instance.engine_loop import Instance
 from pdserve.instance.kv_events import PendingKVEvents
 from pdserve.proto import pdserve_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 0.4
-NEWS_S = 0.1  # between two looks for changes in the pool, and in what other routers have sent
-NEWS_KEYS = 1024  # in a frame at most: tokens must not wait behind a pool's content
-DIAL_S = 5.0
-SILENCE_S = 20.0  # of a router that is sent heartbeats: it is frozen, or cut off
-RETRY_S = (0.1, 0.2, 0.5, 1.0)  # between attempts to reach a router; the last one repeats
+HEARTBEAT_INTERVAL_S = 0.4
+UPDATE_INTERVAL_S = 0.1  # of KV events and of other routers' load
+MAX_KEYS_PER_FRAME = 1024  # so that tokens do not queue behind the keys of a whole pool
+DIAL_TIMEOUT_S = 5.0
+SILENCE_TIMEOUT_S = 20.0  # routers answer heartbeats: one that is silent for this long is frozen or cut off
+RETRY_DELAYS_S = (0.1, 0.2, 0.5, 1.0)  # between attempts to reach a router; the last one repeats
 
 
-class Link(Wire[pb.RouterFrame, pb.InstanceFrame]):
-    """A connection to a router.
+class RouterLink(FrameConnection[pb.RouterFrame, pb.InstanceFrame]):
+    """Connection to one router.
 
     Attributes:
-        name: what jobs that came by it are marked with.
-        welcomed: the router has let the instance in.
-        refusal: or why it has not.
+        name: unique name of the connection; identifies the jobs that arrived over it.
+        welcomed: set once the router has accepted the instance.
+        rejection: the router's reason for rejecting the instance, or empty.
     """
 
-    def __init__(self, address: str, name: str, instance: Instance, drains: "asyncio.Queue[str]") -> None:
+    def __init__(self, address: str, name: str, instance: Instance, drain_requests: "asyncio.Queue[str]") -> None:
         super().__init__(pb.RouterFrame)
         self.address, self.name = address, name
-        self.known = True  # whoever answers at a router's address
-        self.welcomed, self.refusal = asyncio.Event(), ""
-        self._instance, self._drains = instance, drains
+        self.is_trusted = True  # the instance chose this address
+        self.welcomed, self.rejection = asyncio.Event(), ""
+        self._instance, self._drain_requests = instance, drain_requests
 
     async def dial(self, tls: ssl.SSLContext | None) -> None:
-        """Raises OSError, or ValueError where the address is none."""
+        """Connect to the router.
+
+        Raises:
+            OSError: the router cannot be reached within `DIAL_TIMEOUT_S`.
+            ValueError: the address is malformed.
+        """
         host, _, port = self.address.rpartition(":")
-        async with asyncio.timeout(DIAL_S):
+        async with asyncio.timeout(DIAL_TIMEOUT_S):
             await self._loop.create_connection(lambda: self, host.strip("[]"), int(port), ssl=tls)
 
     def receive(self, frame: pb.RouterFrame) -> None:
@@ -61,46 +69,57 @@ class Link(Wire[pb.RouterFrame, pb.InstanceFrame]):
                 self.welcomed.set()
                 log.info("attached to router %s at %s", frame.welcome.router_id, self.address)
             case "refused":
-                self.refusal = frame.refused.message
+                self.rejection = frame.refused.message
             case "drain":
-                self._drains.put_nowait(frame.drain.role)
+                self._drain_requests.put_nowait(frame.drain.role)
             case other:
                 log.warning("router %s sent a frame of an unknown kind (%s)", self.address, other)
 
-    async def tell(self, untold: PendingKVEvents) -> None:
-        """Once it is let in, sends heartbeats, and soon after they have changed what the pool has and what other routers have
-        sent; for ever, but not to a router that does not read."""
+    async def send_updates(self, pending: PendingKVEvents) -> None:
+        """Send heartbeats, KV events and other routers' load once the router has accepted the instance. Never returns.
+
+        Nothing is sent while the router does not read.
+        """
         await self.welcomed.wait()
-        beat = news = self._loop.time()
-        told = pb.Load()
+        next_heartbeat_at = next_update_at = self._loop.time()
+        last_sent = pb.Load()
         while True:
             await self.writable.wait()
             now = self._loop.time()
-            if now >= beat:
-                self.put(pb.InstanceFrame(heartbeat=self._instance.load))
-                beat = now + HEARTBEAT_S
-            if now >= news:
-                if (others := self._instance.others(self.name)) != told:
-                    told = others
-                    self.put(pb.InstanceFrame(others=others))
-                if untold:
-                    removed, added = untold.take(NEWS_KEYS)
-                    blocks = pb.Blocks(removed=b"".join(removed), added=b"".join(added), untold=len(untold))
-                    self.put(pb.InstanceFrame(blocks=blocks))
-                news = now + (0 if untold else NEWS_S)
-            await asyncio.sleep(min(beat, news) - now)
+            if now >= next_heartbeat_at:
+                self.send(pb.InstanceFrame(heartbeat=self._instance.heartbeat))
+                next_heartbeat_at = now + HEARTBEAT_INTERVAL_S
+            if now >= next_update_at:
+                if (load := self._instance.other_load(self.name)) != last_sent:
+                    last_sent = load
+                    self.send(pb.InstanceFrame(others=load))
+                if pending:
+                    removed, added = pending.pop_batch(MAX_KEYS_PER_FRAME)
+                    blocks = pb.Blocks(removed=b"".join(removed), added=b"".join(added), untold=len(pending))
+                    self.send(pb.InstanceFrame(blocks=blocks))
+                next_update_at = now + (0 if pending else UPDATE_INTERVAL_S)
+            await asyncio.sleep(min(next_heartbeat_at, next_update_at) - now)
 
-    async def over(self) -> Exception | None:
-        """Waits for the end, which comes at the latest when the router is silent for long; the error, if it was one."""
+    async def wait_closed(self) -> Exception | None:
+        """Wait for the end of the connection and return its error, if any. Aborts it after `SILENCE_TIMEOUT_S` of silence."""
         while not self.closed.done():
-            await asyncio.wait([self.closed], timeout=SILENCE_S / 4)
-            if self._loop.time() - self.heard > SILENCE_S:
-                self.abort(TimeoutError(f"nothing came for {SILENCE_S:g} s"))
+            await asyncio.wait([self.closed], timeout=SILENCE_TIMEOUT_S / 4)
+            if self._loop.time() - self.last_received_at > SILENCE_TIMEOUT_S:
+                self.abort(TimeoutError(f"no frame for {SILENCE_TIMEOUT_S:g} s"))
         return self.closed.result()
 
 
-class Links:
-    """All links of one instance. `send` may be called from the engine thread; everything else runs on the loop."""
+class RouterLinks:
+    """All router links of one instance. `send` may be called from the engine thread; everything else runs on the loop.
+
+    Args:
+        routers: addresses of the routers; ignored if there is a registry, which then supplies them.
+        token: must equal the routers' --control-token.
+        tls: TLS context for dialling; None for plain TCP.
+
+    Attributes:
+        drain_requests: requests to drain, each with the role to serve in afterwards; empty to exit.
+    """
 
     def __init__(
         self,
@@ -109,103 +128,101 @@ class Links:
         registry: Registry | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`token` is what the routers' --control-token says. With a registry, the routers are those that it names. Without
-        `tls`, the links are plain."""
         self._routers = set(routers)
         self._served: set[str] = set()
-        self._connections = count(1)
+        self._connection_ids = count(1)
         self._registry = registry
         self._tls = tls
         self._token = token
         self._loop = asyncio.get_running_loop()
-        self._links: dict[str, Link] = {}
-        self._draining = self._closing = False
-        self.drains: asyncio.Queue[str] = asyncio.Queue()  # asked for, with the role to take afterwards; empty: end
+        self._links: dict[str, RouterLink] = {}
+        self._is_draining = self._is_closing = False
+        self.drain_requests: asyncio.Queue[str] = asyncio.Queue()
 
     def send(self, link: str, frame: pb.InstanceFrame) -> None:
-        """Queues a frame. Frames for a link that has gone are dropped: its router has dropped the requests too."""
-        self._loop.call_soon_threadsafe(self._put, link, frame)
+        """Queue a frame for one link. Frames for a closed link are dropped: its router has dropped the requests too."""
+        self._loop.call_soon_threadsafe(self._send, link, frame)
 
     def broadcast(self, frame: pb.InstanceFrame) -> None:
-        """Queues a frame for every router that is attached."""
+        """Queue a frame for every attached router."""
         for link in self._links.values():
-            link.put(frame)
+            link.send(frame)
 
     def drain(self) -> None:
-        """Tells routers, also those that come later, to ask for nothing new."""
-        self._draining = True
+        """Ask all routers, including those that attach later, to send no new requests."""
+        self._is_draining = True
         self.broadcast(pb.InstanceFrame(draining=pb.Draining()))
 
     def serve_as(self, hello: pb.Hello) -> None:
-        """Takes requests again, in the role that `hello` has by now."""
-        self._draining = False
+        """Accept requests again, in the role that `hello` states."""
+        self._is_draining = False
         self.broadcast(pb.InstanceFrame(hello=hello))
 
     def close(self) -> None:
-        """Makes `run` return once routers have read what is queued for them."""
-        self._closing = True
+        """Make `run` return once routers have read their queued frames."""
+        self._is_closing = True
         for link in self._links.values():
-            self._loop.call_soon(link.close)  # behind what the engine thread has sent
+            self._loop.call_soon(link.close)  # after the frames that the engine thread has queued
 
-    def _put(self, link: str, frame: pb.InstanceFrame) -> None:
+    def _send(self, link: str, frame: pb.InstanceFrame) -> None:
         if link in self._links:
-            self._links[link].put(frame)
+            self._links[link].send(frame)
 
     async def run(self, instance: Instance, hello: pb.Hello) -> None:
-        """Serves every router until cancelled or closed."""
+        """Serve all routers until cancelled or closed."""
         async with asyncio.TaskGroup() as group:
-            while not self._closing:
-                if self._registry is not None and (found := await self._registry.routers()) is not None:
-                    self._routers = found
+            while not self._is_closing:
+                if self._registry is not None and (routers := await self._registry.routers()) is not None:
+                    self._routers = routers
                 for address in self._routers - self._served:
                     self._served.add(address)
-                    group.create_task(self._serve_forever(address, instance, hello))
+                    group.create_task(self._serve_router(address, instance, hello))
                 if self._registry is None:
                     return
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_INTERVAL_S)
 
-    async def _serve_forever(self, address: str, instance: Instance, hello: pb.Hello) -> None:
-        """While it is one of the routers; a link that lasts is left alone, whatever the registry says."""
+    async def _serve_router(self, address: str, instance: Instance, hello: pb.Hello) -> None:
+        """Serve one router, reconnecting as long as it is registered. An open link outlives its registration."""
         attempt = 0
-        while address in self._routers and not self._closing:
-            link = Link(address, f"{address}#{next(self._connections)}", instance, self.drains)
+        while address in self._routers and not self._is_closing:
+            link = RouterLink(address, f"{address}#{next(self._connection_ids)}", instance, self.drain_requests)
             try:
                 await link.dial(self._tls)
-                error = await self._serve(link, instance, hello)
-            except (OSError, ValueError) as failure:  # the latter where it is no address
+                error = await self._serve_link(link, instance, hello)
+            except (OSError, ValueError) as failure:  # ValueError: the address is malformed
                 error = failure
             if link.welcomed.is_set():
                 attempt = 0
-            if not self._closing and (link.welcomed.is_set() or link.refusal or attempt in (0, 10)):
-                log.warning("router %s: %s", address, _why(link, error))
-            await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
+            if not self._is_closing and (link.welcomed.is_set() or link.rejection or attempt in (0, 10)):
+                log.warning("router %s: %s", address, _close_reason(link, error))
+            await asyncio.sleep(RETRY_DELAYS_S[min(attempt, len(RETRY_DELAYS_S) - 1)])
             attempt += 1
         self._served.discard(address)
-        if not self._closing:
-            log.info("router %s is not in the registry any more", address)
+        if not self._is_closing:
+            log.info("router %s is no longer in the registry", address)
 
-    async def _serve(self, link: Link, instance: Instance, hello: pb.Hello) -> Exception | None:
-        """Until the link ends; why it did, if that was an error."""
-        link.put(pb.InstanceFrame(hello=hello, token=self._token))
-        if self._draining:
-            link.put(pb.InstanceFrame(draining=pb.Draining()))
+    async def _serve_link(self, link: RouterLink, instance: Instance, hello: pb.Hello) -> Exception | None:
+        """Serve an established link until it ends; return the error that ended it, if any."""
+        link.send(pb.InstanceFrame(hello=hello, token=self._token))
+        if self._is_draining:
+            link.send(pb.InstanceFrame(draining=pb.Draining()))
         self._links[link.name] = link
-        untold = instance.news.open()
-        telling = asyncio.create_task(link.tell(untold))
+        pending = instance.kv_events.subscribe()
+        updates = asyncio.create_task(link.send_updates(pending))
         try:
-            return await link.over()
+            return await link.wait_closed()
         finally:
-            telling.cancel()
+            updates.cancel()
             link.close()
             del self._links[link.name]
-            instance.news.close(untold)
+            instance.kv_events.unsubscribe(pending)
             instance.drop_link(link.name)
 
 
-def _why(link: Link, error: Exception | None) -> str:
-    """Why a link has ended, for people."""
-    if link.refusal:
-        return link.refusal
+def _close_reason(link: RouterLink, error: Exception | None) -> str:
+    """Explain to users why a link has ended."""
+    if link.rejection:
+        return link.rejection
     if link.welcomed.is_set():
         return f"the connection was lost: {error}" if error else "it closed the connection"
-    return f"{unreachable(error, link.opened)}, trying on"
+    return f"{describe_failure(error, link.was_established)}, retrying"

@@ -1,1 +1,1 @@
-"""Code shared by the prefill and decode roles: jobs, KV transfers, loading from the store."""
+"""Shared by the prefill and decode roles: jobs, the transfer queue, and loading of stored prefixes."""

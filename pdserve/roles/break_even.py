@@ -1,47 +1,51 @@
-"""Whether to load a prefix from the store or to compute it: what loads took lately, beside what cost models say of computing.
+"""Break-even of loading a prefix from the KV store against computing it, from recent load times and the cost model.
 
-A load takes a + b × blocks: its latency, and the bandwidth's inverse. The line follows what is measured, and recent loads
-count more. Its belief is not for ever: where computing is cheaper, one load now and then shows whether it still is.
+A load takes a + b × blocks seconds: a is latency, b the inverse of bandwidth. Both are fitted by weighted least squares over
+recent loads. Where computing is cheaper, an occasional probe load keeps the estimate up to date.
 """
 
 from enum import StrEnum
 
-HALF_LIFE_S = 10.0  # a load counts half as much as one that came this much later
-PROBE_SHARE = 0.05  # of the time at most goes into loads that are expected to be dearer
-PROBE_S = (1.0, 60.0)  # between two of them, at least and at most
-_PRIOR = 0.05  # how much the loads speak for a line through the origin, unless their sizes differ
+HALF_LIFE_S = 10.0  # a load of this age has half its weight
+PROBE_SHARE = 0.05  # maximum share of time spent on loads that are expected to be dearer than computing
+PROBE_S = (1.0, 60.0)  # minimum and maximum time between two probes
+_PRIOR = 0.05  # weight of the prior, a line through the origin; it matters only while all loads have a similar size
 
 
 class Reason(StrEnum):
-    CHEAPER = "cheaper"  # load
-    UNMEASURED = "unmeasured"  # load
-    PROBE = "probe"  # load
-    DEARER = "dearer"  # compute
+    """Why a prefix is loaded, or computed in the case of DEARER. A label value of `pdserve_store_hits_total`."""
+
+    CHEAPER = "cheaper"
+    UNMEASURED = "unmeasured"
+    PROBE = "probe"
+    DEARER = "dearer"
 
 
 class BreakEven:
-    """The clock is the caller's: `now` is in seconds, monotonic."""
+    """Decides whether to load. The caller supplies the clock: `now` is in seconds, monotonic."""
 
     def __init__(self) -> None:
-        self._at = 0.0
-        self._n = self._x = self._y = self._xx = self._xy = 0.0  # sums over loads: their number, blocks, seconds, …
-        self._next_probe = 0.0
+        self._decayed_at = 0.0
+        self._n = self._x = self._y = self._xx = self._xy = 0.0  # weighted sums: loads, blocks, seconds, …
+        self._next_probe_at = 0.0
 
-    def loaded(self, blocks: int, seconds: float, now: float) -> None:
-        """A load has moved so many blocks; 0 where the store did not answer in time. One that took long counts in full: that
-        is what the next one may meet."""
-        keep = 0.5 ** (max(0.0, now - self._at) / HALF_LIFE_S)
+    def record_load(self, blocks: int, seconds: float, now: float) -> None:
+        """Add a load that moved `blocks` blocks; 0 if the store did not answer in time.
+
+        Outliers count in full, because the next load may be as slow.
+        """
+        decay = 0.5 ** (max(0.0, now - self._decayed_at) / HALF_LIFE_S)
         amount = max(1, blocks)
-        self._at = now
-        self._n = keep * self._n + 1
-        self._x = keep * self._x + amount
-        self._y = keep * self._y + seconds
-        self._xx = keep * self._xx + amount * amount
-        self._xy = keep * self._xy + amount * seconds
-        self._probe_later(seconds, now)
+        self._decayed_at = now
+        self._n = decay * self._n + 1
+        self._x = decay * self._x + amount
+        self._y = decay * self._y + seconds
+        self._xx = decay * self._xx + amount * amount
+        self._xy = decay * self._xy + amount * seconds
+        self._schedule_probe(seconds, now)
 
     def load_seconds(self, blocks: int) -> float:
-        """By least squares; neither a nor b is ever below 0."""
+        """Return the estimated seconds of a load, by least squares with a ≥ 0 and b ≥ 0."""
         x, y = self._x / self._n, self._y / self._n
         ratio, prior = y / x, _PRIOR * x * x
         slope = (self._xy / self._n - x * y + prior * ratio) / (self._xx / self._n - x * x + prior)
@@ -49,17 +53,17 @@ class BreakEven:
         return y + slope * (blocks - x)
 
     def decide(self, blocks: int, compute_seconds: float, now: float) -> Reason:
-        """Whether to load these blocks, which take so long to compute, and why."""
+        """Decide whether to load `blocks` blocks that take `compute_seconds` to compute."""
         if not self._n:
             return Reason.UNMEASURED
         seconds = self.load_seconds(blocks)
         if seconds <= compute_seconds:
             return Reason.CHEAPER
-        if now < self._next_probe:
+        if now < self._next_probe_at:
             return Reason.DEARER
-        self._probe_later(seconds, now)
+        self._schedule_probe(seconds, now)
         return Reason.PROBE
 
-    def _probe_later(self, seconds: float, now: float) -> None:
+    def _schedule_probe(self, seconds: float, now: float) -> None:
         least, most = PROBE_S
-        self._next_probe = now + min(max(seconds / PROBE_SHARE, least), most)
+        self._next_probe_at = now + min(max(seconds / PROBE_SHARE, least), most)

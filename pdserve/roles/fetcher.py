@@ -1,6 +1,7 @@
-"""What the KV store already has of a prompt: loaded before the sequence queues, where that is cheaper than computing.
+"""Loads the prefix of a prompt that the KV store already has, before the sequence is queued in the engine.
 
-fetch ─► ask the store which leading blocks it has ─► load those that the pool lacks, or not ─► queue in the engine
+fetch ─► match: the store's number of leading blocks ─► load the blocks that the pool lacks, if that is cheaper than
+         computing them ─► queue the sequence in the engine, which computes the rest
 """
 
 from collections.abc import Callable
@@ -15,14 +16,16 @@ from pdserve.roles.transfers import Transfers
 
 @dataclass(frozen=True)
 class _Fetch:
-    """One prompt: keys of the blocks that may be loaded, and whom to tell if the job is over by then."""
+    """One prompt: the keys of the blocks that may be loaded, and the callback for a job that ends in the meantime."""
 
     job: Job
     keys: list[bytes]
-    cancelled: Callable[[], None]
+    on_cancelled: Callable[[], None]
 
 
 class Fetcher:
+    """Loads stored prefixes for both roles. Runs on the engine thread."""
+
     def __init__(self, engine: Engine, connector: Connector, transfers: Transfers, context: InstanceContext) -> None:
         self._engine = engine
         self._connector = connector
@@ -30,71 +33,82 @@ class Fetcher:
         self._context = context
         self._break_even = BreakEven()
 
-    def fetch(self, job: Job, cancelled: Callable[[], None]) -> None:
-        """Queues the job's sequence in the engine, now or when the store has answered. If it has blocks already, as after a
-        preemption, these are loaded into.
+    def fetch(self, job: Job, on_cancelled: Callable[[], None]) -> None:
+        """Load what the store has of the job's sequence, then queue the sequence in the engine.
+
+        A sequence that already has blocks, as after a preemption, is loaded into these.
 
         Args:
-            cancelled: called instead if the job is over by then.
+            on_cancelled: called instead of queueing if the job has ended in the meantime.
         """
         seq = job.seq
-        fetch = _Fetch(job, seq.full_keys()[: (len(seq) - 1) // seq.block_size], cancelled)
+        # The last token is always computed, since its logits are needed.
+        fetch = _Fetch(job, seq.full_keys()[: (len(seq) - 1) // seq.block_size], on_cancelled)
         keys = fetch.keys
-        if self._connector.in_place or self._have(fetch) == len(keys):
+        if self._connector.in_place or self._num_local(fetch) == len(keys):
             self._engine.add(seq)
             return
-        job.transfers += 1
-        self._context.when_done(self._connector.match(keys), lambda found: self._matched(fetch, found))
+        job.open_transfers += 1
+        self._context.add_done_callback(self._connector.match(keys), lambda stored: self._on_match(fetch, stored))
 
-    def _have(self, fetch: _Fetch) -> int:
-        """Leading blocks that need no load."""
+    def _num_local(self, fetch: _Fetch) -> int:
+        """Return the number of leading blocks that the pool has."""
         seq = fetch.job.seq
         return seq.num_registered if seq.block_ids else len(self._engine.pool.match(fetch.keys))
 
-    def _matched(self, fetch: _Fetch, found: int) -> None:
-        """Loads what the store has and the pool lacks, as far as that pays and there is room now; then it just queues."""
-        fetch.job.transfers -= 1
-        if fetch.job.over:
-            fetch.cancelled()
+    def _on_match(self, fetch: _Fetch, stored: int) -> None:
+        """Load blocks if the store has more than the pool and loading pays, else queue the sequence.
+
+        Args:
+            stored: number of leading blocks that the store has.
+        """
+        fetch.job.open_transfers -= 1
+        if fetch.job.ended:
+            fetch.on_cancelled()
             return
-        have = self._have(fetch)
-        if found > have and self._pays(fetch, have, found):
-            self._load(fetch, have, found)
+        local = self._num_local(fetch)
+        if stored > local and self._should_load(fetch, local, stored):
+            self._load(fetch, local, stored)
         else:
             self._engine.add(fetch.job.seq)
 
-    def _pays(self, fetch: _Fetch, have: int, found: int) -> bool:
-        """Whether to load what follows the first blocks. If so, the sequence has its place in the pool."""
+    def _should_load(self, fetch: _Fetch, local: int, stored: int) -> bool:
+        """Decide whether to load blocks [local, stored). If so, the sequence has blocks reserved in the pool."""
         seq, scheduler = fetch.job.seq, self._engine.scheduler
-        has_place = bool(seq.block_ids)
-        blocks, costs = found - have, scheduler.costs
-        longer = costs.prefill_seconds(blocks * seq.block_size, have * seq.block_size) - costs.prefill_seconds(0)
-        reason = self._break_even.decide(blocks, longer, self._context.now())  # some step is made anyway
-        # Beside those who wait, or newcomers with hits would take every block that a long prompt waits for.
+        has_blocks = bool(seq.block_ids)
+        blocks, costs = stored - local, scheduler.costs
+        # The constant term is left out: a step is made in both cases.
+        compute_s = costs.prefill_seconds(blocks * seq.block_size, local * seq.block_size) - costs.prefill_seconds(0)
+        reason = self._break_even.decide(blocks, compute_s, self._context.now())
         loads = reason is not Reason.DEARER
-        if loads and not has_place and not scheduler.reserve(seq, len(fetch.keys), seq.num_given, beside=True):
+        # Respect the queue, or new requests with prefix hits would take every block that a long prompt waits for.
+        if (
+            loads
+            and not has_blocks
+            and not scheduler.reserve(seq, len(fetch.keys), seq.num_initial, respect_queue=True)
+        ):
             self._context.count("store_hits", 1, decision="no_room")
             return False
         self._context.count("store_hits", 1, decision=reason)
         return loads
 
     def _load(self, fetch: _Fetch, first: int, stop: int) -> None:
-        end = min(stop, first + self._transfers.largest)
+        end = min(stop, first + self._transfers.max_transfer_blocks)
         keys, blocks = fetch.keys[first:end], fetch.job.seq.blocks(first, end)
-        self._transfers.load(fetch.job, keys, blocks, lambda result: self._loaded(fetch, first, stop, result))
+        self._transfers.load(fetch.job, keys, blocks, lambda result: self._on_loaded(fetch, first, stop, result))
 
-    def _loaded(self, fetch: _Fetch, first: int, stop: int, result: Result) -> None:
-        moved = result.outcomes.count(Outcome.OK)
-        if moved or Outcome.UNAVAILABLE in result.outcomes:
-            self._break_even.loaded(moved, result.seconds, self._context.now())
-        if fetch.job.over:
-            fetch.cancelled()
+    def _on_loaded(self, fetch: _Fetch, first: int, stop: int, result: Result) -> None:
+        loaded = result.outcomes.count(Outcome.OK)
+        if loaded or Outcome.UNAVAILABLE in result.outcomes:
+            self._break_even.record_load(loaded, result.seconds, self._context.now())
+        if fetch.job.ended:
+            fetch.on_cancelled()
             return
-        seq, arrived = fetch.job.seq, first + result.leading
-        if arrived < stop and result.leading == len(result.outcomes):
-            self._load(fetch, arrived, stop)
+        seq, end = fetch.job.seq, first + result.leading
+        if end < stop and result.leading == len(result.outcomes):
+            self._load(fetch, end, stop)
             return
-        seq.num_computed = arrived * seq.block_size
+        seq.num_computed = end * seq.block_size
         if not seq.admitted:
             seq.num_loaded = seq.num_computed - seq.num_local_hit
         seq.admitted = True

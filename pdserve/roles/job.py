@@ -1,4 +1,4 @@
-"""One request on one instance: its sequence, who asked, and the news that the next frame will carry."""
+"""State of one request on one instance: its sequence, its router link, and the output for the next frame."""
 
 import math
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from pdserve.costs import attended
+from pdserve.costs import attention_pairs
 from pdserve.engine.sequence import Sequence
 from pdserve.kv_transfer.connector import Outcome, Result
 from pdserve.lifetime import Stage
@@ -14,25 +14,28 @@ from pdserve.proto import pdserve_pb2 as pb
 
 T = TypeVar("T")
 
-WHOLE_TOKENS = 16  # of an answer that nobody reads before its end: so many are worth a place in a frame
+BATCHED_TOKENS = 16  # tokens per frame of an answer that the client reads only at its end
 
 
 @dataclass(eq=False)
 class Job:
-    """Lives from Submit until nothing of the request is left on the instance.
+    """One request on this instance, from its Submit frame until the instance holds nothing of it.
 
     Attributes:
-        link: the router that asked.
-        multi_turn: another turn may follow, whose prompt begins with this one's and its output.
-        whole: its tokens are wanted together.
-        keys: content keys of the prompt's blocks, the partial last one included.
-        output: news since the last frame, or None.
-        urgent: they go with the next one.
-        transfers: stores or loads under way; they hold blocks until they are done.
-        moved_blocks, moved_seconds, moved_until: those that have ended: their blocks, the time in which at least one of
-            them was under way, and when the last one ended.
-        over: the router has been told how it ended, or does not want to know.
-        cut_short: the latter.
+        link: name of the router link over which the request came.
+        phase: prefill, decode, or both.
+        multi_turn: another turn may follow, whose prompt begins with this prompt and its output.
+        whole: the client reads the answer only at its end, so tokens are sent in batches.
+        keys: keys of the prompt's blocks, including a partial last one.
+        output: what has happened since the last frame, or None.
+        urgent: send `output` with the next frame.
+        stamped: stages that have been reported.
+        open_transfers: unfinished stores and loads. They hold their blocks until they end.
+        transferred_blocks: blocks moved by finished transfers.
+        transfer_seconds: time in which at least one transfer was active.
+        last_transfer_end: when the last transfer ended.
+        ended: the router needs nothing more, because the end was reported or the request was cancelled.
+        cancelled: the request was cancelled, or its link closed.
     """
 
     link: str
@@ -44,93 +47,101 @@ class Job:
     output: pb.Output | None = None
     urgent: bool = False
     stamped: set[Stage] = field(default_factory=set)
-    transfers: int = 0
-    moved_blocks: int = 0
-    moved_seconds: float = 0.0
-    moved_until: float = -math.inf
-    over: bool = False
-    cut_short: bool = False
+    open_transfers: int = 0
+    transferred_blocks: int = 0
+    transfer_seconds: float = 0.0
+    last_transfer_end: float = -math.inf
+    ended: bool = False
+    cancelled: bool = False
 
     def pending_output(self, *, urgent: bool = True) -> pb.Output:
+        """Return the output for the next frame, creating it if needed."""
         self.urgent = self.urgent or urgent
         if self.output is None:
             self.output = pb.Output(request_id=self.seq.request_id)
         return self.output
 
     def stamp(self, stage: Stage, now: float) -> None:
+        """Report when a stage was reached. Only the first stamp of a stage counts."""
         if stage not in self.stamped:
             self.stamped.add(stage)
             self.pending_output().stamps.add(stage=stage.value, seconds=now)  # made relative when the frame is sent
 
-    def moved(self, result: Result, now: float) -> None:
-        """Adds a transfer that has just ended to the request's totals. Time shared with others counts once."""
-        self.moved_blocks += result.outcomes.count(Outcome.OK)
-        self.moved_seconds += min(result.seconds, now - self.moved_until)
-        self.moved_until = now
+    def record_transfer(self, result: Result, now: float) -> None:
+        """Add a transfer that has just ended to the totals. Time shared by several transfers counts once."""
+        self.transferred_blocks += result.outcomes.count(Outcome.OK)
+        self.transfer_seconds += min(result.seconds, now - self.last_transfer_end)
+        self.last_transfer_end = now
 
-    def report_transfer(self, block_bytes: int) -> None:
-        """Reports the totals, along with other news: they are not worth a frame of their own in the middle of a hand-over."""
+    def report_transfers(self, block_bytes: int) -> None:
+        """Report the transfer totals. Called along with other output, because they are not worth a frame of their own."""
         self.pending_output().moved.CopyFrom(
-            pb.Moved(blocks=self.moved_blocks, bytes=self.moved_blocks * block_bytes, seconds=self.moved_seconds)
+            pb.Moved(
+                blocks=self.transferred_blocks,
+                bytes=self.transferred_blocks * block_bytes,
+                seconds=self.transfer_seconds,
+            )
         )
 
-    def sources(self) -> dict[str, int]:
-        """Where the KV of the prompt came from, in tokens."""
+    def prompt_sources(self) -> dict[str, int]:
+        """Return the number of prompt tokens by the source of their KV."""
         hit, loaded = self.seq.num_local_hit, self.seq.num_loaded
-        return {"computed": self.seq.num_given - hit - loaded, "local_hit": hit, "loaded": loaded}
+        return {"computed": self.seq.num_initial - hit - loaded, "local_hit": hit, "loaded": loaded}
 
     def report_prompt_sources(self) -> None:
-        """Reports the sources to the router: the instance that prefilled does."""
-        self.pending_output().tokens.CopyFrom(pb.Tokens(**self.sources()))
+        """Report the sources to the router. Only the instance that prefills the prompt does so."""
+        self.pending_output().tokens.CopyFrom(pb.Tokens(**self.prompt_sources()))
 
-    def left(self) -> pb.Load:
-        """What is left to do of it here."""
+    def remaining_load(self) -> pb.Load:
+        """Return the work that the request still needs on this instance."""
         seq, load = self.seq, pb.Load(requests=1)
-        sampled = len(seq) > seq.num_given
-        waits = self.phase == pb.DECODE and not seq.admitted  # for KV that is computed elsewhere
-        if not sampled and not waits:
+        has_sampled = len(seq) > seq.num_initial
+        awaits_kv = self.phase == pb.DECODE and not seq.admitted  # another instance computes the prompt
+        if not has_sampled and not awaits_kv:
             load.prefills = 1
-            load.prefill_tokens = seq.num_missing
-            load.attended_tokens = int(attended(seq.num_missing, seq.num_computed))
+            load.prefill_tokens = seq.num_uncomputed
+            load.attended_tokens = int(attention_pairs(seq.num_uncomputed, seq.num_computed))
         if self.phase != pb.PREFILL:
             load.output_tokens = seq.sampling.max_tokens - seq.num_output
             load.context_tokens = len(seq)
         return load
 
     def report_token(self) -> None:
-        """The token that has just been sampled, with what was asked about it."""
-        pending_output, logprobs = self.pending_output(urgent=not self.whole), self.seq.last_logprobs
-        pending_output.token_ids.append(self.seq.tokens[-1])
-        if len(self.seq) == self.seq.num_given + 1 or len(pending_output.token_ids) == WHOLE_TOKENS:
+        """Report the token that was just sampled, with its log probabilities if requested."""
+        output, logprobs = self.pending_output(urgent=not self.whole), self.seq.last_logprobs
+        output.token_ids.append(self.seq.tokens[-1])
+        if len(self.seq) == self.seq.num_initial + 1 or len(output.token_ids) == BATCHED_TOKENS:
             self.urgent = True
         if logprobs is not None:
             top = logprobs.top
-            pending_output.logprobs.add(
-                logprob=logprobs.logprob, top_ids=[one for one, _ in top], top_logprobs=[value for _, value in top]
+            output.logprobs.add(
+                logprob=logprobs.logprob, top_ids=[token for token, _ in top], top_logprobs=[value for _, value in top]
             )
 
     def finish(self, reason: str, now: float) -> None:
+        """Report the end of the request, with its OpenAI finish reason."""
         self.stamp(Stage.FINISHED, now)
         self.pending_output().finish_reason = reason
-        self.over = True
+        self.ended = True
 
 
 class InstanceContext(Protocol):
-    """What a role needs of the instance that it works in."""
+    """Services that an instance provides to its roles."""
 
     def now(self) -> float:
-        """Seconds, monotonic."""
+        """Return the time in seconds, monotonic."""
 
-    def when_done(self, future: Future[T], then: Callable[[T], None]) -> None:
-        """Calls `then(result)` on the engine thread once the future is done."""
+    def add_done_callback(self, future: Future[T], callback: Callable[[T], None]) -> None:
+        """Call `callback(result)` on the engine thread once the future is done."""
 
     def close_job(self, job: Job) -> None:
-        """Nothing of the job is left; forgets it once its last news is sent."""
+        """Forget a job of which nothing is held any more, once its last output is sent."""
 
-    def count(self, name: str, value: float, **labels: str) -> None: ...
+    def count(self, name: str, value: float, **labels: str) -> None:
+        """Add `value` to a counter of `pdserve.counters`."""
 
-    def moved(self, blocks: int, seconds: float) -> None:
-        """A transfer has taken so long, without the time that it waited for others."""
+    def record_transfer(self, blocks: int, seconds: float) -> None:
+        """Add a finished transfer to the cost model. `seconds` excludes time in the queue."""
 
-    def count_sources(self, job: Job) -> None:
-        """Adds a prompt to pdserve_prompt_tokens_by_source, once per instance that held it."""
+    def count_prompt_sources(self, job: Job) -> None:
+        """Add a prompt to `pdserve_prompt_tokens_by_source_total`, once per instance that held it."""

@@ -1,9 +1,10 @@
-"""Stores and loads, under way or waiting for room: a slow store must not have the whole pool on its way to it.
+"""Queue of KV stores and loads, with a limit on the blocks in flight, so that a slow store cannot occupy the whole pool.
 
-Each transfer holds its blocks until it is done, whatever becomes of the request meanwhile. So many blocks are in flight at
-most; the others wait in order of arrival. As long as stores wait, prefill computes nothing that would have to be stored.
-Nothing waits for ever, because every operation of a connector ends by its deadline; and nothing waits for a store that is
-silent: after an operation that got no answer, as long again as that took, what has no room ends at once.
+Each transfer holds its blocks until it ends, even if its request ends first. Transfers over the limit wait in order of
+arrival. While stores wait, prefill pauses sequences that would have to be stored.
+
+No transfer waits for ever, because every connector operation ends by its deadline. After an operation that the store did
+not answer, queued transfers fail immediately for as long as that operation took, instead of running into the same timeout.
 """
 
 import math
@@ -16,17 +17,17 @@ from typing import Protocol
 
 from pdserve.engine.block_pool import BlockPool
 from pdserve.kv_transfer.connector import Connector, Outcome, Result
-from pdserve.kv_transfer.operation import Answer
+from pdserve.kv_transfer.operation import OperationFuture
 from pdserve.roles.job import InstanceContext, Job
 
-Then = Callable[[Result], None]
-PIECES = 4  # into which blocks that come together are divided
-PIECE_BYTES = 8 << 20  # at least, so that a piece's messages cost little beside its bytes
-PATIENCE_S = 0.1  # for the next block of those that are being stored
+OnDone = Callable[[Result], None]
+SPLIT_PARTS = 4  # into which blocks that become ready together are split
+MIN_PART_BYTES = 8 << 20  # so that the overhead of a part's messages is small beside its bytes
+FOLLOW_PATIENCE_S = 0.1  # wait of a following load for each next block
 
 
 class Source(Protocol):
-    """Where a load comes from: the instance's connector, or what stands in its place."""
+    """Source of a load: the instance's connector, or a converter in its place."""
 
     def load(
         self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()
@@ -37,26 +38,37 @@ class Source(Protocol):
 
 @dataclass(eq=False)
 class _Transfer:
+    """One store or load.
+
+    Attributes:
+        start: starts the connector operation.
+        on_done: receives the result on the engine thread.
+        is_needed: a request waits for it, so it is cancelled with its job. False for stores without a lease.
+        queued_at: on the context's clock.
+        queue_seconds: time between queueing and start.
+        future: of the operation, once it has started.
+    """
+
     job: Job
     blocks: list[int]
     is_store: bool
     start: Callable[[], Future[Result]]
-    then: Then
-    leased: bool  # for somebody who waits for it
-    asked: float  # when, on the desk's clock
-    waited: float = 0.0  # seconds
-    future: Future[Result] | None = None  # once it is under way
+    on_done: OnDone
+    is_needed: bool
+    queued_at: float
+    queue_seconds: float = 0.0
+    future: Future[Result] | None = None
 
 
 class Transfers:
-    """The one way from an instance's pool to its connector. Lives on the engine thread.
+    """Queue between an instance's pool and its connector. Runs on the engine thread.
 
     Attributes:
-        largest: blocks that one transfer should have at most, so that others get in between.
+        max_transfer_blocks: recommended limit of one transfer, so that others can interleave.
         in_flight: blocks that the connector is moving.
-        follows: loads can be started while the blocks are being stored.
-        in_place: peers read the pool's rows where they are, if they are handed a ticket.
-        num_holding: transfers whose blocks are still held; those that peers read in place may outlive their request.
+        follows: loads can start while the blocks are still being stored.
+        in_place: peers read the pool's rows directly, with a ticket.
+        num_holding: transfers that hold blocks. A transfer that peers read in place may outlive its request.
     """
 
     def __init__(
@@ -68,9 +80,9 @@ class Transfers:
         self._max_blocks = max_blocks
         self._block_bytes = block_bytes
         self._waiting: deque[_Transfer] = deque()
-        self._under_way: set[_Transfer] = set()
-        self.largest = max(1, max_blocks // 2)
-        self._silent_until = -math.inf
+        self._active: set[_Transfer] = set()
+        self.max_transfer_blocks = max(1, max_blocks // 2)
+        self._unresponsive_until = -math.inf
         self.in_flight = 0
         self.in_place = connector.in_place
         self.follows = connector.follows
@@ -78,121 +90,127 @@ class Transfers:
 
     @property
     def waiting(self) -> int:
-        """Blocks of transfers that wait for room."""
+        """Blocks of queued transfers."""
         return sum(len(transfer.blocks) for transfer in self._waiting)
 
     @property
-    def stores_wait(self) -> bool:
+    def has_waiting_stores(self) -> bool:
         return any(transfer.is_store for transfer in self._waiting)
 
     @property
-    def room(self) -> int:
-        """Blocks that would not have to wait."""
+    def free_capacity(self) -> int:
+        """Blocks that could be transferred without waiting."""
         return 0 if self._waiting else max(0, self._max_blocks - self.in_flight)
 
-    def store(self, job: Job, keys: Sequence[bytes], blocks: list[int], lease_s: float, then: Then) -> None:
-        """`then` gets the result on the engine thread; until it is called, `job.transfers` counts the transfer."""
+    def store(self, job: Job, keys: Sequence[bytes], blocks: list[int], lease_s: float, on_done: OnDone) -> None:
+        """Queue a store.
+
+        `on_done` receives the result on the engine thread; until then `job.open_transfers` counts the transfer.
+        """
         start = lambda: self._connector.store(keys, blocks, lease_s=lease_s)  # noqa: E731
-        self._add(_Transfer(job, blocks, True, start, then, lease_s > 0, self._context.now()))
+        self._add(_Transfer(job, blocks, True, start, on_done, lease_s > 0, self._context.now()))
 
     def load(
         self,
         job: Job,
         keys: Sequence[bytes],
         blocks: list[int],
-        then: Then,
+        on_done: OnDone,
         tickets: Sequence[bytes] = (),
         source: Source | None = None,
     ) -> None:
-        """As `store`. `source` None is the connector."""
-        from_there = source or self._connector
-        start = lambda: from_there.load(keys, blocks, tickets=tickets)  # noqa: E731
-        self._add(_Transfer(job, blocks, False, start, then, True, self._context.now()))
+        """Queue a load from `source`, by default the connector. `on_done` as in `store`."""
+        actual_source = source or self._connector
+        start = lambda: actual_source.load(keys, blocks, tickets=tickets)  # noqa: E731
+        self._add(_Transfer(job, blocks, False, start, on_done, True, self._context.now()))
+
+    def follow(self, job: Job, keys: Sequence[bytes], blocks: list[int], on_done: OnDone) -> None:
+        """Queue a load of blocks that are still being stored. `on_done` as in `store`."""
+        start = lambda: self._connector.follow(keys, blocks, patience_s=FOLLOW_PATIENCE_S)  # noqa: E731
+        self._add(_Transfer(job, blocks, False, start, on_done, True, self._context.now()))
 
     def release(self, keys: Sequence[bytes], ticket: bytes) -> None:
-        """Ends the leases of a store that has ended; nobody will load what it stored."""
+        """End the leases of a finished store that no instance will load."""
         if keys:
             self._connector.release(keys, tickets=[ticket] if ticket else [])
 
-    def follow(self, job: Job, keys: Sequence[bytes], blocks: list[int], then: Then) -> None:
-        """As `load`, of blocks that are being stored."""
-        start = lambda: self._connector.follow(keys, blocks, patience_s=PATIENCE_S)  # noqa: E731
-        self._add(_Transfer(job, blocks, False, start, then, True, self._context.now()))
-
-    def pieces(self, first: int, stop: int) -> Iterable[tuple[int, int]]:
-        """Divides a range of blocks that come together, so that several threads move them, and others get in between."""
-        least = max(1, PIECE_BYTES // self._block_bytes)
-        step = min(max(least, -(-(stop - first) // PIECES)), self.largest)
+    def split(self, first: int, stop: int) -> Iterable[tuple[int, int]]:
+        """Split a range of blocks into (first, stop) parts, so that several threads move them and others can interleave."""
+        minimum = max(1, MIN_PART_BYTES // self._block_bytes)
+        step = min(max(minimum, -(-(stop - first) // SPLIT_PARTS)), self.max_transfer_blocks)
         return ((start, min(start + step, stop)) for start in range(first, stop, step))
 
-    def drop(self, job: Job) -> None:
-        """Nobody wants the job's transfers any more. Those that wait end here; those under way end with the block that is
-        being moved, where the connector can do that. What is stored without a lease, for whoever finds it, goes on."""
-        for transfer in self._under_way:
-            if transfer.job is job and transfer.leased and isinstance(transfer.future, Answer):
-                transfer.future.unwanted()
-        dropped = [transfer for transfer in self._waiting if transfer.job is job]
+    def cancel(self, job: Job) -> None:
+        """Cancel the job's transfers.
+
+        Queued ones end without starting; active ones end after the block being moved, if the connector supports that.
+        Stores without a lease go on once started, since they serve later requests.
+        """
+        for transfer in self._active:
+            if transfer.job is job and transfer.is_needed and isinstance(transfer.future, OperationFuture):
+                transfer.future.request_cancel()
+        cancelled = [transfer for transfer in self._waiting if transfer.job is job]
         self._waiting = deque(transfer for transfer in self._waiting if transfer.job is not job)
-        self._give_up(dropped)
+        self._fail(cancelled)
 
     def _add(self, transfer: _Transfer) -> None:
         self._pool.hold(transfer.blocks)
         self.num_holding += 1
-        transfer.job.transfers += 1
+        transfer.job.open_transfers += 1
         self._waiting.append(transfer)
-        self._start()
-        self._leave_silent_store()
+        self._start_waiting()
+        self._fail_if_unresponsive()
 
-    def _start(self) -> None:
+    def _start_waiting(self) -> None:
         while self._waiting and self._fits(self._waiting[0]):
             transfer = self._waiting.popleft()
-            transfer.waited = self._context.now() - transfer.asked
-            self.in_flight += self._weight(transfer)
+            transfer.queue_seconds = self._context.now() - transfer.queued_at
+            self.in_flight += self._blocks_moved(transfer)
             transfer.future = transfer.start()
-            self._under_way.add(transfer)
-            self._context.when_done(transfer.future, partial(self._done, transfer))
+            self._active.add(transfer)
+            self._context.add_done_callback(transfer.future, partial(self._on_done, transfer))
 
-    def _done(self, transfer: _Transfer, result: Result) -> None:
-        self._under_way.discard(transfer)
-        self.in_flight -= self._weight(transfer)
-        if self._weight(transfer):
-            self._context.moved(result.outcomes.count(Outcome.OK), result.seconds)
+    def _on_done(self, transfer: _Transfer, result: Result) -> None:
+        self._active.discard(transfer)
+        self.in_flight -= self._blocks_moved(transfer)
+        if self._blocks_moved(transfer):
+            self._context.record_transfer(result.outcomes.count(Outcome.OK), result.seconds)
         if Outcome.OK in result.outcomes:
-            self._silent_until = -math.inf
+            self._unresponsive_until = -math.inf
         elif Outcome.UNAVAILABLE in result.outcomes:
-            self._silent_until = self._context.now() + result.seconds
-        self._end(transfer, replace(result, seconds=result.seconds + transfer.waited))
-        self._start()
-        self._leave_silent_store()
+            self._unresponsive_until = self._context.now() + result.seconds
+        self._end(transfer, replace(result, seconds=result.seconds + transfer.queue_seconds))
+        self._start_waiting()
+        self._fail_if_unresponsive()
 
-    def _leave_silent_store(self) -> None:
-        if self._waiting and self._context.now() < self._silent_until:
+    def _fail_if_unresponsive(self) -> None:
+        if self._waiting and self._context.now() < self._unresponsive_until:
             self._context.count("kv_transfer_given_up_blocks", self.waiting)
-            dropped, self._waiting = self._waiting, deque()
-            self._give_up(dropped)
+            failed, self._waiting = self._waiting, deque()
+            self._fail(failed)
 
-    def _give_up(self, dropped: Iterable[_Transfer]) -> None:
-        """They end soon, not within this call: who has just asked for one expects to hear of it later."""
-        for transfer in dropped:
-            nothing: Future[Result] = Future()
-            nothing.set_result(Result([Outcome.UNAVAILABLE] * len(transfer.blocks), 0.0))
-            self._context.when_done(nothing, partial(self._end, transfer))
+    def _fail(self, transfers: Iterable[_Transfer]) -> None:
+        """End transfers as UNAVAILABLE, asynchronously: a caller that has just queued one expects its callback later."""
+        for transfer in transfers:
+            future: Future[Result] = Future()
+            future.set_result(Result([Outcome.UNAVAILABLE] * len(transfer.blocks), 0.0))
+            self._context.add_done_callback(future, partial(self._end, transfer))
 
     def _end(self, transfer: _Transfer, result: Result) -> None:
-        transfer.job.transfers -= 1
+        transfer.job.open_transfers -= 1
         if result.held is None:
-            self._let_go(transfer)
+            self._release_blocks(transfer)
         else:
-            self._context.when_done(result.held, lambda _: self._let_go(transfer))
-        transfer.then(result)
+            self._context.add_done_callback(result.held, lambda _: self._release_blocks(transfer))
+        transfer.on_done(result)
 
-    def _let_go(self, transfer: _Transfer) -> None:
+    def _release_blocks(self, transfer: _Transfer) -> None:
         self.num_holding -= 1
         self._pool.release(transfer.blocks)
 
     def _fits(self, transfer: _Transfer) -> bool:
-        return self.in_flight == 0 or self.in_flight + self._weight(transfer) <= self._max_blocks
+        return self.in_flight == 0 or self.in_flight + self._blocks_moved(transfer) <= self._max_blocks
 
-    def _weight(self, transfer: _Transfer) -> int:
-        """Blocks that really move: peers read in place what such a connector stores."""
+    def _blocks_moved(self, transfer: _Transfer) -> int:
+        """Return the blocks that the connector moves: none for a store that peers read in place."""
         return 0 if transfer.is_store and self._connector.in_place else len(transfer.blocks)

@@ -1,4 +1,4 @@
-"""Routers and instances that show each other certificates: who gets in, who is told what."""
+"""Mutual TLS between routers and instances: accepted peers, and the messages for rejected ones."""
 
 import asyncio
 from collections import Counter
@@ -10,41 +10,41 @@ from typing import Any, cast
 
 import pytest
 import trustme
-from pdserve.router.instances.control import Control
 
 from pdserve.config import InstanceConfig, RouterConfig
-from pdserve.control.certificates import DISTRUSTED, HANGS_UP, MISNAMED, NO_TLS, client_context, server_context
-from pdserve.control.wire import PROTOCOL_VERSION
+from pdserve.control.certificates import CLOSED_EARLY, NAME_MISMATCH, NO_TLS, UNTRUSTED, client_context, server_context
+from pdserve.control.frame_connection import PROTOCOL_VERSION
 from pdserve.errors import SetupError
 from pdserve.instance.kv_events import KVEventPublisher
-from pdserve.instance.router_link import Links
+from pdserve.instance.router_link import RouterLinks
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.router.instances.control_server import ControlServer
 from pdserve.router.instances.fleet import Fleet
 
 Write = Callable[..., dict[str, str]]
 PLAIN = {"control_certfile": "", "control_keyfile": "", "control_cafile": ""}
 
 
-def test_who_shows_no_certificate_of_the_authority_is_turned_away(
+def test_peers_without_a_certificate_of_the_ca_are_rejected(
     control_files: Write, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.instance.router_link.DIAL_S", 600.0)
-    ours, theirs = trustme.CA(), trustme.CA()
-    right, foreign = control_files(ours), control_files(theirs)
-    elsewhere = control_files(ours, "elsewhere.test")
+    monkeypatch.setattr("pdserve.instance.router_link.DIAL_TIMEOUT_S", 600.0)
+    ca, other_ca = trustme.CA(), trustme.CA()
+    right, foreign = control_files(ca), control_files(other_ca)
+    elsewhere = control_files(ca, "elsewhere.test")
     only_ca = right["control_cafile"]
     instances = {
         "decode-right": ("tls", right, ""),
         "decode-anywhere": ("tls", elsewhere, ""),  # an instance's certificate may name anything
-        "decode-foreign": ("tls", {**foreign, "control_cafile": only_ca}, HANGS_UP),
-        "decode-plain": ("tls", PLAIN, HANGS_UP),
-        "decode-distrusts": ("tls", foreign, DISTRUSTED),
-        "decode-misled": ("elsewhere", right, MISNAMED),
+        "decode-foreign": ("tls", {**foreign, "control_cafile": only_ca}, CLOSED_EARLY),
+        "decode-plain": ("tls", PLAIN, CLOSED_EARLY),
+        "decode-distrusts": ("tls", foreign, UNTRUSTED),
+        "decode-misled": ("elsewhere", right, NAME_MISMATCH),
         "decode-secret": ("plain", right, NO_TLS),
     }
 
-    def said() -> Counter[str]:
-        return Counter(one for one in caplog.messages if one.endswith("trying on"))
+    def failures() -> Counter[str]:
+        return Counter(message for message in caplog.messages if message.endswith("retrying"))
 
     async def scenario() -> None:
         fleets, controls, ports, tasks = {}, [], {}, []
@@ -52,36 +52,39 @@ def test_who_shows_no_certificate_of_the_authority_is_turned_away(
             fleets[name] = Fleet(name, "model", 60.0)
             fleets[name].listener = cast(Any, SimpleNamespace(on_lost=lambda member: None))
             tls = server_context(RouterConfig(model="model", **cast(Any, files)))
-            controls.append(Control(fleets[name]))
+            controls.append(ControlServer(fleets[name]))
             ports[name] = await controls[-1].listen("127.0.0.1", 0, tls)
-        idle = SimpleNamespace(
-            news=KVEventPublisher(), load=pb.Heartbeat(), others=lambda link: pb.Load(), drop_link=lambda link: None
+        idle_instance = SimpleNamespace(
+            kv_events=KVEventPublisher(),
+            heartbeat=pb.Heartbeat(),
+            other_load=lambda link: pb.Load(),
+            drop_link=lambda link: None,
         )
         for name, (where, files, _) in instances.items():
             tls = client_context(InstanceConfig(model="model", **cast(Any, files)))
-            links = Links([f"127.0.0.1:{ports[where]}"], tls=tls)
+            links = RouterLinks([f"127.0.0.1:{ports[where]}"], tls=tls)
             hello = pb.Hello(instance_id=name, role="decode", model="model", protocol_version=PROTOCOL_VERSION)
-            tasks.append(asyncio.create_task(links.run(cast(Any, idle), hello)))
-        told = Counter(
-            f"router 127.0.0.1:{ports[where]}: {why}, trying on" for where, _, why in instances.values() if why
+            tasks.append(asyncio.create_task(links.run(cast(Any, idle_instance), hello)))
+        expected = Counter(
+            f"router 127.0.0.1:{ports[where]}: {why}, retrying" for where, _, why in instances.values() if why
         )
         async with asyncio.timeout(600):
-            while len(fleets["tls"].instances) < 2 or not told <= said():
+            while len(fleets["tls"].instances) < 2 or not expected <= failures():
                 await asyncio.sleep(0.01)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for control in controls:
             await control.close()
-        assert told.keys() == said().keys()
-        joined = {one.partition(" joined")[0] for one in caplog.messages if " joined" in one}
+        assert expected.keys() == failures().keys()
+        joined = {message.partition(" joined")[0] for message in caplog.messages if " joined" in message}
         assert joined == {"decode-anywhere", "decode-right"}
 
     with caplog.at_level("INFO"):
         asyncio.run(scenario())
 
 
-def test_what_is_wrong_with_the_files_is_one_sentence(control_files: Write, tmp_path: Path) -> None:
+def test_invalid_files_are_reported_in_one_sentence(control_files: Write, tmp_path: Path) -> None:
     right, other = control_files(trustme.CA()), control_files(trustme.CA())
     (tmp_path / "text").write_text("no PEM\n")
     wrong: dict[str, dict[str, str]] = {
@@ -93,11 +96,11 @@ def test_what_is_wrong_with_the_files_is_one_sentence(control_files: Write, tmp_
         r"--control-cafile .*text holds no certificate": {"control_cafile": str(tmp_path / "text")},
         r"belong together: give all or none": {"control_cafile": ""},
     }
-    for said, change in wrong.items():
+    for message, change in wrong.items():
         for credentials, config in (
             (server_context, RouterConfig(**cast(Any, right))),
             (client_context, InstanceConfig(**cast(Any, right))),
         ):
-            with pytest.raises(SetupError, match=said) as error:
+            with pytest.raises(SetupError, match=message) as error:
                 credentials(replace(config, **cast(Any, change)))
             assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""Blocks of one layout in the pool of another: every number where it belongs, and nothing anywhere else."""
+"""Conversion between layouts: every value at its place in the target pool, and nothing written elsewhere."""
 
 import uuid
 from collections.abc import Iterator
@@ -42,29 +42,28 @@ def pool_of(layout: Layout, blocks: int) -> torch.Tensor:
 
 
 def kv_of(num_tokens: int) -> torch.Tensor:
-    """[layers, 2, heads, tokens, dim], every number another."""
+    """Return random KV: [layers, 2, heads, tokens, dim]."""
     return torch.randn((LAYERS, 2, HEADS, num_tokens, DIM), generator=torch.Generator().manual_seed(num_tokens))
 
 
 def sequence_of(num_tokens: int, block_size: int) -> Sequence:
-    tokens, root = list(range(num_tokens)), root_key(weights=layout_of(1).weights)
+    tokens, root = list(range(num_tokens)), root_key(model_digest=layout_of(1).model_digest)
     return Sequence("r", tokens, num_tokens, num_tokens, SamplingParams(), root, block_size)
 
 
-def store(url: str, layout: Layout, kv: torch.Tensor, without: frozenset[int] = frozenset()) -> int:
-    """Stores a prompt's KV as an instance of this layout does, but for some blocks. How many blocks there are."""
+def store(url: str, layout: Layout, kv: torch.Tensor, without: frozenset[int] = frozenset()) -> None:
+    """Store a prompt's KV as an instance with this layout does, except for the blocks `without`."""
     num_tokens = kv.shape[3]
     seq = sequence_of(num_tokens, layout.block_size)
-    keys = seq.given_keys()
+    keys = seq.initial_keys()
     pool = torch.zeros((len(keys), LAYERS, 2, HEADS, layout.block_size, DIM), dtype=getattr(torch, layout.dtype))
     for token in range(num_tokens):
         pool[token // layout.block_size, :, :, :, token % layout.block_size] = kv[:, :, :, token]
     connector = connect(url)
     connector.attach(PoolMemory(host_rows(pool), layout))
-    some = [number for number in range(len(keys)) if number not in without]
-    assert connector.store([keys[n] for n in some], some, lease_s=60).result(600).leading == len(some)
+    indices = [index for index in range(len(keys)) if index not in without]
+    assert connector.store([keys[i] for i in indices], indices, lease_s=60).result(600).leading == len(indices)
     connector.close()
-    return len(keys)
 
 
 @pytest.fixture
@@ -78,97 +77,99 @@ SIZES = st.sampled_from([1, 4, 8, 16, 24, 32, 64])
 
 
 @settings(max_examples=60, deadline=None)
-@given(theirs=SIZES, ours=SIZES, num_tokens=st.integers(1, 150), data=st.data())
-def test_tokens_arrive_where_they_belong(theirs: int, ours: int, num_tokens: int, data: st.DataObject) -> None:
+@given(source_size=SIZES, target_size=SIZES, num_tokens=st.integers(1, 150), data=st.data())
+def test_every_token_is_copied_to_its_place(
+    source_size: int, target_size: int, num_tokens: int, data: st.DataObject
+) -> None:
     url = f"memory://test-{uuid.uuid4().hex}?timeout=600"
-    kv, writer, own = kv_of(num_tokens), layout_of(theirs), layout_of(ours)
-    lost = data.draw(st.frozensets(st.integers(0, (num_tokens - 1) // theirs), max_size=2))
-    store(url, writer, kv, without=lost)
-    pool = pool_of(own, 160)
-    layout_converter, seq = LayoutConverter(pool, own, url), sequence_of(num_tokens, ours)
-    prompt = layout_converter.prompt(seq, pb.Layout(**asdict(writer)))
-    keys = seq.given_keys()
+    kv, source, target = kv_of(num_tokens), layout_of(source_size), layout_of(target_size)
+    lost = data.draw(st.frozensets(st.integers(0, (num_tokens - 1) // source_size), max_size=2))
+    store(url, source, kv, without=lost)
+    pool = pool_of(target, 160)
+    converter, seq = LayoutConverter(pool, target, url), sequence_of(num_tokens, target_size)
+    prompt = converter.open_prompt(seq, pb.Layout(**asdict(source)))
+    keys = seq.initial_keys()
     first = data.draw(st.integers(0, len(keys) - 1))
     stop = data.draw(st.integers(first + 1, len(keys)))
     blocks = data.draw(st.permutations(range(160)))[: stop - first]
 
     outcomes = prompt.load(keys[first:stop], blocks).result(600).outcomes
 
-    expected = pool_of(own, 160)
+    expected = pool_of(target, 160)
     for number, (block, outcome) in enumerate(zip(blocks, outcomes, strict=True), first):
-        tokens = range(number * ours, min((number + 1) * ours, num_tokens))
-        whole = not lost & {token // theirs for token in tokens}
+        tokens = range(number * target_size, min((number + 1) * target_size, num_tokens))
+        whole = not lost & {token // source_size for token in tokens}
         assert outcome is (Outcome.OK if whole else Outcome.MISSING)
         for token in tokens:
-            if token // theirs not in lost:
-                expected[block, :, :, :, token % ours] = kv[:, :, :, token]
-    assert torch.equal(pool, expected), "a number is wrong, or one that nobody asked for was written"
-    layout_converter.close()
+            if token // source_size not in lost:
+                expected[block, :, :, :, token % target_size] = kv[:, :, :, token]
+    assert torch.equal(pool, expected), "a value is wrong, or was written outside of the requested blocks"
+    converter.close()
     memory.unlink(url)
 
 
-@pytest.mark.parametrize("theirs", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("ours", ["float32", "bfloat16", "float16"])
-def test_numbers_are_rounded_to_the_pool_s_dtype(url: str, theirs: str, ours: str) -> None:
-    kv, writer, own = kv_of(40), layout_of(16, theirs), layout_of(32, ours)
-    store(url, writer, kv)
-    pool, seq = pool_of(own, 2), sequence_of(40, 32)
-    layout_converter = LayoutConverter(pool, own, url)
-    prompt = layout_converter.prompt(seq, pb.Layout(**asdict(writer)))
-    assert prompt.exact == (theirs == ours)
-    assert prompt.load(seq.given_keys(), [1, 0]).result(600).leading == 2
-    right = kv.to(getattr(torch, theirs)).to(getattr(torch, ours))
+@pytest.mark.parametrize("source_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("target_dtype", ["float32", "bfloat16", "float16"])
+def test_values_are_rounded_to_the_dtype_of_the_pool(url: str, source_dtype: str, target_dtype: str) -> None:
+    kv, source, target = kv_of(40), layout_of(16, source_dtype), layout_of(32, target_dtype)
+    store(url, source, kv)
+    pool, seq = pool_of(target, 2), sequence_of(40, 32)
+    converter = LayoutConverter(pool, target, url)
+    prompt = converter.open_prompt(seq, pb.Layout(**asdict(source)))
+    assert prompt.exact == (source_dtype == target_dtype)
+    assert prompt.load(seq.initial_keys(), [1, 0]).result(600).leading == 2
+    right = kv.to(getattr(torch, source_dtype)).to(getattr(torch, target_dtype))
     assert torch.equal(pool[1], right[:, :, :, :32]) and torch.equal(pool[0, :, :, :, :8], right[:, :, :, 32:])
-    stats = layout_converter.stats()
+    stats = converter.stats()
     assert stats is not None and stats.blocks["load"] == 3
-    layout_converter.close()
+    converter.close()
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "num_tokens", "covered"),
+    ("source_size", "target_size", "num_tokens", "covered"),
     [
-        (16, 64, 200, [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 4]),  # 12.5 blocks of theirs, 3.1 of ours
+        (16, 64, 200, [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 4]),  # 12.5 source blocks, 3.1 target blocks
         (64, 16, 200, [0, 4, 8, 12, 13]),
         (16, 24, 48, [0, 0, 1, 2]),
         (32, 16, 10, [0, 1]),
     ],
 )
 def test_blocks_are_covered_by_whole_tokens(
-    url: str, theirs: int, ours: int, num_tokens: int, covered: list[int]
+    url: str, source_size: int, target_size: int, num_tokens: int, covered: list[int]
 ) -> None:
-    layout_converter = LayoutConverter(pool_of(layout_of(ours), 1), layout_of(ours), url)
-    prompt = layout_converter.prompt(sequence_of(num_tokens, ours), pb.Layout(**asdict(layout_of(theirs))))
-    assert [prompt.covered(blocks) for blocks in range(len(covered))] == covered
-    layout_converter.close()
+    converter = LayoutConverter(pool_of(layout_of(target_size), 1), layout_of(target_size), url)
+    prompt = converter.open_prompt(sequence_of(num_tokens, target_size), pb.Layout(**asdict(layout_of(source_size))))
+    assert [prompt.num_complete_blocks(blocks) for blocks in range(len(covered))] == covered
+    converter.close()
 
 
-def test_more_than_fits_into_the_rows_comes_in_turns(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer, own, kv = layout_of(16), layout_of(64), kv_of(150)
-    monkeypatch.setattr("pdserve.decode.layout_converter.ROWS_BYTES", 3 * writer.block_bytes)
-    store(url, writer, kv)
-    pool, seq = pool_of(own, 3), sequence_of(150, 64)
-    layout_converter = LayoutConverter(pool, own, url)
+def test_a_prompt_larger_than_the_staging_rows_is_loaded_in_batches(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target, kv = layout_of(16), layout_of(64), kv_of(150)
+    monkeypatch.setattr("pdserve.decode.layout_converter.STAGING_BYTES", 3 * source.block_bytes)
+    store(url, source, kv)
+    pool, seq = pool_of(target, 3), sequence_of(150, 64)
+    converter = LayoutConverter(pool, target, url)
     assert (
-        layout_converter.prompt(seq, pb.Layout(**asdict(writer))).load(seq.given_keys(), [0, 1, 2]).result(600).leading
+        converter.open_prompt(seq, pb.Layout(**asdict(source))).load(seq.initial_keys(), [0, 1, 2]).result(600).leading
         == 3
     )
     assert torch.equal(pool[1], kv[:, :, :, 64:128])
-    layout_converter.close()
+    converter.close()
 
 
-def test_a_store_that_cannot_be_had_leaves_everything_to_be_computed(caplog: pytest.LogCaptureFixture) -> None:
-    own, seq = layout_of(32), sequence_of(40, 32)
-    pool = pool_of(own, 2)
-    layout_converter = LayoutConverter(pool, own, "redis://127.0.0.1:1/0")
-    prompt = layout_converter.prompt(seq, pb.Layout(**asdict(layout_of(16))))
+def test_an_unreachable_store_fails_all_blocks(caplog: pytest.LogCaptureFixture) -> None:
+    target, seq = layout_of(32), sequence_of(40, 32)
+    pool = pool_of(target, 2)
+    converter = LayoutConverter(pool, target, "redis://127.0.0.1:1/0")
+    prompt = converter.open_prompt(seq, pb.Layout(**asdict(layout_of(16))))
     for _ in range(2):
-        assert prompt.load(seq.given_keys(), [0, 1]).result(20).outcomes == [Outcome.UNAVAILABLE] * 2
+        assert prompt.load(seq.initial_keys(), [0, 1]).result(20).outcomes == [Outcome.UNAVAILABLE] * 2
     assert (pool == UNTOUCHED).all()
-    stats = layout_converter.stats()
+    stats = converter.stats()
     assert stats is not None and stats.failures == {("load", Outcome.UNAVAILABLE): 6}
-    assert sum("is computed: No Redis answers" in record.getMessage() for record in caplog.records) == 1
-    prompt.release(seq.given_keys())
-    layout_converter.close()
+    assert sum("is computed instead: No Redis answers" in record.getMessage() for record in caplog.records) == 1
+    prompt.release(seq.initial_keys())
+    converter.close()
 
 
 @pytest.mark.parametrize(
@@ -185,15 +186,15 @@ def test_a_store_that_cannot_be_had_leaves_everything_to_be_computed(caplog: pyt
         {"dtype": "os", "itemsize": 2},
     ],
 )
-def test_what_is_no_layout_of_these_weights_is_refused(url: str, change: dict[str, Any]) -> None:
-    writer = replace(layout_of(16), **change)
-    layout_converter = LayoutConverter(pool_of(layout_of(32), 1), layout_of(32), url)
+def test_layouts_of_other_models_are_rejected(url: str, change: dict[str, Any]) -> None:
+    source = replace(layout_of(16), **change)
+    converter = LayoutConverter(pool_of(layout_of(32), 1), layout_of(32), url)
     with pytest.raises(ValueError, match="of another model, and cannot be converted"):
-        layout_converter.prompt(sequence_of(40, 32), pb.Layout(**asdict(writer)))
-    assert layout_converter.stats() is None
+        converter.open_prompt(sequence_of(40, 32), pb.Layout(**asdict(source)))
+    assert converter.stats() is None
 
 
-def test_nothing_is_converted_unless_it_was_asked_for() -> None:
-    layout_converter = LayoutConverter(pool_of(layout_of(32), 1), layout_of(32), None)
+def test_conversion_is_disabled_by_default() -> None:
+    converter = LayoutConverter(pool_of(layout_of(32), 1), layout_of(32), None)
     with pytest.raises(ValueError, match="started without --convert-kv"):
-        layout_converter.prompt(sequence_of(40, 32), pb.Layout(**asdict(layout_of(16))))
+        converter.open_prompt(sequence_of(40, 32), pb.Layout(**asdict(layout_of(16))))

@@ -1,4 +1,4 @@
-"""The block pool: integrity under random use, and who is evicted first."""
+"""Block pool: integrity under random operations, and order of eviction."""
 
 import pytest
 from hypothesis import settings
@@ -12,7 +12,7 @@ def key(i: int) -> bytes:
     return i.to_bytes(16, "little")
 
 
-def test_the_oldest_cached_block_goes_first_and_tails_before_heads() -> None:
+def test_eviction_takes_the_oldest_sequence_first_and_tails_before_heads() -> None:
     pool = BlockPool(4, 16)
     first, second = pool.allocate(2), pool.allocate(2)
     for i, block in enumerate(first + second):
@@ -24,7 +24,7 @@ def test_the_oldest_cached_block_goes_first_and_tails_before_heads() -> None:
     assert pool.match([key(0), key(1)]) == first
 
 
-def test_a_hit_is_shared_and_not_allocated_again() -> None:
+def test_hit_is_shared_and_not_allocated_again() -> None:
     pool = BlockPool(3, 16)
     blocks = pool.allocate(2)
     pool.register(blocks[0], key(0))
@@ -33,12 +33,12 @@ def test_a_hit_is_shared_and_not_allocated_again() -> None:
     pool.hold(hits)
     pool.release(blocks)
     assert pool.num_held == 1
-    with pytest.raises(NoFreeBlocks, match="3 blocks asked for, 2 of 3 free"):
+    with pytest.raises(NoFreeBlocks, match="3 blocks requested, 2 of 3 free"):
         pool.allocate(3)
     pool.check_integrity()
 
 
-def test_releasing_too_often_is_a_defect() -> None:
+def test_releasing_more_often_than_holding_fails() -> None:
     pool = BlockPool(2, 16)
     blocks = pool.allocate(1)
     pool.release(blocks)
@@ -47,7 +47,7 @@ def test_releasing_too_often_is_a_defect() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random allocations, shares, registrations and releases against a model of who holds what."""
+    """Random allocations, shares, registrations and releases against a model of the holders."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class PoolMachine(RuleBasedStateMachine):
         else:
             blocks = self.pool.allocate(count)
             assert len(set(blocks)) == count
-            assert not set(blocks) & {b for held in self.holders for b in held}, "handed out while held"
+            assert not set(blocks) & {b for held in self.holders for b in held}, "allocated while held"
             self.holders.append(blocks)
 
     @precondition(lambda self: self.holders)

@@ -1,4 +1,4 @@
-"""The engine alone: greedy float32 output equals transformers' generate, token for token."""
+"""Engine: greedy float32 output equals transformers' generate, token for token."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,15 +15,17 @@ from pdserve.request import SamplingParams
 Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
 
 
-def run(engine: Engine, prompts: list[list[int]], sampling: list[SamplingParams], leave: int = 0) -> list[list[int]]:
+def run(
+    engine: Engine, prompts: list[list[int]], sampling: list[SamplingParams], expected_held: int = 0
+) -> list[list[int]]:
     seqs = [engine.new_sequence(str(i), p, s) for i, (p, s) in enumerate(zip(prompts, sampling, strict=True))]
     for seq in seqs:
         engine.add(seq)
-    finish(engine, leave)
+    finish(engine, expected_held)
     return [seq.tokens[seq.num_prompt :] for seq in seqs]
 
 
-def finish(engine: Engine, leave: int = 0) -> None:
+def finish(engine: Engine, expected_held: int = 0) -> None:
     steps = 0
     while engine.has_work:
         result = engine.step()
@@ -33,7 +35,7 @@ def finish(engine: Engine, leave: int = 0) -> None:
             engine.remove(seq)
         engine.pool.check_integrity()
         steps += 1
-    assert engine.pool.num_held == leave
+    assert engine.pool.num_held == expected_held
 
 
 def greedy(max_tokens: int, **kwargs: Any) -> SamplingParams:
@@ -54,7 +56,7 @@ def test_equals_generate(
     assert roomy.scheduler.prefix_hits > 1000
 
 
-def test_longrope_stays_where_all_that_a_step_computes_agrees(
+def test_longrope_context_is_limited_to_the_original_positions(
     checkpoint: Callable[..., Path], generate: Generate, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, lengths = checkpoint("phi3"), (1, 10, 31, 48)
@@ -85,7 +87,7 @@ def test_equals_generate_while_preempting(
     generate: Generate,
     prompts: list[list[int]],
 ) -> None:
-    """By recomputation, and by swapping where that is as good as free; with a cold and with a warm prefix cache."""
+    """By recomputing, and by swapping at no cost; with a cold and with a warm prefix cache."""
     path, small = checkpoint(architecture), [p for p in prompts if 30 < len(p) <= 100]
     expected = generate(path, small, 32)
     settings: dict[str, Any] = {
@@ -102,14 +104,14 @@ def test_equals_generate_while_preempting(
         assert run(tight, small, [greedy(32)] * len(small)) == expected
         assert tight.scheduler.num_preemptions > before
     assert tight.scheduler.num_swaps == (tight.scheduler.num_preemptions if swap_space else 0)
-    assert tight.scheduler.host is None or tight.scheduler.host.num_held == 0
+    assert tight.scheduler.host_pool is None or tight.scheduler.host_pool.num_held == 0
 
 
 @pytest.mark.parametrize(("architecture", "blocks"), [("mistral", 4), ("gemma2", 12)])
-def test_only_what_every_window_has_left_behind_is_given_back(
+def test_blocks_outside_of_every_window_are_released(
     architecture: str, blocks: int, checkpoint: Callable[..., Path], generate: Generate, prompts: list[list[int]]
 ) -> None:
-    """A window of 48 tokens needs 4 blocks. Layers that see all, as half of those of gemma2 do, need every block."""
+    """A window of 48 tokens needs 4 blocks. gemma2, half of whose layers attend to all tokens, needs every block."""
     path, prompt = checkpoint(architecture), next(prompt for prompt in prompts if len(prompt) == 100)
     (expected,) = generate(path, [prompt], 80)
     engine = Engine(EngineConfig(model=str(path), num_blocks=24, max_num_batched_tokens=64))
@@ -118,9 +120,9 @@ def test_only_what_every_window_has_left_behind_is_given_back(
     while len(seq) < 170:
         engine.step()
     fork = engine.fork(seq, "fork", greedy(80))
-    engine.pool.allocate(24 - engine.pool.num_held)  # whatever was given back is overwritten
-    engine.runner.pool_NL2GBD[[b for b in range(24) if b not in seq.held]] = float("nan")
-    engine.pool.release([b for b in range(24) if b not in seq.held])
+    engine.pool.allocate(24 - engine.pool.num_held)  # overwrite whatever was released
+    engine.runner.pool_NL2GBD[[b for b in range(24) if b not in seq.held_blocks]] = float("nan")
+    engine.pool.release([b for b in range(24) if b not in seq.held_blocks])
     held = set()
     while engine.has_work:
         done = [one for one in engine.step().sampled if one.finish_reason()]
@@ -133,20 +135,20 @@ def test_only_what_every_window_has_left_behind_is_given_back(
     assert engine.pool.num_held == 0
 
 
-def test_what_unused_blocks_hold_does_not_matter(
+def test_content_of_unused_blocks_is_irrelevant(
     checkpoint: Callable[..., Path], generate: Generate, prompts: list[list[int]]
 ) -> None:
-    """A load that failed may leave any bits behind, NaN among them, also in block 0, which pads every table."""
+    """A failed load may leave any bits in a block, NaN included; also in block 0, which pads every table."""
     path = checkpoint("llama")
     expected = generate(path, prompts, 32)
     for kernel in ("reference", "auto"):
         engine = Engine(EngineConfig(model=str(path), num_blocks=400, max_num_batched_tokens=256, kernel=kernel))
         engine.runner.pool_NL2GBD.fill_(float("nan"))
         engine.pool.allocate(1)
-        assert run(engine, prompts, [greedy(32)] * len(prompts), leave=1) == expected
+        assert run(engine, prompts, [greedy(32)] * len(prompts), expected_held=1) == expected
 
 
-def test_a_continuation_counts_as_output(checkpoint: Callable[..., Path], generate: Generate) -> None:
+def test_continuation_counts_as_output(checkpoint: Callable[..., Path], generate: Generate) -> None:
     path = checkpoint("llama")
     prompt = [5, 6, 7] * 9
     (expected,) = generate(path, [prompt], 20)
@@ -157,8 +159,8 @@ def test_a_continuation_counts_as_output(checkpoint: Callable[..., Path], genera
     assert seq.tokens == prompt + expected
 
 
-def test_a_step_that_can_do_nothing_says_so(checkpoint: Callable[..., Path]) -> None:
-    """The engine thread then waits for news; it used to spin."""
+def test_step_without_progress_is_idle(checkpoint: Callable[..., Path]) -> None:
+    """The engine thread then waits for an event instead of spinning."""
     engine = Engine(EngineConfig(model=str(checkpoint("llama")), num_blocks=8))
     assert engine.step().idle
     taken = engine.pool.allocate(8)
@@ -169,10 +171,10 @@ def test_a_step_that_can_do_nothing_says_so(checkpoint: Callable[..., Path]) -> 
 
 
 @pytest.mark.parametrize("num_blocks", [200, 14])
-def test_forks_go_on_like_their_parent_and_like_themselves(
+def test_forks_continue_like_their_parent_and_independently(
     num_blocks: int, checkpoint: Callable[..., Path], generate: Generate, prompts: list[list[int]]
 ) -> None:
-    """With room, and with so little that forks are preempted."""
+    """In a large pool, and in a small one where forks are preempted."""
     path = checkpoint("llama")
     prompt = max(prompts, key=len)[:61]
     (expected,) = generate(path, [prompt], 32)

@@ -1,4 +1,4 @@
-"""Grammars: what they ask for is what comes out, and nobody else in the batch notices."""
+"""Structured output: outputs follow their grammars, and other sequences in the batch are not affected."""
 
 import json
 import re
@@ -35,7 +35,7 @@ SPECS: list[dict[str, Any]] = [
     {"grammar": 'root ::= "x" | "(" inner ")"\ninner ::= "y" | "[z]"'},
     {"json": {"type": "boolean"}, "begin": "<tool_call>\n", "end": "\n</tool_call>"},
 ]
-RIGHT: list[Callable[[str], object]] = [
+VALID: list[Callable[[str], object]] = [
     lambda text: set(json.loads(text)) >= {"open", "kind"} and json.loads(text)["open"] in (True, False),
     lambda text: re.fullmatch(r"[ab]{3,7}-\d{4}", text),
     lambda text: text in SPECS[2]["choice"],
@@ -50,22 +50,22 @@ def sampling(i: int, spec: dict[str, Any] | None) -> SamplingParams:
 
 
 def run(engine: Engine, seqs: list[Sequence]) -> list[list[int]]:
-    woken = threading.Event()
-    engine.when_ready = woken.set
+    grammar_ready = threading.Event()
+    engine.on_grammar_ready = grammar_ready.set
     for seq in seqs:
         engine.add(seq)
-    left = set(seqs)
+    unfinished = set(seqs)
     deadline = time.monotonic() + 600
-    while left:
+    while unfinished:
         assert time.monotonic() < deadline
         result = engine.step()
         for seq in [
             seq for seq in result.sampled if seq.finish_reason() or (seq.constraint and seq.constraint.failure)
         ]:
             engine.remove(seq)
-            left.remove(seq)
-        if result.idle and left:
-            woken.wait(0.01)
+            unfinished.remove(seq)
+        if result.idle and unfinished:
+            grammar_ready.wait(0.01)
     assert engine.pool.num_held == 0
     return [seq.tokens[seq.num_prompt :] for seq in seqs]
 
@@ -84,11 +84,13 @@ def engine(checkpoint: Callable[..., Path]) -> Engine:
 def text_of(engine: Engine, path: Path, ids: list[int]) -> str:
     from pdserve.router.text.tokenizer import Tokenizer
 
-    assert ids[-1] in engine.checkpoint.eos_token_ids, "the grammar says where the end is"
+    assert ids[-1] in engine.checkpoint.eos_token_ids, "the grammar determines the end"
     return Tokenizer(path).decode(ids)
 
 
-def test_outputs_follow_their_grammars_here_and_elsewhere(engine: Engine, checkpoint: Callable[..., Path]) -> None:
+def test_outputs_follow_their_grammars_before_and_after_migration(
+    engine: Engine, checkpoint: Callable[..., Path]
+) -> None:
     specs = [None, *SPECS, None, *SPECS]
 
     def new(i: int, output: Tokens[int] = ()) -> Sequence:
@@ -98,10 +100,10 @@ def test_outputs_follow_their_grammars_here_and_elsewhere(engine: Engine, checkp
     for i, spec in enumerate(specs):
         if spec is not None:
             text = text_of(engine, checkpoint("llama"), outputs[i])
-            assert RIGHT[SPECS.index(spec)](text), text
-    assert run(engine, [new(0), new(6)]) == [outputs[0], outputs[6]], "those without a grammar"
-    moved = [new(i, outputs[i][:-1][: 1 + i % 5]) for i, spec in enumerate(specs) if spec is not None]
-    assert run(engine, moved) == [outputs[i] for i, spec in enumerate(specs) if spec is not None]
+            assert VALID[SPECS.index(spec)](text), text
+    assert run(engine, [new(0), new(6)]) == [outputs[0], outputs[6]], "sequences without a grammar"
+    migrated = [new(i, outputs[i][:-1][: 1 + i % 5]) for i, spec in enumerate(specs) if spec is not None]
+    assert run(engine, migrated) == [outputs[i] for i, spec in enumerate(specs) if spec is not None]
 
 
 @pytest.mark.parametrize(
@@ -112,28 +114,26 @@ def test_outputs_follow_their_grammars_here_and_elsewhere(engine: Engine, checkp
         ({"grammar": "nothing"}, "the grammar cannot be used: EBNF parser error"),
     ],
 )
-def test_what_is_no_grammar_is_said(engine: Engine, spec: dict[str, Any], message: str) -> None:
+def test_invalid_grammar_is_reported(engine: Engine, spec: dict[str, Any], message: str) -> None:
     seq = engine.new_sequence("r", [7], sampling(0, spec))
     run(engine, [seq])
     assert seq.constraint is not None and str(seq.constraint.failure).startswith(message)
 
 
-def test_an_output_that_breaks_the_grammar_is_a_failure(engine: Engine) -> None:
+def test_output_that_breaks_the_grammar_fails(engine: Engine) -> None:
     seq = engine.new_sequence("r", [7], sampling(0, SPECS[1]), output=[200, 200])
     run(engine, [seq])
     assert seq.constraint is not None and "does not follow the grammar" in str(seq.constraint.failure)
 
 
-def test_one_that_takes_too_long_to_compile_keeps_nobody_waiting(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiling, go_on = threading.Event(), threading.Event()
+def test_slow_compilation_times_out_and_does_not_delay_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling, proceed = threading.Event(), threading.Event()
 
     def slow(spec: dict[str, Any]) -> None:
         compiling.set()
-        go_on.wait(600)
+        proceed.wait(600)
 
-    monkeypatch.setattr(grammar, "COMPILE_S", 0.5)
+    monkeypatch.setattr(grammar, "COMPILE_TIMEOUT_S", 0.5)
     monkeypatch.setattr(grammar, "grammar_of", slow)
     late, plain = engine.new_sequence("r", [7], sampling(0, SPECS[1])), engine.new_sequence("s", [7], sampling(1, None))
     try:
@@ -142,4 +142,4 @@ def test_one_that_takes_too_long_to_compile_keeps_nobody_waiting(
         assert late.constraint is not None and "to compile" in str(late.constraint.failure)
         assert plain.num_output > 0
     finally:
-        go_on.set()
+        proceed.set()

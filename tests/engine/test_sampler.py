@@ -1,4 +1,4 @@
-"""Sampling: the right distribution, the same draw everywhere, and filters that keep what they should."""
+"""Sampler: distribution, reproducibility, filters, penalties and logprobs."""
 
 import math
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.engine.sampler import counter, gumbel_noise, model_logprobs, sample, tell_logprobs
+from pdserve.engine.sampler import gumbel_noise, model_logprobs, record_logprobs, rng_counter, sample
 from pdserve.engine.sequence import Sequence
 from pdserve.request import SamplingParams
 
@@ -19,7 +19,7 @@ def seq(seed: int = 0, outputs: int = 0, stops: frozenset[int] = frozenset(), **
 
 
 def draw(count: int, **kwargs: Any) -> torch.Tensor:
-    """Relative frequencies of `count` draws, each with a seed of its own."""
+    """Return the relative frequencies of `count` samples, each with its own seed."""
     tokens = sample(LOGITS.repeat(count, 1), [seq(seed=i, **kwargs) for i in range(count)])
     return torch.bincount(torch.tensor(tokens), minlength=len(LOGITS)) / count
 
@@ -28,7 +28,7 @@ def draw(count: int, **kwargs: Any) -> torch.Tensor:
 def test_frequencies_follow_the_softmax(temperature: float) -> None:
     expected = torch.softmax(LOGITS / temperature, dim=0)
     error = (draw(20_000, temperature=temperature) - expected).abs().max()
-    assert error < 0.015  # four standard deviations of the largest share
+    assert error < 0.015  # four standard deviations of the most frequent token
 
 
 def test_positions_are_independent_draws() -> None:
@@ -58,15 +58,15 @@ def test_filters(settings: dict[str, float], kept: set[int]) -> None:
         assert (shares[sorted(kept)] - expected).abs().max() < 0.04
 
 
-def test_a_draw_does_not_depend_on_the_batch() -> None:
+def test_sample_does_not_depend_on_the_batch() -> None:
     rows = torch.randn(9, 300)
     seqs = [seq(seed=i, outputs=i % 4, top_k=40 * (i % 2), top_p=1.0 - 0.1 * (i % 3)) for i in range(9)]
     together = sample(rows.clone(), seqs)
     assert [sample(rows[i : i + 1].clone(), [seqs[i]])[0] for i in range(9)] == together
 
 
-def test_rounding_hardly_ever_changes_a_token() -> None:
-    """What differs between batch shapes is the last bits of a logit: of 20,000 draws none may notice."""
+def test_rounding_noise_does_not_change_tokens() -> None:
+    """Batch shapes change the last bits of a logit. None of 20,000 samples may differ."""
     torch.manual_seed(0)
     rows = torch.randn(20_000, 260) * 3
     seqs = [seq(seed=i) for i in range(20_000)]
@@ -80,9 +80,9 @@ def test_no_stop_before_min_tokens() -> None:
     assert sample(LOGITS[None].clone(), [seq(temperature=0.0, min_tokens=2, outputs=2, stops=stops)]) == [5]
 
 
-def test_the_noise_is_pinned() -> None:
-    """A change of these would break the promise that a seed gives the same tokens on any instance and version."""
-    assert counter(1, 2) == 6575807232144248487
+def test_noise_is_pinned() -> None:
+    """A seed must give the same tokens on any instance and in any version."""
+    assert rng_counter(1, 2) == 6575807232144248487
     first = (0xE220A8397B1DCDAF >> 11) + 0.5  # SplitMix64's published first output for seed 0
     noise = gumbel_noise(torch.tensor([0, -1]), 3).tolist()
     assert noise[0] == pytest.approx([-math.log(-math.log(first * 2**-53)), 0.17385007634518, -1.29008981781333])
@@ -90,7 +90,7 @@ def test_the_noise_is_pinned() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_greedy_takes_the_first_of_equal_logits_as_argmax_does(dtype: torch.dtype) -> None:
+def test_greedy_takes_the_first_of_equal_logits(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     logits_SV = torch.randint(-3, 3, (64, 1000)).to(dtype)
     seqs = [seq(temperature=0.0) for _ in range(64)]
@@ -98,12 +98,12 @@ def test_greedy_takes_the_first_of_equal_logits_as_argmax_does(dtype: torch.dtyp
     assert sample(logits_SV.clone(), seqs) == [row.index(max(row)) for row in logits_SV.tolist()]
 
 
-def test_logprobs_are_those_of_the_model_whatever_is_drawn() -> None:
+def test_logprobs_are_those_of_the_model() -> None:
     rows = LOGITS.repeat(3, 1).bfloat16()
     seqs = [seq(logprobs=2, logit_bias={6: 100.0}, temperature=0.0), seq(), seq(logprobs=0, temperature=0.3)]
     raw = model_logprobs(rows, [0, 2])
     tokens = sample(rows, seqs)
-    tell_logprobs(raw, [seqs[0], seqs[2]], [tokens[0], tokens[2]])
+    record_logprobs(raw, [seqs[0], seqs[2]], [tokens[0], tokens[2]])
     expected = torch.log_softmax(LOGITS.bfloat16().double(), dim=0)
     first, none, last = (one.last_logprobs for one in seqs)
     assert tokens[0] == 6 and first is not None and last is not None and none is None
@@ -114,17 +114,17 @@ def test_logprobs_are_those_of_the_model_whatever_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_bias_moves_its_own_row_only(temperature: float) -> None:
+def test_bias_changes_its_own_row_only(temperature: float) -> None:
     biased, plain = seq(temperature=temperature, logit_bias={6: 100.0, 5: -100.0}), seq(temperature=temperature)
     assert sample(LOGITS.repeat(2, 1), [biased, plain]) == [6, sample(LOGITS[None].clone(), [plain])[0]]
 
 
-def test_a_bias_shifts_the_distribution() -> None:
+def test_bias_shifts_the_distribution() -> None:
     expected = torch.softmax(LOGITS + torch.tensor([0, 2.0, 0, 0, 0, 0, 0, 0]), dim=0)
     assert (draw(20_000, logit_bias={1: 2.0}) - expected).abs().max() < 0.015
 
 
-def test_penalties_count_what_is_there_already() -> None:
+def test_penalties_count_existing_tokens() -> None:
     """Against the formulas of OpenAI (output only) and of transformers (prompt and output)."""
     one = seq(temperature=0.0, frequency_penalty=0.5, presence_penalty=0.25, repetition_penalty=2.0)
     one.tokens, one.num_prompt = [3, 0, 6, 5, 5, 1, 5], 3

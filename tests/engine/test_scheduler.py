@@ -1,4 +1,4 @@
-"""The scheduler: budgets are kept, nothing starves, nothing leaks, whatever arrives and leaves."""
+"""Scheduler: budgets are kept, no sequence starves, and no block leaks, for any arrivals and departures."""
 
 from typing import Any
 from zlib import crc32
@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from pdserve.costs import Costs
 from pdserve.engine.block_pool import BlockPool
-from pdserve.engine.scheduler import Schedule, Scheduler
+from pdserve.engine.scheduler import Scheduler, SchedulerOutput
 from pdserve.engine.sequence import Sequence
-from pdserve.request import LEVEL, SamplingParams
+from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams
 
 BLOCK = 4
 
@@ -25,72 +25,72 @@ def scheduler(num_blocks: int, max_num_seqs: int = 8, budget: int = 16, **settin
     return Scheduler(pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **settings)
 
 
-def run_step(sched: Scheduler) -> tuple[Schedule, list[Sequence]]:
-    """What the engine does with a schedule, without a model: every new token is 7."""
-    plan = sched.schedule()
+def run_step(sched: Scheduler) -> tuple[SchedulerOutput, list[Sequence]]:
+    """Run one step as the engine does, without a model: every new token is 7."""
+    output = sched.schedule()
     finished = []
-    for seq, count in plan.tokens.items():
+    for seq, count in output.num_scheduled_tokens.items():
         seq.num_computed += count
         for i in range(seq.num_registered, seq.num_computed // BLOCK):
             sched.pool.register(seq.block_ids[i], seq.full_keys()[i])
             seq.num_registered = i + 1
-        if seq.num_missing == 0:
+        if seq.num_uncomputed == 0:
             seq.tokens.append(7)
             if seq.finish_reason():
                 finished.append(seq)
     for seq in finished:
         sched.remove(seq)
-    return plan, finished
+    return output, finished
 
 
-def test_a_long_prompt_is_chunked_while_others_decode() -> None:
+def test_long_prompt_is_chunked_beside_decoding_sequences() -> None:
     sched = scheduler(64, budget=8)
     short, long = sequence("short", [1, 2, 3]), sequence("long", list(range(20)))
     sched.add(short)
     run_step(sched)
     sched.add(long)
-    plan, _ = run_step(sched)
-    assert plan.tokens == {short: 1, long: 7}
-    plan, _ = run_step(sched)
-    assert plan.tokens == {short: 1, long: 7}
+    output, _ = run_step(sched)
+    assert output.num_scheduled_tokens == {short: 1, long: 7}
+    output, _ = run_step(sched)
+    assert output.num_scheduled_tokens == {short: 1, long: 7}
 
 
-def test_prompts_are_computed_beside_those_that_decode_as_far_as_there_is_time() -> None:
+def test_itl_target_limits_the_prompt_tokens_of_a_step() -> None:
     sched = scheduler(64)
     sched.costs = Costs(prefill=(0.0, 0.001, 0.0), decode=(0.01, 0.0, 0.0))
-    sched.itl_target = 0.0165  # 6 tokens' time; 16 tokens are the budget
+    sched.itl_target = 0.0165  # time for 6 prompt tokens; the token budget is 16
     short, long, late = sequence("short", [1, 2, 3], 30), sequence("long", list(range(40))), sequence("late", [4] * 9)
     sched.add(short)
     run_step(sched)
     sched.add(long)
     sched.add(late)
     for _ in range(6):
-        assert run_step(sched)[0].tokens == {short: 1, long: 6}
-    assert run_step(sched)[0].tokens == {short: 1, long: 4, late: 2}
-    assert run_step(sched)[0].tokens == {short: 1, long: 1, late: 6}
+        assert run_step(sched)[0].num_scheduled_tokens == {short: 1, long: 6}
+    assert run_step(sched)[0].num_scheduled_tokens == {short: 1, long: 4, late: 2}
+    assert run_step(sched)[0].num_scheduled_tokens == {short: 1, long: 1, late: 6}
     sched.itl_target = 0.005
-    assert run_step(sched)[0].tokens == {short: 1, long: 1, late: 1}
+    assert run_step(sched)[0].num_scheduled_tokens == {short: 1, long: 1, late: 1}
     sched.add(sequence("another", [5] * 30))
     for _ in range(3):
-        assert list(run_step(sched)[0].tokens.values())[-1] == BLOCK, "or it would never be computed"
+        assert list(run_step(sched)[0].num_scheduled_tokens.values())[-1] == BLOCK, "a minimal chunk, for progress"
 
 
-def test_a_running_prefill_does_not_hold_up_those_that_decode() -> None:
+def test_running_prefill_does_not_delay_decoding() -> None:
     sched = scheduler(64, budget=8)
     long, short = sequence("long", list(range(30))), sequence("short", [1, 2, 3], 9)
     sched.add(long)
     run_step(sched)
-    sched.running.append(short)  # as if it had arrived with its KV
+    sched.running.append(short)  # as if its KV had been loaded
     assert sched.reserve(short, 0, 4)
     short.num_computed = 2
-    plan, _ = run_step(sched)
-    assert plan.tokens == {short: 1, long: 7}
+    output, _ = run_step(sched)
+    assert output.num_scheduled_tokens == {short: 1, long: 7}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "last"), [((0, 1), 1), ((LEVEL, 1), 0)], ids=["the latest arrival", "the lowest priority"]
+    ("ranks", "last"), [((0, 1), 1), ((ARRIVALS_PER_PRIORITY, 1), 0)], ids=["the latest arrival", "the lowest priority"]
 )
-def test_the_last_in_rank_is_preempted_and_finishes_later(ranks: tuple[int, int], last: int) -> None:
+def test_highest_rank_is_preempted_and_finishes_later(ranks: tuple[int, int], last: int) -> None:
     sched = scheduler(4)
     two = sequence("first", [1] * 7, 6), sequence("second", [2] * 7, 6)
     for seq, rank in zip(two, ranks, strict=True):
@@ -98,15 +98,15 @@ def test_the_last_in_rank_is_preempted_and_finishes_later(ranks: tuple[int, int]
         sched.add(seq)
     preempted, order = [], []
     for _ in range(60):
-        plan, finished = run_step(sched)
-        preempted += plan.preempted
+        output, finished = run_step(sched)
+        preempted += output.preempted
         order += finished
     assert preempted and set(preempted) == {two[last]}
     assert order == [two[1 - last], two[last]]
 
 
 def loaded_and_waiting(sched: Scheduler, loaded_tokens: int, waiting_tokens: int) -> tuple[Sequence, Sequence]:
-    """One that came later and has its blocks, and one that came first and has none."""
+    """Queue a sequence that arrived later and has its blocks, and one that arrived first and has none."""
     loaded, waiting = sequence("loaded", [1] * loaded_tokens), sequence("waiting", [2] * waiting_tokens)
     loaded.rank = 1
     sched.add(waiting)
@@ -115,12 +115,12 @@ def loaded_and_waiting(sched: Scheduler, loaded_tokens: int, waiting_tokens: int
     return loaded, waiting
 
 
-def test_a_low_priority_is_served_although_others_never_end() -> None:
-    """Every step another request comes that takes the only place for two steps."""
+def test_low_priority_does_not_starve() -> None:
+    """A request of higher priority arrives in every step and takes the only place for two steps."""
     sched, low = scheduler(8, max_num_seqs=1), sequence("low", [1] * 5, 2)
-    low.rank = LEVEL
+    low.rank = ARRIVALS_PER_PRIORITY
     sched.add(low)
-    for step in range(1, 3 * LEVEL):
+    for step in range(1, 3 * ARRIVALS_PER_PRIORITY):
         late = sequence(str(step), [2] * 5, 2)
         late.rank = step
         sched.add(late)
@@ -129,42 +129,42 @@ def test_a_low_priority_is_served_although_others_never_end() -> None:
             break
     else:
         raise AssertionError("starved")
-    assert step == 2 * LEVEL, "all that came within a level went first, and nobody else did"
+    assert step == 2 * ARRIVALS_PER_PRIORITY, "exactly the arrivals within a level went first"
 
 
-def test_who_came_first_goes_first_also_without_blocks() -> None:
+def test_waiting_sequence_of_lower_rank_precedes_a_loaded_one() -> None:
     sched = scheduler(16, max_num_seqs=1)
     _, waiting = loaded_and_waiting(sched, 8, 8)
-    assert list(sched.schedule().tokens) == [waiting]
+    assert list(sched.schedule().num_scheduled_tokens) == [waiting]
 
 
-def test_one_that_only_decodes_waits_for_no_prompt() -> None:
+def test_decoding_sequence_precedes_prompts_of_lower_rank() -> None:
     sched = scheduler(16, max_num_seqs=1)
     loaded, _ = loaded_and_waiting(sched, 8, 8)
     loaded.num_computed = 7
-    assert sched.schedule().tokens == {loaded: 1}
+    assert sched.schedule().num_scheduled_tokens == {loaded: 1}
 
 
-def test_one_without_enough_blocks_holds_up_nobody() -> None:
+def test_sequence_without_enough_blocks_does_not_hold_up_others() -> None:
     sched = scheduler(16, max_num_seqs=1)
     loaded, waiting = loaded_and_waiting(sched, 40, 30)
     for _ in range(3):
-        plan, _ = run_step(sched)
-        assert list(plan.tokens) == [loaded], "waiting needs 8 blocks, and 6 are left"
+        output, _ = run_step(sched)
+        assert list(output.num_scheduled_tokens) == [loaded], "waiting needs 8 blocks, and 6 are left"
     sched.remove(loaded)
-    assert list(sched.schedule().tokens) == [waiting]
+    assert list(sched.schedule().num_scheduled_tokens) == [waiting]
 
 
-def test_nobody_takes_blocks_that_others_wait_for() -> None:
+def test_reserve_leaves_the_blocks_that_waiting_sequences_need() -> None:
     sched = scheduler(16)
     sched.add(sequence("waiting", [2] * 40))
     small, large = sequence("small", [1] * 24), sequence("large", [1] * 25)
-    assert not sched.reserve(large, 0, 25, beside=True) and sched.pool.num_held == 0
-    assert sched.reserve(small, 0, 24, beside=True) and sched.pool.num_held == 6
+    assert not sched.reserve(large, 0, 25, respect_queue=True) and sched.pool.num_held == 0
+    assert sched.reserve(small, 0, 24, respect_queue=True) and sched.pool.num_held == 6
 
 
-def test_newcomers_leave_what_one_that_was_preempted_waits_for() -> None:
-    """His blocks, and one more for each that runs: less does not bring him back."""
+def test_reserve_leaves_blocks_and_watermark_of_a_preempted_sequence() -> None:
+    """A preempted sequence needs its blocks and one more for each running sequence to be readmitted."""
     sched = scheduler(16)
     first, second, newcomer = (
         sequence("first", [1] * 20, 20),
@@ -174,7 +174,7 @@ def test_newcomers_leave_what_one_that_was_preempted_waits_for() -> None:
     newcomer.rank = 1
     for seq in (first, second):
         sched.add(seq)
-    while first.num_missing > 1 or second.num_missing > 1:
+    while first.num_uncomputed > 1 or second.num_uncomputed > 1:
         run_step(sched)
     sched.remove(second)
     sched.pool.clear_cache()
@@ -183,13 +183,13 @@ def test_newcomers_leave_what_one_that_was_preempted_waits_for() -> None:
     sched.add(second)
     need = sched.pool.blocks_for(len(second))
     assert sched.pool.num_free == need + 2 == 8
-    assert not sched.reserve(newcomer, 0, 8, beside=True)
-    assert sched.reserve(newcomer, 0, 4, beside=True)
+    assert not sched.reserve(newcomer, 0, 8, respect_queue=True)
+    assert sched.reserve(newcomer, 0, 4, respect_queue=True)
     run_step(sched)
     assert second in sched.running and taken
 
 
-def test_what_would_have_to_be_stored_is_held_back_and_nothing_else() -> None:
+def test_paused_publishers_are_left_out_and_nothing_else() -> None:
     sched = scheduler(64)
     running, decoding, loaded, waiting = (sequence(name, [i] * 20) for i, name in enumerate("abcd"))
     for seq in (running, decoding, loaded):
@@ -197,26 +197,26 @@ def test_what_would_have_to_be_stored_is_held_back_and_nothing_else() -> None:
         sched.add(seq)
     sched.add(waiting)
     for seq in (running, loaded, waiting):
-        seq.exported = True
-    decoding.num_computed = 19  # it came with its KV, behind one that is held back
-    plan = sched.schedule(hold_back=True)
-    assert plan.tokens == {decoding: 1} and plan.held_back
-    plan = sched.schedule()
-    assert plan.tokens == {decoding: 1, running: 15} and not plan.held_back
-    plan = sched.schedule(hold_back=True)
-    assert plan.tokens == {decoding: 1}, "also when it has begun"
+        seq.publishes_kv = True
+    decoding.num_computed = 19  # its KV was loaded; it ranks behind a paused one
+    output = sched.schedule(pause_publishers=True)
+    assert output.num_scheduled_tokens == {decoding: 1} and output.publishers_paused
+    output = sched.schedule()
+    assert output.num_scheduled_tokens == {decoding: 1, running: 15} and not output.publishers_paused
+    output = sched.schedule(pause_publishers=True)
+    assert output.num_scheduled_tokens == {decoding: 1}, "running sequences are paused as well"
     for seq in (running, loaded, waiting):
         sched.remove(seq)
-    assert not sched.schedule(hold_back=True).held_back
+    assert not sched.schedule(pause_publishers=True).publishers_paused
 
 
-def test_a_warm_prefix_is_not_computed_again_and_leaves_one_token() -> None:
+def test_warm_prefix_is_reused_except_for_the_last_token() -> None:
     sched = scheduler(32)
     for _ in range(2):
         seq = sequence("a", list(range(8)), 1)
         sched.add(seq)
-        plan, _ = run_step(sched)
-    assert plan.tokens[seq] == 4, "the last of the two full blocks is computed, for its logits"
+        output, _ = run_step(sched)
+    assert output.num_scheduled_tokens[seq] == 4, "the last full block is computed, for the logits of its last token"
     assert sched.prefix_hits == 4 and sched.prefix_queries == 16
 
 
@@ -232,29 +232,30 @@ def test_a_warm_prefix_is_not_computed_again_and_leaves_one_token() -> None:
     ),
     forks=st.lists(st.tuples(st.integers(1, 25), st.integers(0, 7)), max_size=8),
     aborts=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 7)), max_size=3),
-    places=st.integers(0, 12),
+    host_blocks=st.integers(0, 12),
     window=st.none() | st.integers(1, 15),
     itl=st.sampled_from([None, 1e-6, 0.0105]),
 )
-def test_every_sequence_reads_its_own_tokens_whoever_shares_its_blocks(
+def test_sequences_read_their_own_tokens_despite_shared_blocks(
     num_blocks: int,
     max_num_seqs: int,
     budget: int,
     arrivals: list[tuple[int, int, int, int, int]],
     forks: list[tuple[int, int]],
     aborts: list[tuple[int, int]],
-    places: int,
+    host_blocks: int,
     window: int | None,
     itl: float | None,
 ) -> None:
-    """A pool that remembers which token was written where. (at step, prompt, output, prefix family, priority);
-    (at step, which).
+    """Simulate the pool's memory: each slot holds the token that was written to it.
 
-    Whoever is preempted is swapped, as long as there are places."""
-    host = BlockPool(places, BLOCK) if places else None
-    sched = scheduler(num_blocks, max_num_seqs, budget, window=window, host=host)
+    arrivals: (step, prompt length, output length, prefix family, priority); forks and aborts: (step, index of a sequence).
+    Preempted sequences are swapped while the host pool has room.
+    """
+    host = BlockPool(host_blocks, BLOCK) if host_blocks else None
+    sched = scheduler(num_blocks, max_num_seqs, budget, window=window, host_pool=host)
     sched.costs = Costs(swap=(0, 0))
-    sched.itl_target = itl  # of which a step that only decodes takes 0.0101
+    sched.itl_target = itl  # a step that only decodes takes 0.0101 s
     memory: dict[int, list[int | None]] = {block: [None] * BLOCK for block in range(num_blocks)}
     swapped: dict[int, list[int | None]] = {}
     live: list[Sequence] = []
@@ -262,7 +263,7 @@ def test_every_sequence_reads_its_own_tokens_whoever_shares_its_blocks(
         for i, (at, prompt, output, family, priority) in enumerate(arrivals):
             if at == step:
                 live.append(sequence(str(i), [family] * prompt, output))
-                live[-1].rank = i + LEVEL * priority
+                live[-1].rank = i + ARRIVALS_PER_PRIORITY * priority
                 sched.add(live[-1])
         for i, (at, which) in enumerate(forks):
             if at == step and live:
@@ -272,21 +273,22 @@ def test_every_sequence_reads_its_own_tokens_whoever_shares_its_blocks(
         for at, which in aborts:
             if at == step and live:
                 sched.remove(live.pop(which % len(live)))
-        plan = sched.schedule()
-        assert sum(plan.tokens.values()) <= budget and all(count > 0 for count in plan.tokens.values())
+        output = sched.schedule()
+        counts = output.num_scheduled_tokens.values()
+        assert sum(counts) <= budget and all(count > 0 for count in counts)
         assert len(sched.running) <= max_num_seqs
-        assert not (plan.swap_out and plan.swap_in)
-        for block, place in plan.swap_out:
-            swapped[place] = list(memory[block])
-        for block, place in plan.swap_in:
-            memory[block] = swapped.pop(place)
-        for source, target in plan.copies:
+        assert not (output.swap_out and output.swap_in)
+        for block, host_block in output.swap_out:
+            swapped[host_block] = list(memory[block])
+        for block, host_block in output.swap_in:
+            memory[block] = swapped.pop(host_block)
+        for source, target in output.block_copies:
             memory[target] = list(memory[source])
-        for seq, count in plan.tokens.items():
+        for seq, count in output.num_scheduled_tokens.items():
             for at in range(seq.num_computed, seq.num_computed + count):
-                assert not sched.pool.is_shared(seq.block_ids[at // BLOCK]), "somebody else would see this"
+                assert not sched.pool.is_shared(seq.block_ids[at // BLOCK]), "a write to a shared block"
                 memory[seq.block_ids[at // BLOCK]][at % BLOCK] = seq.tokens[at]
-        for seq, count in plan.tokens.items():
+        for seq, count in output.num_scheduled_tokens.items():
             seq.num_computed += count
             for i in range(seq.num_registered, seq.num_computed // BLOCK):
                 sched.pool.register(seq.block_ids[i], seq.full_keys()[i])
@@ -294,24 +296,24 @@ def test_every_sequence_reads_its_own_tokens_whoever_shares_its_blocks(
             seen = range(0 if window is None else max(0, seq.num_computed - window), seq.num_computed)
             read = [memory[seq.blocks(at // BLOCK, at // BLOCK + 1)[0]][at % BLOCK] for at in seen]
             assert read == [seq.tokens[at] for at in seen]
-        for seq in [seq for seq in plan.tokens if seq.num_missing == 0]:
+        for seq in [seq for seq in output.num_scheduled_tokens if seq.num_uncomputed == 0]:
             seq.tokens.append(crc32(f"{seq.request_id} {len(seq)}".encode()) % 1000)
             if seq.finish_reason():
                 sched.remove(seq)
                 live.remove(seq)
         sched.pool.check_integrity()
         assert {seq.request_id for seq in sched.sequences()} == {seq.request_id for seq in live}
-        assert sched.pool.num_held == len({block for seq in live for block in seq.held})
+        assert sched.pool.num_held == len({block for seq in live for block in seq.held_blocks})
         if host is not None:
             host.check_integrity()
-            assert host.num_held == sum(len(seq.swapped.places) for seq in live if seq.swapped)
+            assert host.num_held == sum(len(seq.swapped.host_blocks) for seq in live if seq.swapped)
         if not live and step > 10:
             break
     assert not live, "a sequence starved"
     assert sched.pool.num_held == 0
 
 
-def test_a_fork_copies_the_block_that_it_writes_to_and_no_other() -> None:
+def test_fork_copies_only_the_block_that_it_writes_to() -> None:
     sched = scheduler(16)
     seq = sequence("parent", [1] * 9, 20)
     sched.add(seq)
@@ -319,47 +321,47 @@ def test_a_fork_copies_the_block_that_it_writes_to_and_no_other() -> None:
     run_step(sched)
     fork = sched.fork(seq, "fork", seq.sampling)
     assert fork.block_ids == seq.block_ids and sched.pool.num_held == 3
-    plan, _ = run_step(sched)
-    assert len(plan.copies) == 1 and plan.tokens == {seq: 1, fork: 1}
+    output, _ = run_step(sched)
+    assert len(output.block_copies) == 1 and output.num_scheduled_tokens == {seq: 1, fork: 1}
     assert fork.block_ids[:2] == seq.block_ids[:2] and fork.block_ids[2] != seq.block_ids[2]
     assert sched.pool.num_held == 4
-    assert not run_step(sched)[0].copies
+    assert not run_step(sched)[0].block_copies
     sched.remove(seq)
     sched.remove(fork)
     assert sched.pool.num_held == 0
 
 
 @pytest.mark.parametrize("swap_seconds", [0.1, 10.0])
-def test_swapping_is_chosen_by_cost_and_room(swap_seconds: float) -> None:
-    """Computing 8 tokens takes a second, as does swapping their 2 blocks out and back at a quarter of a second each."""
-    for places, fits in ((2, True), (1, False)):
-        host = BlockPool(places, BLOCK)
-        sched = scheduler(4, host=host)
+def test_swap_is_chosen_by_cost_and_room(swap_seconds: float) -> None:
+    """Computing 8 tokens takes 1 s, as does swapping their 2 blocks out and in at 0.25 s per block."""
+    for host_blocks, fits in ((2, True), (1, False)):
+        host = BlockPool(host_blocks, BLOCK)
+        sched = scheduler(4, host_pool=host)
         sched.costs = Costs(prefill=(0.0, 1 / 8, 0.0), swap=(0.0, swap_seconds))
         first, second = sequence("first", [1] * 8, 6), sequence("second", [2] * 8, 6)
         sched.add(first)
         sched.add(second)
         run_step(sched)
-        plan, _ = run_step(sched)
-        assert plan.preempted == [second]
-        assert len(plan.swap_out) == host.num_held == (2 if fits and swap_seconds < 0.25 else 0)
+        output, _ = run_step(sched)
+        assert output.preempted == [second]
+        assert len(output.swap_out) == host.num_held == (2 if fits and swap_seconds < 0.25 else 0)
         assert sched.pool.num_held == 3
         sched.remove(second)
         assert host.num_held == 0
 
 
-def test_who_returns_is_shown_to_its_owner_with_blocks_and_goes_on_when_added() -> None:
+def test_resumed_sequence_is_returned_to_its_owner_and_continues_once_added() -> None:
     sched = scheduler(4)
-    sched.fetches = True
+    sched.refetch_preempted = True
     first, second = sequence("first", [1] * 8, 3), sequence("second", [2] * 8, 3)
     sched.add(first)
     sched.add(second)
-    returned: list[Sequence] = []
-    while not returned:
-        plan, _ = run_step(sched)
-        assert plan.tokens or plan.returned, "a step did nothing"
-        returned += plan.returned
-    assert returned == [second] and len(second.held) == 3 and not list(sched.sequences())
+    resumed: list[Sequence] = []
+    while not resumed:
+        output, _ = run_step(sched)
+        assert output.num_scheduled_tokens or output.resumed, "a step did nothing"
+        resumed += output.resumed
+    assert resumed == [second] and len(second.held_blocks) == 3 and not list(sched.sequences())
     sched.add(second)
-    plan, _ = run_step(sched)
-    assert plan.tokens == {second: 5} and not plan.returned, "its first block is in the prefix cache"
+    output, _ = run_step(sched)
+    assert output.num_scheduled_tokens == {second: 5} and not output.resumed, "its first block is in the prefix cache"

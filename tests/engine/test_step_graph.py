@@ -1,4 +1,4 @@
-"""A decode step played from its tape gives the logits of the model, to the last bit, or the model is asked."""
+"""Step graphs: a replay gives the logits of the model bit for bit; otherwise the step runs eagerly."""
 
 import logging
 from collections.abc import Callable
@@ -11,25 +11,25 @@ import torch
 from pdserve.config import EngineConfig
 from pdserve.engine import step_graph
 from pdserve.engine.engine import Engine
-from pdserve.engine.step_graph import PATIENCE, StepGraphs
-from pdserve.kernels import cpu
+from pdserve.engine.step_graph import RECORD_AT_STEP, StepGraphs
+from pdserve.kernels import cpu, native
 from pdserve.kernels.batch import PagedBatch
 from pdserve.request import SamplingParams
 
-if not cpu.can_build():
+if not native.is_available():
     pytest.skip("no C++ kernels", allow_module_level=True)
 
 
-def decoded(engine: Engine, counts: list[int]) -> list[torch.Tensor]:
-    """The logits of all steps, of sequences that end one after the other."""
+def decode_logits(engine: Engine, counts: list[int]) -> list[torch.Tensor]:
+    """Return the logits of all steps of sequences that end one after the other."""
     logits: list[torch.Tensor] = []
     forward = engine.runner.forward
 
-    def kept(*args: Any) -> torch.Tensor:
+    def record(*args: Any) -> torch.Tensor:
         logits.append(forward(*args).clone())
         return logits[-1]
 
-    setattr(engine.runner, "forward", kept)  # noqa: B010 - mypy takes no assignment to a method
+    setattr(engine.runner, "forward", record)  # noqa: B010 - mypy takes no assignment to a method
     seqs = [
         engine.new_sequence(
             str(i), list(range(7 + 5 * i)), SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
@@ -47,20 +47,20 @@ def decoded(engine: Engine, counts: list[int]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "gemma2", "gemma3", "qwen3_moe"])
-def test_engines_with_and_without_tapes_have_the_same_logits(
+def test_replayed_steps_have_the_logits_of_eager_ones(
     architecture: str, dtype: str, checkpoint: Callable[..., Path]
 ) -> None:
     def engine() -> Engine:
         return Engine(EngineConfig(model=str(checkpoint(architecture)), dtype=dtype, kernel="cpu", num_blocks=40))
 
-    counts = [3 * PATIENCE, 6 * PATIENCE, 9 * PATIENCE]
-    plain, taped = engine(), engine()
-    assert plain.runner.graphs is not None and taped.runner.graphs is not None
-    plain.runner.graphs = None
-    for expected, logits in zip(decoded(plain, counts), decoded(taped, counts), strict=True):
+    counts = [3 * RECORD_AT_STEP, 6 * RECORD_AT_STEP, 9 * RECORD_AT_STEP]
+    eager, replaying = engine(), engine()
+    assert eager.runner.graphs is not None and replaying.runner.graphs is not None
+    eager.runner.graphs = None
+    for expected, logits in zip(decode_logits(eager, counts), decode_logits(replaying, counts), strict=True):
         assert torch.equal(expected, logits)
-    assert taped.runner.graphs.verified == {1, 2, 3}
-    assert taped.runner.graphs.num_replayed > 4 * PATIENCE, "all but the first few of each size"
+    assert replaying.runner.graphs.verified == {1, 2, 3}
+    assert replaying.runner.graphs.num_replayed > 4 * RECORD_AT_STEP, "all but the first few of each size"
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def batch() -> PagedBatch:
 
 
 class Model:
-    """Counts its calls; `compute` says what it does with ids and positions."""
+    """Stands in for a model: counts its calls and returns compute(ids, positions)."""
 
     def __init__(self, compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         self.compute = compute
@@ -82,7 +82,7 @@ class Model:
 
 
 def run(model: Model, graphs: StepGraphs, batch: PagedBatch, steps: int = 40) -> int:
-    """Steps over rising positions, each compared with the model; how many of them the model itself was asked."""
+    """Run steps at ascending positions, compare each with the model, and return how many ran eagerly."""
     model.calls = 0
     for step in range(steps):
         ids, positions = torch.tensor([[step % 7]]), torch.tensor([[step]])
@@ -122,34 +122,34 @@ def converting(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("compute", "asked"),
+    ("compute", "num_eager"),
     [
-        (plain, PATIENCE + 1),
-        (branching, PATIENCE + 1 + 20),
+        (plain, RECORD_AT_STEP + 1),
+        (branching, RECORD_AT_STEP + 1 + 20),
         (reading, 40),
-        (selecting, 36),  # the others select another number
+        (selecting, 36),  # the other steps select another number of elements
         (listing, 40),
         (converting, 40),
     ],
 )
-def test_what_python_is_told_of_values_decides(compute: Any, asked: int, batch: PagedBatch) -> None:
+def test_host_reads_force_eager_steps(compute: Any, num_eager: int, batch: PagedBatch) -> None:
     model = Model(compute)
-    graphs = StepGraphs(model, most_blocks=4)
-    assert run(model, graphs, batch) == asked
-    assert graphs.num_replayed == 40 - asked
+    graphs = StepGraphs(model, max_blocks_per_seq=4)
+    assert run(model, graphs, batch) == num_eager
+    assert graphs.num_replayed == 40 - num_eager
 
 
-def test_a_model_that_changes_is_found_out(batch: PagedBatch, caplog: pytest.LogCaptureFixture) -> None:
-    model = Model(lambda ids, positions: plain(ids, positions) * min(model.calls, PATIENCE + 1))
-    graphs = StepGraphs(model, most_blocks=4)
+def test_changed_model_is_detected(batch: PagedBatch, caplog: pytest.LogCaptureFixture) -> None:
+    model = Model(lambda ids, positions: plain(ids, positions) * min(model.calls, RECORD_AT_STEP + 1))
+    graphs = StepGraphs(model, max_blocks_per_seq=4)
     with caplog.at_level(logging.WARNING):
         assert run(model, graphs, batch) == 40
     assert sum("other logits" in record.message for record in caplog.records) == 1
 
 
-def test_tapes_keep_to_their_memory(batch: PagedBatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_evicted_beyond_the_memory_limit(batch: PagedBatch, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(lambda ids, positions: (ids * WEIGHT[0, 0] + positions)[0][:, None])
-    graphs = StepGraphs(model, most_blocks=4)
+    graphs = StepGraphs(model, max_blocks_per_seq=4)
 
     def step(size: int) -> None:
         zeros = torch.zeros(size, dtype=torch.long)
@@ -158,12 +158,12 @@ def test_tapes_keep_to_their_memory(batch: PagedBatch, monkeypatch: pytest.Monke
         assert torch.equal(graphs.logits(ids, positions, rows), model.compute(ids, positions))
 
     for size in (8, 9, 10):
-        for _ in range(PATIENCE + 2):
+        for _ in range(RECORD_AT_STEP + 2):
             step(size)
     assert graphs.verified == {8, 9, 10}
-    monkeypatch.setattr(step_graph, "MOST_BYTES", graphs.nbytes)
+    monkeypatch.setattr(step_graph, "MAX_BYTES", graphs.nbytes)
     step(8)
-    for _ in range(PATIENCE + 2):
+    for _ in range(RECORD_AT_STEP + 2):
         step(11)
-    assert graphs.verified == {8, 11}, "those used last"
-    assert graphs.nbytes <= step_graph.MOST_BYTES
+    assert graphs.verified == {8, 11}, "the most recently used"
+    assert graphs.nbytes <= step_graph.MAX_BYTES

@@ -1,4 +1,4 @@
-"""The steps at the start: enough of them to tell what steps take, and nothing of them is left."""
+"""Warm-up: enough probes to fit the cost model, and no trace in the pool."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from pdserve.config import EngineConfig
-from pdserve.costs import Meter
+from pdserve.costs import CostMeter
 from pdserve.engine import warm_up as warming
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
-from pdserve.engine.warm_up import ALWAYS, warm_up
+from pdserve.engine.warm_up import MIN_PROBES, warm_up
 
 
 @pytest.mark.parametrize(
@@ -26,11 +26,11 @@ from pdserve.engine.warm_up import ALWAYS, warm_up
         {"num_blocks": 64, "max_model_len": 1000, "max_num_seqs": 500},
     ],
 )
-def test_it_fits_into_any_pool(settings: dict[str, Any], checkpoint: Callable[..., Path]) -> None:
+def test_probes_fit_into_any_pool(settings: dict[str, Any], checkpoint: Callable[..., Path]) -> None:
     engine = Engine(EngineConfig(model=str(checkpoint("llama")), **settings))
-    seen = list(warm_up(engine))
-    assert len(seen) >= ALWAYS
-    for work, seconds in seen:
+    probes = list(warm_up(engine))
+    assert len(probes) >= MIN_PROBES
+    for work, seconds in probes:
         assert seconds > 0 and 1 <= len(work) <= engine.scheduler.max_num_seqs
         assert sum(count for count, _ in work) <= engine.scheduler.max_num_batched_tokens
         assert all(count >= 1 and before >= 0 and count + before <= engine.max_model_len for count, before in work)
@@ -38,10 +38,10 @@ def test_it_fits_into_any_pool(settings: dict[str, Any], checkpoint: Callable[..
     assert engine.pool.num_free == engine.pool.num_blocks and not engine.has_work
 
 
-def test_it_tells_what_steps_take(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probes_calibrate_the_cost_model(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that only steps move: 10 ms each, and 1 ms for each token."""
     now = 0.0
-    engine, meter = Engine(EngineConfig(model=str(checkpoint("llama")), num_blocks=64)), Meter()
+    engine, meter = Engine(EngineConfig(model=str(checkpoint("llama")), num_blocks=64)), CostMeter()
     step = engine.runner.step
 
     def timed(plan: dict[Sequence, int]) -> object:
@@ -52,7 +52,7 @@ def test_it_tells_what_steps_take(checkpoint: Callable[..., Path], monkeypatch: 
     monkeypatch.setattr(engine.runner, "step", timed)
     monkeypatch.setattr(warming, "time", SimpleNamespace(thread_time=lambda: now, monotonic=lambda: now))
     for work, seconds in warm_up(engine):
-        meter.knew(work, seconds)
+        meter.calibrate_step(work, seconds)
     costs = meter.costs(0.0)
     for tokens in (16, 128, 1000):
         assert costs.prefill_seconds(tokens) == pytest.approx(0.01 + 0.001 * tokens, rel=0.02)

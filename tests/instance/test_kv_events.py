@@ -1,4 +1,4 @@
-"""What routers are told of a pool: it adds up to what the pool has, whoever listens since when and however slowly."""
+"""KV events add up to the pool's content for every router, whenever it subscribes and however slowly it reads."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,26 +12,26 @@ BLOCKS = 8
 
 
 class Router:
-    """One that listens, with a real index."""
+    """A subscriber with a real prefix index."""
 
-    def __init__(self, news: KVEventPublisher) -> None:
-        self.untold: PendingKVEvents = news.open()
+    def __init__(self, publisher: KVEventPublisher) -> None:
+        self.pending: PendingKVEvents = publisher.subscribe()
         self.index = PrefixIndex()
 
-    def listen(self, limit: int) -> None:
-        removed, added = self.untold.take(limit)
+    def read(self, limit: int) -> None:
+        removed, added = self.pending.pop_batch(limit)
         assert len(removed) + len(added) <= limit
         self.index.remove("p", removed)
         self.index.add("p", added)
 
 
-class NewsMachine(RuleBasedStateMachine):
-    """A real pool whose blocks come and go, and routers that join, listen in pieces, and leave."""
+class KVEventsMachine(RuleBasedStateMachine):
+    """A real pool whose blocks are cached and evicted, and routers that subscribe, read in batches, and unsubscribe."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool, self.news = BlockPool(BLOCKS, 16), KVEventPublisher()
-        self.pool.on_change = self.news.changed
+        self.pool, self.publisher = BlockPool(BLOCKS, 16), KVEventPublisher()
+        self.pool.on_change = self.publisher.publish
         self.routers: list[Router] = []
         self.held: list[list[int]] = []
 
@@ -53,60 +53,60 @@ class NewsMachine(RuleBasedStateMachine):
         self.pool.clear_cache()
 
     @rule()
-    def join(self) -> None:
-        self.routers.append(Router(self.news))
+    def subscribe(self) -> None:
+        self.routers.append(Router(self.publisher))
 
     @rule(which=st.integers(0, 99))
-    def leave(self, which: int) -> None:
+    def unsubscribe(self, which: int) -> None:
         if self.routers:
-            self.news.close(self.routers.pop(which % len(self.routers)).untold)
+            self.publisher.unsubscribe(self.routers.pop(which % len(self.routers)).pending)
 
     @rule(which=st.integers(0, 99), limit=st.integers(1, 4))
-    def listen(self, which: int, limit: int) -> None:
+    def read(self, which: int, limit: int) -> None:
         if self.routers:
-            self.routers[which % len(self.routers)].listen(limit)
+            self.routers[which % len(self.routers)].read(limit)
 
     @invariant()
-    def what_is_kept_is_bounded_by_the_pool(self) -> None:
+    def pending_events_are_bounded_by_the_pool(self) -> None:
         for router in self.routers:
-            assert len(router.untold) <= 2 * BLOCKS
-            assert router.index.blocks("p") <= BLOCKS
+            assert len(router.pending) <= 2 * BLOCKS
+            assert router.index.num_blocks("p") <= BLOCKS
 
     def teardown(self) -> None:
         keys = [number.to_bytes(16) for number in range(16)]
-        has = {key for key in keys if self.pool.match([key])}
-        for router in [*self.routers, Router(self.news)]:
-            while router.untold:
-                router.listen(3)
-            assert {key for key in keys if router.index.match([key])} == has
-            assert router.index.blocks("p") == len(has)
+        cached = {key for key in keys if self.pool.match([key])}
+        for router in [*self.routers, Router(self.publisher)]:
+            while router.pending:
+                router.read(3)
+            assert {key for key in keys if router.index.match([key])} == cached
+            assert router.index.num_blocks("p") == len(cached)
 
 
-TestNews = NewsMachine.TestCase
-TestNews.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestKVEvents = KVEventsMachine.TestCase
+TestKVEvents.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
-def test_what_has_gone_is_told_before_what_has_come() -> None:
-    pool, news = BlockPool(2, 16), KVEventPublisher()
-    pool.on_change = news.changed
-    router = Router(news)
-    for first in (0, 2, 4):  # each pair takes the place of the one before
+def test_removals_are_sent_before_additions() -> None:
+    pool, publisher = BlockPool(2, 16), KVEventPublisher()
+    pool.on_change = publisher.publish
+    router = Router(publisher)
+    for first in (0, 2, 4):  # each pair evicts the one before
         blocks = pool.allocate(2)
         for block, number in zip(blocks, (first, first + 1), strict=True):
             pool.register(block, bytes([number]) * 16)
         pool.release(blocks)
-        while router.untold:
-            router.listen(1)
-            assert router.index.blocks("p") <= 2
+        while router.pending:
+            router.read(1)
+            assert router.index.num_blocks("p") <= 2
 
 
-def test_what_came_and_went_in_between_is_never_told() -> None:
-    pool, news = BlockPool(1, 16), KVEventPublisher()
-    pool.on_change = news.changed
-    router = Router(news)
+def test_blocks_that_were_evicted_again_are_never_sent() -> None:
+    pool, publisher = BlockPool(1, 16), KVEventPublisher()
+    pool.on_change = publisher.publish
+    router = Router(publisher)
     for number in range(1000):
         (block,) = pool.allocate(1)
         pool.register(block, number.to_bytes(16))
         pool.release([block])
-        assert len(router.untold) == 1
-    assert router.untold.take(10) == ([], [(999).to_bytes(16)])
+        assert len(router.pending) == 1
+    assert router.pending.pop_batch(10) == ([], [(999).to_bytes(16)])

@@ -1,4 +1,4 @@
-"""The link of an instance to a router that the test plays: one that reads, one that is restarted, one that does not."""
+"""Links of an instance to a simulated router: reading, restarted, not reading, and silent."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from pdserve.cli.deployment import free_port
-from pdserve.control.wire import Wire
+from pdserve.control.frame_connection import FrameConnection
 from pdserve.engine.block_pool import BlockPool
 from pdserve.instance.kv_events import KVEventPublisher
-from pdserve.instance.router_link import NEWS_KEYS, Links
+from pdserve.instance.router_link import MAX_KEYS_PER_FRAME, RouterLinks
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.scheduling.prefix_index import PrefixIndex
 
 BLOCKS = 3000
 
 
-class Router(Wire[pb.InstanceFrame, pb.RouterFrame]):
-    """Keeps an index."""
+class Router(FrameConnection[pb.InstanceFrame, pb.RouterFrame]):
+    """Router end of a link, with a prefix index of the instance's pool."""
 
     def __init__(self) -> None:
         super().__init__(pb.InstanceFrame)
@@ -30,11 +30,11 @@ class Router(Wire[pb.InstanceFrame, pb.RouterFrame]):
     def receive(self, frame: pb.InstanceFrame) -> None:
         self.frames.append(frame)
         if frame.HasField("hello"):
-            self.put(pb.RouterFrame(welcome=pb.Welcome()))
+            self.send(pb.RouterFrame(welcome=pb.Welcome()))
         self.index.remove("i", split(frame.blocks.removed))
         self.index.add("i", split(frame.blocks.added))
 
-    def read(self, *, on: bool) -> None:
+    def set_reading(self, *, on: bool) -> None:
         assert self._transport is not None
         (self._transport.resume_reading if on else self._transport.pause_reading)()
 
@@ -43,20 +43,23 @@ def split(joined: bytes) -> list[bytes]:
     return [joined[i : i + 16] for i in range(0, len(joined), 16)]
 
 
-class Stage:
-    """An instance's links and pool, without an engine, and a router at the other end."""
+class Harness:
+    """The links and the pool of an instance without an engine, and a router at the other end."""
 
     def __init__(self) -> None:
         self.port = free_port()
-        self.pool, self.news = BlockPool(BLOCKS, 16), KVEventPublisher()
-        self.pool.on_change = self.news.changed
-        self.links = Links([f"127.0.0.1:{self.port}"])
+        self.pool, self.kv_events = BlockPool(BLOCKS, 16), KVEventPublisher()
+        self.pool.on_change = self.kv_events.publish
+        self.links = RouterLinks([f"127.0.0.1:{self.port}"])
         self.next_key = 0
         instance = SimpleNamespace(
-            news=self.news, load=pb.Heartbeat(), others=lambda link: pb.Load(), drop_link=lambda link: None
+            kv_events=self.kv_events,
+            heartbeat=pb.Heartbeat(),
+            other_load=lambda link: pb.Load(),
+            drop_link=lambda link: None,
         )
         hello = pb.Hello(instance_id="i")
-        self.serving = asyncio.create_task(self.links.run(instance, hello))  # type: ignore[arg-type]  # what links use of an instance
+        self.serving = asyncio.create_task(self.links.run(instance, hello))  # type: ignore[arg-type]  # the attributes that links use
 
     @asynccontextmanager
     async def router(self) -> AsyncIterator[Router]:
@@ -69,7 +72,7 @@ class Stage:
             router.abort()
 
     def compute(self, count: int) -> None:
-        """That many new blocks, in the place of the oldest."""
+        """Cache `count` new blocks, which evict the oldest ones."""
         for _ in range(count):
             (block,) = self.pool.allocate(1)
             self.pool.register(block, self.next_key.to_bytes(16))
@@ -80,84 +83,86 @@ class Stage:
         return {number.to_bytes(16) for number in range(max(0, self.next_key - BLOCKS), self.next_key)}
 
 
-async def converged(stage: Stage, router: Router) -> None:
-    expected = stage.keys()
-    while router.index.blocks("i") != len(expected) or not all(router.index.match([key]) for key in expected):
+async def wait_until_synced(harness: Harness, router: Router) -> None:
+    expected = harness.keys()
+    while router.index.num_blocks("i") != len(expected) or not all(router.index.match([key]) for key in expected):
         await asyncio.sleep(0.02)
 
 
-def play(story: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(story, 600))
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 600))
 
 
-def test_a_router_that_comes_late_or_again_learns_everything() -> None:
-    async def story() -> None:
-        stage = Stage()
-        stage.compute(BLOCKS - 100)
+def test_a_router_that_attaches_late_or_again_receives_the_whole_pool() -> None:
+    async def scenario() -> None:
+        harness = Harness()
+        harness.compute(BLOCKS - 100)
         for _ in range(2):
-            async with stage.router() as router:
-                await converged(stage, router)
-                stage.compute(300)
-                await converged(stage, router)
-                told = [frame.blocks for frame in router.frames if frame.HasField("blocks")]
-                assert max(len(blocks.added + blocks.removed) for blocks in told) <= NEWS_KEYS * 16
-                assert told[-1].untold == 0
-            stage.compute(10)  # nobody is told
-        stage.serving.cancel()
+            async with harness.router() as router:
+                await wait_until_synced(harness, router)
+                harness.compute(300)
+                await wait_until_synced(harness, router)
+                received = [frame.blocks for frame in router.frames if frame.HasField("blocks")]
+                assert max(len(blocks.added + blocks.removed) for blocks in received) <= MAX_KEYS_PER_FRAME * 16
+                assert received[-1].untold == 0
+            harness.compute(10)  # while no router is attached
+        harness.serving.cancel()
 
-    play(story())
+    run(scenario())
 
 
-def test_tokens_do_not_wait_behind_a_pools_content() -> None:
-    async def story() -> None:
-        stage = Stage()
-        stage.compute(BLOCKS)
-        async with stage.router() as router:
-            while not stage.news._routers or len(stage.news._routers[0]) == BLOCKS:
+def test_tokens_do_not_queue_behind_kv_events() -> None:
+    async def scenario() -> None:
+        harness = Harness()
+        harness.compute(BLOCKS)
+        async with harness.router() as router:
+            while not harness.kv_events._subscribers or len(harness.kv_events._subscribers[0]) == BLOCKS:
                 await asyncio.sleep(0)
-            stage.links.broadcast(pb.InstanceFrame(step=pb.Step()))
-            await converged(stage, router)
+            harness.links.broadcast(pb.InstanceFrame(step=pb.Step()))
+            await wait_until_synced(harness, router)
             kinds = [frame.WhichOneof("frame") for frame in router.frames]
             assert kinds.count("blocks") == 3 and "step" in kinds[: -kinds[::-1].index("blocks") - 1]
-        stage.serving.cancel()
+        harness.serving.cancel()
 
-    play(story())
+    run(scenario())
 
 
-def test_a_router_that_does_not_read_costs_no_more_than_the_pools_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.instance.router_link.NEWS_S", 0.001)  # fills sooner what sockets buffer, some MB
+def test_pending_events_of_a_router_that_does_not_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "pdserve.instance.router_link.UPDATE_INTERVAL_S", 0.001
+    )  # fills the socket buffers, some MB, sooner
 
-    async def story() -> None:
-        stage = Stage()
-        async with stage.router() as router:
-            stage.compute(1)
-            await converged(stage, router)
-            router.read(on=False)
-            (untold,) = stage.news._routers
+    async def scenario() -> None:
+        harness = Harness()
+        async with harness.router() as router:
+            harness.compute(1)
+            await wait_until_synced(harness, router)
+            router.set_reading(on=False)
+            (pending,) = harness.kv_events._subscribers
             stuck_since, loop = 0.0, asyncio.get_running_loop()
             while not stuck_since or loop.time() - stuck_since < 1.0:
-                stage.compute(BLOCKS // 10)
-                assert len(untold) <= 2 * BLOCKS
-                before = len(untold)
+                harness.compute(BLOCKS // 10)
+                assert len(pending) <= 2 * BLOCKS
+                before = len(pending)
                 await asyncio.sleep(0.005)
-                stuck_since = 0.0 if len(untold) < before else stuck_since or loop.time()
-            router.read(on=True)
-            await converged(stage, router)
-        stage.serving.cancel()
+                stuck_since = 0.0 if len(pending) < before else stuck_since or loop.time()
+            router.set_reading(on=True)
+            await wait_until_synced(harness, router)
+        harness.serving.cancel()
 
-    play(story())
+    run(scenario())
 
 
-def test_a_router_that_says_nothing_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.instance.router_link.SILENCE_S", 0.3)
+def test_a_silent_router_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.instance.router_link.SILENCE_TIMEOUT_S", 0.3)
 
-    async def story() -> None:
-        stage, told = Stage(), 0
+    async def scenario() -> None:
+        harness, told = Harness(), 0
         while told < 2:  # on a busy machine, the instance may hang up before it has sent a heartbeat
-            async with stage.router() as router:
+            async with harness.router() as router:
                 await router.closed
                 assert router.frames[0].HasField("hello")
                 told += any(frame.HasField("heartbeat") for frame in router.frames)
-        stage.serving.cancel()
+        harness.serving.cancel()
 
-    play(story())
+    run(scenario())

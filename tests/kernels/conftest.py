@@ -1,4 +1,4 @@
-"""Fixtures for kernels: pools in which everything that no sequence has written is NaN."""
+"""Fixtures for kernel tests: pools in which every slot that no sequence has written is NaN."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import torch
 from pdserve.config import EngineConfig
 from pdserve.costs import Costs
 from pdserve.engine.engine import Engine
-from pdserve.kernels import cpu, reference
+from pdserve.kernels import cpu, native, reference
 from pdserve.kernels.batch import Kernel, PagedBatch
 from pdserve.request import SamplingParams
 
@@ -20,7 +20,7 @@ LAYERS, LAYER = 3, 1
 
 @dataclass(frozen=True)
 class Case:
-    """One call: new tokens, the pool that they go to, and what comes out in float32 on the reference kernel."""
+    """Inputs of one attention call. `expected` is the result of the reference kernel in float32."""
 
     batch: PagedBatch
     q_THD: torch.Tensor
@@ -36,8 +36,8 @@ class Case:
         reference.write_kv(cache_N2GBD, self.k_TGD.float(), self.v_TGD.float(), self.batch.slots_T)
         return reference.attend(self.q_THD.float(), cache_N2GBD, self.batch, scale, window, softcap)
 
-    def hide(self, window: int | None) -> None:
-        """What no new token sees becomes NaN, as if the blocks were somebody else's by now."""
+    def poison_out_of_window(self, window: int | None) -> None:
+        """Overwrite KV outside of every new token's window with NaN, as if the blocks had been reused."""
         batch, size = self.batch, self.batch.block_size
         for row, (new, kv) in enumerate(zip(batch.query_lens, batch.kv_lens, strict=True)):
             at = torch.arange(max(0, kv - new + 1 - (window or kv)), device=batch.tables_SM.device)
@@ -49,7 +49,7 @@ MakeCase = Callable[..., Case]
 
 @pytest.fixture
 def make_case() -> MakeCase:
-    """make_case(dtype, H, G, D, B, [(new tokens, KV tokens), …], kernel, device) → a Case."""
+    """Return a factory: make_case(dtype, H, G, D, B, [(new tokens, KV tokens), …], kernel, device) → Case."""
 
     def make(
         dtype: torch.dtype,
@@ -91,7 +91,7 @@ def make_case() -> MakeCase:
             kv_lens_S=torch.tensor([kv for _, kv in lengths], device=device),
             kernel=kernel,
         )
-        # As transformers hands them over: heads first in memory.
+        # Heads first in memory, as transformers passes them.
         q, k, v = (normal(count, total, size).to(device).transpose(0, 1) for count in (heads, kv_heads, kv_heads))
         return Case(batch, q, k, v)
 
@@ -99,11 +99,19 @@ def make_case() -> MakeCase:
 
 
 @pytest.fixture
+def unbuilt_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Simulate a process that has not loaded the native library; returns its empty cache directory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "library", native.library.__wrapped__)
+    return tmp_path
+
+
+@pytest.fixture
 def cpu_kernel() -> Kernel:
-    """The compiled kernel; skips where it cannot be built."""
+    """The compiled kernel; skips the test where it cannot be built."""
     try:
-        cpu.library()
-    except cpu.CannotBuild as error:
+        native.library()
+    except native.BuildError as error:
         pytest.skip(str(error))
     return cpu
 
@@ -122,7 +130,10 @@ def continue_greedily(engine: Engine, prompts: list[list[int]], new_tokens: int)
 
 @pytest.fixture
 def equals_generate(checkpoint: Callable[..., Path], generate: Callable[..., list[list[int]]]) -> Callable[..., Engine]:
-    """equals_generate(architecture, prompts, new_tokens, **settings) checks the whole engine, cold and warm → the engine."""
+    """Return a check of the whole engine, with a cold and a warm prefix cache.
+
+    equals_generate(architecture, prompts, new_tokens, **settings) → the engine.
+    """
 
     def check(architecture: str, prompts: list[list[int]], new_tokens: int, **settings: Any) -> Engine:
         path = checkpoint(architecture)
@@ -139,13 +150,15 @@ def equals_generate(checkpoint: Callable[..., Path], generate: Callable[..., lis
 def equals_generate_while_preempting(
     checkpoint: Callable[..., Path], generate: Callable[..., list[list[int]]]
 ) -> Callable[..., None]:
-    """The same in a pool that is too small for all prompts: recomputing and, with swap_space, swapping."""
+    """Return the same check in a pool too small for all prompts: by recomputing or, with swap_space, by swapping."""
 
     def check(prompts: list[list[int]], new_tokens: int, swap_space: float, **settings: Any) -> None:
         path = checkpoint("llama")
         expected = generate(path, prompts, new_tokens)
         engine = Engine(EngineConfig(model=str(path), swap_space=swap_space, **settings))
-        engine.scheduler.costs = Costs(prefill=(1, 1, 0), swap=(0, 0))  # who can be swapped is
+        engine.scheduler.costs = Costs(
+            prefill=(1, 1, 0), swap=(0, 0)
+        )  # swapping is free, so it is chosen if there is room
         for _ in range(2):
             before, swapped = engine.scheduler.num_preemptions, engine.scheduler.num_swaps
             assert continue_greedily(engine, prompts, new_tokens) == expected

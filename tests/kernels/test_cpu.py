@@ -1,4 +1,4 @@
-"""The compiled kernel equals the reference, computed in float32."""
+"""CPU kernel: equals the reference kernel in float32."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +13,7 @@ from pdserve.kernels.batch import Kernel
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 DTYPES = list(TOLERANCE)
 
-# (new tokens, KV tokens): decoding, prefilling from nothing, behind a cached prefix, over more than one tile of rows.
+# (new tokens, KV tokens): decode, prefill, prefill behind a cached prefix, prefill of more than one tile of rows.
 RAGGED = [(1, 1), (5, 5), (1, 700), (1, 33), (130, 200), (1, 64), (40, 300)]
 WINDOWS_AND_CAPS = [(None, None), (50, None), (None, 20.0), (100, 30.0)]
 
@@ -21,13 +21,13 @@ pytestmark = pytest.mark.usefixtures("cpu_kernel")
 
 
 def check(case: Any, window: int | None, softcap: float | None) -> None:
-    """Unsplit and split over KV, with and without the processor's matrix instructions."""
+    """Compare with the reference, unsplit and split over KV, with and without AMX."""
     scale, dtype = case.q_THD.shape[2] ** -0.5, case.q_THD.dtype
     expected = case.expected(scale, window, softcap)
     cpu.write_kv(case.cache_N2GBD, case.k_TGD, case.v_TGD, case.batch.slots_T)
-    case.hide(window)
-    for longest_run, amx in ((1 << 20, False), (64, True)):
-        got = cpu.attend(case.q_THD, case.cache_N2GBD, case.batch, scale, window, softcap, longest_run, amx)
+    case.poison_out_of_window(window)
+    for max_split, use_amx in ((1 << 20, False), (64, True)):
+        got = cpu.attend(case.q_THD, case.cache_N2GBD, case.batch, scale, window, softcap, max_split, use_amx)
         assert got.dtype == dtype
         torch.testing.assert_close(got.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     again = reference.attend(case.q_THD, case.cache_N2GBD, case.batch, scale, window, softcap)
@@ -62,7 +62,7 @@ def test_block_sizes(dtype: torch.dtype, block_size: int, make_case: Callable[..
     + [[(n, n)] for n in (2, 7, 8, 9, 31, 32, 33, 255, 256, 257)]
     + [[(2, n), (16, n)] for n in (255, 256, 257, 258, 530)],
 )
-def test_borders(dtype: torch.dtype, lengths: list[tuple[int, int]], make_case: Callable[..., Any]) -> None:
+def test_tile_boundaries(dtype: torch.dtype, lengths: list[tuple[int, int]], make_case: Callable[..., Any]) -> None:
     for window in (None, 1, 33):
         check(make_case(dtype, 4, 2, 32, 16, lengths, cpu), window, None)
 
@@ -76,20 +76,20 @@ def test_large_scores_stay_finite(dtype: torch.dtype, make_case: Callable[..., A
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_prefill_in_pieces(dtype: torch.dtype, make_case: Callable[..., Any]) -> None:
-    """To the bit: what a token gets does not depend on what is computed beside it."""
+def test_chunked_prefill_is_bit_identical(dtype: torch.dtype, make_case: Callable[..., Any]) -> None:
+    """A token's output does not depend on the rest of the batch."""
     case = make_case(dtype, 6, 2, 64, 16, [(600, 600)], cpu)
     cpu.write_kv(case.cache_N2GBD, case.k_TGD, case.v_TGD, case.batch.slots_T)
     whole = cpu.attend(case.q_THD, case.cache_N2GBD, case.batch, 0.125, None, None)
     for first, end in ((0, 77), (77, 340), (340, 600)):
-        piece = replace(case.batch, query_lens=[end - first], kv_lens=[end], kv_lens_S=torch.tensor([end]))
-        got = cpu.attend(case.q_THD[first:end], case.cache_N2GBD, piece, 0.125, None, None)
+        chunk = replace(case.batch, query_lens=[end - first], kv_lens=[end], kv_lens_S=torch.tensor([end]))
+        got = cpu.attend(case.q_THD[first:end], case.cache_N2GBD, chunk, 0.125, None, None)
         assert torch.equal(got, whole[first:end])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_any_number_of_threads(dtype: torch.dtype, threads: int, make_case: Callable[..., Any]) -> None:
+def test_thread_counts(dtype: torch.dtype, threads: int, make_case: Callable[..., Any]) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -108,7 +108,7 @@ def test_write_kv(dtype: torch.dtype, make_case: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_blocks(dtype: torch.dtype, cpu_kernel: Kernel) -> None:
+def test_block_copies(dtype: torch.dtype, cpu_kernel: Kernel) -> None:
     pool = torch.randn(7, 2, 2, 2, 8, 20).to(dtype)
     sources, targets = torch.tensor([5, 0, 0]), torch.tensor([1, 6, 2])
     for kernel in (reference, cpu_kernel):

@@ -1,4 +1,4 @@
-"""Sampling with the compiled kernel: on any logits the tokens of the torch reference, and nearly always without its help."""
+"""Sampling kernel: the tokens of the torch reference on any logits, nearly always without its help."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdserve.engine.sampler import sample
 from pdserve.engine.sequence import Sequence
-from pdserve.kernels import cpu, elementwise
+from pdserve.kernels import elementwise, native
 from pdserve.kernels.draw import draw
 from pdserve.request import SamplingParams
 
@@ -21,7 +21,7 @@ KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "plain": lambda x: 3 * x,
     "steep": lambda x: 60 * x,
     "flat": lambda x: x / 10,
-    "of few values": lambda x: x.round(),
+    "few distinct values": lambda x: x.round(),
     "all equal": torch.zeros_like,
     "equal to the last bit": lambda x: 1e-20 * x,
     "one huge": lambda x: x.index_fill(1, torch.tensor([x.shape[1] // 2]), 1e4),
@@ -34,13 +34,13 @@ KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def seqs(params: list[dict[str, Any]], first_seed: int = 0) -> list[Sequence]:
-    """One for each row's sampling parameters, with seeds from the first on."""
-    given = [SamplingParams(**{"seed": first_seed + i, **kwargs}) for i, kwargs in enumerate(params)]
-    return [Sequence("r", [0] * (1 + i), 1, 1, sampling, b"", 16) for i, sampling in enumerate(given)]
+    """Return one sequence per set of sampling parameters, with consecutive seeds."""
+    samplings = [SamplingParams(**{"seed": first_seed + i, **kwargs}) for i, kwargs in enumerate(params)]
+    return [Sequence("r", [0] * (1 + i), 1, 1, sampling, b"", 16) for i, sampling in enumerate(samplings)]
 
 
-def by_reference(logits_SV: torch.Tensor, rows: list[Sequence]) -> list[int]:
-    with mock.patch.object(cpu, "can_build", lambda: False):
+def sample_by_reference(logits_SV: torch.Tensor, rows: list[Sequence]) -> list[int]:
+    with mock.patch.object(native, "is_available", lambda: False):
         return sample(logits_SV.clone(), rows)
 
 
@@ -62,34 +62,34 @@ PARAMS = st.fixed_dictionaries(
     params=st.lists(PARAMS, min_size=1, max_size=6),
     seed=st.integers(0, 2**63 - 99),
 )
-def test_tokens_are_those_of_the_reference(
+def test_tokens_equal_the_reference(
     dtype: torch.dtype, kind: str, vocab: int, params: list[dict[str, Any]], seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits_SV = KINDS[kind](torch.randn(len(params), vocab, generator=generator)).to(dtype)
     rows = seqs(params, seed)
-    assert sample(logits_SV.clone(), rows) == by_reference(logits_SV, rows)
+    assert sample(logits_SV.clone(), rows) == sample_by_reference(logits_SV, rows)
 
 
 @pytest.mark.parametrize(
     "filters", [{"top_k": 7}, {"top_p": 0.5}, {"top_k": 10, "top_p": 0.5}, {"min_p": 1.0}], ids=str
 )
-@pytest.mark.parametrize("kind", ["all equal", "equal to the last bit", "of few values", "plain"])
-def test_where_rounding_would_decide_the_reference_does(kind: str, filters: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", ["all equal", "equal to the last bit", "few distinct values", "plain"])
+def test_ties_are_left_to_the_reference(kind: str, filters: dict[str, Any]) -> None:
     for vocab in (17, 300):
         logits_SV = KINDS[kind](torch.randn(100, vocab, generator=torch.Generator().manual_seed(vocab)))
-        assert sample(logits_SV.clone(), seqs([filters] * 100)) == by_reference(logits_SV, seqs([filters] * 100))
+        assert sample(logits_SV.clone(), seqs([filters] * 100)) == sample_by_reference(logits_SV, seqs([filters] * 100))
 
 
-def test_a_large_vocabulary() -> None:
+def test_large_vocabulary() -> None:
     torch.manual_seed(0)
     params: list[dict[str, Any]] = [{}, {"top_p": 0.95}, {"top_k": 20, "top_p": 0.9}, {"min_p": 0.01}, {"top_k": 5000}]
     logits_SV = torch.randn(len(params), 50_000).mul(2.5).bfloat16()
-    assert sample(logits_SV.clone(), seqs(params)) == by_reference(logits_SV, seqs(params))
+    assert sample(logits_SV.clone(), seqs(params)) == sample_by_reference(logits_SV, seqs(params))
 
 
 @pytest.mark.parametrize("filters", [(0, 1, 0), (20, 1, 0), (0, 0.9, 0), (0, 1, 0.02), (50, 0.9, 0.01)], ids=str)
-def test_the_reference_is_hardly_ever_asked(filters: tuple[int, float, float]) -> None:
+def test_reference_is_rarely_needed(filters: tuple[int, float, float]) -> None:
     torch.manual_seed(0)
     rows, logits_SV = list(range(2000)), torch.randn(2000, 500)
     drawn_R = draw(logits_SV, elementwise.argmax(logits_SV), rows, rows, [(1.0, *filters)] * 2000)
@@ -97,7 +97,7 @@ def test_the_reference_is_hardly_ever_asked(filters: tuple[int, float, float]) -
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "NaN" in kind or "infinity" in kind or "all forb" in kind])
-def test_a_row_that_is_not_all_numbers_is_left_to_the_reference(kind: str) -> None:
+def test_rows_with_non_finite_logits_are_left_to_the_reference(kind: str) -> None:
     logits_SV = KINDS[kind](torch.linspace(-2, 2, 100).repeat(3, 1))
     logits_SV[0] = torch.linspace(-1, 1, 100)
     drawn = draw(logits_SV, elementwise.argmax(logits_SV), [2, 0], [1, 2], [(1.0, 0, 1, 0)] * 2).tolist()

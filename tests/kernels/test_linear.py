@@ -1,11 +1,11 @@
-"""The linear kernel equals a product in float64, rounded, for every way that rows and columns are cut into tiles."""
+"""Linear kernel: equals a rounded float64 product for every division of rows and columns into tiles."""
 
 import pytest
 import torch
 
 from pdserve.kernels import elementwise, linear
 
-if not linear.available():
+if not linear.is_available():
     pytest.skip("needs a processor with AMX, and a compiler", allow_module_level=True)
 
 
@@ -17,20 +17,25 @@ def threads(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("wide", "high"), [(32, 32), (64, 96), (128, 160), (40, 1), (7, 70), (256, 33), (416, 1000)])
-def test_equals_a_product_in_float64(wide: int, high: int, bias: bool) -> None:
-    torch.manual_seed(wide)
-    weight, b = torch.randn(high, wide).bfloat16(), torch.randn(high).bfloat16() if bias else None
+@pytest.mark.parametrize(
+    ("in_features", "out_features"), [(32, 32), (64, 96), (128, 160), (40, 1), (7, 70), (256, 33), (416, 1000)]
+)
+def test_equals_a_product_in_float64(in_features: int, out_features: int, bias: bool) -> None:
+    torch.manual_seed(in_features)
+    weight, b = (
+        torch.randn(out_features, in_features).bfloat16(),
+        torch.randn(out_features).bfloat16() if bias else None,
+    )
     packed = linear.pack(weight)
     for rows in (0, 1, 2, 15, 16, 17, 31, 32, 33, 48, 65, 200, 256, 257, 289, 1300):
-        x = torch.randn(rows, wide).bfloat16()
-        y = linear.linear(x, packed, high, b)
+        x = torch.randn(rows, in_features).bfloat16()
+        y = linear.linear(x, packed, out_features, b)
         exact = x.double() @ weight.double().T + (0 if b is None else b.double())
-        # Half a unit in the last place of bfloat16, and what a sum in float32 may be off.
-        torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=2**-16 * wide**0.5)
+        # Half a unit in the last place of bfloat16, and the rounding error of a sum in float32.
+        torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=2**-16 * in_features**0.5)
 
 
-def test_a_row_is_the_same_whatever_is_computed_with_it() -> None:
+def test_row_does_not_depend_on_the_batch() -> None:
     weight, x = torch.randn(200, 96).bfloat16(), torch.randn(700, 96).bfloat16()
     packed = linear.pack(weight)
     together = linear.linear(x, packed, 200, None)
@@ -40,7 +45,7 @@ def test_a_row_is_the_same_whatever_is_computed_with_it() -> None:
             assert torch.equal(linear.linear(x[rows], packed, 200, None), together[rows])
 
 
-def test_leading_dimensions_and_strides_are_the_callers() -> None:
+def test_leading_dimensions_and_strides() -> None:
     weight, x = torch.randn(64, 64).bfloat16(), torch.randn(64, 3, 2).bfloat16().permute(2, 1, 0)
     y = linear.linear(x, linear.pack(weight), 64, None)
     assert y.shape == (2, 3, 64)
@@ -48,12 +53,12 @@ def test_leading_dimensions_and_strides_are_the_callers() -> None:
 
 
 @pytest.mark.parametrize("activation", elementwise.ACTIVATIONS)
-@pytest.mark.parametrize(("wide", "high"), [(32, 32), (40, 70), (416, 1000)])
-def test_gated_layers_are_the_same_as_their_parts(wide: int, high: int, activation: str) -> None:
-    torch.manual_seed(wide)
-    gate, up = (linear.pack(torch.randn(high, wide).bfloat16()) for _ in range(2))
+@pytest.mark.parametrize(("in_features", "out_features"), [(32, 32), (40, 70), (416, 1000)])
+def test_gated_layers_equal_their_parts(in_features: int, out_features: int, activation: str) -> None:
+    torch.manual_seed(in_features)
+    gate, up = (linear.pack(torch.randn(out_features, in_features).bfloat16()) for _ in range(2))
     for rows in (0, 1, 15, 17, 33, 300, 1300):
-        x = torch.randn(rows, wide).bfloat16()
-        y = linear.linear(x, gate, high, None)
-        elementwise.gate(y, linear.linear(x, up, high, None), activation)
-        assert torch.equal(linear.gated(x, gate, up, high, activation), y)
+        x = torch.randn(rows, in_features).bfloat16()
+        y = linear.linear(x, gate, out_features, None)
+        elementwise.gate(y, linear.linear(x, up, out_features, None), activation)
+        assert torch.equal(linear.gated(x, gate, up, out_features, activation), y)

@@ -1,4 +1,4 @@
-"""Asking for huge pages changes no value, whatever the tensor; memory that was freed is there for the next step."""
+"""Memory advice: huge pages keep all values, and malloc keeps freed memory."""
 
 import resource
 import sys
@@ -6,12 +6,12 @@ import sys
 import pytest
 import torch
 
-from pdserve.kernels.cpu import huge_pages, keep_freed_memory
+from pdserve.kernels.memory import huge_pages, keep_freed_memory
 
 
 @pytest.mark.parametrize("count", [0, 1, 1 << 20, (5 << 20) + 3])
 @pytest.mark.parametrize("written", [False, True])
-def test_values_stay(count: int, written: bool) -> None:
+def test_huge_pages_keep_values(count: int, written: bool) -> None:
     x = torch.arange(count)
     huge_pages(x, written=written)
     assert torch.equal(x, torch.arange(count))
@@ -19,11 +19,11 @@ def test_values_stay(count: int, written: bool) -> None:
     assert torch.equal(x, torch.arange(count))
 
 
-def test_freed_memory_needs_no_new_pages() -> None:
+def test_freed_memory_is_reused_without_page_faults() -> None:
     assert sys.platform == "linux"
-    size = 48 << 20  # more than malloc ever keeps by itself
+    size = 48 << 20  # more than malloc keeps by default
     if keep_freed_memory() < size:
-        pytest.skip("needs the malloc of glibc, not too old a one")
+        pytest.skip("needs the malloc of a recent glibc")
     faults = []
     for _ in range(2):
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt

@@ -25,7 +25,7 @@ from pdserve.kv_transfer.connectors.redis_connector import RedisConnector
 from pdserve.kv_transfer.connectors.shm import ShmConnector
 from pdserve.kv_transfer.connectors.tiered import TieredConnector
 from pdserve.kv_transfer.header import HEADER_BYTES, Row
-from pdserve.kv_transfer.rules.trial import make_layout
+from pdserve.kv_transfer.rules.context import make_layout
 
 SCHEMES = ["memory", "shm", "file", "redis", "redis+cluster"]
 CLASSES: dict[str, Callable[[str], Connector]] = {

@@ -94,7 +94,7 @@ def test_lossless_codecs_are_bit_exact(name: str, dtype: str) -> None:
     codec = codec_of(name, dtype)
     for row in special_rows(dtype):
         payload = codec.encode(row)
-        assert len(payload) in codec.lengths
+        assert len(payload) in codec.payload_lengths
         np.testing.assert_array_equal(codec.decode(payload.tobytes()), row)
     assert not codec.lossy
 
@@ -116,7 +116,7 @@ def test_what_does_not_get_shorter_stays_as_it_is(name: str) -> None:
 
 def test_none_gives_the_row_itself_in_todays_namespace() -> None:
     codec, row = codec_of("none"), special_rows("float32")[0]
-    assert codec.encode(row) is row and codec.as_is
+    assert codec.encode(row) is row and codec.is_identity
     assert codec.namespace == layout_of("float32").namespace
 
 
@@ -130,8 +130,8 @@ def test_namespaces_of_codecs_differ() -> None:
 def test_lossy_codecs_have_one_shorter_length(name: str, dtype: str) -> None:
     codec, layout = codec_of(name, dtype), layout_of(dtype)
     heads = LAYERS * 2 * HEADS
-    assert list(codec.lengths) == [heads * TOKENS * DIM + heads * layout.itemsize]
-    assert all(len(codec.encode(row)) == codec.lengths[0] for row in special_rows(dtype))
+    assert list(codec.payload_lengths) == [heads * TOKENS * DIM + heads * layout.itemsize]
+    assert all(len(codec.encode(row)) == codec.payload_lengths[0] for row in special_rows(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -175,13 +175,21 @@ def test_a_head_that_is_not_finite_comes_back_as_nan_and_its_neighbours_as_they_
 @given(st.sampled_from([*LOSSLESS, *LOSSY]), st.data())
 def test_any_bytes_are_decoded_or_refused(name: str, data: Any) -> None:
     codec = codec_of(name, "bfloat16")
-    size = data.draw(st.sampled_from([codec.lengths[0], codec.lengths[len(codec.lengths) // 9], codec.lengths[-1]]))
+    size = data.draw(
+        st.sampled_from(
+            [
+                codec.payload_lengths[0],
+                codec.payload_lengths[len(codec.payload_lengths) // 9],
+                codec.payload_lengths[-1],
+            ]
+        )
+    )
     payload = data.draw(st.binary(min_size=size, max_size=size))
     if data.draw(st.booleans()):  # nearly right
         real = codec.encode(special_rows("bfloat16")[data.draw(st.integers(0, 7))]).tobytes()
         at = data.draw(st.integers(0, len(real) - 1))
         payload = real[:at] + payload[: min(9, len(real) - at)] + real[at + 9 :]
-    if len(payload) not in codec.lengths:
+    if len(payload) not in codec.payload_lengths:
         return
     try:
         row = codec.decode(payload)
@@ -337,7 +345,7 @@ def test_a_signed_payload_that_cannot_be_decoded_is_corrupt(
     one, (key,) = kept(name), new_keys(1)
     before = one.memory.rows.copy()
     payload = b"\xff" * 700
-    one.values[one._name(key)] = bytearray(one.seal.pack(key, payload) + payload)
+    one.values[one._name(key)] = bytearray(one.header_format.pack(key, payload) + payload)
     assert one.load([key], [1]).result(60).outcomes == [Outcome.CORRUPT]
     np.testing.assert_array_equal(one.memory.rows, before)
     assert not one.values, "removed"
@@ -380,7 +388,7 @@ def test_what_was_verified_is_what_is_decoded(
 @pytest.mark.parametrize(
     ("url", "sentence"),
     [
-        ("memory://x?codec=gzip", "codec is wrong: 'gzip' is none of none, lz4, zstd, fp8, int8"),
+        ("memory://x?codec=gzip", "codec is invalid: 'gzip' is not one of none, lz4, zstd, fp8, int8"),
         ("nixl://?codec=zstd", "nixl:// reads pools in place"),
     ],
 )
@@ -393,7 +401,7 @@ def test_a_lossy_codec_needs_numbers() -> None:
     layout = Layout(
         model_fingerprint="a", num_layers=1, num_kv_heads=1, head_dim=8, block_size=1, dtype="uint8", itemsize=1
     )
-    with pytest.raises(SetupError, match="codec=int8 is for KV in float32, float16, bfloat16, not in uint8"):
+    with pytest.raises(SetupError, match="codec=int8 supports KV in float32, float16, bfloat16, not in uint8"):
         connect("memory://x?codec=int8").attach(PoolMemory(np.zeros((2, 16), np.uint8), layout))
 
 

@@ -24,8 +24,8 @@ from pdserve.kv_transfer import conformance
 from pdserve.kv_transfer.bench import figures, parse_counts
 from pdserve.kv_transfer.conformance import RULES, Verdict, check, declared_version, name_of, rules_named, try_rule
 from pdserve.kv_transfer.connectors import memory, shm, shm_segment
-from pdserve.kv_transfer.rules import conduct, trial
-from pdserve.kv_transfer.rules.trial import Trial, new_keys
+from pdserve.kv_transfer.rules import behaviour, context
+from pdserve.kv_transfer.rules.context import new_keys
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = Path(__file__).parent
@@ -73,9 +73,9 @@ def test_broken_connectors_are_caught(
     connector: type, rule: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if connector in broken.NEVER:
-        monkeypatch.setattr(trial, "GRACE_S", 3.0)
-        for module in (trial, conduct):
-            monkeypatch.setattr(module, "PATIENCE_S", 1.0)
+        monkeypatch.setattr(context, "GRACE_S", 3.0)
+        for module in (context, behaviour):
+            monkeypatch.setattr(module, "WAIT_LIMIT_S", 1.0)
     scheme = f"broken-{connector.__name__.lower()}"
     name = f"/{tmp_path}" if connector.__mro__[1].__name__ == "FileConnector" else f"test-{uuid.uuid4().hex}"
     size = "" if connector.__mro__[1].__name__ == "FileConnector" else "size=48MiB&"
@@ -361,7 +361,7 @@ def test_the_command_passes_connectors_that_no_other_test_here_tries(
         server = request.getfixturevalue("redis_server")
         url, not_checked = f"redis+unix://{server.socket}", {"leases-under-pressure", "capacity"}
     command = [sys.executable, "-m", "pdserve", "connector", "check", url, "--seconds", "0.5", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     rules = json.loads(done.stdout[done.stdout.index("{") :])["rules"]
     assert {one["rule"] for one in rules if one["verdict"] != "holds"} == not_checked
@@ -442,11 +442,10 @@ def run_pytest(folder: Path, broken: Path, *arguments: str) -> "subprocess.Compl
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", *arguments],
         cwd=folder,
-        # Plug-ins that happen to be installed take most of the time of such a run.
-        env={**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=200,
     )
 
 
@@ -539,7 +538,7 @@ def test_a_rule_that_never_ends_is_broken(monkeypatch: pytest.MonkeyPatch) -> No
         threading.Event().wait(20)
         return ""
 
-    monkeypatch.setattr(conformance, "LONGEST_S", 0.1)
+    monkeypatch.setattr(conformance, "RULE_TIMEOUT_S", 0.1)
     report = try_rule(endless, "memory://x", seconds=0.0)
     assert report.verdict is Verdict.BROKEN and "saw none after 0.1 s" in report.detail
 

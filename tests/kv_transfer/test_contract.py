@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import Outcome
-from pdserve.kv_transfer.header import HEADER_BYTES, Seal
+from pdserve.kv_transfer.header import HEADER_BYTES, HeaderFormat
 
 KiB = 1024
 MiB = 1024 * KiB
@@ -124,7 +124,7 @@ def test_foreign_bytes_under_the_right_name_are_refused(
     instance, (key,) = attach(url), new_keys(1)
     instance.store([key], [0])
     payload = bytes(4096)
-    hands(url, instance.layout).write(key, Seal(layout_of(4096, "theirs")).pack(key, payload) + payload)
+    hands(url, instance.layout).write(key, HeaderFormat(layout_of(4096, "theirs")).pack(key, payload) + payload)
     assert instance.load([key], [8]).outcomes[0] in (Outcome.CORRUPT, Outcome.MISSING)
 
 
@@ -244,9 +244,9 @@ def test_mistakes_of_the_caller_raise_at_once(url: str, attach: Attach, new_keys
     instance, keys = attach(url, blocks=4), new_keys(2)
     with pytest.raises(ValueError, match="2 keys for 1 blocks"):
         instance.connector.store(keys, [0], lease_s=1)
-    with pytest.raises(ValueError, match="from 0 to 3"):
+    with pytest.raises(ValueError, match="between 0 and 3"):
         instance.connector.load(keys, [0, 4])
-    with pytest.raises(ValueError, match="from 0 to 3"):
+    with pytest.raises(ValueError, match="between 0 and 3"):
         instance.connector.load(keys, [0, -1])
     with pytest.raises(ValueError, match="16 bytes"):
         instance.connector.store([b"short"], [0], lease_s=1)

@@ -23,12 +23,12 @@ def plug_ins(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     here = __name__
     monkeypatch.setitem(__import__("sys").modules, here, request.module)
     added = [
-        EntryPoint("other", f"{here}:OtherVersion", registry.GROUP),
-        EntryPoint("none", f"{here}:NoConnector", registry.GROUP),
-        EntryPoint("gone", "no_such_package.connector:Gone", registry.GROUP),
-        EntryPoint("lost", f"{here}:Lost", registry.GROUP),
-        EntryPoint("twice", f"{here}:OtherVersion", registry.GROUP),
-        EntryPoint("twice", f"{here}:NoConnector", registry.GROUP),
+        EntryPoint("other", f"{here}:OtherVersion", registry.ENTRY_POINT_GROUP),
+        EntryPoint("none", f"{here}:NoConnector", registry.ENTRY_POINT_GROUP),
+        EntryPoint("gone", "no_such_package.connector:Gone", registry.ENTRY_POINT_GROUP),
+        EntryPoint("lost", f"{here}:Lost", registry.ENTRY_POINT_GROUP),
+        EntryPoint("twice", f"{here}:OtherVersion", registry.ENTRY_POINT_GROUP),
+        EntryPoint("twice", f"{here}:NoConnector", registry.ENTRY_POINT_GROUP),
     ]
     real = metadata.entry_points
 
@@ -53,23 +53,23 @@ def test_every_bundled_connector_can_be_made() -> None:
 
 
 def test_an_unknown_scheme_names_the_known_ones() -> None:
-    with pytest.raises(SetupError, match=r"no connector for s3://; installed are: .*file.*memory.*redis.*shm"):
+    with pytest.raises(SetupError, match=r"no connector for s3://; installed schemes: .*file.*memory.*redis.*shm"):
         registry.connect("s3://bucket")
 
 
 def test_what_is_no_url_names_the_known_schemes() -> None:
-    with pytest.raises(SetupError, match=r"'shm' is no connector URL; .*shm://"):
+    with pytest.raises(SetupError, match=r"'shm' is not a connector URL; .*shm://"):
         registry.connect("shm")
 
 
 @pytest.mark.parametrize(
     ("scheme", "sentence"),
     [
-        ("other", "was written for version 99 of the connector contract; this pdserve speaks version 1"),
+        ("other", "was written for version 99 of the connector contract; this pdserve supports version 1"),
         ("none", "is not a subclass of Connector"),
         ("gone", "cannot be imported: No module named 'no_such_package'"),
         ("lost", "cannot be imported"),
-        ("twice", "Several installed packages claim twice://"),
+        ("twice", "Several installed packages register twice://"),
     ],
 )
 @pytest.mark.usefixtures("plug_ins")
@@ -79,5 +79,5 @@ def test_plug_ins_that_cannot_be_used_say_why(scheme: str, sentence: str) -> Non
 
 
 def test_a_wrong_parameter_is_refused_before_anything_starts() -> None:
-    with pytest.raises(SetupError, match="it knows codec, size, threads, timeout"):
+    with pytest.raises(SetupError, match="valid parameters are codec, size, threads, timeout"):
         registry.connect("shm://name?colour=blue")

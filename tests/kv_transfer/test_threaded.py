@@ -10,9 +10,9 @@ import pytest
 from pdserve.errors import SetupError
 from pdserve.keys import Layout
 from pdserve.kv_transfer import operation, threaded
-from pdserve.kv_transfer.blocks import Arriving
+from pdserve.kv_transfer.blocks import StreamedPart
 from pdserve.kv_transfer.connector import Outcome, PoolMemory
-from pdserve.kv_transfer.header import HEADER_BYTES, Buffer, Seal, intact
+from pdserve.kv_transfer.header import HEADER_BYTES, Buffer, HeaderFormat, is_intact
 from pdserve.kv_transfer.threaded import Full, ThreadedConnector
 
 LayoutOf = Callable[..., Layout]
@@ -121,7 +121,7 @@ def test_a_load_past_its_deadline_is_answered_and_leaves_the_rows_alone(
     assert (rows[4:7] == 7).all()
 
 
-class Halting(Arriving):
+class Halting(StreamedPart):
     """Half of a payload; the other half arrives in the end, when nobody may want it any more."""
 
     def __init__(self, payload: bytes) -> None:
@@ -132,7 +132,7 @@ class Halting(Arriving):
     def __len__(self) -> int:
         return len(self._payload)
 
-    def take(self, memory: memoryview) -> int:
+    def read_into(self, memory: memoryview) -> int:
         there = len(self._payload) if self.free.is_set() else len(self._payload) // 2
         count = min(len(memory), there - self._at)
         memory[:count] = self._payload[self._at : self._at + count]
@@ -165,7 +165,7 @@ def test_what_arrives_after_the_deadline_stays_out(
 
 def test_a_store_past_its_deadline_stores_nothing_wrong(connector: Scripted, clock: Clock, new_keys: NewKeys) -> None:
     """The rows change after the answer. What the late worker still stores must not look right."""
-    keys, rows, seal = new_keys(2), connector.memory.rows, Seal(connector.memory.layout)
+    keys, rows, header_format = new_keys(2), connector.memory.rows, HeaderFormat(connector.memory.layout)
     before = rows.copy()
     connector.before = stuck = Stuck(1)
     future = connector.store(keys, [0, 1], lease_s=1)
@@ -181,7 +181,7 @@ def test_a_store_past_its_deadline_stores_nothing_wrong(connector: Scripted, clo
         if value is not None:
             header, payload = value[:64], value[64:]
             right = payload == before[row].tobytes()
-            assert right or not (seal.fits(header, key) and intact(header, payload))
+            assert right or not (header_format.matches(header, key) and is_intact(header, payload))
 
 
 def test_operations_behind_a_stuck_one_end_at_their_own_deadlines(
@@ -206,7 +206,7 @@ def test_a_deadline_grows_with_the_bytes_and_those_before_them_and_only_for_thes
     connector: Scripted, clock: Clock, new_keys: NewKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At four blocks a second in the worst case, four blocks and six behind them may take as long as they do here."""
-    monkeypatch.setattr(threaded, "SLOWEST_BYTES_PER_S", 4 * 4096)
+    monkeypatch.setattr(threaded, "MIN_BYTES_PER_S", 4 * 4096)
     keys = new_keys(8)
     both = threading.Event()
 
@@ -310,7 +310,7 @@ def test_close_gives_up_on_a_store_that_hangs(layout_of: LayoutOf, new_keys: New
 
 
 def test_a_pool_of_another_shape_is_a_mistake(layout_of: LayoutOf) -> None:
-    with pytest.raises(ValueError, match="4096 bytes each"):
+    with pytest.raises(ValueError, match="blocks of 4096 bytes"):
         Scripted().attach(PoolMemory(np.zeros((2, 100), np.uint8), layout_of(4096)))
 
 

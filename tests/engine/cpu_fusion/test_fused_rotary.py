@@ -1,4 +1,4 @@
-"""Rotary embeddings are replaced by the fused one where they compute the same, only there, and in one model only."""
+"""Fused rotary embeddings: replace functions that compute the same, only those, and in one model only."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,40 +7,22 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers.models.llama import modeling_llama
 
 from pdserve.config import EngineConfig
 from pdserve.engine.cpu_fusion.fused_rotary import fuse_rotary
 from pdserve.engine.engine import Engine
-from pdserve.kernels import cpu, elementwise
+from pdserve.kernels import elementwise, native
 
-if not cpu.can_build():
+if not native.is_available():
     pytest.skip("no C++ kernels", allow_module_level=True)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-LAYERS = 3  # of the checkpoints
-
-
-@pytest.mark.parametrize(("dtype", "table"), [(BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32)])
-@pytest.mark.parametrize(("tokens", "size", "turning"), [(1, 64, 64), (5, 20, 20), (3, 64, 24), (700, 128, 128)])
-@torch.inference_mode()
-def test_the_kernel_equals_transformers(
-    tokens: int, size: int, turning: int, dtype: torch.dtype, table: torch.dtype
-) -> None:
-    torch.manual_seed(0)
-    q, k = torch.randn(1, tokens, 4, size).to(dtype), torch.randn(1, 2, tokens, size).to(dtype).transpose(1, 2)
-    cos, sin = torch.randn(1, tokens, turning).to(table), torch.randn(1, tokens, turning).to(table)
-    turned = modeling_llama.apply_rotary_pos_emb(q[..., :turning], k[..., :turning], cos, sin, unsqueeze_dim=2)
-    for got, new, old in zip(elementwise.rotary(q, k, cos, sin), turned, (q, k), strict=True):
-        expected = torch.cat((new.to(dtype), old[..., turning:]), dim=-1)
-        assert got.dtype == dtype and got.shape == old.shape
-        # One unit in the last place of the sum, and one of float32's of the products.
-        torch.testing.assert_close(got, expected, rtol=torch.finfo(dtype).eps, atol=2**-20)
+LAYERS = 3  # of the checkpoint fixture
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of tokens for which the kernel was called."""
+    """Number of tokens of each kernel call."""
     called: list[int] = []
     kernel = elementwise.rotary
 
@@ -60,7 +42,7 @@ def logits(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     "architecture", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "olmo2", "qwen3_moe"]
 )
-def test_one_model_is_changed_and_computes_the_same(
+def test_one_model_changes_and_computes_the_same(
     architecture: str, checkpoint: Callable[..., Path], calls: list[int]
 ) -> None:
     path = checkpoint(architecture)
@@ -68,8 +50,8 @@ def test_one_model_is_changed_and_computes_the_same(
     assert fuse_rotary(fused) == LAYERS
     calls.clear()
     expected = logits(plain)
-    assert not calls, "another model of its kind"
-    torch.testing.assert_close(logits(fused), expected, rtol=2**-4, atol=2**-4)  # exact but for sums in another order
+    assert not calls, "another model of this architecture"
+    torch.testing.assert_close(logits(fused), expected, rtol=2**-4, atol=2**-4)  # equal except for the order of sums
     assert calls == [40] * LAYERS
 
 
@@ -80,13 +62,13 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 @pytest.mark.parametrize(
     ("config", "replaced"),
     [
-        ("PhiConfig", True),  # half of each head turns
-        ("CohereConfig", False),  # neighbours turn together
-        ("GlmConfig", False),  # likewise, and half of each head
-        ("NanoChatConfig", False),  # the other way round
+        ("PhiConfig", True),  # half of each head is rotated
+        ("CohereConfig", False),  # adjacent elements rotate together
+        ("GlmConfig", False),  # likewise, half of each head
+        ("NanoChatConfig", False),  # opposite direction
     ],
 )
-def test_what_computes_something_else_is_left_alone(config: str, replaced: bool, calls: list[int]) -> None:
+def test_only_equal_functions_are_replaced(config: str, replaced: bool, calls: list[int]) -> None:
     torch.manual_seed(0)
     kind = getattr(transformers, config)(**SIZES, **HEADS, eos_token_id=None)
     model = transformers.AutoModelForCausalLM.from_config(kind, dtype=BF16).eval()
@@ -101,8 +83,8 @@ def test_what_computes_something_else_is_left_alone(config: str, replaced: bool,
     ("kernel", "dtype", "fused"),
     [("auto", "bfloat16", True), ("reference", "bfloat16", False), ("auto", "float32", False)],
 )
-def test_what_is_loaded(
+def test_fusion_depends_on_kernel_and_dtype(
     kernel: str, dtype: str, fused: bool, checkpoint: Callable[..., Path], calls: list[int]
 ) -> None:
     Engine(EngineConfig(model=str(checkpoint("llama")), dtype=dtype, kernel=kernel, num_blocks=8))
-    assert (calls[-LAYERS:] == [2] * LAYERS) == fused, "in the trial of the architecture, with two tokens"
+    assert (calls[-LAYERS:] == [2] * LAYERS) == fused, "the probe of the architecture has two tokens"

@@ -13,7 +13,7 @@ from pdserve.errors import SetupError
 from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.connectors import file
-from pdserve.kv_transfer.connectors.file import FileConnector, Janitor
+from pdserve.kv_transfer.connectors.file import Evictor, FileConnector
 
 Attach = Callable[..., Any]
 LayoutOf = Callable[..., Layout]
@@ -62,7 +62,7 @@ def test_a_full_disk_is_full_and_leaves_nothing_half_written(
 @pytest.mark.parametrize("path", ["/proc/no/such", "{file}", "{file}/below"])
 def test_a_path_that_cannot_be_used(path: str, tmp_path: Path, attach: Attach) -> None:
     (tmp_path / "a file").touch()
-    with pytest.raises(SetupError, match=r"file:///.* cannot be written to"):
+    with pytest.raises(SetupError, match=r"file:///.* is not writable"):
         attach(f"file://{path.format(file=tmp_path / 'a file')}")
 
 
@@ -75,7 +75,7 @@ def test_urls_without_an_absolute_path(url: str) -> None:
 def test_leftovers_of_dead_writers_go_at_attach(tmp_path: Path, attach: Attach) -> None:
     leftovers = tmp_path / "kv" / "tmp"
     leftovers.mkdir(parents=True)
-    for name, age in (("old", file.LEFTOVER_AGE_S + 60), ("young", 60)):
+    for name, age in (("old", file.STALE_TEMP_AGE_S + 60), ("young", 60)):
         (leftovers / name).touch()
         os.utime(leftovers / name, (0, time.time() - age))
     attach(f"file://{tmp_path}/kv")
@@ -123,33 +123,33 @@ def aged(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> tuple[Any, list[b
 
 def test_nothing_is_removed_by_default(tmp_path: Path, aged: tuple[Any, list[bytes]]) -> None:
     instance, keys = aged
-    Janitor(str(tmp_path / "kv"), None, None).sweep()
+    Evictor(str(tmp_path / "kv"), None, None).sweep()
     assert instance.match(keys) == 8
 
 
 def test_the_longest_unused_go_until_the_size_fits(tmp_path: Path, aged: tuple[Any, list[bytes]]) -> None:
     instance, keys = aged
-    Janitor(str(tmp_path / "kv"), 5 * FILE, None).sweep()
+    Evictor(str(tmp_path / "kv"), 5 * FILE, None).sweep()
     assert [instance.match([key]) for key in keys] == [1, 1, 1, 1, 1, 0, 0, 0]
 
 
 def test_too_old_ones_go(tmp_path: Path, aged: tuple[Any, list[bytes]]) -> None:
     instance, keys = aged
-    Janitor(str(tmp_path / "kv"), None, 35.0).sweep()
+    Evictor(str(tmp_path / "kv"), None, 35.0).sweep()
     assert [instance.match([key]) for key in keys] == [1, 1, 1, 1, 1, 0, 0, 0]
 
 
 def test_leased_ones_stay_whatever_the_size(tmp_path: Path, aged: tuple[Any, list[bytes]]) -> None:
     instance, keys = aged
-    Janitor(str(tmp_path / "kv"), 1, 1.0).sweep()
+    Evictor(str(tmp_path / "kv"), 1, 1.0).sweep()
     assert [instance.match([key]) for key in keys] == [1, 1, 0, 0, 0, 0, 0, 0]
 
 
 def test_a_load_counts_as_a_use_where_somebody_removes(tmp_path: Path, aged: tuple[Any, list[bytes]]) -> None:
     instance, keys = aged
-    instance.connector._janitor.active = True
+    instance.connector._evictor.is_enabled = True
     instance.load([keys[7]], [7])
-    Janitor(str(tmp_path / "kv"), 3 * FILE, None).sweep()
+    Evictor(str(tmp_path / "kv"), 3 * FILE, None).sweep()
     assert [instance.match([key]) for key in keys] == [1, 1, 0, 0, 0, 0, 0, 1]
 
 
@@ -173,7 +173,7 @@ def test_blocks_that_cannot_be_read_without_waiting_are_read_all_the_same(
             raise OSError(refusal, os.strerror(refusal))
         return real(fd, [buffers[0][: len(buffers[0]) // 2]], at)  # half of it was in the cache
 
-    monkeypatch.setattr(file, "_in_memory", lambda _: False)
+    monkeypatch.setattr(file, "_is_in_memory", lambda _: False)
     monkeypatch.setattr(os, "preadv", preadv)
     instance, keys = attach(f"file://{tmp_path}"), new_keys(4)
     instance.store(keys, range(4))
@@ -189,7 +189,7 @@ def test_what_is_stored_between_two_sweeps_is_bounded_too(tmp_path: Path, attach
     most = 0
     for _ in range(30):
         instance.store(new_keys(8), range(8), lease_s=0.001)
-        instance.connector._janitor.join()
+        instance.connector._evictor.join()
         time.sleep(0.005)
         most = max(most, len(blocks_in(tmp_path / "kv")))
     assert most <= 16 + 2 * 8

@@ -22,9 +22,9 @@ from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import Outcome, PoolMemory, Result
 from pdserve.kv_transfer.connectors import nixl_leases
 from pdserve.kv_transfer.connectors.nixl_connector import NixlConnector
-from pdserve.kv_transfer.connectors.nixl_tickets import ENTRY, Introduction, pack_ticket, unpack_ticket
+from pdserve.kv_transfer.connectors.nixl_tickets import ENTRY, PeerPool, pack_ticket, unpack_ticket
 from pdserve.kv_transfer.header import HEADER_BYTES, Row
-from pdserve.kv_transfer.rules.trial import make_layout
+from pdserve.kv_transfer.rules.context import make_layout
 
 BLOCK_BYTES = 16384
 OK, MISSING, CORRUPT, UNAVAILABLE = Outcome.OK, Outcome.MISSING, Outcome.CORRUPT, Outcome.UNAVAILABLE
@@ -37,7 +37,7 @@ import json, sys, time
 import numpy as np
 from pdserve.kv_transfer.connector import PoolMemory
 from pdserve.kv_transfer.connectors.nixl_connector import NixlConnector
-from pdserve.kv_transfer.rules.trial import make_layout
+from pdserve.kv_transfer.rules.context import make_layout
 
 url, block_bytes, blocks, seed = sys.argv[1], *map(int, sys.argv[2:5])
 rows = np.random.default_rng(seed).integers(0, 256, (blocks, block_bytes), dtype=np.uint8)
@@ -204,7 +204,7 @@ def meanwhile(reader: Reader, monkeypatch: pytest.MonkeyPatch, *, at: int, do: C
         monkeypatch.setattr(agent, name, begin_and_do)
 
     for each in reader.connector._readers:
-        then(each._agent, "begin")
+        then(each._agent, "start_read")
         then(each._agent, "read")
 
 
@@ -446,13 +446,13 @@ def test_an_idle_instance_does_not_poll(
     mine = reader()
     assert mine.connector._agent is not None
     calls: list[float] = []
-    progress = mine.connector._agent.progress
+    poll = mine.connector._agent.poll
 
     def counted() -> list[bytes]:
         calls.append(time.monotonic())
-        return progress()
+        return poll()
 
-    monkeypatch.setattr(mine.connector._agent, "progress", counted)
+    monkeypatch.setattr(mine.connector._agent, "poll", counted)
     time.sleep(0.1)
     assert not calls
     mine.connector.store(new_keys(1), [0], lease_s=0.2).result(60)
@@ -493,11 +493,11 @@ def test_urls_that_make_no_sense(url: str) -> None:
 
 
 def test_tickets_survive_packing_and_nothing_else_does() -> None:
-    owner = Introduction(b"name", bytes(range(40)), 4096, BLOCK_BYTES, 9)
+    owner = PeerPool(b"name", bytes(range(40)), 4096, BLOCK_BYTES, 9)
     entries = [(os.urandom(16), row, os.urandom(HEADER_BYTES)) for row in (8, 0)]
     raw = pack_ticket(owner, 3, 60.0, [ENTRY.pack(*entry) for entry in entries])
     ticket = unpack_ticket(raw)
-    assert (ticket.owner, ticket.lease, ticket.entries, ticket.unread) == (owner, 3, entries, 0b11)
+    assert (ticket.owner, ticket.lease_id, ticket.entries, ticket.unread) == (owner, 3, entries, 0b11)
     for end in range(len(raw)):
         with pytest.raises(ValueError):
             unpack_ticket(raw[:end])

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import redis
 
-from pdserve.kv_transfer.blocks import Arriving
-from pdserve.kv_transfer.connectors.redis_replies import Answers
+from pdserve.kv_transfer.blocks import StreamedPart
+from pdserve.kv_transfer.connectors.redis_replies import ReplyParser
 
 
 def read(stream: bytes, cuts: list[int], count: int, timeout: float | None = 60.0) -> list[Any]:
     """What the parser makes of `stream`, sent in pieces of these lengths."""
     here, there = socket.socketpair()
     here.settimeout(timeout)
-    parser = Answers(65536)
+    parser = ReplyParser(65536)
     parser.on_connect(SimpleNamespace(_sock=here))
 
     def send() -> None:
@@ -40,7 +40,7 @@ def read(stream: bytes, cuts: list[int], count: int, timeout: float | None = 60.
 def plain(answer: Any) -> Any:
     if isinstance(answer, list):
         return [plain(one) for one in answer]
-    return bytes(answer) if isinstance(answer, Arriving) else answer
+    return bytes(answer) if isinstance(answer, StreamedPart) else answer
 
 
 @pytest.mark.parametrize("timeout", [60.0, None])  # straight from the system, and as with TLS
@@ -78,17 +78,17 @@ def test_a_stream_that_ends_or_makes_no_sense() -> None:
 def test_a_value_that_nobody_takes_is_passed_over() -> None:
     here, there = socket.socketpair()
     here.settimeout(60.0)
-    parser = Answers(65536)
+    parser = ReplyParser(65536)
     parser.on_connect(SimpleNamespace(_sock=here))
     with here, there:
         there.sendall(b"$5000\r\n" + bytes(5000) + b"\r\n:1\r\n$2000\r\n" + b"x" * 2000)
-        assert isinstance(parser.read_response(), Arriving)
+        assert isinstance(parser.read_response(), StreamedPart)
         assert parser.read_response() == 1
         value, memory = parser.read_response(), memoryview(bytearray(1500))
-        assert isinstance(value, Arriving)
-        assert value.take(memory) == len(value) - 500
+        assert isinstance(value, StreamedPart)
+        assert value.read_into(memory) == len(value) - 500
         assert bytes(memory) == b"x" * 1500
-        assert value.take(memory[:500]) == 500
+        assert value.read_into(memory[:500]) == 500
         here.settimeout(0.01)
         with pytest.raises(TimeoutError):
             parser.finish()

@@ -82,7 +82,7 @@ def test_a_server_that_wants_to_know_who_we_are(
 
 
 def test_files_that_are_not_there() -> None:
-    with pytest.raises(SetupError, match=r"There is no file '/no/ca.pem' for ca= of a rediss:// URL\."):
+    with pytest.raises(SetupError, match=r"The file '/no/ca.pem' given by ca= of a rediss:// URL does not exist\."):
         RedisConnector("rediss://host?ca=/no/ca.pem")
     with pytest.raises(SetupError, match="no parameter 'ca'"):
         RedisConnector("redis://host?ca=/no/ca.pem")

@@ -18,7 +18,7 @@ from pdserve.errors import SetupError
 from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import Outcome, PoolMemory
 from pdserve.kv_transfer.connectors import rangelock, shm_segment, shm_slab
-from pdserve.kv_transfer.connectors.shm import ShmConnector, leases, unlink
+from pdserve.kv_transfer.connectors.shm import ShmConnector, count_leases, unlink
 from pdserve.kv_transfer.threaded import MAX_LEASE_S
 
 Attach = Callable[..., Any]
@@ -34,7 +34,7 @@ WRITER = """
 import sys
 import numpy as np
 from pdserve.kv_transfer.connector import PoolMemory
-from pdserve.kv_transfer.rules.trial import make_layout
+from pdserve.kv_transfer.rules.context import make_layout
 from pdserve.kv_transfer.connectors.shm import ShmConnector
 
 url, block_bytes, seed, count, lease_s, passes = sys.argv[1], *map(int, sys.argv[2:5]), *map(float, sys.argv[5:])
@@ -69,7 +69,7 @@ def start_writer(
 
 
 def size_for(slots: int, block_bytes: int) -> int:
-    return shm_segment.Geometry(slots // 16, block_bytes).total + 4096
+    return shm_segment.Geometry(slots // 16, block_bytes).total_bytes + 4096
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def test_a_release_ends_the_lease_when_all_holders_have_released(small: str, att
     instance = attach(small, blocks=SLOTS)
     keys = new_keys(SLOTS)
     instance.store(keys, range(SLOTS))
-    assert leases(small) == SLOTS
+    assert count_leases(small) == SLOTS
     instance.store(keys[:1], [0])  # a second request shares this block
     instance.store(keys[:1], [0], lease_s=0.0)  # and somebody has it in passing, who will not release it
     instance.connector.release(keys[:2])
@@ -214,7 +214,7 @@ def test_a_release_ends_the_lease_when_all_holders_have_released(small: str, att
     assert instance.match(keys[:1]) == 0
     instance.connector.release(keys[2:])
     instance.connector.close()
-    assert leases(small) == 2
+    assert count_leases(small) == 2
 
 
 def test_most_of_a_segment_can_be_leased(name: str, attach: Attach, new_keys: NewKeys) -> None:
@@ -302,7 +302,7 @@ def test_other_blocks_under_the_same_name(name: str, attach: Attach, layout_of: 
 
 def test_a_segment_that_is_being_made_is_not_in_the_way(name: str, layout_of: LayoutOf) -> None:
     making = shm_segment._open(name, f"{shm_segment.DIRECTORY}/pdserve-{name}@8192")
-    rangelock.lock(making, shm_segment.CREATE, 0)
+    rangelock.lock(making, shm_segment.CREATION_LOCK_AT, 0)
     attach_to(f"shm://{name}?size=8MiB", layout_of(4096)).close()
     assert segments_of(name) == {4096, 8192}
     os.close(making)
@@ -387,7 +387,7 @@ def test_a_symbolic_link_is_refused(name: str, layout_of: LayoutOf, tmp_path: Pa
 
 @pytest.mark.parametrize("url", ["shm://", "shm://a/b", "shm://../x", "shm://a%20b"])
 def test_names_that_are_none(url: str) -> None:
-    with pytest.raises(SetupError, match="needs a plain name"):
+    with pytest.raises(SetupError, match="must have a plain name"):
         ShmConnector(url)
 
 

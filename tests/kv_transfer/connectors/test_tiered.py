@@ -152,7 +152,7 @@ def test_tiers_may_have_codecs(
 @pytest.mark.parametrize(("one", "other"), [("none", "int8"), ("fp8", "zstd"), ("fp8", "int8")])
 def test_a_lossy_tier_beside_others_is_refused(one: str, other: str) -> None:
     """Prefill stores all blocks of a prompt, also those that it has loaded: from the lossy tier into the exact one."""
-    with pytest.raises(SetupError, match="needs the same on all tiers"):
+    with pytest.raises(SetupError, match="needs the same codec on all tiers"):
         TieredConnector(f"tiered://memory://a?codec={one},memory://b?codec={other}")
 
 
@@ -169,7 +169,7 @@ def test_a_match_goes_from_tier_to_tier(tmp_path: Path, attach: Attach, new_keys
 def test_a_slow_tier_delays_no_store_and_takes_a_bounded_number(
     fast: str, slow: str, attach: Attach, new_keys: NewKeys, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiered, "MAX_BEHIND", 3)
+    monkeypatch.setattr(tiered, "MAX_QUEUED_COPIES", 3)
     instance = attach(f"tiered://?buffer=16KiB,{fast.partition('?')[0]},{slow}?timeout=600")
     keys = new_keys(12)
     for key in keys:
@@ -201,13 +201,13 @@ def test_close_does_not_wait_for_ever(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(tiered, "_CLOSE_S", 0.2)
+    monkeypatch.setattr(tiered, "_DRAIN_TIMEOUT_S", 0.2)
     instance = attach(f"tiered://{fast},{slow}?timeout=1")
     for key in new_keys(4):
         instance.store([key], [0])
     instance.connector.close()
     assert not gate.is_set()
-    assert "did not get to the slower tiers" in caplog.text
+    assert "not copied to the slower tiers" in caplog.text
 
 
 def test_blocks_that_the_first_tier_has_no_room_for_go_to_the_second(
@@ -264,15 +264,15 @@ def test_a_tier_that_hangs_is_left_alone_for_a_while(
     os.kill(server.pid, signal.SIGSTOP)
     try:
         assert instance.match([*keys, *new_keys(1)]) == 2
-        assert len(asked) == 1 and tier._rests_until > 0
-        tier._rests_until += 600  # until this machine is through with the next lines, however busy it is
+        assert len(asked) == 1 and tier._paused_until > 0
+        tier._paused_until += 600  # until this machine is through with the next lines, however busy it is
         for _ in range(20):
             assert instance.match([*keys, *new_keys(1)]) == 2
             assert instance.load([*keys, *new_keys(1)], [8, 9, 10]).leading == 2
         assert len(asked) == 1
     finally:
         os.kill(server.pid, signal.SIGCONT)
-    tier._rests_until -= 600
+    tier._paused_until -= 600
     give_up, missing = time.monotonic() + 60, new_keys(1)
     while instance.load(missing, [8]).outcomes != [Outcome.MISSING]:  # now it is known not to be there
         assert time.monotonic() < give_up
@@ -287,11 +287,11 @@ def test_a_tier_that_is_not_there_at_the_start_is_used_once_it_is(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(tiered, "_ATTACH_EVERY_S", 0.2)
+    monkeypatch.setattr(tiered, "_ATTACH_RETRY_S", 0.2)
     server = start_redis()
     server.kill()
     instance, keys = attach(f"tiered://{server.url},{fast}"), new_keys(2)
-    assert "No Redis answers" in caplog.text and "until then the other tiers do" in caplog.text
+    assert "No Redis answers" in caplog.text and "using the other tiers until then" in caplog.text
     assert instance.store(keys, range(2)).leading == instance.load(keys, [8, 9]).leading == 2
     assert failures(instance, "tiered/1/redis") == {
         ("store", Outcome.UNAVAILABLE): 4,  # two of the request, two that would have gone there after the load
@@ -299,7 +299,7 @@ def test_a_tier_that_is_not_there_at_the_start_is_used_once_it_is(
     }
     server.start()
     give_up = time.monotonic() + 60
-    while "tiered/1/redis can be used now" not in caplog.text:
+    while "tiered/1/redis is attached now" not in caplog.text:
         assert time.monotonic() < give_up
         time.sleep(0.05)
     assert instance.load(keys, [8, 9]).leading == 2
@@ -309,7 +309,7 @@ def test_a_tier_that_is_not_there_at_the_start_is_used_once_it_is(
 def test_without_any_tier_there_is_no_start(start_redis: StartRedis, attach: Attach) -> None:
     server = start_redis()
     server.kill()
-    with pytest.raises(SetupError, match=r"None of the tiers can be used\. No Redis .* file:///proc/x cannot be"):
+    with pytest.raises(SetupError, match=r"None of the tiers can be used\. No Redis .* file:///proc/x is not"):
         attach(f"tiered://{server.url},file:///proc/x")
 
 
@@ -323,7 +323,7 @@ def test_a_defect_of_a_tier_is_its_own_affair(
     for hook in ("put_many", "get_many", "contains_many"):
         monkeypatch.setattr(FileConnector, hook, boom)
     assert instance.store(keys, range(2)).leading == instance.load(keys, [8, 9]).leading == instance.match(keys) == 2
-    assert "tiered/1/file: a defect of the connector: ZeroDivisionError: oh" in caplog.text
+    assert "tiered/1/file: connector error: ZeroDivisionError: oh" in caplog.text
 
 
 def test_nothing_is_left_of_it(fast: str, start_redis: StartRedis, attach: Attach, new_keys: NewKeys) -> None:
@@ -342,9 +342,9 @@ def test_nothing_is_left_of_it(fast: str, start_redis: StartRedis, attach: Attac
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("tiered://", "two tiers or more"),
-        ("tiered://shm://a", "two tiers or more"),
-        ("tiered://?bufer=1MiB,shm://a,shm://b", "no parameter 'bufer'; it knows buffer"),
+        ("tiered://", "at least two tiers"),
+        ("tiered://shm://a", "at least two tiers"),
+        ("tiered://?bufer=1MiB,shm://a,shm://b", "no parameter 'bufer'; valid parameters are buffer"),
         ("tiered://shm://a,file:///b?max_bites=1", "no parameter 'max_bites'"),
         ("tiered://shm://a,nothing://b", "There is no connector for nothing://"),
         ("tiered://shm://a,nixl://", "reads pools in place"),
@@ -368,5 +368,5 @@ def test_commas_within_a_tier_are_its_own() -> None:
 
 def test_mistakes_of_the_caller_raise_at_once(fast: str, slow: str, attach: Attach, new_keys: NewKeys) -> None:
     instance = attach(f"tiered://{fast},{slow}", blocks=4)
-    with pytest.raises(ValueError, match="from 0 to 3"):
+    with pytest.raises(ValueError, match="between 0 and 3"):
         instance.connector.load(new_keys(2), [0, 4])

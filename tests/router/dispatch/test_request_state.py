@@ -11,6 +11,7 @@ from pdserve.errors import RequestError, Unavailable
 from pdserve.proto import pdserve_pb2 as pb
 
 if TYPE_CHECKING:
+    from pdserve.router.instances.fleet import InstanceHandle
     from tests.router.dispatch.conftest import Cluster, RunAsync
 
 
@@ -83,5 +84,31 @@ def test_remaining_load_follows_each_output(make_cluster: type[Cluster], run_asy
         prefill.update_other_load(pb.Load(requests=2, prefill_tokens=100))
         prefill.update_other_load(pb.Load(requests=1, prefill_tokens=30))
         assert prefill.load.prefill_tokens == 35 and prefill.load.requests == 2, "includes the load of other routers"
+
+    run_async(scenario())
+
+
+def test_decode_gets_the_layout_of_prefill_if_it_differs(make_cluster: type[Cluster], run_async: RunAsync) -> None:
+    def set_block_size(instance: InstanceHandle, block_size: int) -> None:
+        instance.hello.namespace = bytes([block_size])
+        instance.hello.layout.block_size = block_size
+
+    async def scenario() -> None:
+        cluster = make_cluster("prefill", "decode")
+        prefill, decode = cluster.instances
+        set_block_size(prefill, 16)
+        set_block_size(decode, 32)
+        cluster.open()
+        ((_, to_prefill),), ((_, to_decode),) = cluster.sent(prefill), cluster.sent(decode)
+        assert to_decode.writer == prefill.hello.layout and not to_prefill.HasField("writer")
+        same, other = cluster.join("prefill-1", "prefill"), cluster.join("decode-1", "decode")
+        set_block_size(same, 32)
+        set_block_size(other, 32)
+        cluster.fleet.deregister(decode, "test")  # the request migrates to another pair of layouts
+        cluster.fleet.deregister(prefill, "test")
+        cluster.open("s")
+        frames = [message for kind, message in cluster.sent(other) if kind == "submit" and message.request_id == "s"]
+        assert [submit.HasField("writer") for submit in frames] == [False]
+        assert "submit" in [kind for kind, _ in cluster.sent(same)]
 
     run_async(scenario())

@@ -1,7 +1,6 @@
-"""The Triton kernels: on a GPU where there is one, else in Triton's interpreter, which computes the same on the CPU.
+"""Triton kernels: equal to the reference, on a GPU if there is one, else in Triton's interpreter on the CPU.
 
-Triton reads TRITON_INTERPRET when it is imported, and something in this process may have imported it before: so the cases
-run in a process of their own, all together.
+Triton reads TRITON_INTERPRET when it is imported, which may have happened in this process, so the cases run in a new one.
 """
 
 import os
@@ -19,7 +18,7 @@ def test_equal_to_the_reference() -> None:
     environment = dict(os.environ)
     if not torch.cuda.is_available():
         environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--import-mode=importlib", str(cases)],
         env=environment,
         capture_output=True,
@@ -27,4 +26,4 @@ def test_equal_to_the_reference() -> None:
         check=False,
         timeout=1200,
     )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert completed.returncode == 0, completed.stdout[-4000:] + completed.stderr[-2000:]

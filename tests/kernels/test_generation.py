@@ -1,4 +1,4 @@
-"""The engine on each kernel: greedy float32 output equals transformers' generate, token for token."""
+"""Engine on each kernel: greedy float32 output equals transformers' generate, token for token."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ def test_cpu_equals_generate(
 
 @pytest.mark.usefixtures("cpu_kernel")
 @pytest.mark.parametrize("swap_space", [0, 0.01])
-@pytest.mark.parametrize("kernel", ["reference", "cpu"])  # triton: triton_cases.py
+@pytest.mark.parametrize("kernel", ["reference", "cpu"])  # triton: gpu/triton_cases.py
 def test_equals_generate_while_preempting(
     kernel: str, swap_space: float, equals_generate_while_preempting: Callable[..., None], prompts: list[list[int]]
 ) -> None:

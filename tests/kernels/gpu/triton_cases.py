@@ -1,4 +1,4 @@
-"""Collected by test_triton.py only. Small shapes: the interpreter is some 200 times slower than torch."""
+"""Cases of test_triton_kernels.py, run in a new process. Shapes are small: the interpreter is 200 times slower than torch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pdserve.kernels import reference
-from pdserve.kernels.attention import choose
+from pdserve.kernels.attention import select_kernel
 from pdserve.kernels.batch import Kernel
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -16,12 +16,12 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 DECODE = [(1, 1), (1, 17), (1, 70)]
 MIXED = [(1, 33), (9, 9), (5, 40), (1, 8)]
 LONG = [(1, 600), (1, 20)]  # long enough to be split
-TILES = [(150, 170)]  # more rows than one tile has
+TILES = [(150, 170)]  # more rows than one tile
 
 
 @pytest.fixture
 def kernel() -> Kernel:
-    return choose("triton", DEVICE)
+    return select_kernel("triton", DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_attention(
     case = make_case(dtype, heads, kv_heads, size, block_size, lengths, kernel, DEVICE)
     expected = case.expected(size**-0.5, window, softcap)
     kernel.write_kv(case.cache_N2GBD, case.k_TGD, case.v_TGD, case.batch.slots_T)
-    case.hide(window)
+    case.poison_out_of_window(window)
     got = kernel.attend(case.q_THD, case.cache_N2GBD, case.batch, size**-0.5, window, softcap)
     assert got.dtype == dtype
     torch.testing.assert_close(got.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
@@ -71,7 +71,7 @@ def test_write_kv(make_case: Callable[..., Any], kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks(dtype: torch.dtype, kernel: Kernel) -> None:
+def test_block_copies(dtype: torch.dtype, kernel: Kernel) -> None:
     pool = torch.randn(7, 2, 2, 2, 8, 20, device=DEVICE).to(dtype)
     sources, targets = torch.tensor([5, 0, 0], device=DEVICE), torch.tensor([1, 6, 2], device=DEVICE)
     copied = pool.clone()
@@ -89,7 +89,7 @@ def test_blocks(dtype: torch.dtype, kernel: Kernel) -> None:
 def test_equals_generate_while_preempting(
     swap_space: float, equals_generate_while_preempting: Callable[..., None]
 ) -> None:
-    """The whole engine, in a pool too small for two."""
+    """The whole engine, in a pool too small for two sequences."""
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4]]
     settings = {"kernel": "triton", "num_blocks": 6, "block_size": 4, "max_num_batched_tokens": 8}
     equals_generate_while_preempting(prompts, 6, swap_space, **settings)

@@ -1,0 +1,152 @@
+"""Rules about leases and eviction: how long blocks stay, and what a full store does."""
+
+import time
+from collections.abc import Iterator
+
+from pdserve.kv_transfer.connector import Outcome
+from pdserve.kv_transfer.header import Row
+from pdserve.kv_transfer.rules.context import (
+    AttachedPool,
+    Broken,
+    MiB,
+    NotChecked,
+    RuleContext,
+    expect,
+    format_size,
+    new_keys,
+    stamp,
+    summarize,
+)
+
+LEASES_S = (0.6, 2.0, 6.0, 20.0)  # tried in turn: a busy machine may need longer than the first for four small blocks
+MAX_FILL_BYTES = 320 * MiB  # a store larger than this counts as unlimited
+FILL_TIME_LIMIT_S = 100.0  # for filling a slow store
+BATCH = 8
+
+
+def lease(context: RuleContext) -> str:
+    """A leased block stays until its lease ends; afterwards it is correct or missing, and can be stored again."""
+    pool = context.attach()
+    for lease_s in LEASES_S:
+        keys = new_keys(4)
+        started = time.monotonic()
+        pool.must_store(keys, range(4), lease_s)
+        context.require_shared_store()
+        pool.store(keys[:2], range(2), 0.01)  # must not shorten the existing lease
+        pool.connector.release(new_keys(2))
+        was_checked = _check_while_leased(pool, keys, started + lease_s)
+        time.sleep(max(0.0, started + lease_s + 0.1 - time.monotonic()))
+        pool.may_load(keys, range(8, 12), list(pool.rows[:4]))
+        pool.must_store(keys, range(4))
+        pool.must_load(keys, range(8, 12), pool.rows[:4])
+        if was_checked:
+            return ""
+    raise NotChecked(f"the store needs more than {LEASES_S[-1]} s for four small blocks, so their leases had ended")
+
+
+def _check_while_leased(pool: AttachedPool, keys: list[bytes], lease_end: float) -> bool:
+    """Expect the blocks to match until their leases end. Returns False if there was no time for a single check."""
+    was_checked = False
+    while True:
+        seen = pool.match(keys)
+        if time.monotonic() >= lease_end:
+            return was_checked
+        expect(seen == 4, "4 blocks to stay while they are leased", f"{seen} of them before the lease had ended")
+        was_checked = True
+        time.sleep(0.02)
+
+
+def release(context: RuleContext) -> str:
+    """After `release` a block is correct or missing; releasing unknown or already released keys is no error."""
+    pool, keys = context.attach(), new_keys(4)
+    pool.must_store(keys, range(4))
+    for released in (keys[:2], new_keys(3), keys, keys, []):
+        pool.connector.release(released)
+    pool.may_load(keys, range(8, 12), list(pool.rows[:4]))
+    pool.must_store(keys, range(4))
+    pool.must_load(keys, range(8, 12), pool.rows[:4])
+    pool.connector.release(keys)
+    return ""
+
+
+def leases_under_pressure(context: RuleContext) -> str:
+    """A full store refuses new blocks instead of evicting leased ones."""
+    filler = _Filler(context, lease_s=600.0)
+    filler.fill()
+    kept = filler.load_all()
+    total = len(filler.stored)
+    if kept < total and not getattr(filler.pool.connector, "keeps_leases", True):
+        declared = "the connector declares that its store evicts leased blocks too (keeps_leases = False)"
+        raise NotChecked(f"{declared}; {total - kept} of {total} were evicted")
+    expect(kept == total, f"all {total} leased blocks to stay in a full store", f"{kept} left")
+    filler.pool.connector.release(filler.stored)
+    return f"full at {format_size(len(filler.stored) * MiB)}"
+
+
+def capacity(context: RuleContext) -> str:
+    """A full store evicts blocks or refuses new ones; the blocks that it keeps are correct."""
+    filler = _Filler(context, lease_s=0.0)
+    filler.fill()
+    for _ in filler.store_batches(len(filler.stored) // 2 * MiB):
+        pass
+    kept = filler.load_all()
+    expect(kept > 0, "some blocks to be left in a full store", "none")
+    return f"full at about {format_size(kept * MiB)}"
+
+
+class _Filler:
+    """Stores distinct blocks of 1 MiB until the store refuses or has evicted one."""
+
+    def __init__(self, context: RuleContext, lease_s: float) -> None:
+        self.pool: AttachedPool = context.attach(MiB, 2 * BATCH)
+        self.stored: list[bytes] = []
+        self._lease_s = lease_s
+        self._give_up_at = time.monotonic() + max(FILL_TIME_LIMIT_S, 10 * context.seconds)
+        self._base_rows = self.pool.rows[:BATCH].copy()
+        self._numbers: dict[bytes, int] = {}
+        self._stored_bytes = 0
+
+    def fill(self) -> None:
+        """Store blocks until the store is full. Raises `NotChecked` if it does not get full."""
+        for outcomes in self.store_batches(MAX_FILL_BYTES):
+            if Outcome.FULL in outcomes or self.pool.match(self.stored) < len(self.stored):
+                return
+        self.load_all()  # a store that mixes up blocks when full may never appear to be full
+        raise NotChecked(f"no limit was reached with {format_size(self._stored_bytes)}; use the URL of a smaller store")
+
+    def store_batches(self, limit_bytes: int) -> Iterator[list[Outcome]]:
+        """Store `limit_bytes` in batches, and yield the outcomes of each."""
+        stop = self._stored_bytes + limit_bytes
+        while self._stored_bytes < stop and time.monotonic() < self._give_up_at:
+            keys = new_keys(BATCH)
+            for row, key in enumerate(keys):
+                self._numbers[key] = len(self._numbers)
+                self.pool.rows[row] = self._content(key)
+            outcomes = self.pool.store(keys, range(BATCH), self._lease_s).outcomes
+            self.pool.context.require_shared_store()
+            allowed = (Outcome.OK, Outcome.FULL)
+            valid = all(outcome in allowed for outcome in outcomes)
+            expect(valid, "each block stored or refused as full", summarize(outcomes))
+            self.stored += [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.OK]
+            self._stored_bytes += BATCH * MiB
+            yield outcomes
+
+    def load_all(self) -> int:
+        """Load all stored blocks, and expect each to be correct or missing. Returns the number of correct ones."""
+        kept = 0
+        for start in range(0, len(self.stored), BATCH):
+            keys = self.stored[start : start + BATCH]
+            seen = self.pool.load(keys, range(BATCH, BATCH + len(keys))).outcomes
+            for row, (key, outcome) in enumerate(zip(keys, seen, strict=True), BATCH):
+                if outcome is Outcome.OK:
+                    self.pool.must_equal(row, self._content(key))
+                    kept += 1
+                elif outcome is not Outcome.MISSING:
+                    raise Broken(f"expected each block of a full store to be correct or missing, saw {outcome}")
+        return kept
+
+    def _content(self, key: bytes) -> Row:
+        number = self._numbers[key]
+        row: Row = self._base_rows[number % BATCH].copy()
+        stamp(row, number)
+        return row

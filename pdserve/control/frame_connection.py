@@ -1,0 +1,124 @@
+"""Connection between an instance and a router: length-prefixed protobuf frames over TCP or TLS.
+
+gRPC is not used, because each of its messages wakes three threads in turn. Here a frame is read, parsed and handled in one
+turn of the event loop, and all frames sent in one turn leave in a single write.
+"""
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from typing import Generic, Protocol, Self, TypeVar, cast
+
+from pdserve.control.coalescing_transport import CoalescingTransport
+
+log = logging.getLogger(__name__)
+
+PROTOCOL_VERSION = 3  # of the control plane; both ends must have the same
+LENGTH_BYTES = 4  # big-endian
+MAX_FRAME_BYTES = 64 << 20  # the longest prompts take a few MB
+FIRST_FRAME_BYTES = 1 << 16  # limit for a peer that has not authenticated
+
+
+class Message(Protocol):
+    def SerializeToString(self) -> bytes: ...
+
+    @classmethod
+    def FromString(cls, data: bytes) -> Self: ...
+
+
+In = TypeVar("In", bound=Message)
+Out = TypeVar("Out", bound=Message)
+
+
+class FrameConnection(asyncio.Protocol, ABC, Generic[In, Out]):
+    """One end of a connection that receives frames of type `In` and sends frames of type `Out`. Runs on the event loop.
+
+    Attributes:
+        peer: the peer's address, for log lines.
+        is_trusted: the peer has authenticated. Before that its frames must be small, and an invalid one is not logged as
+            an error.
+        last_received_at: when data last arrived, on the event loop's clock.
+        writable: set while the peer reads what it is sent. `send` accepts every frame, so senders of frames that can wait
+            should wait for this event.
+        error: the reason why this end aborted the connection.
+        closed: resolves when the connection has ended, to `error`, to the event loop's exception, or to None if the peer
+            closed it.
+    """
+
+    def __init__(self, frame_type: type[In]) -> None:
+        self._frame_type = frame_type
+        self._loop = asyncio.get_running_loop()
+        self._buffer = bytearray()
+        self._transport: CoalescingTransport | None = None
+        self.peer, self.is_trusted = "", False
+        self.last_received_at = self._loop.time()
+        self.writable = asyncio.Event()
+        self.error: Exception | None = None
+        self.closed: asyncio.Future[Exception | None] = self._loop.create_future()
+
+    @property
+    def was_established(self) -> bool:
+        return self._transport is not None
+
+    @abstractmethod
+    def receive(self, frame: In) -> None:
+        """Handle one frame. An exception ends the connection."""
+
+    def send(self, frame: Out) -> None:
+        """Queue a frame; drop it if the connection has ended."""
+        if self._transport is not None and not self._transport.is_closing():
+            data = frame.SerializeToString()
+            self._transport.write(len(data).to_bytes(LENGTH_BYTES, "big") + data)
+
+    def close(self) -> None:
+        """Close the connection after all queued frames are sent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self, error: Exception | None = None) -> None:
+        """Close the connection at once. `error` is the reason, unless there is an earlier one."""
+        if self._transport is not None:
+            self.error = self.error or error
+            self._transport.abort()
+
+    # ---- asyncio.Protocol -------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = CoalescingTransport(cast(asyncio.Transport, transport))
+        address = transport.get_extra_info("peername")
+        self.peer = ":".join(map(str, address[:2])) if address else "a peer that has disconnected"
+        self.writable.set()
+
+    def pause_writing(self) -> None:
+        self.writable.clear()
+
+    def resume_writing(self) -> None:
+        self.writable.set()
+
+    def data_received(self, data: bytes) -> None:
+        assert self._transport is not None
+        self.last_received_at = self._loop.time()
+        self._buffer += data
+        start = LENGTH_BYTES
+        while len(self._buffer) >= start and not self._transport.is_closing():
+            size = int.from_bytes(self._buffer[start - LENGTH_BYTES : start], "big")
+            if size > (MAX_FRAME_BYTES if self.is_trusted else FIRST_FRAME_BYTES):
+                self.abort(ValueError("the data is not of the control protocol"))
+                return
+            if len(self._buffer) < start + size:
+                break
+            self._handle(bytes(self._buffer[start : start + size]))
+            start += size + LENGTH_BYTES
+        del self._buffer[: start - LENGTH_BYTES]
+
+    def _handle(self, data: bytes) -> None:
+        try:
+            self.receive(self._frame_type.FromString(data))
+        except Exception as error:  # a bug at one of the two ends
+            if self.is_trusted:
+                log.error("a frame of %s could not be handled", self.peer, exc_info=error)
+            self.abort(error)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.writable.set()
+        self.closed.set_result(self.error or error)

@@ -1,0 +1,36 @@
+"""Checkpoint loading: fingerprints, layouts and errors."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve.config import EngineConfig
+from pdserve.engine.checkpoint import fingerprint, load
+from pdserve.errors import SetupError
+
+
+def test_layout_describes_the_model(checkpoint: Callable[..., Path]) -> None:
+    loaded = load(EngineConfig(model=str(checkpoint("llama")), block_size=8, device="cpu"))
+    layout = loaded.layout
+    assert (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size) == (3, 2, 16, 8)
+    assert (layout.dtype, layout.itemsize, loaded.dtype) == ("float32", 4, torch.float32)
+    assert (loaded.context_length, loaded.vocab_size, loaded.eos_token_ids) == (1024, 260, frozenset({256}))
+
+
+def test_fingerprint_depends_on_weights_and_config(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    path = checkpoint("llama")
+    copied = Path(shutil.copytree(path, tmp_path / "copy"))
+    assert fingerprint(copied) == fingerprint(path) != fingerprint(checkpoint("llama", seed=1))
+    (copied / "config.json").write_text((copied / "config.json").read_text() + " ")
+    assert fingerprint(copied) != fingerprint(path)
+
+
+def test_incomplete_checkpoints_are_setup_errors(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"config.json is missing"):
+        load(EngineConfig(model=str(tmp_path)))
+    shutil.copy(checkpoint("llama") / "config.json", tmp_path)
+    with pytest.raises(SetupError, match=r"has no \*\.safetensors"):
+        load(EngineConfig(model=str(tmp_path)))

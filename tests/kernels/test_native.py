@@ -1,0 +1,86 @@
+"""Native library: build failures, the build cache, concurrent builds, the OpenMP runtime and AMX permission."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve.kernels import native, reference
+from pdserve.kernels.attention import select_kernel
+
+CPU = torch.device("cpu")
+
+
+def test_failing_compiler_is_reported(
+    unbuilt_library: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake = unbuilt_library / "c++"
+    fake.write_text('#!/bin/sh\n[ "$1" = --version ] && exit\necho "error: unknown target" >&2\nexit 1\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(unbuilt_library))
+    assert select_kernel("auto", CPU) is reference
+    assert "c++ failed: error: unknown target" in caplog.text
+    assert not [path for path in (unbuilt_library / "pdserve" / "kernels").iterdir()], "temporary files are removed"
+
+
+def test_unwritable_cache_is_reported(
+    unbuilt_library: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (unbuilt_library / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(unbuilt_library / "file"))
+    assert select_kernel("auto", CPU) is reference
+    assert len(caplog.records) == 1 and "file" in caplog.text
+
+
+@pytest.mark.usefixtures("cpu_kernel")
+def test_concurrent_builds(unbuilt_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = (*native.FLAGS, "-O0")  # unoptimised code compiles faster
+    monkeypatch.setattr(native, "FLAGS", fast)
+    code = f"from pdserve.kernels import native; native.FLAGS = {fast}; native.library()"
+    environment = os.environ | {"XDG_CACHE_HOME": str(unbuilt_library)}
+    builds = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
+    assert [process.wait() for process in builds] == [0, 0]
+    assert len(list((unbuilt_library / "pdserve" / "kernels").iterdir())) == 1
+    before = os.stat(next((unbuilt_library / "pdserve" / "kernels").iterdir()))
+    native.library()
+    after = os.stat(next((unbuilt_library / "pdserve" / "kernels").iterdir()))
+    assert before.st_ino == after.st_ino, "the cached library was rebuilt"
+
+
+@pytest.mark.usefixtures("cpu_kernel")
+def test_process_has_one_openmp_runtime() -> None:
+    """In a new process: other tests may have loaded another runtime."""
+    code = (
+        "from pdserve.kernels import native; native.library(); import pathlib\n"
+        "lines = pathlib.Path('/proc/self/maps').read_text().splitlines()\n"
+        "print(*{line.split('/')[-1] for line in lines if 'libgomp' in line or 'libiomp' in line or 'libomp' in line})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert len(done.stdout.split()) == 1
+
+
+@pytest.mark.usefixtures("cpu_kernel")
+@pytest.mark.skipif("amx_bf16" not in native.cpu_features(), reason="this processor has no AMX")
+def test_amx_without_permission_falls_back() -> None:
+    """The system denies AMX to a process whose signal stack is too small for its registers."""
+    code = """
+import ctypes, logging
+class Stack(ctypes.Structure):
+    _fields_ = [("address", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+memory = ctypes.create_string_buffer(8192)
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(memory), 0, len(memory))), None) == 0
+logging.basicConfig(format="%(message)s")
+import torch
+from pdserve.kernels import cpu
+from pdserve.kernels.batch import PagedBatch
+pool = torch.ones((1, 1, 2, 1, 8, 32), dtype=torch.bfloat16)
+one = torch.tensor([[0]])
+batch = PagedBatch(pool, one[0], one, [5], [5], torch.tensor([5]), cpu)
+print(cpu.attend(torch.ones((5, 2, 32), dtype=torch.bfloat16), batch.layer(0), batch, 1.0, None, None).unique().tolist())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[1.0]\n"
+    assert "does not allow its use" in done.stderr
