@@ -1,21 +1,21 @@
-// The live page: asks /debug/overview every second and draws the answer. What comes from outside, the ids that clients choose
-// above all, only ever becomes text nodes; the page's policy forbids anything else.
+// The live page: fetches /debug/overview every second and draws it. Data of clients, such as request ids, is only ever inserted
+// as text nodes; the page's content security policy forbids anything else.
 
 const POLL_MS = 1000;
-const KEPT = 60; // pictures, from which rates and small curves are made
-const RATE_S = 10; // what a rate is taken over
-const SHOWN = 40; // requests
-const KEY = "pdserve-admin-key";
+const MAX_SNAPSHOTS = 60; // the source of rates and sparklines
+const RATE_WINDOW_S = 10;
+const MAX_ROWS = 40; // requests shown
+const KEY_ITEM = "pdserve-admin-key"; // in sessionStorage
 
 const $ = (id) => document.getElementById(id);
 
-const histories = new Map(); // router → its pictures: workers that share a port take turns
-let pictures = []; // of the router that answered last, the oldest first
-let rows = []; // its latest requests, the newest first
+const histories = new Map(); // router id → its snapshots: routers that share a port answer in turns
+let snapshots = []; // of the router that answered last, oldest first
+let requests = []; // its latest requests, newest first
 let paused = false;
 let timer = 0;
 
-// ---- small things -------------------------------------------------------------------------------------------------
+// ---- elements and formatting --------------------------------------------------------------------------------------
 
 function h(tag, className = "", ...children) {
   const made = document.createElement(tag);
@@ -31,17 +31,17 @@ function svg(tag, attributes, ...children) {
   return made;
 }
 
-function say(node, text) {
+function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
 const last = (list) => list[list.length - 1];
 const sum = (values) => values.reduce((a, b) => a + b, 0);
-const whole = (number) => Math.round(number).toLocaleString("en");
+const integer = (number) => Math.round(number).toLocaleString("en");
 const percent = (share) => `${(share * 100).toFixed(share > 0.9 && share < 1 ? 1 : 0)} %`;
 const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en-GB");
 
-/** Number and unit. */
+/** Returns [number, unit], like the next two. */
 function duration(seconds) {
   if (seconds === null || !isFinite(seconds)) return ["–", ""];
   const ms = seconds * 1000;
@@ -59,76 +59,78 @@ function bandwidth(bytes) {
 }
 
 function perSecond(rate, unit) {
-  return rate === null ? ["–", ""] : [rate < 10 ? rate.toFixed(1) : whole(rate), unit];
+  return rate === null ? ["–", ""] : [rate < 10 ? rate.toFixed(1) : integer(rate), unit];
 }
 
-const words = ([number, unit]) => (unit ? `${number} ${unit}` : number);
+const format = ([number, unit]) => (unit ? `${number} ${unit}` : number);
 
-// ---- asking -------------------------------------------------------------------------------------------------------
+// ---- polling ------------------------------------------------------------------------------------------------------
 
-class Locked extends Error {}
+/** The router requires its admin key. */
+class KeyRequired extends Error {}
 
-async function ask(path) {
-  const key = sessionStorage.getItem(KEY);
-  const bytes = key === null ? [] : new TextEncoder().encode(key); // a header holds bytes
+async function fetchJson(path) {
+  const key = sessionStorage.getItem(KEY_ITEM);
+  const bytes = key === null ? [] : new TextEncoder().encode(key); // header values are byte strings
   const headers = key === null ? {} : { Authorization: `Bearer ${String.fromCharCode(...bytes)}` };
-  const answer = await fetch(path, { headers, cache: "no-store", signal: AbortSignal.timeout(10_000) });
-  if (answer.status === 401) throw new Locked((await answer.json()).error.message);
-  if (!answer.ok) throw new Error(`the router answered ${answer.status}`);
-  return answer.json();
+  const response = await fetch(path, { headers, cache: "no-store", signal: AbortSignal.timeout(10_000) });
+  if (response.status === 401) throw new KeyRequired((await response.json()).error.message);
+  if (!response.ok) throw new Error(`the router answered ${response.status}`);
+  return response.json();
 }
 
 async function poll() {
   clearTimeout(timer);
   if (paused || document.hidden) return;
   try {
-    take(await ask("/debug/overview"));
-    lock(null);
-    trouble("");
+    addSnapshot(await fetchJson("/debug/overview"));
+    showKeyForm(null);
+    showConnectionError("");
     draw();
   } catch (error) {
-    if (error instanceof Locked) return lock(error.message);
+    if (error instanceof KeyRequired) return showKeyForm(error.message);
     if (!(error instanceof TypeError || error instanceof DOMException || error.message.startsWith("the router"))) console.error(error);
-    trouble("The router does not answer. Trying again every second; what you see is old.");
+    showConnectionError("The router does not respond; retrying every second. The data shown is out of date.");
   }
   clearTimeout(timer);
   timer = setTimeout(poll, POLL_MS);
 }
 
-function take(picture) {
-  if (!histories.has(picture.router)) histories.set(picture.router, []);
-  pictures = histories.get(picture.router);
-  while (histories.size > 16) histories.delete(histories.keys().next().value); // those that have started again are gone
-  rows = picture.timelines;
-  delete picture.timelines;
-  picture.byId = new Map(picture.instances.map((one) => [one.instance_id, one]));
-  pictures.push(picture);
-  if (pictures.length > KEPT) pictures.shift();
+function addSnapshot(snapshot) {
+  if (!histories.has(snapshot.router)) histories.set(snapshot.router, []);
+  snapshots = histories.get(snapshot.router);
+  while (histories.size > 16) histories.delete(histories.keys().next().value); // restarted routers have new ids
+  requests = snapshot.timelines;
+  delete snapshot.timelines;
+  snapshot.byId = new Map(snapshot.instances.map((instance) => [instance.instance_id, instance]));
+  snapshots.push(snapshot);
+  if (snapshots.length > MAX_SNAPSHOTS) snapshots.shift();
 }
 
-function lock(message) {
-  $("ask").hidden = message === null;
+/** Shows the form for the admin key, or with null the page. */
+function showKeyForm(message) {
+  $("key-form").hidden = message === null;
   $("main").hidden = message !== null;
   if (message === null) return;
-  const tried = sessionStorage.getItem(KEY) !== null;
-  sessionStorage.removeItem(KEY);
+  const wasRejected = sessionStorage.getItem(KEY_ITEM) !== null;
+  sessionStorage.removeItem(KEY_ITEM);
   histories.clear();
-  pictures = [];
+  snapshots = [];
   $("rows").replaceChildren();
-  say($("state"), "");
-  say($("why"), tried ? "That was not the right key." : message.includes("no admin key") ? `${message}.` : "");
+  setText($("state"), "");
+  setText($("key-message"), wasRejected ? "This key is wrong." : message.includes("no admin key") ? `${message}.` : "");
   $("key").focus();
 }
 
-function trouble(text) {
-  $("trouble").hidden = !text;
-  say($("trouble"), text);
+function showConnectionError(text) {
+  $("connection-error").hidden = !text;
+  setText($("connection-error"), text);
   document.body.classList.toggle("stale", Boolean(text));
 }
 
-$("ask").addEventListener("submit", (event) => {
+$("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  sessionStorage.setItem(KEY, $("key").value);
+  sessionStorage.setItem(KEY_ITEM, $("key").value);
   $("key").value = "";
   poll();
 });
@@ -136,80 +138,81 @@ $("ask").addEventListener("submit", (event) => {
 $("pause").addEventListener("click", () => {
   paused = !paused;
   $("pause").setAttribute("aria-pressed", paused);
-  say($("pause"), paused ? "Go on" : "Pause");
+  setText($("pause"), paused ? "Resume" : "Pause");
   poll();
 });
 
 document.addEventListener("visibilitychange", poll);
 for (const id of ["window", "filter"]) $(id).addEventListener("change", draw);
 
-// ---- from pictures to figures -------------------------------------------------------------------------------------
+// ---- rates and distributions --------------------------------------------------------------------------------------
 
-/** The oldest picture that is no older than this before the one at `end`. */
-function before(seconds, end = pictures.length - 1) {
+/** The oldest snapshot within `seconds` before the one at `end`. */
+function snapshotBefore(seconds, end = snapshots.length - 1) {
   let start = end;
-  while (start > 0 && pictures[end].time - pictures[start - 1].time <= seconds + 0.5) start--;
-  return pictures[start];
+  while (start > 0 && snapshots[end].time - snapshots[start - 1].time <= seconds + 0.5) start--;
+  return snapshots[start];
 }
 
-/** How much a count of the router grew per second; null while there is one picture only. */
-function rate(of, seconds = RATE_S, end = pictures.length - 1) {
-  const then = before(seconds, end), now = pictures[end];
-  return now === then ? null : Math.max(0, of(now, then)) / (now.time - then.time);
+/** Growth per second of what `delta(now, then)` measures; null while there is only one snapshot. */
+function rate(delta, seconds = RATE_WINDOW_S, end = snapshots.length - 1) {
+  const then = snapshotBefore(seconds, end), now = snapshots[end];
+  return now === then ? null : Math.max(0, delta(now, then)) / (now.time - then.time);
 }
 
-/** What counts of instances gained; one that has started again begins at 0. */
-function gained(name, which = () => true) {
-  return (now, then) => sum(now.instances.filter(which).map((one) => {
-    const old = then.byId.get(one.instance_id);
-    return old === undefined ? 0 : Math.max(0, one[name] - old[name]);
+/** The growth of a counter, summed over instances; a counter of a restarted instance begins at 0. */
+function counterDelta(name, filter = () => true) {
+  return (now, then) => sum(now.instances.filter(filter).map((instance) => {
+    const old = then.byId.get(instance.instance_id);
+    return old === undefined ? 0 : Math.max(0, instance[name] - old[name]);
   }));
 }
 
-const since = (of) => (now, then) => of(now) - of(then);
-const curve = (of, seconds = 3) => pictures.map((_, i) => (i ? rate(of, seconds, i) : null));
-const ended = since((picture) => sum(Object.values(picture.requests)));
-const tokens = since((picture) => sum(picture.ttft.counts) + sum(picture.itl.counts));
+const difference = (value) => (now, then) => value(now) - value(then);
+const rates = (delta, seconds = 3) => snapshots.map((_, i) => (i ? rate(delta, seconds, i) : null));
+const finishedRequests = difference((snapshot) => sum(Object.values(snapshot.requests)));
+const outputTokens = difference((snapshot) => sum(snapshot.ttft.counts) + sum(snapshot.itl.counts));
 
-/** What came into a distribution; seconds of 0 mean: since the start. */
-function distribution(name, seconds, end = pictures.length - 1) {
-  const now = pictures[end][name], then = before(seconds, end)[name];
+/** The histogram of the last `seconds`; 0 means since the start of the router. */
+function distribution(name, seconds, end = snapshots.length - 1) {
+  const now = snapshots[end][name], then = snapshotBefore(seconds, end)[name];
   return { limits: now.limits, counts: now.counts.map((n, i) => (seconds ? n - then.counts[i] : n)) };
 }
 
-/** Between the limits of its bucket, on a scale of logarithms, as buckets are. */
-function quantile({ limits, counts }, share) {
-  let left = share * sum(counts);
-  if (!left) return null;
-  const i = counts.findIndex((count) => (left -= count) <= 0);
+/** Interpolated within its bucket on a logarithmic scale, like the buckets. */
+function quantile({ limits, counts }, q) {
+  let remaining = q * sum(counts);
+  if (!remaining) return null;
+  const i = counts.findIndex((count) => (remaining -= count) <= 0);
   if (i < 0 || i >= limits.length) return last(limits);
   const low = i ? limits[i - 1] : limits[0] / 2;
-  return low * (limits[i] / low) ** (1 + left / counts[i]);
+  return low * (limits[i] / low) ** (1 + remaining / counts[i]);
 }
 
-/** Where a time stands among the buckets: 2.5 is in the middle of the third. */
-function place(limits, seconds) {
+/** The position of a time among the buckets: 2.5 is the middle of the third. */
+function bucketPosition(limits, seconds) {
   const i = limits.findIndex((limit) => seconds <= limit);
   if (i < 0) return limits.length;
   const low = i ? limits[i - 1] : limits[0] / 2;
   return i + Math.max(0, Math.log(seconds / low) / Math.log(limits[i] / low));
 }
 
-function within({ limits, counts }, seconds) {
-  const at = place(limits, seconds);
+/** The share of values up to `seconds`. */
+function shareBelow({ limits, counts }, seconds) {
+  const at = bucketPosition(limits, seconds);
   return sum(counts.map((count, i) => count * Math.min(1, Math.max(0, at - i)))) / sum(counts);
 }
 
 // ---- drawing ------------------------------------------------------------------------------------------------------
 
 function draw() {
-  const now = last(pictures);
+  const now = last(snapshots);
   if (now === undefined) return;
   document.title = `pdserve · ${now.model}`;
-  say($("model"), now.model);
-  say($("state"), now.ready ? "ready" : `not ready: ${now.why}`);
+  setText($("model"), now.model);
+  setText($("state"), now.ready ? "ready" : `not ready: ${now.why}`);
   $("state").className = now.ready ? "good" : "bad";
-  say($("about"), `${now.router} · pdserve ${now.version} · up ${upFor(now.uptime)}`);
+  setText($("about"), `${now.router} · pdserve ${now.version} · up ${uptime(now.uptime)}`);
   drawFigures(now);
   drawFleet(now);
   drawLatency(now);
@@ -218,16 +221,16 @@ function draw() {
   drawRequests(now);
 }
 
-function upFor(seconds) {
+function uptime(seconds) {
   const units = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
   const i = Math.max(0, units.findIndex(([size]) => seconds >= size * 2));
   return `${Math.floor(seconds / units[i][0])} ${units[i][1]}`;
 }
 
-/** A small curve that ends at the right; null leaves a gap. */
-function spark(values, color, top = 0) {
+/** A sparkline that ends at the right; null leaves a gap. */
+function sparkline(values, color, top = 0) {
   const height = 26, max = Math.max(top, ...values) || 1;
-  const points = values.map((value, i) => value === null ? null : [KEPT - values.length + i, height - 1 - (value / max) * (height - 2)]);
+  const points = values.map((value, i) => value === null ? null : [MAX_SNAPSHOTS - values.length + i, height - 1 - (value / max) * (height - 2)]);
   const runs = [];
   points.forEach((point, i) => {
     if (point === null) return;
@@ -236,57 +239,57 @@ function spark(values, color, top = 0) {
   });
   const lines = runs.map((run) => "M" + run.map((point) => point.map((x) => x.toFixed(1)).join(" ")).join("L"));
   const areas = runs.map((run, i) => `${lines[i]}L${last(run)[0]} ${height}L${run[0][0]} ${height}Z`);
-  return svg("svg", { class: `spark c-${color}`, viewBox: `0 0 ${KEPT - 1} ${height}`, preserveAspectRatio: "none", "aria-hidden": "true" },
+  return svg("svg", { class: `spark c-${color}`, viewBox: `0 0 ${MAX_SNAPSHOTS - 1} ${height}`, preserveAspectRatio: "none", "aria-hidden": "true" },
     svg("path", { class: "area", d: areas.join("") }), svg("path", { d: lines.join("") }));
 }
 
-function figure(name, [number, unit], below, curve, color, late = false) {
+function figure(name, [number, unit], below, values, color, late = false) {
   return h("div", "", h("dt", "", name),
-    h("dd", "", h("div", late ? "number late" : "number", number, h("span", "unit", unit)), h("div", "below", below), spark(curve, color)));
+    h("dd", "", h("div", late ? "number late" : "number", number, h("span", "unit", unit)), h("div", "below", below), sparkline(values, color)));
 }
 
 function drawFigures(now) {
   const latency = (name, color, title) => {
-    const minute = distribution(name, 60), promised = now.slo[name];
-    const values = pictures.map((_, i) => (i ? quantile(distribution(name, 5, i), 0.5) : null));
+    const minute = distribution(name, 60), slo = now.slo[name];
+    const values = snapshots.map((_, i) => (i ? quantile(distribution(name, 5, i), 0.5) : null));
     const p99 = quantile(minute, 0.99);
-    const below = h("span", promised < p99 ? "late" : "", `p99 ${words(duration(p99))}`);
-    return figure(`${title}, median`, duration(quantile(minute, 0.5)), below, values, color, promised < quantile(minute, 0.5));
+    const below = h("span", slo < p99 ? "late" : "", `p99 ${format(duration(p99))}`);
+    return figure(`${title}, median`, duration(quantile(minute, 0.5)), below, values, color, slo < quantile(minute, 0.5));
   };
   const sources = promptSources();
-  const loads = rate(gained("load_bytes")), stores = rate(gained("store_bytes"));
+  const loadRate = rate(counterDelta("load_bytes")), storeRate = rate(counterDelta("store_bytes"));
   const total = sum(Object.values(sources));
   $("figures").replaceChildren(
-    figure("Requests", perSecond(rate(ended), "/s"), `${whole(now.under_way)} under way${now.waiting ? `, ${whole(now.waiting)} waiting` : ""}`, curve(ended), "router"),
-    figure("Output", perSecond(rate(tokens), "tokens/s"), "of this router", curve(tokens), "decode"),
+    figure("Requests", perSecond(rate(finishedRequests), "/s"), `${integer(now.under_way)} running${now.waiting ? `, ${integer(now.waiting)} queued` : ""}`, rates(finishedRequests), "router"),
+    figure("Output", perSecond(rate(outputTokens), "tokens/s"), "of this router", rates(outputTokens), "decode"),
     latency("ttft", "prefill", "TTFT"),
     latency("itl", "decode", "ITL"),
-    figure("Prefix hits", [total ? percent(1 - sources.computed / total) : "–", ""], "of prompt tokens", hitCurve(), "prefill"),
-    figure("KV loaded", bandwidth(loads), `stored ${words(bandwidth(stores))}`, curve(gained("load_bytes")), "connector"),
+    figure("Prefix hits", [total ? percent(1 - sources.computed / total) : "–", ""], "of prompt tokens", hitRates(), "prefill"),
+    figure("KV loaded", bandwidth(loadRate), `stored ${format(bandwidth(storeRate))}`, rates(counterDelta("load_bytes")), "connector"),
   );
 }
 
-/** Tokens of the latest prompts, by where their KV came from. */
+/** Prompt tokens of the latest requests by the source of their KV. */
 function promptSources() {
-  const done = rows.filter((row) => row.stages_ms.first_token !== undefined);
-  const of = (name) => sum(done.map((row) => row[name]));
-  return { computed: of("computed_tokens"), pool: of("local_hit_tokens"), store: of("loaded_tokens") };
+  const prefilled = requests.filter((request) => request.stages_ms.first_token !== undefined);
+  const total = (name) => sum(prefilled.map((request) => request[name]));
+  return { computed: total("computed_tokens"), pool: total("local_hit_tokens"), store: total("loaded_tokens") };
 }
 
-function hitCurve() {
-  return pictures.map((now, i) => {
+function hitRates() {
+  return snapshots.map((now, i) => {
     if (!i) return null;
-    const then = before(5, i), asked = gained("prefix_cache_queries")(now, then);
-    return asked ? gained("prefix_cache_hits")(now, then) / asked : null;
+    const then = snapshotBefore(5, i), queries = counterDelta("prefix_cache_queries")(now, then);
+    return queries ? counterDelta("prefix_cache_hits")(now, then) / queries : null;
   });
 }
 
 // ---- instances
 
-const pools = new Map(); // role → its card and its list, which keeps its place when scrolled
+const pools = new Map(); // role → { card, title, list }, reused so that a list keeps its scroll position
 
 function drawFleet(now) {
-  const roles = ["prefill", "decode", "both"].filter((role) => now.instances.some((one) => one.role === role));
+  const roles = ["prefill", "decode", "both"].filter((role) => now.instances.some((instance) => instance.role === role));
   const shown = roles.includes("prefill") || roles.includes("decode") || !roles.length ? ["prefill", "decode"] : [];
   if (roles.includes("both")) shown.push("both");
   const cards = shown.map((role) => drawPool(now, role));
@@ -300,36 +303,36 @@ function drawPool(now, role) {
     pools.set(role, { card: h("section", `pool ${role} c-${role}`, title, list), title, list });
   }
   const { card, title, list } = pools.get(role);
-  const members = now.instances.filter((one) => one.role === role);
+  const members = now.instances.filter((instance) => instance.role === role);
   const name = { prefill: "Prefill", decode: "Decode", both: "Prefill and decode" }[role];
   const count = role === "prefill" ? "computed_tokens" : "generation_tokens";
   const what = role === "prefill" ? "prompt tokens/s" : "output tokens/s";
-  const curves = members.map((one) => curve(gained(count, (other) => other.instance_id === one.instance_id)));
-  const top = Math.max(0, ...curves.flat());
+  const series = members.map((member) => rates(counterDelta(count, (instance) => instance.instance_id === member.instance_id)));
+  const top = Math.max(0, ...series.flat());
   title.replaceChildren(`${name} · ${members.length}`, h("small", "", what));
-  list.replaceChildren(...members.map((one, i) => drawInstance(one, curves[i], top, role)));
-  if (!members.length) list.replaceChildren(h("li", "none", "none is attached"));
+  list.replaceChildren(...members.map((member, i) => drawInstance(member, series[i], top, role)));
+  if (!members.length) list.replaceChildren(h("li", "none", "no instance is attached"));
   return card;
 }
 
-function drawInstance(one, values, top, role) {
-  const held = one.num_blocks ? one.kv_cache_blocks_held / one.num_blocks : 0;
-  const cached = one.num_blocks ? Math.min(1 - held, one.cached_blocks / one.num_blocks) : 0;
+function drawInstance(instance, values, top, role) {
+  const held = instance.num_blocks ? instance.kv_cache_blocks_held / instance.num_blocks : 0;
+  const cached = instance.num_blocks ? Math.min(1 - held, instance.cached_blocks / instance.num_blocks) : 0;
   const meter = h("div", "meter", sized("i", "", held), sized("i", "cached", cached));
-  const load = h("div", "load", h("b", "", whole(one.running)), " running · ", h("b", "", whole(one.waiting)), " waiting · ");
-  const left = role === "decode" ? [one.output_tokens, "tokens to go"] : [one.prefill_tokens, "prompt tokens queued"];
-  load.append(h("b", "", whole(left[0])), ` ${left[1]}`);
+  const load = h("div", "load", h("b", "", integer(instance.running)), " running · ", h("b", "", integer(instance.waiting)), " waiting · ");
+  const backlog = role === "decode" ? [instance.output_tokens, "output tokens remaining"] : [instance.prefill_tokens, "prompt tokens queued"];
+  load.append(h("b", "", integer(backlog[0])), ` ${backlog[1]}`);
   return h("li", "instance",
-    h("div", "name", one.instance_id, condition(one) ?? h("span", "", words(perSecond(last(values), "tokens/s")))),
-    spark(values, role, top), load,
-    h("div", "blocks", meter, h("span", "", `${whole(one.kv_cache_blocks_held)} held, ${whole(one.cached_blocks)} cached of ${whole(one.num_blocks)}`)));
+    h("div", "name", instance.instance_id, condition(instance) ?? h("span", "", format(perSecond(last(values), "tokens/s")))),
+    sparkline(values, role, top), load,
+    h("div", "blocks", meter, h("span", "", `${integer(instance.kv_cache_blocks_held)} held, ${integer(instance.cached_blocks)} cached of ${integer(instance.num_blocks)}`)));
 }
 
-function condition(one) {
-  if (one.breaker === "open") return h("span", "bad", "breaker open: gets nothing");
-  if (one.breaker === "half_open") return h("span", "warn", "breaker half open: on trial");
-  if (one.draining) return h("span", "warn", "draining");
-  return one.last_heard_seconds > 1 ? h("span", "warn", `silent for ${one.last_heard_seconds.toFixed(1)} s`) : null;
+function condition(instance) {
+  if (instance.breaker === "open") return h("span", "bad", "circuit breaker open: receives no requests");
+  if (instance.breaker === "half_open") return h("span", "warn", "circuit breaker half open: probing");
+  if (instance.draining) return h("span", "warn", "draining");
+  return instance.last_heard_seconds > 1 ? h("span", "warn", `no frame for ${instance.last_heard_seconds.toFixed(1)} s`) : null;
 }
 
 function sized(tag, className, share) {
@@ -339,11 +342,11 @@ function sized(tag, className, share) {
 }
 
 function drawStore(now) {
-  const names = [...new Set(now.instances.map((one) => `${one.connector}://`))].join(" ");
+  const names = [...new Set(now.instances.map((instance) => `${instance.connector}://`))].join(" ");
   const arrow = h("span", "arrow");
   return h("div", "store", h("b", "", names || "KV store"),
-    h("span", "", `stored ${words(bandwidth(rate(gained("store_bytes"))))}`), arrow,
-    h("span", "", `loaded ${words(bandwidth(rate(gained("load_bytes"))))}`));
+    h("span", "", `stored ${format(bandwidth(rate(counterDelta("store_bytes"))))}`), arrow,
+    h("span", "", `loaded ${format(bandwidth(rate(counterDelta("load_bytes"))))}`));
 }
 
 // ---- latency
@@ -355,15 +358,15 @@ function drawLatency(now) {
     histogram("Time between tokens", distribution("itl", seconds), now.slo.itl, "decode", "tokens"));
 }
 
-function histogram(title, values, promised, color, unit) {
+function histogram(title, values, slo, color, unit) {
   const { limits, counts } = values, total = sum(counts), max = Math.max(1, ...counts);
-  const facts = [0.5, 0.9, 0.99].map((q) => [`p${q * 100}`, words(duration(quantile(values, q))), promised < quantile(values, q)]);
-  if (promised && total) facts.push([`within the SLO of ${words(duration(promised))}`, percent(within(values, promised)), within(values, promised) < 0.99]);
-  facts.push([unit, whole(total), false]);
+  const facts = [0.5, 0.9, 0.99].map((q) => [`p${q * 100}`, format(duration(quantile(values, q))), slo < quantile(values, q)]);
+  if (slo && total) facts.push([`within the SLO of ${format(duration(slo))}`, percent(shareBelow(values, slo)), shareBelow(values, slo) < 0.99]);
+  facts.push([unit, integer(total), false]);
   const chart = h("div", `chart c-${color}`);
   chart.setAttribute("role", "img");
   chart.setAttribute("aria-label", `${title}: ${facts.map(([name, value]) => `${name} ${value}`).join(", ")}`);
-  const at = promised ? place(limits, promised) : Infinity;
+  const at = slo ? bucketPosition(limits, slo) : Infinity;
   counts.forEach((count, i) => {
     const bar = h("i", at <= i ? "late" : "");
     bar.style.height = `${count ? Math.max(1.5, (count / max) * 100) : 0}%`;
@@ -371,18 +374,18 @@ function histogram(title, values, promised, color, unit) {
     chart.append(bar);
   });
   if (!total) chart.append(h("span", "empty", Number($("window").value) ? "none in the last minute" : "none yet"));
-  if (promised) {
+  if (slo) {
     const mark = h("span", at > counts.length * 0.7 ? "mark left" : "mark", "SLO");
     mark.style.left = `${(at / counts.length) * 100}%`;
     chart.append(mark);
   }
-  const axis = h("div", "axis", ...counts.map((_, i) => h("span", "", i < limits.length && /^1(e|0|\b)|^0?\.0*1$/.test(String(limits[i])) ? words(shortly(limits[i])) : "")));
+  const axis = h("div", "axis", ...counts.map((_, i) => h("span", "", i < limits.length && /^1(e|0|\b)|^0?\.0*1$/.test(String(limits[i])) ? format(bucketLabel(limits[i])) : "")));
   axis.setAttribute("aria-hidden", "true");
-  const words_ = facts.map(([name, value, late]) => h("span", late ? "late" : "", `${name} `, h("b", "", value)));
-  return h("div", "card", h("h3", "", title), h("div", "facts", ...words_), chart, axis);
+  const factElements = facts.map(([name, value, late]) => h("span", late ? "late" : "", `${name} `, h("b", "", value)));
+  return h("div", "card", h("h3", "", title), h("div", "facts", ...factElements), chart, axis);
 }
 
-const shortly = (seconds) => (seconds < 1 ? [String(Math.round(seconds * 1000)), "ms"] : [String(seconds), "s"]);
+const bucketLabel = (seconds) => (seconds < 1 ? [String(Math.round(seconds * 1000)), "ms"] : [String(seconds), "s"]);
 
 // ---- KV
 
@@ -390,51 +393,52 @@ function shares(title, parts, unit) {
   const total = sum(parts.map(([, count]) => count));
   const bar = h("div", "shares", ...parts.map(([, count, color]) => sized("i", `c-${color}`, total ? count / total : 0)));
   const legend = h("ul", "legend", ...parts.map(([name, count, color]) => h("li", `c-${color}`, `${name} `, h("b", "", total ? percent(count / total) : "–"))));
-  return h("div", "", h("h3", "", title), bar, legend, h("small", "", `of ${whole(total)} ${unit}`));
+  return h("div", "", h("h3", "", title), bar, legend, h("small", "", `of ${integer(total)} ${unit}`));
 }
 
 function drawKv(now) {
-  const sources = promptSources(), ways = now.placements;
-  const transfer = (title, way) => {
-    const bytes = gained(`${way}_bytes`), moving = rate(gained(`${way}_seconds`));
-    const speed = moving ? rate(bytes) / moving : null;
+  const sources = promptSources(), placements = now.placements;
+  const transfer = (title, direction) => {
+    const bytes = counterDelta(`${direction}_bytes`), busyShare = rate(counterDelta(`${direction}_seconds`));
+    const speed = busyShare ? rate(bytes) / busyShare : null;
     const [number, unit] = bandwidth(rate(bytes));
     return h("div", "", h("h3", "", title), h("div", "number", number, h("span", "unit", unit)),
-      h("div", "below", `${words(bandwidth(speed))} while moving`), spark(curve(bytes), "connector"));
+      h("div", "below", `${format(bandwidth(speed))} during transfers`), sparkline(rates(bytes), "connector"));
   };
   $("kv").replaceChildren(
     h("div", "card",
-      shares("Where the latest prompts' KV came from", [["computed", sources.computed, "prefill"], ["pool", sources.pool, "decode"], ["store", sources.store, "connector"]], "tokens"),
-      shares("Who computes prompts", [["prefill, for decode", ways.split ?? 0, "prefill"], ["decode itself", ways.decode ?? 0, "decode"],
-        ["one instance alone", (ways.both ?? 0) + (ways.prefill ?? 0), "router"]], "requests since the start")),
+      shares("KV sources of the latest prompts", [["computed", sources.computed, "prefill"], ["pool", sources.pool, "decode"], ["store", sources.store, "connector"]], "tokens"),
+      shares("Placement of prefills", [["on a prefill instance", placements.split ?? 0, "prefill"], ["on the decode instance", placements.decode ?? 0, "decode"],
+        ["prefill and decode on one instance", (placements.both ?? 0) + (placements.prefill ?? 0), "router"]], "requests since the start")),
     h("div", "card", h("div", "two", transfer("Stored by prefill", "store"), transfer("Loaded by decode", "load"))));
 }
 
 // ---- faults
 
+// Event → [word shown, colour].
 const EVENTS = {
-  left: ["lost", "bad"], failed: ["failed", "bad"], breaker: ["breaker", "bad"], missing: ["missing", "bad"], moved: ["moved", "warn"], fallback: ["computed", "warn"],
+  left: ["lost", "bad"], failed: ["failed", "bad"], breaker: ["breaker", "bad"], missing: ["missing", "bad"], moved: ["migrated", "warn"], fallback: ["recomputed", "warn"],
   role: ["role", "good"], failed_handovers: ["failed hand-overs", "warn"], refused: ["refused", "warn"], draining: ["draining", ""], drained: ["drained", ""], joined: ["joined", "good"],
 };
-let faultsShown = "";
+let drawnEvents = ""; // router and numbers of the events drawn last
 
 function drawFaults(now) {
-  const fresh = now.events.filter((one) => now.time - one.time < 60 && ["bad", "warn"].includes(EVENTS[one.event]?.[1]));
-  $("alarm").hidden = !fresh.length;
-  say($("alarm"), `${fresh.map((one) => EVENTS[one.event][0] + (one.count > 1 ? ` × ${one.count}` : "")).slice(0, 3).join(", ")} in the last minute`);
-  const count = (counts) => whole(sum(Object.values(counts)));
-  say($("faults-sum"), `${count(now.migrations)} streams moved · ${count(now.fallbacks)} hand-overs computed by decode · ` +
-    `${count(now.refusals)} requests refused · ${whole(now.requests.error ?? 0)} failed`);
-  const state = now.router + now.events.map((one) => one.number).join();
-  if (state === faultsShown) return;
-  faultsShown = state;
-  $("faults").replaceChildren(...now.events.map((one) => {
-    const [word, color] = EVENTS[one.event] ?? [one.event, ""];
-    const time = h("time", "", clock(one.time));
-    time.dateTime = new Date(one.time * 1000).toISOString();
-    return h("li", "", time, h("span", `what ${color}`, one.count > 1 ? `${word} × ${one.count}` : word), h("p", "", one.text));
+  const recent = now.events.filter((event) => now.time - event.time < 60 && ["bad", "warn"].includes(EVENTS[event.event]?.[1]));
+  $("alarm").hidden = !recent.length;
+  setText($("alarm"), `${recent.map((event) => EVENTS[event.event][0] + (event.count > 1 ? ` × ${event.count}` : "")).slice(0, 3).join(", ")} in the last minute`);
+  const total = (counts) => integer(sum(Object.values(counts)));
+  setText($("faults-sum"), `${total(now.migrations)} streams migrated · ${total(now.fallbacks)} prompts recomputed by decode · ` +
+    `${total(now.refusals)} requests refused · ${integer(now.requests.error ?? 0)} failed`);
+  const state = now.router + now.events.map((event) => event.number).join();
+  if (state === drawnEvents) return;
+  drawnEvents = state;
+  $("faults").replaceChildren(...now.events.map((event) => {
+    const [word, color] = EVENTS[event.event] ?? [event.event, ""];
+    const time = h("time", "", clock(event.time));
+    time.dateTime = new Date(event.time * 1000).toISOString();
+    return h("li", "", time, h("span", `what ${color}`, event.count > 1 ? `${word} × ${event.count}` : word), h("p", "", event.text));
   }));
-  if (!now.events.length) $("faults").append(h("li", "empty", "Nothing has happened."));
+  if (!now.events.length) $("faults").append(h("li", "empty", "No events yet."));
 }
 
 // ---- requests
@@ -442,129 +446,130 @@ function drawFaults(now) {
 const COLORS = [["waiting", "router"], ["prefill", "prefill"], ["hand-over", "connector"], ["decode", "decode"]];
 $("legend").append(...COLORS.map(([name, color]) => h("li", `c-${color}`, name)));
 
-// The stage that ends each piece of a bar, and who worked on it.
-const PIECES = [["routed", "router"], ["prefill_started", "router"], ["first_token", "prefill"], ["kv_ready", "connector"],
+// The stage that ends each segment of a bar, and the component that it is attributed to.
+const SEGMENTS = [["routed", "router"], ["prefill_started", "router"], ["first_token", "prefill"], ["kv_ready", "connector"],
   ["decode_started", "router"], ["finished", "decode"]];
 
-const running = (row) => row.stages_ms.finished === undefined;
-const total = (row, now) => (running(row) ? (now.time - row.time) * 1000 : row.stages_ms.finished);
-const POINTS = matchMedia("(hover: hover)");
+const isRunning = (request) => request.stages_ms.finished === undefined;
+const durationMs = (request, now) => (isRunning(request) ? (now.time - request.time) * 1000 : request.stages_ms.finished);
+const CAN_HOVER = matchMedia("(hover: hover)");
 const FILTERS = {
   all: () => true,
-  late: (row, now, scale) => row.stages_ms.first_token / 1000 > now.slo.ttft || total(row, now) > scale,
-  trouble: (row) => row.migrations > 0 || row.finish_reason === "error",
+  late: (request, now, scale) => request.stages_ms.first_token / 1000 > now.slo.ttft || durationMs(request, now) > scale,
+  failed: (request) => request.migrations > 0 || request.finish_reason === "error",
 };
-const lines = new Map(); // request id → its element and what is known of it
+const rows = new Map(); // request id → its elements and state
 
 function drawRequests(now) {
-  const totals = rows.map((row) => total(row, now)).sort((a, b) => a - b);
-  const scale = (totals[Math.floor(totals.length * 0.9)] || 1) * 1.05; // what is longer is cut off: its figure says how long it is
+  const durations = requests.map((request) => durationMs(request, now)).sort((a, b) => a - b);
+  const scale = (durations[Math.floor(durations.length * 0.9)] || 1) * 1.05; // longer bars are cut off; the number beside them is exact
   const filter = FILTERS[$("filter").value];
-  const shown = rows.filter((row) => filter(row, now, scale)).slice(0, SHOWN);
-  const open = rows.filter((row) => lines.get(row.request_id)?.details.open && !shown.includes(row));
+  const shown = requests.filter((request) => filter(request, now, scale)).slice(0, MAX_ROWS);
+  const open = requests.filter((request) => rows.get(request.request_id)?.details.open && !shown.includes(request));
   const list = $("rows");
-  const held = lines.size && list.matches(":hover") && POINTS.matches; // nothing moves under a pointer that is about to click
-  $("held").hidden = !held;
-  if (held) shown.splice(0, shown.length, ...rows.filter((row) => lines.has(row.request_id)));
+  const frozen = rows.size && list.matches(":hover") && CAN_HOVER.matches; // so that no row moves under the pointer
+  $("frozen").hidden = !frozen;
+  if (frozen) shown.splice(0, shown.length, ...requests.filter((request) => rows.has(request.request_id)));
   list.querySelector(".empty")?.remove();
-  for (const row of [...shown, ...open]) {
-    const line = lines.get(row.request_id) ?? newLine(row);
-    if (!line.item.isConnected) list.insertBefore(line.item, [...list.children].find((item) => item.time < row.time) ?? null);
-    updateLine(line, row, now, scale);
+  for (const request of [...shown, ...open]) {
+    const row = rows.get(request.request_id) ?? newRow(request);
+    if (!row.item.isConnected) list.insertBefore(row.item, [...list.children].find((item) => item.time < request.time) ?? null);
+    updateRow(row, request, now, scale);
   }
-  const kept = new Set(shown.map((row) => row.request_id));
-  for (const [id, line] of held ? [] : lines) {
-    if (kept.has(id) || line.details.open || line.item.contains(document.activeElement)) continue;
-    line.item.remove();
-    lines.delete(id);
+  const shownIds = new Set(shown.map((request) => request.request_id));
+  for (const [id, row] of frozen ? [] : rows) {
+    if (shownIds.has(id) || row.details.open || row.item.contains(document.activeElement)) continue;
+    row.item.remove();
+    rows.delete(id);
   }
-  if (!lines.size) list.append(h("li", "empty", rows.length ? "None of the latest." : "None yet."));
+  if (!rows.size) list.append(h("li", "empty", requests.length ? "No request matches." : "No requests yet."));
 }
 
-function newLine(row) {
-  const id = row.request_id;
-  const name = h("span", "id", id), where = h("span", "where"), bar = h("span", "bar"), took = h("span", "num"), state = h("span", "state");
-  const more = h("div", "more"), details = h("details", "", h("summary", "", name, where, bar, took, state), more);
-  const line = { id, item: h("li", "", details), details, where, bar, took, state, more, time: row.time, ended: false };
-  line.item.time = row.time;
+function newRow(request) {
+  const id = request.request_id;
+  const name = h("span", "id", id), where = h("span", "where"), bar = h("span", "bar"), time = h("span", "num"), state = h("span", "state");
+  const detail = h("div", "detail"), details = h("details", "", h("summary", "", name, where, bar, time, state), detail);
+  const row = { id, item: h("li", "", details), details, where, bar, time, state, detail, startedAt: request.time, isFinal: false };
+  row.item.time = request.time; // for the order of the list
   name.title = id;
-  details.addEventListener("toggle", () => details.open && unfold(line));
-  lines.set(id, line);
-  return line;
+  details.addEventListener("toggle", () => details.open && loadDetail(row));
+  rows.set(id, row);
+  return row;
 }
 
-function updateLine(line, row, now, scale) {
-  line.bar.replaceChildren(...pieces(row, now, scale));
-  if (line.ended) return;
-  line.ended = !running(row);
-  const late = row.stages_ms.first_token / 1000 > now.slo.ttft, failed = row.finish_reason === "error";
-  const one = row.prefill_instance === row.decode_instance;
-  say(line.where, one ? row.decode_instance : `${row.prefill_instance} → ${row.decode_instance}`);
-  say(line.took, words(duration(total(row, now) / 1000)));
-  say(line.state, failed ? "failed" : running(row) ? "running" : row.migrations ? "moved" : late ? "late" : row.finish_reason);
-  line.state.className = `state ${failed ? "bad" : row.migrations || late ? "warn" : ""}`;
-  line.bar.classList.toggle("running", running(row));
-  if (line.details.open) unfold(line);
+function updateRow(row, request, now, scale) {
+  row.bar.replaceChildren(...segments(request, now, scale));
+  if (row.isFinal) return;
+  row.isFinal = !isRunning(request);
+  const late = request.stages_ms.first_token / 1000 > now.slo.ttft, failed = request.finish_reason === "error";
+  const isOneInstance = request.prefill_instance === request.decode_instance;
+  setText(row.where, isOneInstance ? request.decode_instance : `${request.prefill_instance} → ${request.decode_instance}`);
+  setText(row.time, format(duration(durationMs(request, now) / 1000)));
+  setText(row.state, failed ? "failed" : isRunning(request) ? "running" : request.migrations ? "migrated" : late ? "late" : request.finish_reason);
+  row.state.className = `state ${failed ? "bad" : request.migrations || late ? "warn" : ""}`;
+  row.bar.classList.toggle("running", isRunning(request));
+  if (row.details.open) loadDetail(row);
 }
 
-function pieces(row, now, scale) {
-  const made = [];
-  let done = 0;
-  const add = (until, color) => {
-    if (until > done) made.push(sized("i", `c-${color}`, (until - done) / scale));
-    done = Math.max(done, until);
+function segments(request, now, scale) {
+  const bars = [];
+  let drawnMs = 0;
+  const add = (untilMs, color) => {
+    if (untilMs > drawnMs) bars.push(sized("i", `c-${color}`, (untilMs - drawnMs) / scale));
+    drawnMs = Math.max(drawnMs, untilMs);
   };
-  for (const [stage, color] of PIECES) {
-    const at = row.stages_ms[stage];
-    if (at !== undefined) add(at, stage === "finished" && row.stages_ms.decode_started === undefined ? "router" : color);
+  for (const [stage, color] of SEGMENTS) {
+    const at = request.stages_ms[stage];
+    if (at !== undefined) add(at, stage === "finished" && request.stages_ms.decode_started === undefined ? "router" : color);
   }
-  if (running(row)) add(total(row, now), row.stages_ms.decode_started !== undefined ? "decode" : row.stages_ms.prefill_started !== undefined ? "prefill" : "router");
-  return made;
+  if (isRunning(request)) add(durationMs(request, now), request.stages_ms.decode_started !== undefined ? "decode" : request.stages_ms.prefill_started !== undefined ? "prefill" : "router");
+  return bars;
 }
 
-async function unfold(line) {
+async function loadDetail(row) {
   try {
-    line.more.replaceChildren(...story(line, await ask(`/debug/requests/${encodeURIComponent(line.id)}`)));
+    row.detail.replaceChildren(...detail(row, await fetchJson(`/debug/requests/${encodeURIComponent(row.id)}`)));
   } catch (error) {
-    line.more.replaceChildren(h("p", "", `No more is known: ${error.message}.`));
+    row.detail.replaceChildren(h("p", "", `Details are not available: ${error.message}.`));
   }
 }
 
-/** What happened to one request, in full. */
-function story(line, told) {
-  const end = Math.max(...Object.values(told.stages_ms), 0.001);
-  const who = { router: "", connector: "", prefill: told.prefill_instance, decode: told.decode_instance };
-  const gantt = h("div", "gantt", ...told.parts.flatMap((part) => {
+/** The elements that show everything known about one request. */
+function detail(row, timeline) {
+  const end = Math.max(...Object.values(timeline.stages_ms), 0.001);
+  const instances = { router: "", connector: "", prefill: timeline.prefill_instance, decode: timeline.decode_instance };
+  const gantt = h("div", "gantt", ...timeline.parts.flatMap((part) => {
     const bar = h("i", `c-${part.who}`);
     bar.style.left = `${(part.start_ms / end) * 100}%`;
     bar.style.width = `${((part.end_ms - part.start_ms) / end) * 100}%`;
-    const name = h("span", "part", part.name, h("span", "who", who[part.who]));
-    return [name, h("span", "ms", words(duration((part.end_ms - part.start_ms) / 1000))), h("span", "lane", bar)];
+    const name = h("span", "part", part.name, h("span", "worker", instances[part.who]));
+    return [name, h("span", "ms", format(duration((part.end_ms - part.start_ms) / 1000))), h("span", "lane", bar)];
   }));
-  const from = told.prompt_tokens_by_source, moved = told.loaded;
-  const first = told.stages_ms.first_token;
+  const sources = timeline.prompt_tokens_by_source, loaded = timeline.loaded;
+  const first = timeline.stages_ms.first_token;
   const facts = [
-    `Received at ${clock(line.time)}.`,
-    `${whole(told.prompt_tokens)} prompt tokens: ${whole(from.computed)} computed, ${whole(from.local_hit)} in the pool, ${whole(from.loaded)} from the store.`,
-    `${whole(told.output_tokens)} output tokens${first === undefined ? "" : `, the first after ${words(duration(first / 1000))}`}.`,
-    moved.blocks ? `${whole(moved.blocks)} blocks (${(moved.bytes / 2 ** 20).toFixed(2)} MiB) loaded at ${words(bandwidth(moved.gb_per_s * 1e9))}.` : "",
+    `Received at ${clock(row.startedAt)}.`,
+    `${integer(timeline.prompt_tokens)} prompt tokens: ${integer(sources.computed)} computed, ${integer(sources.local_hit)} in the pool, ${integer(sources.loaded)} from the store.`,
+    `${integer(timeline.output_tokens)} output tokens${first === undefined ? "" : `, the first after ${format(duration(first / 1000))}`}.`,
+    loaded.blocks ? `${integer(loaded.blocks)} blocks (${(loaded.bytes / 2 ** 20).toFixed(2)} MiB) loaded at ${format(bandwidth(loaded.gb_per_s * 1e9))}.` : "",
   ];
-  const found = [gantt, h("p", "", facts.filter(Boolean).join(" "))];
-  found.push(...told.moves.map((move) => h("p", "bad", `Moved away from ${move.instance} after ${words(duration(move.ms / 1000))}: ${move.why}`)));
-  if (told.error) found.push(h("p", "bad", told.error));
-  if (told.placement) found.push(h("p", "", `Placement: ${told.placement.way}, because of ${told.placement.reason}.`));
-  found.push(...told.decisions.map(decision));
-  return found;
+  const elements = [gantt, h("p", "", facts.filter(Boolean).join(" "))];
+  elements.push(...timeline.moves.map((move) => h("p", "bad", `Migrated from ${move.instance} after ${format(duration(move.ms / 1000))}: ${move.why}`)));
+  if (timeline.error) elements.push(h("p", "bad", timeline.error));
+  if (timeline.placement) elements.push(h("p", "", `Placement: ${timeline.placement.way}, because of ${timeline.placement.reason}.`));
+  elements.push(...timeline.decisions.map(decisionTable));
+  return elements;
 }
 
-function decision(made) {
+/** The candidates of one placement decision and their scores. */
+function decisionTable(decision) {
   const columns = [["instance", "instance"], ["score", "score"], ["requests", "requests"], ["prefill_tokens", "prompt tokens"],
     ["output_tokens", "output tokens"], ["cached_tokens", "cached"]];
   const cell = (value) => (typeof value === "number" ? String(Number(value.toPrecision(4))) : value);
   const head = h("thead", "", h("tr", "", ...columns.map(([, name]) => h("th", "", name))));
-  const body = h("tbody", "", ...made.candidates.map((one) => h("tr", one.instance === made.chosen ? "chosen" : "",
-    ...columns.map(([key]) => h("td", "", cell(one[key]))))));
-  return h("div", "", h("p", "", `${made.role}: ${made.chosen}, by ${made.policy}: ${made.why}`), h("div", "scroll", h("table", "", head, body)));
+  const body = h("tbody", "", ...decision.candidates.map((candidate) => h("tr", candidate.instance === decision.chosen ? "chosen" : "",
+    ...columns.map(([key]) => h("td", "", cell(candidate[key]))))));
+  return h("div", "", h("p", "", `${decision.role}: ${decision.chosen}, by ${decision.policy}: ${decision.why}`), h("div", "scroll", h("table", "", head, body)));
 }
 
 poll();

@@ -97,7 +97,7 @@ def test_the_page_shows_instances_requests_and_faults(open_page: Callable[..., A
     page.focus("#rows summary")
     page.keyboard.press("Enter")
     page.wait_for_selector(".gantt .lane i")
-    detail = page.inner_text(".more")
+    detail = page.inner_text(".detail")
     assert "3 prompt tokens: 3 computed" in detail and "decode queue" not in detail
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert not page.problems
@@ -110,24 +110,24 @@ def test_the_page_asks_for_the_key(open_page: Callable[..., Any]) -> None:
     for key in ("wrong", "right é"):
         page.fill("#key", key)
         page.keyboard.press("Enter")
-        page.wait_for_selector("#why:not(:empty)" if key == "wrong" else "#rows summary")
+        page.wait_for_selector("#key-message:not(:empty)" if key == "wrong" else "#rows summary")
     assert page.evaluate("[localStorage.length, document.cookie, sessionStorage.length]") == [0, "", 1]
     assert [problem for problem in page.problems if "401" not in problem] == []
 
 
 def test_without_an_admin_key_the_page_is_closed(open_page: Callable[..., Any]) -> None:
     page = open_page(api_key="of clients")
-    page.wait_for_selector("#why:not(:empty)")
-    assert "start it with --admin-key" in page.inner_text("#why")
+    page.wait_for_selector("#key-message:not(:empty)")
+    assert "start it with --admin-key" in page.inner_text("#key-message")
 
 
 def test_the_page_resumes_when_its_router_answers_again(open_page: Callable[..., Any]) -> None:
     page = open_page()
     page.wait_for_selector("#rows summary")
     page.route("**/debug/overview", lambda route: route.abort())
-    page.wait_for_selector("#trouble", state="visible")
+    page.wait_for_selector("#connection-error", state="visible")
     page.unroute("**/debug/overview")
-    page.wait_for_selector("#trouble", state="hidden")
+    page.wait_for_selector("#connection-error", state="hidden")
     page.click("#pause")
     assert page.get_attribute("#pause", "aria-pressed") == "true"
 
