@@ -24,8 +24,8 @@ from rich.table import Table
 from pdserve.cli.flags import command_of
 from pdserve.config import flag
 from pdserve.errors import SetupError
-from pdserve.kernels import cpu
-from pdserve.kernels.attention import KernelUnavailable, choose
+from pdserve.kernels import memory
+from pdserve.kernels.attention import KernelUnavailable, select_kernel
 from pdserve.kernels.batch import Kernel, PagedBatch
 
 SHAPE = checkpoints.QWEN3_0_6B
@@ -51,7 +51,7 @@ def benchmark(settings: Settings) -> None:
     settings = settings.sized(QUICK).threaded()
     device = torch.device(settings.device)
     try:
-        kernels = {name: choose(name, device) for name in settings.kernels.split(",")}
+        kernels = {name: select_kernel(name, device) for name in settings.kernels.split(",")}
     except KernelUnavailable as error:
         raise SetupError(str(error)) from error
     read = _read_rate(device, settings.quick)
@@ -78,7 +78,7 @@ def _measure(
     layers = min(LAYERS, -(-POOL_BYTES // kv_bytes))
     blocks = sequences * per_sequence
     pool = torch.empty((blocks, layers, 2, kv_heads, BLOCK, size), dtype=dtype, device=device)
-    cpu.huge_pages(pool)
+    memory.huge_pages(pool)
     for block in pool:
         block.normal_()
     q_THD = torch.randn(sequences, heads, size, device=device).to(dtype)
@@ -111,7 +111,7 @@ def _measure(
 
 def _read_rate(device: torch.device, quick: bool) -> float:
     buffer = torch.empty(1 << 18 if quick else 1 << 27, device=device)
-    cpu.huge_pages(buffer)  # as the pool has them
+    memory.huge_pages(buffer)  # as the pool has them
     buffer.fill_(1)
     seconds = []
     for _ in range(5):

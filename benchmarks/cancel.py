@@ -23,7 +23,7 @@ from rich.table import Table
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.cli.flags import command_of
 from pdserve.config import UpConfig, flag, parse_size
-from pdserve.kv_transfer.connectors.shm import leases
+from pdserve.kv_transfer.connectors.shm import count_leases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ def cancel(settings: Settings) -> None:
         with Deployment(config, lambda _: None) as deployment:
             deployment.wait_ready()
             rows = asyncio.run(_rows(deployment, settings))
-            left = _left(deployment) | {"leases in the store": leases(url)}
+            left = _left(deployment) | {"leases in the store": count_leases(url)}
     table = Table("left during", "instance", "clients", "p50 ms", "p99 ms", "max ms", show_edge=False, pad_edge=False)
     for row in rows:
         table.add_row(*map(str, row.values()))

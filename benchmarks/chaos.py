@@ -38,7 +38,7 @@ class Settings(report.Settings):
 QUICK = {"seconds": 60.0, "every": 1.5, "lasting": 2.5, "clients": 4, "cases": 12, "pause": 0.1}
 EXCUSED = ("SIGKILL", "exit code 0", "exit code 2")  # killed, drained, started while the store or the network was out
 ENDED = re.compile(r"\[(\S+)\] ended \((.+)\)")
-MOVED = re.compile(r"(chaos-\d+)\S* goes on with ")
+MOVED = re.compile(r"(chaos-\d+)\S* migrated to ")
 COUNTED = ("migrations_total", "fallbacks_total", "instances_lost_total", "requests_total", "prompt_tokens_by_source")
 
 

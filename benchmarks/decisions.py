@@ -58,7 +58,7 @@ def decide_among(count: int, repeat: int) -> list[dict[str, Any]]:
         fleet.index.add(instance.id, keys[: i * len(keys) // count])
     instances = list(fleet.instances.values())
     loads = [instance.load for instance in instances]
-    cached = {instance.id: fleet.index.blocks(instance.id) * mock_instance.BLOCK_SIZE for instance in instances}
+    cached = {instance.id: fleet.index.num_blocks(instance.id) * mock_instance.BLOCK_SIZE for instance in instances}
     ask = PlacementRequest(LONG, session="somebody", cached=cached, output_tokens=64)
 
     def opened(turn: int) -> None:

@@ -156,7 +156,7 @@ def measure_roofline(dtype: torch.dtype, device: str, nbytes: int, side: int) ->
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     read = min(_timed(piece.sum) / piece.nbytes for piece in pieces * 3)
     products: list[Callable[[], Any]] = [lambda: left @ right]
-    if device == "cpu" and dtype == torch.bfloat16 and linear.available():
+    if device == "cpu" and dtype == torch.bfloat16 and linear.is_available():
         packed = linear.pack(right)
         products.append(lambda: linear.linear(left, packed, side, None))
     product = min(_timed(multiply) for multiply in products * 50)

@@ -151,7 +151,7 @@ def benchmark(settings: Settings) -> None:
                 status.update(f"{dtype}: {name}")
                 codec = CODECS[name](bench.layout)
                 row = {"dtype": dtype, "codec": name} | bench.through(codec)
-                rows.append(row | (bench.speed(codec) if settings.speed and not codec.as_is else {}))
+                rows.append(row | (bench.speed(codec) if settings.speed and not codec.is_identity else {}))
     _print(rows)
     print(report.write("kv_codecs", settings, {"rows": rows}))
 

@@ -101,12 +101,12 @@ def _paged(requests: list[Request], slots: int, longest: int, settings: Settings
     for seq in wanted:
         scheduler.add(seq)
     while scheduler.waiting or scheduler.running:
-        for seq, count in scheduler.schedule().tokens.items():
+        for seq, count in scheduler.schedule().num_scheduled_tokens.items():
             seq.num_computed += count
         holding = [seq for seq in scheduler.sequences() if seq.block_ids]
         yield Moment(len(holding), pool.num_held * size, sum(seq.num_computed for seq in holding))
         for seq in holding:
-            if seq.num_missing == 0:
+            if seq.num_uncomputed == 0:
                 seq.tokens.append(0)
                 if seq.num_output == wanted[seq]:
                     scheduler.remove(seq)

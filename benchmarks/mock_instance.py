@@ -5,7 +5,7 @@
 An engine step gives each sequence a token, and one frame carries those of all, as it would from an instance. Steps begin
 STEP_MS apart at least, and take no time; at 0, a sequence is at its end before another one comes, and a frame carries one
 token. Those of an answer that is wanted whole go together, but for the first, as from an instance. A prefill has stored
-everything when it has the first token. Nothing is hashed, so no news of a pool is sent.
+everything when it has the first token. Nothing is hashed, so no KV events are sent.
 """
 
 import asyncio
@@ -16,13 +16,13 @@ from typing import cast
 
 import uvloop
 
-from pdserve.control.wire import PROTOCOL_VERSION
+from pdserve.control.frame_connection import PROTOCOL_VERSION
 from pdserve.instance.engine_loop import Instance
 from pdserve.instance.kv_events import KVEventPublisher
-from pdserve.instance.router_link import Links
+from pdserve.instance.router_link import RouterLinks
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.roles.job import WHOLE_TOKENS
+from pdserve.roles.job import BATCHED_TOKENS
 
 CONTEXT = 16384  # tokens
 BLOCK_SIZE = 16
@@ -69,17 +69,17 @@ class Answer:
         """Generates a token; how many there are to tell by now."""
         self.left -= 1
         self.kept += 1
-        if self.whole and self.begun and self.left and self.kept < WHOLE_TOKENS:
+        if self.whole and self.begun and self.left and self.kept < BATCHED_TOKENS:
             return 0
         told, self.kept, self.begun = self.kept, 0, True
         return told
 
 
 class MockInstance:
-    """One of them, as `Links` see it. `outputs` is what the next frame carries beside the tokens of `running`."""
+    """One of them, as `RouterLinks` see it. `outputs` is what the next frame carries beside the tokens of `running`."""
 
     def __init__(self, step_s: float) -> None:
-        self.news = KVEventPublisher()
+        self.kv_events = KVEventPublisher()
         self._step_s = step_s
         self._reserved: dict[str, Answer] = {}  # by request id, until prefill has the first token
         self._running: dict[str, Answer] = {}
@@ -89,16 +89,16 @@ class MockInstance:
 
     async def serve(self, router: str, hello: pb.Hello) -> None:
         """For ever."""
-        links = Links([router])
+        links = RouterLinks([router])
         async with asyncio.TaskGroup() as group:
             group.create_task(links.run(cast(Instance, self), hello))
             group.create_task(self._run(links))
 
     @property
-    def load(self) -> pb.Heartbeat:
+    def heartbeat(self) -> pb.Heartbeat:
         return pb.Heartbeat(counters={"engine_steps": self._steps})
 
-    def others(self, link: str) -> pb.Load:
+    def other_load(self, link: str) -> pb.Load:
         return pb.Load()
 
     def drop_link(self, link: str) -> None:
@@ -135,7 +135,7 @@ class MockInstance:
         self._awake.set()
         return output
 
-    async def _run(self, links: Links) -> None:
+    async def _run(self, links: RouterLinks) -> None:
         while True:
             if not self._running and not self._outputs:
                 self._awake.clear()

@@ -22,10 +22,10 @@ from rich.table import Table
 
 from pdserve.cli.flags import command_of
 from pdserve.config import EngineConfig, flag
-from pdserve.costs import Costs, Meter
+from pdserve.costs import Costs, CostMeter
 from pdserve.engine.checkpoint import Checkpoint, load
 from pdserve.engine.engine import Engine
-from pdserve.engine.warm_up import time_swaps, warm_up
+from pdserve.engine.warm_up import measure_swaps, warm_up
 from pdserve.request import SamplingParams
 
 
@@ -111,11 +111,11 @@ def _row(size: int, checkpoint: Checkpoint, base: EngineConfig, shape: Shape, se
 
 def _measured(engine: Engine) -> Costs:
     """What an instance would believe after its start."""
-    meter = Meter()
+    meter = CostMeter()
     for work, seconds in warm_up(engine):
-        meter.knew(work, seconds)
-    for blocks, seconds in time_swaps(engine):
-        meter.knew_swap(blocks, seconds)
+        meter.calibrate_step(work, seconds)
+    for blocks, seconds in measure_swaps(engine):
+        meter.calibrate_swap(blocks, seconds)
     return meter.costs(time.monotonic())
 
 
@@ -125,7 +125,7 @@ def _once(engine: Engine, blocks: int, tokens: int) -> tuple[float, float, float
 
     def compute() -> float:
         seq = engine.new_sequence("alone", [0] * (tokens - 1), SamplingParams(max_tokens=1, temperature=0))
-        seq.exact = False  # or the second try would find it
+        seq.cacheable = False  # or the second try would find it
         engine.add(seq)
         started = time.perf_counter()
         while not engine.step().sampled:

@@ -117,7 +117,7 @@ class Bench:
         for i, prompt in enumerate(prompts):
             seq = self._engine.new_sequence(str(i), prompt, sampling)
             if not cached:
-                seq.exact = False
+                seq.cacheable = False
                 seq.full_keys = list  # type: ignore[method-assign]  # no keys: no cache
             self._engine.add(seq)
         while self._engine.has_work:

@@ -18,7 +18,7 @@ from pdserve.cli.deployment import Deployment, free_port
 from pdserve.cli.supervisor import Child
 from pdserve.config import UpConfig, parse_size
 from pdserve.errors import SetupError
-from pdserve.kv_transfer.connectors.shm import leases
+from pdserve.kv_transfer.connectors.shm import count_leases
 
 ON_ISLAND = "decode-1"
 STORE_BYTES = parse_size("64MiB")
@@ -106,7 +106,7 @@ def stage(kind: str, make: Make) -> Iterator[Stage]:
             url, leased = f"redis://127.0.0.1:{store.port}/0?timeout=2", store.eternal
         else:
             url = stack.enter_context(stores.shm(STORE_BYTES))
-            leased = lambda: leases(url)  # noqa: E731
+            leased = lambda: count_leases(url)  # noqa: E731
             left_out["store"] = f"--store {kind} has no server"
         config = UpConfig(
             model=str(checkpoints.make(checkpoints.TINY, Path(folder) / "model")),

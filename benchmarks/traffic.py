@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from chaos import Settings
 
 WHOLE = ("stop", "length")
-NOBODY = ("is there to take it", "no instance has registered")
+NOBODY = ("is available", "no instance has registered")
 
 
 @dataclass

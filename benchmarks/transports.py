@@ -28,7 +28,7 @@ from pdserve.cli.flags import command_of
 from pdserve.config import flag, parse_size
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.connector import Outcome
-from pdserve.kv_transfer.rules.trial import Instance, Trial, new_keys
+from pdserve.kv_transfer.rules.context import AttachedPool, RuleContext, new_keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ def _redis(nbytes: int, count: int) -> Iterator[tuple[str, Raw]]:
 def _nixl(nbytes: int, count: int) -> Iterator[tuple[str, Raw]]:
     """One transfer that reads all rows of another process, straight into ours. There is nothing to store."""
     try:
-        from pdserve.kv_transfer.connectors.nixl_agent import Agent, NixlFault
+        from pdserve.kv_transfer.connectors.nixl_agent import Agent, NixlError
 
         agent = Agent("lo")
     except SetupError as error:
@@ -160,22 +160,22 @@ def _nixl(nbytes: int, count: int) -> Iterator[tuple[str, Raw]]:
     try:
         name, metadata, base = here.recv()
         agent.register(rows)
-        agent.add(metadata)
+        agent.add_peer(metadata)
         sources, targets = agent.prepare(name, base, nbytes, count), agent.prepare("", rows.ctypes.data, nbytes, count)
 
         def load() -> float:
             began = time.perf_counter()
             transfer = agent.make_read(targets, ids, sources, ids)
-            over = agent.begin(transfer)
+            over = agent.start_read(transfer)
             while not over:
-                over = agent.is_over(transfer)
+                over = agent.is_done(transfer)
             seconds = time.perf_counter() - began
             agent.release(transfer)
             return seconds
 
         yield "nixl://?devices=lo", Raw("one NIXL read", None, load)
-        agent.remove(name, sources)
-    except (NixlFault, EOFError) as error:
+        agent.remove_peer(name, sources)
+    except (NixlError, EOFError) as error:
         raise SetupError(f"NIXL failed: {error}") from error
     finally:
         here.close()
@@ -190,7 +190,7 @@ def _nixl_peer(pipe: Connection, nbytes: int, count: int) -> None:
     agent.register(rows)
     pipe.send((agent.name, agent.metadata(), rows.ctypes.data))
     while not _closed(pipe):
-        agent.progress()
+        agent.poll()
         time.sleep(0.01)
     agent.close()
 
@@ -216,20 +216,20 @@ TRANSPORTS: dict[str, Callable[[int, int], AbstractContextManager[tuple[str, Raw
 def _measure(name: str, settings: Settings) -> list[dict[str, Any]]:
     nbytes, count = parse_size(settings.block_bytes), settings.blocks
     with TRANSPORTS[name](nbytes, count) as (url, raw):
-        trial = Trial(url, 60.0)
+        context = RuleContext(url, 60.0)
         try:
-            source, target = trial.instance(nbytes, count), trial.instance(nbytes, count)
+            source, target = context.attach(nbytes, count), context.attach(nbytes, count)
             target.rows[:] = source.rows
             turns = Turns()
             for turn in range(settings.repeat + 1):
                 into = turns if turn else Turns()
-                _turn(into, trial, source, target, raw, settings.pieces)
+                _turn(into, context, source, target, raw, settings.pieces)
         finally:
-            trial.close()
+            context.close()
     return [_row(name, way, raw.what, turns, nbytes * count) for way in ("store", "load")]
 
 
-def _turn(turns: Turns, trial: Trial, source: Instance, target: Instance, raw: Raw, pieces: int) -> None:
+def _turn(turns: Turns, context: RuleContext, source: AttachedPool, target: AttachedPool, raw: Raw, pieces: int) -> None:
     count = len(source.rows)
     began = time.perf_counter()
     for row in range(count):
@@ -242,13 +242,13 @@ def _turn(turns: Turns, trial: Trial, source: Instance, target: Instance, raw: R
     keys = new_keys(count)
     step = -(-count // pieces)
     parts = [(keys[at : at + step], range(at, min(at + step, count))) for at in range(0, count, step)]
-    trial.remember(source.layout, keys)
+    context.register_keys(source.layout, keys)
     began = time.perf_counter()
     futures = [source.connector.store(part, rows, lease_s=60.0) for part, rows in parts]
     stored = [future.result() for future in futures]
     turns.store.append(time.perf_counter() - began)
     for (part, _), result in zip(parts, stored, strict=True):
-        source.take_ticket(part, result)
+        source.keep_ticket(part, result)
     began = time.perf_counter()
     futures = [target.connector.load(part, rows, tickets=source.tickets(part)) for part, rows in parts]
     loaded = [future.result() for future in futures]
@@ -256,7 +256,7 @@ def _turn(turns: Turns, trial: Trial, source: Instance, target: Instance, raw: R
     if any(outcome is not Outcome.OK for result in (*stored, *loaded) for outcome in result.outcomes):
         raise SetupError("some blocks were not moved")
     source.connector.release(keys)
-    trial.tidy(source)
+    context.delete_blocks(source)
 
 
 def _row(name: str, way: str, what: str, turns: Turns, nbytes: int) -> dict[str, Any]:

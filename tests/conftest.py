@@ -236,14 +236,14 @@ def install_connectors() -> Callable[[Path, str, Path, dict[str, str]], None]:
     package's metadata with its entry points. They are there for processes that have the folder on their path."""
 
     def install(folder: Path, name: str, module: Path, connectors: dict[str, str]) -> None:
-        from pdserve.kv_transfer.registry import GROUP
+        from pdserve.kv_transfer.registry import ENTRY_POINT_GROUP
 
         shutil.copy(module, folder / f"{name}.py")
         metadata = folder / f"{name}-0.1.dist-info"
         metadata.mkdir()
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
         lines = [f"{scheme} = {name}:{one}" for scheme, one in connectors.items()]
-        (metadata / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines, ""]))
+        (metadata / "entry_points.txt").write_text("\n".join([f"[{ENTRY_POINT_GROUP}]", *lines, ""]))
 
     return install
 

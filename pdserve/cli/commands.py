@@ -100,9 +100,9 @@ def version() -> None:
 @connector_app.command("list")
 def connector_list(as_json: bool = typer.Option(False, "--json", help="print JSON")) -> None:
     """Show the connectors that are installed, from which package, for which contract version, and if they can be used."""
-    from pdserve.kv_transfer.conformance import listed
+    from pdserve.kv_transfer.conformance import list_connectors
 
-    rows = listed()
+    rows = list_connectors()
     if as_json:
         print(json.dumps([vars(row) for row in rows], indent=2))
         return
@@ -125,9 +125,9 @@ def connector_check(
 ) -> None:
     """Try every rule of the connector contract against a store, and say what holds. Exit code 1 where one does not."""
     from pdserve.kv_transfer.conformance import run
-    from pdserve.kv_transfer.connectors.shm import left_as_found
+    from pdserve.kv_transfer.connectors.shm import removing_new_segments
 
-    with left_as_found(url):
+    with removing_new_segments(url):
         passed = run(url, rule, seconds, as_json)
     if not passed:
         raise typer.Exit(1)
@@ -145,9 +145,9 @@ def connector_bench(
 ) -> None:
     """Measure bandwidth and latency of store and load, beside a plain copy of the same bytes in the same run."""
     from pdserve.kv_transfer.bench import run
-    from pdserve.kv_transfer.connectors.shm import left_as_found
+    from pdserve.kv_transfer.connectors.shm import removing_new_segments
 
-    with left_as_found(url):
+    with removing_new_segments(url):
         run(url, block_bytes, blocks, concurrency, seconds, json_file, plot_file)
 
 

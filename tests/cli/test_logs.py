@@ -11,7 +11,7 @@ import pytest
 from pdserve.cli.logs import JsonFormatter, set_up
 from pdserve.errors import SetupError
 from pdserve.lifetime import Stage
-from pdserve.router.telemetry.timeline import Timeline, log_ended
+from pdserve.router.telemetry.timeline import Timeline, log_finished
 
 
 @pytest.fixture
@@ -51,8 +51,8 @@ def test_a_line_is_an_object(lines: list[str]) -> None:
 def test_a_request_that_has_ended(lines: list[str]) -> None:
     timeline = Timeline("r", prompt_tokens=5, output_tokens=2, finish_reason="stop", decode_instance="d")
     timeline.stamps = {Stage.RECEIVED: 10.0, Stage.FIRST_TOKEN: 10.25, Stage.FINISHED: 11.0}
-    log_ended(timeline)
-    log_ended(Timeline("s", finish_reason="cancelled"))
+    log_finished(timeline)
+    log_finished(Timeline("s", finish_reason="cancelled"))
     first, second = map(json.loads, lines)
     assert first["request_id"] == "r" and "r ended: finish_reason=stop prompt_tokens=5" in first["message"]
     assert (first["request"]["ttft_ms"], first["request"]["e2e_ms"], first["request"]["decode_instance"]) == (

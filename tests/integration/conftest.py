@@ -107,13 +107,13 @@ class InstanceContext:
         for _ in range(2000):
             if done(self.outputs):
                 return
-            idle = self.instance.turn(wait=idle)
+            idle = self.instance.run_once(wait=idle)
         raise AssertionError(f"not done: {self.outputs}")
 
     def until_idle(self) -> None:
         """Takes turns until nothing of any request is left."""
         while self.instance.num_jobs:
-            self.instance.turn(wait=not self.instance.engine.has_work)
+            self.instance.run_once(wait=not self.instance.engine.has_work)
 
     def tokens(self, request_id: str) -> list[int]:
         return [token for output in self.outputs if output.request_id == request_id for token in output.token_ids]

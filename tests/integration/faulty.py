@@ -109,7 +109,7 @@ class Faulty(BatchedConnector):
         time.sleep(seconds)
         if hit == "late":
             operation.complete()  # as the watchdog does at the deadline, which comes by itself only where something hangs
-        over = operation.over
+        over = operation.is_over
         self._note(direction, ["late"] * len(rest) if over else ["slow"], seconds)
         return over
 
@@ -153,7 +153,7 @@ class FollowingShm(FaultyShm):
 
 class FaultyRedis(Faulty, RedisConnector):
     def lose(self, key: bytes) -> bool:
-        return any(self._server.call(("DEL", *self._names().of(key))))
+        return any(self._server.call(("DEL", *self._block_names().of(key))))
 
     def truncate(self, key: bytes, chance: random.Random) -> bool:
         return self._change(key, chance, lambda value: value[: chance.randrange(len(value))])
@@ -166,7 +166,7 @@ class FaultyRedis(Faulty, RedisConnector):
         return self._change(key, chance, changed)
 
     def _change(self, key: bytes, chance: random.Random, change: Callable[[bytes], bytes]) -> bool:
-        name = chance.choice(self._names().of(key))  # a piece of the payload, or the header
+        name = chance.choice(self._block_names().of(key))  # a piece of the payload, or the header
         # A large one arrives until the next answer is asked for.
         (value,) = (answer and bytes(answer) for answer in self._server.call(("GET", name)))
         if value is None:

@@ -32,7 +32,7 @@ class GatedNixl(NixlConnector):
         self._opening.join()
         for reader in self._readers:
             agent = reader._agent
-            agent.begin = partial(self._begin_and_wait, agent.begin)  # type: ignore[method-assign]  # what a gate is
+            agent.start_read = partial(self._begin_and_wait, agent.start_read)  # type: ignore[method-assign]  # what a gate is
 
     def _begin_and_wait(self, begin: Callable[[Any], bool], transfer: Any) -> bool:
         over = begin(transfer)

@@ -39,7 +39,7 @@ def test_a_slow_store_slows_prefill_and_nothing_else(
     def done(outputs: list[pb.Output]) -> bool:
         nonlocal most, waited
         most, waited = max(most, transfers.in_flight), max(waited, transfers.waiting)
-        if transfers.stores_wait:
+        if transfers.has_waiting_stores:
             held_back.set()
         return sum(output.stored.final for output in outputs) == len(PROMPTS)
 
@@ -51,7 +51,7 @@ def test_a_slow_store_slows_prefill_and_nothing_else(
         assert prefill.tokens(str(i)) == generate(path, [prompt], 1)[0]
     stored = {o.request_id: o.stored.num_blocks for o in prefill.outputs if o.HasField("stored")}
     assert set(stored.values()) == {32}, "all of every prompt, although the store took seconds"
-    counters = prefill.instance.load.counters
+    counters = prefill.instance.heartbeat.counters
     assert counters["prefill_steps_held_back"] > 0
     assert counters["kv_transfer_bytes_in_flight"] == counters["kv_transfer_bytes_waiting"] == 0
 
@@ -75,11 +75,11 @@ def test_decoding_goes_on_while_prefill_is_held_back(
     both.until(lambda outputs: any(o.finish_reason for o in outputs))
     assert both.tokens("own") == generate(path, [PROMPTS[0][:100]], 150)[0]
     instance = both.instance
-    assert instance.transfers.stores_wait and not any(both.tokens(str(i)) for i in range(3))
+    assert instance.transfers.has_waiting_stores and not any(both.tokens(str(i)) for i in range(3))
     assert instance.transfers.in_flight <= LIMIT
-    instance._publish_load()
-    assert instance.load.counters["kv_transfer_bytes_waiting"] > 0
-    assert instance.load.counters["store_back_skipped_blocks"] > 0
+    instance._update_heartbeat()
+    assert instance.heartbeat.counters["kv_transfer_bytes_waiting"] > 0
+    assert instance.heartbeat.counters["store_back_skipped_blocks"] > 0
     go_on.set()
     both.until(lambda outputs: sum(output.stored.final for output in outputs) == 3)
     both.until_idle()
@@ -102,7 +102,7 @@ def test_a_store_that_hangs_for_ever_ends_nothing_but_itself(
     for i, prompt in enumerate(PROMPTS[:3]):
         prefill.submit(str(i), prompt, 5, pb.PREFILL)
     prefill.submit("gone", PROMPTS[4], 5, pb.PREFILL)
-    prefill.until(lambda outputs: prefill.instance.transfers.stores_wait)
+    prefill.until(lambda outputs: prefill.instance.transfers.has_waiting_stores)
     prefill.instance.cancel("router", "gone")
     store.timeout = 0.0
     for _, _, operation in list(store._watchdog._operations):

@@ -12,7 +12,7 @@ from pdserve.roles import transfers
 
 
 @pytest.mark.parametrize("connector_url", ["shm", "file", "redis"], indirect=True)
-@pytest.mark.parametrize("piece_bytes", [1, transfers.PIECE_BYTES])
+@pytest.mark.parametrize("piece_bytes", [1, transfers.MIN_PART_BYTES])
 def test_every_block_of_a_700_token_prompt(
     piece_bytes: int,
     connector_url: str,
@@ -21,7 +21,7 @@ def test_every_block_of_a_700_token_prompt(
     context: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transfers, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(transfers, "MIN_PART_BYTES", piece_bytes)
     path = checkpoint("llama")
     settings = {"num_blocks": 64, "max_num_batched_tokens": 128, "max_model_len": 1000}
     prompt = [(i * i + 3 * i) % 256 for i in range(700)]
@@ -40,7 +40,7 @@ def test_every_block_of_a_700_token_prompt(
         jobs = list(prefill.instance._jobs.values())
         if jobs and jobs[0].seq.block_ids:
             tables.append(list(jobs[0].seq.block_ids))
-        prefill.instance.turn(wait=not prefill.instance.engine.has_work)
+        prefill.instance.run_once(wait=not prefill.instance.engine.has_work)
     sent = prefill.instance.engine.runner.pool_NL2GBD[tables[-1]].clone()
     assert len(tables[-1]) == 44
     first = next(o.token_ids[0] for o in prefill.outputs if o.token_ids)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.kv_transfer.connectors.shm import leases
+from pdserve.kv_transfer.connectors.shm import count_leases
 from pdserve.lifetime import RELEASED
 from pdserve.proto import pdserve_pb2 as pb
 
@@ -35,7 +35,7 @@ class AdmissionController:
 
 def cancel(context: Any) -> None:
     context.instance.cancel("router", "r")
-    context.instance.turn(wait=False)
+    context.instance.run_once(wait=False)
 
 
 def assert_nothing_is_left(context: Any) -> None:
@@ -61,7 +61,7 @@ def test_while_it_is_computed(
     assert_nothing_is_left(one)
     assert steps() == 3 and not one.tokens("r")
     one.instance.connector.close()  # and with it waits for what it has asked the store for
-    assert leases(shm_url) == 0
+    assert count_leases(shm_url) == 0
 
 
 def test_while_it_is_decoded(checkpoint: Callable[..., Path], context: Callable[..., Any], shm_url: str) -> None:
@@ -100,7 +100,7 @@ def test_in_the_middle_of_a_load(
     decode.submit("r", PROMPT, 5, pb.DECODE)
     first = prefill.tokens("r")[0]
     decode.instance.hand_over("router", pb.HandOver(request_id="r", num_blocks=BLOCKS, final=True, first_token=first))
-    decode.instance.turn(wait=False)
+    decode.instance.run_once(wait=False)
     admission.await_somebody()
     cancel(decode)
     assert decode.instance.engine.pool.num_held > 0, "what is being written cannot be given to others yet"
@@ -114,12 +114,12 @@ def test_leases_end_too(checkpoint: Callable[..., Path], context: Callable[..., 
     """Decode ends them, as prefill was done when it was cancelled."""
     prefill, decode = (context(model=str(checkpoint("llama")), connector=shm_url, num_blocks=64) for _ in range(2))
     decode.submit("r", PROMPT, 5, pb.DECODE)
-    decode.instance.turn(wait=False)
+    decode.instance.run_once(wait=False)
     prefill.submit("r", PROMPT, 5, pb.PREFILL)
     prefill.until(lambda outputs: any(output.stored.final for output in outputs))
-    assert leases(shm_url) == BLOCKS
+    assert count_leases(shm_url) == BLOCKS
     decode.instance.hand_over("router", pb.HandOver(request_id="r", num_blocks=BLOCKS, final=True))
     cancel(decode)
     assert_nothing_is_left(decode)
     decode.instance.connector.close()
-    assert leases(shm_url) == 0
+    assert count_leases(shm_url) == 0

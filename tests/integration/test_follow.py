@@ -56,8 +56,8 @@ class Pair:
         """All tokens, once both have let go of the request; what was loaded was not computed."""
         self.decode.until_idle()
         self.prefill.until_idle()
-        self.decode.instance.turn(wait=False)  # idle, it publishes its counters
-        counters = self.decode.instance.load.counters
+        self.decode.instance.run_once(wait=False)  # idle, it publishes its counters
+        counters = self.decode.instance.heartbeat.counters
         assert counters['prompt_tokens_by_source{source="loaded"}'] == len(PROMPT)
         tokens: list[int] = self.prefill.tokens("r") + self.decode.tokens("r")
         return tokens
@@ -81,7 +81,7 @@ def right(checkpoint: Callable[..., Path], generate: Generate) -> list[int]:
 def test_decode_has_everything_before_it_is_told_that_it_is_there(
     make_pair: MakePair, right: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfers, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(transfers, "FOLLOW_PATIENCE_S", 60.0)
     admission = threading.Event()
     pair = make_pair(lambda: admission.wait(600))
     pair.begin()
@@ -95,7 +95,7 @@ def test_decode_has_everything_before_it_is_told_that_it_is_there(
 def test_decode_that_was_too_early_loads_later(
     make_pair: MakePair, right: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfers, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(transfers, "FOLLOW_PATIENCE_S", 0.0)
     admission = threading.Semaphore(4)
     pair = make_pair(lambda: admission.acquire(timeout=600))
     pair.begin()
@@ -105,7 +105,7 @@ def test_decode_that_was_too_early_loads_later(
     assert not pair.decode.tokens("r"), "a part of the KV is missing"
     admission.release(BLOCKS)
     while not any(output.stored.final for output in pair.tell()):
-        pair.prefill.instance.turn(wait=True)
+        pair.prefill.instance.run_once(wait=True)
     assert pair.end() == right
 
 
@@ -113,8 +113,8 @@ def test_a_block_that_is_late_and_a_later_one_that_is_corrupt(
     make_pair: MakePair, right: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was not loaded, before what could not be, is computed too."""
-    monkeypatch.setattr(transfers, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(transfers, "PIECE_BYTES", 1)
+    monkeypatch.setattr(transfers, "FOLLOW_PATIENCE_S", 0.0)
+    monkeypatch.setattr(transfers, "MIN_PART_BYTES", 1)
     pair = make_pair(lambda: None)
     pair.decode.submit("r", PROMPT, TOKENS, pb.DECODE)
     pair.prefill.submit("r", PROMPT, TOKENS, pb.PREFILL)

@@ -39,7 +39,7 @@ def test_a_slow_store_is_not_loaded_from_for_long(
             assert one.tokens(str(i)) == generate(path, [prompt], 1)[0]
             one.until_idle()
             one.outputs.clear()
-    counts = second.instance.load.counters
+    counts = second.instance.heartbeat.counters
     decisions = {name: count for name, count in counts.items() if name.startswith("store_hits")}
     # Loading 49 blocks took 2.5 s or more, and computing them 0.8 s.
     assert decisions == {'store_hits{decision="unmeasured"}': 1, 'store_hits{decision="dearer"}': 2}
@@ -71,4 +71,4 @@ def test_hits_are_loaded_while_others_wait(
     assert ended == ["0", "1", "2", "known"], "who came first has not lost by it"
     for name, prompt in (("0", new[0]), ("known", known)):
         assert busy.tokens(name) == generate(path, [prompt], 1)[0]
-    assert busy.instance.load.counters['prompt_tokens_by_source{source="loaded"}'] == 49 * 16
+    assert busy.instance.heartbeat.counters['prompt_tokens_by_source{source="loaded"}'] == 49 * 16

@@ -48,9 +48,9 @@ class Seat:
         self.told: list[pb.RouterFrame] = []
         self.told_at_once: set[int] = set()  # numbers of tokens
         self.handle = dispatcher.fleet.register(self.hello, self)
-        self.untold = self.instance.news.open()
+        self.kv_events = self.instance.kv_events.subscribe()
 
-    def put(self, frame: pb.RouterFrame) -> None:
+    def send(self, frame: pb.RouterFrame) -> None:
         self.told.append(frame)
 
     def close(self) -> None: ...
@@ -68,13 +68,13 @@ class Seat:
                     self.instance.hand_over("router", frame.hand_over)
                 case "cancel":
                     self.instance.cancel("router", frame.cancel.request_id)
-        self.instance.turn(wait=False)
+        self.instance.run_once(wait=False)
         frames, self.frames = self.frames, []
         for output in (output for frame in frames for output in frame.step.outputs):
             self.told_at_once.add(len(output.token_ids))
             self.dispatcher.on_output(self.handle, output)
-        removed, added = self.untold.take(1024)
-        self.dispatcher.fleet._handle_blocks(self.handle, pb.Blocks(removed=b"".join(removed), added=b"".join(added)))
+        removed, added = self.kv_events.pop_batch(1024)
+        self.dispatcher.fleet._handle_kv_events(self.handle, pb.Blocks(removed=b"".join(removed), added=b"".join(added)))
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def requests(seats: list[Seat], whole: bool = False) -> list[Request]:
     random = Random(3)
     prompts = [[random.randrange(256) for _ in range(length)] for length in (1, 16, 33, 90)]
     prompts.append([*prompts[-1][:64], 5, 6, 7])
-    root = root_key(weights=seats[0].instance.engine.layout.weights)
+    root = root_key(model_digest=seats[0].instance.engine.layout.model_digest)
     return [
         Request(
             request_id=f"r{i}",
@@ -118,18 +118,18 @@ def serve(seats: list[Seat], policy: str, moves: list[list[int]], whole: bool = 
     states = [dispatcher.open(request) for request in requests(seats, whole)]
     turns = count()
     deadline = time.monotonic() + DEADLINE_S
-    while not all(state.machine.ended for state in states) or any(seat.instance.num_jobs for seat in seats):
+    while not all(state.machine.is_over for state in states) or any(seat.instance.num_jobs for seat in seats):
         assert time.monotonic() < deadline, [(state.id, state.machine.state) for state in states]
         turn = next(turns)
         for seat in seats:
             for state, due in zip(states, moves, strict=True):
-                if due and (turn if whole else len(state.emitted)) == due[0] and not state.machine.ended:
+                if due and (turn if whole else len(state.emitted)) == due[0] and not state.machine.is_over:
                     del due[0]
-                    state.let_go(state.last_instance)
+                    state.cancel_on(state.final_instance)
                     dispatcher.handle(state, Event.DECODE_FAILED, Unavailable("it has to go", kind="drained"))
             seat.turn()  # of each request a token, at most
     for seat in seats:
-        seat.instance.news.close(seat.untold)
+        seat.instance.kv_events.unsubscribe(seat.kv_events)
     return states
 
 
@@ -150,7 +150,7 @@ def test_streams_that_move_at_any_token_keep_their_tokens(
         wanted = [len(due) for due in moves]
         states = serve(seats, policy, moves)
         assert [state.emitted for state in states] == expected, policy
-        assert [state.timeline.migrations for state in states] == wanted, policy
+        assert [len(state.timeline.migrations) for state in states] == wanted, policy
         assert {state.timeline.error for state in states} == {""}
         decided = {decision.policy for state in states for _, decision in state.timeline.decisions}
         assert decided == {policy}
@@ -159,13 +159,13 @@ def test_streams_that_move_at_any_token_keep_their_tokens(
 def test_whole_answers_move_with_tokens_that_nobody_has_seen(
     seats: list[Seat], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.roles.job.WHOLE_TOKENS", 4)
+    monkeypatch.setattr("pdserve.roles.job.BATCHED_TOKENS", 4)
     expected = [state.emitted for state in serve(seats, "auto", [[] for _ in requests(seats)])]
     random, lost = Random(12), 0
     for _ in range(4):
         states = serve(seats, "auto", moves_of(random, len(expected)), whole=True)
         assert [state.emitted for state in states] == expected
-        lost += sum(state.timeline.migrations for state in states)
+        lost += sum(len(state.timeline.migrations) for state in states)
         told = [[len(chunk.token_ids) for chunk in state._chunks] for state in states]
         assert told == [[TOKENS]] * len(states), "one chunk for the client"
         assert max(n for seat in seats for n in seat.told_at_once) == 4

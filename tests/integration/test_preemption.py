@@ -59,8 +59,8 @@ def test_tokens_are_the_same(
             assert tight.tokens(f"{mark}{i}") == (tokens if phase == pb.BOTH else tokens[1:])
         tight.outputs.clear()
         assert tight.instance.engine.scheduler.num_preemptions > before
-        tight.instance.turn(wait=False)  # tells its counts
-        counters = tight.instance.load.counters
+        tight.instance.run_once(wait=False)  # tells its counts
+        counters = tight.instance.heartbeat.counters
         assert (counters.get('swapped_blocks{direction="out"}', 0) > 0) == (swap_space > 0)
         if phase == pb.DECODE:  # else prompts are looked up when they come, too
             assert any(name.startswith("store_hits") for name in counters) == (swap_space == 0)
@@ -136,7 +136,7 @@ def test_one_that_is_cancelled_while_the_store_is_asked_for_its_kv_leaves_nothin
                     one.instance.cancel("router", request)
                 now: Future[None] = Future()
                 now.set_result(None)
-                one.instance.when_done(now, lambda _: cancelled.set())
+                one.instance.add_done_callback(now, lambda _: cancelled.set())
                 assert cancelled.wait(600)
             return bool(super().contains(name))
 

@@ -185,7 +185,7 @@ def test_a_dead_router_is_forgotten_and_a_new_one_found(fleet: Fleet, until: Cal
         assert error and len(ids) < TOKENS
         assert not kept.done()
     assert kept.result() == (fleet.expected[1], "")
-    forgotten = f"router 127.0.0.1:{dead.arguments[at]} is not in the registry any more"
+    forgotten = f"router 127.0.0.1:{dead.arguments[at]} is no longer in the registry"
     until(lambda: sum(forgotten in line for line in fleet.said) == 2, "instances dial it no more")
     dead.arguments[at] = str(free_port())
     fleet.deployment.wait_ready(600)

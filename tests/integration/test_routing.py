@@ -34,9 +34,9 @@ def test_a_router_is_told_what_others_have_sent(checkpoint: Callable[..., Path])
 
     def turns(done: Callable[[], bool]) -> None:
         while not done():
-            instance.turn(wait=not instance.engine.has_work)
-        instance._costs_published = 0.0
-        instance._publish_load()
+            instance.run_once(wait=not instance.engine.has_work)
+        instance._costs_updated_at = 0.0
+        instance._update_heartbeat()
 
     sampling = pb.Sampling(max_tokens=9, top_p=1, ignore_eos=True)
 
@@ -46,23 +46,23 @@ def test_a_router_is_told_what_others_have_sent(checkpoint: Callable[..., Path])
 
     submit("a", pb.PREFILL, 100)
     turns(lambda: "engine_steps" in instance._counts)
-    assert instance.others("b") == pb.Load(requests=1, prefills=1, prefill_tokens=68, attended_tokens=68 * (32 + 34)), (
+    assert instance.other_load("b") == pb.Load(requests=1, prefills=1, prefill_tokens=68, attended_tokens=68 * (32 + 34)), (
         "32 tokens are computed"
     )
-    assert instance.others("a") == pb.Load(), "what it has sent itself it knows"
+    assert instance.other_load("a") == pb.Load(), "what it has sent itself it knows"
     submit("b", pb.BOTH, 20)
     submit("b", pb.DECODE, 10)
     turns(lambda: any(output.token_ids and output.request_id == str(pb.BOTH) for output in outputs))
-    assert instance.others("a") == pb.Load(requests=2, output_tokens=8 + 9, context_tokens=21 + 10), (
+    assert instance.other_load("a") == pb.Load(requests=2, output_tokens=8 + 9, context_tokens=21 + 10), (
         "one has its first token, the other waits for KV"
     )
-    assert instance.others("c").requests == 3
+    assert instance.other_load("c").requests == 3
     turns(lambda: any(output.stored.final for output in outputs))
     instance.cancel("b", str(pb.DECODE))
     turns(lambda: instance.num_jobs == 0)
-    beat = instance.load
-    assert instance.others("c") == pb.Load(), "all is over"
-    costs = instance.meter.costs(instance._costs_published)
+    beat = instance.heartbeat
+    assert instance.other_load("c") == pb.Load(), "all is over"
+    costs = instance.meter.costs(instance._costs_updated_at)
     assert costs.prefill_seconds(100) > 0 and costs.step_seconds(1, 10) > 0
     assert costs.transfer != Costs().transfer, "it has stored a prompt"
     assert list(beat.costs.prefill) == pytest.approx(costs.prefill, rel=1e-3)

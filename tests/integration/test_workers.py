@@ -83,7 +83,7 @@ def test_workers_finish_their_requests_when_they_are_told_to_end(
         assert client.recv(1000).startswith(b"HTTP/1.1 100"), "the request is under way"
         os.kill(workers.pid, signal.SIGTERM)
         until(lambda: not serves(), "they take no connections")
-        said, waiting = tmp_path / "output", "ending: what is under way may take 600 s"
+        said, waiting = tmp_path / "output", "shutting down: running requests may take 600 s"
         until(lambda: said.read_text().count(waiting) == 2, "both end when their requests do")
         assert workers.poll() is None
         client.sendall(b"{}")
