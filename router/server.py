@@ -158,7 +158,7 @@ class CoalescingHttpProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol on a corked transport: head and body of a response leave in one write instead of two."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(CoalescingTransport(transport))  # type: ignore[arg-type]  # `Corked` has all the methods that uvicorn uses
+        super().connection_made(CoalescingTransport(transport))  # type: ignore[arg-type]  # `CoalescingTransport` has all the methods that uvicorn uses
 
 
 class _HttpServer(uvicorn.Server):

@@ -1,4 +1,4 @@
-"""The breakers, on a clock of the test's, and the budget of retries."""
+"""Circuit breakers, with the time as an argument."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,34 +12,33 @@ from pdserve.router.scheduling.breaker import (
     BreakerState,
     CircuitBreakers,
 )
-from pdserve.router.scheduling.retry_budget import CAPACITY, DEPOSIT, RetryBudget
 
 CLOSED, HALF_OPEN, OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN
 
 
-def test_the_third_fault_in_a_row_opens_and_a_token_closes() -> None:
+def test_third_consecutive_fault_opens_and_a_token_closes() -> None:
     breakers = CircuitBreakers()
     assert [breakers.record_fault("p0", now) for now in (10, 20, 30)] == [False, False, True]
     assert breakers.state("p0", 30) is OPEN and not breakers.allows("p0", 0, 34.9)
     assert breakers.state("p1", 30) is CLOSED and breakers.allows("p1", 99, 30)
     assert breakers.state("p0", 30 + BASE_PAUSE_S) is HALF_OPEN
-    assert breakers.allows("p0", 0, 36) and not breakers.allows("p0", 1, 36), "one request, to see"
+    assert breakers.allows("p0", 0, 36) and not breakers.allows("p0", 1, 36), "one request as a probe"
     assert breakers.record_fault("p0", 40)
     assert breakers.state("p0", 40 + 2 * BASE_PAUSE_S - 0.1) is OPEN, "twice as long"
     assert breakers.state("p0", 40 + 2 * BASE_PAUSE_S) is HALF_OPEN
     breakers.record_success("p0")
     assert breakers.allows("p0", 99, 40)
-    assert not breakers.record_fault("p0", 60), "counted anew"
+    assert not breakers.record_fault("p0", 60), "the count starts again"
 
 
-def test_what_hits_many_requests_at_once_is_one_fault() -> None:
+def test_simultaneous_faults_count_once() -> None:
     breakers = CircuitBreakers()
     assert not any(breakers.record_fault("p0", 10 + i * INCIDENT_WINDOW_S / 50) for i in range(50))
     assert breakers.state("p0", 11) is CLOSED
 
 
 @given(st.lists(st.floats(INCIDENT_WINDOW_S * 1.01, 300), min_size=FAULT_THRESHOLD, max_size=40))
-def test_no_pause_is_without_end_and_old_faults_are_forgotten(gaps: list[float]) -> None:
+def test_pauses_are_bounded_and_old_faults_forgotten(gaps: list[float]) -> None:
     breakers, now = CircuitBreakers(), 0.0
     for gap in gaps:
         now += gap
@@ -48,18 +47,3 @@ def test_no_pause_is_without_end_and_old_faults_are_forgotten(gaps: list[float])
     assert breakers.allows("p0", 0, now + MAX_PAUSE_S + 0.1)
     breakers.record_fault("p1", now + FORGET_AFTER_S + 1)
     assert breakers.allows("p0", 99, now + FORGET_AFTER_S + 1)
-
-
-def test_first_moves_are_free_and_the_others_earned() -> None:
-    budget = RetryBudget()
-    assert all(budget.try_withdraw(0) for _ in range(1000)) and budget.balance == CAPACITY
-    assert [budget.try_withdraw(1) for _ in range(101)] == [True] * 100 + [False]
-    for _ in range(9):
-        budget.deposit()
-    assert not budget.try_withdraw(2)
-    for _ in range(2):
-        budget.deposit()
-    assert budget.try_withdraw(2)
-    for _ in range(int(2 * CAPACITY / DEPOSIT)):
-        budget.deposit()
-    assert budget.balance == CAPACITY

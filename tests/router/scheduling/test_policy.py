@@ -1,4 +1,4 @@
-"""The policies, over any snapshot: what each of them promises."""
+"""The routing policies: properties over arbitrary snapshots, and examples."""
 
 import json
 from collections import Counter
@@ -25,20 +25,20 @@ TOKENS = st.integers(0, 10_000)
 NAMES = st.text("abcdef-0123456789", min_size=1, max_size=8)
 
 
-SHARE = st.floats(0, 1e-2)
+COEFFICIENT = st.floats(0, 1e-2)
 COSTS = st.builds(
     Costs,
-    prefill=st.tuples(SHARE, SHARE, SHARE),
-    decode=st.tuples(SHARE, SHARE, SHARE),
-    transfer=st.tuples(SHARE, SHARE),
+    prefill=st.tuples(COEFFICIENT, COEFFICIENT, COEFFICIENT),
+    decode=st.tuples(COEFFICIENT, COEFFICIENT, COEFFICIENT),
+    transfer=st.tuples(COEFFICIENT, COEFFICIENT),
 )
 
 
 @st.composite
-def snapshots(draw: st.DrawFn, least: int = 1) -> list[Candidate]:
-    names = draw(st.lists(NAMES, min_size=least, max_size=12, unique=True))
-    small = st.integers(0, 3)  # ties happen
-    costs = draw(COSTS)  # more often than not, machines are alike
+def snapshots(draw: st.DrawFn, min_size: int = 1) -> list[Candidate]:
+    names = draw(st.lists(NAMES, min_size=min_size, max_size=12, unique=True))
+    small = st.integers(0, 3)  # small values produce ties
+    costs = draw(COSTS)  # instances mostly have equal costs
     return [
         Candidate(
             name,
@@ -56,7 +56,7 @@ def snapshots(draw: st.DrawFn, least: int = 1) -> list[Candidate]:
 
 
 @st.composite
-def asks(draw: st.DrawFn) -> PlacementRequest:
+def placement_requests(draw: st.DrawFn) -> PlacementRequest:
     tokens = draw(st.integers(1, 10_000))
     cached = draw(st.dictionaries(NAMES, st.integers(0, tokens), max_size=8))
     session = draw(st.text(max_size=5))
@@ -76,8 +76,8 @@ def chosen(decision: Decision, snapshot: list[Candidate]) -> Candidate:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@given(data=st.data(), snapshot=snapshots(), request=asks())
-def test_the_choice_is_a_candidate_in_whatever_order_they_come(
+@given(data=st.data(), snapshot=snapshots(), request=placement_requests())
+def test_choice_does_not_depend_on_the_order_of_candidates(
     policy: str, data: st.DataObject, snapshot: list[Candidate], request: PlacementRequest
 ) -> None:
     decision = decide(policy, snapshot, request)
@@ -86,10 +86,8 @@ def test_the_choice_is_a_candidate_in_whatever_order_they_come(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@given(snapshot=snapshots(), request=asks())
-def test_the_explanation_holds_the_choice_and_why(
-    policy: str, snapshot: list[Candidate], request: PlacementRequest
-) -> None:
+@given(snapshot=snapshots(), request=placement_requests())
+def test_decision_explains_the_choice(policy: str, snapshot: list[Candidate], request: PlacementRequest) -> None:
     decision = decide(policy, snapshot, request)
     best = decision.candidates[0]
     assert best.instance == decision.chosen and decision.why
@@ -99,21 +97,21 @@ def test_the_explanation_holds_the_choice_and_why(
 
 
 @given(snapshot=snapshots(), turn=st.integers(0, 2**40))
-def test_round_robin_visits_everybody_before_it_comes_back(snapshot: list[Candidate], turn: int) -> None:
+def test_round_robin_visits_all_before_it_repeats(snapshot: list[Candidate], turn: int) -> None:
     visited = Counter(
         decide("round_robin", snapshot, PlacementRequest(1, turn + i)).chosen for i in range(2 * len(snapshot))
     )
     assert set(visited.values()) == {2} and len(visited) == len(snapshot)
 
 
-@given(snapshot=snapshots(), request=asks())
+@given(snapshot=snapshots(), request=placement_requests())
 def test_least_loaded_has_the_least_work(snapshot: list[Candidate], request: PlacementRequest) -> None:
     got = chosen(decide("least_loaded", snapshot, request), snapshot)
     assert got.work_tokens == min(c.work_tokens for c in snapshot)
 
 
 @given(snapshot=snapshots(), turn=st.integers(0, 2**40))
-def test_equals_take_turns(snapshot: list[Candidate], turn: int) -> None:
+def test_ties_are_broken_in_rotation(snapshot: list[Candidate], turn: int) -> None:
     for candidate in snapshot:
         candidate.requests, candidate.prefill_tokens, candidate.output_tokens = 1, 7, 7
     for policy in ("least_loaded", "prefix_aware"):
@@ -121,29 +119,31 @@ def test_equals_take_turns(snapshot: list[Candidate], turn: int) -> None:
         assert len(visited) == len(snapshot)
 
 
-@given(snapshot=snapshots(least=2), request=asks())
+@given(snapshot=snapshots(min_size=2), request=placement_requests())
 def test_power_of_two_is_never_the_worst(snapshot: list[Candidate], request: PlacementRequest) -> None:
     worst = max(snapshot, key=lambda c: c.work_tokens)
     worst.prefill_tokens += 1
     assert decide("power_of_two", snapshot, request).chosen != worst.instance_id
 
 
-def test_power_of_two_draws_everybody() -> None:
+def test_power_of_two_draws_all_candidates() -> None:
     snapshot = [Candidate(f"p{i}") for i in range(8)]
     visited = Counter(decide("power_of_two", snapshot, PlacementRequest(1, turn)).chosen for turn in range(800))
     assert len(visited) == 8 and min(visited.values()) > 50
 
 
-@given(snapshot=snapshots(least=2), request=asks(), session=st.text(min_size=1))
-def test_a_session_moves_only_when_it_must(snapshot: list[Candidate], request: PlacementRequest, session: str) -> None:
+@given(snapshot=snapshots(min_size=2), request=placement_requests(), session=st.text(min_size=1))
+def test_session_moves_only_if_its_instance_leaves_or_a_new_one_wins(
+    snapshot: list[Candidate], request: PlacementRequest, session: str
+) -> None:
     def place(candidates: list[Candidate], turn: int = 0) -> str:
         return decide("session", candidates, PlacementRequest(request.tokens, turn, session, request.cached)).chosen
 
     before = place(snapshot)
     assert place(snapshot, turn=1) == before
-    for gone in snapshot:
-        rest = [c for c in snapshot if c is not gone]
-        assert place(rest) == before or gone.instance_id == before
+    for leaving in snapshot:
+        rest = [c for c in snapshot if c is not leaving]
+        assert place(rest) == before or leaving.instance_id == before
     assert place([*snapshot, Candidate("new")]) in (before, "new")
 
 
@@ -153,17 +153,15 @@ def test_sessions_spread_evenly() -> None:
     assert len(places) == 4 and min(places.values()) > 60
 
 
-@given(snapshot=snapshots(), request=asks())
-def test_without_a_session_the_least_loaded_is_picked_and_that_is_said(
-    snapshot: list[Candidate], request: PlacementRequest
-) -> None:
+@given(snapshot=snapshots(), request=placement_requests())
+def test_without_a_session_the_least_loaded_is_picked(snapshot: list[Candidate], request: PlacementRequest) -> None:
     decision = decide("session", snapshot, PlacementRequest(request.tokens, request.turn))
-    assert decision.policy == "least_loaded" and decision.why.startswith("there is no session to go by")
+    assert decision.policy == "least_loaded" and decision.why.startswith("the request has no session")
     assert decision.chosen == decide("least_loaded", snapshot, PlacementRequest(request.tokens, request.turn)).chosen
 
 
-@given(snapshot=snapshots(), request=asks())
-def test_prefix_aware_weighs_what_is_cached_against_what_is_queued(
+@given(snapshot=snapshots(), request=placement_requests())
+def test_prefix_aware_minimises_queued_plus_uncached_tokens(
     snapshot: list[Candidate], request: PlacementRequest
 ) -> None:
     got = chosen(decide("prefix_aware", snapshot, request), snapshot)
@@ -173,7 +171,7 @@ def test_prefix_aware_weighs_what_is_cached_against_what_is_queued(
         assert got.work_tokens + request.uncached(got) <= wait
 
 
-def test_prefix_aware_stays_with_the_cache_until_the_queue_there_is_longer() -> None:
+def test_prefix_aware_prefers_the_cache_until_its_queue_is_longer() -> None:
     def pick(queued: int) -> str:
         snapshot = [Candidate("has-it", 1, prefill_tokens=queued), Candidate("idle")]
         return decide("prefix_aware", snapshot, PlacementRequest(1000, cached={"has-it": 800})).chosen
@@ -182,7 +180,7 @@ def test_prefix_aware_stays_with_the_cache_until_the_queue_there_is_longer() -> 
 
 
 @given(loads=st.lists(st.tuples(TOKENS, TOKENS, TOKENS)))
-def test_a_load_that_comes_and_goes_leaves_nothing(loads: list[tuple[int, int, int]]) -> None:
+def test_added_and_removed_loads_cancel_out(loads: list[tuple[int, int, int]]) -> None:
     candidate, nothing = Candidate("p0"), Load(requests=0)
     for tokens in loads:
         candidate.replace_load(nothing, Load(1, *tokens))
@@ -196,24 +194,26 @@ MACHINE = Costs(prefill=(0.01, 1e-4, 1e-8), decode=(0.005, 1e-4, 1e-7), transfer
 
 
 def auto(*candidates: Candidate, tokens: int = 1000, **request: Any) -> tuple[str, Any]:
-    """Whom it picks, and by which forecast in seconds."""
+    """Return the instance that `auto` picks, and its forecast in seconds."""
     decision = decide("auto", candidates, PlacementRequest(tokens=tokens, **request))
     return decision.chosen, decision.candidates[0].score
 
 
-def test_auto_picks_the_earliest_first_token() -> None:
+def test_auto_picks_the_lowest_ttft_for_prefill() -> None:
     idle = Candidate("idle", costs=MACHINE)
     busy = Candidate("busy", requests=1, prefills=1, prefill_tokens=500, attended_tokens=125_000, costs=MACHINE)
     slow = Candidate("slow", costs=Costs(prefill=(0.05, 3e-4, 1e-8)))
     assert auto(idle, busy, slow) == ("idle", pytest.approx(0.01 + 0.1 + 0.005))
     assert auto(busy, slow) == ("busy", pytest.approx(0.01 + 0.05 + 0.00125 + 0.01 + 0.1 + 0.005))
-    assert auto(idle, busy, cached={"busy": 800})[0] == "busy", "the queue there is shorter than what is computed here"
+    assert auto(idle, busy, cached={"busy": 800})[0] == "busy", (
+        "the queue is shorter than the prefill of the uncached tokens"
+    )
     assert auto(idle, busy, cached={"busy": 400})[0] == "idle"
     decoding = Candidate("decoding", requests=4, output_tokens=400, context_tokens=8000, is_both=True, costs=MACHINE)
-    assert auto(decoding)[1] == pytest.approx(0.115 + 0.005 + 4e-4 + 8e-4), "its chunk shares a step with those"
+    assert auto(decoding)[1] == pytest.approx(0.115 + 0.005 + 4e-4 + 8e-4), "the chunk shares a step with the decodes"
 
 
-def test_auto_picks_the_shortest_time_between_tokens() -> None:
+def test_auto_picks_the_lowest_itl_for_decode() -> None:
     few = Candidate("few", requests=2, output_tokens=100, context_tokens=100, token_bytes=1000, costs=MACHINE)
     long = Candidate("long", requests=1, output_tokens=50, context_tokens=90_000, token_bytes=1000, costs=MACHINE)
     seconds = 0.005 + 3e-4 + 1.1e-4 + 0.002 / WAIT_SPREAD_TOKENS
@@ -222,19 +222,19 @@ def test_auto_picks_the_shortest_time_between_tokens() -> None:
         seconds - 0.002 / WAIT_SPREAD_TOKENS
     )
     full = replace(few, capacity_tokens=1000, output_tokens=1000)
-    assert auto(full, long, decode=True, output_tokens=500)[0] == "long", "there is no room for it"
+    assert auto(full, long, decode=True, output_tokens=500)[0] == "long", "the pool has no room"
 
 
-def test_auto_weighs_prompts_for_who_computes_them_itself() -> None:
+def test_auto_adds_the_ttft_of_instances_that_prefill_themselves() -> None:
     both = Candidate("both", is_both=True, costs=MACHINE)
     decode = Candidate("decode", requests=3, context_tokens=3000, costs=MACHINE)
-    assert auto(both, decode, decode=True, output_tokens=100)[0] == "both", "others may compute it"
+    assert auto(both, decode, decode=True, output_tokens=100)[0] == "both", "prefill instances can compute the prompt"
     assert auto(both, decode, decode=True, output_tokens=100, prefills_itself=True)[0] == "decode"
     assert auto(both, decode, decode=True, output_tokens=100, prefills_itself=True, cached={"both": 990})[0] == "both"
 
 
-@given(snapshot=snapshots(), request=asks())
-def test_more_to_do_never_makes_a_forecast_shorter(snapshot: list[Candidate], request: PlacementRequest) -> None:
+@given(snapshot=snapshots(), request=placement_requests())
+def test_more_load_never_lowers_a_forecast(snapshot: list[Candidate], request: PlacementRequest) -> None:
     for candidate in snapshot:
         (before,) = decide("auto", [candidate], request).candidates
         candidate.replace_load(Load(requests=0), Load(1, 10, 10, 10, 1, 50))
@@ -242,7 +242,7 @@ def test_more_to_do_never_makes_a_forecast_shorter(snapshot: list[Candidate], re
         assert after.score >= before.score or candidate.capacity_tokens < candidate.context_tokens + request.tokens
 
 
-def test_forecasts_within_a_tenth_of_each_other_count_as_equal() -> None:
+def test_forecasts_within_the_tolerance_are_ties() -> None:
     def machine(factor: float) -> Costs:
         return Costs(prefill=(0.01 * factor, 1e-4 * factor, 0), decode=(0.005 * factor, 0, 0), transfer=(0, 0))
 

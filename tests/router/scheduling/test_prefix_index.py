@@ -1,4 +1,4 @@
-"""The prefix index: the same answers as one set of keys per instance would give."""
+"""The prefix index against a model with one set of keys per instance."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from pdserve.router.scheduling.prefix_index import PrefixIndex
 
 KEYS = [bytes([number]) * 16 for number in range(12)]
-SOME = st.lists(st.sampled_from(KEYS), max_size=6)
+KEY_LISTS = st.lists(st.sampled_from(KEYS), max_size=6)
 NAMES = st.sampled_from(["p0", "p1", "d0", "d1", "d2"])
 
 
@@ -19,12 +19,12 @@ class IndexMachine(RuleBasedStateMachine):
         self.index = PrefixIndex()
         self.model: dict[str, set[bytes]] = {}
 
-    @rule(name=NAMES, keys=SOME)
+    @rule(name=NAMES, keys=KEY_LISTS)
     def add(self, name: str, keys: list[bytes]) -> None:
         self.index.add(name, keys)
         self.model.setdefault(name, set()).update(keys)
 
-    @rule(name=NAMES, keys=SOME)
+    @rule(name=NAMES, keys=KEY_LISTS)
     def remove(self, name: str, keys: list[bytes]) -> None:
         self.index.remove(name, keys)
         self.model.get(name, set()).difference_update(keys)
@@ -34,7 +34,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.forget(name)
         self.model.pop(name, None)
 
-    @rule(prompt=SOME)
+    @rule(prompt=KEY_LISTS)
     def match(self, prompt: list[bytes]) -> None:
         expected = {}
         for name, keys in self.model.items():
@@ -43,7 +43,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.match(prompt) == {name: length for name, length in expected.items() if length}
 
     @invariant()
-    def it_keeps_no_more_than_it_must(self) -> None:
+    def no_empty_entries_remain(self) -> None:
         for name in ("p0", "p1", "d0", "d1", "d2"):
             assert self.index.num_blocks(name) == len(self.model.get(name, ()))
         assert self.index._bitmaps.keys() == set().union(*self.model.values())
@@ -53,15 +53,15 @@ TestIndex = IndexMachine.TestCase
 TestIndex.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
 
 
-def test_a_walk_ends_where_nobody_has_more() -> None:
+def test_match_stops_at_the_first_key_without_holders() -> None:
     index = PrefixIndex()
     index.add("p0", KEYS[:2])
-    asked = []
+    walked = []
 
     def prompt() -> Iterator[bytes]:
         for key in KEYS:
-            asked.append(key)
+            walked.append(key)
             yield key
 
     assert index.match(prompt()) == {"p0": 2}
-    assert asked == KEYS[:3]
+    assert walked == KEYS[:3]

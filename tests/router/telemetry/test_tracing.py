@@ -1,4 +1,4 @@
-"""Requests as OpenTelemetry traces, as a collector receives them."""
+"""OpenTelemetry traces of requests, as received by a collector."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REASON = "needs pip install 'pdserve[otel]'"
 
 @pytest.fixture
 def collector() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
-    """Its address, and (service, span) of all that it has received."""
+    """The collector's URL, and a list of the received (service, span) pairs."""
     service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason=REASON)
     received: list[tuple[str, Any]] = []
 
@@ -58,7 +58,7 @@ def collector() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
 
 @pytest.fixture
 def serve() -> Callable[..., None]:
-    """serve(url, traceparent) has a dispatcher serve one request, which may fail, and sends its trace."""
+    """serve(url, traceparent, fails) runs one request through a dispatcher, and exports its trace."""
 
     def run(url: str, traceparent: str = "", fails: bool = False) -> None:
         pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason=REASON)
@@ -69,10 +69,10 @@ def serve() -> Callable[..., None]:
         def join(role: str) -> InstanceHandle:
             hello = pb.Hello(instance_id=f"{role}-0", role=role, model="demo", max_model_len=9, num_blocks=9)
             return fleet.register(
-                hello, SimpleNamespace(put=lambda frame: None, close=lambda: None, abort=lambda: None)
+                hello, SimpleNamespace(send=lambda frame: None, close=lambda: None, abort=lambda: None)
             )
 
-        def says(instance: InstanceHandle, *stages: Stage, **output: Any) -> None:
+        def deliver(instance: InstanceHandle, *stages: Stage, **output: Any) -> None:
             stamps = [pb.Stamp(stage=stage, seconds=0.0) for stage in stages]
             dispatcher.on_output(instance, pb.Output(request_id="r", stamps=stamps, **output))
 
@@ -80,15 +80,15 @@ def serve() -> Callable[..., None]:
         sampling = SamplingParams(max_tokens=2)
         dispatcher.open(Request(request_id="r", prompt=[1, 2], sampling=sampling, traceparent=traceparent))
         if fails:
-            says(decode, error=pb.Error(kind="rejected", message="it does not fit"))
+            deliver(decode, error=pb.Error(kind="rejected", message="it does not fit"))
         else:
-            says(decode, Stage.RESERVED)
-            says(prefill, Stage.PREFILL_STARTED, token_ids=[7])
-            says(
+            deliver(decode, Stage.RESERVED)
+            deliver(prefill, Stage.PREFILL_STARTED, token_ids=[7])
+            deliver(
                 prefill, Stage.KV_STORED, stored=pb.Stored(num_blocks=1, final=True), moved=pb.Moved(blocks=1, bytes=64)
             )
-            says(decode, Stage.KV_READY, Stage.DECODE_STARTED, token_ids=[8])
-            says(decode, Stage.FINISHED, finish_reason="length")
+            deliver(decode, Stage.KV_READY, Stage.DECODE_STARTED, token_ids=[8])
+            deliver(decode, Stage.FINISHED, finish_reason="length")
         assert not dispatcher.states
         tracer.close()
 
@@ -99,7 +99,9 @@ def attributes(span: Any) -> dict[str, Any]:
     return {one.key: one.value.string_value or one.value.int_value for one in span.attributes}
 
 
-def test_a_request_is_a_trace(collector: tuple[str, list[tuple[str, Any]]], serve: Callable[..., None]) -> None:
+def test_request_is_exported_as_a_trace(
+    collector: tuple[str, list[tuple[str, Any]]], serve: Callable[..., None]
+) -> None:
     url, received = collector
     serve(url, f"00-{TRACE}-{SPAN}-01")
     assert {span.trace_id.hex() for _, span in received} == {TRACE}
@@ -119,7 +121,7 @@ def test_a_request_is_a_trace(collector: tuple[str, list[tuple[str, Any]]], serv
     assert attributes(parts["store KV"]) == {"pdserve.blocks": 1, "pdserve.bytes": 64}
 
 
-def test_a_trace_of_our_own_and_an_error(
+def test_failed_request_without_a_client_span(
     collector: tuple[str, list[tuple[str, Any]]], serve: Callable[..., None]
 ) -> None:
     url, received = collector
@@ -128,7 +130,7 @@ def test_a_trace_of_our_own_and_an_error(
     assert root.status.code == 2 and root.status.message == "it does not fit"
 
 
-def test_what_the_client_does_not_sample_is_not_sent(
+def test_unsampled_requests_are_not_exported(
     collector: tuple[str, list[tuple[str, Any]]], serve: Callable[..., None]
 ) -> None:
     url, received = collector
@@ -139,14 +141,14 @@ def test_what_the_client_does_not_sample_is_not_sent(
 @pytest.mark.parametrize(
     ("sent", "taken"), [(f"00-{TRACE}-{SPAN}-01", True), ("<script>", False), (f"00-{TRACE}-01", False)]
 )
-def test_the_client_s_span_is_known(client: Client, backend: ScriptedBackend, sent: str, taken: bool) -> None:
+def test_traceparent_header_is_parsed(client: Client, backend: ScriptedBackend, sent: str, taken: bool) -> None:
     body = json.dumps({"model": "demo", "prompt": "hello"}).encode()
     assert client.request("POST", "/v1/completions", content=body, headers={"traceparent": sent}).status_code == 200
     assert [request.traceparent for request in backend.requests] == [sent if taken else ""]
 
 
-def test_what_it_needs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SetupError, match="--otlp-endpoint collector:4318 is no URL"):
+def test_setup_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SetupError, match="--otlp-endpoint collector:4318 is not a URL"):
         Tracer("collector:4318")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(SetupError, match=r"pip install 'pdserve\[otel\]'"):
