@@ -260,9 +260,9 @@ def test_sequences_read_their_own_tokens_despite_shared_blocks(
     swapped: dict[int, list[int | None]] = {}
     live: list[Sequence] = []
     for step in range(2000):
-        for i, (at, prompt, output, family, priority) in enumerate(arrivals):
+        for i, (at, prompt_len, output_len, family, priority) in enumerate(arrivals):
             if at == step:
-                live.append(sequence(str(i), [family] * prompt, output))
+                live.append(sequence(str(i), [family] * prompt_len, output_len))
                 live[-1].rank = i + ARRIVALS_PER_PRIORITY * priority
                 sched.add(live[-1])
         for i, (at, which) in enumerate(forks):

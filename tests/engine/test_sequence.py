@@ -1,5 +1,7 @@
 """Sequence: block keys, progress and finish reasons."""
 
+from typing import Any
+
 import pytest
 
 from pdserve.engine.sequence import Sequence
@@ -8,7 +10,7 @@ from pdserve.request import SamplingParams
 BLOCK = 4
 
 
-def sequence(prompt: int, output: int = 0, initial: int | None = None, **sampling: int) -> Sequence:
+def sequence(prompt: int, output: int = 0, initial: int | None = None, **sampling: Any) -> Sequence:
     tokens = list(range(prompt + output))
     params = SamplingParams(**{"max_tokens": 3, **sampling})
     return Sequence("r", tokens, prompt, initial or prompt, params, b"root", BLOCK, stop_token_ids=frozenset({9}))
