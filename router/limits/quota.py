@@ -95,7 +95,7 @@ class Quota:
     Attributes:
         choices: choices of the key that are running or queued on this router.
         remote_choices: its choices on other routers.
-        is_limited: whether any limit is configured.
+        is_limited: True if any limit is configured.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -108,7 +108,7 @@ class Quota:
 
     @property
     def needs_sync(self) -> bool:
-        """Whether the use may have changed here or on another router since the last exchange."""
+        """True if the use may have changed, here or on another router, since the last exchange."""
         return self._used_since_report or self.choices + self.remote_choices > 0
 
     def refusal(self, choices: int, tokens: int, now: float) -> RequestError | None:

@@ -1,4 +1,4 @@
-"""What all endpoints share: the route constructor, reading JSON bodies, and parsing large bodies in a thread."""
+"""Helpers shared by the endpoints: the route constructor, reading JSON bodies, and parsing large bodies in a thread."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

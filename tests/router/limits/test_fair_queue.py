@@ -35,7 +35,7 @@ def test_shares_follow_weights(weights: dict[str, float], sizes: list[tuple[int,
 
 @given(weights=WEIGHTS, early=TURNS, greedy=st.sampled_from("ab"))
 def test_no_key_starves(weights: dict[str, float], early: list[tuple[str, int]], greedy: str) -> None:
-    """Whatever came before, the tokens of another key served ahead of an item are bounded, however many arrive later."""
+    """The tokens of another key that are served ahead of an item are bounded, however many requests arrive later."""
     queue = FairQueue[str](weights)
     for key, tokens in early:
         queue.push(key, key, tokens)
