@@ -1,10 +1,10 @@
-"""`fsspec+s3://bucket/prefix`, `fsspec+file:///mnt/kv`, `fsspec://protocol/path`: KV blocks wherever fsspec reaches.
+"""`fsspec+s3://bucket/prefix`, `fsspec+file:///mnt/kv`, `fsspec://protocol/path`: KV blocks in any fsspec file system.
 
     path/<namespace>/<key>     one block: header, payload
     path/tmp/                  blocks being written, on file systems; an object store needs none
 
-Credentials and end points are fsspec's: its configuration files and the variables of each back end (AWS_*, …).
-Nothing is ever removed but corrupt blocks: give the bucket a rule of its own, or sweep the directory by age.
+Credentials and end points are configured for fsspec: by its configuration files and the environment variables of each back
+end (AWS_*, …). Only corrupt blocks are ever deleted: give the bucket a lifecycle rule, or delete old files yourself.
 """
 
 import contextlib
@@ -19,15 +19,17 @@ from pdserve.kv_transfer.header import HEADER_BYTES
 from pdserve.kv_transfer.threaded import Full, ThreadedConnector
 from pdserve.kv_transfer.url import Query
 
-# An upload to these is seen as a whole or not at all. Elsewhere a block is written under another name, and renamed.
-WHOLE_PUTS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "memory"}
-NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+# Uploads to these protocols are atomic. With others, a block is written to a temporary file and renamed.
+ATOMIC_UPLOADS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "memory"}
+NO_SPACE_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
 
 
 class FsspecConnector(ThreadedConnector):
+    """Stores each block as a file or object of an fsspec file system."""
+
     API_VERSION: ClassVar[int] = 1
     scheme: ClassVar[str] = "fsspec"
-    # Each back end raises what its own client library raises. None of it may end a request.
+    # Each back end raises the exceptions of its client library. None of them may end a request.
     faults = (Exception,)
 
     def configure(self, query: Query) -> None:
@@ -41,12 +43,12 @@ class FsspecConnector(ThreadedConnector):
         self._root = rest.rstrip("/")
 
     def open(self) -> None:
-        # Listings are remembered by some back ends, and others write here too. Each connector has a client of its own.
+        # No cached listings, because other processes write here, too. No cached instance: one client per connector.
         options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
         try:
             self._fs = fsspec.filesystem(self._protocol, **options)
             self._root = self._fs._strip_protocol(self._root)
-            self._whole_puts = self._protocol in WHOLE_PUTS
+            self._has_atomic_uploads = self._protocol in ATOMIC_UPLOADS
             for folder in (self.namespace.hex(), "tmp"):
                 self._fs.makedirs(f"{self._root}/{folder}", exist_ok=True)
             self.contains("probe")
@@ -56,16 +58,16 @@ class FsspecConnector(ThreadedConnector):
     def put(self, name: str, header: bytes, payload: memoryview, lease_s: float) -> None:
         value = b"".join((header, payload))
         try:
-            if self._whole_puts:
+            if self._has_atomic_uploads:
                 self._fs.pipe_file(self._path(name), value)
             else:
-                self._put_by_renaming(self._path(name), value)
+                self._put_and_rename(self._path(name), value)
         except OSError as error:
-            if error.errno in NO_SPACE:
+            if error.errno in NO_SPACE_ERRNOS:
                 raise Full from None
             raise
 
-    def _put_by_renaming(self, path: str, value: bytes) -> None:
+    def _put_and_rename(self, path: str, value: bytes) -> None:
         temporary = f"{self._root}/tmp/{uuid.uuid4().hex}"
         try:
             self._fs.pipe_file(temporary, value)
@@ -76,7 +78,7 @@ class FsspecConnector(ThreadedConnector):
             raise
 
     def renew(self, name: str, lease_s: float) -> bool:
-        return self.contains(name)  # it stays anyhow
+        return self.contains(name)  # there are no leases to extend
 
     def get(self, name: str) -> bytes | None:
         try:

@@ -1,19 +1,24 @@
-"""Fixtures for connectors: pools of random bytes, one URL per scheme, a real Redis, and hands that reach into stores."""
+"""Fixtures for connectors: pools of random bytes, one URL per scheme, direct access to stored values, broken connectors."""
 
+import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
 import pytest
 import redis
+from typer.testing import CliRunner
 
+from pdserve.cli.commands import app
 from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import Connector, PoolMemory, Result
 from pdserve.kv_transfer.connectors import memory, shm, shm_slab
@@ -47,7 +52,7 @@ def make_keys(count: int) -> list[bytes]:
 
 
 class Instance:
-    """A pool of random bytes with a connector attached to it. Waits for each result."""
+    """A pool of random bytes with its own connector. Calls wait for the result."""
 
     def __init__(self, url: str, layout: Layout, blocks: int) -> None:
         self.layout = layout
@@ -69,8 +74,8 @@ class Attach(Protocol):
     def __call__(self, url: str, layout: Layout | None = None, *, blocks: int = 16) -> Instance: ...
 
 
-class Hands(ABC):
-    """Reads and writes one value under its right name, behind the connector's back."""
+class StoreAccess(ABC):
+    """Reads and writes one stored value under its name, bypassing the connector."""
 
     def __init__(self, url: str, layout: Layout) -> None:
         self.url = url
@@ -79,13 +84,13 @@ class Hands(ABC):
 
     @abstractmethod
     def read(self, key: bytes) -> bytes:
-        """Header and payload."""
+        """Returns header and payload."""
 
     @abstractmethod
     def write(self, key: bytes, value: bytes) -> None: ...
 
 
-class MemoryHands(Hands):
+class MemoryAccess(StoreAccess):
     def read(self, key: bytes) -> bytes:
         return self._values()[self._name(key)]
 
@@ -99,27 +104,27 @@ class MemoryHands(Hands):
         return f"{self.namespace.hex()}/{key.hex()}"
 
 
-class ShmHands(Hands):
+class ShmAccess(StoreAccess):
     def read(self, key: bytes) -> bytes:
-        with closing(self._open()) as view:
-            slot = view.find(self.namespace + key)
+        with closing(self._open()) as slab:
+            slot = slab.find(self.namespace + key)
             assert slot is not None
-            return view.header(slot) + view.payload(slot).tobytes()
+            return slab.header(slot) + slab.payload(slot).tobytes()
 
     def write(self, key: bytes, value: bytes) -> None:
-        with closing(self._open()) as view:
-            slot = view.find(self.namespace + key)
+        with closing(self._open()) as slab:
+            slot = slab.find(self.namespace + key)
             assert slot is not None
-            with view.locked(1.0):
-                view.publish(slot, value[:HEADER_BYTES], 60.0)
-            view.payload(slot)[:] = np.frombuffer(value[HEADER_BYTES:], np.uint8)
+            with slab.locked(1.0):
+                slab.publish(slot, value[:HEADER_BYTES], 60.0)
+            slab.payload(slot)[:] = np.frombuffer(value[HEADER_BYTES:], np.uint8)
 
     def _open(self) -> shm_slab.Slab:
         name = self.url.removeprefix("shm://").partition("?")[0]
         return shm_slab.attach(name, self.block_bytes, None)
 
 
-class FileHands(Hands):
+class FileAccess(StoreAccess):
     def read(self, key: bytes) -> bytes:
         return self._path(key).read_bytes()
 
@@ -130,7 +135,7 @@ class FileHands(Hands):
         return Path(self.url.removeprefix("file://")) / self.namespace.hex() / key.hex()[:2] / key.hex()
 
 
-class RedisHands(Hands):
+class RedisAccess(StoreAccess):
     def read(self, key: bytes) -> bytes:
         with self._client() as client:
             return b"".join(client.mget(self._names(key)))
@@ -149,18 +154,18 @@ class RedisHands(Hands):
         return redis.Redis.from_url(self.url)
 
 
-class ClusterHands(RedisHands):
+class ClusterAccess(RedisAccess):
     def _client(self) -> Any:
         port = int(self.url.rpartition(":")[2])
         return redis.RedisCluster(host="127.0.0.1", port=port)
 
 
-HANDS: dict[str, type[Hands]] = {
-    "memory": MemoryHands,
-    "shm": ShmHands,
-    "file": FileHands,
-    "redis": RedisHands,
-    "redis+cluster": ClusterHands,
+STORE_ACCESS: dict[str, type[StoreAccess]] = {
+    "memory": MemoryAccess,
+    "shm": ShmAccess,
+    "file": FileAccess,
+    "redis": RedisAccess,
+    "redis+cluster": ClusterAccess,
 }
 
 
@@ -170,14 +175,14 @@ def scheme(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def room() -> str:
-    """The size of a segment, to be overridden by tests of large blocks: making one takes time."""
+def segment_size() -> str:
+    """The size of a shared-memory segment. Tests of large blocks override it; creating a large one takes time."""
     return "4MiB"
 
 
 @pytest.fixture
-def url(scheme: str, room: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A store that is empty as far as this test can see, and gone after it."""
+def url(scheme: str, segment_size: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of a store without blocks of other tests. It is removed after the test."""
     name = f"test-{uuid.uuid4().hex}"
     if scheme == "redis":
         server = request.getfixturevalue("redis_server")
@@ -194,7 +199,7 @@ def url(scheme: str, room: str, request: pytest.FixtureRequest, tmp_path: Path) 
         yield f"file://{tmp_path}/kv"
         shutil.rmtree(tmp_path / "kv", ignore_errors=True)
     elif scheme == "shm":
-        yield f"shm://{name}?size={room}"
+        yield f"shm://{name}?size={segment_size}"
         shm.unlink(f"shm://{name}")
     else:
         yield f"memory://{name}"
@@ -215,8 +220,8 @@ def attach() -> Iterator[Attach]:
 
 
 @pytest.fixture
-def hands(scheme: str) -> Callable[[str, Layout], Hands]:
-    return HANDS[scheme]
+def store_access(scheme: str) -> Callable[[str, Layout], StoreAccess]:
+    return STORE_ACCESS[scheme]
 
 
 @pytest.fixture
@@ -231,7 +236,7 @@ def new_keys() -> Callable[[int], list[bytes]]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mounts a tmpfs of the given size."""
+    """Mounts a tmpfs of the given size, unmounted after the test."""
     folder = tmp_path / "small"
 
     def mount(size: str) -> Path:
@@ -244,3 +249,42 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     yield mount
     if folder.is_mount():
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+# The conformance kit.
+
+Install = Callable[[Path, str, Path, dict[str, str]], None]
+
+
+def load_broken() -> ModuleType:
+    """Loads `broken.py` as the module `pdserve_broken`, which tests can import then."""
+    spec = importlib.util.spec_from_file_location("pdserve_broken", Path(__file__).parent / "broken.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["pdserve_broken"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+broken = load_broken()
+
+
+@pytest.fixture(scope="module")
+def broken_package(tmp_path_factory: pytest.TempPathFactory, install_connectors: Install) -> Iterator[Path]:
+    """Registers the broken connectors as `broken-<class>://`, in this process and its children."""
+    folder, classes = tmp_path_factory.mktemp("broken"), [row[0].__name__ for row in broken.BROKEN]
+    schemes = {f"broken-{name.lower()}": name for name in classes}
+    install_connectors(folder, "pdserve_broken", Path(__file__).parent / "broken.py", schemes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield folder
+
+
+@pytest.fixture
+def command() -> Callable[..., Any]:
+    """Runs `pdserve connector` with these arguments."""
+
+    def run(*arguments: str) -> Any:
+        return CliRunner().invoke(app, ["connector", *arguments])
+
+    return run

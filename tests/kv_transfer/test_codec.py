@@ -100,13 +100,13 @@ def test_lossless_codecs_are_bit_exact(name: str, dtype: str) -> None:
 
 
 @given(st.binary(min_size=3072, max_size=3072), st.sampled_from(LOSSLESS))
-def test_lossless_codecs_keep_any_bytes(content: bytes, name: str) -> None:
+def test_lossless_codecs_restore_any_bytes(content: bytes, name: str) -> None:
     codec, row = codec_of(name, "float16"), np.frombuffer(content, np.uint8)
     np.testing.assert_array_equal(codec.decode(codec.encode(row).tobytes()), row)
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_what_does_not_get_shorter_stays_as_it_is(name: str) -> None:
+def test_incompressible_blocks_are_stored_uncompressed(name: str) -> None:
     codec = codec_of(name)
     *_, zeros = row, _ = special_rows("float32")[:2]
     noise = np.random.default_rng(1).integers(0, 256, len(row), dtype=np.uint8)
@@ -114,7 +114,7 @@ def test_what_does_not_get_shorter_stays_as_it_is(name: str) -> None:
     assert codec.encode(noise) is noise
 
 
-def test_none_gives_the_row_itself_in_todays_namespace() -> None:
+def test_no_codec_keeps_the_row_and_the_namespace() -> None:
     codec, row = codec_of("none"), special_rows("float32")[0]
     assert codec.encode(row) is row and codec.is_identity
     assert codec.namespace == layout_of("float32").namespace
@@ -153,7 +153,7 @@ def test_the_error_is_bounded_per_head(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LOSSY)
-def test_a_second_time_changes_nothing(name: str, dtype: str) -> None:
+def test_encoding_a_decoded_block_changes_nothing(name: str, dtype: str) -> None:
     codec = codec_of(name, dtype)
     rng = np.random.default_rng(5)
     noise = rng.standard_normal((40, LAYERS * 2 * HEADS * TOKENS * DIM), np.float32)
@@ -165,7 +165,7 @@ def test_a_second_time_changes_nothing(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LOSSY)
-def test_a_head_that_is_not_finite_comes_back_as_nan_and_its_neighbours_as_they_were(name: str, dtype: str) -> None:
+def test_a_head_that_is_not_finite_is_decoded_as_nan_and_its_neighbours_are_unaffected(name: str, dtype: str) -> None:
     codec, (clean, _, _, _, strange, *_) = codec_of(name, dtype), special_rows(dtype)
     seen, right = (values_of(codec.decode(codec.encode(row).tobytes()), dtype) for row in (strange, clean))
     assert np.isnan(seen[:3]).all()
@@ -173,7 +173,7 @@ def test_a_head_that_is_not_finite_comes_back_as_nan_and_its_neighbours_as_they_
 
 
 @given(st.sampled_from([*LOSSLESS, *LOSSY]), st.data())
-def test_any_bytes_are_decoded_or_refused(name: str, data: Any) -> None:
+def test_any_bytes_are_decoded_or_undecodable(name: str, data: Any) -> None:
     codec = codec_of(name, "bfloat16")
     size = data.draw(
         st.sampled_from(
@@ -185,7 +185,7 @@ def test_any_bytes_are_decoded_or_refused(name: str, data: Any) -> None:
         )
     )
     payload = data.draw(st.binary(min_size=size, max_size=size))
-    if data.draw(st.booleans()):  # nearly right
+    if data.draw(st.booleans()):  # nearly valid
         real = codec.encode(special_rows("bfloat16")[data.draw(st.integers(0, 7))]).tobytes()
         at = data.draw(st.integers(0, len(real) - 1))
         payload = real[:at] + payload[: min(9, len(real) - at)] + real[at + 9 :]
@@ -198,7 +198,7 @@ def test_any_bytes_are_decoded_or_refused(name: str, data: Any) -> None:
     assert row.nbytes == layout_of("bfloat16").block_bytes
 
 
-def test_a_payload_that_claims_to_be_huge_is_refused() -> None:
+def test_a_payload_that_claims_a_huge_size_is_undecodable() -> None:
     block_bytes = layout_of("float32").block_bytes
     parts = zstandard.ZstdCompressor().compressobj(size=1 << 40)
     claim = parts.compress(b"x") + parts.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
@@ -210,12 +210,12 @@ def test_a_payload_that_claims_to_be_huge_is_refused() -> None:
             codec_of("lz4").decode(lz4.block.compress(bytes(length), store_size=False))
 
 
-# Behind connectors.
+# With connectors.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [*LOSSLESS, *LOSSY])
-def test_blocks_cross_every_store(
+def test_blocks_pass_through_every_store(
     scheme_url: Callable[[str], str], attach: Attach, new_keys: NewKeys, name: str, dtype: str
 ) -> None:
     layout, codec, rows = layout_of(dtype), codec_of(name, dtype), special_rows(dtype)
@@ -236,7 +236,7 @@ def test_blocks_cross_every_store(
     assert crossed < rows.nbytes
 
 
-def test_codecs_do_not_see_each_others_blocks(
+def test_instances_with_different_codecs_do_not_share_blocks(
     scheme_url: Callable[[str], str], attach: Attach, new_keys: NewKeys
 ) -> None:
     keys = new_keys(2)
@@ -263,7 +263,7 @@ def test_a_short_payload_in_many_pieces(scheme_url: Callable[[str], str], attach
 
 
 @pytest.mark.parametrize("scheme", ["shm"], indirect=True)
-def test_a_segment_has_room_for_more_of_what_is_shorter(scheme_url: Callable[[str], str], attach: Attach) -> None:
+def test_a_segment_has_more_slots_for_shorter_payloads(scheme_url: Callable[[str], str], attach: Attach) -> None:
     layout = Layout(
         model_fingerprint="a", num_layers=4, num_kv_heads=4, head_dim=64, block_size=16, dtype="bfloat16", itemsize=2
     )
@@ -275,7 +275,7 @@ def test_a_segment_has_room_for_more_of_what_is_shorter(scheme_url: Callable[[st
     assert slots["int8"] > 1.7 * slots["none"]
 
 
-DEPENDENT = ["round-trip", "flipped-bytes", "foreign-namespace", "older-layout", "counts"]
+CODEC_RULES = ["round-trip", "flipped-bytes", "foreign-namespace", "older-layout", "counts"]
 
 
 @pytest.mark.parametrize(
@@ -283,26 +283,26 @@ DEPENDENT = ["round-trip", "flipped-bytes", "foreign-namespace", "older-layout",
     [
         ("shm", "int8", []),
         ("redis", "zstd", []),
-        ("memory", "lz4", DEPENDENT),
-        ("file", "fp8", DEPENDENT),
-        ("redis+cluster", "lz4", DEPENDENT),
+        ("memory", "lz4", CODEC_RULES),
+        ("file", "fp8", CODEC_RULES),
+        ("redis+cluster", "lz4", CODEC_RULES),
     ],
     indirect=["scheme"],
 )
 def test_the_rules_hold_with_codecs(scheme_url: Callable[[str], str], name: str, rules: list[str]) -> None:
-    """A lossless and a lossy codec with all rules; each codec, and each connector, with those that depend on codecs."""
+    """All rules with a lossless and a lossy codec; the rules that depend on codecs with each codec and each connector."""
     reports = list(check(scheme_url(name), rules_named(rules), seconds=0.5))
     assert not [one for one in reports if one.verdict is Verdict.BROKEN]
-    assert {one.rule for one in reports if one.verdict is Verdict.HOLDS} >= set(DEPENDENT)
+    assert {one.rule for one in reports if one.verdict is Verdict.HOLDS} >= set(CODEC_RULES)
 
 
 @pytest.fixture
-def room() -> str:
+def segment_size() -> str:
     return "64MiB"  # for blocks of 1.75 MiB
 
 
-class Kept(ThreadedConnector):
-    """Keeps values in a dict. `changed` is called with a value that is being read, and may change it."""
+class DictConnector(ThreadedConnector):
+    """Stores values in a dict. `changed` is called with a value that is being read, and may change it."""
 
     scheme = "kept"
 
@@ -324,12 +324,12 @@ class Kept(ThreadedConnector):
 
 
 @pytest.fixture
-def kept() -> Iterator[Callable[[str], Kept]]:
-    made: list[Kept] = []
+def dict_connector() -> Iterator[Callable[[str], DictConnector]]:
+    made: list[DictConnector] = []
 
-    def attach(name: str) -> Kept:
+    def attach(name: str) -> DictConnector:
         rows = np.repeat(special_rows("bfloat16")[3:4], 4, axis=0)
-        made.append(Kept(f"kept://?codec={name}"))
+        made.append(DictConnector(f"dict_connector://?codec={name}"))
         made[-1].attach(PoolMemory(rows, layout_of("bfloat16")))
         return made[-1]
 
@@ -339,10 +339,10 @@ def kept() -> Iterator[Callable[[str], Kept]]:
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_a_signed_payload_that_cannot_be_decoded_is_corrupt(
-    kept: Callable[[str], Kept], new_keys: NewKeys, name: str
+def test_an_undecodable_payload_with_a_valid_header_is_corrupt(
+    dict_connector: Callable[[str], DictConnector], new_keys: NewKeys, name: str
 ) -> None:
-    one, (key,) = kept(name), new_keys(1)
+    one, (key,) = dict_connector(name), new_keys(1)
     before = one.memory.rows.copy()
     payload = b"\xff" * 700
     one.values[one._name(key)] = bytearray(one.header_format.pack(key, payload) + payload)
@@ -352,8 +352,10 @@ def test_a_signed_payload_that_cannot_be_decoded_is_corrupt(
 
 
 @pytest.mark.parametrize("name", [*LOSSLESS, *LOSSY])
-def test_every_flipped_byte_is_corrupt(kept: Callable[[str], Kept], new_keys: NewKeys, name: str) -> None:
-    one, (key,) = kept(name), new_keys(1)
+def test_every_flipped_byte_is_corrupt(
+    dict_connector: Callable[[str], DictConnector], new_keys: NewKeys, name: str
+) -> None:
+    one, (key,) = dict_connector(name), new_keys(1)
     one.store([key], [0], lease_s=9).result(60)
     ((stored, value),) = one.values.items()
     assert payload_length(bytes(value[:64])) == len(value) - 64 < layout_of("bfloat16").block_bytes
@@ -364,11 +366,11 @@ def test_every_flipped_byte_is_corrupt(kept: Callable[[str], Kept], new_keys: Ne
 
 
 @pytest.mark.parametrize("name", [*LOSSLESS, *LOSSY])
-def test_what_was_verified_is_what_is_decoded(
-    kept: Callable[[str], Kept], new_keys: NewKeys, name: str, monkeypatch: pytest.MonkeyPatch
+def test_the_decoded_bytes_are_those_that_were_verified(
+    dict_connector: Callable[[str], DictConnector], new_keys: NewKeys, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody overwrites the stored payload just after its checksum was right."""
-    one, (key,) = kept(name), new_keys(1)
+    one, (key,) = dict_connector(name), new_keys(1)
     one.store([key], [0], lease_s=9).result(60)
     (value,) = one.values.values()
     decode, right = one.codec.decode, one.codec.decode(bytes(value[64:]))
@@ -382,7 +384,7 @@ def test_what_was_verified_is_what_is_decoded(
     np.testing.assert_array_equal(one.memory.rows[1], right)
 
 
-# What cannot be.
+# Errors.
 
 
 @pytest.mark.parametrize(
@@ -392,12 +394,12 @@ def test_what_was_verified_is_what_is_decoded(
         ("nixl://?codec=zstd", "nixl:// reads pools in place"),
     ],
 )
-def test_codecs_that_cannot_be(url: str, sentence: str) -> None:
+def test_unsupported_codecs_are_refused(url: str, sentence: str) -> None:
     with pytest.raises(SetupError, match=sentence):
         connect(url)
 
 
-def test_a_lossy_codec_needs_numbers() -> None:
+def test_a_lossy_codec_needs_floating_point_numbers() -> None:
     layout = Layout(
         model_fingerprint="a", num_layers=1, num_kv_heads=1, head_dim=8, block_size=1, dtype="uint8", itemsize=1
     )
@@ -408,7 +410,7 @@ def test_a_lossy_codec_needs_numbers() -> None:
 @pytest.mark.parametrize(
     ("name", "package"), [("lz4", "lz4"), ("zstd", "zstandard"), ("fp8", "ml_dtypes"), ("int8", "ml_dtypes")]
 )
-def test_a_library_that_is_missing_is_named(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [one for one in sys.modules if one.partition(".")[0] == package]:
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SetupError, match=rf"needs the package {package}, .* pip install 'pdserve\[codecs\]'"):
@@ -417,8 +419,10 @@ def test_a_library_that_is_missing_is_named(name: str, package: str, monkeypatch
 
 
 @pytest.mark.parametrize("name", list(CODECS))
-def test_a_lossy_codec_is_announced(kept: Callable[[str], Kept], name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lossy_codec_is_logged(
+    dict_connector: Callable[[str], DictConnector], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
-        kept(name)
-    said = [record.getMessage() for record in caplog.records]
-    assert [f"lossy codec {name}" in line for line in said] == ([True] if name in LOSSY else [])
+        dict_connector(name)
+    messages = [record.getMessage() for record in caplog.records]
+    assert [f"lossy codec {name}" in line for line in messages] == ([True] if name in LOSSY else [])

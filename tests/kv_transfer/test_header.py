@@ -1,3 +1,5 @@
+"""Tests of block headers."""
+
 import os
 from collections.abc import Callable
 
@@ -9,7 +11,7 @@ from pdserve.kv_transfer.header import HEADER_BYTES, HeaderFormat, is_intact
 LayoutOf = Callable[..., Layout]
 
 
-def test_a_header_fits_its_own_block_only(layout_of: LayoutOf) -> None:
+def test_a_header_matches_only_its_own_block(layout_of: LayoutOf) -> None:
     header_format, key, payload = HeaderFormat(layout_of(4096)), os.urandom(16), os.urandom(4096)
     header = header_format.pack(key, payload)
     assert len(header) == HEADER_BYTES == 64
@@ -22,7 +24,7 @@ def test_a_header_fits_its_own_block_only(layout_of: LayoutOf) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 65])
-def test_a_header_of_another_length_does_not_fit(layout_of: LayoutOf, length: int) -> None:
+def test_a_header_of_another_length_does_not_match(layout_of: LayoutOf, length: int) -> None:
     header_format, key = HeaderFormat(layout_of(4096)), os.urandom(16)
     assert not header_format.matches((header_format.pack(key, bytes(4096)) + b"x")[:length], key)
 
@@ -30,7 +32,7 @@ def test_a_header_of_another_length_does_not_fit(layout_of: LayoutOf, length: in
 def test_every_byte_of_the_header_matters(layout_of: LayoutOf) -> None:
     header_format, key, payload = HeaderFormat(layout_of(4096)), os.urandom(16), os.urandom(4096)
     header = header_format.pack(key, payload)
-    for at in range(HEADER_BYTES):
+    for offset in range(HEADER_BYTES):
         changed = bytearray(header)
-        changed[at] ^= 0x80
-        assert not (header_format.matches(bytes(changed), key) and is_intact(bytes(changed), payload)), at
+        changed[offset] ^= 0x80
+        assert not (header_format.matches(bytes(changed), key) and is_intact(bytes(changed), payload)), offset

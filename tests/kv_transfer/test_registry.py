@@ -1,3 +1,5 @@
+"""Tests of finding and creating connectors by URL."""
+
 from importlib import metadata
 from importlib.metadata import EntryPoint
 
@@ -19,7 +21,7 @@ class NoConnector:
 
 @pytest.fixture
 def plug_ins(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Adds entry points to those installed."""
+    """Adds entry points to the installed ones."""
     here = __name__
     monkeypatch.setitem(__import__("sys").modules, here, request.module)
     added = [
@@ -46,18 +48,18 @@ def test_the_bundled_connectors_are_installed() -> None:
     assert found["shm"].package == "pdserve"
 
 
-def test_every_bundled_connector_can_be_made() -> None:
+def test_every_bundled_connector_can_be_created() -> None:
     for url in ("memory://name", "shm://name?size=1GiB", "file:///path?fsync=1", "redis://host:1/0?ttl=5"):
         assert isinstance(registry.connect(url), Connector)
     assert isinstance(registry.connect("MEMORY://name"), MemoryConnector)
 
 
-def test_an_unknown_scheme_names_the_known_ones() -> None:
+def test_an_unknown_scheme_is_refused_with_the_installed_ones() -> None:
     with pytest.raises(SetupError, match=r"no connector for s3://; installed schemes: .*file.*memory.*redis.*shm"):
         registry.connect("s3://bucket")
 
 
-def test_what_is_no_url_names_the_known_schemes() -> None:
+def test_a_string_without_scheme_is_refused_with_the_installed_ones() -> None:
     with pytest.raises(SetupError, match=r"'shm' is not a connector URL; .*shm://"):
         registry.connect("shm")
 
@@ -73,11 +75,11 @@ def test_what_is_no_url_names_the_known_schemes() -> None:
     ],
 )
 @pytest.mark.usefixtures("plug_ins")
-def test_plug_ins_that_cannot_be_used_say_why(scheme: str, sentence: str) -> None:
+def test_unusable_plug_ins_are_refused_with_the_reason(scheme: str, sentence: str) -> None:
     with pytest.raises(SetupError, match=sentence):
         registry.connect(f"{scheme}://x")
 
 
-def test_a_wrong_parameter_is_refused_before_anything_starts() -> None:
+def test_an_unknown_parameter_is_refused() -> None:
     with pytest.raises(SetupError, match="valid parameters are codec, size, threads, timeout"):
         registry.connect("shm://name?colour=blue")

@@ -1,4 +1,4 @@
-"""Staging, on the CPU: the same copies as on a GPU, without the streams."""
+"""Tests of staging with a pool on the CPU: the same copies as on a GPU, without streams."""
 
 import torch
 
@@ -13,7 +13,7 @@ LAYOUT = Layout(
 SHAPE = (40, 2, 2, 2, 4, 8)
 
 
-def test_moves_more_blocks_than_there_are_staging_rows() -> None:
+def test_transfers_of_more_blocks_than_staging_rows() -> None:
     source, target = torch.randn(SHAPE), torch.zeros(SHAPE)
     rows_bytes = 3 * LAYOUT.block_bytes
     writer = StagedConnector(connect("memory://staging"), source, LAYOUT, rows_bytes)
@@ -21,10 +21,10 @@ def test_moves_more_blocks_than_there_are_staging_rows() -> None:
     keys = [bytes([i]) * 16 for i in range(10)]
     stored = writer.store(keys, range(5, 15), lease_s=10).result(60)
     assert stored.outcomes == [Outcome.OK] * 10
-    where = [30, 2, 7, 39, 0, 11, 12, 13, 25, 26]
-    loaded = reader.load([*keys, b"?" * 16], [*where, 20]).result(60)
+    rows = [30, 2, 7, 39, 0, 11, 12, 13, 25, 26]
+    loaded = reader.load([*keys, b"?" * 16], [*rows, 20]).result(60)
     assert loaded.outcomes == [Outcome.OK] * 10 + [Outcome.MISSING]
-    assert torch.equal(target[where], source[5:15])
+    assert torch.equal(target[rows], source[5:15])
     assert reader.match(keys).result(60) == 10
     writer.close()
     reader.close()

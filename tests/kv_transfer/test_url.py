@@ -1,3 +1,5 @@
+"""Tests of connector URLs."""
+
 import pytest
 
 from pdserve.errors import SetupError
@@ -14,7 +16,7 @@ def test_parameters_are_read_by_type() -> None:
     query.done()
 
 
-def test_an_unknown_parameter_is_answered_with_the_right_ones() -> None:
+def test_an_unknown_parameter_is_refused_with_the_valid_ones() -> None:
     query = Query("x://name?siez=1GiB")
     query.size("size", None)
     query.seconds("timeout", 5.0)
@@ -23,24 +25,24 @@ def test_an_unknown_parameter_is_answered_with_the_right_ones() -> None:
 
 
 @pytest.mark.parametrize("value", ["", "x", "-1", "0", "nan", "inf"])
-def test_seconds_that_are_none(value: str) -> None:
+def test_invalid_seconds(value: str) -> None:
     with pytest.raises(SetupError, match="timeout is invalid"):
         Query(f"x://name?timeout={value}").seconds("timeout", 5.0)
 
 
 @pytest.mark.parametrize("value", ["", "1QiB", "-5", "0", "GiB"])
-def test_sizes_that_are_none(value: str) -> None:
+def test_invalid_sizes(value: str) -> None:
     with pytest.raises(SetupError, match="size is invalid"):
         Query(f"x://name?size={value}").size("size", None)
 
 
 @pytest.mark.parametrize("value", ["", "0", "-1", "1.5"])
-def test_counts_that_are_none(value: str) -> None:
+def test_invalid_counts(value: str) -> None:
     with pytest.raises(SetupError, match="threads is invalid"):
         Query(f"x://name?threads={value}").count("threads", 2)
 
 
-def test_flags_that_are_none() -> None:
+def test_invalid_flags() -> None:
     with pytest.raises(SetupError, match="fsync is invalid"):
         Query("x://name?fsync=maybe").flag("fsync", False)
 
@@ -58,11 +60,11 @@ def test_flags_that_are_none() -> None:
         ("nonsense", "nonsense"),
     ],
 )
-def test_passwords_are_not_shown(url: str, shown: str) -> None:
+def test_passwords_are_masked(url: str, shown: str) -> None:
     assert without_password(url) == shown
 
 
-def test_a_url_that_cannot_be_read() -> None:
+def test_a_malformed_url_is_refused_without_its_password() -> None:
     with pytest.raises(SetupError, match="cannot be parsed") as caught:
         split("redis://user:secret@host:99999999/0")
     assert "secret" not in str(caught.value)

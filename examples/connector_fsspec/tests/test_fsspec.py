@@ -1,4 +1,4 @@
-"""Runs where the package is installed: the conformance kit, and what is particular to fsspec."""
+"""Tests of the installed package: the conformance kit, URLs, and payload lengths."""
 
 import uuid
 from pathlib import Path
@@ -21,17 +21,17 @@ def test_conformance_in_memory(connector_rule: Any) -> None:
     connector_rule(f"fsspec+memory://{uuid.uuid4().hex}")
 
 
-def test_values_may_be_shorter_than_blocks(tmp_path: Path) -> None:
+def test_values_may_be_shorter_than_a_block(tmp_path: Path) -> None:
     (rule,) = rules_named(["leading-match"])
     assert try_rule(rule, f"fsspec+file://{tmp_path}/kv?codec=zstd").verdict is Verdict.HOLDS
 
 
 @pytest.mark.parametrize("url", ["fsspec://", "fsspec+file://", "fsspec://file", "fsspec+s3://"])
-def test_urls_without_a_path(url: str) -> None:
+def test_urls_without_a_path_are_refused(url: str) -> None:
     with pytest.raises(SetupError, match="not of the form"):
         connect(url)
 
 
-def test_any_protocol_by_its_name(tmp_path: Path) -> None:
+def test_a_protocol_may_be_given_by_name(tmp_path: Path) -> None:
     connector: Any = connect(f"fsspec://file{tmp_path}/kv?timeout=1")
     assert (connector._protocol, connector._root, connector.timeout) == ("file", f"{tmp_path}/kv", 1.0)

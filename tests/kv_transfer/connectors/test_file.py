@@ -1,3 +1,5 @@
+"""Tests of `file://`."""
+
 import errno
 import os
 import stat
@@ -33,17 +35,17 @@ def test_one_file_per_block_named_by_namespace_and_key(tmp_path: Path, attach: A
     path = tmp_path / "kv" / instance.layout.namespace.hex() / key.hex()[:2] / key.hex()
     assert blocks_in(tmp_path / "kv") == [path]
     assert path.read_bytes()[64:] == instance.rows[0].tobytes()
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600  # a prompt can be read back from its KV
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600  # a prompt can be reconstructed from its KV
     assert list((tmp_path / "kv" / "tmp").iterdir()) == []
 
 
-def test_spaces_and_signs_in_the_path(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> None:
+def test_special_characters_in_the_path(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> None:
     instance = attach(f"file://{tmp_path}/a%20b%3F")
     instance.store(new_keys(1), [0])
     assert len(blocks_in(tmp_path / "a b?")) == 1
 
 
-def test_a_full_disk_is_full_and_leaves_nothing_half_written(
+def test_a_full_disk_ends_full_and_leaves_no_partial_file(
     small_disk: Callable[[str], Path], attach: Attach, layout_of: LayoutOf, new_keys: NewKeys
 ) -> None:
     folder = small_disk("1m")
@@ -60,29 +62,29 @@ def test_a_full_disk_is_full_and_leaves_nothing_half_written(
 
 
 @pytest.mark.parametrize("path", ["/proc/no/such", "{file}", "{file}/below"])
-def test_a_path_that_cannot_be_used(path: str, tmp_path: Path, attach: Attach) -> None:
+def test_an_unwritable_path_is_refused(path: str, tmp_path: Path, attach: Attach) -> None:
     (tmp_path / "a file").touch()
     with pytest.raises(SetupError, match=r"file:///.* is not writable"):
         attach(f"file://{path.format(file=tmp_path / 'a file')}")
 
 
 @pytest.mark.parametrize("url", ["file://", "file:///", "file://host/path", "file://relative"])
-def test_urls_without_an_absolute_path(url: str) -> None:
+def test_urls_without_an_absolute_path_are_refused(url: str) -> None:
     with pytest.raises(SetupError, match="absolute path"):
         FileConnector(url)
 
 
-def test_leftovers_of_dead_writers_go_at_attach(tmp_path: Path, attach: Attach) -> None:
-    leftovers = tmp_path / "kv" / "tmp"
-    leftovers.mkdir(parents=True)
+def test_stale_temporary_files_are_removed_at_attach(tmp_path: Path, attach: Attach) -> None:
+    temporary = tmp_path / "kv" / "tmp"
+    temporary.mkdir(parents=True)
     for name, age in (("old", file.STALE_TEMP_AGE_S + 60), ("young", 60)):
-        (leftovers / name).touch()
-        os.utime(leftovers / name, (0, time.time() - age))
+        (temporary / name).touch()
+        os.utime(temporary / name, (0, time.time() - age))
     attach(f"file://{tmp_path}/kv")
-    assert [path.name for path in leftovers.iterdir()] == ["young"]
+    assert [path.name for path in temporary.iterdir()] == ["young"]
 
 
-def test_a_store_that_is_removed_while_in_use_is_empty_then(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> None:
+def test_a_store_removed_while_in_use_is_empty_and_usable(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> None:
     instance, keys = attach(f"file://{tmp_path}/kv"), new_keys(2)
     instance.store(keys, [0, 1])
     (tmp_path / "kv").rename(tmp_path / "elsewhere")
@@ -92,7 +94,7 @@ def test_a_store_that_is_removed_while_in_use_is_empty_then(tmp_path: Path, atta
     assert instance.load(keys, [4, 5]).leading == 2
 
 
-def test_an_error_of_the_disk_is_unavailable(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> None:
+def test_a_disk_error_is_unavailable(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> None:
     instance, (key,) = attach(f"file://{tmp_path}/kv"), new_keys(1)
     folder = tmp_path / "kv" / instance.layout.namespace.hex()
     (folder / key.hex()[:2]).write_bytes(b"a file where a folder should be")
@@ -101,7 +103,7 @@ def test_an_error_of_the_disk_is_unavailable(tmp_path: Path, attach: Attach, new
     assert instance.match([key]) == 0
 
 
-def test_a_store_prolongs_the_lease_and_never_shortens_it(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> None:
+def test_a_store_extends_the_lease_and_never_shortens_it(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> None:
     instance, keys = attach(f"file://{tmp_path}/kv"), new_keys(1)
     instance.store(keys, [0], lease_s=100)
     (path,) = blocks_in(tmp_path / "kv")
@@ -112,7 +114,7 @@ def test_a_store_prolongs_the_lease_and_never_shortens_it(tmp_path: Path, attach
 
 @pytest.fixture
 def aged(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> tuple[Any, list[bytes]]:
-    """Eight blocks: the first two leased, the others unused for 10, 20, … 60 seconds."""
+    """Eight blocks: the first two leased, the others last used 10, 20, … 60 seconds ago."""
     instance, keys = attach(f"file://{tmp_path}/kv"), new_keys(8)
     instance.store(keys, range(8))
     for i, key in enumerate(keys[2:], 1):
@@ -121,31 +123,31 @@ def aged(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> tuple[Any, list[b
     return instance, keys
 
 
-def test_nothing_is_removed_by_default(tmp_path: Path, aged: tuple[Any, list[bytes]]) -> None:
+def test_nothing_is_evicted_by_default(tmp_path: Path, aged: tuple[Any, list[bytes]]) -> None:
     instance, keys = aged
     Evictor(str(tmp_path / "kv"), None, None).sweep()
     assert instance.match(keys) == 8
 
 
-def test_the_longest_unused_go_until_the_size_fits(tmp_path: Path, aged: tuple[Any, list[bytes]]) -> None:
+def test_the_least_recently_used_blocks_are_evicted_to_the_size(tmp_path: Path, aged: tuple[Any, list[bytes]]) -> None:
     instance, keys = aged
     Evictor(str(tmp_path / "kv"), 5 * FILE, None).sweep()
     assert [instance.match([key]) for key in keys] == [1, 1, 1, 1, 1, 0, 0, 0]
 
 
-def test_too_old_ones_go(tmp_path: Path, aged: tuple[Any, list[bytes]]) -> None:
+def test_blocks_older_than_the_limit_are_evicted(tmp_path: Path, aged: tuple[Any, list[bytes]]) -> None:
     instance, keys = aged
     Evictor(str(tmp_path / "kv"), None, 35.0).sweep()
     assert [instance.match([key]) for key in keys] == [1, 1, 1, 1, 1, 0, 0, 0]
 
 
-def test_leased_ones_stay_whatever_the_size(tmp_path: Path, aged: tuple[Any, list[bytes]]) -> None:
+def test_leased_blocks_stay_whatever_the_size(tmp_path: Path, aged: tuple[Any, list[bytes]]) -> None:
     instance, keys = aged
     Evictor(str(tmp_path / "kv"), 1, 1.0).sweep()
     assert [instance.match([key]) for key in keys] == [1, 1, 0, 0, 0, 0, 0, 0]
 
 
-def test_a_load_counts_as_a_use_where_somebody_removes(tmp_path: Path, aged: tuple[Any, list[bytes]]) -> None:
+def test_a_load_counts_as_a_use_with_eviction(tmp_path: Path, aged: tuple[Any, list[bytes]]) -> None:
     instance, keys = aged
     instance.connector._evictor.is_enabled = True
     instance.load([keys[7]], [7])
@@ -153,25 +155,25 @@ def test_a_load_counts_as_a_use_where_somebody_removes(tmp_path: Path, aged: tup
     assert [instance.match([key]) for key in keys] == [1, 1, 0, 0, 0, 0, 0, 1]
 
 
-def test_attaching_with_a_limit_removes(tmp_path: Path, attach: Attach, aged: tuple[Any, list[bytes]]) -> None:
+def test_attaching_with_a_limit_evicts(tmp_path: Path, attach: Attach, aged: tuple[Any, list[bytes]]) -> None:
     instance, keys = aged
     attach(f"file://{tmp_path}/kv?max_bytes={4 * FILE}").connector.close()
     assert sum(instance.match([key]) for key in keys) == 4
 
 
 @pytest.mark.parametrize("refusal", [errno.EAGAIN, errno.EOPNOTSUPP, 0])
-def test_blocks_that_cannot_be_read_without_waiting_are_read_all_the_same(
+def test_blocks_not_in_the_page_cache_are_loaded_by_blocking_reads(
     refusal: int, tmp_path: Path, attach: Attach, new_keys: NewKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, tried = os.preadv, []
+    real, calls = os.preadv, []
 
-    def preadv(fd: int, buffers: Any, at: int, flags: int = 0) -> int:
+    def preadv(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
         if flags != os.RWF_NOWAIT:
-            return real(fd, buffers, at)
-        tried.append(at)
+            return real(fd, buffers, offset)
+        calls.append(offset)
         if refusal:
             raise OSError(refusal, os.strerror(refusal))
-        return real(fd, [buffers[0][: len(buffers[0]) // 2]], at)  # half of it was in the cache
+        return real(fd, [buffers[0][: len(buffers[0]) // 2]], offset)  # only half of it was cached
 
     monkeypatch.setattr(file, "_is_in_memory", lambda _: False)
     monkeypatch.setattr(os, "preadv", preadv)
@@ -181,15 +183,15 @@ def test_blocks_that_cannot_be_read_without_waiting_are_read_all_the_same(
     instance.rows[:4] = 0
     assert instance.load(keys, range(4)).leading == 4
     np.testing.assert_array_equal(instance.rows[:4], before)
-    assert tried
+    assert calls
 
 
-def test_what_is_stored_between_two_sweeps_is_bounded_too(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> None:
+def test_the_size_is_bounded_between_two_sweeps(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> None:
     instance = attach(f"file://{tmp_path}/kv?max_bytes={16 * FILE}", blocks=8)
-    most = 0
+    max_blocks = 0
     for _ in range(30):
         instance.store(new_keys(8), range(8), lease_s=0.001)
         instance.connector._evictor.join()
         time.sleep(0.005)
-        most = max(most, len(blocks_in(tmp_path / "kv")))
-    assert most <= 16 + 2 * 8
+        max_blocks = max(max_blocks, len(blocks_in(tmp_path / "kv")))
+    assert max_blocks <= 16 + 2 * 8

@@ -1,4 +1,4 @@
-"""A real master, and the memory of another process. Needs `pdserve[mooncake]` and the system's libibverbs1."""
+"""Tests of `mooncake://` with a real master and a segment in another process. Needs `pdserve[mooncake]` and libibverbs1."""
 
 import importlib
 import importlib.util
@@ -24,17 +24,17 @@ NewKeys = Callable[[int], list[bytes]]
 
 def test_conformance(mooncake: Any) -> None:
     reports = {one.rule: one for one in check(mooncake.url, seconds=0.5)}
-    left_out = {rule: one.detail for rule, one in reports.items() if one.verdict is not Verdict.HOLDS}
-    assert set(left_out) <= {"leases-under-pressure"}, left_out
+    exceptions = {rule: one.detail for rule, one in reports.items() if one.verdict is not Verdict.HOLDS}
+    assert set(exceptions) <= {"leases-under-pressure"}, exceptions
     assert not any(reports[rule].detail for rule in ("foreign-namespace", "older-layout"))
 
 
-def test_memory_of_ones_own(mooncake: Any, attach: Attach, new_keys: NewKeys) -> None:
+def test_a_segment_of_this_instance_is_used(mooncake: Any, attach: Attach, new_keys: NewKeys) -> None:
     mooncake.holder.kill()
     mooncake.holder.wait()
     one, keys = attach(f"{mooncake.url}?segment=64MiB"), new_keys(3)
     give_up = time.monotonic() + 60
-    while one.store(keys, range(3)).leading < 3:  # the master may still offer the memory of the dead
+    while one.store(keys, range(3)).leading < 3:  # the master may still offer the memory of the dead process
         assert time.monotonic() < give_up
         time.sleep(0.2)
     other = attach(mooncake.url)
@@ -42,10 +42,10 @@ def test_memory_of_ones_own(mooncake: Any, attach: Attach, new_keys: NewKeys) ->
     np.testing.assert_array_equal(other.rows[8:11], one.rows[:3])
 
 
-def test_a_block_that_somebody_else_has_begun_is_not_there_yet(
+def test_a_block_another_client_has_begun_to_write_is_not_reported_as_stored(
     mooncake: Any, attach: Attach, new_keys: NewKeys
 ) -> None:
-    """Mooncake says yes to a second writer at once. If the first one dies, it gives the name up after a while."""
+    """Mooncake accepts a second writer at once. If the first one dies, its claim to the name expires after a while."""
     instance, keys = attach(f"{mooncake.url}?timeout=2"), new_keys(2)
     name = f"{instance.layout.namespace.hex()}-{keys[0].hex()}"
     other = importlib.import_module("mooncake.store").MooncakeDistributedStore()
@@ -63,7 +63,7 @@ def test_a_block_that_somebody_else_has_begun_is_not_there_yet(
     assert instance.load(keys, [8, 9]).leading == 2
 
 
-def test_a_holder_that_dies_takes_its_blocks_along(mooncake: Any, attach: Attach, new_keys: NewKeys) -> None:
+def test_blocks_are_lost_with_the_process_that_holds_them(mooncake: Any, attach: Attach, new_keys: NewKeys) -> None:
     instance, keys = attach(f"{mooncake.url}?timeout=2"), new_keys(3)
     assert instance.store(keys, range(3)).leading == 3
     mooncake.holder.kill()
@@ -72,7 +72,7 @@ def test_a_holder_that_dies_takes_its_blocks_along(mooncake: Any, attach: Attach
     assert set(instance.store(new_keys(3), range(3)).outcomes) <= {Outcome.FULL, Outcome.UNAVAILABLE}
 
 
-def test_a_master_that_dies_and_comes_back(mooncake: Any, attach: Attach, new_keys: NewKeys) -> None:
+def test_a_master_that_dies_and_restarts(mooncake: Any, attach: Attach, new_keys: NewKeys) -> None:
     instance, keys = attach(f"{mooncake.url}?timeout=2"), new_keys(2)
     assert instance.store(keys, [0, 1]).leading == 2
     mooncake.master.kill()
@@ -89,21 +89,21 @@ def test_a_master_that_dies_and_comes_back(mooncake: Any, attach: Attach, new_ke
     np.testing.assert_array_equal(instance.rows[8:10], instance.rows[:2])
 
 
-def test_without_the_library_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch, attach: Attach) -> None:
+def test_a_missing_library_is_an_error_with_instructions(monkeypatch: pytest.MonkeyPatch, attach: Attach) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
-    said = r"Mooncake cannot be imported: .* Install pdserve\[mooncake\]"
-    with closing(socket.create_server(("127.0.0.1", 0))) as master, pytest.raises(SetupError, match=said):
+    message = r"Mooncake cannot be imported: .* Install pdserve\[mooncake\]"
+    with closing(socket.create_server(("127.0.0.1", 0))) as master, pytest.raises(SetupError, match=message):
         attach(f"mooncake://127.0.0.1:{master.getsockname()[1]}")
     for name in ("MC_LOG_LEVEL", "MC_RPC_TIMEOUT_MS", "MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_STORE_CLIENT_SETUP_RETRIES"):
         os.environ.pop(name, None)
 
 
-def test_a_master_that_is_not_there_is_a_sentence(attach: Attach) -> None:
+def test_an_unreachable_master_is_refused(attach: Attach) -> None:
     with pytest.raises(SetupError, match=r"No Mooncake master answers at 127.0.0.1:1: .*refused"):
         attach("mooncake://127.0.0.1:1")
 
 
 @pytest.mark.parametrize("url", ["mooncake://", "mooncake://host/path", "mooncake://host?protocol=ib"])
-def test_urls_that_are_refused(url: str) -> None:
+def test_invalid_urls_are_refused(url: str) -> None:
     with pytest.raises(SetupError):
         MooncakeConnector(url)

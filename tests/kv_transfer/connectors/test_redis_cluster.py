@@ -49,14 +49,14 @@ def keys_on(cluster: Any, instance: Any, node: Any, count: int, new_keys: NewKey
     return [key for key in new_keys(20 * count) if node_of(cluster, slot_of(instance, key)) is node][:count]
 
 
-def test_blocks_spread_evenly_and_each_lies_in_one_slot(
+def test_blocks_are_distributed_evenly_and_each_is_in_one_slot(
     start_cluster: StartCluster, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys
 ) -> None:
     cluster = start_cluster()
     instance, keys = attach(f"{cluster.url}?value_bytes=1000", layout_of(4096), blocks=300), new_keys(300)
     assert instance.store(keys, range(300)).leading == 300
     names = [names_on(node) for node in cluster.nodes]
-    assert sum(map(len, names)) == 300 * 6  # five pieces and a header each
+    assert sum(map(len, names)) == 300 * 6  # five pieces and a header per block
     assert all(60 * 6 < len(some) < 140 * 6 for some in names)
     slots = {name.split(b":")[2]: key_slot(name) for some in names for name in some}
     assert all(slots[name.split(b":")[2]] == key_slot(name) for some in names for name in some)
@@ -66,14 +66,16 @@ def test_blocks_spread_evenly_and_each_lies_in_one_slot(
     np.testing.assert_array_equal(instance.rows[::-1], before)
 
 
-def test_one_node_is_enough_to_find_the_others(start_cluster: StartCluster, attach: Attach, new_keys: NewKeys) -> None:
+def test_the_other_nodes_are_discovered_from_one(
+    start_cluster: StartCluster, attach: Attach, new_keys: NewKeys
+) -> None:
     cluster, keys = start_cluster(), new_keys(12)
     one = attach(f"redis+cluster://localhost:{cluster.nodes[2].port}/")
     one.store(keys, range(12))
     assert attach(cluster.url).match(keys) == 12
 
 
-def test_a_node_that_dies_takes_its_own_blocks_only_and_comes_back(
+def test_a_node_that_dies_loses_only_its_own_blocks_and_restarts(
     start_cluster: StartCluster, attach: Attach, new_keys: NewKeys
 ) -> None:
     cluster = start_cluster(*PARTIAL)
@@ -85,12 +87,12 @@ def test_a_node_that_dies_takes_its_own_blocks_only_and_comes_back(
     assert 0 < sum(lost) < 32
 
     dead.kill()
-    right = [Outcome.UNAVAILABLE if gone else Outcome.OK for gone in lost]
-    assert instance.load(keys, range(32, 64)).outcomes == right
-    assert instance.store(keys, range(32)).outcomes == right
+    expected = [Outcome.UNAVAILABLE if gone else Outcome.OK for gone in lost]
+    assert instance.load(keys, range(32, 64)).outcomes == expected
+    assert instance.store(keys, range(32)).outcomes == expected
     assert instance.match(keys) == lost.index(True)
-    there = [i for i, gone in enumerate(lost) if not gone]
-    np.testing.assert_array_equal(instance.rows[[32 + i for i in there]], before[there])
+    kept = [i for i, gone in enumerate(lost) if not gone]
+    np.testing.assert_array_equal(instance.rows[[32 + i for i in kept]], before[kept])
     assert instance.connector.stats().failures == {
         ("load", Outcome.UNAVAILABLE): sum(lost),
         ("store", Outcome.UNAVAILABLE): sum(lost),
@@ -104,27 +106,29 @@ def test_a_node_that_dies_takes_its_own_blocks_only_and_comes_back(
     assert instance.load(keys, range(32, 64)).leading == 32
 
 
-def test_a_node_that_hangs_costs_its_blocks_and_no_more_than_the_timeout(
+def test_a_hanging_node_costs_its_own_blocks_and_no_more_than_the_timeout(
     start_cluster: StartCluster, attach: Attach, new_keys: NewKeys
 ) -> None:
     cluster = start_cluster(*PARTIAL)
     instance, keys = attach(f"{cluster.url}?timeout=1", blocks=64), new_keys(32)
     instance.store(keys, range(32))
     hung = cluster.nodes[0]
-    right = [Outcome.UNAVAILABLE if node_of(cluster, slot_of(instance, key)) is hung else Outcome.OK for key in keys]
+    expected = [Outcome.UNAVAILABLE if node_of(cluster, slot_of(instance, key)) is hung else Outcome.OK for key in keys]
     os.kill(hung.pid, signal.SIGSTOP)
     try:
         give_up = time.monotonic() + 60
-        while instance.load(keys, range(32, 64)).outcomes != right:  # the others may need longer on a busy machine
+        while (
+            instance.load(keys, range(32, 64)).outcomes != expected
+        ):  # the other nodes may time out, too, on a busy machine
             assert time.monotonic() < give_up
-        instance.rows[32:] = 7  # they are somebody else's now
+        instance.rows[32:] = 7  # the caller reuses the rows
     finally:
         os.kill(hung.pid, signal.SIGCONT)
     time.sleep(0.3)
     assert (instance.rows[32:] == 7).all()
 
 
-def test_a_replica_takes_over(start_cluster: StartCluster, attach: Attach, new_keys: NewKeys) -> None:
+def test_a_replica_that_takes_over_is_used(start_cluster: StartCluster, attach: Attach, new_keys: NewKeys) -> None:
     cluster = start_cluster(*PARTIAL, "--cluster-node-timeout", "1000")
     primary, replica = cluster.nodes[0], cluster.start()
     cluster.say(replica, "REPLICATE", id_of(cluster, primary))
@@ -143,14 +147,14 @@ def test_a_replica_takes_over(start_cluster: StartCluster, attach: Attach, new_k
     np.testing.assert_array_equal(instance.rows[8:16], instance.rows[:8])
 
 
-def test_slots_that_have_moved(start_cluster: StartCluster, attach: Attach, new_keys: NewKeys) -> None:
+def test_moved_slots_are_followed(start_cluster: StartCluster, attach: Attach, new_keys: NewKeys) -> None:
     cluster = start_cluster()
     source, target = cluster.nodes[:2]
     instance = attach(cluster.url)
     keys = keys_on(cluster, instance, source, 4, new_keys)
     instance.store(keys, range(4))
     with closing(redis.Redis.from_url(source.url)) as client:
-        client.flushall()  # slots move without their values
+        client.flushall()  # SETSLOT moves a slot without its values
     for key in keys:
         for node in cluster.nodes:
             cluster.say(node, "SETSLOT", slot_of(instance, key), "NODE", id_of(cluster, target))
@@ -161,8 +165,8 @@ def test_slots_that_have_moved(start_cluster: StartCluster, attach: Attach, new_
     assert len(names_on(target)) == 8
 
 
-def test_a_slot_on_the_move(start_cluster: StartCluster, attach: Attach, new_keys: NewKeys) -> None:
-    """What has gone ahead is found there, what has not here, and of a block between the two each value where it is."""
+def test_a_slot_being_migrated(start_cluster: StartCluster, attach: Attach, new_keys: NewKeys) -> None:
+    """Each value of a block is found on the node it is on: the source, or the target of the migration."""
     cluster = start_cluster()
     source, target = cluster.nodes[:2]
     instance = attach(cluster.url)
@@ -182,7 +186,7 @@ def test_a_slot_on_the_move(start_cluster: StartCluster, attach: Attach, new_key
     instance.rows[8] = 0
     assert instance.load([key], [8]).leading == 1
     np.testing.assert_array_equal(instance.rows[8], instance.rows[0])
-    assert instance.match([key]) == 0  # asked for all of them at once
+    assert instance.match([key]) == 0  # EXISTS is sent for all values at once
     move(*pieces)
     instance.rows[8] = 0
     assert instance.match([key]) == instance.load([key], [8]).leading == 1
@@ -190,12 +194,12 @@ def test_a_slot_on_the_move(start_cluster: StartCluster, attach: Attach, new_key
     instance.connector.delete_many([key])
     assert (
         instance.store([key], [1]).leading == instance.load([key], [9]).leading == 1
-    )  # a new block goes ahead at once
+    )  # a new block is stored on the target
     np.testing.assert_array_equal(instance.rows[9], instance.rows[1])
     assert not names_on(source) and len(names_on(target)) == 2
 
 
-def test_a_full_node_is_full_and_keeps_no_halves(
+def test_a_full_node_ends_full_and_keeps_no_partial_blocks(
     start_cluster: StartCluster, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys
 ) -> None:
     cluster = start_cluster("--maxmemory", "8mb", "--maxmemory-policy", "noeviction")
@@ -206,7 +210,7 @@ def test_a_full_node_is_full_and_keeps_no_halves(
     assert sum(len(names_on(node)) for node in cluster.nodes) == 5 * outcomes[Outcome.OK]
 
 
-def test_what_is_no_cluster_is_refused_in_one_sentence(start_redis: StartRedis, attach: Attach) -> None:
+def test_a_server_without_cluster_mode_is_refused(start_redis: StartRedis, attach: Attach) -> None:
     server = start_redis()
     with pytest.raises(SetupError, match=r"No Redis Cluster answers at .*Cluster mode is not enabled"):
         attach(f"redis+cluster://127.0.0.1:{server.port}")
@@ -219,12 +223,12 @@ def test_what_is_no_cluster_is_refused_in_one_sentence(start_redis: StartRedis, 
 @pytest.mark.parametrize(
     "url", ["redis+cluster://", "redis+cluster://host/1", "redis+cluster://host:1,", "redis+cluster://h:x"]
 )
-def test_urls_without_an_address(url: str) -> None:
+def test_urls_without_an_address_are_refused(url: str) -> None:
     with pytest.raises(SetupError):
         RedisClusterConnector(url)
 
 
-def test_several_hosts_are_a_cluster() -> None:
+def test_several_hosts_need_the_cluster_scheme() -> None:
     from pdserve.kv_transfer.connectors.redis_connector import RedisConnector
 
     with pytest.raises(SetupError, match="not of the form redis://host:port/db"):

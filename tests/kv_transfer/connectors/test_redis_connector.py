@@ -1,3 +1,5 @@
+"""Tests of `redis://` with a real server."""
+
 import os
 import time
 from collections.abc import Callable
@@ -19,7 +21,7 @@ NewKeys = Callable[[int], list[bytes]]
 StartRedis = Callable[..., Any]
 
 
-def test_values_are_cut_into_pieces(
+def test_blocks_are_stored_in_pieces(
     start_redis: StartRedis, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys
 ) -> None:
     server = start_redis()
@@ -34,13 +36,13 @@ def test_values_are_cut_into_pieces(
         client.expire(names[2], 1)
         instance.store(keys, [0, 1], lease_s=500)  # renews all of them, to the lease because that is longer
         assert all(440_000 < client.pttl(name) <= 500_000 for name in names)
-        client.delete(names[2])  # evicted in part
+        client.delete(names[2])  # evicted partly
     assert instance.match(keys) == 0
     assert instance.load(keys, [4, 5]).outcomes == [Outcome.MISSING, Outcome.OK]
     assert instance.store(keys, [0, 1]).leading == instance.load(keys, [4, 5]).leading == 2
 
 
-def test_instances_that_cut_differently_miss_each_other(
+def test_instances_with_different_piece_sizes_do_not_share_blocks(
     start_redis: StartRedis, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys
 ) -> None:
     server, keys = start_redis(), new_keys(2)
@@ -57,7 +59,7 @@ def test_a_unix_socket(start_redis: StartRedis, attach: Attach, new_keys: NewKey
     assert instance.store(keys, [0, 1]).leading == instance.load(keys, [4, 5]).leading == 2
 
 
-def test_no_server_at_attach_is_one_sentence_without_the_password(start_redis: StartRedis, attach: Attach) -> None:
+def test_an_unreachable_server_is_an_error_without_the_password(start_redis: StartRedis, attach: Attach) -> None:
     server = start_redis()
     server.kill()
     with pytest.raises(SetupError, match=r"No Redis answers at redis://me:\*\*\*@127.0.0.1:\d+/0: .*refused") as caught:
@@ -65,7 +67,7 @@ def test_no_server_at_attach_is_one_sentence_without_the_password(start_redis: S
     assert "secret" not in str(caught.value)
 
 
-def test_a_wrong_password_is_one_sentence_without_it(
+def test_a_wrong_password_is_an_error_that_does_not_show_it(
     start_redis: StartRedis, attach: Attach, new_keys: NewKeys
 ) -> None:
     server = start_redis()
@@ -79,12 +81,12 @@ def test_a_wrong_password_is_one_sentence_without_it(
 
 
 @pytest.mark.parametrize("url", ["redis://", "redis:///0", "redis://host/x", "redis+unix://", "redis+unix:///"])
-def test_urls_without_an_address(url: str) -> None:
+def test_urls_without_an_address_are_refused(url: str) -> None:
     with pytest.raises(SetupError):
         RedisConnector(url)
 
 
-def test_a_server_that_dies_and_comes_back(start_redis: StartRedis, attach: Attach, new_keys: NewKeys) -> None:
+def test_a_server_that_dies_and_restarts(start_redis: StartRedis, attach: Attach, new_keys: NewKeys) -> None:
     server = start_redis()
     instance, keys = attach(f"{server.url}?timeout=20"), new_keys(2)
     assert instance.store(keys, [0, 1]).leading == instance.load(keys, [4, 5]).leading == 2
@@ -95,11 +97,11 @@ def test_a_server_that_dies_and_comes_back(start_redis: StartRedis, attach: Atta
     assert instance.match(keys) == 0
 
     server.start()
-    assert instance.load(keys, [4, 5]).outcomes == [Outcome.MISSING] * 2  # at the first try
+    assert instance.load(keys, [4, 5]).outcomes == [Outcome.MISSING] * 2  # on the first attempt
     assert instance.store(keys, [0, 1]).leading == instance.load(keys, [4, 5]).leading == 2
 
 
-def test_a_server_killed_in_the_middle(
+def test_a_server_killed_during_transfers(
     start_redis: StartRedis, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys
 ) -> None:
     server = start_redis()
@@ -116,7 +118,7 @@ def test_a_server_killed_in_the_middle(
             np.testing.assert_array_equal(instance.rows[64 + row], before[row])
 
 
-def test_a_server_that_hangs_costs_no_more_than_the_timeout(
+def test_a_hanging_server_costs_no_more_than_the_timeout(
     start_redis: StartRedis, attach: Attach, new_keys: NewKeys
 ) -> None:
     server = start_redis()
@@ -127,7 +129,7 @@ def test_a_server_that_hangs_costs_no_more_than_the_timeout(
     assert instance.match(keys) == 0
 
 
-def test_a_full_server_is_full_and_keeps_no_halves(
+def test_a_full_server_ends_full_and_keeps_no_partial_blocks(
     start_redis: StartRedis, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys
 ) -> None:
     server = start_redis("--maxmemory", "8mb", "--maxmemory-policy", "noeviction")
@@ -151,11 +153,13 @@ def test_blocks_expire(start_redis: StartRedis, attach: Attach, new_keys: NewKey
     assert (instance.match(keys[:1]), instance.match(keys[1:])) == (0, 1)
 
 
-def test_a_read_only_server_is_no_store(start_redis: StartRedis, attach: Attach, new_keys: NewKeys) -> None:
+def test_stores_to_a_read_only_server_are_unavailable(
+    start_redis: StartRedis, attach: Attach, new_keys: NewKeys
+) -> None:
     server = start_redis()
     instance, keys = attach(server.url), new_keys(1)
     instance.store(keys, [0])
     with closing(redis.Redis.from_url(server.url)) as client:
-        client.replicaof("127.0.0.1", str(os.getpid() % 1000 + 1))  # of nobody
+        client.replicaof("127.0.0.1", str(os.getpid() % 1000 + 1))  # a replica without a primary
     assert instance.store(keys, [0]).outcomes == [Outcome.UNAVAILABLE]
     assert instance.store(new_keys(1), [0]).outcomes == [Outcome.UNAVAILABLE]

@@ -1,4 +1,4 @@
-"""Several stores as one: what is where, and what a tier that fails costs."""
+"""Tests of `tiered://`: which tier has which blocks, and the effect of tiers that fail."""
 
 import os
 import shutil
@@ -29,7 +29,7 @@ StartRedis = Callable[..., Any]
 
 @pytest.fixture
 def fast() -> Iterator[str]:
-    """A first tier with room for eight blocks of 4 KiB."""
+    """A first tier with space for eight blocks of 4 KiB."""
     name = f"memory://test-tier-{os.urandom(6).hex()}"
     yield f"{name}?size=33KiB"
     memory.unlink(name)
@@ -42,18 +42,18 @@ def slow(tmp_path: Path) -> str:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Holds up every file:// that stores, until it is set: in vain for no test that is as it should be."""
-    opened, put_many, in_vain = threading.Event(), FileConnector.put_many, threading.Event()
+    """Blocks stores of `file://` until it is set. Fails the test if that never happens."""
+    opened, put_many, timed_out = threading.Event(), FileConnector.put_many, threading.Event()
 
     def wait(self: FileConnector, *arguments: Any) -> None:
         if not opened.wait(120):
-            in_vain.set()
+            timed_out.set()
         put_many(self, *arguments)
 
     monkeypatch.setattr(FileConnector, "put_many", wait)
     yield opened
     opened.set()
-    assert not in_vain.is_set()
+    assert not timed_out.is_set()
 
 
 def failures(instance: Any, tier: str) -> dict[tuple[str, Outcome], int]:
@@ -61,13 +61,13 @@ def failures(instance: Any, tier: str) -> dict[tuple[str, Outcome], int]:
     return found
 
 
-def test_a_store_goes_to_the_first_tier_and_then_to_the_others(
+def test_a_store_writes_to_the_first_tier_and_later_to_the_others(
     fast: str, slow: str, attach: Attach, new_keys: NewKeys
 ) -> None:
     instance, keys = attach(f"tiered://{fast},{slow}/a,{slow}/b"), new_keys(4)
     stored = instance.rows[:4].copy()
     assert instance.store(keys, range(4)).leading == 4
-    instance.rows[:4] = 7  # the rows are the caller's again
+    instance.rows[:4] = 7  # the caller reuses the rows
     instance.connector.settle()
     for url in (fast, f"{slow}/a", f"{slow}/b"):
         alone = attach(url)
@@ -81,7 +81,7 @@ def test_a_store_goes_to_the_first_tier_and_then_to_the_others(
     }
 
 
-def test_what_the_first_tier_has_evicted_comes_from_the_second_and_is_back_in_the_first(
+def test_blocks_evicted_from_the_first_tier_are_loaded_from_the_second_and_promoted(
     fast: str, slow: str, attach: Attach, new_keys: NewKeys
 ) -> None:
     instance, keys = attach(f"tiered://{fast},{slow}", blocks=32), new_keys(12)
@@ -98,10 +98,10 @@ def test_what_the_first_tier_has_evicted_comes_from_the_second_and_is_back_in_th
     np.testing.assert_array_equal(first.rows[:4], instance.rows[:4])
     assert instance.connector.stats().parts["tiered/2/file"].blocks["load"] == 4
     assert instance.load(keys[:4], range(16, 20)).leading == 4
-    assert instance.connector.stats().parts["tiered/2/file"].blocks["load"] == 4  # not asked again
+    assert instance.connector.stats().parts["tiered/2/file"].blocks["load"] == 4  # the second tier is not used again
 
 
-def test_a_block_that_is_corrupt_in_the_first_tier_comes_from_the_second(
+def test_a_block_corrupt_in_the_first_tier_is_loaded_from_the_second(
     tmp_path: Path, attach: Attach, new_keys: NewKeys
 ) -> None:
     one, two = f"file://{tmp_path}/one", f"file://{tmp_path}/two"
@@ -116,23 +116,23 @@ def test_a_block_that_is_corrupt_in_the_first_tier_comes_from_the_second(
     np.testing.assert_array_equal(instance.rows[8:11], instance.rows[:3])
     assert failures(instance, "tiered/1/file") == {("load", Outcome.CORRUPT): 1}
     assert not instance.connector.stats().failures
-    assert attach(one).load(keys, range(3)).leading == 3  # mended
+    assert attach(one).load(keys, range(3)).leading == 3  # repaired
 
 
-def test_a_block_that_is_wrong_everywhere_is_reported(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> None:
+def test_a_block_that_no_tier_has_intact_is_reported(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> None:
     instance, keys = attach(f"tiered://file://{tmp_path}/one,file://{tmp_path}/two"), new_keys(3)
     instance.store(keys[:2], range(2))
     instance.connector.settle()
-    (broken,), (gone,) = ((tmp_path / name).rglob(keys[1].hex()) for name in ("one", "two"))
+    (broken,), (missing,) = ((tmp_path / name).rglob(keys[1].hex()) for name in ("one", "two"))
     broken.write_bytes(b"x" * 4160)
-    gone.unlink()
+    missing.unlink()
     outcomes = [Outcome.OK, Outcome.CORRUPT, Outcome.MISSING]
     assert instance.load(keys, [8, 9, 10]).outcomes == outcomes
     assert instance.connector.stats().failures == {("load", Outcome.CORRUPT): 1, ("load", Outcome.MISSING): 1}
 
 
 @pytest.mark.parametrize(("one", "other"), [("none", "zstd"), ("lz4", "none"), ("int8", "int8")])
-def test_tiers_may_have_codecs(
+def test_tiers_may_use_codecs(
     tmp_path: Path, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys, one: str, other: str
 ) -> None:
     first, second = f"file://{tmp_path}/first?codec={one}", f"file://{tmp_path}/second?codec={other}"
@@ -150,23 +150,23 @@ def test_tiers_may_have_codecs(
 
 
 @pytest.mark.parametrize(("one", "other"), [("none", "int8"), ("fp8", "zstd"), ("fp8", "int8")])
-def test_a_lossy_tier_beside_others_is_refused(one: str, other: str) -> None:
-    """Prefill stores all blocks of a prompt, also those that it has loaded: from the lossy tier into the exact one."""
+def test_a_lossy_codec_in_one_tier_only_is_refused(one: str, other: str) -> None:
+    """Prefill also stores blocks that it loaded, so blocks of a lossy tier would be stored in an exact one."""
     with pytest.raises(SetupError, match="needs the same codec on all tiers"):
         TieredConnector(f"tiered://memory://a?codec={one},memory://b?codec={other}")
 
 
-def test_a_match_goes_from_tier_to_tier(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> None:
+def test_a_match_continues_from_tier_to_tier(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> None:
     urls, keys = [f"file://{tmp_path}/{name}" for name in "abc"], new_keys(10)
-    for url, which in zip(urls, ([0, 1, 5, 8], [2, 4], [3, 6, 7]), strict=True):
-        attach(url).store([keys[i] for i in which], which)
+    for url, numbers in zip(urls, ([0, 1, 5, 8], [2, 4], [3, 6, 7]), strict=True):
+        attach(url).store([keys[i] for i in numbers], numbers)
     instance = attach(f"tiered://{','.join(urls)}")
     assert instance.match(keys) == 9
     assert instance.match(keys[9:]) == instance.match([]) == 0
     assert instance.load(keys, range(10)).leading == 9
 
 
-def test_a_slow_tier_delays_no_store_and_takes_a_bounded_number(
+def test_a_slow_tier_delays_no_store_and_its_queue_is_bounded(
     fast: str, slow: str, attach: Attach, new_keys: NewKeys, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiered, "MAX_QUEUED_COPIES", 3)
@@ -175,13 +175,13 @@ def test_a_slow_tier_delays_no_store_and_takes_a_bounded_number(
     for key in keys:
         assert instance.store([key], [0]).leading == 1
     dropped = failures(instance, "tiered/2/file")[("store", Outcome.UNAVAILABLE)]
-    assert 12 - dropped in range(3, 6)  # three wait, and up to two are under way
+    assert 12 - dropped in range(3, 6)  # three are queued, and up to two are in progress
     gate.set()
     instance.connector.settle()
     assert sum(attach(slow).match([key]) for key in keys) == 12 - dropped
 
 
-def test_close_brings_everything_to_the_slower_tiers(
+def test_close_copies_all_blocks_to_the_slower_tiers(
     fast: str, slow: str, attach: Attach, new_keys: NewKeys, gate: threading.Event
 ) -> None:
     instance, keys = attach(f"tiered://{fast},{slow}?timeout=600"), new_keys(8)
@@ -192,7 +192,7 @@ def test_close_brings_everything_to_the_slower_tiers(
     assert attach(slow).match(keys) == 8
 
 
-def test_close_does_not_wait_for_ever(
+def test_close_does_not_wait_forever(
     fast: str,
     slow: str,
     attach: Attach,
@@ -210,7 +210,7 @@ def test_close_does_not_wait_for_ever(
     assert "not copied to the slower tiers" in caplog.text
 
 
-def test_blocks_that_the_first_tier_has_no_room_for_go_to_the_second(
+def test_blocks_that_do_not_fit_into_the_first_tier_are_stored_in_the_second(
     fast: str, slow: str, attach: Attach, new_keys: NewKeys
 ) -> None:
     instance, keys = attach(f"tiered://{fast},{slow}", blocks=32), new_keys(12)
@@ -222,7 +222,7 @@ def test_blocks_that_the_first_tier_has_no_room_for_go_to_the_second(
     assert failures(instance, "tiered/1/memory")[("store", Outcome.FULL)] >= 4
 
 
-def test_a_tier_that_dies_and_comes_back(
+def test_a_tier_that_dies_and_restarts(
     fast: str, start_redis: StartRedis, attach: Attach, new_keys: NewKeys, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = start_redis()
@@ -244,17 +244,17 @@ def test_a_tier_that_dies_and_comes_back(
     assert attach(server.url).match(newest) == 3
 
 
-def test_a_tier_that_hangs_is_left_alone_for_a_while(
+def test_a_hanging_tier_is_skipped_for_a_while(
     fast: str, start_redis: StartRedis, attach: Attach, new_keys: NewKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = start_redis()
     instance, keys = attach(f"tiered://{fast},{server.url}?timeout=1"), new_keys(2)
     tier = instance.connector._tiers[1]
-    asked: list[list[bytes]] = []
+    matched: list[list[bytes]] = []
     match = tier.front.match
 
     def count_and_match(keys: list[bytes]) -> Future[int]:
-        asked.append(keys)
+        matched.append(keys)
         found: Future[int] = match(keys)
         return found
 
@@ -264,22 +264,22 @@ def test_a_tier_that_hangs_is_left_alone_for_a_while(
     os.kill(server.pid, signal.SIGSTOP)
     try:
         assert instance.match([*keys, *new_keys(1)]) == 2
-        assert len(asked) == 1 and tier._paused_until > 0
-        tier._paused_until += 600  # until this machine is through with the next lines, however busy it is
+        assert len(matched) == 1 and tier._paused_until > 0
+        tier._paused_until += 600  # so that a busy machine does not resume it during the next lines
         for _ in range(20):
             assert instance.match([*keys, *new_keys(1)]) == 2
             assert instance.load([*keys, *new_keys(1)], [8, 9, 10]).leading == 2
-        assert len(asked) == 1
+        assert len(matched) == 1
     finally:
         os.kill(server.pid, signal.SIGCONT)
     tier._paused_until -= 600
     give_up, missing = time.monotonic() + 60, new_keys(1)
-    while instance.load(missing, [8]).outcomes != [Outcome.MISSING]:  # now it is known not to be there
+    while instance.load(missing, [8]).outcomes != [Outcome.MISSING]:  # the tier is used again
         assert time.monotonic() < give_up
         time.sleep(0.1)
 
 
-def test_a_tier_that_is_not_there_at_the_start_is_used_once_it_is(
+def test_a_tier_unreachable_at_start_is_used_once_it_is_reachable(
     fast: str,
     start_redis: StartRedis,
     attach: Attach,
@@ -294,7 +294,7 @@ def test_a_tier_that_is_not_there_at_the_start_is_used_once_it_is(
     assert "No Redis answers" in caplog.text and "using the other tiers until then" in caplog.text
     assert instance.store(keys, range(2)).leading == instance.load(keys, [8, 9]).leading == 2
     assert failures(instance, "tiered/1/redis") == {
-        ("store", Outcome.UNAVAILABLE): 4,  # two of the request, two that would have gone there after the load
+        ("store", Outcome.UNAVAILABLE): 4,  # two of the store, two promotions after the load
         ("load", Outcome.UNAVAILABLE): 2,
     }
     server.start()
@@ -306,31 +306,31 @@ def test_a_tier_that_is_not_there_at_the_start_is_used_once_it_is(
     assert attach(server.url).match(keys) == 2
 
 
-def test_without_any_tier_there_is_no_start(start_redis: StartRedis, attach: Attach) -> None:
+def test_attach_fails_if_no_tier_is_reachable(start_redis: StartRedis, attach: Attach) -> None:
     server = start_redis()
     server.kill()
     with pytest.raises(SetupError, match=r"None of the tiers can be used\. No Redis .* file:///proc/x is not"):
         attach(f"tiered://{server.url},file:///proc/x")
 
 
-def test_a_defect_of_a_tier_is_its_own_affair(
+def test_an_exception_in_one_tier_does_not_affect_the_others(
     fast: str, slow: str, attach: Attach, new_keys: NewKeys, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    def boom(*_: Any) -> None:
-        raise ZeroDivisionError("oh")
+    def raise_error(*_: Any) -> None:
+        raise ZeroDivisionError("oops")
 
     instance, keys = attach(f"tiered://{slow},{fast}"), new_keys(2)
     for hook in ("put_many", "get_many", "contains_many"):
-        monkeypatch.setattr(FileConnector, hook, boom)
+        monkeypatch.setattr(FileConnector, hook, raise_error)
     assert instance.store(keys, range(2)).leading == instance.load(keys, [8, 9]).leading == instance.match(keys) == 2
-    assert "tiered/1/file: connector error: ZeroDivisionError: oh" in caplog.text
+    assert "tiered/1/file: connector error: ZeroDivisionError: oops" in caplog.text
 
 
-def test_nothing_is_left_of_it(fast: str, start_redis: StartRedis, attach: Attach, new_keys: NewKeys) -> None:
+def test_close_leaves_no_thread(fast: str, start_redis: StartRedis, attach: Attach, new_keys: NewKeys) -> None:
     server = start_redis()
     server.kill()
     before = set(threading.enumerate())
-    instance = attach(f"tiered://{fast},{server.url}")  # one tier is still waited for
+    instance = attach(f"tiered://{fast},{server.url}")  # attaching one tier is still retried
     instance.store(new_keys(2), range(2))
     instance.connector.close()
     instance.connector.close()
@@ -340,7 +340,7 @@ def test_nothing_is_left_of_it(fast: str, start_redis: StartRedis, attach: Attac
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "message"),
     [
         ("tiered://", "at least two tiers"),
         ("tiered://shm://a", "at least two tiers"),
@@ -350,12 +350,12 @@ def test_nothing_is_left_of_it(fast: str, start_redis: StartRedis, attach: Attac
         ("tiered://shm://a,nixl://", "reads pools in place"),
     ],
 )
-def test_urls_that_are_refused(url: str, said: str) -> None:
-    with pytest.raises(SetupError, match=said):
+def test_invalid_urls_are_refused(url: str, message: str) -> None:
+    with pytest.raises(SetupError, match=message):
         TieredConnector(url)
 
 
-def test_commas_within_a_tier_are_its_own() -> None:
+def test_commas_within_a_tier_url_do_not_split_it() -> None:
     connector = TieredConnector("tiered://?buffer=1MiB,shm://a,redis+cluster://one:1,two:2?ttl=5,file:///b,c?timeout=2")
     assert [tier.url for tier in connector._tiers] == [
         "shm://a",
@@ -366,7 +366,7 @@ def test_commas_within_a_tier_are_its_own() -> None:
     assert not connector.keeps_leases
 
 
-def test_mistakes_of_the_caller_raise_at_once(fast: str, slow: str, attach: Attach, new_keys: NewKeys) -> None:
+def test_invalid_arguments_raise_at_once(fast: str, slow: str, attach: Attach, new_keys: NewKeys) -> None:
     instance = attach(f"tiered://{fast},{slow}", blocks=4)
     with pytest.raises(ValueError, match="between 0 and 3"):
         instance.connector.load(new_keys(2), [0, 4])

@@ -1,4 +1,4 @@
-"""Every rule of the connector contract, for every connector."""
+"""Tests of the connector contract, for every connector with a shared store."""
 
 import threading
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from pdserve.kv_transfer.header import HEADER_BYTES, HeaderFormat
 KiB = 1024
 MiB = 1024 * KiB
 
-# Imported modules cannot be shared between test files; these are the fixtures' types.
+# The types of fixtures; the classes themselves are in conftest.py.
 Attach = Callable[..., Any]
 LayoutOf = Callable[..., Layout]
 NewKeys = Callable[[int], list[bytes]]
-HandsOf = Callable[[str, Layout], Any]
+StoreAccessOf = Callable[[str, Layout], Any]
 
 CHANGED_HEADER_BYTES = {
     "magic": 0,
@@ -32,9 +32,9 @@ CHANGED_HEADER_BYTES = {
 
 
 @pytest.mark.parametrize(
-    ("block_bytes", "room"), [(4 * KiB, "4MiB"), (32 * KiB, "4MiB"), (1_835_008, "64MiB"), (4 * MiB, "160MiB")]
+    ("block_bytes", "segment_size"), [(4 * KiB, "4MiB"), (32 * KiB, "4MiB"), (1_835_008, "64MiB"), (4 * MiB, "160MiB")]
 )
-def test_scattered_blocks_come_back_bit_exact(
+def test_scattered_blocks_are_loaded_bit_exact(
     url: str, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys, block_bytes: int
 ) -> None:
     layout = layout_of(block_bytes)
@@ -71,18 +71,18 @@ def test_missing_blocks_are_reported_one_by_one(url: str, attach: Attach, new_ke
 
 
 @pytest.mark.parametrize("where", [0, 2048, 4095])
-def test_a_flipped_byte_is_corrupt_and_heals_with_the_next_store(
-    url: str, attach: Attach, hands: HandsOf, new_keys: NewKeys, where: int
+def test_a_flipped_byte_is_corrupt_and_repaired_by_the_next_store(
+    url: str, attach: Attach, store_access: StoreAccessOf, new_keys: NewKeys, where: int
 ) -> None:
     instance, keys = attach(url), new_keys(3)
     instance.store(keys, [0, 1, 2])
-    store = hands(url, instance.layout)
+    store = store_access(url, instance.layout)
     value = bytearray(store.read(keys[1]))
     value[HEADER_BYTES + where] ^= 1
     store.write(keys[1], bytes(value))
 
     assert instance.load(keys, [8, 9, 10]).outcomes == [Outcome.OK, Outcome.CORRUPT, Outcome.OK]
-    assert instance.match(keys) == 1  # nobody is sent after it again
+    assert instance.match(keys) == 1  # the corrupt block is no longer advertised
 
     instance.store(keys, [0, 1, 2])
     assert instance.load(keys, [8, 9, 10]).outcomes == [Outcome.OK] * 3
@@ -90,52 +90,52 @@ def test_a_flipped_byte_is_corrupt_and_heals_with_the_next_store(
 
 
 @pytest.mark.parametrize("field", CHANGED_HEADER_BYTES)
-def test_a_header_that_differs_in_any_field_is_never_believed(
-    url: str, attach: Attach, hands: HandsOf, new_keys: NewKeys, field: str
+def test_a_header_that_differs_in_any_field_is_rejected(
+    url: str, attach: Attach, store_access: StoreAccessOf, new_keys: NewKeys, field: str
 ) -> None:
     instance, (key,) = attach(url), new_keys(1)
     instance.store([key], [0])
-    store = hands(url, instance.layout)
+    store = store_access(url, instance.layout)
     value = bytearray(store.read(key))
     value[CHANGED_HEADER_BYTES[field]] ^= 1
     store.write(key, bytes(value))
-    # In shared memory the header is the name: with another key or namespace in it, nothing is found at all.
+    # In shared memory, lookup uses the header: with another key or namespace in it, the block is missing.
     assert instance.load([key], [8]).outcomes[0] in (Outcome.CORRUPT, Outcome.MISSING)
 
 
 def test_a_foreign_namespace_neither_matches_nor_loads(
     url: str, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys
 ) -> None:
-    ours, theirs = attach(url, layout_of(4096, "ours")), attach(url, layout_of(4096, "theirs"))
+    own, foreign = attach(url, layout_of(4096, "own")), attach(url, layout_of(4096, "foreign"))
     keys = new_keys(2)
-    assert theirs.store(keys, [0, 1]).leading == 2
-    assert ours.match(keys) == 0
-    assert ours.load(keys, [0, 1]).outcomes == [Outcome.MISSING] * 2
-    # Both can hold the same key, each its own bytes.
-    ours.store(keys, [0, 1])
-    assert (ours.load(keys, [4, 5]).leading, theirs.load(keys, [4, 5]).leading) == (2, 2)
-    np.testing.assert_array_equal(ours.rows[4:6], ours.rows[0:2])
-    np.testing.assert_array_equal(theirs.rows[4:6], theirs.rows[0:2])
+    assert foreign.store(keys, [0, 1]).leading == 2
+    assert own.match(keys) == 0
+    assert own.load(keys, [0, 1]).outcomes == [Outcome.MISSING] * 2
+    # Both can store the same key with different bytes.
+    own.store(keys, [0, 1])
+    assert (own.load(keys, [4, 5]).leading, foreign.load(keys, [4, 5]).leading) == (2, 2)
+    np.testing.assert_array_equal(own.rows[4:6], own.rows[0:2])
+    np.testing.assert_array_equal(foreign.rows[4:6], foreign.rows[0:2])
 
 
-def test_foreign_bytes_under_the_right_name_are_refused(
-    url: str, attach: Attach, hands: HandsOf, layout_of: LayoutOf, new_keys: NewKeys
+def test_foreign_bytes_under_the_same_name_are_rejected(
+    url: str, attach: Attach, store_access: StoreAccessOf, layout_of: LayoutOf, new_keys: NewKeys
 ) -> None:
     instance, (key,) = attach(url), new_keys(1)
     instance.store([key], [0])
     payload = bytes(4096)
-    hands(url, instance.layout).write(key, HeaderFormat(layout_of(4096, "theirs")).pack(key, payload) + payload)
+    store_access(url, instance.layout).write(key, HeaderFormat(layout_of(4096, "foreign")).pack(key, payload) + payload)
     assert instance.load([key], [8]).outcomes[0] in (Outcome.CORRUPT, Outcome.MISSING)
 
 
 @pytest.mark.parametrize("scheme", ["memory", "file", "redis", "redis+cluster"], indirect=True)
 @pytest.mark.parametrize("length", [0, 10, 64, 1000, HEADER_BYTES + 4095, HEADER_BYTES + 4097])
-def test_values_of_a_wrong_length_are_refused(
-    url: str, attach: Attach, hands: HandsOf, new_keys: NewKeys, length: int
+def test_values_of_a_wrong_length_are_corrupt(
+    url: str, attach: Attach, store_access: StoreAccessOf, new_keys: NewKeys, length: int
 ) -> None:
     instance, keys = attach(url), new_keys(2)
     instance.store(keys, [0, 1])
-    store = hands(url, instance.layout)
+    store = store_access(url, instance.layout)
     store.write(keys[0], (store.read(keys[0]) + b"x")[:length])
     assert instance.load(keys, [8, 9]).outcomes == [Outcome.CORRUPT, Outcome.OK]
 
@@ -149,7 +149,7 @@ def test_storing_again_moves_no_bytes(url: str, attach: Attach, new_keys: NewKey
     assert instance.connector.stats().bytes["store"] == once
 
 
-def test_one_key_twice_in_one_store(url: str, attach: Attach, new_keys: NewKeys) -> None:
+def test_the_same_key_twice_in_one_call(url: str, attach: Attach, new_keys: NewKeys) -> None:
     instance, (key,) = attach(url), new_keys(1)
     instance.rows[1] = instance.rows[0]
     assert instance.store([key, key], [0, 1]).outcomes == [Outcome.OK] * 2
@@ -157,7 +157,7 @@ def test_one_key_twice_in_one_store(url: str, attach: Attach, new_keys: NewKeys)
     np.testing.assert_array_equal(instance.rows[8:10], instance.rows[0:2])
 
 
-def test_release_keeps_or_drops_but_never_breaks(url: str, attach: Attach, new_keys: NewKeys) -> None:
+def test_released_blocks_are_correct_or_missing(url: str, attach: Attach, new_keys: NewKeys) -> None:
     instance, keys = attach(url), new_keys(2)
     instance.store(keys, [0, 1])
     instance.connector.release(keys)
@@ -183,8 +183,8 @@ def test_stats_count_blocks_bytes_and_failures(url: str, attach: Attach, new_key
     assert instance.connector.stats().blocks["store"] == 3
 
 
-@pytest.mark.parametrize("room", ["192MiB"])
-def test_close_waits_for_what_is_under_way(url: str, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys) -> None:
+@pytest.mark.parametrize("segment_size", ["192MiB"])
+def test_close_waits_for_operations_in_flight(url: str, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys) -> None:
     layout = layout_of(MiB)
     source, keys = attach(url, layout, blocks=32), new_keys(32)
     futures = [source.connector.store([key], [row], lease_s=60) for row, key in enumerate(keys)]
@@ -213,8 +213,8 @@ def test_calls_return_before_the_work_is_done(
     assert stored.result(60).leading == 4 and matched.result(60) in range(5)
 
 
-@pytest.mark.parametrize("room", ["32MiB"])
-def test_a_reader_never_sees_wrong_bytes_while_writers_store(
+@pytest.mark.parametrize("segment_size", ["32MiB"])
+def test_a_reader_never_loads_wrong_bytes_during_stores(
     url: str, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys
 ) -> None:
     layout, keys = layout_of(256 * KiB), new_keys(40)
@@ -240,7 +240,7 @@ def test_a_reader_never_sees_wrong_bytes_while_writers_store(
     assert target.match(keys) == 40
 
 
-def test_mistakes_of_the_caller_raise_at_once(url: str, attach: Attach, new_keys: NewKeys) -> None:
+def test_invalid_arguments_raise_at_once(url: str, attach: Attach, new_keys: NewKeys) -> None:
     instance, keys = attach(url, blocks=4), new_keys(2)
     with pytest.raises(ValueError, match="2 keys for 1 blocks"):
         instance.connector.store(keys, [0], lease_s=1)
@@ -252,20 +252,22 @@ def test_mistakes_of_the_caller_raise_at_once(url: str, attach: Attach, new_keys
         instance.connector.store([b"short"], [0], lease_s=1)
 
 
-def test_a_lease_without_end_is_fine(url: str, attach: Attach, new_keys: NewKeys) -> None:
+def test_an_infinite_lease_is_accepted(url: str, attach: Attach, new_keys: NewKeys) -> None:
     instance, keys = attach(url), new_keys(2)
     assert instance.store(keys, [0, 1], lease_s=float("inf")).leading == 2
     assert instance.store(keys, [0, 1], lease_s=float("inf")).leading == 2
     assert instance.load(keys, [4, 5]).leading == 2
 
 
-def test_nothing_to_do_is_fine(url: str, attach: Attach) -> None:
+def test_calls_without_blocks_are_accepted(url: str, attach: Attach) -> None:
     instance = attach(url)
     assert instance.store([], []).outcomes == []
     assert instance.load([], []).outcomes == []
 
 
-def test_closing_twice_is_fine_and_using_it_after_is_not(url: str, attach: Attach, new_keys: NewKeys) -> None:
+def test_close_may_be_called_twice_and_other_calls_raise_afterwards(
+    url: str, attach: Attach, new_keys: NewKeys
+) -> None:
     instance = attach(url)
     instance.connector.close()
     instance.connector.close()

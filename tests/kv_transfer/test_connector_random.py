@@ -1,4 +1,4 @@
-"""Any sequence of calls against a plain dict: what matches and what loads is what was stored."""
+"""Random sequences of connector calls, compared with a dict."""
 
 import uuid
 from collections.abc import Callable
@@ -25,7 +25,7 @@ calls = st.lists(
 @pytest.mark.parametrize("scheme", ["memory", "shm", "file"])
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(calls=calls)
-def test_a_store_is_a_dict(
+def test_a_connector_behaves_like_a_dict(
     attach: Attach, tmp_path: Path, scheme: str, calls: list[tuple[str, list[bytes], Any]]
 ) -> None:
     name = f"test-{uuid.uuid4().hex}"
@@ -40,11 +40,11 @@ def test_a_store_is_a_dict(
 
 def check(instance: Any, calls: list[tuple[str, list[bytes], Any]]) -> None:
     stored: dict[bytes, bytes] = {}
-    for call, keys, dice in calls:
-        ids = dice.sample(range(16), len(keys))
+    for call, keys, rng in calls:
+        ids = rng.sample(range(16), len(keys))
         if call == "store":
             for key, row in zip(keys, ids, strict=True):
-                instance.rows[row] = KEYS.index(key)  # equal keys mean equal bytes
+                instance.rows[row] = KEYS.index(key)  # equal bytes for equal keys
                 stored[key] = instance.rows[row].tobytes()
             assert instance.store(keys, ids).outcomes == [Outcome.OK] * len(keys)
         elif call == "load":
