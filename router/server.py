@@ -18,11 +18,11 @@ from typing import Any
 
 import uvicorn
 import uvloop
-from pdserve.control.coalescing_transport import CoalescingTransport
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pdserve.config import RouterConfig
 from pdserve.control.certificates import check_key_pair, server_context
+from pdserve.control.coalescing_transport import CoalescingTransport
 from pdserve.control.registry import Registry
 from pdserve.errors import SetupError
 from pdserve.router.dispatch.dispatcher import Dispatcher
@@ -155,10 +155,10 @@ async def _wait_for_instances(dispatcher: Dispatcher, server: uvicorn.Server) ->
 
 
 class CoalescingHttpProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol on a corked transport: head and body of a response leave in one write instead of two."""
+    """uvicorn's HTTP protocol on a coalescing transport: head and body of a response leave in one write instead of two."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(CoalescingTransport(transport))  # type: ignore[arg-type]  # `CoalescingTransport` has all the methods that uvicorn uses
+        super().connection_made(CoalescingTransport(transport))  # type: ignore[arg-type]  # has all methods that uvicorn uses
 
 
 class _HttpServer(uvicorn.Server):

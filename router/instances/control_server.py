@@ -10,7 +10,6 @@ import logging
 import ssl
 
 from pdserve.control.frame_connection import FrameConnection
-
 from pdserve.errors import SetupError
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.instances.fleet import MAX_INSTANCE_ID_CHARS, Fleet, InstanceHandle

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pdserve.control.frame_connection import PROTOCOL_VERSION
-
 from pdserve.costs import Costs
 from pdserve.keys import KEY_BYTES, Layout
 from pdserve.proto import pdserve_pb2 as pb

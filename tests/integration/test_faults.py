@@ -184,7 +184,7 @@ def test_instances_restart_and_change_roles_under_load_and_no_request_fails(
         try:
             wait_until(moves, 600, "a stream moves")
             refused = order("drain", "prefill-0")
-            assert refused.startswith("pdserve: while prefill-0 drains, no prefill instance would be there"), refused
+            assert refused.startswith("pdserve: no prefill instance would be available while prefill-0 drains"), refused
             assert order("role", "decode-1", "prefill") == "decode-1 serves as prefill\n"
             assert order("drain", "prefill-0") == "prefill-0 is drained and gone\n"
             wait_until(lambda: _is_ready_again(deployment, "prefill-0"), 600, "it serves again")

@@ -7,9 +7,9 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
-from pdserve.control.frame_connection import PROTOCOL_VERSION
 
 from pdserve.config import RouterConfig
+from pdserve.control.frame_connection import PROTOCOL_VERSION
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
 from pdserve.router.dispatch import dispatcher, selector
