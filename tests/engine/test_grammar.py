@@ -134,7 +134,7 @@ def test_slow_compilation_times_out_and_does_not_delay_others(engine: Engine, mo
         proceed.wait(600)
 
     monkeypatch.setattr(grammar, "COMPILE_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(grammar, "grammar_of", slow)
+    monkeypatch.setattr(grammar, "build_grammar", slow)
     late, plain = engine.new_sequence("r", [7], sampling(0, SPECS[1])), engine.new_sequence("s", [7], sampling(1, None))
     try:
         assert compiling.wait(600)
