@@ -107,9 +107,8 @@ class MooncakeConnector(BatchedConnector):
     def get_many(self, blocks: Sequence[Incoming]) -> None:
         staging = self._staging()
         for group in self._groups(blocks):
-            names = list(
-                dict.fromkeys(self._name(block.key) for block in group)
-            )  # Mooncake fills only one of two equal ones
+            # Without duplicates: of two equal names, Mooncake fills only one buffer.
+            names = list(dict.fromkeys(self._name(block.key) for block in group))
             sizes = [self._value_bytes] * len(names)
             lengths = self._store.batch_get_into(names, _addresses(staging, len(names)), sizes)
             found = dict(zip(names, zip(staging, lengths, strict=False), strict=True))

@@ -27,10 +27,8 @@ from pdserve.kv_transfer.url import split, without_password
 _MATCH_KEYS = 256  # per query: a match ends with the first missing key
 _REFRESH_INTERVAL_S = 1.0  # minimum time between two fetches of the slot map
 _FAULTS: tuple[type[Exception], ...] = (*RedisConnector.faults, RedisClusterException)
-_SLOT_MAP_FAULTS: tuple[type[Exception], ...] = (
-    *_FAULTS,
-    IndexError,
-)  # redis-py raises IndexError if no slot is assigned
+# redis-py raises IndexError if no slot is assigned.
+_SLOT_MAP_FAULTS: tuple[type[Exception], ...] = (*_FAULTS, IndexError)
 
 T = TypeVar("T")
 

@@ -110,9 +110,8 @@ class ShmConnector(BatchedConnector):
         try:
             with self._slab.locked(self.timeout):
                 for block, slot, header in written:
-                    self._publish(
-                        block, slot, header, lease_s if block.in_time() else 0.0
-                    )  # late: not reported as stored
+                    # A late block gets no lease: it is not reported as stored, so no caller would release it.
+                    self._publish(block, slot, header, lease_s if block.in_time() else 0.0)
                 for _, slot in claimed[len(written) :]:
                     self._slab.free(slot)
         except TimeoutError:

@@ -192,9 +192,8 @@ def test_a_slot_being_migrated(start_cluster: StartCluster, attach: Attach, new_
     assert instance.match([key]) == instance.load([key], [8]).leading == 1
     np.testing.assert_array_equal(instance.rows[8], instance.rows[0])
     instance.connector.delete_many([key])
-    assert (
-        instance.store([key], [1]).leading == instance.load([key], [9]).leading == 1
-    )  # a new block is stored on the target
+    # A new block is stored on the target.
+    assert instance.store([key], [1]).leading == instance.load([key], [9]).leading == 1
     np.testing.assert_array_equal(instance.rows[9], instance.rows[1])
     assert not names_on(source) and len(names_on(target)) == 2
 
