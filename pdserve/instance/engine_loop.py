@@ -89,7 +89,7 @@ class Instance:
         self._by_sequence: dict[object, Job] = {}
         self._closed_jobs: dict[Job, None] = {}  # whose last output has not been sent
         self._counts: dict[str, float] = {}
-        self._stopping = False
+        self._should_stop = False
         self._heartbeat_updated_at = 0.0
         self._integrity_checked_at = 0.0
         self._update_heartbeat()
@@ -97,12 +97,15 @@ class Instance:
     # ---- thread-safe ------------------------------------------------------------------------------------------
 
     def submit(self, link: str, message: pb.Submit) -> None:
+        """Start a request. An invalid one is answered with an error output."""
         self._inbox.put(lambda: self._submit(link, message))
 
     def hand_over(self, link: str, message: pb.HandOver) -> None:
+        """Pass the progress of prefill to the decode role. Ignored if the request has ended."""
         self._inbox.put(lambda: self._with_job(link, message.request_id, lambda j: self.decoder.hand_over(j, message)))
 
     def cancel(self, link: str, request_id: str) -> None:
+        """Cancel a request. Ignored if it has ended."""
         self._inbox.put(lambda: self._with_job(link, request_id, self._cancel))
 
     def drop_link(self, link: str) -> None:
@@ -131,13 +134,14 @@ class Instance:
 
     def stop(self) -> None:
         """Make `run` return after the current step, once every transfer has finished."""
-        self._inbox.put(lambda: setattr(self, "_stopping", True))
+        self._inbox.put(lambda: setattr(self, "_should_stop", True))
 
     # ---- the engine thread ------------------------------------------------------------------------------------
 
     def run(self) -> None:
+        """Run steps until stopped, then cancel all requests and close the connectors. Blocks while the engine is idle."""
         idle = True
-        while not self._stopping:
+        while not self._should_stop:
             idle = self.run_once(wait=idle)
         for job in list(self._by_sequence.values()):
             self._cancel(job)
