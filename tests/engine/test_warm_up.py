@@ -39,15 +39,15 @@ def test_probes_fit_into_any_pool(settings: dict[str, Any], checkpoint: Callable
 
 
 def test_probes_calibrate_the_cost_model(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock that only steps move: 10 ms each, and 1 ms for each token."""
+    """Use a simulated clock that advances 10 ms per step and 1 ms per token."""
     now = 0.0
     engine, meter = Engine(EngineConfig(model=str(checkpoint("llama")), num_blocks=64)), CostMeter()
     step = engine.runner.step
 
-    def timed(plan: dict[Sequence, int]) -> object:
+    def timed(num_scheduled_tokens: dict[Sequence, int]) -> object:
         nonlocal now
-        now += 0.01 + 0.001 * sum(plan.values())
-        return step(plan)
+        now += 0.01 + 0.001 * sum(num_scheduled_tokens.values())
+        return step(num_scheduled_tokens)
 
     monkeypatch.setattr(engine.runner, "step", timed)
     monkeypatch.setattr(warming, "time", SimpleNamespace(thread_time=lambda: now, monotonic=lambda: now))
