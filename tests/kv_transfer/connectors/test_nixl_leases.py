@@ -42,7 +42,7 @@ def test_an_idle_instance_does_not_poll(
     mine = reader()
     assert mine.connector._agent is not None
     calls: list[float] = []
-    poll = mine.connector._agent.poll
+    poll: Callable[[], list[bytes]] = mine.connector._agent.poll
 
     def counted() -> list[bytes]:
         calls.append(time.monotonic())
