@@ -1,1 +1,1 @@
-"""The command line, and the processes that it starts and supervises."""
+"""The `pdserve` command line, and supervision of the processes that it starts."""

@@ -1,4 +1,7 @@
-"""The command line. Heavy imports wait until a command needs them, so that `--help` and mistakes answer at once."""
+"""Commands of the `pdserve` command line.
+
+Heavy modules are imported inside the commands, so that `--help` and usage errors respond without delay.
+"""
 
 import json
 import os
@@ -11,7 +14,7 @@ import typer
 
 from pdserve import __version__
 from pdserve.cli import logs
-from pdserve.cli.flags import command_of
+from pdserve.cli.flags import command_from_config
 from pdserve.config import DEFAULT_PORT, InstanceConfig, RouterConfig, UpConfig
 from pdserve.errors import SetupError
 
@@ -21,22 +24,22 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-ROUTER = typer.Option(
+ROUTER_OPTION = typer.Option(
     f"http://127.0.0.1:{DEFAULT_PORT}", help="URL of a router of the instance; its --admin-key from PDSERVE_ADMIN_KEY"
 )
-connector_app = typer.Typer(help="KV connectors: what is installed, what holds, how fast.", no_args_is_help=True)
+connector_app = typer.Typer(help="List, check and benchmark KV connectors.", no_args_is_help=True)
 app.add_typer(connector_app, name="connector")
 
 
 def up(config: UpConfig) -> None:
-    """Start a router and its instances on this machine, and serve until Ctrl-C."""
+    """Start a router and its instances on this machine and serve until Ctrl-C."""
     from pdserve.cli.up import up as run
 
     run(config)
 
 
 def demo(config: UpConfig) -> None:
-    """Start everything, send one chat request, show what happened, stop everything."""
+    """Start a deployment, send one chat request, show its timeline, and stop the deployment."""
     from pdserve.cli.demo import demo as run
 
     run(config)
@@ -45,37 +48,41 @@ def demo(config: UpConfig) -> None:
 def router(config: RouterConfig) -> None:
     """Start one router, or several on one port."""
     if config.workers > 1:
-        from pdserve.cli.workers import workers
+        from pdserve.cli.workers import run_workers
 
-        workers(config)
+        run_workers(config)
         return
-    logs.set_up(config.log_format)
-    # A router needs a tokenizer of transformers', which imports torch where it finds it: 2 seconds and 300 MB for nothing.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts come one at a time: no threads for batches
-    sys.modules.setdefault("torch", cast(ModuleType, None))  # "not found", as the reference of `import` has it
+    logs.configure(config.log_format)
+    # A router uses only the tokenizers of transformers, which would import torch if present: 2 s and 300 MB for nothing.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # silences "PyTorch was not found"
+    os.environ.setdefault(
+        "TOKENIZERS_PARALLELISM", "false"
+    )  # texts are tokenized one at a time; batch threads are idle
+    sys.modules.setdefault(
+        "torch", cast(ModuleType, None)
+    )  # None in sys.modules makes `import torch` fail as not found
     from pdserve.router.server import serve
 
     serve(config)
 
 
 def instance(config: InstanceConfig, role: str) -> None:
-    """Start one instance and attach it to its routers."""
-    logs.set_up(config.log_format)
+    """Start one instance and connect it to its routers."""
+    logs.configure(config.log_format)
     from pdserve.instance.process import serve
 
     serve(role, config)
 
 
 def doctor() -> None:
-    """Say what this machine can run, and what is missing for what."""
+    """Report what this machine can run, and which optional features lack a dependency."""
     from pdserve.cli.doctor import doctor as run
 
     run()
 
 
-def drain(instance_id: str = typer.Argument(help="as in /debug/instances"), router: str = ROUTER) -> None:
-    """Make an instance hand over or finish what it has, and end; returns when it has. `up` starts it again."""
+def drain(instance_id: str = typer.Argument(help="as in /debug/instances"), router: str = ROUTER_OPTION) -> None:
+    """Drain an instance: it migrates or finishes its requests and exits. Waits for that. `up` restarts the instance."""
     from pdserve.cli.operate import drain as run
 
     run(router, instance_id)
@@ -84,10 +91,10 @@ def drain(instance_id: str = typer.Argument(help="as in /debug/instances"), rout
 def role(
     instance_id: str = typer.Argument(help="as in /debug/instances"),
     role: str = typer.Argument(help="prefill, decode or both"),
-    router: str = ROUTER,
+    router: str = ROUTER_OPTION,
 ) -> None:
-    """Give an instance another role: it drains, keeps its weights, and serves on; returns when it does."""
-    from pdserve.cli.operate import take_role as run
+    """Change the role of an instance: it drains, keeps its weights and serves in the new role. Waits for that."""
+    from pdserve.cli.operate import change_role as run
 
     run(router, instance_id, role)
 
@@ -99,7 +106,7 @@ def version() -> None:
 
 @connector_app.command("list")
 def connector_list(as_json: bool = typer.Option(False, "--json", help="print JSON")) -> None:
-    """Show the connectors that are installed, from which package, for which contract version, and if they can be used."""
+    """List the installed connectors: package, version, contract version, and whether each can be used."""
     from pdserve.kv_transfer.conformance import list_connectors
 
     rows = list_connectors()
@@ -121,9 +128,9 @@ def connector_check(
     url: str = typer.Argument(help="the connector's URL; its store is written to"),
     as_json: bool = typer.Option(False, "--json", help="print JSON"),
     rule: list[str] = typer.Option([], help="only this rule; may be given several times"),  # noqa: B008
-    seconds: float = typer.Option(2.0, min=0.1, help="how long rules that try at random go on"),
+    seconds: float = typer.Option(2.0, min=0.1, help="duration of each randomised rule"),
 ) -> None:
-    """Try every rule of the connector contract against a store, and say what holds. Exit code 1 where one does not."""
+    """Check every rule of the connector contract against a store. The exit code is 1 if any rule fails."""
     from pdserve.kv_transfer.conformance import run
     from pdserve.kv_transfer.connectors.shm import removing_new_segments
 
@@ -138,12 +145,12 @@ def connector_bench(
     url: str = typer.Argument(help="the connector's URL; its store is written to"),
     block_bytes: str = typer.Option("1MiB", help="size of a block"),
     blocks: str = typer.Option("1,16,64", help="blocks per operation"),
-    concurrency: str = typer.Option("1,4", help="operations under way at once"),
-    seconds: float = typer.Option(1.0, min=0.05, help="how long each combination is measured"),
-    json_file: str = typer.Option("", "--json", help="write the figures to this file, or - for the output"),
-    plot_file: str = typer.Option("", "--plot", help="draw them into this file; needs matplotlib"),
+    concurrency: str = typer.Option("1,4", help="concurrent operations"),
+    seconds: float = typer.Option(1.0, min=0.05, help="duration of the measurement of each combination"),
+    json_file: str = typer.Option("", "--json", help="write the results to this file, or - for stdout"),
+    plot_file: str = typer.Option("", "--plot", help="plot the results into this file; needs matplotlib"),
 ) -> None:
-    """Measure bandwidth and latency of store and load, beside a plain copy of the same bytes in the same run."""
+    """Measure bandwidth and latency of store and load, with a plain copy of the same bytes as baseline."""
     from pdserve.kv_transfer.bench import run
     from pdserve.kv_transfer.connectors.shm import removing_new_segments
 
@@ -151,12 +158,12 @@ def connector_bench(
         run(url, block_bytes, blocks, concurrency, seconds, json_file, plot_file)
 
 
-app.command("up")(command_of(UpConfig, up))
-app.command("demo")(command_of(UpConfig, demo))
-app.command("router")(command_of(RouterConfig, router))
+app.command("up")(command_from_config(UpConfig, up))
+app.command("demo")(command_from_config(UpConfig, demo))
+app.command("router")(command_from_config(RouterConfig, router))
 for _role in ("prefill", "decode", "both"):
-    app.command(_role, help=f"Start one {_role} instance and attach it to its routers.")(
-        command_of(InstanceConfig, instance, role=_role)
+    app.command(_role, help=f"Start one {_role} instance and connect it to its routers.")(
+        command_from_config(InstanceConfig, instance, role=_role)
     )
 app.command("drain")(drain)
 app.command("role")(role)
@@ -165,16 +172,16 @@ app.command("version")(version)
 
 
 def main() -> None:
-    """Start-up errors are one line on stderr and exit code 2."""
-    # torch's own allocator reads this once: large tensors, weights above all, go into huge pages where the system allows.
+    """Run the command line. A start-up error is one line on stderr and exit code 2."""
+    # Read once by torch's CPU allocator: puts large tensors, mainly weights, into huge pages where the system allows it.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # As a container's first process we would otherwise not hear SIGTERM before a server installs its own handler.
+    # PID 1 of a container ignores SIGTERM by default; this handler serves until a server installs its own.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    logs.set_up()
+    logs.configure()
     try:
         sys.exit(app(standalone_mode=False))
     except typer.TyperException as error:
-        if message := error.format_message():  # else there were no arguments at all, and the help has been shown
+        if message := error.format_message():  # empty if there were no arguments: the help was shown instead
             print(f"pdserve: error: {message.rstrip('.')} (see --help)", file=sys.stderr)
         raise SystemExit(2) from error
     except SetupError as error:

@@ -1,4 +1,4 @@
-"""`pdserve demo`: one chat request through a router, a prefill and a decode instance, and what happened to it."""
+"""`pdserve demo`: send one chat request through a router, a prefill and a decode instance, and print its timeline."""
 
 import json
 import os
@@ -19,21 +19,25 @@ from pdserve.errors import SetupError
 
 QUESTION = "What is the capital of France?"
 REQUEST_ID = "demo"
-SETTLE_S = 2.0  # for the last news of the request to reach the router
+TIMELINE_TIMEOUT_S = 2.0  # the last stamps reach the router shortly after the last token
 
 
 def demo(config: UpConfig) -> None:
-    """Starts everything, shows one request, stops everything."""
+    """Start a deployment, stream one chat answer, print the request's timeline, and stop the deployment.
+
+    Raises:
+        SetupError: the deployment cannot start.
+    """
     console = Console(highlight=False)
     log: list[str] = []
     if config.port == DEFAULT_PORT:
         config = replace(config, port=free_port())
     if config.local_prefill_tokens is None:
-        config = replace(config, local_prefill_tokens=0)  # there is to be a hand-over to look at
+        config = replace(config, local_prefill_tokens=0)  # always prefill remotely, to show a hand-over
     for name in ("PDSERVE_API_KEY", "PDSERVE_ADMIN_KEY"):
-        os.environ.pop(name, None)  # for routers that stay; this one would ask us for them
+        os.environ.pop(name, None)  # the demo's router must not require the keys of a permanent deployment
     started = time.monotonic()
-    with Deployment(config, say=log.append) as deployment:
+    with Deployment(config, on_line=log.append) as deployment:
         instances = len(deployment.children) - 1
         with console.status(
             f"starting a router and {instances} instances on {config.model} over {deployment.connector.split('://')[0]}:// …"
@@ -41,26 +45,27 @@ def demo(config: UpConfig) -> None:
             try:
                 deployment.wait_ready()
             except SetupError:
-                print("\n".join(log), file=sys.stderr)  # the reason is in it
+                print("\n".join(log), file=sys.stderr)  # contains the reason
                 raise
         for line in log:
             if "ready in" in line:
                 console.print("  " + line.split(" I ", 1)[-1], style="dim", soft_wrap=True)
         console.print(f"up after {time.monotonic() - started:.1f} s\n\n[bold]user:[/bold] {QUESTION}")
         console.print("[bold]demo:[/bold] ", end="")
-        for text in _chat(deployment.url, config.name, QUESTION):
+        for text in _stream_chat(deployment.url, config.name, QUESTION):
             sys.stdout.write(text)
             sys.stdout.flush()
         print("\n")
-        _show(console, _timeline(deployment.url))
+        _print_timeline(console, _wait_for_timeline(deployment.url))
     console.print(
-        "everything is stopped; no process and no shared memory is left. Now start it to stay:\n", soft_wrap=True
+        "stopped; no process and no shared memory is left. To start a permanent deployment:\n", soft_wrap=True
     )
     console.print("  .venv/bin/pdserve up\n\nand, from a second terminal:\n")
     console.print(f"  {curl_line(f'http://127.0.0.1:{DEFAULT_PORT}', config.name)}", soft_wrap=True, markup=False)
 
 
-def _chat(url: str, model: str, question: str) -> Iterator[str]:
+def _stream_chat(url: str, model: str, question: str) -> Iterator[str]:
+    """Yield the text pieces of a streamed chat answer."""
     body = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0, "stream": True}
     headers = {"x-request-id": REQUEST_ID}
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60) as reply:
@@ -72,8 +77,9 @@ def _chat(url: str, model: str, question: str) -> Iterator[str]:
                 yield from (choice["delta"].get("content") or "" for choice in chunk["choices"])
 
 
-def _timeline(url: str) -> dict[str, Any]:
-    deadline = time.monotonic() + SETTLE_S
+def _wait_for_timeline(url: str) -> dict[str, Any]:
+    """Return the request's timeline, complete unless `TIMELINE_TIMEOUT_S` passes first."""
+    deadline = time.monotonic() + TIMELINE_TIMEOUT_S
     while True:
         timeline: dict[str, Any] = httpx.get(f"{url}/debug/requests/{REQUEST_ID}").raise_for_status().json()
         if "finished" in timeline["stages_ms"] or time.monotonic() > deadline:
@@ -81,7 +87,7 @@ def _timeline(url: str) -> dict[str, Any]:
         time.sleep(0.02)
 
 
-def _show(console: Console, timeline: dict[str, Any]) -> None:
+def _print_timeline(console: Console, timeline: dict[str, Any]) -> None:
     table = Table(title="what happened, and when", title_justify="left", show_edge=False, pad_edge=False)
     table.add_column("stage")
     table.add_column("ms", justify="right")
@@ -90,10 +96,10 @@ def _show(console: Console, timeline: dict[str, Any]) -> None:
     for stage, at in timeline["stages_ms"].items():
         table.add_row(stage, f"{at:.1f}", "·" * round(30 * at / total) + "●")
     console.print(table)
-    crossed = timeline["loaded"]
+    loaded = timeline["loaded"]
     console.print(
         f"\n{timeline['prefill_instance']} computed {timeline['prompt_tokens_by_source']['computed']} prompt tokens; "
-        f"{crossed['blocks']} KV blocks ({crossed['bytes'] / 2**20:.2f} MiB) crossed to {timeline['decode_instance']} "
-        f"at {crossed['gb_per_s']:.2f} GB/s, which decoded {timeline['output_tokens'] - 1} tokens.\n",
+        f"{loaded['blocks']} KV blocks ({loaded['bytes'] / 2**20:.2f} MiB) crossed to {timeline['decode_instance']} "
+        f"at {loaded['gb_per_s']:.2f} GB/s, which decoded {timeline['output_tokens'] - 1} tokens.\n",
         soft_wrap=True,
     )

@@ -2,7 +2,7 @@
 
 with Deployment(config) as deployment:
     deployment.wait_ready()
-    ...                          # deployment.url answers; call deployment.tend() now and then
+    ...                          # deployment.url serves; call deployment.check_children() periodically
 """
 
 import contextlib
@@ -21,19 +21,27 @@ from pdserve.cli.workers import router_child
 from pdserve.config import DEFAULT_CONNECTOR, ControlConfig, RouterConfig, TransferConfig, UpConfig
 from pdserve.errors import SetupError
 
-OF_UP = {"served_model_name", "control_port", "workers", "lease_seconds"}  # mean something else, or are set by us
-PORTS = range(10_000, 22_000)  # below those that a system gives to connections, which could take one before we listen
+# Fields of both UpConfig and RouterConfig that mean different things in the two, or that Deployment sets itself.
+NOT_SHARED = {"served_model_name", "control_port", "workers", "lease_seconds"}
+# Below the ephemeral ports of the system: an outgoing connection could take one of those before a child listens on it.
+PORT_RANGE = range(10_000, 22_000)
 
 
 class Deployment(Supervisor):
-    """Everything that `pdserve up` starts.
+    """All processes of `pdserve up`: one or more routers, and their instances.
+
+    Args:
+        on_line: called with each line that a child prints, prefixed with the child's name.
 
     Attributes:
-        url: where clients ask.
-        routers: the URL of each router, which reaches that one alone.
+        url: base URL for clients.
+        routers: URL of each router; requests to it reach that router only.
+
+    Raises:
+        SetupError: the settings are inconsistent.
     """
 
-    def __init__(self, config: UpConfig, say: Callable[[str], None] = print) -> None:
+    def __init__(self, config: UpConfig, on_line: Callable[[str], None] = print) -> None:
         if config.prefill + config.decode + config.both == 0:
             raise SetupError("nothing to start: give --prefill and --decode, or --both")
         if not config.both and not (config.prefill and config.decode):
@@ -41,20 +49,20 @@ class Deployment(Supervisor):
         self.config = config
         self.connector = config.connector
         if self.connector == DEFAULT_CONNECTOR:
-            self.connector = f"shm://up-{os.getpid()}"  # ours alone, so that it can be removed at the end
+            self.connector = f"shm://up-{os.getpid()}"  # private to this deployment, so stop() may unlink it
         self.url = f"http://{config.host}:{config.port}"
-        routers = self._routers()
-        self.routers = [f"http://{config.host}:{one.own_port or one.port}" for one in routers]
-        self._control = ",".join(f"127.0.0.1:{one.control_port}" for one in routers)
+        routers = self._router_configs()
+        self.routers = [f"http://{config.host}:{router.own_port or router.port}" for router in routers]
+        self._control_addresses = ",".join(f"127.0.0.1:{router.control_port}" for router in routers)
         names = ["router"] if len(routers) == 1 else [f"router-{i}" for i in range(len(routers))]
-        children = [router_child(name, one) for name, one in zip(names, routers, strict=True)]
-        super().__init__([*children, *self._instances()], say)
+        children = [router_child(name, router) for name, router in zip(names, routers, strict=True)]
+        super().__init__([*children, *self._instance_children()], on_line)
 
     def wait_ready(self, timeout_s: float = 300.0) -> None:
-        """Returns once a request can be served by all instances.
+        """Wait until all instances can serve requests from all routers.
 
         Raises:
-            SetupError: a child cannot start, or the time runs out.
+            SetupError: a child cannot start, or `timeout_s` has passed.
         """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -64,61 +72,70 @@ class Deployment(Supervisor):
         raise SetupError(f"not ready within {timeout_s:.0f} s")
 
     def poll_ready(self) -> bool:
-        """Tends the children, and says whether all instances have registered with all routers."""
-        self.tend()
+        """Restart exited children, and return True if all instances have registered with all routers.
+
+        Raises:
+            SetupError: a child cannot start.
+        """
+        self.check_children()
         try:
-            with httpx.Client(timeout=1.0, verify=False) as http:  # reading certificates takes longer than asking
-                answers = [http.get(f"{url}/ready") for url in self.routers]
+            with httpx.Client(timeout=1.0, verify=False) as http:  # loading CA certificates is slower than the request
+                responses = [http.get(f"{url}/ready") for url in self.routers]
         except httpx.TransportError:
             return False
         instances = len(self.children) - len(self.routers)
-        if any(one.status_code != 200 or one.json()["instances"] < instances for one in answers):
+        if any(response.status_code != 200 or response.json()["instances"] < instances for response in responses):
             return False
         self._was_ready = True
         return True
 
     def stop(self) -> None:
-        """Ends all children, the instances first, and removes what they shared."""
+        """Stop all children, the instances first, and remove their shared memory."""
         super().stop()
         if self.connector.startswith("shm://") and self.connector != self.config.connector:
             from pdserve.kv_transfer.connectors.shm import unlink
 
             unlink(self.connector)
 
-    def _routers(self) -> list[RouterConfig]:
-        """One, or workers that share the port, each with a control port and a port of its own."""
+    def _router_configs(self) -> list[RouterConfig]:
+        """Return one config, or those of workers that share the port, each with its own port and control port."""
         config, taken = self.config, {self.config.port, self.config.control_port}
 
-        def free() -> int:
+        def reserve_port() -> int:
             port = next(port for port in iter(free_port, 0) if port not in taken)
             taken.add(port)
             return port
 
-        shared = {one.name for one in fields(RouterConfig)} & {one.name for one in fields(UpConfig)} - OF_UP
+        shared = {field.name for field in fields(RouterConfig)} & {
+            field.name for field in fields(UpConfig)
+        } - NOT_SHARED
         settings = {name: getattr(config, name) for name in shared}
         try:
-            first = RouterConfig(**settings, served_model_name=config.name, control_port=config.control_port or free())
+            first = RouterConfig(
+                **settings, served_model_name=config.name, control_port=config.control_port or reserve_port()
+            )
         except ValueError as error:
             raise SetupError(str(error)) from error
         if config.workers == 1:
             return [first]
-        more = [replace(first, control_port=free()) for _ in range(config.workers - 1)]
-        return [replace(one, own_port=free(), reuse_port=True) for one in (first, *more)]
+        more = [replace(first, control_port=reserve_port()) for _ in range(config.workers - 1)]
+        return [replace(router, own_port=reserve_port(), reuse_port=True) for router in (first, *more)]
 
-    def _instances(self) -> list[Child]:
+    def _instance_children(self) -> list[Child]:
+        """Return the instances, with CPU threads, GPUs and GPU memory divided among them."""
         config = self.config
         names = [f"prefill-{i}" for i in range(config.prefill)]
         names += [f"decode-{i}" for i in range(config.decode)]
         names += [f"both-{i}" for i in range(config.both)]
         gpus = len(list(Path("/dev").glob("nvidia[0-9]*"))) if config.device in ("auto", "cuda") else 0
-        settings = _flags(config)
+        settings = _changed_instance_settings(config)
         if not gpus and config.threads is None:
             settings["threads"] = max(1, len(os.sched_getaffinity(0)) // len(names))
         if gpus and len(names) > gpus:
             settings["gpu_memory_utilization"] = config.gpu_memory_utilization / -(-len(names) // gpus)
         children = []
         for i, name in enumerate(names):
-            arguments = [name.split("-")[0], "--instance-id", name, "--router", self._control]
+            arguments = [name.split("-")[0], "--instance-id", name, "--router", self._control_addresses]
             arguments += ["--connector", self.connector]
             for key, value in settings.items():
                 arguments += [f"--{key.replace('_', '-')}", str(value)]
@@ -127,23 +144,26 @@ class Deployment(Supervisor):
         return children
 
 
-def _unused_port() -> int:
+def _random_unused_port() -> int:
     while True:
-        port = random.SystemRandom().choice(PORTS)
+        port = random.SystemRandom().choice(PORT_RANGE)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
 
 
-def free_port(but: int = 0) -> int:
-    """A TCP port that nothing on 127.0.0.1 uses at the moment, and not `but`, which is spoken for."""
-    return next(port for port in iter(_unused_port, 0) if port != but)
+def free_port(exclude: int = 0) -> int:
+    """Return a TCP port other than `exclude` that is currently unused on 127.0.0.1."""
+    return next(port for port in iter(_random_unused_port, 0) if port != exclude)
 
 
-def _flags(config: UpConfig) -> dict[str, object]:
-    """The instances' settings that differ from their defaults, but for the connector, which may be one of our own."""
-    settings = {
-        f.name: f.default for of in (TransferConfig, ControlConfig) for f in fields(of) if f.name != "connector"
+def _changed_instance_settings(config: UpConfig) -> dict[str, object]:
+    """Return the instance settings that differ from their defaults, without the connector, which Deployment sets."""
+    defaults = {
+        field.name: field.default
+        for section in (TransferConfig, ControlConfig)
+        for field in fields(section)
+        if field.name != "connector"
     }
-    values = {name: (getattr(config, name), default) for name, default in settings.items()}
+    values = {name: (getattr(config, name), default) for name, default in defaults.items()}
     return {name: value for name, (value, default) in values.items() if value is not None and value != default}

@@ -1,4 +1,4 @@
-"""`pdserve doctor`: what this machine can run, and what is missing for what."""
+"""`pdserve doctor`: report what this machine can run, and which optional features lack a dependency."""
 
 import importlib.util
 import os
@@ -13,27 +13,27 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: is it here, what exactly, and what it is good for."""
+    """One row of the report: whether a component is available, its details, and the features that use it."""
 
-    what: str
+    component: str
     found: bool
     detail: str
     needed_for: str
 
 
-def findings() -> list[Finding]:
-    """Looks, and changes nothing."""
+def collect_findings() -> list[Finding]:
+    """Inspect this machine without changing anything."""
     return [_python(), _torch(), _gpu(), *_packages(), _compiler(), _shared_memory(), _redis()]
 
 
 def doctor() -> None:
-    """Prints the findings as a table."""
+    """Print the findings as a table."""
     table = Table(show_edge=False, pad_edge=False)
-    for column in ("", "what", "here", "needed for"):
+    for column in ("", "component", "found", "needed for"):
         table.add_column(column)
-    for finding in findings():
+    for finding in collect_findings():
         mark = "[green]✓[/green]" if finding.found else "[yellow]–[/yellow]"
-        table.add_row(mark, finding.what, finding.detail, finding.needed_for)
+        table.add_row(mark, finding.component, finding.detail, finding.needed_for)
     Console().print(table)
 
 
@@ -59,15 +59,15 @@ def _gpu() -> Finding:
     import torch
 
     if not torch.cuda.is_available():
-        return Finding("GPU", False, "torch sees none", "--device cuda; on the CPU everything runs, slower")
+        return Finding("GPU", False, "torch finds none", "--device cuda; everything runs on the CPU too, slower")
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return Finding("GPU", True, ", ".join(names), "--device cuda")
 
 
 def _packages() -> list[Finding]:
-    wanted = {
-        "flash_attn": ("flash-attn", "attention on GPUs with it (not used yet)"),
-        "triton": ("triton", "--kernel triton: what auto takes on GPUs"),
+    optional = {
+        "flash_attn": ("flash-attn", "attention on GPUs (not used yet)"),
+        "triton": ("triton", "--kernel triton, the default on GPUs"),
         "nixl": ("nixl", "nixl://"),
         "redis": ("redis", "redis://"),
         "mooncake": ("mooncake-transfer-engine-non-cuda", "mooncake://, with the system's libibverbs1"),
@@ -76,26 +76,26 @@ def _packages() -> list[Finding]:
         "ml_dtypes": ("ml_dtypes", "?codec=fp8 and ?codec=int8"),
     }
     rows = []
-    for module, (package, use) in wanted.items():
+    for module, (package, use) in optional.items():
         found = importlib.util.find_spec(module) is not None
-        rows.append(Finding(package, found, _version(package) or ("there" if found else "not installed"), use))
+        rows.append(Finding(package, found, _version(package) or ("installed" if found else "not installed"), use))
     return rows
 
 
 def _compiler() -> Finding:
     path = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
     return Finding(
-        "C++ compiler", path is not None, path or "none on the path", "--kernel cpu: the fast attention kernel on CPUs"
+        "C++ compiler", path is not None, path or "none on the PATH", "--kernel cpu: the fast attention kernel on CPUs"
     )
 
 
 def _shared_memory() -> Finding:
     if not os.path.isdir("/dev/shm"):
-        return Finding("/dev/shm", False, "not there", "shm://; use file:// or redis:// instead")
+        return Finding("/dev/shm", False, "missing", "shm://; use file:// or redis:// instead")
     free = shutil.disk_usage("/dev/shm").free
     return Finding("/dev/shm", free > 64 << 20, f"{free / 2**30:.1f} GiB free", "shm:// between instances on one host")
 
 
 def _redis() -> Finding:
     path = shutil.which("redis-server") or shutil.which("valkey-server")
-    return Finding("redis-server", path is not None, path or "none on the path", "a local server for redis://")
+    return Finding("redis-server", path is not None, path or "none on the PATH", "a local server for redis://")

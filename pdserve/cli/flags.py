@@ -1,4 +1,4 @@
-"""Command-line flags from config dataclasses: one field, one flag, one default, one line of help."""
+"""Command-line flags derived from config dataclasses: each field is one flag with its default and line of help."""
 
 import inspect
 from collections.abc import Callable
@@ -10,10 +10,11 @@ import typer
 from pdserve.errors import SetupError
 
 
-def command_of(config: type, run: Callable[..., None], **extra: Any) -> Callable[..., None]:
-    """A function whose signature is the dataclass's fields as typer options; it calls `run(config(...))`.
+def command_from_config(config: type, run: Callable[..., None], **extra: Any) -> Callable[..., None]:
+    """Return a typer command whose options are the fields of the dataclass `config`.
 
-    `extra` fixes further keyword arguments of `run`.
+    The command calls `run(config(...), **extra)`, and raises SetupError if the config rejects its values. Its help text is
+    the docstring of `run`.
     """
     hints = get_type_hints(config)
 
@@ -34,5 +35,5 @@ def command_of(config: type, run: Callable[..., None], **extra: Any) -> Callable
         )
         for field in fields(config)
     ]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads the signature
     return command

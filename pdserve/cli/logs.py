@@ -1,5 +1,7 @@
-"""How log lines look: text for people, JSON for programs. Where a record is about an instance or a request, it says so in
-`extra`, which JSON shows as fields of their own."""
+"""Log formats: text for people, JSON for programs.
+
+Records about an instance or a request name it in `extra`; the JSON format turns those attributes into fields.
+"""
 
 import json
 import logging
@@ -8,31 +10,33 @@ from datetime import UTC, datetime
 from pdserve.config import LOG_FORMATS
 from pdserve.errors import SetupError
 
-TEXT = "%(asctime)s %(levelname).1s %(message)s"
-FIELDS = ("event", "instance", "request_id", "request")  # that records may have in `extra`
+TEXT_FORMAT = "%(asctime)s %(levelname).1s %(message)s"
+EXTRA_FIELDS = ("event", "instance", "request_id", "request")
 
 
 class JsonFormatter(logging.Formatter):
+    """Format a record as one line of JSON."""
+
     def format(self, record: logging.LogRecord) -> str:
-        """One line: time (UTC), level, logger, message, what there is of FIELDS, and the traceback of an error."""
+        """Return time (UTC), level, logger, message, the EXTRA_FIELDS that are set, and the traceback if any."""
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line = {"time": time, "level": record.levelname, "logger": record.name, "message": record.getMessage()}
-        line |= {name: value for name in FIELDS if (value := getattr(record, name, None))}
+        line |= {name: value for name in EXTRA_FIELDS if (value := getattr(record, name, None))}
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)
 
 
-def set_up(form: str = "text") -> None:
-    """Has the root logger write to stderr in this form, from now on.
+def configure(log_format: str = "text") -> None:
+    """Make the root logger write to stderr in this format.
 
     Raises:
-        SetupError: there is no such form.
+        SetupError: the format is unknown.
     """
-    if form not in LOG_FORMATS:
-        raise SetupError(f"--log-format is {' or '.join(LOG_FORMATS)}, not {form!r}")
+    if log_format not in LOG_FORMATS:
+        raise SetupError(f"--log-format must be {' or '.join(LOG_FORMATS)}, not {log_format!r}")
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(TEXT, "%H:%M:%S"))
+    handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(TEXT_FORMAT, "%H:%M:%S"))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     for noisy in ("httpx", "transformers", "asyncio", "torch"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

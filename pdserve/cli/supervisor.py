@@ -1,4 +1,4 @@
-"""Child processes that are started together, restarted one by one, and stopped as one."""
+"""Supervision of child processes: start them together, restart each that exits, stop them together."""
 
 import ctypes
 import os
@@ -14,24 +14,24 @@ from typing import Self
 
 from pdserve.errors import SetupError
 
-BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # before a restart; the last one repeats
-STABLE_S = 60.0  # a child that ran this long starts over with the first back-off
-STOP_S = 10.0  # from SIGTERM to SIGKILL
-SETUP_ERROR = 2  # exit code of a start-up error: the same command would fail again
+RESTART_BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # the last one repeats
+STABLE_AFTER_S = 60.0  # a child that ran this long restarts with the first back-off again
+STOP_TIMEOUT_S = 10.0  # from SIGTERM to SIGKILL
+SETUP_ERROR_EXIT_CODE = 2  # a start-up error, which a restart would repeat
 PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec there is little that one may do
+_LIBC = ctypes.CDLL(None)  # loaded at import: dlopen is not safe between fork and exec
 
 
 @dataclass
 class Child:
-    """One process."""
+    """A supervised `pdserve` process: its command, its current process, and the state of its restarts."""
 
     name: str
     arguments: list[str]
     environment: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[str] | None = None
     reader: threading.Thread | None = None
-    started: float = 0.0
+    started_at: float = 0.0
     failures: int = 0
     restart_at: float | None = None
 
@@ -46,16 +46,18 @@ class Child:
 
 
 class Supervisor:
-    """Use it as a context manager, and call `tend` now and then.
+    """Context manager that runs child processes and restarts those that exit.
+
+    The owner must call `check_children` periodically.
 
     Args:
-        say: called with each line that a child prints, its name in front.
+        on_line: called with each line that a child prints, prefixed with the child's name.
     """
 
-    def __init__(self, children: list[Child], say: Callable[[str], None]) -> None:
+    def __init__(self, children: list[Child], on_line: Callable[[str], None]) -> None:
         self.children = children
-        self._say = say
-        self._was_ready = False  # afterwards, what cannot start now may start later
+        self._on_line = on_line
+        self._was_ready = False  # once it was, a start-up error may be temporary, and the child is restarted
 
     def __enter__(self) -> Self:
         for child in self.children:
@@ -68,65 +70,65 @@ class Supervisor:
     def child(self, name: str) -> Child:
         return next(child for child in self.children if child.name == name)
 
-    def tend(self) -> None:
-        """Restarts children that have died, each after its back-off.
+    def check_children(self) -> None:
+        """Restart children that have exited, each after its back-off.
 
         Raises:
-            SetupError: one says that it cannot start at all.
+            SetupError: a child reported a start-up error before the children were ready.
         """
         now = time.monotonic()
         for child in self.children:
             if child.running:
                 continue
             if child.restart_at is None:
-                self._died(child, now)
+                self._schedule_restart(child, now)
             elif now >= child.restart_at:
                 self._start(child)
 
     def stop(self) -> None:
-        """Ends all children, the last first."""
-        self._end(signal.SIGINT, STOP_S)
+        """Stop all children at once, signalling them in reverse order."""
+        self._terminate(signal.SIGINT, STOP_TIMEOUT_S)
 
     def drain(self, seconds: float) -> None:
-        """Ends all children, each when what it has under way has ended, which may take so long."""
-        self._end(signal.SIGTERM, seconds + STOP_S)
+        """Stop all children after their running requests have finished, which may take up to `seconds`."""
+        self._terminate(signal.SIGTERM, seconds + STOP_TIMEOUT_S)
 
-    def _end(self, number: signal.Signals, patience_s: float) -> None:
+    def _terminate(self, signum: signal.Signals, timeout_s: float) -> None:
         for child in reversed(self.children):
             if child.running:
-                os.kill(child.pid, number)
+                os.kill(child.pid, signum)
         for child in self.children:
             if child.process is None:
                 continue
             try:
-                child.process.wait(patience_s)
+                child.process.wait(timeout_s)
             except subprocess.TimeoutExpired:
-                self._say(f"[{child.name}] did not stop within {patience_s:.0f} s: killed")
+                self._on_line(f"[{child.name}] did not stop within {timeout_s:.0f} s: killed")
                 child.process.kill()
                 child.process.wait()
             if child.reader is not None:
                 child.reader.join(timeout=1.0)
 
-    def _died(self, child: Child, now: float) -> None:
+    def _schedule_restart(self, child: Child, now: float) -> None:
         assert child.process is not None
         code = child.process.returncode
-        if code == SETUP_ERROR and not self._was_ready:
+        if code == SETUP_ERROR_EXIT_CODE and not self._was_ready:
             if child.reader is not None:
                 child.reader.join(timeout=1.0)
-            raise SetupError(f"{child.name} could not start; its reason stands above")
-        if now - child.started > STABLE_S or code == 0:  # it was drained
+            raise SetupError(f"{child.name} could not start; see its error above")
+        if now - child.started_at > STABLE_AFTER_S or code == 0:  # exit code 0: the child was drained
             child.failures = 0
-        pause = BACKOFF_S[min(child.failures, len(BACKOFF_S) - 1)]
+        backoff_s = RESTART_BACKOFF_S[min(child.failures, len(RESTART_BACKOFF_S) - 1)]
         child.failures += 1
-        child.restart_at = now + pause
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        self._say(f"[{child.name}] ended ({how}); restarting in {pause:g} s")
+        child.restart_at = now + backoff_s
+        cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        self._on_line(f"[{child.name}] exited ({cause}); restarting in {backoff_s:g} s")
 
     def _start(self, child: Child) -> None:
         child.restart_at = None
-        child.started = time.monotonic()
+        child.started_at = time.monotonic()
         child.process = self._spawn(child.arguments, os.environ | child.environment)
-        child.reader = threading.Thread(target=self._pump, args=(child.name, child.process), daemon=True)
+        child.reader = threading.Thread(target=self._forward_output, args=(child.name, child.process), daemon=True)
         child.reader.start()
 
     def _spawn(self, arguments: list[str], environment: dict[str, str]) -> "subprocess.Popen[str]":
@@ -137,18 +139,20 @@ class Supervisor:
             stderr=subprocess.STDOUT,
             text=True,
             env=environment,
-            start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then stops them in order
-            preexec_fn=die_with_parent,
+            start_new_session=True,  # only the supervisor receives Ctrl-C; it stops the children in order
+            preexec_fn=terminate_with_parent,
         )
 
-    def _pump(self, name: str, process: "subprocess.Popen[str]") -> None:
+    def _forward_output(self, name: str, process: "subprocess.Popen[str]") -> None:
         assert process.stdout is not None
         with process.stdout:
             for line in process.stdout:
                 line = line.rstrip()
-                self._say(line if line.startswith("{") else f"[{name}] {line}")  # --log-format json stays JSON
+                self._on_line(
+                    line if line.startswith("{") else f"[{name}] {line}"
+                )  # lines of --log-format json stay JSON
 
 
-def die_with_parent() -> None:
-    """In the child: a supervisor that is killed takes its children with it."""
+def terminate_with_parent() -> None:
+    """Make the calling child process receive SIGTERM when its parent dies, even if the parent is killed."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

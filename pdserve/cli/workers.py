@@ -1,7 +1,7 @@
 """`pdserve router --workers K`: routers that share a port, as children of one process.
 
-The kernel gives each new connection to one of those that listen (SO_REUSEPORT). Nothing else is shared: instances dial all
-of them, and what one does the others hear from them.
+The kernel assigns each new connection to one of the listening processes (SO_REUSEPORT). The routers share nothing else:
+every instance connects to all of them and reports its load, which includes the requests of the other routers.
 """
 
 import signal
@@ -12,27 +12,27 @@ from types import FrameType
 from pdserve.cli.supervisor import Child, Supervisor
 from pdserve.config import RouterConfig
 
-TEND_S = 0.2
-SECRETS = ("api_key", "admin_key", "control_token")  # go by environment: everybody reads the list of processes
+POLL_S = 0.2
+SECRETS = ("api_key", "admin_key", "control_token")  # passed by environment: any user can read the command lines
 
 
-def workers(config: RouterConfig) -> None:
-    """Serves until SIGINT, or until SIGTERM and the requests that there are then have ended.
+def run_workers(config: RouterConfig) -> None:
+    """Serve until SIGINT, or until SIGTERM and the end of the requests that are running then.
 
     Raises:
-        SetupError: a worker cannot start, now or again.
+        SetupError: a worker cannot start or restart.
     """
     from pdserve.router.web.listening import listen
 
-    listen(config).close()  # workers would share the port with any other that does
-    stop, told = threading.Event(), list[int]()
+    listen(config).close()  # fails if the port is in use; the workers' SO_REUSEPORT would share it silently
+    stop, received_signals = threading.Event(), list[int]()
 
-    def end(number: int, _: FrameType | None) -> None:
-        told.append(number)
+    def request_stop(signum: int, _: FrameType | None) -> None:
+        received_signals.append(signum)
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, request_stop)
     children = [
         router_child(
             f"router-{i}",
@@ -46,25 +46,25 @@ def workers(config: RouterConfig) -> None:
         )
         for i in range(config.workers)
     ]
-    with Supervisor(children, say=lambda line: print(line, flush=True)) as supervisor:
-        while not stop.wait(TEND_S):
-            supervisor.tend()
-        if signal.SIGTERM in told:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # another one ends us, and so the workers at once
+    with Supervisor(children, on_line=lambda line: print(line, flush=True)) as supervisor:
+        while not stop.wait(POLL_S):
+            supervisor.check_children()
+        if signal.SIGTERM in received_signals:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second SIGTERM ends this process and its workers at once
             supervisor.drain(config.drain_seconds)
 
 
 def router_child(name: str, config: RouterConfig) -> Child:
-    """A router as a child process, with what differs from the defaults as arguments."""
+    """Return a router as a child process; settings that differ from their defaults become flags or, secrets, variables."""
     arguments, environment = ["router"], {}
-    for one in fields(config):
-        value = getattr(config, one.name)
-        if value == one.default:
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if value == field.default:
             continue
-        if one.name in SECRETS:
-            environment[f"PDSERVE_{one.name.upper()}"] = value
+        if field.name in SECRETS:
+            environment[f"PDSERVE_{field.name.upper()}"] = value
         elif value is True:
-            arguments.append(f"--{one.name.replace('_', '-')}")
+            arguments.append(f"--{field.name.replace('_', '-')}")
         else:
-            arguments += [f"--{one.name.replace('_', '-')}", str(value)]
+            arguments += [f"--{field.name.replace('_', '-')}", str(value)]
     return Child(name, arguments, environment)

@@ -1,16 +1,18 @@
-"""The ports of a deployment. Its processes are in tests/integration."""
+"""Port selection of a deployment; tests/integration covers its processes."""
 
 import pytest
 
-from pdserve.cli.deployment import PORTS, free_port
+from pdserve.cli.deployment import PORT_RANGE, free_port
 
 
-def test_a_port_that_is_spoken_for_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    offers = iter([7, 7, 8])
-    monkeypatch.setattr("pdserve.cli.deployment._unused_port", lambda: next(offers))
-    assert free_port(but=7) == 8
+def test_free_port_skips_the_excluded_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    candidates = iter([7, 7, 8])
+    monkeypatch.setattr("pdserve.cli.deployment._random_unused_port", lambda: next(candidates))
+    assert free_port(exclude=7) == 8
 
 
-def test_no_connection_of_another_can_take_a_port_before_it_is_listened_on() -> None:
-    assert free_port() in PORTS
-    assert max(PORTS) + 10_000 < 32_768, "where Linux begins with those of connections, and a Redis Cluster's bus too"
+def test_free_ports_are_below_the_ephemeral_range() -> None:
+    assert free_port() in PORT_RANGE
+    assert max(PORT_RANGE) + 10_000 < 32_768, (
+        "a Redis Cluster's bus port (+10,000) must be below Linux's ephemeral ports too"
+    )

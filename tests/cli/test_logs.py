@@ -1,4 +1,4 @@
-"""Log lines for programs, from a real router."""
+"""JSON log lines."""
 
 import json
 import logging
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdserve.cli.logs import JsonFormatter, set_up
+from pdserve.cli.logs import JsonFormatter, configure
 from pdserve.errors import SetupError
 from pdserve.lifetime import Stage
 from pdserve.router.telemetry.timeline import Timeline, log_finished
@@ -16,11 +16,11 @@ from pdserve.router.telemetry.timeline import Timeline, log_finished
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    """What the logger "pdserve" writes as JSON."""
+    """JSON lines of the logger "pdserve", as they are written."""
     logger, handler = logging.getLogger("pdserve"), logging.Handler()
     handler.setFormatter(JsonFormatter())
     written: list[str] = []
-    handler.emit = lambda record: written.append(handler.format(record))  # type: ignore[method-assign]  # a handler is no more
+    handler.emit = lambda record: written.append(handler.format(record))  # type: ignore[method-assign]  # the rest of a handler is not needed
     before = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
@@ -29,13 +29,13 @@ def lines() -> Iterator[list[str]]:
     logger.setLevel(before)
 
 
-def test_a_line_is_an_object(lines: list[str]) -> None:
+def test_record_becomes_one_json_object(lines: list[str]) -> None:
     log = logging.getLogger("pdserve.router.instances.fleet")
     try:
         raise ValueError("two\nlines")
     except ValueError:
         log.exception("%s failed", "é", extra={"event": "failed", "request_id": "r", "other": 1})
-    log.info("nothing more")
+    log.info("no extra fields")
     first, second = map(json.loads, lines)
     assert {name: first[name] for name in first if name not in ("time", "traceback")} == {
         "level": "ERROR",
@@ -48,7 +48,7 @@ def test_a_line_is_an_object(lines: list[str]) -> None:
     assert set(second) == {"time", "level", "logger", "message"}
 
 
-def test_a_request_that_has_ended(lines: list[str]) -> None:
+def test_finished_request_is_logged_with_its_latencies(lines: list[str]) -> None:
     timeline = Timeline("r", prompt_tokens=5, output_tokens=2, finish_reason="stop", decode_instance="d")
     timeline.stamps = {Stage.RECEIVED: 10.0, Stage.FIRST_TOKEN: 10.25, Stage.FINISHED: 11.0}
     log_finished(timeline)
@@ -63,13 +63,15 @@ def test_a_request_that_has_ended(lines: list[str]) -> None:
     assert second["request"]["ttft_ms"] is None
 
 
-def test_a_process_that_logs_json() -> None:
-    code = "from pdserve.cli import logs; logs.set_up('json'); import logging; logging.getLogger('pdserve').info('up')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1200)
-    (line,) = done.stderr.splitlines()
+def test_process_logs_json_to_stderr() -> None:
+    code = (
+        "from pdserve.cli import logs; logs.configure('json'); import logging; logging.getLogger('pdserve').info('up')"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1200)
+    (line,) = finished.stderr.splitlines()
     assert json.loads(line)["message"] == "up"
 
 
-def test_a_form_that_is_none() -> None:
-    with pytest.raises(SetupError, match="--log-format is text or json, not 'xml'"):
-        set_up("xml")
+def test_unknown_log_format_is_rejected() -> None:
+    with pytest.raises(SetupError, match="--log-format must be text or json, not 'xml'"):
+        configure("xml")
