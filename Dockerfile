@@ -1,6 +1,6 @@
-# One image for every part: `pdserve router`, `pdserve prefill`, `pdserve decode`. See docs/deploy.md.
+# One image for all processes: `pdserve router`, `pdserve prefill`, `pdserve decode`. See docs/deploy.md.
 #
-# TORCH_INDEX   a package index to take torch from, for its build for CPUs or for another CUDA; empty: pip's own settings
+# TORCH_INDEX   package index for torch, such as that of its CPU builds or of another CUDA version; empty: pip's own settings
 
 FROM python:3.11-slim AS wheel
 WORKDIR /src
@@ -11,7 +11,7 @@ FROM python:3.11-slim
 ENV PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore PYTHONUNBUFFERED=1 HF_HOME=/models
 WORKDIR /tmp/build
 
-# What rarely changes comes first: a compiler for the CPU kernels (and for what Triton launches), torch, the other dependencies.
+# Layers that rarely change come first: a compiler for the CPU kernels (and Triton's launchers), torch, other dependencies.
 RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ >/dev/null && rm -rf /var/lib/apt/lists/*
 
 COPY constraints.txt ./
@@ -19,7 +19,7 @@ ARG TORCH_INDEX=""
 RUN pip install -q ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -c constraints.txt torch
 
 COPY pyproject.toml ./
-# xgrammar asks for Triton, 0.7 GB, which it needs on GPUs alone; torch's build for GPUs has brought it.
+# xgrammar requires Triton (0.7 GB) but uses it only on GPUs, where torch's build includes it. Hence --no-deps.
 RUN python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; extra = p["optional-dependencies"]; \
       print(*p["dependencies"], *extra["codecs"], *extra["otel"], "apache-tvm-ffi", sep="\n"); \
       print(*extra["structured"], sep="\n", file=open("alone.txt", "w"))' >requirements.txt \
@@ -34,7 +34,7 @@ RUN pip install -q --no-deps /tmp/wheels/*.whl && rm -r /tmp/build /tmp/wheels
 
 USER pdserve
 WORKDIR /home/pdserve
-# The kernels for this machine's processor; on another one, each instance compiles them when it starts.
+# Compile the kernels for the processor that builds the image; on another one, each instance compiles them when it starts.
 RUN python -c 'from pdserve.kernels.native import is_available; print("CPU kernels:", is_available())'
 EXPOSE 8000 8001
 ENTRYPOINT ["entrypoint"]
