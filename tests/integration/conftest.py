@@ -1,4 +1,4 @@
-"""Whole deployments in real processes, by fixture."""
+"""Fixtures of the integration tests: deployments in real processes, and single instances driven step by step."""
 
 import os
 import re
@@ -26,14 +26,14 @@ from pdserve.proto import pdserve_pb2 as pb
 
 Deploy = Callable[..., AbstractContextManager[Deployment]]
 
-# However slow the machine is, nothing but a hang takes so long. Tests of time-outs and leases bring their own.
+# Long enough for any busy machine: only a hang takes 10 minutes. Tests of timeouts and leases set their own.
 PATIENT_ROUTER = ["--lease-seconds", "600", "--handover-timeout-seconds", "600", "--client-timeout-seconds", "600"]
 PATIENT_STORE = "timeout=600"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The steps that this process computes are small, and it is not alone."""
+def single_torch_thread() -> Iterator[None]:
+    """Limit torch to one thread: the steps in this process are small, and it shares the cores with others."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -42,55 +42,69 @@ def one_thread() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what is in this folder."""
+    """Mark the tests of this folder as integration tests."""
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker("integration")
 
 
 @pytest.fixture(scope="session")
-def forked(fork_server: Any) -> type[Deployment]:
-    """A deployment whose processes the fork server makes; `flags` as in `deploy`."""
+def forked_deployment(fork_server: Any) -> type[Deployment]:
+    """A Deployment class whose processes come from the fork server; `flags` as in `deploy`."""
 
-    class Mixed(Deployment):
+    class ForkedDeployment(Deployment):
         flags: ClassVar[dict[str, list[str]]] = {}
 
         def _spawn(self, arguments: list[str], environment: dict[str, str]) -> Any:
             return fork_server.spawn([*arguments, *self.flags.get(arguments[0], [])], environment)
 
-    return Mixed
+    return ForkedDeployment
 
 
 @pytest.fixture(scope="session")
-def deploy(forked: type[Deployment]) -> Deploy:
-    """`with deploy(model=path, prefill=2) as deployment:` a running router and instances; what they said on a failure.
+def deploy(forked_deployment: type[Deployment]) -> Deploy:
+    """`with deploy(model=path, prefill=2) as deployment:` runs a router and instances; prints their output on a failure.
 
-    `flags={"decode": ["--block-size", "64"]}` adds to what the instances of a role, or the router, are started with;
-    `said` is a list to which what they say is added; `wait=False` gives them before they are ready.
+    `flags={"decode": ["--block-size", "64"]}` adds command-line flags to the instances of a role, or to the router;
+    output lines are appended to the list `log_lines`; `wait=False` yields before the deployment is ready.
     """
 
     @contextmanager
     def run(
-        *, flags: dict[str, list[str]] | None = None, said: list[str] | None = None, wait: bool = True, **settings: Any
+        *,
+        flags: dict[str, list[str]] | None = None,
+        log_lines: list[str] | None = None,
+        wait: bool = True,
+        **settings: Any,
     ) -> Iterator[Deployment]:
-        said, flags, own = [] if said is None else said, flags or {}, f"shm://test-{uuid.uuid4().hex}"
-        given = {"port": free_port(), "threads": 1, "local_prefill_tokens": 0, "connector": f"{own}?{PATIENT_STORE}"}
-        kind = type("Mixed", (forked,), {"flags": {**flags, "router": [*PATIENT_ROUTER, *flags.get("router", [])]}})
-        with kind(UpConfig(**{**given, **settings}), say=said.append) as deployment:
+        log_lines, flags, segment = (
+            [] if log_lines is None else log_lines,
+            flags or {},
+            f"shm://test-{uuid.uuid4().hex}",
+        )
+        defaults = {
+            "port": free_port(),
+            "threads": 1,
+            "local_prefill_tokens": 0,
+            "connector": f"{segment}?{PATIENT_STORE}",
+        }
+        all_flags = {**flags, "router": [*PATIENT_ROUTER, *flags.get("router", [])]}
+        deployment_class = type("FlaggedDeployment", (forked_deployment,), {"flags": all_flags})
+        with deployment_class(UpConfig(**{**defaults, **settings}), on_line=log_lines.append) as deployment:
             try:
                 if wait:
                     deployment.wait_ready(600)
                 yield deployment
             except BaseException:
-                print("\n".join(said))
+                print("\n".join(log_lines))
                 raise
-        unlink(own)
+        unlink(segment)
 
     return run
 
 
-class InstanceContext:
-    """One instance without its threads: frames are collected, turns are taken by hand."""
+class InstanceDriver:
+    """One instance without threads or a router: the test runs its engine steps and collects its outputs."""
 
     def __init__(self, config: InstanceConfig, connector: Connector | None = None) -> None:
         self.outputs: list[pb.Output] = []
@@ -101,8 +115,8 @@ class InstanceContext:
         message = pb.Submit(request_id=request_id, phase=phase, prompt=prompt, sampling=sampling, **fields)
         self.instance.submit("router", message)
 
-    def until(self, done: Callable[[list[pb.Output]], bool]) -> None:
-        """Takes turns until the outputs so far are as they should be."""
+    def run_until(self, done: Callable[[list[pb.Output]], bool]) -> None:
+        """Run steps until `done(outputs so far)` is true."""
         idle = True
         for _ in range(2000):
             if done(self.outputs):
@@ -110,8 +124,8 @@ class InstanceContext:
             idle = self.instance.run_once(wait=idle)
         raise AssertionError(f"not done: {self.outputs}")
 
-    def until_idle(self) -> None:
-        """Takes turns until nothing of any request is left."""
+    def run_until_idle(self) -> None:
+        """Run steps until every request has been released."""
         while self.instance.num_jobs:
             self.instance.run_once(wait=not self.instance.engine.has_work)
 
@@ -120,24 +134,24 @@ class InstanceContext:
 
 
 @pytest.fixture
-def context() -> Iterator[Callable[..., InstanceContext]]:
-    """desk(model=path, connector=url) → an instance in this process, to be moved on by hand."""
-    desks: list[InstanceContext] = []
+def make_instance() -> Iterator[Callable[..., InstanceDriver]]:
+    """make_instance(model=path, connector=url) → an instance in this process, whose steps the test runs."""
+    drivers: list[InstanceDriver] = []
 
-    def make(connector_object: Connector | None = None, **settings: Any) -> InstanceContext:
-        desks.append(InstanceContext(InstanceConfig(**settings), connector_object))
-        return desks[-1]
+    def make(connector_object: Connector | None = None, **settings: Any) -> InstanceDriver:
+        drivers.append(InstanceDriver(InstanceConfig(**settings), connector_object))
+        return drivers[-1]
 
     yield make
-    for one in desks:
-        one.instance.layout_converter.close()
-        one.instance.connector.close()
+    for driver in drivers:
+        driver.instance.layout_converter.close()
+        driver.instance.connector.close()
 
 
-class StoreInHand(ThreadedConnector):
-    """A store in this process, whose answers a test can delay: `before_put` and `before_get` may wait or raise."""
+class ControlledStore(ThreadedConnector):
+    """In-process store with hooks: `before_put` and `before_get` run before each block and may block or raise."""
 
-    scheme = "inhand"
+    scheme = "controlled"
 
     def __init__(
         self,
@@ -147,7 +161,7 @@ class StoreInHand(ThreadedConnector):
         before_get: Callable[[], object] = lambda: None,
         query: str = f"{PATIENT_STORE}&threads=1",
     ) -> None:
-        super().__init__(f"inhand://?{query}")
+        super().__init__(f"controlled://?{query}")
         self.values = {} if values is None else values
         self.puts = 0
         self._before_put = before_put
@@ -170,19 +184,19 @@ class StoreInHand(ThreadedConnector):
 
 
 @pytest.fixture(scope="session")
-def store_in_hand() -> type[StoreInHand]:
-    return StoreInHand
+def controlled_store() -> type[ControlledStore]:
+    return ControlledStore
 
 
 @pytest.fixture(scope="session")
 def redis_url(redis_server: Any) -> str:
-    """A real redis-server on a free port."""
+    """URL of a real redis-server on a free port."""
     return str(redis_server.url)
 
 
 @pytest.fixture
 def shm_url() -> Iterator[str]:
-    """A segment of its own."""
+    """URL of a shared-memory store for this test only."""
     url = f"shm://test-{uuid.uuid4().hex}?size=16MiB&{PATIENT_STORE}"
     yield url
     unlink(url)
@@ -190,9 +204,9 @@ def shm_url() -> Iterator[str]:
 
 @pytest.fixture
 def connector_url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A URL for the kind of store given by indirect parametrisation; `shm?codec=zstd` gives it a codec.
+    """URL of a store of the kind given by indirect parametrisation; `shm?codec=zstd` adds a codec.
 
-    Where its connector is a package of its own, processes that the test starts find it.
+    If the connector is a separate package, the processes that the test starts have it on their path.
     """
     kind, mark, query = request.param.partition("?")
     query = PATIENT_STORE + mark.replace("?", "&") + query
@@ -202,7 +216,7 @@ def connector_url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: p
     elif kind == "file":
         url = f"{files}?{query}"
     elif kind == "tiered":
-        url = f"tiered://{memory}?size=1MiB&{query},{files}?{query}"  # too small for what goes through it
+        url = f"tiered://{memory}?size=1MiB&{query},{files}?{query}"  # the first tier is too small for the data
     elif kind == "nixl":
         pytest.importorskip("nixl", reason="NIXL is not installed: pip install 'pdserve[nixl]'")
         url = f"nixl://?{query}"
@@ -226,7 +240,7 @@ def connector_url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: p
 
 @pytest.fixture(scope="session")
 def metric() -> Callable[..., float]:
-    """metric(deployment, "kv_transfer_blocks_total", role="decode") → the sum over all series with these labels."""
+    """metric(deployment, "kv_transfer_blocks_total", role="decode") → sum of all series with these labels."""
 
     def read(deployment: Deployment, name: str, **labels: str) -> float:
         total = 0.0
@@ -242,7 +256,7 @@ def metric() -> Callable[..., float]:
 
 @pytest.fixture(scope="session")
 def complete() -> Callable[..., dict[str, Any]]:
-    """complete(deployment, prompt=[1, 2], max_tokens=4) → the JSON of /v1/completions, token ids included."""
+    """complete(deployment, prompt=[1, 2], max_tokens=4) → the JSON of /v1/completions, with token ids."""
 
     def run(deployment: Deployment, **body: Any) -> dict[str, Any]:
         defaults = {"model": deployment.config.name, "return_token_ids": True, "temperature": 0}
@@ -256,7 +270,7 @@ def complete() -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def complete_all(complete: Callable[..., dict[str, Any]]) -> Callable[..., list[list[int]]]:
-    """complete_all(deployment, prompts) → the greedy tokens of each, 32 unless told, all asked for at once."""
+    """complete_all(deployment, prompts) → greedy tokens of each prompt (32 by default); requests are concurrent."""
 
     def run(deployment: Deployment, prompts: list[list[int]], **body: Any) -> list[list[int]]:
         body = {"max_tokens": 32, "ignore_eos": True, **body}
@@ -268,13 +282,13 @@ def complete_all(complete: Callable[..., dict[str, Any]]) -> Callable[..., list[
 
 
 @pytest.fixture(scope="session")
-def until() -> Callable[..., None]:
-    """until(condition, "what it says") waits for what is soon true: counts, for one, come with heartbeats."""
+def wait_until() -> Callable[..., None]:
+    """wait_until(condition, "description") polls; counters, for example, arrive with the next heartbeat."""
 
-    def wait(holds: Callable[[], bool], what: object = "", seconds: float = 600.0) -> None:
-        give_up = time.monotonic() + seconds
-        while not holds():
-            assert time.monotonic() < give_up, f"not within {seconds:g} s: {what}"
+    def wait(condition: Callable[[], bool], description: object = "", seconds: float = 600.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {seconds:g} s: {description}"
             time.sleep(0.02)
 
     return wait
@@ -282,7 +296,7 @@ def until() -> Callable[..., None]:
 
 @pytest.fixture
 def start(fork_server: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """start("router", "--port", "0") → the running command, which is killed in the end."""
+    """start("router", "--port", "0") → the running command, killed at the end of the test."""
     with (tmp_path / "output").open("w") as output:
         running: list[Any] = []
 
@@ -291,14 +305,14 @@ def start(fork_server: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
             return running[-1]
 
         yield run
-        for one in running:
-            one.kill()
+        for process in running:
+            process.kill()
     print((tmp_path / "output").read_text())
 
 
 @pytest.fixture(scope="session")
 def blocks_held() -> Callable[[Deployment], dict[str, float]]:
-    """Held blocks and running requests over all instances, from /metrics."""
+    """blocks_held(deployment) → held blocks and running requests, summed over all instances, from /metrics."""
 
     def read(deployment: Deployment) -> dict[str, float]:
         totals = {"pdserve_kv_cache_blocks_held": 0.0, "pdserve_num_requests_running": 0.0}

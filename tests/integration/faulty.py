@@ -1,16 +1,17 @@
-"""Connectors whose store loses, truncates and changes blocks, and answers late: `faulty+shm://`, `faulty+redis://`.
+"""Fault-injecting connectors, whose store loses, truncates, corrupts and delays blocks: `faulty+shm://`, `faulty+redis://`.
 
-Parameters beside those of the real connector:
-    seed      which blocks are hit, by their keys and how often they were here before
-    journal   a folder to which each process writes what it did, a line of JSON each; nothing is hit before there is a
-              file `armed` in it
+Parameters in addition to those of the real connector:
+    seed      selects the blocks that are hit, by their keys and how often each was accessed before
+    journal   folder to which each process writes its injected faults, one line of JSON each; no fault is injected until
+              the folder contains a file `armed`
 
-A block is hit in the store, right before the real connector reads it from there, so it is the real code that has to find
-out. Not hit is what is not there, or what was not read after all. What a hit must be counted as:
-    lost                  deleted                            missing
-    truncated, flipped    its end is gone; one bit           corrupt
-    slow                  a pause                            nothing
-    late                  one at whose end the time is over  unavailable: this and all blocks behind it in the operation
+A fault is applied to the block in the store immediately before the real connector reads it, so that the real code must
+detect it. Absent blocks and blocks that are not read afterwards are not counted as hit. Expected failure kind per fault:
+    lost         the block is deleted                      missing
+    truncated    the end of the block is lost              corrupt
+    flipped      one bit is inverted                       corrupt
+    slow         a pause                                   none
+    late         a pause until the operation's deadline    unavailable: this and all later blocks of the operation
 """
 
 import json
@@ -32,18 +33,18 @@ from pdserve.kv_transfer.header import HEADER_BYTES
 from pdserve.kv_transfer.threaded import BatchedConnector
 from pdserve.kv_transfer.url import Query
 
-SHARES = {  # of the blocks
+FAULT_RATES = {  # fractions of all blocks
     "load": {"lost": 0.03, "truncated": 0.03, "flipped": 0.03, "slow": 0.005, "late": 0.005},
     "store": {"slow": 0.01, "late": 0.003},
 }
 
-PAUSES = {"slow": (0.01, 0.2), "late": (0.5, 2.0)}  # in seconds
+PAUSES_S = {"slow": (0.01, 0.2), "late": (0.5, 2.0)}  # (min, max)
 
 B = TypeVar("B", Incoming, Outgoing)
 
 
 class Faulty(BatchedConnector):
-    """Stands before the real connector among the bases."""
+    """Mixin that injects faults; must precede the real connector among the bases."""
 
     API_VERSION: ClassVar[int] = 1
 
@@ -54,19 +55,19 @@ class Faulty(BatchedConnector):
         super().configure(query)
         self._seed = query.count("seed", 1)
         folder = Path(query.text("journal", "."))
-        self._seen: Counter[bytes] = Counter()
+        self._accesses: Counter[bytes] = Counter()
         self._journal, self._armed = folder / f"{os.getpid()}.jsonl", folder / "armed"
 
     def get_many(self, blocks: Sequence[Incoming]) -> None:
-        self._in_parts("load", blocks, super().get_many)  # type: ignore[safe-super]  # the real connector's
+        self._inject("load", blocks, super().get_many)  # type: ignore[safe-super]  # implemented by the real connector
 
     def put_many(self, blocks: Sequence[Outgoing], lease_s: float) -> None:
         put = super().put_many  # type: ignore[safe-super]  # likewise
-        self._in_parts("store", blocks, lambda part: put(part, lease_s))
+        self._inject("store", blocks, lambda part: put(part, lease_s))
 
     @abstractmethod
     def lose(self, key: bytes) -> bool:
-        """Whether there was something to lose; likewise the others."""
+        """Delete the block from the store. This and the other faults return False if the block is absent."""
 
     @abstractmethod
     def truncate(self, key: bytes, chance: random.Random) -> bool: ...
@@ -74,18 +75,18 @@ class Faulty(BatchedConnector):
     @abstractmethod
     def flip(self, key: bytes, chance: random.Random) -> bool: ...
 
-    def _in_parts(self, direction: str, blocks: Sequence[B], go_on: Callable[[Sequence[B]], None]) -> None:
-        """The real operation, in one go up to each pause."""
+    def _inject(self, direction: str, blocks: Sequence[B], transfer: Callable[[Sequence[B]], None]) -> None:
+        """Run the real operation with injected faults; each pause splits it into parts."""
         if not self._armed.exists():
-            return go_on(blocks)
+            return transfer(blocks)
         start, hits = 0, list[str]()
         for i, block in enumerate(blocks):
-            self._seen[block.key] += 1
-            chance = random.Random(f"{self._seed} {direction} {block.key.hex()} {self._seen[block.key]}")
-            hit = self._draw(direction, chance)
+            self._accesses[block.key] += 1
+            chance = random.Random(f"{self._seed} {direction} {block.key.hex()} {self._accesses[block.key]}")
+            hit = self._draw_fault(direction, chance)
             if hit in ("slow", "late"):
-                go_on(blocks[start:i])
-                self._note(direction, hits)
+                transfer(blocks[start:i])
+                self._record(direction, hits)
                 start, hits = i, []
                 if self._pause(direction, hit, blocks[i:], chance):
                     return
@@ -95,25 +96,25 @@ class Faulty(BatchedConnector):
                 or (hit == "flipped" and self.flip(block.key, chance))
             ):
                 hits.append(hit)
-        go_on(blocks[start:])
-        self._note(direction, hits)
+        transfer(blocks[start:])
+        self._record(direction, hits)
 
-    def _draw(self, direction: str, chance: random.Random) -> str:
-        shares = SHARES[direction]
-        return chance.choices([*shares, ""], [*shares.values(), 1 - sum(shares.values())])[0]
+    def _draw_fault(self, direction: str, chance: random.Random) -> str:
+        rates = FAULT_RATES[direction]
+        return chance.choices([*rates, ""], [*rates.values(), 1 - sum(rates.values())])[0]
 
     def _pause(self, direction: str, hit: str, rest: Sequence[B], chance: random.Random) -> bool:
-        """Whether the operation's time is over afterwards."""
+        """Sleep, and return True if the operation is past its deadline afterwards."""
         operation = rest[0]._operation
-        seconds = chance.uniform(*PAUSES[hit])
+        seconds = chance.uniform(*PAUSES_S[hit])
         time.sleep(seconds)
         if hit == "late":
-            operation.complete()  # as the watchdog does at the deadline, which comes by itself only where something hangs
-        over = operation.is_over
-        self._note(direction, ["late"] * len(rest) if over else ["slow"], seconds)
-        return over
+            operation.complete()  # as the watchdog does at the deadline, which is set too far away to be reached here
+        is_over = operation.is_over
+        self._record(direction, ["late"] * len(rest) if is_over else ["slow"], seconds)
+        return is_over
 
-    def _note(self, direction: str, hits: Sequence[str], seconds: float = 0.0) -> None:
+    def _record(self, direction: str, hits: Sequence[str], seconds: float = 0.0) -> None:
         with self._journal.open("a") as journal:
             for hit in hits:
                 journal.write(json.dumps({"direction": direction, "hit": hit, "seconds": seconds}) + "\n")
@@ -124,12 +125,12 @@ class FaultyShm(Faulty, ShmConnector):
     follows: ClassVar[bool] = False
 
     def lose(self, key: bytes) -> bool:
-        there = self._slab.find(self.namespace + key) is not None
+        exists = self._slab.find(self.namespace + key) is not None
         self.delete_many([key])
-        return there
+        return exists
 
     def truncate(self, key: bytes, chance: random.Random) -> bool:
-        """A slot has a fixed size: what its writer did not get to holds something else."""
+        """Invert the end of the payload: slots have a fixed size, so the unwritten part of one holds other bytes."""
         slot = self._slab.find(self.namespace + key)
         if slot is not None:
             payload = self._slab.payload(slot)
@@ -146,7 +147,7 @@ class FaultyShm(Faulty, ShmConnector):
 
 
 class FollowingShm(FaultyShm):
-    """Blocks are read while others of their operation are not there yet: one hit can spoil a block twice, or none."""
+    """Follows the writer: blocks are read while others of their operation are absent, so a hit may count twice or not."""
 
     follows: ClassVar[bool] = True
 
@@ -167,10 +168,10 @@ class FaultyRedis(Faulty, RedisConnector):
 
     def _change(self, key: bytes, chance: random.Random, change: Callable[[bytes], bytes]) -> bool:
         name = chance.choice(self._block_names().of(key))  # a piece of the payload, or the header
-        # A large one arrives until the next answer is asked for.
+        # The buffer of a large reply is valid only until the next reply is read: copy it.
         (value,) = (answer and bytes(answer) for answer in self._server.call(("GET", name)))
         if value is None:
             return False
         assert len(value) >= HEADER_BYTES
-        (done,) = self._server.call(("SET", name, change(value), "KEEPTTL"))
-        return bool(bytes(done) == b"OK")
+        (status,) = self._server.call(("SET", name, change(value), "KEEPTTL"))
+        return bool(bytes(status) == b"OK")

@@ -1,6 +1,6 @@
-"""`gated+nixl://?admission=<folder>`: nixl:// whose readers wait in the middle of a read while there is a file `shut`.
+"""`gated+nixl://?gate=<folder>`: nixl:// whose reads pause halfway while the file `shut` exists in that folder.
 
-A reader that waits says so by a file `reading.<pid>`.
+A paused reader creates the file `reading.<pid>`.
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from pdserve.kv_transfer.connectors.nixl_connector import NixlConnector
 from pdserve.kv_transfer.url import Query
 
-BEFORE = 2  # reads of one bounce buffer's piece each: some have arrived, others have not
+READS_BEFORE_PAUSE = 2  # each reads one piece of a bounce buffer, so the pause falls in the middle of a transfer
 
 
 class GatedNixl(NixlConnector):
@@ -24,22 +24,22 @@ class GatedNixl(NixlConnector):
 
     def configure(self, query: Query) -> None:
         super().configure(query)
-        self._admission = Path(query.text("gate", "."))
-        self._begun = 0
+        self._gate = Path(query.text("gate", "."))
+        self._reads_while_shut = 0
 
     def open(self) -> None:
         super().open()
         self._opening.join()
         for reader in self._readers:
             agent = reader._agent
-            agent.start_read = partial(self._begin_and_wait, agent.start_read)  # type: ignore[method-assign]  # what a gate is
+            agent.start_read = partial(self._start_read_and_pause, agent.start_read)  # type: ignore[method-assign]  # wrapped
 
-    def _begin_and_wait(self, begin: Callable[[Any], bool], transfer: Any) -> bool:
-        over = begin(transfer)
-        shut = self._admission / "shut"
-        self._begun = self._begun + 1 if shut.exists() else 0
-        if self._begun > BEFORE:
-            (self._admission / f"reading.{os.getpid()}").touch()
+    def _start_read_and_pause(self, start_read: Callable[[Any], bool], transfer: Any) -> bool:
+        is_finished = start_read(transfer)
+        shut = self._gate / "shut"
+        self._reads_while_shut = self._reads_while_shut + 1 if shut.exists() else 0
+        if self._reads_while_shut > READS_BEFORE_PAUSE:
+            (self._gate / f"reading.{os.getpid()}").touch()
             while shut.exists():
                 time.sleep(0.005)
-        return over
+        return is_finished

@@ -1,4 +1,4 @@
-"""What arrives is what was sent: the bytes of every block on D equal those on P, over real connectors."""
+"""Byte equality of the hand-over: every block on D equals the block on P, over real connectors."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +13,12 @@ from pdserve.roles import transfers
 
 @pytest.mark.parametrize("connector_url", ["shm", "file", "redis"], indirect=True)
 @pytest.mark.parametrize("piece_bytes", [1, transfers.MIN_PART_BYTES])
-def test_every_block_of_a_700_token_prompt(
+def test_every_block_of_a_700_token_prompt_arrives_unchanged(
     piece_bytes: int,
     connector_url: str,
     checkpoint: Callable[..., Path],
     generate: Callable[..., list[list[int]]],
-    context: Callable[..., Any],
+    make_instance: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transfers, "MIN_PART_BYTES", piece_bytes)
@@ -26,15 +26,15 @@ def test_every_block_of_a_700_token_prompt(
     settings = {"num_blocks": 64, "max_num_batched_tokens": 128, "max_model_len": 1000}
     prompt = [(i * i + 3 * i) % 256 for i in range(700)]
     sampling = pb.Sampling(max_tokens=4, top_p=1, ignore_eos=True)
-    prefill, decode = (context(model=str(path), connector=connector_url, **settings) for _ in range(2))
+    prefill, decode = (make_instance(model=str(path), connector=connector_url, **settings) for _ in range(2))
 
     decode.instance.submit("r", pb.Submit(request_id="x", phase=pb.DECODE, prompt=prompt, sampling=sampling))
-    decode.until(lambda outputs: any(s.stage == "reserved" for o in outputs for s in o.stamps))
+    decode.run_until(lambda outputs: any(s.stage == "reserved" for o in outputs for s in o.stamps))
     (decode_job,) = decode.instance._jobs.values()
     reserved = list(decode_job.seq.block_ids)
 
     prefill.instance.submit("r", pb.Submit(request_id="x", phase=pb.PREFILL, prompt=prompt, sampling=sampling))
-    # The blocks are P's only until the last store is done: their ids are noted after each turn.
+    # P frees the blocks after the last store, so record their ids after each step.
     tables: list[list[int]] = [[]]
     while not any(o.stored.final for o in prefill.outputs):
         jobs = list(prefill.instance._jobs.values())
@@ -44,11 +44,11 @@ def test_every_block_of_a_700_token_prompt(
     sent = prefill.instance.engine.runner.pool_NL2GBD[tables[-1]].clone()
     assert len(tables[-1]) == 44
     first = next(o.token_ids[0] for o in prefill.outputs if o.token_ids)
-    news = [o.stored for o in prefill.outputs if o.HasField("stored")]
-    counts = [stored.num_blocks for stored in news]
+    updates = [o.stored for o in prefill.outputs if o.HasField("stored")]
+    counts = [stored.num_blocks for stored in updates]
     assert counts[-1] == 44 and counts == sorted(counts)
 
-    for stored in news:
+    for stored in updates:
         message = pb.HandOver(
             request_id="x",
             num_blocks=stored.num_blocks,
@@ -57,14 +57,14 @@ def test_every_block_of_a_700_token_prompt(
             first_token=first if stored.final else None,
         )
         decode.instance.hand_over("r", message)
-    decode.until(lambda outputs: any(o.finish_reason for o in outputs))
+    decode.run_until(lambda outputs: any(o.finish_reason for o in outputs))
     received = decode.instance.engine.runner.pool_NL2GBD[reserved]
     assert torch.equal(received[:43], sent[:43]), "full blocks"
-    rest = 700 % 16  # decode has written its own tokens behind these
-    assert torch.equal(received[43, ..., :rest, :], sent[43, ..., :rest, :]), "the partial block"
+    filled = 700 % 16  # decode writes its own tokens behind these
+    assert torch.equal(received[43, ..., :filled, :], sent[43, ..., :filled, :]), "the partial block"
     moved = [o.moved.blocks for o in decode.outputs if o.HasField("moved")][-1]
-    assert moved == 44, "the partial block crossed too"
+    assert moved == 44, "the partial block was loaded too"
     tokens = [first, *(t for o in decode.outputs for t in o.token_ids)]
     assert tokens == generate(path, [prompt], 4)[0]
-    for one in (prefill, decode):
-        assert one.instance.engine.pool.num_held == 0
+    for driver in (prefill, decode):
+        assert driver.instance.engine.pool.num_held == 0

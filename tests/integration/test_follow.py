@@ -1,4 +1,4 @@
-"""Decode loads blocks while prefill stores them, and what it came too early for, later."""
+"""Following: decode loads blocks while prefill stores them, and retries those that it requested too early."""
 
 import threading
 from collections.abc import Callable
@@ -19,30 +19,34 @@ TOKENS = 5
 
 
 class Pair:
-    """A prefill and a decode instance around one store in which decode can follow."""
+    """A prefill and a decode instance on one store that supports following."""
 
     def __init__(
-        self, context: Callable[..., Any], in_hand: type[Connector], model: Path, before_put: Callable[[], object]
+        self,
+        make_instance: Callable[..., Any],
+        store_class: type[Connector],
+        model: Path,
+        before_put: Callable[[], object],
     ):
-        follower = type("Follower", (in_hand,), {"follows": True})
+        follower = type("Follower", (store_class,), {"follows": True})
         values: dict[str, bytes] = {}
         self.stored = values
-        self.prefill = context(follower(values=values, before_put=before_put), model=str(model), num_blocks=64)
-        self.decode = context(follower(values=values), model=str(model), num_blocks=64)
-        self.told = 0
+        self.prefill = make_instance(follower(values=values, before_put=before_put), model=str(model), num_blocks=64)
+        self.decode = make_instance(follower(values=values), model=str(model), num_blocks=64)
+        self._num_forwarded = 0
 
     def begin(self) -> None:
-        """Until prefill has the first token, and decode knows what it knows."""
+        """Run prefill to the first token, and forward its outputs to decode."""
         self.decode.submit("r", PROMPT, TOKENS, pb.DECODE)
         self.prefill.submit("r", PROMPT, TOKENS, pb.PREFILL)
-        self.prefill.until(lambda outputs: any(output.token_ids for output in outputs))
-        self.tell()
+        self.prefill.run_until(lambda outputs: any(output.token_ids for output in outputs))
+        self.forward_outputs()
 
-    def tell(self) -> list[pb.Output]:
-        """Does what the router does, with what prefill has said since the last time."""
-        said: list[pb.Output] = self.prefill.outputs[self.told :]
-        self.told += len(said)
-        for output in said:
+    def forward_outputs(self) -> list[pb.Output]:
+        """Send decode a hand-over for each new output of prefill, as the router does; return these outputs."""
+        outputs: list[pb.Output] = self.prefill.outputs[self._num_forwarded :]
+        self._num_forwarded += len(outputs)
+        for output in outputs:
             stored = output.stored
             message = pb.HandOver(
                 request_id="r", num_blocks=stored.num_blocks, coming=stored.coming, final=stored.final
@@ -50,13 +54,13 @@ class Pair:
             if output.token_ids:
                 message.first_token = output.token_ids[0]
             self.decode.instance.hand_over("router", message)
-        return said
+        return outputs
 
-    def end(self) -> list[int]:
-        """All tokens, once both have let go of the request; what was loaded was not computed."""
-        self.decode.until_idle()
-        self.prefill.until_idle()
-        self.decode.instance.run_once(wait=False)  # idle, it publishes its counters
+    def finish(self) -> list[int]:
+        """Run both instances until idle, check that decode loaded the whole prompt, and return all tokens."""
+        self.decode.run_until_idle()
+        self.prefill.run_until_idle()
+        self.decode.instance.run_once(wait=False)  # an idle step publishes the counters
         counters = self.decode.instance.heartbeat.counters
         assert counters['prompt_tokens_by_source{source="loaded"}'] == len(PROMPT)
         tokens: list[int] = self.prefill.tokens("r") + self.decode.tokens("r")
@@ -67,66 +71,68 @@ MakePair = Callable[[Callable[[], object]], Pair]
 
 
 @pytest.fixture
-def make_pair(checkpoint: Callable[..., Path], context: Callable[..., Any], store_in_hand: type[Connector]) -> MakePair:
-    """make_pair(before_put) → a pair, whose store does that before it takes a block."""
-    return lambda before_put: Pair(context, store_in_hand, checkpoint("llama"), before_put)
+def make_pair(
+    checkpoint: Callable[..., Path], make_instance: Callable[..., Any], controlled_store: type[Connector]
+) -> MakePair:
+    """make_pair(before_put) → a pair whose store calls `before_put` before it stores a block."""
+    return lambda before_put: Pair(make_instance, controlled_store, checkpoint("llama"), before_put)
 
 
 @pytest.fixture
 def right(checkpoint: Callable[..., Path], generate: Generate) -> list[int]:
-    """The tokens after the prompt."""
+    """Reference tokens after PROMPT."""
     return generate(checkpoint("llama"), [PROMPT], TOKENS)[0]
 
 
-def test_decode_has_everything_before_it_is_told_that_it_is_there(
-    make_pair: MakePair, right: list[int], monkeypatch: pytest.MonkeyPatch
+def test_decode_loads_blocks_before_prefill_reports_them_stored(
+    make_pair: MakePair, expected_tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "FOLLOW_PATIENCE_S", 60.0)
-    admission = threading.Event()
-    pair = make_pair(lambda: admission.wait(600))
+    gate = threading.Event()
+    pair = make_pair(lambda: gate.wait(600))
     pair.begin()
-    pair.decode.until(lambda _: pair.decode.instance.transfers.in_flight > 0)
-    assert not pair.stored, "decode waits for blocks of which none is there"
-    admission.set()
-    pair.decode.until(lambda outputs: any(output.token_ids for output in outputs))
-    assert pair.end() == right
+    pair.decode.run_until(lambda _: pair.decode.instance.transfers.in_flight > 0)
+    assert not pair.stored, "decode waits although no block is stored"
+    gate.set()
+    pair.decode.run_until(lambda outputs: any(output.token_ids for output in outputs))
+    assert pair.finish() == right
 
 
-def test_decode_that_was_too_early_loads_later(
-    make_pair: MakePair, right: list[int], monkeypatch: pytest.MonkeyPatch
+def test_decode_retries_blocks_that_it_requested_too_early(
+    make_pair: MakePair, expected_tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "FOLLOW_PATIENCE_S", 0.0)
-    admission = threading.Semaphore(4)
-    pair = make_pair(lambda: admission.acquire(timeout=600))
+    permits = threading.Semaphore(4)
+    pair = make_pair(lambda: permits.acquire(timeout=600))
     pair.begin()
     decode = pair.decode.instance
-    pair.decode.until(lambda _: decode.connector.stats().seconds["load"] and not decode.transfers.in_flight)
-    assert not decode.connector.stats().failures, "nothing was lost"
+    pair.decode.run_until(lambda _: decode.connector.stats().seconds["load"] and not decode.transfers.in_flight)
+    assert not decode.connector.stats().failures, "a block that is not there yet is no failure"
     assert not pair.decode.tokens("r"), "a part of the KV is missing"
-    admission.release(BLOCKS)
-    while not any(output.stored.final for output in pair.tell()):
+    permits.release(BLOCKS)
+    while not any(output.stored.final for output in pair.forward_outputs()):
         pair.prefill.instance.run_once(wait=True)
-    assert pair.end() == right
+    assert pair.finish() == right
 
 
-def test_a_block_that_is_late_and_a_later_one_that_is_corrupt(
-    make_pair: MakePair, right: list[int], monkeypatch: pytest.MonkeyPatch
+def test_blocks_not_loaded_before_a_corrupt_block_are_computed(
+    make_pair: MakePair, expected_tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was not loaded, before what could not be, is computed too."""
+    """One block is not stored in time and a later one is corrupt: decode computes both and the tokens are unchanged."""
     monkeypatch.setattr(transfers, "FOLLOW_PATIENCE_S", 0.0)
     monkeypatch.setattr(transfers, "MIN_PART_BYTES", 1)
     pair = make_pair(lambda: None)
     pair.decode.submit("r", PROMPT, TOKENS, pb.DECODE)
     pair.prefill.submit("r", PROMPT, TOKENS, pb.PREFILL)
-    pair.prefill.until(lambda outputs: any(output.stored.final for output in outputs))
+    pair.prefill.run_until(lambda outputs: any(output.stored.final for output in outputs))
     names = list(pair.stored)
-    late, corrupt = names[1], names[4]  # of the first piece, and of the second
+    late, corrupt = names[1], names[4]  # in the first piece, and in the second
     del pair.stored[late]
     pair.stored[corrupt] = pair.stored[corrupt][:-1] + bytes([pair.stored[corrupt][-1] ^ 1])
     (first_token,) = pair.prefill.tokens("r")
     decode = pair.decode.instance
     decode.hand_over("router", pb.HandOver(request_id="r", coming=BLOCKS, first_token=first_token))
-    pair.decode.until(lambda _: decode.connector.stats().failures and not decode.transfers.in_flight)
+    pair.decode.run_until(lambda _: decode.connector.stats().failures and not decode.transfers.in_flight)
     decode.hand_over("router", pb.HandOver(request_id="r", num_blocks=BLOCKS, final=True))
-    pair.decode.until_idle()
+    pair.decode.run_until_idle()
     assert [first_token, *pair.decode.tokens("r")] == right

@@ -1,6 +1,6 @@
-"""A store that loses, delays, truncates and changes one block in ten: the same tokens, each incident counted, no block kept.
+"""A store that loses, delays, truncates and corrupts one block in ten: same tokens, each fault counted, no block leaked.
 
-`PDSERVE_FAULTY_REQUESTS=300`, or 5000, makes it as long as one likes.
+`PDSERVE_FAULTY_REQUESTS` sets the number of requests (default 100).
 """
 
 import json
@@ -21,8 +21,8 @@ import pytest
 from pdserve.kv_transfer.connectors.shm import unlink
 
 REQUESTS = int(os.environ.get("PDSERVE_FAULTY_REQUESTS", "100"))
-AT_ONCE = 24
-THREADS = 32  # of each connector: more than operations at once, or those behind a late one would be late too
+CONCURRENCY = 24
+THREADS = 32  # of each connector: more than concurrent operations, so that none waits behind a delayed one
 LENGTHS = (4, 15, 16, 17, 33, 64, 80, 100, 160, 350)
 SAMPLING = (
     {"temperature": 0},
@@ -33,8 +33,8 @@ SAMPLING = (
     {"temperature": 0},
     {"temperature": 1.2, "top_k": 30},
 )
-LONGEST = 16
-COUNTED_AS = {"lost": "missing", "truncated": "corrupt", "flipped": "corrupt", "late": "unavailable"}
+MAX_TOKENS = 16
+EXPECTED_KIND = {"lost": "missing", "truncated": "corrupt", "flipped": "corrupt", "late": "unavailable"}
 Counts = Counter[tuple[str, str]]  # blocks by direction and kind
 
 
@@ -46,7 +46,7 @@ class Request:
     stream: bool
 
     def send(self, url: str, model: str, **more: Any) -> list[int]:
-        """The tokens that the client gets."""
+        """Send the request and return the token ids of the answer."""
         body = {"model": model, "prompt": self.prompt, "max_tokens": self.tokens, "ignore_eos": True, **self.sampling}
         body |= {"return_token_ids": True, "stream": self.stream, **more}
         with httpx.stream("POST", f"{url}/v1/completions", json=body) as reply:
@@ -58,21 +58,21 @@ class Request:
         return [token for answer in answers for token in answer["choices"][0].get("token_ids") or []]
 
 
-def requests(count: int, beginnings: int) -> list[Request]:
-    """Of mixed lengths, greedy and sampled, streaming and not, over so many different beginnings."""
-    made = []
+def make_requests(count: int, num_prefixes: int) -> list[Request]:
+    """Return requests of mixed lengths, greedy and sampled, streaming and not, over `num_prefixes` different prefixes."""
+    requests = []
     for i in range(count):
-        first = i % beginnings
+        first = i % num_prefixes
         length = LENGTHS[i % len(LENGTHS)]
         prompt = [first & 255, first >> 8, *((first * 31 + j * j + 7 * j) % 256 for j in range(length - 2))]
         sampling = SAMPLING[i % len(SAMPLING)] | {"seed": i}
-        made.append(Request(prompt, 4 + i % (LONGEST - 3), sampling, stream=i % 2 == 0))
-    return made
+        requests.append(Request(prompt, 4 + i % (MAX_TOKENS - 3), sampling, stream=i % 2 == 0))
+    return requests
 
 
-def send_all(deployment: Any, some: list[Request], **more: Any) -> list[list[int]]:
-    with ThreadPoolExecutor(AT_ONCE) as threads:
-        return list(threads.map(lambda one: one.send(deployment.url, deployment.config.name, **more), some))
+def send_all(deployment: Any, requests: list[Request], **more: Any) -> list[list[int]]:
+    with ThreadPoolExecutor(CONCURRENCY) as threads:
+        return list(threads.map(lambda request: request.send(deployment.url, deployment.config.name, **more), requests))
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def faulty(
     monkeypatch: pytest.MonkeyPatch,
     install_connectors: Callable[..., None],
 ) -> Iterator[tuple[str, Path]]:
-    """The URL of a store with faults, `redis` or how over shm://, by indirect parametrisation; and their journal."""
+    """URL of a fault-injecting store and the folder of its journal; `redis` or a variant over shm://, parametrised."""
     site, journal = tmp_path / "site", tmp_path / "journal"
     site.mkdir()
     journal.mkdir()
@@ -98,24 +98,24 @@ def faulty(
         unlink(name)
 
 
-def injected(journal: Path) -> tuple[Counts, float]:
-    """What was done to the store, by what it must be counted as; and for how many seconds it slept."""
+def injected_faults(journal: Path) -> tuple[Counts, float]:
+    """Return the injected faults by the failure kind that each must be counted as, and the total delay in seconds."""
     counts, seconds = Counts(), 0.0
     for file in journal.glob("*.jsonl"):
         for line in map(json.loads, file.read_text().splitlines()):
             seconds += line["seconds"]
             if line["hit"] != "slow":
-                counts[line["direction"], COUNTED_AS[line["hit"]]] += 1
+                counts[line["direction"], EXPECTED_KIND[line["hit"]]] += 1
     return counts, seconds
 
 
-def counted(deployment: Any) -> tuple[Counts, float]:
-    """What the metrics say of failures, and the seconds that transfers took."""
+def counted_failures(deployment: Any) -> tuple[Counts, float]:
+    """Return the failures counted in /metrics, and the total seconds of all transfers."""
     counts, seconds = Counts(), 0.0
     for line in httpx.get(f"{deployment.url}/metrics").text.splitlines():
         labels, value = dict(re.findall(r'(\w+)="(\w+)"', line)), line.rpartition(" ")[2]
         if line.startswith("pdserve_kv_transfer_failures_total{"):
-            if labels["kind"] != "cancelled":  # of a request that ended before its last store: no fault
+            if labels["kind"] != "cancelled":  # the request ended before its last store: not a fault
                 counts[labels["direction"], labels["kind"]] += int(float(value))
         elif line.startswith("pdserve_kv_transfer_seconds_total{"):
             seconds += float(value)
@@ -129,52 +129,60 @@ def run(
     generate: Callable[..., list[list[int]]],
     deploy: Callable[..., Any],
     blocks_held: Callable[[Any], dict[str, float]],
-    until: Callable[..., None],
+    wait_until: Callable[..., None],
 ) -> Callable[..., tuple[Counts, Counts]]:
-    """Sends requests before and after the faults begin, with the same tokens. What was done to the store, by what it must be
-    counted as, and what was counted, as soon as they agree."""
+    """run(requests, agree) sends the requests without and with faults, and checks that the tokens are the same.
 
-    def compare(some: list[Request], agree: Callable[[Counts, Counts], bool], **settings: Any) -> tuple[Counts, Counts]:
+    Returns the injected and the counted failures, as soon as `agree(injected, counted)` is true.
+    """
+
+    def compare(
+        requests: list[Request], agree: Callable[[Counts, Counts], bool], **settings: Any
+    ) -> tuple[Counts, Counts]:
         (url, journal), path = faulty, checkpoint("llama")
-        greedy = [i for i, one in enumerate(some) if not one.sampling["temperature"]]
-        expected = generate(path, [some[i].prompt for i in greedy], LONGEST)
+        greedy = [i for i, request in enumerate(requests) if not request.sampling["temperature"]]
+        expected = generate(path, [requests[i].prompt for i in greedy], MAX_TOKENS)
         with deploy(model=str(path), connector=url, **settings) as deployment:
-            right = send_all(deployment, some, cache_salt="before")
-            assert [right[i] for i in greedy] == [e[: some[i].tokens] for i, e in zip(greedy, expected, strict=True)]
-            until(lambda: not any(blocks_held(deployment).values()), "no block is held")
-            assert not counted(deployment)[0]
+            reference = send_all(deployment, requests, cache_salt="before")
+            expected = [tokens[: requests[i].tokens] for i, tokens in zip(greedy, expected, strict=True)]
+            assert [reference[i] for i in greedy] == expected
+            wait_until(lambda: not any(blocks_held(deployment).values()), "no block is held")
+            assert not counted_failures(deployment)[0]
             (journal / "armed").touch()
-            assert send_all(deployment, some, cache_salt="after") == right
-            until(lambda: not any(blocks_held(deployment).values()), "no block is held")
-            was_done, slept = injected(journal)
-            until(lambda: agree(was_done, counted(deployment)[0]), f"{was_done} is counted")
-            until(lambda: counted(deployment)[1] >= slept, f"{slept} s are counted")
-            return was_done, counted(deployment)[0]
+            assert send_all(deployment, requests, cache_salt="after") == reference
+            wait_until(lambda: not any(blocks_held(deployment).values()), "no block is held")
+            injected, delay_s = injected_faults(journal)
+            wait_until(lambda: agree(injected, counted_failures(deployment)[0]), f"{injected} is counted")
+            wait_until(lambda: counted_failures(deployment)[1] >= delay_s, f"{delay_s} s are counted")
+            return injected, counted_failures(deployment)[0]
 
     return compare
 
 
 @pytest.mark.parametrize("faulty", ["faulty"], indirect=True)
-def test_every_fault_is_counted_once_and_none_is_seen(run: Callable[..., tuple[Counts, Counts]]) -> None:
-    """No two prompts have a block in common, so each stored block is loaded once, and found out once."""
-    was_done, was_counted = run(requests(REQUESTS, REQUESTS), operator.eq, num_blocks=1024, max_num_batched_tokens=256)
-    assert was_counted == was_done
+def test_every_fault_is_counted_once_and_changes_no_token(run: Callable[..., tuple[Counts, Counts]]) -> None:
+    """The prompts share no block, so each stored block is loaded once, and each fault detected once."""
+    requests = make_requests(REQUESTS, REQUESTS)
+    injected, counted = run(requests, operator.eq, num_blocks=1024, max_num_batched_tokens=256)
+    assert counted == injected
     loads = {("load", kind) for kind in ("missing", "corrupt", "unavailable")}
-    assert set(was_done) == loads | {("store", "unavailable")}, "each kind of fault occurred"
-    assert was_done.total() > REQUESTS / 3
+    assert set(injected) == loads | {("store", "unavailable")}, "each kind of fault occurred"
+    assert injected.total() > REQUESTS / 3
 
 
 @pytest.mark.parametrize("faulty", ["redis", "following"], indirect=True)
-def test_blocks_that_several_instances_share(run: Callable[..., tuple[Counts, Counts]]) -> None:
-    """A hit may be found out by several, and one who comes second finds what the first has removed or put right."""
-    was_done, was_counted = run(
-        requests(REQUESTS // 2, 6),
-        lambda done, counted: {kind for _, kind in done} == {kind for _, kind in counted},
+def test_faults_in_blocks_shared_by_several_instances_change_no_token(
+    run: Callable[..., tuple[Counts, Counts]],
+) -> None:
+    """Several instances may detect the same fault, or find that another has already removed or repaired the block."""
+    injected, counted = run(
+        make_requests(REQUESTS // 2, 6),
+        lambda injected, counted: {kind for _, kind in injected} == {kind for _, kind in counted},
         store_generated="on",
         prefill=2,
         decode=2,
         num_blocks=256,
         max_num_batched_tokens=128,
     )
-    assert {kind for _, kind in was_done} == {kind for _, kind in was_counted} == {"missing", "corrupt", "unavailable"}
-    assert was_done.total() / 2 < was_counted.total() < 2 * was_done.total()
+    assert {kind for _, kind in injected} == {kind for _, kind in counted} == {"missing", "corrupt", "unavailable"}
+    assert injected.total() / 2 < counted.total() < 2 * injected.total()

@@ -1,7 +1,7 @@
-"""Streams that move to another instance after any number of tokens have the same tokens, whoever picks the instances.
+"""Migration at any token: a stream that migrates keeps its tokens, under every routing policy.
 
-The real dispatcher and real engines around one table: frames are passed by hand, so a move happens after exactly the token at
-which it is due.
+The real dispatcher and real engines run in one process and the test passes the frames between them, so that each migration
+happens after exactly the chosen token.
 """
 
 import time
@@ -28,12 +28,12 @@ from pdserve.router.instances.fleet import Fleet
 from pdserve.router.scheduling.policy import POLICIES
 from pdserve.router.telemetry.metrics import Metrics
 
-TOKENS, MOVES = 16, 3  # moves of a stream, at most
+TOKENS, MAX_MIGRATIONS = 16, 3  # per stream
 DEADLINE_S = 600.0
 
 
-class Seat:
-    """One instance at the table."""
+class LocalInstance:
+    """An instance in this process, and its link to the dispatcher."""
 
     def __init__(self, name: str, model: Path, connector: str) -> None:
         config = InstanceConfig(
@@ -43,24 +43,24 @@ class Seat:
         self.instance = Instance(config, lambda _, frame: self.frames.append(frame))
         self.hello = process._hello(name.partition("-")[0], config, self.instance)
 
-    def sit_down(self, dispatcher: Dispatcher) -> None:
+    def connect(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
-        self.told: list[pb.RouterFrame] = []
-        self.told_at_once: set[int] = set()  # numbers of tokens
+        self.inbox: list[pb.RouterFrame] = []
+        self.tokens_per_output: set[int] = set()
         self.handle = dispatcher.fleet.register(self.hello, self)
         self.kv_events = self.instance.kv_events.subscribe()
 
     def send(self, frame: pb.RouterFrame) -> None:
-        self.told.append(frame)
+        self.inbox.append(frame)
 
     def close(self) -> None: ...
 
     def abort(self) -> None: ...
 
-    def turn(self) -> None:
-        """What the router has sent, one step, and what comes of it."""
-        told, self.told = self.told, []
-        for frame in told:
+    def step(self) -> None:
+        """Process the router's frames, run one engine step, and pass the resulting frames to the dispatcher."""
+        inbox, self.inbox = self.inbox, []
+        for frame in inbox:
             match frame.WhichOneof("frame"):
                 case "submit":
                     self.instance.submit("router", frame.submit)
@@ -71,29 +71,31 @@ class Seat:
         self.instance.run_once(wait=False)
         frames, self.frames = self.frames, []
         for output in (output for frame in frames for output in frame.step.outputs):
-            self.told_at_once.add(len(output.token_ids))
+            self.tokens_per_output.add(len(output.token_ids))
             self.dispatcher.on_output(self.handle, output)
         removed, added = self.kv_events.pop_batch(1024)
-        self.dispatcher.fleet._handle_kv_events(self.handle, pb.Blocks(removed=b"".join(removed), added=b"".join(added)))
+        self.dispatcher.fleet._handle_kv_events(
+            self.handle, pb.Blocks(removed=b"".join(removed), added=b"".join(added))
+        )
 
 
 @pytest.fixture(scope="module")
-def seats(checkpoint: Callable[..., Path]) -> Iterator[list[Seat]]:
+def instances(checkpoint: Callable[..., Path]) -> Iterator[list[LocalInstance]]:
     connector = f"memory://{uuid.uuid4().hex}?timeout=600"
     names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-    seats = [Seat(name, checkpoint("llama"), connector) for name in names]
-    yield seats
-    for seat in seats:
-        seat.instance.layout_converter.close()
-        seat.instance.connector.close()
+    instances = [LocalInstance(name, checkpoint("llama"), connector) for name in names]
+    yield instances
+    for instance in instances:
+        instance.instance.layout_converter.close()
+        instance.instance.connector.close()
 
 
-def requests(seats: list[Seat], whole: bool = False) -> list[Request]:
-    """Greedy ones and sampled ones, of all lengths around blocks; two share a beginning."""
+def requests(instances: list[LocalInstance], whole: bool = False) -> list[Request]:
+    """Return greedy and sampled requests with prompt lengths around block borders; two share a prefix."""
     random = Random(3)
     prompts = [[random.randrange(256) for _ in range(length)] for length in (1, 16, 33, 90)]
     prompts.append([*prompts[-1][:64], 5, 6, 7])
-    root = root_key(model_digest=seats[0].instance.engine.layout.model_digest)
+    root = root_key(model_digest=instances[0].instance.engine.layout.model_digest)
     return [
         Request(
             request_id=f"r{i}",
@@ -107,66 +109,72 @@ def requests(seats: list[Seat], whole: bool = False) -> list[Request]:
     ]
 
 
-def serve(seats: list[Seat], policy: str, moves: list[list[int]], whole: bool = False) -> list[RequestState]:
-    """All requests side by side; each moves when so many of its tokens are out, or after so many turns if they are wanted
-    together: then it has tokens that only the instance knows."""
-    fleet = Fleet("router", seats[0].hello.model, 60.0)
-    config = RouterConfig(model=seats[0].hello.model, policy=policy, local_prefill_tokens=0)
+def serve(
+    instances: list[LocalInstance], policy: str, migrate_at: list[list[int]], whole: bool = False
+) -> list[RequestState]:
+    """Serve all requests concurrently, migrating request i at the token counts `migrate_at[i]`.
+
+    With `whole` (answers sent in one piece) these are step counts: the instance then holds tokens that it has not sent.
+    """
+    fleet = Fleet("router", instances[0].hello.model, 60.0)
+    config = RouterConfig(model=instances[0].hello.model, policy=policy, local_prefill_tokens=0)
     dispatcher = Dispatcher(config, fleet, Metrics(fleet))
-    for seat in seats:
-        seat.sit_down(dispatcher)
-    states = [dispatcher.open(request) for request in requests(seats, whole)]
-    turns = count()
+    for instance in instances:
+        instance.connect(dispatcher)
+    states = [dispatcher.open(request) for request in requests(instances, whole)]
+    steps = count()
     deadline = time.monotonic() + DEADLINE_S
-    while not all(state.machine.is_over for state in states) or any(seat.instance.num_jobs for seat in seats):
+    while not all(state.machine.is_over for state in states) or any(
+        instance.instance.num_jobs for instance in instances
+    ):
         assert time.monotonic() < deadline, [(state.id, state.machine.state) for state in states]
-        turn = next(turns)
-        for seat in seats:
-            for state, due in zip(states, moves, strict=True):
-                if due and (turn if whole else len(state.emitted)) == due[0] and not state.machine.is_over:
+        step = next(steps)
+        for instance in instances:
+            for state, due in zip(states, migrate_at, strict=True):
+                if due and (step if whole else len(state.emitted)) == due[0] and not state.machine.is_over:
                     del due[0]
                     state.cancel_on(state.final_instance)
-                    dispatcher.handle(state, Event.DECODE_FAILED, Unavailable("it has to go", kind="drained"))
-            seat.turn()  # of each request a token, at most
-    for seat in seats:
-        seat.instance.kv_events.unsubscribe(seat.kv_events)
+                    dispatcher.handle(state, Event.DECODE_FAILED, Unavailable("the instance drains", kind="drained"))
+            instance.step()  # at most one token per request
+    for instance in instances:
+        instance.instance.kv_events.unsubscribe(instance.kv_events)
     return states
 
 
-def moves_of(random: Random, states: int) -> list[list[int]]:
-    return [sorted(random.sample(range(TOKENS), random.randint(1, MOVES))) for _ in range(states)]
+def random_migrations(random: Random, num_requests: int) -> list[list[int]]:
+    return [sorted(random.sample(range(TOKENS), random.randint(1, MAX_MIGRATIONS))) for _ in range(num_requests)]
 
 
-def test_streams_that_move_at_any_token_keep_their_tokens(
-    seats: list[Seat], generate: Callable[..., Any], checkpoint: Any
+def test_streams_that_migrate_at_any_token_keep_their_tokens(
+    instances: list[LocalInstance], generate: Callable[..., Any], checkpoint: Any
 ) -> None:
-    at_rest = serve(seats, "auto", [[] for _ in requests(seats)])
-    expected = [state.emitted for state in at_rest]
-    greedy = [request.prompt for request in requests(seats) if request.sampling.temperature == 0]
+    unmoved = serve(instances, "auto", [[] for _ in requests(instances)])
+    expected = [state.emitted for state in unmoved]
+    greedy = [request.prompt for request in requests(instances) if request.sampling.temperature == 0]
     assert expected[::2] == generate(checkpoint("llama"), greedy, TOKENS)
     random = Random(11)
     for policy in POLICIES:
-        moves = moves_of(random, len(expected))
-        wanted = [len(due) for due in moves]
-        states = serve(seats, policy, moves)
+        migrate_at = random_migrations(random, len(expected))
+        num_migrations = [len(due) for due in migrate_at]
+        states = serve(instances, policy, migrate_at)
         assert [state.emitted for state in states] == expected, policy
-        assert [len(state.timeline.migrations) for state in states] == wanted, policy
+        assert [len(state.timeline.migrations) for state in states] == num_migrations, policy
         assert {state.timeline.error for state in states} == {""}
         decided = {decision.policy for state in states for _, decision in state.timeline.decisions}
         assert decided == {policy}
 
 
-def test_whole_answers_move_with_tokens_that_nobody_has_seen(
-    seats: list[Seat], monkeypatch: pytest.MonkeyPatch
+def test_whole_answers_migrate_with_tokens_not_yet_sent(
+    instances: list[LocalInstance], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pdserve.roles.job.BATCHED_TOKENS", 4)
-    expected = [state.emitted for state in serve(seats, "auto", [[] for _ in requests(seats)])]
-    random, lost = Random(12), 0
+    expected = [state.emitted for state in serve(instances, "auto", [[] for _ in requests(instances)])]
+    random, num_migrations = Random(12), 0
     for _ in range(4):
-        states = serve(seats, "auto", moves_of(random, len(expected)), whole=True)
+        states = serve(instances, "auto", random_migrations(random, len(expected)), whole=True)
         assert [state.emitted for state in states] == expected
-        lost += sum(len(state.timeline.migrations) for state in states)
-        told = [[len(chunk.token_ids) for chunk in state._chunks] for state in states]
-        assert told == [[TOKENS]] * len(states), "one chunk for the client"
-        assert max(n for seat in seats for n in seat.told_at_once) == 4
-    assert lost > 0
+        num_migrations += sum(len(state.timeline.migrations) for state in states)
+        chunks = [[len(chunk.token_ids) for chunk in state._chunks] for state in states]
+        assert chunks == [[TOKENS]] * len(states), "one chunk for the client"
+        assert max(n for instance in instances for n in instance.tokens_per_output) == 4
+    assert num_migrations > 0

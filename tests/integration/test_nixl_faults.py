@@ -1,4 +1,4 @@
-"""Deaths, stops and leases in the middle of a read over nixl://: right tokens, no block kept beyond its lease, no hang."""
+"""Crashes, stops and lease ends in the middle of a nixl:// read: correct tokens, no block held beyond its lease, no hang."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 LEASE_S = 2.0
-TIMEOUT_S = 12.0  # of one load
+TIMEOUT_S = 12.0  # per load operation
 TOKENS = 12
 BLOCKS = 44  # of the long prompts
 Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
@@ -21,7 +21,7 @@ Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
 
 @dataclass
 class System:
-    """A prefill and two decodes whose reads can be held."""
+    """A deployment of one prefill and two decode instances, whose reads the test can pause."""
 
     deployment: Any
     gate: Path
@@ -29,14 +29,14 @@ class System:
     generate: Generate
     threads: ThreadPoolExecutor
     read_metric: Callable[..., float]
-    prompts: int = 0
+    num_prompts: int = 0
 
     def long_prompt(self) -> list[int]:
-        """One that nobody has seen."""
-        self.prompts += 1
-        return [self.prompts, *((i * i + self.prompts * i) % 256 for i in range(16 * BLOCKS - 5))]
+        """Return a new prompt of BLOCKS blocks."""
+        self.num_prompts += 1
+        return [self.num_prompts, *((i * i + self.num_prompts * i) % 256 for i in range(16 * BLOCKS - 5))]
 
-    def right(self, prompt: list[int]) -> list[int]:
+    def reference(self, prompt: list[int]) -> list[int]:
         return self.generate(self.model, [prompt], TOKENS)[0]
 
     def send(self, prompt: list[int], tokens: int = TOKENS) -> list[int]:
@@ -47,22 +47,22 @@ class System:
         ids: list[int] = reply.json()["choices"][0]["token_ids"]
         return ids
 
-    def hold_a_read(self) -> tuple[list[int], "Future[list[int]]", str]:
-        """A request whose KV is being read: its prompt, its tokens to come, and the reader's name."""
+    def pause_a_read(self) -> tuple[list[int], "Future[list[int]]", str]:
+        """Send a request and pause the read of its KV; return the prompt, a future of the tokens, and the reader's name."""
         prompt = self.long_prompt()
         (self.gate / "shut").touch()
         future = self.threads.submit(self.send, prompt)
-        wait_until(lambda: any(self.gate.glob("reading.*")), 600, "a decode is reading")
+        wait_until(lambda: any(self.gate.glob("reading.*")), 600, "a decode instance is reading")
         (mark,) = self.gate.glob("reading.*")
         pid = int(mark.suffix[1:])
         mark.unlink()
         return prompt, future, next(child.name for child in self.deployment.children if child.pid == pid)
 
-    def let_read(self) -> None:
+    def resume_reads(self) -> None:
         (self.gate / "shut").unlink(missing_ok=True)
 
-    def signal(self, name: str, number: signal.Signals) -> None:
-        os.kill(self.deployment.child(name).pid, number)
+    def signal(self, name: str, signum: signal.Signals) -> None:
+        os.kill(self.deployment.child(name).pid, signum)
 
     def metric(self, name: str, **labels: str) -> float:
         return self.read_metric(self.deployment, name, **labels)
@@ -73,36 +73,36 @@ class System:
     def loaded(self, instance: str) -> float:
         return self.metric("kv_transfer_blocks_total", instance=instance, direction="load")
 
-    def noticed(self, instance: str, kind: str) -> None:
-        """A block was counted as not loaded; counts come with heartbeats."""
+    def wait_for_failure(self, instance: str, kind: str) -> None:
+        """Wait until the instance has counted a failed load of this kind; counters arrive with heartbeats."""
         failures = "kv_transfer_failures_total"
         wait_until(
             lambda: self.metric(failures, instance=instance, kind=kind) > 0, 600, f"a block is counted as {kind}"
         )
 
-    def is_whole(self) -> bool:
-        """Tends the children; whether all are there and no block is held."""
-        everybody = len(self.deployment.children) - 1
-        self.deployment.tend()
-        there = httpx.get(f"{self.deployment.url}/debug/instances").json()["instances"]
-        return len(there) == everybody and self.metric("kv_cache_blocks_held") == 0
+    def is_idle(self) -> bool:
+        """Restart exited children, and return True if all instances are registered and no block is held."""
+        num_instances = len(self.deployment.children) - 1
+        self.deployment.check_children()
+        registered = httpx.get(f"{self.deployment.url}/debug/instances").json()["instances"]
+        return len(registered) == num_instances and self.metric("kv_cache_blocks_held") == 0
 
-    def check_that_it_works(self, reader: str) -> None:
-        """Everybody is there, nothing is held, and this instance loads again what it is handed over."""
-        wait_until(self.is_whole, 600, "all are back, and all blocks")
-        before, give_up = self.loaded(reader), time.monotonic() + 600
+    def assert_recovered(self, reader: str) -> None:
+        """Check that all instances are back, no block is held, and `reader` loads blocks again."""
+        wait_until(self.is_idle, 600, "all instances are registered and no block is held")
+        before, deadline = self.loaded(reader), time.monotonic() + 600
         while self.loaded(reader) == before:
-            assert time.monotonic() < give_up, f"{reader} loads nothing"
+            assert time.monotonic() < deadline, f"{reader} loads nothing"
             prompts = [self.long_prompt() for _ in range(2)]
-            assert list(self.threads.map(self.send, prompts)) == [self.right(prompt) for prompt in prompts]
+            assert list(self.threads.map(self.send, prompts)) == [self.reference(prompt) for prompt in prompts]
             time.sleep(0.5)
-        wait_until(self.is_whole, 600, "all blocks are back")
+        wait_until(self.is_idle, 600, "all blocks are freed")
 
 
-def wait_until(holds: Callable[[], bool], seconds: float, what: str) -> None:
-    give_up = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < give_up, f"not within {seconds} s: {what}"
+def wait_until(condition: Callable[[], bool], seconds: float, description: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {description}"
         time.sleep(0.02)
 
 
@@ -120,7 +120,7 @@ def system(
     install_connectors(site, "pdserve_gated", Path(__file__).parent / "gated.py", {"gated+nixl": "GatedNixl"})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-        patch.setenv("UCX_TLS", "tcp,self")  # the owner takes part in each read, as between hosts
+        patch.setenv("UCX_TLS", "tcp,self")  # the owner's CPU takes part in each read, as between hosts
         with (
             deploy(
                 model=str(model),
@@ -137,61 +137,61 @@ def system(
 
 @pytest.fixture(autouse=True)
 def open_gate(system: System) -> Iterator[None]:
-    wait_until(system.is_whole, 600, "all are there")
+    wait_until(system.is_idle, 600, "all instances are registered and no block is held")
     yield
-    system.let_read()
+    system.resume_reads()
 
 
-def test_a_decode_killed_while_it_reads(system: System) -> None:
-    prompt, future, reader = system.hold_a_read()
+def test_decode_is_killed_while_it_reads(system: System) -> None:
+    prompt, future, reader = system.pause_a_read()
     system.signal(reader, signal.SIGKILL)
-    system.let_read()
-    assert future.result(600) == system.right(prompt)
+    system.resume_reads()
+    assert future.result(600) == system.reference(prompt)
     assert system.metric("migrations_total", kind="instance_lost") >= 1
-    wait_until(lambda: system.held("prefill-0") == 0, 600, "what the dead one had not read is back")
-    system.check_that_it_works(reader)
+    wait_until(lambda: system.held("prefill-0") == 0, 600, "the blocks leased to the dead instance are freed")
+    system.assert_recovered(reader)
 
 
-def test_a_prefill_killed_while_it_is_read(system: System) -> None:
-    prompt, future, reader = system.hold_a_read()
+def test_prefill_is_killed_while_decode_reads(system: System) -> None:
+    prompt, future, reader = system.pause_a_read()
     system.signal("prefill-0", signal.SIGKILL)
-    system.let_read()
-    assert future.result(600) == system.right(prompt)
-    system.noticed(reader, "unavailable")
-    system.check_that_it_works(reader)
+    system.resume_reads()
+    assert future.result(600) == system.reference(prompt)
+    system.wait_for_failure(reader, "unavailable")
+    system.assert_recovered(reader)
 
 
-def test_a_lease_that_ends_while_it_is_read(system: System) -> None:
-    prompt, future, reader = system.hold_a_read()
-    wait_until(lambda: system.held("prefill-0") == 0, 600, "the lease does not wait for its reader")
+def test_lease_ends_while_decode_reads(system: System) -> None:
+    prompt, future, reader = system.pause_a_read()
+    wait_until(lambda: system.held("prefill-0") == 0, 600, "the lease ends although a read is running")
     for _ in range(2):
-        system.send(system.long_prompt(), tokens=1)  # by prefill alone, in the rows that are still to be read
+        system.send(system.long_prompt(), tokens=1)  # served by prefill alone; overwrites rows still to be read
     assert not future.done()
-    system.let_read()
-    assert future.result(600) == system.right(prompt)
-    system.noticed(reader, "corrupt")
-    system.check_that_it_works(reader)
+    system.resume_reads()
+    assert future.result(600) == system.reference(prompt)
+    system.wait_for_failure(reader, "corrupt")
+    system.assert_recovered(reader)
 
 
-def test_a_prefill_stopped_while_it_is_read_and_continued(system: System) -> None:
-    prompt, future, reader = system.hold_a_read()
+def test_prefill_is_stopped_and_continued_while_decode_reads(system: System) -> None:
+    prompt, future, reader = system.pause_a_read()
     system.signal("prefill-0", signal.SIGSTOP)
     try:
-        system.let_read()
-        assert future.result(TIMEOUT_S + 60) == system.right(prompt)
-        system.noticed(reader, "unavailable")
+        system.resume_reads()
+        assert future.result(TIMEOUT_S + 60) == system.reference(prompt)
+        system.wait_for_failure(reader, "unavailable")
     finally:
         system.signal("prefill-0", signal.SIGCONT)
-    system.check_that_it_works(reader)
+    system.assert_recovered(reader)
 
 
-def test_a_decode_stopped_while_it_reads_and_continued(system: System) -> None:
-    prompt, future, reader = system.hold_a_read()
+def test_decode_is_stopped_and_continued_while_it_reads(system: System) -> None:
+    prompt, future, reader = system.pause_a_read()
     system.signal(reader, signal.SIGSTOP)
     try:
-        system.let_read()
-        assert future.result(600) == system.right(prompt)
-        wait_until(lambda: system.held("prefill-0") == 0, 600, "its blocks are back at the lease's end")
+        system.resume_reads()
+        assert future.result(600) == system.reference(prompt)
+        wait_until(lambda: system.held("prefill-0") == 0, 600, "the blocks are freed when the lease ends")
     finally:
         system.signal(reader, signal.SIGCONT)
-    system.check_that_it_works(reader)
+    system.assert_recovered(reader)

@@ -1,4 +1,4 @@
-"""What prefill leases over nixl://, and for whom."""
+"""Leases of prefill's blocks over nixl://."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,14 +9,12 @@ import pytest
 from pdserve.proto import pdserve_pb2 as pb
 
 
-def test_nothing_is_leased_for_a_request_that_no_decode_takes_part_in(
-    checkpoint: Callable[..., Path], context: Callable[..., Any]
-) -> None:
+def test_no_lease_without_a_decode_instance(checkpoint: Callable[..., Path], make_instance: Callable[..., Any]) -> None:
     pytest.importorskip("nixl", reason="NIXL is not installed: pip install 'pdserve[nixl]'")
-    prefill = context(model=str(checkpoint("llama")), connector="nixl://", num_blocks=64)
+    prefill = make_instance(model=str(checkpoint("llama")), connector="nixl://", num_blocks=64)
     prefill.submit("one token", list(range(100)), 1, pb.PREFILL)
-    prefill.until(lambda outputs: any(output.finish_reason for output in outputs))
+    prefill.run_until(lambda outputs: any(output.finish_reason for output in outputs))
     assert prefill.instance.engine.pool.num_held == 0 and prefill.instance.num_jobs == 0
     prefill.submit("two tokens", list(range(100)), 2, pb.PREFILL)
-    prefill.until(lambda outputs: any(output.stored.final for output in outputs))
+    prefill.run_until(lambda outputs: any(output.stored.final for output in outputs))
     assert prefill.instance.engine.pool.num_held == 7

@@ -1,4 +1,4 @@
-"""Who goes first, by role: the order of arrival, or that of the requests' priorities."""
+"""Scheduling policies fcfs and priority, in each role."""
 
 import uuid
 from collections.abc import Callable
@@ -12,16 +12,16 @@ from pdserve.proto import pdserve_pb2 as pb
 PRIORITIES = {"a": 1, "b": 2, "c": 0, "d": 1}
 
 
-def ends(context: Any, count: int) -> list[str]:
-    """Requests in the order in which they end."""
-    context.until(lambda outputs: sum(bool(output.finish_reason) for output in outputs) == count)
-    return [output.request_id for output in context.outputs if output.finish_reason]
+def finish_order(driver: Any, count: int) -> list[str]:
+    """Return the request ids in the order in which the requests finish."""
+    driver.run_until(lambda outputs: sum(bool(output.finish_reason) for output in outputs) == count)
+    return [output.request_id for output in driver.outputs if output.finish_reason]
 
 
 @pytest.mark.parametrize("phase", [pb.BOTH, pb.PREFILL])
 @pytest.mark.parametrize(("policy", "order"), [("fcfs", "abcd"), ("priority", "cadb")])
-def test_one_after_the_other(
-    phase: "pb.Phase", policy: str, order: str, checkpoint: Callable[..., Path], context: Callable[..., Any]
+def test_requests_run_in_the_order_of_the_policy(
+    phase: "pb.Phase", policy: str, order: str, checkpoint: Callable[..., Path], make_instance: Callable[..., Any]
 ) -> None:
     settings = {
         "num_blocks": 16,
@@ -29,25 +29,25 @@ def test_one_after_the_other(
         "scheduling_policy": policy,
         "connector": f"memory://{uuid.uuid4().hex}?timeout=600",
     }
-    one = context(model=str(checkpoint("llama")), **settings)
+    driver = make_instance(model=str(checkpoint("llama")), **settings)
     for i, (name, priority) in enumerate(PRIORITIES.items()):
-        one.submit(name, [i] * 9, 1, phase, priority=priority)
-    assert "".join(ends(one, 4)) == order
+        driver.submit(name, [i] * 9, 1, phase, priority=priority)
+    assert "".join(finish_order(driver, 4)) == order
 
 
 @pytest.mark.parametrize(("policy", "order"), [("fcfs", "abcd"), ("priority", "cadb")])
-def test_decode_reserves_in_this_order(
-    policy: str, order: str, checkpoint: Callable[..., Path], context: Callable[..., Any]
+def test_decode_reserves_blocks_in_the_order_of_the_policy(
+    policy: str, order: str, checkpoint: Callable[..., Path], make_instance: Callable[..., Any]
 ) -> None:
-    one = context(
+    driver = make_instance(
         model=str(checkpoint("llama")),
         num_blocks=5,
         scheduling_policy=policy,
         connector=f"memory://{uuid.uuid4().hex}?timeout=600",
     )
-    one.submit("first", [9] * 40, 2, pb.DECODE)
+    driver.submit("first", [9] * 40, 2, pb.DECODE)
     for i, (name, priority) in enumerate(PRIORITIES.items()):
-        one.submit(name, [i] * 40, 2, pb.DECODE, priority=priority)
+        driver.submit(name, [i] * 40, 2, pb.DECODE, priority=priority)
     for name in ["first", *PRIORITIES]:
-        one.instance.hand_over("router", pb.HandOver(request_id=name, final=True, first_token=3))
-    assert "".join(ends(one, 5)) == f"first{order}"
+        driver.instance.hand_over("router", pb.HandOver(request_id=name, final=True, first_token=3))
+    assert "".join(finish_order(driver, 5)) == f"first{order}"

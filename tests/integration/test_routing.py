@@ -1,4 +1,4 @@
-"""Where requests go: what instances tell their routers, and the same tokens whatever the policy."""
+"""Routing: load and cache reports of instances, identical tokens under every policy, and the routing benchmark."""
 
 import asyncio
 import importlib
@@ -22,7 +22,7 @@ from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.scheduling.policy import POLICIES
 
 
-def test_a_router_is_told_what_others_have_sent(checkpoint: Callable[..., Path]) -> None:
+def test_instances_report_the_load_from_other_routers(checkpoint: Callable[..., Path]) -> None:
     config = InstanceConfig(
         model=str(checkpoint("llama")),
         connector=f"memory://{uuid.uuid4().hex}?timeout=600",
@@ -32,7 +32,7 @@ def test_a_router_is_told_what_others_have_sent(checkpoint: Callable[..., Path])
     outputs: list[pb.Output] = []
     instance = Instance(config, lambda link, frame: outputs.extend(frame.step.outputs))
 
-    def turns(done: Callable[[], bool]) -> None:
+    def run_until(done: Callable[[], bool]) -> None:
         while not done():
             instance.run_once(wait=not instance.engine.has_work)
         instance._costs_updated_at = 0.0
@@ -45,28 +45,28 @@ def test_a_router_is_told_what_others_have_sent(checkpoint: Callable[..., Path])
         instance.submit(link, message)
 
     submit("a", pb.PREFILL, 100)
-    turns(lambda: "engine_steps" in instance._counts)
-    assert instance.other_load("b") == pb.Load(requests=1, prefills=1, prefill_tokens=68, attended_tokens=68 * (32 + 34)), (
-        "32 tokens are computed"
-    )
-    assert instance.other_load("a") == pb.Load(), "what it has sent itself it knows"
+    run_until(lambda: "engine_steps" in instance._counts)
+    assert instance.other_load("b") == pb.Load(
+        requests=1, prefills=1, prefill_tokens=68, attended_tokens=68 * (32 + 34)
+    ), "32 tokens are computed"
+    assert instance.other_load("a") == pb.Load(), "a router's own requests are excluded"
     submit("b", pb.BOTH, 20)
     submit("b", pb.DECODE, 10)
-    turns(lambda: any(output.token_ids and output.request_id == str(pb.BOTH) for output in outputs))
+    run_until(lambda: any(output.token_ids and output.request_id == str(pb.BOTH) for output in outputs))
     assert instance.other_load("a") == pb.Load(requests=2, output_tokens=8 + 9, context_tokens=21 + 10), (
-        "one has its first token, the other waits for KV"
+        "one request has its first token, the other waits for KV"
     )
     assert instance.other_load("c").requests == 3
-    turns(lambda: any(output.stored.final for output in outputs))
+    run_until(lambda: any(output.stored.final for output in outputs))
     instance.cancel("b", str(pb.DECODE))
-    turns(lambda: instance.num_jobs == 0)
-    beat = instance.heartbeat
-    assert instance.other_load("c") == pb.Load(), "all is over"
+    run_until(lambda: instance.num_jobs == 0)
+    heartbeat = instance.heartbeat
+    assert instance.other_load("c") == pb.Load(), "all requests have ended"
     costs = instance.meter.costs(instance._costs_updated_at)
     assert costs.prefill_seconds(100) > 0 and costs.step_seconds(1, 10) > 0
-    assert costs.transfer != Costs().transfer, "it has stored a prompt"
-    assert list(beat.costs.prefill) == pytest.approx(costs.prefill, rel=1e-3)
-    assert list(beat.costs.transfer) == pytest.approx(costs.transfer, rel=1e-3)
+    assert costs.transfer != Costs().transfer, "measured on the stored prompt"
+    assert list(heartbeat.costs.prefill) == pytest.approx(costs.prefill, rel=1e-3)
+    assert list(heartbeat.costs.transfer) == pytest.approx(costs.transfer, rel=1e-3)
     instance.connector.close()
 
 
@@ -75,7 +75,7 @@ assert {policy for pair in PAIRS for policy in pair[:2]} == set(POLICIES)
 
 
 @pytest.mark.parametrize(("prefill_policy", "decode_policy", "local_prefill_tokens"), PAIRS)
-def test_the_tokens_are_the_same_under_every_policy(
+def test_tokens_are_the_same_under_every_policy(
     prefill_policy: str,
     decode_policy: str,
     local_prefill_tokens: int | None,
@@ -114,20 +114,20 @@ def test_the_tokens_are_the_same_under_every_policy(
         assert list(threads.map(send, prompts)) == expected, "with warm caches"
         reason = "forecast" if local_prefill_tokens is None else "threshold"
         assert metric(deployment, "placements_total", reason=reason) == 2 * len(prompts)
-        told = httpx.get(f"{deployment.url}/debug/requests").json()["requests"]
-    decisions = [one for request in told for one in request["decisions"]]
-    asked = {("prefill", prefill_policy), ("decode", decode_policy)}
-    assert {(one["role"], one["policy"]) for one in decisions} == asked
-    local = [request for request in told if request["placement"]["way"] == "decode"]
+        requests = httpx.get(f"{deployment.url}/debug/requests").json()["requests"]
+    decisions = [decision for request in requests for decision in request["decisions"]]
+    policies = {("prefill", prefill_policy), ("decode", decode_policy)}
+    assert {(decision["role"], decision["policy"]) for decision in decisions} == policies
+    local = [request for request in requests if request["placement"]["way"] == "decode"]
     assert all(request["prefill_instance"] == request["decode_instance"] for request in local)
-    assert all(len(request["decisions"]) == (1 if request in local else 2) for request in told)
-    used = {one["chosen"] for one in decisions}
+    assert all(len(request["decisions"]) == (1 if request in local else 2) for request in requests)
+    used = {decision["chosen"] for decision in decisions}
     assert local_prefill_tokens is None or used >= {"prefill-0", "prefill-1"}
     assert decode_policy == "auto" or used >= {"decode-0", "decode-1"}
 
 
-def known_blocks(url: str) -> dict[str, float]:
-    """Instance → blocks of it in the router's prefix index, as soon as the index is complete."""
+def indexed_blocks(url: str) -> dict[str, float]:
+    """Return the number of each instance's blocks in the router's prefix index, or {} while the index is incomplete."""
     found: dict[str, dict[str, float]] = {}
     for line in httpx.get(f"{url}/metrics").text.splitlines():
         match = re.fullmatch(r'pdserve_prefix_index_(\w+)\{instance="([^"]+)"\} (.*)', line)
@@ -139,12 +139,12 @@ def known_blocks(url: str) -> dict[str, float]:
 
 def wait_for_blocks(deployment: Any, **expected: int) -> None:
     deadline = time.monotonic() + 600
-    while known_blocks(deployment.url) != {name.replace("_", "-"): count for name, count in expected.items()}:
-        assert time.monotonic() < deadline, known_blocks(deployment.url)
+    while indexed_blocks(deployment.url) != {name.replace("_", "-"): count for name, count in expected.items()}:
+        assert time.monotonic() < deadline, indexed_blocks(deployment.url)
         time.sleep(0.05)
 
 
-def test_the_router_knows_what_is_cached_where_and_learns_it_again_after_a_restart(
+def test_prefix_index_is_rebuilt_after_a_router_restart(
     checkpoint: Callable[..., Path],
     deploy: Callable[..., Any],
     complete: Callable[..., dict[str, Any]],
@@ -166,11 +166,11 @@ def test_the_router_knows_what_is_cached_where_and_learns_it_again_after_a_resta
         for cached in (80, 112):
             (decode, prefill) = send([1] * 90 + [2] * 30, max_tokens=2)["decisions"]
             assert prefill["chosen"] == first
-            assert {one["instance"]: one["cached_tokens"] for one in prefill["candidates"]} == {
+            assert {candidate["instance"]: candidate["cached_tokens"] for candidate in prefill["candidates"]} == {
                 first: cached,
                 other: 0,
             }
-            assert [one["cached_tokens"] for one in decode["candidates"]] == [cached]
+            assert [candidate["cached_tokens"] for candidate in decode["candidates"]] == [cached]
             blocks = {first.replace("-", "_"): 8, other.replace("-", "_"): 0, "decode_0": 10}
             wait_for_blocks(deployment, **blocks)
             os.kill(deployment.child("router").pid, signal.SIGKILL)
@@ -179,7 +179,7 @@ def test_the_router_knows_what_is_cached_where_and_learns_it_again_after_a_resta
             wait_for_blocks(deployment, **blocks)
         os.kill(deployment.child(first).pid, signal.SIGKILL)
         wait_for_blocks(deployment, decode_0=10, **{other.replace("-", "_"): 0})
-        # An idle instance takes what is late anyhow, but nobody else may wait for that.
+        # An idle instance accepts a request that misses its target anyway, but no request may queue behind it.
         body = {"model": deployment.config.name, "prompt": [3] * 40, "max_tokens": 2, "ignore_eos": True}
         reply = httpx.post(f"{deployment.url}/v1/completions", json={**body, "n": 2})
         assert reply.status_code == 429 and int(reply.headers["Retry-After"]) >= 1, reply.text
@@ -188,7 +188,7 @@ def test_the_router_knows_what_is_cached_where_and_learns_it_again_after_a_resta
         assert complete(deployment, **body)["usage"]["completion_tokens"] == 2
 
 
-def test_the_benchmark_finds_what_there_is_to_find(
+def test_routing_benchmark_measures_the_possible_prefix_hits(
     checkpoint: Callable[..., Path], deploy: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
@@ -197,7 +197,7 @@ def test_the_benchmark_finds_what_there_is_to_find(
     with deploy(model=str(checkpoint("llama")), num_blocks=512, prefill=2, policy="prefix_aware") as deployment:
         rounds = [asyncio.run(routing.play(deployment, turns, 2, salt)) for salt in ("a", "b")]
     tokens = sum(len(turn.prompt) for turn in turns)
-    for each in rounds:
-        assert len(each.ttfts) == 30 and each.tokens == tokens
-        hits = each.sources["local_hit"] + each.sources["loaded"]
-        assert 0 < hits <= routing.most_hits(turns) * tokens + 1e-6, "more would be another round's"
+    for result in rounds:
+        assert len(result.ttfts) == 30 and result.tokens == tokens
+        hits = result.sources["local_hit"] + result.sources["loaded"]
+        assert 0 < hits <= routing.most_hits(turns) * tokens + 1e-6, "more would be hits on another round's blocks"

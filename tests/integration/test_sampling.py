@@ -1,4 +1,4 @@
-"""A request is a pure function: the same seed gives the same tokens on any topology, whatever else is in the batch."""
+"""Deterministic sampling: a seed gives the same tokens on every topology, independent of the rest of the batch."""
 
 import json
 import re
@@ -18,7 +18,7 @@ SETTINGS = [
     {"temperature": 0.9, "min_p": 0.05, "top_p": 0.95, "top_k": 50},
 ]
 TOPOLOGIES = [{"prefill": 1, "decode": 1}, {"prefill": 2, "decode": 2}, {"prefill": 0, "decode": 0, "both": 1}]
-FORMS: list[dict[str, Any]] = [
+CONSTRAINED: list[dict[str, Any]] = [
     {
         "prompt": [5] * 20,
         "max_tokens": 60,
@@ -27,18 +27,18 @@ FORMS: list[dict[str, Any]] = [
     {"prompt": [6] * 20, "max_tokens": 60, "temperature": 1.0, "seed": 4, "guided_regex": "[ab]{20}"},
     {"prompt": [7] * 20, "max_tokens": 20, "ignore_eos": True, "frequency_penalty": 2, "repetition_penalty": 10},
 ]
-LIKELY: dict[str, Any] = {
+WITH_LOGPROBS: dict[str, Any] = {
     "prompt": list(range(40)),
     "max_tokens": 8,
     "ignore_eos": True,
     "seed": 3,
     "temperature": 1.0,
     "logprobs": 4,
-    "logit_bias": {"5": 3.0},  # changes what is drawn, not what the model thinks of it
+    "logit_bias": {"5": 3.0},  # changes the drawn tokens, not the reported logprobs
 }
 
 
-def test_seeded_output_is_the_same_everywhere(
+def test_seeded_output_is_the_same_on_every_topology(
     checkpoint: Callable[..., Path],
     prompts: list[list[int]],
     deploy: Callable[..., Any],
@@ -48,9 +48,9 @@ def test_seeded_output_is_the_same_everywhere(
         {"prompt": prompt, "max_tokens": 24, "ignore_eos": True, "seed": i, **SETTINGS[i % len(SETTINGS)]}
         for i, prompt in enumerate(prompts)
     ]
-    seen: list[list[list[int]]] = []
-    told: list[dict[str, Any]] = []
-    forms: list[list[str]] = []
+    outputs: list[list[list[int]]] = []
+    choices: list[dict[str, Any]] = []
+    constrained: list[list[str]] = []
     for number, topology in enumerate(TOPOLOGIES):
         noise = [{"prompt": [number, i] * (i + 1), "max_tokens": 24, "seed": i, "temperature": 1} for i in range(8)]
         with (
@@ -60,33 +60,33 @@ def test_seeded_output_is_the_same_everywhere(
             ThreadPoolExecutor(32) as threads,
         ):
             send = lambda body, d=deployment: complete(d, **body)["choices"][0]["token_ids"]  # noqa: E731
-            told.append(complete(deployment, **LIKELY)["choices"][0])
-            forms.append([complete(deployment, **body)["choices"][0]["text"] for body in FORMS])
+            choices.append(complete(deployment, **WITH_LOGPROBS)["choices"][0])
+            constrained.append([complete(deployment, **body)["choices"][0]["text"] for body in CONSTRAINED])
             bad = {"model": deployment.config.name, "prompt": "a", "guided_json": {"type": "nothing"}}
             refused = httpx.post(f"{deployment.url}/v1/completions", json=bad)
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_grammar"), refused.text
             others = [threads.submit(send, body) for body in noise[: 4 * number]]
-            seen.append(list(threads.map(send, bodies)))
+            outputs.append(list(threads.map(send, bodies)))
             for other in others:
                 other.result()
-    assert seen[1] == seen[0]
-    assert seen[2] == seen[0]
-    assert len({tuple(tokens) for tokens in seen[0]}) == len(prompts), "different seeds differ"
-    assert forms[0] == forms[1] == forms[2]
-    assert isinstance(json.loads(forms[0][0])["open"], bool) and re.fullmatch("[ab]{20}", forms[0][1])
-    for choice in told:
-        assert choice["token_ids"] == told[0]["token_ids"]
+    assert outputs[1] == outputs[0]
+    assert outputs[2] == outputs[0]
+    assert len({tuple(tokens) for tokens in outputs[0]}) == len(prompts), "different seeds differ"
+    assert constrained[0] == constrained[1] == constrained[2]
+    assert isinstance(json.loads(constrained[0][0])["open"], bool) and re.fullmatch("[ab]{20}", constrained[0][1])
+    for choice in choices:
+        assert choice["token_ids"] == choices[0]["token_ids"]
         _check_logprobs(checkpoint("qwen3"), choice)
 
 
 def _check_logprobs(path: Path, choice: dict[str, Any]) -> None:
-    """They are log_softmax of transformers' own logits."""
+    """Compare the logprobs with log_softmax of transformers' logits."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
-    ids = torch.tensor([[*LIKELY["prompt"], *choice["token_ids"]]])
+    ids = torch.tensor([[*WITH_LOGPROBS["prompt"], *choice["token_ids"]]])
     with torch.no_grad():
-        right = model(ids).logits[0, len(LIKELY["prompt"]) - 1 : -1].log_softmax(-1)
-    chosen = right.gather(1, ids[0, len(LIKELY["prompt"]) :, None])[:, 0]
+        reference = model(ids).logits[0, len(WITH_LOGPROBS["prompt"]) - 1 : -1].log_softmax(-1)
+    chosen = reference.gather(1, ids[0, len(WITH_LOGPROBS["prompt"]) :, None])[:, 0]
     torch.testing.assert_close(torch.tensor(choice["logprobs"]["token_logprobs"]), chosen, atol=1e-4, rtol=0)
-    for top, row in zip(choice["logprobs"]["top_logprobs"], right, strict=True):
+    for top, row in zip(choice["logprobs"]["top_logprobs"], reference, strict=True):
         best = sorted(top.values(), reverse=True)[:4]
         torch.testing.assert_close(torch.tensor(best), row.topk(4).values, atol=1e-4, rtol=0)

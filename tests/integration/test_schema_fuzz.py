@@ -1,4 +1,4 @@
-"""Schemathesis reads /openapi.json and sends a whole deployment what it makes of that; scripts/fuzz does so for longer."""
+"""Schemathesis tests a deployment with requests generated from /openapi.json; scripts/fuzz runs it for longer."""
 
 import importlib.util
 import subprocess
@@ -12,11 +12,11 @@ import pytest
 
 from pdserve.cli.deployment import Deployment
 
-EXAMPLES = 4  # of each operation, the same in every run
+EXAMPLES = 4  # per operation, the same in every run
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 
 
-def test_answers_are_what_the_schema_says(
+def test_responses_conform_to_the_schema(
     deploy: Callable[..., AbstractContextManager[Deployment]], checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     if importlib.util.find_spec("schemathesis") is None:
@@ -25,8 +25,8 @@ def test_answers_are_what_the_schema_says(
         command = [sys.executable, "-m", "schemathesis.cli", "run", f"{deployment.url}/openapi.json"]
         command += ["--checks", CHECKS, "--phases", "examples,fuzzing", "--max-examples", str(EXAMPLES)]
         command += ["--generation-deterministic", "--suppress-health-check", "all", "--request-timeout", "1000"]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=1200)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "Operations:       17 selected" in done.stdout
-        told = httpx.get(f"{deployment.url}/metrics").text
-        assert 'pdserve_requests_total{finish_reason="length"}' in told, "not even the examples were generated"
+        result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=1200)
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert "Operations:       17 selected" in result.stdout
+        metrics = httpx.get(f"{deployment.url}/metrics").text
+        assert 'pdserve_requests_total{finish_reason="length"}' in metrics, "no valid request was generated"

@@ -1,4 +1,4 @@
-"""Starting with something missing: one line that says what, and exit code 2."""
+"""Start-up errors of every command: one line on stderr that names the cause, and exit code 2."""
 
 import json
 import os
@@ -14,71 +14,73 @@ from pdserve.cli.deployment import free_port
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def fails(done: "subprocess.CompletedProcess[str]", *parts: str) -> None:
-    assert done.returncode == 2, done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("pdserve: ")]
-    assert len(lines) == 1 and "Traceback" not in done.stderr, done.stderr
+def assert_start_fails(result: "subprocess.CompletedProcess[str]", *parts: str) -> None:
+    assert result.returncode == 2, result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.startswith("pdserve: ")]
+    assert len(lines) == 1 and "Traceback" not in result.stderr, result.stderr
     for part in parts:
         assert part in lines[0]
 
 
-def test_no_such_model_directory(pdserve: Command) -> None:
-    fails(pdserve("prefill", "--model", "/no/such/place"), "no such model directory: /no/such/place")
-    fails(pdserve("router", "--port", str(free_port()), "--model", "/no/such/place"), "no such model directory")
+def test_missing_model_directory(pdserve: Command) -> None:
+    assert_start_fails(pdserve("prefill", "--model", "/no/such/place"), "no such model directory: /no/such/place")
+    assert_start_fails(
+        pdserve("router", "--port", str(free_port()), "--model", "/no/such/place"), "no such model directory"
+    )
 
 
-def test_a_directory_without_a_checkpoint(pdserve: Command, tmp_path: Path) -> None:
-    fails(pdserve("decode", "--model", str(tmp_path)), "is not a checkpoint: config.json is missing")
+def test_directory_without_a_checkpoint(pdserve: Command, tmp_path: Path) -> None:
+    assert_start_fails(pdserve("decode", "--model", str(tmp_path)), "is not a checkpoint: config.json is missing")
 
 
-def test_an_architecture_without_a_decoder(pdserve: Command, tmp_path: Path) -> None:
+def test_architecture_without_a_decoder(pdserve: Command, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit", "architectures": ["ViTModel"]}))
     (tmp_path / "model.safetensors").write_bytes(b"")
-    fails(pdserve("decode", "--model", str(tmp_path)), "architecture ViTModel is not supported")
+    assert_start_fails(pdserve("decode", "--model", str(tmp_path)), "architecture ViTModel is not supported")
 
 
-def test_an_architecture_that_keeps_its_state_elsewhere(pdserve: Command, tmp_path: Path) -> None:
+def test_architecture_without_a_kv_cache(pdserve: Command, tmp_path: Path) -> None:
     import torch
     import transformers
 
     config = transformers.MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4)
     torch.manual_seed(0)
     transformers.MambaForCausalLM(config).save_pretrained(tmp_path)
-    fails(pdserve("decode", "--model", str(tmp_path)), "architecture MambaForCausalLM is not supported")
+    assert_start_fails(pdserve("decode", "--model", str(tmp_path)), "architecture MambaForCausalLM is not supported")
 
 
 def test_unknown_connector(pdserve: Command, checkpoint: Callable[..., Path]) -> None:
-    done = pdserve("prefill", "--model", str(checkpoint("llama")), "--connector", "carrier-pigeon://x")
-    fails(done, "There is no connector for carrier-pigeon://", "shm")
+    result = pdserve("prefill", "--model", str(checkpoint("llama")), "--connector", "carrier-pigeon://x")
+    assert_start_fails(result, "There is no connector for carrier-pigeon://", "shm")
 
 
-def test_redis_not_there(pdserve: Command, checkpoint: Callable[..., Path]) -> None:
+def test_unreachable_redis_is_named_without_its_password(pdserve: Command, checkpoint: Callable[..., Path]) -> None:
     url = f"redis://:secret@127.0.0.1:{free_port()}/0"
-    done = pdserve("prefill", "--model", str(checkpoint("llama")), "--num-blocks", "32", "--connector", url)
-    fails(done, "127.0.0.1")
-    assert "secret" not in done.stderr
+    result = pdserve("prefill", "--model", str(checkpoint("llama")), "--num-blocks", "32", "--connector", url)
+    assert_start_fails(result, "127.0.0.1")
+    assert "secret" not in result.stderr
 
 
-def test_more_shared_memory_than_there_is(pdserve: Command, checkpoint: Callable[..., Path]) -> None:
+def test_more_shared_memory_than_available(pdserve: Command, checkpoint: Callable[..., Path]) -> None:
     stat = os.statvfs("/dev/shm")
     size = stat.f_bavail * stat.f_frsize + (1 << 30)
     url = f"shm://test-full?size={size}"
-    done = pdserve("prefill", "--model", str(checkpoint("llama")), "--num-blocks", "32", "--connector", url)
-    fails(done, "/dev/shm")
+    result = pdserve("prefill", "--model", str(checkpoint("llama")), "--num-blocks", "32", "--connector", url)
+    assert_start_fails(result, "/dev/shm")
     assert not list(Path("/dev/shm").glob("pdserve-test-full*"))
 
 
-def test_a_port_in_use(pdserve: Command, checkpoint: Callable[..., Path]) -> None:
+def test_port_in_use(pdserve: Command, checkpoint: Callable[..., Path]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = pdserve("router", "--model", str(checkpoint("llama")), "--port", str(port))
-        fails(done, f"cannot listen on 127.0.0.1:{port}")
+        result = pdserve("router", "--model", str(checkpoint("llama")), "--port", str(port))
+        assert_start_fails(result, f"cannot listen on 127.0.0.1:{port}")
         free = str(free_port())
-        done = pdserve("router", "--model", str(checkpoint("llama")), "--port", free, "--control-port", str(port))
-        fails(done, f"control port 127.0.0.1:{port} is in use")
-        fails(pdserve("up", "--port", str(port)), f"cannot listen on 127.0.0.1:{port}")
+        result = pdserve("router", "--model", str(checkpoint("llama")), "--port", free, "--control-port", str(port))
+        assert_start_fails(result, f"control port 127.0.0.1:{port} is in use")
+        assert_start_fails(pdserve("up", "--port", str(port)), f"cannot listen on 127.0.0.1:{port}")
 
 
 @pytest.mark.parametrize(
@@ -118,13 +120,15 @@ def test_a_port_in_use(pdserve: Command, checkpoint: Callable[..., Path]) -> Non
         (["up", "--port", "9000", "--control-port", "9000"], "--port and --control-port are both 9000"),
     ],
 )
-def test_bad_settings(arguments: list[str], message: str, pdserve: Command, checkpoint: Callable[..., Path]) -> None:
-    fails(pdserve(*arguments, "--model", str(checkpoint("llama"))), message)
+def test_invalid_settings(
+    arguments: list[str], message: str, pdserve: Command, checkpoint: Callable[..., Path]
+) -> None:
+    assert_start_fails(pdserve(*arguments, "--model", str(checkpoint("llama"))), message)
 
 
 @pytest.mark.parametrize("command", ["up", "demo"])
-def test_a_part_that_cannot_start_is_heard(command: str, pdserve: Command) -> None:
-    done = pdserve(command, "--model", "/no/such/place", "--port", str(free_port()))
-    assert done.returncode == 2
-    assert "no such model directory: /no/such/place" in done.stdout + done.stderr
-    assert "could not start; its reason stands above" in done.stderr
+def test_start_up_error_of_a_child_process_is_shown(command: str, pdserve: Command) -> None:
+    result = pdserve(command, "--model", "/no/such/place", "--port", str(free_port()))
+    assert result.returncode == 2
+    assert "no such model directory: /no/such/place" in result.stdout + result.stderr
+    assert "could not start; see its error above" in result.stderr

@@ -1,17 +1,17 @@
-"""A deployment over several stores goes on with those that are left."""
+"""A deployment on tiered stores continues with the remaining tiers when one fails."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
-def test_a_second_tier_that_dies_is_counted_and_changes_no_token(
+def test_failed_second_tier_is_counted_and_changes_no_token(
     checkpoint: Callable[..., Path],
     generate: Callable[..., list[list[int]]],
     deploy: Callable[..., Any],
     complete: Callable[..., dict[str, Any]],
     metric: Callable[..., float],
-    until: Callable[..., None],
+    wait_until: Callable[..., None],
     prompts: list[list[int]],
     start_redis: Callable[..., Any],
     tmp_path: Path,
@@ -26,9 +26,9 @@ def test_a_second_tier_that_dies_is_counted_and_changes_no_token(
             return [reply["choices"][0]["token_ids"] for reply in replies]
 
         assert run(slice(0, 12)) == expected[:12]
-        until(lambda: metric(deployment, "kv_transfer_blocks_total", connector="tiered/2/redis") > 0)
+        wait_until(lambda: metric(deployment, "kv_transfer_blocks_total", connector="tiered/2/redis") > 0)
         server.kill()
         assert run(slice(12, None)) == expected[12:]
-        until(lambda: metric(deployment, "kv_transfer_failures_total", connector="tiered/2/redis") > 0)
+        wait_until(lambda: metric(deployment, "kv_transfer_failures_total", connector="tiered/2/redis") > 0)
         assert metric(deployment, "kv_transfer_blocks_total", connector="tiered") > 0
         assert metric(deployment, "kv_transfer_failures_total", connector="tiered") == 0

@@ -1,4 +1,4 @@
-"""The gate: greedy float32 output through router, P and D equals transformers' generate, token for token."""
+"""The main gate: greedy float32 output through router, P and D equals transformers' generate, token for token."""
 
 import itertools
 from collections.abc import Callable
@@ -30,7 +30,7 @@ CONNECTORS = [
     list(zip(ARCHITECTURES, itertools.cycle(("shm", "file", "redis")))),
     indirect=["connector_url"],
 )
-def test_every_architecture(
+def test_tokens_equal_transformers_for_every_architecture(
     architecture: str,
     connector_url: str,
     checkpoint: Callable[..., Path],
@@ -46,26 +46,26 @@ def test_every_architecture(
         assert complete_all(deployment, prompts) == expected, "with warm caches"
 
 
-def test_a_both_instance_with_a_prefill_instance_beside_it(
+def test_both_instance_beside_a_prefill_instance(
     checkpoint: Callable[..., Path],
     generate: Callable[..., list[list[int]]],
     prompts: list[list[int]],
     deploy: Callable[..., Any],
     complete_all: Callable[..., list[list[int]]],
 ) -> None:
-    """It computes some of the prompts itself, and gets the KV of others, in one batch."""
+    """The `both` instance computes some prompts itself and loads the KV of others, in the same batches."""
     path = checkpoint("llama")
     expected = generate(path, prompts, 32)
     settings = {"prefill": 1, "decode": 0, "both": 1, "policy": "round_robin"}
     with deploy(model=str(path), num_blocks=1024, max_num_batched_tokens=256, **settings) as deployment:
         assert complete_all(deployment, prompts) == expected
         log = httpx.get(f"{deployment.url}/debug/requests").json()["requests"]
-        assert {one["prefill_instance"] for one in log} == {"prefill-0", "both-0"}
-        assert {one["decode_instance"] for one in log} == {"both-0"}
+        assert {request["prefill_instance"] for request in log} == {"prefill-0", "both-0"}
+        assert {request["decode_instance"] for request in log} == {"both-0"}
 
 
 @pytest.mark.parametrize("connector_url", CONNECTORS, indirect=True)
-def test_every_connector_in_chunks_with_one_pair_and_with_two(
+def test_tokens_equal_transformers_over_every_connector(
     connector_url: str,
     checkpoint: Callable[..., Path],
     generate: Callable[..., list[list[int]]],
@@ -73,39 +73,39 @@ def test_every_connector_in_chunks_with_one_pair_and_with_two(
     deploy: Callable[..., Any],
     complete_all: Callable[..., list[list[int]]],
     metric: Callable[..., float],
-    until: Callable[..., None],
+    wait_until: Callable[..., None],
 ) -> None:
     path, some = checkpoint("llama"), prompts[:12]
     expected = generate(path, some, 32)
     settings = {
         "num_blocks": 1024,
         "max_num_batched_tokens": 64,
-        "policy": "round_robin",
-    }  # so that all of them get some
+        "policy": "round_robin",  # every instance serves requests
+    }
     with deploy(model=str(path), connector=connector_url, **settings) as deployment:
         assert complete_all(deployment, some) == expected
         double(deployment)
-        assert complete_all(deployment, some) == expected, "two of each, the new ones with nothing yet"
-        again = complete_all(deployment, some, cache_salt="nobody has these blocks")
+        assert complete_all(deployment, some) == expected, "two instances per role, the new ones with empty caches"
+        again = complete_all(deployment, some, cache_salt="a new namespace")
         assert again == expected
         tokens = partial(metric, deployment, "prompt_tokens_by_source_total", role="decode")
-        until(lambda: tokens() == 3 * sum(map(len, some)) and metric(deployment, "kv_cache_blocks_held") == 0)
+        wait_until(lambda: tokens() == 3 * sum(map(len, some)) and metric(deployment, "kv_cache_blocks_held") == 0)
         assert tokens(source="computed") == 0
-        # Blocks that one tier lacks may be in another.
+        # Tiers count blocks that they lack, although another tier may have them.
         tiers = {"connector": "tiered"} if connector_url.startswith("tiered") else {}
         assert metric(deployment, "kv_transfer_failures_total", **tiers) == 0
         loaded = partial(metric, deployment, "kv_transfer_blocks_total", direction="load")
-        until(lambda: loaded(instance="decode-0") > 0 and loaded(instance="decode-1") > 0)
+        wait_until(lambda: loaded(instance="decode-0") > 0 and loaded(instance="decode-1") > 0)
         if "codec" in connector_url:
             bytes_each = metric(deployment, "kv_transfer_bytes_total", direction="load") / loaded()
             assert bytes_each < 3 * 2 * 2 * 16 * 16 * 4, "layers, K and V, heads, tokens, dimensions, bytes"
 
 
 def double(deployment: Any) -> None:
-    """Starts another prefill and another decode instance."""
+    """Start another prefill and another decode instance."""
     for name in ("prefill-0", "decode-0"):
         first = deployment.child(name)
-        twin = name.replace("0", "1")
-        deployment.children.append(type(first)(twin, [twin if a == name else a for a in first.arguments]))
+        second = name.replace("0", "1")
+        deployment.children.append(type(first)(second, [second if a == name else a for a in first.arguments]))
         deployment._start(deployment.children[-1])
     deployment.wait_ready()
