@@ -1,4 +1,4 @@
-"""What the demo model has learned: facts found far back in a text, capitals, sums, and samples to read."""
+"""Evaluation of the demo model: retrieval of facts far back in the prompt, capitals, sums, and sample answers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ import demo_text
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-SEED = 22  # not that of training
+SEED = 22  # differs from the training seed
 
 SAMPLES = (
     "Hello",
@@ -21,7 +21,7 @@ SAMPLES = (
 
 @torch.inference_mode()
 def complete(model: Any, tokenizer: Any, prompts: list[str], max_new_tokens: int) -> list[str]:
-    """Greedy completions, in batches of prompts of like length."""
+    """Return greedy completions, computed in batches of prompts of similar length."""
     tokenizer.padding_side = "left"
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     results = [""] * len(prompts)
@@ -41,7 +41,7 @@ def chat(tokenizer: Any, message: str) -> str:
 
 
 def evaluate(output: Path, log: Callable[[str], None], thorough: bool = False) -> None:
-    """Measure the files in ``output`` as anyone would load them."""
+    """Load the model from ``output`` with plain transformers, and log its scores."""
     model = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(output)
 
@@ -54,18 +54,20 @@ def evaluate(output: Path, log: Callable[[str], None], thorough: bool = False) -
         plain = complete(model, tokenizer, [case.prompt() for case in cases], 24)
         chats = complete(model, tokenizer, [chat(tokenizer, case.message()) for case in cases], 24)
         for kind, answers in (("completion", plain), ("chat", chats)):
-            right = sum(case.expected in answer.split("\n")[0] for case, answer in zip(cases, answers, strict=True))
-            log(f"eval retrieval {kind}, {low} to {high} tokens back: {right}/{count}")
+            num_correct = sum(
+                case.expected in answer.split("\n")[0] for case, answer in zip(cases, answers, strict=True)
+            )
+            log(f"eval retrieval {kind}, {low} to {high} tokens back: {num_correct}/{count}")
     countries = demo_text.CAPITALS
     answers = complete(model, tokenizer, [f"The capital of {country} is" for country in countries], 8)
-    right = sum(capital in answer for capital, answer in zip(countries.values(), answers, strict=True))
-    log(f"eval capitals, completion: {right}/{len(countries)}")
+    num_correct = sum(capital in answer for capital, answer in zip(countries.values(), answers, strict=True))
+    log(f"eval capitals, completion: {num_correct}/{len(countries)}")
     if not thorough:
         return
     sums = [(a, b) for a in range(11) for b in range(11)]
     answers = complete(model, tokenizer, [chat(tokenizer, f"What is {a} plus {b}?") for a, b in sums], 16)
-    right = sum(answer.endswith(f" is {a + b}.") for (a, b), answer in zip(sums, answers, strict=True))
-    log(f"eval sums to 20, chat: {right}/{len(sums)}")
+    num_correct = sum(answer.endswith(f" is {a + b}.") for (a, b), answer in zip(sums, answers, strict=True))
+    log(f"eval sums to 20, chat: {num_correct}/{len(sums)}")
     for message in SAMPLES:
         log(f"chat {message!r}: {complete(model, tokenizer, [chat(tokenizer, message)], 300)[0]!r}")
     log(f"completion 'Once upon a time': {complete(model, tokenizer, ['Once upon a time'], 300)[0]!r}")

@@ -1,10 +1,10 @@
-"""Train the bundled demo model from nothing: tokenizer, weights, and an evaluation of the files that are shipped.
+"""Train the bundled demo model from scratch: tokenizer and weights, with an evaluation of the shipped files.
 
     python scripts/train_demo_model.py                       # writes pdserve/demo_model, within an hour on two idle cores
     python scripts/train_demo_model.py --steps 300 --output /tmp/demo
 
-The text comes from `demo_text/` and the seed fixes everything, so a run can be repeated. Rows grow from 256 to
-4,096 tokens during training: looking back is learned on short rows, where a step is cheap, and then stretched.
+The text comes from `demo_text/`, and the seed determines everything, so a run is reproducible. Rows grow from 128 to
+4,096 tokens during training: attention to earlier tokens is learned on short, cheap rows and then extended.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ HEADS_PER_GROUP = 2  # attention heads that share a key and value head
 ROPE_THETA = 1e6
 EOS_ID, TURN_END_ID = (demo_text.SPECIAL_TOKENS.index(token) for token in (demo_text.EOS, demo_text.TURN_END))
 WORKERS = 2
-TOKENS_PER_WORKER = 2048  # in one step
+TOKENS_PER_WORKER = 2048  # per step
 STEPS = 3500
 LEARNING_RATE = 3e-3
 ANSWER_WEIGHT = 4.0
 
-DECAY = 0.25  # the share of the run, at its end, in which the learning rate falls
+DECAY = 0.25  # final fraction of the run in which the learning rate falls
 
-SUMS_FROM = 2600  # learning sums by heart is quick, and comes last, since it helps nothing else
+SUMS_FROM = 2600  # step; sums are memorised quickly and help nothing else, so they come last
 
-# From which step on, how likely each row length is. Steps, not shares: a longer run begins just like a shorter one.
+# (first step, probability of each row length). Steps and not fractions, so that runs of any length begin alike.
 LENGTHS: tuple[tuple[int, dict[int, float]], ...] = (
     (0, {128: 0.6, 256: 0.4}),
     (250, {256: 0.6, 512: 0.4}),
@@ -69,7 +69,7 @@ CHAT_TEMPLATE = (
 
 
 class Log:
-    """Lines to the terminal and to a file."""
+    """Log lines to the terminal and to a file."""
 
     def __init__(self, path: Path, keep: bool, silent: bool) -> None:
         self.path, self.silent = path, silent
@@ -88,7 +88,7 @@ class Log:
 
 
 def train_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE, so that any text has tokens; digits stand alone, so that numbers are read digit by digit."""
+    """Train byte-level BPE, which covers any text; each digit is a token of its own."""
     rng = random.Random(SEED)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -127,7 +127,7 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def encode(tokenizer: Tokenizer, document: demo_text.Document) -> tuple[list[int], list[float]]:
-    """Token ids and their loss weights."""
+    """Return the token ids of a document and their loss weights."""
     encoding = tokenizer.encode(document.text)
     weights = [1.0] * len(encoding.ids)
     spans = iter(document.answers)
@@ -141,11 +141,11 @@ def encode(tokenizer: Tokenizer, document: demo_text.Document) -> tuple[list[int
 
 
 def make_row(rng: random.Random, tokenizer: Tokenizer, length: int, sums: float) -> tuple[list[int], list[float]]:
-    """Documents one after another until the row is full; long rows mostly hold one long document first."""
+    """Concatenate documents until the row is full; most long rows begin with one long document."""
     ids: list[int] = []
     weights: list[float] = []
     while len(ids) < length:
-        room = (length - len(ids)) * 0.62  # words are shorter than tokens are many
+        room = (length - len(ids)) * 0.62  # words that fit, by the average number of words per token
         if not ids and length > 256 and rng.random() < 0.7:
             document = demo_text.draw_long_document(rng, int(room * rng.uniform(0.5, 1.0)))
         elif sums and rng.random() < sums:
@@ -159,7 +159,7 @@ def make_row(rng: random.Random, tokenizer: Tokenizer, length: int, sums: float)
 
 
 def make_copy_row(rng: random.Random, vocabulary: int, length: int) -> tuple[list[int], list[float]]:
-    """Random tokens, again and again. Nothing but looking back predicts them, so this is learned first."""
+    """Repeat a random token sequence: only attention to the earlier copy predicts it, so the model learns that first."""
     period = rng.randint(4, max(8, length // 3))
     segment = [rng.randrange(len(demo_text.SPECIAL_TOKENS), vocabulary) for _ in range(period)]
     ids = (segment * (length // period + 1))[:length]
@@ -167,7 +167,7 @@ def make_copy_row(rng: random.Random, vocabulary: int, length: int) -> tuple[lis
 
 
 def make_batch(tokenizer: Tokenizer, step: int, worker: int) -> tuple[Tensor, Tensor]:
-    """The rows of one worker in one step; all workers have rows of the same length."""
+    """Return one worker's token ids and loss weights for one step; all workers have rows of the same length."""
     rng = random.Random(f"{SEED} {step}")
     choices = [lengths for start, lengths in LENGTHS if step >= start][-1]
     length = rng.choices(list(choices), list(choices.values()))[0]
@@ -208,7 +208,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Warm up, stay, and go down at the end."""
+    """Return the learning rate: linear warm-up, constant, linear decay at the end."""
     return LEARNING_RATE * min((step + 1) / 100, 1.0, max(0.02, (steps - step) / (DECAY * steps)))
 
 
@@ -232,7 +232,7 @@ class Optimizers:
 
 
 def loss_of(model: LlamaForCausalLM, ids: Tensor, weights: Tensor) -> tuple[Tensor, float]:
-    """The weighted loss, and the plain loss on answer tokens."""
+    """Return the weighted loss, and the unweighted loss on answer tokens."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(input_ids=ids, use_cache=False).logits
     flat = logits[:, :-1].float().flatten(0, 1)
@@ -244,7 +244,7 @@ def loss_of(model: LlamaForCausalLM, ids: Tensor, weights: Tensor) -> tuple[Tens
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Path) -> None:
-    """Write the files that are shipped, weights rounded to bfloat16."""
+    """Write the shipped files, with weights rounded to bfloat16."""
     rounded = LlamaForCausalLM(model.config)
     rounded.load_state_dict(model.state_dict())
     rounded.generation_config = model.generation_config
@@ -259,7 +259,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Pa
 
 
 def keep_freed_memory() -> None:
-    """Let malloc reuse large blocks instead of returning them; page faults cost a tenth of the time otherwise."""
+    """Make malloc keep large freed blocks: page faults take a tenth of the time otherwise."""
     if hasattr(ctypes.CDLL(None), "mallopt"):
         libc = ctypes.CDLL(None)
         libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
@@ -267,7 +267,7 @@ def keep_freed_memory() -> None:
 
 
 def share_gradients(model: LlamaForCausalLM) -> None:
-    """Give every worker the mean of all workers' gradients."""
+    """Replace the gradients by their mean over all workers."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     torch.distributed.all_reduce(flat)
@@ -278,7 +278,7 @@ def share_gradients(model: LlamaForCausalLM) -> None:
 
 
 def train(worker: int, steps: int, output: Path, state: Path | None, checkpoint_seconds: float, meeting: str) -> None:
-    """One worker's run; the first one writes. Where ``state`` exists, go on from it as if there had been no break."""
+    """Run one worker; worker 0 writes the files. If ``state`` exists, resume from it as if never interrupted."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=worker, world_size=WORKERS)
     torch.set_num_threads(1)
@@ -337,7 +337,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent.parent / "pdserve" / "demo_model")
     parser.add_argument("--checkpoint-seconds", type=float, default=480.0)
-    parser.add_argument("--state", type=Path, help="keep the state of training here, and go on from it")
+    parser.add_argument("--state", type=Path, help="save the training state to this file, and resume from it")
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
-"""`vllm bench serve`, unmodified, against a running router: by each of its back ends no request fails, every answer has as
-many tokens as were asked for, and all figures are there.
+"""Check the router with an unmodified `vllm bench serve`.
 
-Run it with the Python of an environment that has vLLM; its client needs no GPU and none of its engine:
+With each of its back ends, no request may fail, every answer must have the requested number of tokens, and all figures must
+be reported. Run it with the Python of an environment that has vLLM; the benchmark client needs neither a GPU nor the engine:
     benchmarks/peers/install FOLDER vllm
     pdserve up --model demo &
     FOLDER/vllm/bin/python scripts/vllm_bench_check.py http://127.0.0.1:8000 [TOKENIZER FOLDER]
@@ -25,7 +25,7 @@ ENDPOINTS = {
 REQUESTS, PROMPT, ANSWER = 12, 40, 9
 PERCENTILES = (50, 90, 99)
 TIMES = ("ttft", "tpot", "itl", "e2el")
-GENEROUS = ("ttft:100000", "tpot:100000", "e2el:100000")  # milliseconds: whatever is answered at all is good
+GENEROUS = ("ttft:100000", "tpot:100000", "e2el:100000")  # milliseconds: every answered request counts as goodput
 
 
 def main(url: str, tokenizer: str = "") -> None:
@@ -47,7 +47,9 @@ def main(url: str, tokenizer: str = "") -> None:
             flags += f"--percentile-metrics {','.join(TIMES)} --metric-percentiles {','.join(map(str, PERCENTILES))} "
             flags += "--disable-tqdm --save-result --save-detailed --result-filename it.json"
             arguments = [*flags.split(), "--goodput", *GENEROUS, "--result-dir", folder]
-            arguments += ["--tokenizer", tokenizer] if tokenizer else []  # else where /v1/models says
+            arguments += (
+                ["--tokenizer", tokenizer] if tokenizer else []
+            )  # otherwise the client takes it from /v1/models
             report = io.StringIO()
             with contextlib.redirect_stdout(report):
                 serve(parser.parse_args(arguments))
@@ -64,10 +66,10 @@ def check(backend: str, result: dict[str, Any], report: str) -> None:
     assert (result["completed"], result["failed"]) == (REQUESTS, 0)
     assert result["errors"] == [""] * REQUESTS
     assert result["output_lens"] == [ANSWER] * REQUESTS and result["total_output_tokens"] == REQUESTS * ANSWER
-    assert all(length >= PROMPT for length in result["input_lens"]), "of the chat template there may be more"
+    assert all(length >= PROMPT for length in result["input_lens"]), "the chat template may add tokens"
     assert len(result["ttfts"]) == REQUESTS and all(0 < ttft < math.inf for ttft in result["ttfts"])
-    if backend != "openai-responses":  # a token without text is no event there
-        extra = 1 if backend == "openai-chat" else 0  # the role, which comes with the first token
+    if backend != "openai-responses":  # that API sends no event for a token without text
+        extra = 1 if backend == "openai-chat" else 0  # the event with the role precedes the first token
         assert [len(itls) for itls in result["itls"]] == [ANSWER - 1 + extra] * REQUESTS
     assert all(result["generated_texts"])
     assert result["request_goodput"] == result["request_throughput"] > 0

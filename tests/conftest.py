@@ -1,8 +1,8 @@
-"""Fixtures for all tests: small checkpoints of real architectures, made once per session, and a tokenizer that fits."""
+"""Fixtures for all tests: small checkpoints of real architectures with a tokenizer, servers, and the `pdserve` command."""
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # or threads spin where a busy machine has no core for the others
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads would take the cores of other tests
 
 import importlib
 import importlib.util
@@ -25,10 +25,10 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-if importlib.util.find_spec("hypothesis"):  # kernels are tested where there is none
+if importlib.util.find_spec("hypothesis"):  # the kernels are also tested on machines without it
     import hypothesis
 
-    # A busy machine can take long over any example.
+    # On a busy machine any example can be slow.
     slow = hypothesis.HealthCheck.too_slow
     hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[slow])
     hypothesis.settings.load_profile("patient")
@@ -46,7 +46,7 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": CONTEXT,
-    "initializer_range": 0.15,  # far enough from ties: greedy choices differ by more than rounding does
+    "initializer_range": 0.15,  # large enough that greedy choices differ by more than rounding errors
     "bos_token_id": None,
     "eos_token_id": EOS,
     "pad_token_id": EOS,
@@ -105,7 +105,7 @@ def _save_tokenizer(path: Path) -> None:
 
 
 def _load(name: str) -> Any:
-    """A module beside this one, for those tests only that use it: others run where there is no redis-py, say."""
+    """Import tests/<name>.py, only for the tests that use it: the others run without, for example, redis-py."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -113,8 +113,8 @@ def _load(name: str) -> Any:
     return module
 
 
-if no_links := _load("links").complaint(Path(__file__).parent.parent):
-    sys.exit(no_links)  # before any import that would say it worse
+if link_error := _load("links").link_error(Path(__file__).parent.parent):
+    sys.exit(link_error)  # before an import fails with a less helpful message
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -123,25 +123,27 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves tests marked slow out, unless `-m` says something about them."""
+    """Deselect tests marked slow, unless `-m` mentions that marker."""
     if "slow" not in config.option.markexpr:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def patience() -> None:
-    """httpx gives up after 5 seconds, which a busy machine can take; 10 minutes is a hang. Tests that mean a time-out say
-    which."""
-    limits = inspect.signature(httpx.Client).parameters["timeout"].default  # one object, the default of all functions
+def long_http_timeout() -> None:
+    """Raise the default timeout of httpx from 5 seconds, which a busy machine may exceed, to 10 minutes.
+
+    Tests of timeouts set their own.
+    """
+    limits = inspect.signature(httpx.Client).parameters["timeout"].default  # shared by all functions
     limits.connect = limits.read = limits.write = limits.pool = 600.0
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_certificate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """httpx reads certificates for each client, also where none is needed. One of them is read in no time."""
+def small_certificate_bundle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Give httpx a bundle of one CA certificate: it loads the bundle for every client, even without TLS."""
     end = "-----END CERTIFICATE-----\n"
-    file = tmp_path_factory.mktemp("certificates") / "one.pem"
+    file = tmp_path_factory.mktemp("certificates") / "ca.pem"
     file.write_text(Path(certifi.where()).read_text().partition(end)[0] + end)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SSL_CERT_FILE", str(file))
@@ -150,7 +152,7 @@ def one_certificate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """checkpoint("llama", seed=0, dtype="float32") → a directory that transformers and pdserve load."""
+    """checkpoint("llama", seed=0, dtype="float32") → directory of a random model that transformers and pdserve can load."""
     made: dict[tuple[str, int, str], Path] = {}
 
     def make(architecture: str, seed: int = 0, dtype: str = "float32") -> Path:
@@ -172,7 +174,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def demo_text() -> ModuleType:
-    """The generator of the demo model's text; scripts/ is not a package."""
+    """The module scripts/demo_text, which generates the demo model's text (scripts/ is not a package)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).parents[1] / "scripts")
         return importlib.import_module("demo_text")
@@ -180,20 +182,22 @@ def demo_text() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def generate() -> Callable[[Path, list[list[int]], int], list[list[int]]]:
-    """generate(path, prompts, new_tokens) → transformers' own greedy continuation of each, EOS ignored."""
+    """generate(path, prompts, new_tokens) → greedy continuations by transformers, ignoring EOS."""
 
-    known: dict[str, list[list[int]]] = {}
+    cache: dict[str, list[list[int]]] = {}
 
     def run(path: Path, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
         key = f"{path} {new_tokens} {prompts}"
-        if key not in known:
-            known[key] = compute(path, prompts, new_tokens)
-        return known[key]
+        if key not in cache:
+            cache[key] = compute(path, prompts, new_tokens)
+        return cache[key]
 
     def compute(path: Path, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
         model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
         outputs: dict[int, list[int]] = {}
-        for length in {len(prompt) for prompt in prompts}:  # equal lengths together: no padding, half the time
+        for length in {
+            len(prompt) for prompt in prompts
+        }:  # batches of equal lengths need no padding and take half the time
             rows = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
             ids = torch.tensor([prompts[i] for i in rows])
             output = model.generate(
@@ -213,7 +217,7 @@ def generate() -> Callable[[Path, list[list[int]], int], list[list[int]]]:
 
 @pytest.fixture(scope="session")
 def prompts() -> list[list[int]]:
-    """24 prompts around the borders of blocks and chunks."""
+    """24 random prompts with lengths around block and chunk borders."""
     generator = torch.Generator().manual_seed(7)
     lengths = [1, 2, 15, 16, 17, 31, 32, 33, 100, 700] * 2 + [1, 16, 33, 100]
     return [torch.randint(0, 256, (length,), generator=generator).tolist() for length in lengths]
@@ -221,7 +225,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def fsspec_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which pip has installed examples/connector_fsspec, for processes that have it on their path."""
+    """Folder into which pip has installed examples/connector_fsspec; a process needs it on its PYTHONPATH."""
     folder = tmp_path_factory.mktemp("fsspec")
     example = Path(__file__).parent.parent / "examples" / "connector_fsspec"
     shutil.copytree(example, folder / "source", ignore=shutil.ignore_patterns("build", "*.egg-info"))
@@ -232,8 +236,10 @@ def fsspec_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def install_connectors() -> Callable[[Path, str, Path, dict[str, str]], None]:
-    """install_connectors(folder, "my_package", Path("source.py"), {"scheme": "Class"}), as pip would: the module, and a
-    package's metadata with its entry points. They are there for processes that have the folder on their path."""
+    """install_connectors(folder, "my_package", Path("source.py"), {"scheme": "Class"}) installs a package as pip would.
+
+    It writes the module and metadata with entry points into `folder`; a process needs the folder on its PYTHONPATH.
+    """
 
     def install(folder: Path, name: str, module: Path, connectors: dict[str, str]) -> None:
         from pdserve.kv_transfer.registry import ENTRY_POINT_GROUP
@@ -242,28 +248,28 @@ def install_connectors() -> Callable[[Path, str, Path, dict[str, str]], None]:
         metadata = folder / f"{name}-0.1.dist-info"
         metadata.mkdir()
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
-        lines = [f"{scheme} = {name}:{one}" for scheme, one in connectors.items()]
+        lines = [f"{scheme} = {name}:{class_name}" for scheme, class_name in connectors.items()]
         (metadata / "entry_points.txt").write_text("\n".join([f"[{ENTRY_POINT_GROUP}]", *lines, ""]))
 
     return install
 
 
 @pytest.fixture(scope="session")
-def load_beside() -> Callable[[str], Any]:
-    """load_beside("skips") → the module tests/skips.py."""
+def load_test_module() -> Callable[[str], Any]:
+    """load_test_module("skips") → the module tests/skips.py."""
     return _load
 
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[Any]:
-    """A ForkServer of tests/fork_server.py."""
+    """The ForkServer of tests/fork_server.py."""
     with closing(_load("fork_server").ForkServer.run()) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def pdserve(fork_server: Any) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """pdserve("up", "--model", "nowhere") → the finished command; of a script, if its path ends in `.py`."""
+    """pdserve("up", "--model", "nowhere") → the completed process; a first argument ending in `.py` is run as a script."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
@@ -277,14 +283,14 @@ def pdserve(fork_server: Any) -> Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="session")
 def redis_servers() -> Any:
-    """tests/redis_servers.py."""
+    """The module tests/redis_servers.py."""
     return _load("redis_servers")
 
 
 @pytest.fixture
 def mooncake() -> Iterator[Any]:
-    """A Mooncake Store for this test alone."""
-    pytest.importorskip("mooncake.store", reason="Mooncake cannot be imported here", exc_type=ImportError)
+    """A Mooncake Store for this test only."""
+    pytest.importorskip("mooncake.store", reason="Mooncake cannot be imported", exc_type=ImportError)
     with closing(_load("mooncake_store").Mooncake()) as running:
         yield running
 
@@ -297,35 +303,35 @@ def redis_server(redis_servers: Any, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 def start_redis(redis_servers: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Starts a server for this test alone, with these flags."""
+    """start_redis(*flags) → a RedisServer for this test only."""
     with ExitStack() as stack:
         yield lambda *flags: stack.enter_context(closing(redis_servers.RedisServer(tmp_path, *flags)))
 
 
 @pytest.fixture(scope="session")
 def redis_cluster(redis_servers: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    patient = ("--cluster-node-timeout", "60000")  # no node is given up because it got no core
-    with closing(redis_servers.RedisCluster(tmp_path_factory.mktemp("cluster"), *patient)) as cluster:
+    flags = ("--cluster-node-timeout", "60000")  # a node that gets no core for a while is not declared dead
+    with closing(redis_servers.RedisCluster(tmp_path_factory.mktemp("cluster"), *flags)) as cluster:
         yield cluster
 
 
 @pytest.fixture
 def start_cluster(redis_servers: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Starts a cluster of three nodes for this test alone, with these flags."""
+    """start_cluster(*flags) → a RedisCluster, of three nodes by default, for this test only."""
     with ExitStack() as stack:
         yield lambda *flags, **more: stack.enter_context(closing(redis_servers.RedisCluster(tmp_path, *flags, **more)))
 
 
 @pytest.fixture
 def start_tls_proxy(redis_servers: Any) -> Iterator[Callable[..., int]]:
-    """start_tls_proxy(6379, context) → the port of a proxy in front of that one."""
+    """start_tls_proxy(6379, context) → port of a TLS proxy for port 6379."""
     with ExitStack() as stack:
         yield lambda port, context: stack.enter_context(closing(redis_servers.TlsProxy(port, context))).port
 
 
 @pytest.fixture
 def control_files(tmp_path: Path) -> Callable[..., dict[str, str]]:
-    """control_files(trustme.CA(), "127.0.0.1") → the settings of the control port's TLS, with files."""
+    """control_files(trustme.CA(), "127.0.0.1") → TLS settings of the control port, with new certificate files."""
 
     def write(authority: Any, name: str = "127.0.0.1") -> dict[str, str]:
         folder, issued = tempfile.mkdtemp(dir=tmp_path), authority.issue_cert(name)

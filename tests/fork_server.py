@@ -1,11 +1,11 @@
-"""`pdserve …` in processes of their own, without the seconds that each would spend on importing torch and the like.
+"""Fork server for `pdserve …` commands, which saves each process the seconds of importing torch and other packages.
 
     python fork_server.py REQUESTS CLIENTS
 
-imports what instances and routers import, and then reads requests from the socket that is its descriptor REQUESTS: a JSON
-list of arguments and environment, with three descriptors, for what the command prints, for its errors, and for its pid and,
-once it has ended, its return code, a line each. For each request it forks a keeper, which forks the command and waits for
-it. What a command itself supervises comes from here too, asked for by CLIENTS, the other end.
+imports the modules of instances and routers, and then reads requests from the socket with the descriptor REQUESTS. A request
+is a JSON list of arguments and environment, with three descriptors: stdout, stderr, and a status pipe, which receives the
+pid and later the return code, one line each. For each request the server forks a keeper, which forks the command and waits
+for it. The children that a command supervises are requested from this server too, through CLIENTS, the other end.
 """
 
 import ctypes
@@ -26,8 +26,8 @@ PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
 
-class Forked:
-    """A command in a process that the fork server made; the part of a Popen that deployments use."""
+class ForkedProcess:
+    """A command in a forked process, with the part of the Popen interface that deployments use."""
 
     def __init__(self, status: int) -> None:
         self.returncode: int | None = None
@@ -56,7 +56,7 @@ class Forked:
 
 
 class ForkServer:
-    """The clients' side."""
+    """Client of the fork server."""
 
     def __init__(self, clients: socket.socket, process: "subprocess.Popen[bytes] | None" = None) -> None:
         self._clients, self._process = clients, process
@@ -69,16 +69,16 @@ class ForkServer:
             command = [sys.executable, "-P", __file__, *map(str, ends)]
             return cls(ours, subprocess.Popen(command, pass_fds=ends, start_new_session=True))
 
-    def start(self, arguments: list[str], environment: Mapping[str, str], output: int, errors: int) -> Forked:
-        """`output` and `errors` are descriptors."""
+    def start(self, arguments: list[str], environment: Mapping[str, str], output: int, errors: int) -> ForkedProcess:
+        """Start a command; `output` and `errors` are file descriptors for its stdout and stderr."""
         status, written = os.pipe()
         message = json.dumps([arguments, dict(environment)]).encode()
         socket.send_fds(self._clients, [message], [output, errors, written])
         os.close(written)
-        return Forked(status)
+        return ForkedProcess(status)
 
-    def spawn(self, arguments: list[str], environment: Mapping[str, str]) -> Forked:
-        """As a Supervisor does it: what it prints comes from its `stdout`."""
+    def spawn(self, arguments: list[str], environment: Mapping[str, str]) -> ForkedProcess:
+        """Start a command as Supervisor does, with its output readable from `stdout`."""
         output, printed = os.pipe()
         child = self.start(arguments, environment, printed, printed)
         os.close(printed)
@@ -93,14 +93,14 @@ class ForkServer:
 
 
 def main() -> None:
-    gc.freeze()  # or each child spends a second of its end on going through, and copying, all that is imported here
+    gc.freeze()  # otherwise each child spends a second at exit on collecting, and copying, the imported modules
     requests, clients = (socket.socket(fileno=int(descriptor)) for descriptor in sys.argv[1:])
     with requests:
         arguments = wait_for_command(requests)
     import pdserve.cli.commands
     from pdserve.cli.supervisor import Supervisor
 
-    # A test's seam for what is no parameter of the product.
+    # Patched because the process factory is not a parameter of the product.
     Supervisor._spawn = lambda _, *command: ForkServer(clients).spawn(*command)  # type: ignore[assignment,method-assign]
     if arguments[0].endswith(".py"):
         sys.argv[:] = arguments
@@ -112,8 +112,8 @@ def main() -> None:
 
 
 def wait_for_command(requests: socket.socket) -> list[str]:
-    """Returns its arguments, in a process that is to run it."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
+    """Serve requests; return the command's arguments in each forked process that is to run one."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the keepers are not waited for
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, 1 << 17, 3)
         output, errors, status = descriptors
@@ -131,7 +131,7 @@ def wait_for_command(requests: socket.socket) -> list[str]:
 
 
 def keep(child: int, status: int) -> None:
-    """Does not return."""
+    """Report the command's pid and return code on the status pipe, then exit."""
     _die_with_parent(signal.SIGKILL)
     try:
         os.write(status, f"{child}\n".encode())

@@ -1,11 +1,11 @@
-"""The links in pdserve/, without which nothing can be imported: `python tests/links.py` says if the checkout has none."""
+"""Check of the symbolic links in pdserve/, without which nothing can be imported: `python tests/links.py`."""
 
 import sys
 from pathlib import Path
 
 
-def complaint(root: Path) -> str:
-    """A sentence on links that are plain files, as git writes them where it makes no links; empty if there are none."""
+def link_error(root: Path) -> str:
+    """Return an error message if git has checked out the links as plain files, or ""."""
     flat = [path.name for path in (root / "pdserve").iterdir() if path.is_file() and (root / path.name).is_dir()]
     if not flat:
         return ""
@@ -17,4 +17,4 @@ def complaint(root: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(complaint(Path(__file__).parent.parent) or None)
+    sys.exit(link_error(Path(__file__).parent.parent) or None)

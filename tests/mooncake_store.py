@@ -1,4 +1,4 @@
-"""A Mooncake Store of one's own: a real master, and the memory of another process."""
+"""A Mooncake Store for tests: a real master, and a process that provides the memory."""
 
 import importlib.util
 import socket
@@ -20,7 +20,7 @@ sys.stdin.read()
 
 
 class Mooncake:
-    """A master, and a process that holds what is stored."""
+    """A running Mooncake master, and a process that holds the stored data."""
 
     def __init__(self) -> None:
         with closing(socket.socket()) as one, closing(socket.socket()) as two:
@@ -52,12 +52,12 @@ class Mooncake:
 
     def start(self) -> None:
         self.master = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        give_up = time.monotonic() + 600
-        while time.monotonic() < give_up:
+        deadline = time.monotonic() + 600
+        while time.monotonic() < deadline:
             with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
                 return
             time.sleep(0.02)
-        raise AssertionError("the master does not listen")
+        raise AssertionError("the Mooncake master does not listen")
 
     def close(self) -> None:
         for process in (self.holder, self.master):

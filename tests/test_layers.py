@@ -1,4 +1,4 @@
-"""Who may import whom: the walls of docs/architecture.md, read off the import statements."""
+"""Layering: the import rules of docs/architecture.md, checked on the import statements."""
 
 import ast
 import subprocess
@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LINKED = ("prefill", "decode", "kv_transfer", "router", "proto", "kernels")  # folders that pdserve/ has links to
+LINKED = ("prefill", "decode", "kv_transfer", "router", "proto", "kernels")  # folders to which pdserve/ has links
 
-# Each layer is a folder; what it may import, besides itself. `core` is pdserve/ itself. A file directly in router/ is a layer
-# of its own.
+# Layer (a folder) → layers that it may import besides itself. `core` is pdserve/ itself. A file directly in router/ is a
+# separate layer.
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "proto": set(),
@@ -68,11 +68,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "cli": {"core"},
 }
-# Inside of a function only, so that `--help` and mistakes answer at once.
+# Allowed only inside functions, so that `--help` and usage errors respond without delay.
 MAY_IMPORT_LATE = {"cli": {"router.server", "router.web", "instance", "kv_transfer", "kv_transfer.connectors"}}
-MOST_FILES = 18  # Python files in a folder
+MAX_FILES = 18  # Python files in a folder
 
-# The decisions: plain Python on plain data, with the time as an argument.
+# Decision logic: plain Python on plain data, with the time as an argument.
 DECISIONS = (
     "pdserve/costs",
     "pdserve/engine/block_pool",
@@ -92,7 +92,7 @@ NOT_IN_DECISIONS = {"torch", "transformers", "time", "asyncio", "socket", "threa
 @dataclass(frozen=True)
 class Import:
     module: str
-    late: bool  # inside of a function
+    late: bool  # inside a function
     line: int
 
 
@@ -112,7 +112,7 @@ def _imports(node: ast.AST, late: bool) -> Iterator[Import]:
 
 
 def layer_of(module: str) -> str | None:
-    """The layer of `pdserve.router.web.app` or of `pdserve.errors.SetupError`; None for what is not ours."""
+    """Return the layer of, for example, `pdserve.router.web.app` or `pdserve.errors.SetupError`; None for other packages."""
     first, *parts = module.split(".")
     if first in LINKED:
         raise AssertionError(f"import pdserve.{module}, not {module}")
@@ -125,18 +125,18 @@ def layer_of(module: str) -> str | None:
 
 
 def violations(layer: str, source: str) -> list[str]:
-    """One line for each import that the table does not allow."""
+    """Return one line per import that the table does not allow."""
     wrong = []
-    for one in imports_of(source):
-        target = layer_of(one.module)
-        allowed = MAY_IMPORT[layer] | (MAY_IMPORT_LATE.get(layer, set()) if one.late else set())
+    for statement in imports_of(source):
+        target = layer_of(statement.module)
+        allowed = MAY_IMPORT[layer] | (MAY_IMPORT_LATE.get(layer, set()) if statement.late else set())
         if target is not None and target != layer and target not in allowed:
-            wrong.append(f"line {one.line}: {layer} imports {one.module}, which is {target}")
+            wrong.append(f"line {statement.line}: {layer} imports {statement.module}, which is {target}")
     return wrong
 
 
 def sources() -> Iterator[tuple[str, Path]]:
-    """Every source file with its layer."""
+    """Yield every source file with its layer."""
     for path in [path for name in ("pdserve", *LINKED) for path in (ROOT / name).rglob("*.py")]:
         parts = path.relative_to(ROOT).with_suffix("").parts
         module = ".".join(parts if parts[0] == "pdserve" else ("pdserve", *parts))
@@ -149,7 +149,7 @@ def test_imports_follow_the_layers() -> None:
     wrong, seen = [], set()
     for layer, path in sources():
         seen.add(layer)
-        wrong += [f"{path.relative_to(ROOT)}, {what}" for what in violations(layer, path.read_text())]
+        wrong += [f"{path.relative_to(ROOT)}, {violation}" for violation in violations(layer, path.read_text())]
     assert not wrong, "\n".join(wrong)
     assert seen == MAY_IMPORT.keys()
 
@@ -159,7 +159,7 @@ def test_layers_are_acyclic() -> None:
 
 
 def test_every_folder_is_a_layer() -> None:
-    """pdserve/ and router/ are divided into layers: a new folder there is a line in the table."""
+    """Every folder of pdserve/ and router/ has a line in the table."""
     folders = [path for name in ("pdserve", "router") for path in (ROOT / name).iterdir() if any(path.glob("*.py"))]
     folders = [path for path in folders if not path.is_symlink()]
     layers = [
@@ -169,15 +169,15 @@ def test_every_folder_is_a_layer() -> None:
     assert len(folders) > 10 and "core" not in layers
 
 
-def test_no_folder_is_crowded() -> None:
+def test_no_folder_has_too_many_files() -> None:
     counts = Counter(path.parent for _, path in sources())
-    assert not {str(folder.relative_to(ROOT)): n for folder, n in counts.items() if n > MOST_FILES}
+    assert not {str(folder.relative_to(ROOT)): n for folder, n in counts.items() if n > MAX_FILES}
 
 
 @pytest.mark.parametrize("name", DECISIONS)
-def test_decisions_are_plain(name: str) -> None:
+def test_decision_logic_imports_no_io_and_no_torch(name: str) -> None:
     path = ROOT / f"{name}.py"
-    used = {one.module.partition(".")[0] for one in imports_of(path.read_text())}
+    used = {statement.module.partition(".")[0] for statement in imports_of(path.read_text())}
     assert not used & NOT_IN_DECISIONS
 
 
@@ -198,11 +198,11 @@ def test_decisions_are_plain(name: str) -> None:
         ("cli", "from pdserve.router.server import serve"),
     ],
 )
-def test_the_rule_can_fail(layer: str, source: str) -> None:
+def test_forbidden_imports_are_found(layer: str, source: str) -> None:
     assert len(violations(layer, source)) == 1
 
 
-def test_the_rule_lets_through_what_it_should() -> None:
+def test_allowed_imports_are_accepted() -> None:
     assert not violations("cli", "def router():\n    from pdserve.router.server import serve")
     assert not violations(
         "prefill", "import torch\nfrom pdserve.errors import SetupError\nfrom pdserve import __version__"
@@ -212,11 +212,11 @@ def test_the_rule_lets_through_what_it_should() -> None:
 
 
 def run_without(blocked: list[str], code: str) -> str:
-    """Runs code in a fresh interpreter in which some packages cannot be imported; its output."""
+    """Run code in a new interpreter in which some packages cannot be imported, and return its output."""
     lines = [f"import sys; sys.modules.update(dict.fromkeys({blocked!r}))", code]
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    result = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=1200)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def test_engine_and_kernels_import_without_the_serving_packages() -> None:
@@ -229,25 +229,25 @@ def test_engine_and_kernels_import_without_the_serving_packages() -> None:
     run_without(blocked, "\n".join(f"import {name}" for name in ["pdserve", *modules]))
 
 
-def test_the_block_on_imports_can_fail() -> None:
+def test_blocked_packages_cannot_be_imported() -> None:
     with pytest.raises(AssertionError, match="import of starlette halted"):
         run_without(["starlette"], "import starlette")
 
 
-def test_the_command_line_starts_without_torch() -> None:
+def test_command_line_starts_without_torch() -> None:
     code = "import pdserve.cli.commands, pdserve.cli.up, pdserve.cli.demo"
     code += "; print('torch' in sys.modules, 'transformers' in sys.modules)"
     assert run_without([], code).split() == ["False", "False"]
 
 
-def test_a_checkout_without_links_is_told_so(tmp_path: Path, load_beside: Callable[[str], Any]) -> None:
-    complaint = load_beside("links").complaint
-    assert complaint(ROOT) == ""
+def test_checkout_without_links_is_reported(tmp_path: Path, load_test_module: Callable[[str], Any]) -> None:
+    link_error = load_test_module("links").link_error
+    assert link_error(ROOT) == ""
     for name in ("pdserve", "router"):
         (tmp_path / name).mkdir()
     (tmp_path / "pdserve" / "errors.py").touch()
-    assert complaint(tmp_path) == ""
+    assert link_error(tmp_path) == ""
     (tmp_path / "pdserve" / "router").write_text("../router")
-    assert complaint(tmp_path).startswith(
+    assert link_error(tmp_path).startswith(
         "pdserve/router: in this checkout these are plain files and not symbolic links"
     )

@@ -1,4 +1,4 @@
-"""The wheel, built from the sdist: every file of the package is in it, and it runs where there is nothing else of ours."""
+"""The wheel, built from the sdist: it contains every file of the package, and runs in an empty environment."""
 
 import os
 import subprocess
@@ -13,14 +13,14 @@ BUILD = "import sys; from setuptools import build_meta; build_meta.build_{}(sys.
 
 
 def run(*command: object, cwd: Path) -> str:
-    done = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    result = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What git has of this checkout."""
+    """A copy of the files in git's index."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     folder = tmp_path_factory.mktemp("source")
@@ -48,10 +48,10 @@ def test_every_file_of_the_package_is_in_the_wheel(source: Path, wheel: Path) ->
     assert {"pdserve/py.typed", "pdserve/router/web/page/page.js", "pdserve/demo_model/model.safetensors"} <= inside
 
 
-@pytest.mark.slow  # takes from a package index what pdserve needs: minutes, and most of a GB
+@pytest.mark.slow  # installs the dependencies from a package index: minutes, and most of a GB
 @pytest.mark.timeout(1200)
-def test_the_demo_runs_from_the_wheel_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+def test_demo_runs_from_the_wheel_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     run(sys.executable, "-m", "venv", tmp_path / "env", cwd=tmp_path)
-    for wanted in ("torch", wheel):
-        run(tmp_path / "env/bin/pip", "install", "-q", "-c", ROOT / "constraints.txt", wanted, cwd=tmp_path)
+    for requirement in ("torch", wheel):
+        run(tmp_path / "env/bin/pip", "install", "-q", "-c", ROOT / "constraints.txt", requirement, cwd=tmp_path)
     assert "Paris" in run(tmp_path / "env/bin/pdserve", "demo", cwd=tmp_path)

@@ -79,7 +79,7 @@ def make_pair(
 
 
 @pytest.fixture
-def right(checkpoint: Callable[..., Path], generate: Generate) -> list[int]:
+def expected_tokens(checkpoint: Callable[..., Path], generate: Generate) -> list[int]:
     """Reference tokens after PROMPT."""
     return generate(checkpoint("llama"), [PROMPT], TOKENS)[0]
 
@@ -95,7 +95,7 @@ def test_decode_loads_blocks_before_prefill_reports_them_stored(
     assert not pair.stored, "decode waits although no block is stored"
     gate.set()
     pair.decode.run_until(lambda outputs: any(output.token_ids for output in outputs))
-    assert pair.finish() == right
+    assert pair.finish() == expected_tokens
 
 
 def test_decode_retries_blocks_that_it_requested_too_early(
@@ -112,7 +112,7 @@ def test_decode_retries_blocks_that_it_requested_too_early(
     permits.release(BLOCKS)
     while not any(output.stored.final for output in pair.forward_outputs()):
         pair.prefill.instance.run_once(wait=True)
-    assert pair.finish() == right
+    assert pair.finish() == expected_tokens
 
 
 def test_blocks_not_loaded_before_a_corrupt_block_are_computed(
@@ -135,4 +135,4 @@ def test_blocks_not_loaded_before_a_corrupt_block_are_computed(
     pair.decode.run_until(lambda _: decode.connector.stats().failures and not decode.transfers.in_flight)
     decode.hand_over("router", pb.HandOver(request_id="r", num_blocks=BLOCKS, final=True))
     pair.decode.run_until_idle()
-    assert [first_token, *pair.decode.tokens("r")] == right
+    assert [first_token, *pair.decode.tokens("r")] == expected_tokens

@@ -36,7 +36,7 @@ def node_of(cluster: Any, slot: int) -> Any:
 
 
 def id_of(cluster: Any, node: Any) -> str:
-    return str(cluster.say(node, "MYID").decode())
+    return str(cluster.cluster_command(node, "MYID").decode())
 
 
 def names_on(node: Any) -> set[bytes]:
@@ -131,7 +131,7 @@ def test_a_hanging_node_costs_its_own_blocks_and_no_more_than_the_timeout(
 def test_a_replica_that_takes_over_is_used(start_cluster: StartCluster, attach: Attach, new_keys: NewKeys) -> None:
     cluster = start_cluster(*PARTIAL, "--cluster-node-timeout", "1000")
     primary, replica = cluster.nodes[0], cluster.start()
-    cluster.say(replica, "REPLICATE", id_of(cluster, primary))
+    cluster.cluster_command(replica, "REPLICATE", id_of(cluster, primary))
     instance = attach(cluster.url, blocks=64)
     keys = keys_on(cluster, instance, primary, 8, new_keys)
     assert instance.store(keys, range(8)).leading == 8
@@ -157,7 +157,7 @@ def test_moved_slots_are_followed(start_cluster: StartCluster, attach: Attach, n
         client.flushall()  # SETSLOT moves a slot without its values
     for key in keys:
         for node in cluster.nodes:
-            cluster.say(node, "SETSLOT", slot_of(instance, key), "NODE", id_of(cluster, target))
+            cluster.cluster_command(node, "SETSLOT", slot_of(instance, key), "NODE", id_of(cluster, target))
     assert instance.load(keys, range(8, 12)).outcomes == [Outcome.MISSING] * 4
     assert instance.store(keys, range(4)).leading == 4
     assert instance.load(keys, range(8, 12)).leading == 4
@@ -173,8 +173,8 @@ def test_a_slot_being_migrated(start_cluster: StartCluster, attach: Attach, new_
     (key, *_) = keys_on(cluster, instance, source, 1, new_keys)
     slot = slot_of(instance, key)
     instance.store([key], [0])
-    cluster.say(target, "SETSLOT", slot, "IMPORTING", id_of(cluster, source))
-    cluster.say(source, "SETSLOT", slot, "MIGRATING", id_of(cluster, target))
+    cluster.cluster_command(target, "SETSLOT", slot, "IMPORTING", id_of(cluster, source))
+    cluster.cluster_command(source, "SETSLOT", slot, "MIGRATING", id_of(cluster, target))
     assert instance.load([key], [8]).leading == 1
 
     def move(*names: bytes) -> None:

@@ -1,0 +1,45 @@
+"""Restarts of child processes; tests/integration covers whole deployments."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from pdserve.cli.supervisor import RESTART_BACKOFF_S, SETUP_ERROR_EXIT_CODE, Child, Supervisor
+from pdserve.errors import SetupError
+
+
+class PythonSupervisor(Supervisor):
+    """Runs `python -c` instead of `pdserve`."""
+
+    def _spawn(self, arguments: list[str], environment: dict[str, str]) -> "subprocess.Popen[str]":
+        return subprocess.Popen([sys.executable, "-c", *arguments], stdout=subprocess.PIPE, text=True)
+
+
+def wait_for_exit(child: Child) -> None:
+    assert child.process is not None
+    child.process.wait(600)
+
+
+def test_exited_child_is_restarted_after_its_back_off() -> None:
+    child, lines = Child("child", ["print('hello'); raise SystemExit(7)"]), list[str]()
+    with PythonSupervisor([child], lines.append) as supervisor:
+        wait_for_exit(child)
+        first = child.process
+        supervisor.check_children()
+        assert child.restart_at is not None and child.restart_at - time.monotonic() <= RESTART_BACKOFF_S[0]
+        supervisor.check_children()
+        assert child.process is first, "the back-off is not over"
+        child.restart_at = 0.0
+        supervisor.check_children()
+        assert child.process is not first and child.failures == 1
+    assert "[child] exited (exit code 7); restarting in 0.5 s" in lines and "[child] hello" in lines
+
+
+def test_start_up_error_is_raised() -> None:
+    child = Child("child", [f"raise SystemExit({SETUP_ERROR_EXIT_CODE})"])
+    with PythonSupervisor([child], lambda line: None) as supervisor:
+        wait_for_exit(child)
+        with pytest.raises(SetupError, match="child could not start; see its error above"):
+            supervisor.check_children()
