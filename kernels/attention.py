@@ -60,7 +60,7 @@ def select_kernel(name: str, device: torch.device) -> Kernel:
         return reference
     requested = name if name != "auto" else "cpu" if device.type == "cpu" else "triton"
     try:
-        return _cpu_kernel(device) if requested == "cpu" else _triton_kernel(device)
+        return _LOADERS[requested](device)
     except KernelUnavailable as error:
         if name != "auto":
             raise
@@ -86,3 +86,6 @@ def _triton_kernel(device: torch.device) -> Kernel:
     if device.type == "cpu" and not triton_kernels.INTERPRETED:
         raise KernelUnavailable("on the CPU the triton kernel runs only with TRITON_INTERPRET=1")
     return triton_kernels
+
+
+_LOADERS = {"cpu": _cpu_kernel, "triton": _triton_kernel}

@@ -41,9 +41,8 @@ log = logging.getLogger(__name__)
 
 MIN_BYTES_PER_S = 64 << 20  # a slower store counts as unavailable
 MAX_QUEUED_OPERATIONS = 4096  # further operations fail at once: the store does not keep up
-SWITCH_INTERVAL_S = (
-    0.0005  # sys.setswitchinterval in processes with workers: the default of 5 ms is as long as 30 MiB take
-)
+# For sys.setswitchinterval in processes with workers: in the default of 5 ms, a worker could copy 30 MiB.
+SWITCH_INTERVAL_S = 0.0005
 FOLLOW_POLL_S = 0.0002  # between two polls for a block that is being stored
 MAX_LEASE_S = 86_400.0  # an erroneously long lease must not pin a block forever
 

@@ -27,7 +27,7 @@ HELP = {
     "engine_steps": "forward passes",
     "lookups_of_routers_failed": "failed lookups of the router list in the registry",
     "num_requests_running": "sequences in the running batch, loading or storing",
-    "num_requests_waiting": "sequences that have not started",
+    "num_requests_waiting": "sequences that have no blocks yet, or were preempted",
     "kv_cache_blocks": "blocks of the pool",
     "kv_cache_blocks_held": "blocks that a sequence or a transfer holds",
     "kv_cache_usage_perc": "share of the pool's blocks that are held, 0 to 1",

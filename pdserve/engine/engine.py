@@ -39,7 +39,7 @@ class StepResult:
     swapped_in: int = 0
     swap_seconds: float = 0.0
     work: list[tuple[int, int]] = field(default_factory=list)
-    publishers_paused: bool = False
+    storing_paused: bool = False
 
     @property
     def idle(self) -> bool:
@@ -150,7 +150,7 @@ class Engine:
             self._compiling.remove(seq)
         self.scheduler.remove(seq)
 
-    def step(self, *, pause_publishers: bool = False) -> StepResult:
+    def step(self, *, pause_storing: bool = False) -> StepResult:
         """Schedule, run the model, postprocess. The caller removes finished sequences.
 
         Args:
@@ -159,7 +159,7 @@ class Engine:
         compiling, self._compiling = self._compiling, []
         for seq in compiling:
             self.add(seq)
-        schedule = self.scheduler.schedule(pause_publishers=pause_publishers)
+        schedule = self.scheduler.schedule(pause_storing=pause_storing)
         scheduled = schedule.num_scheduled_tokens
         work = [(count, seq.num_computed) for seq, count in scheduled.items()]
         swap_seconds = self.runner.swap(schedule.swap_out, schedule.swap_in)
@@ -179,7 +179,7 @@ class Engine:
             swapped_in=len(schedule.swap_in),
             swap_seconds=swap_seconds,
             work=work,
-            publishers_paused=schedule.publishers_paused,
+            storing_paused=schedule.storing_paused,
         )
 
     def register_full_blocks(self, seq: Sequence) -> None:

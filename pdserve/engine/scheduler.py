@@ -47,7 +47,7 @@ class SchedulerOutput:
     resumed: list[Sequence] = field(default_factory=list)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
-    publishers_paused: bool = False
+    storing_paused: bool = False
 
 
 class Scheduler:
@@ -127,19 +127,17 @@ class Scheduler:
         seq.block_ids = []
         seq.num_computed = seq.num_registered = seq.num_dropped = 0
 
-    def schedule(self, *, pause_publishers: bool = False) -> SchedulerOutput:
+    def schedule(self, *, pause_storing: bool = False) -> SchedulerOutput:
         """Decide the next step. It contains at least one sequence whenever one can run.
 
         Args:
             pause_publishers: leave out sequences whose KV is stored as it is computed.
         """
-        output = SchedulerOutput(
-            publishers_paused=pause_publishers and any(seq.publishes_kv for seq in self.sequences())
-        )
+        output = SchedulerOutput(storing_paused=pause_storing and any(seq.stores_kv for seq in self.sequences()))
         budget = self._schedule_running(output)
         if not output.preempted:
             self._admit(output, budget)
-        if not (self.running or output.publishers_paused or output.preempted) and self.loaded:
+        if not (self.running or output.storing_paused or output.preempted) and self.loaded:
             # Forks hold every block, and each needs one more to advance.
             self._preempt(self.loaded[-1], self.loaded, output)
         return output
@@ -199,7 +197,7 @@ class Scheduler:
             if seq not in output.preempted:
                 self._ensure_blocks(seq, output)
         # Decoding sequences need one token each and have a latency target; long prompts share the rest.
-        candidates = [seq for seq in self.running if not (output.publishers_paused and seq.publishes_kv)]
+        candidates = [seq for seq in self.running if not (output.storing_paused and seq.stores_kv)]
         decoding = [seq for seq in candidates if seq.num_uncomputed == 1]
         budget = StepBudget.for_step(
             self.costs, self.max_num_batched_tokens, decoding, self.itl_target, self.pool.block_size
@@ -284,7 +282,7 @@ class Scheduler:
 
     def _admit(self, output: SchedulerOutput, budget: StepBudget) -> None:
         while budget.tokens > 0 and len(self.running) < self.max_num_seqs:
-            seq = self._pop_next(output.publishers_paused, budget.has_prompt_time)
+            seq = self._pop_next(output.storing_paused, budget.has_prompt_time)
             if seq is None:
                 return
             if seq.needs_refetch:
@@ -298,15 +296,15 @@ class Scheduler:
             if count := budget.allocate(seq):
                 output.num_scheduled_tokens[seq] = count
 
-    def _pop_next(self, pause_publishers: bool, allow_prompts: bool) -> Sequence | None:
+    def _pop_next(self, pause_storing: bool, allow_prompts: bool) -> Sequence | None:
         """Dequeue and return the next sequence to admit; without `allow_prompts`, one that only decodes."""
         candidates = [
             seq
             for seq in self.loaded
-            if not (pause_publishers and seq.publishes_kv) and (allow_prompts or seq.num_uncomputed == 1)
+            if not (pause_storing and seq.stores_kv) and (allow_prompts or seq.num_uncomputed == 1)
         ]
         loaded = next((seq for seq in candidates if self._blocks_needed(seq) <= self.pool.num_free), None)
-        waiting = self.waiting[0] if self.waiting and not (pause_publishers and self.waiting[0].publishes_kv) else None
+        waiting = self.waiting[0] if self.waiting and not (pause_storing and self.waiting[0].stores_kv) else None
         if waiting is not None and not (allow_prompts or waiting.swapped):
             waiting = None
         if waiting is not None and self._precedes(waiting, loaded, candidates) and self._reserve_all(waiting):

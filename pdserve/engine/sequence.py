@@ -84,7 +84,7 @@ class Sequence:
     last_logprobs: TokenLogprobs | None = None
     constraint: Constraint | None = None
     cacheable: bool = True
-    publishes_kv: bool = False
+    stores_kv: bool = False
     admitted: bool = False
 
     def __post_init__(self) -> None:

@@ -135,7 +135,9 @@ class StepGraph:
         self._batch = replace(
             batch, slots_T=batch.slots_T.clone(), kv_lens_S=batch.kv_lens_S.clone(), tables_SM=tables_SM
         )
-        assert self._batch.starts.numel()  # cached now, outside of the recording: it is the same for all steps
+        _ = (
+            self._batch.starts
+        )  # a cached property: computed now, outside of the recording, as it is the same for all steps
         self._copy_inputs(ids_1S, positions_1S, batch)
         recorder, detector = _OperatorRecorder(), _HostReadDetector()
         with detector, recorder, native.record_calls(recorder.calls.append):

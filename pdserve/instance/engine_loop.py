@@ -160,7 +160,7 @@ class Instance:
         self._run_inbox(wait)
         self.decoder.reserve()
         started = self.now()
-        result = self.engine.step(pause_publishers=self.transfers.has_waiting_stores)
+        result = self.engine.step(pause_storing=self.transfers.has_waiting_stores)
         stopped = self.now()
         for seq in result.resumed:
             job = self._by_sequence[seq]
@@ -174,7 +174,7 @@ class Instance:
             self._role_of(job).on_step(job, seq in result.sampled, started)
         if result.advanced:
             self.count("engine_steps", 1)
-        if result.publishers_paused:
+        if result.storing_paused:
             self.count("prefill_steps_held_back", 1)
         self._record_costs(result, stopped - started - result.swap_seconds, stopped)
         self._send_outputs()

@@ -80,7 +80,7 @@ class Dispatcher:
         state.timeline.stamp(Stage.RECEIVED, request.received or now)
         placement = self._route(state)
         waited = now - (request.received or now)
-        rejection = check_slo(self.slo, state.prefill.load, state.final_instance.load, placement, waited)
+        rejection = check_slo(self.slo, state.prefill.candidate, state.final_instance.candidate, placement, waited)
         if rejection is not None:
             self._metrics.refusals.labels(reason=rejection.kind).inc()
             raise rejection
@@ -141,7 +141,7 @@ class Dispatcher:
             self.fleet.breakers.record_success(instance.id)
         if output.HasField("error"):
             kind = BadRequest if output.error.kind == "invalid_grammar" else RequestError
-            self.handle(state, Event.UNPLACED, kind(output.error.message, kind=output.error.kind))
+            self.handle(state, Event.REJECTED, kind(output.error.message, kind=output.error.kind))
         elif instance is state.decode or state.decode is None:
             self._on_decode_output(state, instance, output)
         else:
@@ -345,7 +345,7 @@ class Dispatcher:
 
     def _migrate(self, state: RequestState, error: RequestError) -> None:
         """Move the request to other instances; its stream continues after the last emitted token."""
-        del self.states[state.id]
+        del self.states[state.id]  # its id contains the number of migrations
         failed, previous_migrations = state.final_instance, len(state.timeline.migrations)
         state.timeline.migrations.append(Migration(time.monotonic(), failed.id, str(error)))
         self.states[state.id] = state
@@ -355,7 +355,7 @@ class Dispatcher:
                 raise Unavailable("the budget for repeated migrations is exhausted", kind="no_instance")
         except Unavailable as unplaced:
             reason = Unavailable(f"{error}, and {unplaced}", kind=error.kind, retry_after_s=1)
-            self.handle(state, Event.UNPLACED, reason)
+            self.handle(state, Event.REJECTED, reason)
             return
         self._submit(state)
         self._metrics.migrations.labels(kind=error.kind).inc()

@@ -1,7 +1,7 @@
 """Hand-over state machine of one request. Sans-IO: events go in, actions come out.
 
-                        ┌──────────────── prefill lost, failed or timed out ────────────────────────────┐
-                        │                                  │                                           ▼
+                        ┌───────── prefill lost, failed or timed out ─────────┐
+                        │                                  │                  ▼
     PREFILLING ── first token ──► TRANSFERRING ── all stored ──► LOADING ── first decoded token ──► DECODING ──► FINISHED
         │  ▲ owner: prefill           owner: prefill               owner: decode                  owner: decode
         ▲  └── cancelled by the client, in any state ──► CANCELLED
@@ -45,7 +45,7 @@ class Event(StrEnum):
     DECODE_FAILED = "decode_failed"
     TIMED_OUT = "timed_out"  # no progress within the state's timeout
     DRAINED = "drained"  # decode is draining, and other instances can take over
-    UNPLACED = "unplaced"  # no instance can take the request, or it was rejected: a retry would not help
+    REJECTED = "rejected"  # no instance can take the request, or it was rejected: a retry would not help
     CANCELLED = "cancelled"  # the client disconnected, or has all that it asked for
 
 
@@ -76,7 +76,7 @@ _FROM_ANY_STATE: dict[Event, _Transition] = {
     Event.FINISHED: (State.FINISHED, _CANCEL_BOTH),
     Event.DECODE_FAILED: (State.PREFILLING, (*_CANCEL_BOTH, Action.MIGRATE)),
     Event.DRAINED: (State.PREFILLING, (*_CANCEL_BOTH, Action.MIGRATE)),
-    Event.UNPLACED: (State.FAILED, (Action.FAIL, *_CANCEL_BOTH)),
+    Event.REJECTED: (State.FAILED, (Action.FAIL, *_CANCEL_BOTH)),
     Event.CANCELLED: (State.CANCELLED, _CANCEL_BOTH),
 }
 _TRANSITIONS: dict[tuple[State, Event], _Transition] = {
@@ -126,7 +126,7 @@ class HandOverMachine:
     def restart(self, is_split: bool) -> None:
         """Begin anew: the request has been submitted to other instances."""
         self.is_split = is_split
-        self.state = State.PREFILLING if is_split else State.LOADING
+        self.state = State.PREFILLING if is_split else State.LOADING  # alone, the final instance owns every state
 
     @property
     def is_over(self) -> bool:
@@ -144,7 +144,7 @@ class HandOverMachine:
             event = Event.PREFILL_FAILED if OWNER[self.state] == "prefill" else Event.DECODE_FAILED
         if event is Event.DECODE_FAILED:
             self.migrations_left -= 1
-            event = Event.DECODE_FAILED if self.migrations_left >= 0 else Event.UNPLACED
+            event = Event.DECODE_FAILED if self.migrations_left >= 0 else Event.REJECTED
         transition = _FROM_ANY_STATE.get(event) or _TRANSITIONS.get((self.state, event))
         if transition is None:
             raise IllegalTransition(f"{event} in state {self.state}")

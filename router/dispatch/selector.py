@@ -146,7 +146,7 @@ class InstanceSelector:
         if decode.role == "both":
             placement = Placement("both" if prefill is decode else "split", "policy")
         else:
-            placement = place(prefill.load, decode.load, request, self._local_prefill_tokens)
+            placement = place(prefill.candidate, decode.candidate, request, self._local_prefill_tokens)
         if placement.way == "decode":
             return Selection(request, decode, None, placement, decisions)
         self._commit("prefill", decision)
@@ -156,7 +156,7 @@ class InstanceSelector:
     def _decide(self, role: str, request: PlacementRequest, eligible: list[InstanceHandle]) -> Decision:
         """Apply the role's policy."""
         request = request._replace(decode=role == "decode")
-        return decide(self._policies[role], [instance.load for instance in eligible], request)
+        return decide(self._policies[role], [instance.candidate for instance in eligible], request)
 
     def _commit(self, role: str, decision: Decision) -> InstanceHandle:
         """Count a decision that takes effect, and return the chosen instance."""

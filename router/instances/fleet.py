@@ -48,7 +48,7 @@ class InstanceHandle:
         requests: ids of this router's requests on it → their remaining work.
         other_load: sum of the remaining work of other routers' requests, as last reported.
         is_draining: it accepts no new requests.
-        load: the view of the policies: this router's requests as of now, plus `other_load`.
+        candidate: the view of the policies: this router's requests as of now, plus `other_load`.
     """
 
     hello: pb.Hello
@@ -66,7 +66,7 @@ class InstanceHandle:
 
     def __post_init__(self) -> None:
         self.id, self.role = self.hello.instance_id, self.hello.role
-        self.load = Candidate(
+        self.candidate = Candidate(
             self.id,
             is_both=self.role == "both",
             token_bytes=self.hello.block_bytes // max(1, self.hello.block_size),
@@ -75,12 +75,12 @@ class InstanceHandle:
 
     def assign(self, request_id: str, remaining: Load) -> None:
         """Add a request, or update its remaining work."""
-        self.load.replace_load(self.requests.get(request_id, NO_LOAD), remaining)
+        self.candidate.replace_load(self.requests.get(request_id, NO_LOAD), remaining)
         self.requests[request_id] = remaining
 
     def release(self, request_id: str) -> None:
         """Remove a request, if it is assigned."""
-        self.load.replace_load(self.requests.pop(request_id, NO_LOAD), NO_LOAD)
+        self.candidate.replace_load(self.requests.pop(request_id, NO_LOAD), NO_LOAD)
 
     def index_age(self, now: float) -> float:
         """Return how many seconds the prefix index lags behind this instance's pool."""
@@ -89,7 +89,7 @@ class InstanceHandle:
     def change_role(self, hello: pb.Hello) -> None:
         """Take over the new role of an instance that has finished draining."""
         self.hello, self.role, self.is_draining = hello, hello.role, False
-        self.load.is_both = hello.role == "both"
+        self.candidate.is_both = hello.role == "both"
 
     def update_heartbeat(self, heartbeat: pb.Heartbeat) -> None:
         """Store a heartbeat, and its cost model if it carries one."""
@@ -97,13 +97,13 @@ class InstanceHandle:
             prefill, decode, transfer = (
                 tuple(getattr(heartbeat.costs, name)) for name in ("prefill", "decode", "transfer")
             )
-            self.load.update_costs(Costs(prefill, decode, transfer))
+            self.candidate.update_costs(Costs(prefill, decode, transfer))
         self.heartbeat = heartbeat
 
     def update_other_load(self, load: pb.Load) -> None:
         """Replace the load of other routers' requests."""
         previous, self.other_load = self.other_load, Load(*(getattr(load, name) for name in Load._fields))
-        self.load.replace_load(previous, self.other_load)
+        self.candidate.replace_load(previous, self.other_load)
 
     def as_dict(self, now: float) -> dict[str, object]:
         """Return the instance's entry of /debug/instances."""
@@ -122,9 +122,9 @@ class InstanceHandle:
             "running": self.heartbeat.running,
             "waiting": self.heartbeat.waiting,
             "requests": len(self.requests),
-            "prefill_tokens": self.load.prefill_tokens,
-            "output_tokens": self.load.output_tokens,
-            "costs": vars(self.load.costs),
+            "prefill_tokens": self.candidate.prefill_tokens,
+            "output_tokens": self.candidate.output_tokens,
+            "costs": vars(self.candidate.costs),
             "draining": self.is_draining,
             "last_heard_seconds": round(now - self.last_frame_at, 3),
         }

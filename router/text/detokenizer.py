@@ -29,9 +29,8 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._window: list[
-            int
-        ] = []  # ids emitted last, as context (some decoders trim a leading space), then newer ids
+        # Ids emitted last, as context (some decoders trim a leading space), then newer ids.
+        self._window: list[int] = []
         self._context = 0  # number of ids at the start of the window that are context only
         self._sent = 0  # characters of the window's text already emitted, or ALL_SENT
 

@@ -197,17 +197,17 @@ def test_paused_publishers_are_left_out_and_nothing_else() -> None:
         sched.add(seq)
     sched.add(waiting)
     for seq in (running, loaded, waiting):
-        seq.publishes_kv = True
+        seq.stores_kv = True
     decoding.num_computed = 19  # its KV was loaded; it ranks behind a paused one
-    output = sched.schedule(pause_publishers=True)
-    assert output.num_scheduled_tokens == {decoding: 1} and output.publishers_paused
+    output = sched.schedule(pause_storing=True)
+    assert output.num_scheduled_tokens == {decoding: 1} and output.storing_paused
     output = sched.schedule()
-    assert output.num_scheduled_tokens == {decoding: 1, running: 15} and not output.publishers_paused
-    output = sched.schedule(pause_publishers=True)
+    assert output.num_scheduled_tokens == {decoding: 1, running: 15} and not output.storing_paused
+    output = sched.schedule(pause_storing=True)
     assert output.num_scheduled_tokens == {decoding: 1}, "running sequences are paused as well"
     for seq in (running, loaded, waiting):
         sched.remove(seq)
-    assert not sched.schedule(pause_publishers=True).publishers_paused
+    assert not sched.schedule(pause_storing=True).storing_paused
 
 
 def test_warm_prefix_is_reused_except_for_the_last_token() -> None:

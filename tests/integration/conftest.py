@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -90,7 +90,10 @@ def deploy(forked_deployment: type[Deployment]) -> Deploy:
         }
         all_flags = {**flags, "router": [*PATIENT_ROUTER, *flags.get("router", [])]}
         deployment_class = type("FlaggedDeployment", (forked_deployment,), {"flags": all_flags})
-        with deployment_class(UpConfig(**{**defaults, **settings}), on_line=log_lines.append) as deployment:
+        with ExitStack() as stack:
+            stack.callback(unlink, segment)
+            config = UpConfig(**{**defaults, **settings})
+            deployment = stack.enter_context(deployment_class(config, on_line=log_lines.append))
             try:
                 if wait:
                     deployment.wait_ready(600)
@@ -98,7 +101,6 @@ def deploy(forked_deployment: type[Deployment]) -> Deploy:
             except BaseException:
                 print("\n".join(log_lines))
                 raise
-        unlink(segment)
 
     return run
 

@@ -27,6 +27,7 @@ from typing import ClassVar, TypeVar
 import numpy as np
 
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
+from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.connectors.redis_connector import RedisConnector
 from pdserve.kv_transfer.connectors.shm import ShmConnector
 from pdserve.kv_transfer.header import HEADER_BYTES
@@ -111,7 +112,9 @@ class Faulty(BatchedConnector):
         if hit == "late":
             operation.complete()  # as the watchdog does at the deadline, which is set too far away to be reached here
         is_over = operation.is_over
-        self._record(direction, ["late"] * len(rest) if is_over else ["slow"], seconds)
+        # An operation that follows a store comes in parts: more blocks than the rest of this part are late.
+        num_late = operation.outcomes.count(Outcome.UNAVAILABLE)
+        self._record(direction, ["late"] * num_late if is_over else ["slow"], seconds)
         return is_over
 
     def _record(self, direction: str, hits: Sequence[str], seconds: float = 0.0) -> None:

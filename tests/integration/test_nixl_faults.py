@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 LEASE_S = 2.0
-TIMEOUT_S = 12.0  # per load operation
+TIMEOUT_S = 30.0  # per load operation; a stop lasts as long, and much happens within it while a read is held
 TOKENS = 12
 BLOCKS = 44  # of the long prompts
 Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
@@ -48,12 +48,19 @@ class System:
         return ids
 
     def pause_a_read(self) -> tuple[list[int], "Future[list[int]]", str]:
-        """Send a request and pause the read of its KV; return the prompt, a future of the tokens, and the reader's name."""
-        prompt = self.long_prompt()
+        """Send a request and pause the read of its KV; return the prompt, a future of the tokens, and the reader's name.
+
+        On a busy machine, the lease of a request may expire before it is read: then another one is sent.
+        """
         (self.gate / "shut").touch()
-        future = self.threads.submit(self.send, prompt)
-        wait_until(lambda: any(self.gate.glob("reading.*")), 600, "a decode instance is reading")
-        (mark,) = self.gate.glob("reading.*")
+        future = None
+        while not (marks := list(self.gate.glob("reading.*"))):
+            if future is None or future.done():
+                prompt = self.long_prompt()
+                future = self.threads.submit(self.send, prompt)
+            time.sleep(0.02)
+        assert future is not None
+        (mark,) = marks
         pid = int(mark.suffix[1:])
         mark.unlink()
         return prompt, future, next(child.name for child in self.deployment.children if child.pid == pid)
@@ -129,6 +136,7 @@ def system(
                 num_blocks=64,
                 decode=2,
                 policy="round_robin",
+                flags={"router": ["--lease-seconds", "5"]},  # of an instance that is stopped
             ) as deployment,
             ThreadPoolExecutor(4) as threads,
         ):

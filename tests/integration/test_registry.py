@@ -160,7 +160,8 @@ def test_redis_restart_loses_no_router_and_no_instance(fleet: Fleet, wait_until:
     fleet.redis.start()
     wait_until(lambda: len(fleet.registered()) == 2, "both are registered again")
     wait_until(
-        lambda: sum("the registry answers again" in line for line in fleet.log_lines) >= 4, "all processes have reconnected"
+        lambda: sum("the registry answers again" in line for line in fleet.log_lines) >= 4,
+        "all processes have reconnected",
     )
     assert [fleet.metric(router, "instances_lost_total") for router in (0, 1)] == [0, 0]
 

@@ -222,7 +222,7 @@ def test_drain_and_role_change_require_other_instances(make_cluster: type[Cluste
         again.CopyFrom(one.hello)
         again.role = "both"
         cluster.fleet._handle_role_change(one, pb.InstanceFrame(hello=again))
-        assert one.load.is_both and not one.is_draining
+        assert one.candidate.is_both and not one.is_draining
         drain(other.id)
         assert cluster.sent(other)[-1] == ("drain", pb.Drain())
         assert cluster.open("alone").final_instance is one
@@ -311,7 +311,7 @@ def test_slo_rejection_leaves_no_state_and_spares_running_requests(
             with pytest.raises(Overloaded, match=r"TTFT of 1\.5 s exceeds") as refused:
                 cluster.open("second", prompt=[1] * 3)
         assert (refused.value.kind, refused.value.retry_after_s) == ("slo_ttft", 1)
-        assert prefill.load.requests == 1 and cluster.dispatcher.timeline("second") is None
+        assert prefill.candidate.requests == 1 and cluster.dispatcher.timeline("second") is None
         cluster.open("second", prompt=[1])
         # A running request may migrate, although it is late.
         assert first.decode is not None
@@ -389,7 +389,9 @@ def test_only_live_instances_receive_requests_and_no_load_remains(
         for state in states:
             state.cancel()
         for instance in everyone:
-            assert instance.load.requests == instance.load.work_tokens == instance.load.context_tokens == 0
+            assert (
+                instance.candidate.requests == instance.candidate.work_tokens == instance.candidate.context_tokens == 0
+            )
         assert not cluster.dispatcher.states
 
     run_async(scenario())

@@ -59,7 +59,7 @@ def test_failed_decode_migrates(before: tuple[Event, ...]) -> None:
 
 @DECODE_STATES
 def test_unplaced_request_fails(before: tuple[Event, ...]) -> None:
-    machine, actions = walk(*before, Event.DECODE_FAILED, Event.UNPLACED)
+    machine, actions = walk(*before, Event.DECODE_FAILED, Event.REJECTED)
     assert machine.state is State.FAILED
     assert Action.FAIL in actions
 

@@ -33,7 +33,7 @@ def assert_released(cluster: Cluster, state: RequestState) -> None:
     """Check that no request and no load remains."""
     assert not cluster.dispatcher.states and state.hedge is None
     for instance in cluster.fleet.instances.values():
-        assert not instance.requests and instance.load.requests == 0
+        assert not instance.requests and instance.candidate.requests == 0
 
 
 def test_first_instance_with_a_token_wins(make_cluster: type[Cluster], run_async: RunAsync) -> None:

@@ -73,17 +73,23 @@ def test_remaining_load_follows_each_output(make_cluster: type[Cluster], run_asy
         prefill.hello.block_size = 2
         cluster.open(prompt=[1] * 9)
         cluster.open("other", prompt=[1] * 5)
-        assert prefill.load.prefill_tokens == 14 and prefill.load.output_tokens == 0
-        assert (decode.load.prefill_tokens, decode.load.output_tokens, decode.load.context_tokens) == (0, 8, 14)
+        assert prefill.candidate.prefill_tokens == 14 and prefill.candidate.output_tokens == 0
+        assert (decode.candidate.prefill_tokens, decode.candidate.output_tokens, decode.candidate.context_tokens) == (
+            0,
+            8,
+            14,
+        )
         cluster.deliver(prefill, stored=pb.Stored(num_blocks=2))
-        assert prefill.load.prefill_tokens == 10, "two blocks of two tokens are computed"
+        assert prefill.candidate.prefill_tokens == 10, "two blocks of two tokens are computed"
         cluster.deliver(prefill, token_ids=[7], stored=pb.Stored(num_blocks=5, final=True))
-        assert prefill.load.prefill_tokens == 5 and prefill.load.requests == 1
+        assert prefill.candidate.prefill_tokens == 5 and prefill.candidate.requests == 1
         cluster.deliver(decode, token_ids=[8])
-        assert decode.load.output_tokens == 6 and decode.load.context_tokens == 16
+        assert decode.candidate.output_tokens == 6 and decode.candidate.context_tokens == 16
         prefill.update_other_load(pb.Load(requests=2, prefill_tokens=100))
         prefill.update_other_load(pb.Load(requests=1, prefill_tokens=30))
-        assert prefill.load.prefill_tokens == 35 and prefill.load.requests == 2, "includes the load of other routers"
+        assert prefill.candidate.prefill_tokens == 35 and prefill.candidate.requests == 2, (
+            "includes the load of other routers"
+        )
 
     run_async(scenario())
 

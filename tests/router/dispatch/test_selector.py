@@ -127,7 +127,7 @@ def test_short_prompt_is_computed_on_decode(make_cluster: type[Cluster], run_asy
         state = cluster.open()
         assert not cluster.sent(prefill)
         ((_, submit),) = cluster.sent(decode)
-        assert submit.phase == pb.BOTH and decode.load.prefill_tokens == 3
+        assert submit.phase == pb.BOTH and decode.candidate.prefill_tokens == 3
         assert state.timeline.as_dict()["placement"] == {
             "way": "decode",
             "reason": "threshold",
@@ -137,7 +137,7 @@ def test_short_prompt_is_computed_on_decode(make_cluster: type[Cluster], run_asy
         }
         assert [role for role, _ in state.timeline.decisions] == ["decode"], "no prefill instance was selected"
         cluster.deliver(decode, token_ids=[7])
-        assert decode.load.prefill_tokens == 0
+        assert decode.candidate.prefill_tokens == 0
         cluster.deliver(decode, token_ids=[8, 9, 10], finish_reason="length")
         assert await cluster.tokens(state) == [7, 8, 9, 10]
         cluster.open("long", prompt=[1] * 4)
@@ -229,14 +229,16 @@ def test_cached_tokens_reduce_the_assigned_work(make_cluster: type[Cluster], run
         keys = {size: block_keys(b"root", [1] * 12, size) for size in (2, 4)}
         cluster.fleet._handle_kv_events(twos, pb.Blocks(added=b"".join(keys[2][:3])))
         state = cluster.open(prompt=[1] * 12, keys=keys)
-        assert state.prefill is twos and twos.load.prefill_tokens == 6
+        assert state.prefill is twos and twos.candidate.prefill_tokens == 6
         cluster.fleet._handle_kv_events(fours, pb.Blocks(added=b"".join(keys[4])))
         state = cluster.open("again", prompt=[1] * 12, keys=keys)
-        assert state.prefill is fours and fours.load.prefill_tokens == 4, "the last token always has to be computed"
+        assert state.prefill is fours and fours.candidate.prefill_tokens == 4, (
+            "the last token always has to be computed"
+        )
         cluster.fleet.deregister(fours, "test")
         cluster.fleet._handle_kv_events(twos, pb.Blocks(removed=b"".join(keys[2][:3])))
         state = cluster.open("later", prompt=[1] * 12, keys=keys)
-        assert state.prefill is cluster.instances[0] and state.prefill.load.prefill_tokens == 12
+        assert state.prefill is cluster.instances[0] and state.prefill.candidate.prefill_tokens == 12
 
     run_async(scenario())
 

@@ -48,7 +48,7 @@ def test_load_of_other_routers_arrives(make_hello: MakeHello, make_idle_instance
         task = asyncio.create_task(links.run(cast(Any, instance), make_hello("decode-0")))
         while not instances:
             await asyncio.sleep(0.01)
-        load = instances["decode-0"].load
+        load = instances["decode-0"].candidate
         instances["decode-0"].assign("ours", Load(output_tokens=7))
         for other in (pb.Load(requests=2, output_tokens=5, context_tokens=9), pb.Load(requests=1), pb.Load()):
             instance.load = other

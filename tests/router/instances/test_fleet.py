@@ -99,10 +99,10 @@ def test_load_is_that_of_own_and_other_routers_requests(
     instance.update_other_load(pb.Load(requests=2, output_tokens=5))
     instance.update_other_load(pb.Load(requests=1))
     instance.assign("ours", Load(output_tokens=6))
-    assert (instance.load.requests, instance.load.output_tokens) == (2, 6)
+    assert (instance.candidate.requests, instance.candidate.output_tokens) == (2, 6)
     instance.release("ours")
     instance.release("ours")
-    assert (instance.load.requests, instance.load.output_tokens) == (1, 0)
+    assert (instance.candidate.requests, instance.candidate.output_tokens) == (1, 0)
 
 
 def test_expired_lease_deregisters(make_hello: MakeHello, make_connection: type[SentFrames]) -> None:
