@@ -1,14 +1,14 @@
-"""Decode attention alone, against reading the KV once at the rate of the memory: `python benchmarks/attention.py`.
+"""Decode attention kernels compared with the memory roofline: `python benchmarks/attention.py`.
 
-One row is one batch and one context: every sequence has one new token. Each kernel attends over a pool of several layers,
-one layer per call in turn, so that the second-level cache never holds what comes next. The
-roofline is what all threads read per second from a large buffer in the same run, times the bytes of K and V. Calls of
-all kernels take turns; the best of each counts, as the rest measures what else the machine does.
+One row is one batch and one context length; every sequence has one new token. Each kernel attends over a pool of several
+layers, a different layer on each call, so that the second-level cache never holds the next data. The roofline is the time
+to read the bytes of K and V at the rate at which all threads read a large buffer in the same run. Calls of all kernels
+alternate; the best of each counts, since slower ones measure other load on the machine.
 
 Predicted before the first measurement, for 2 cores with AVX-512 and bfloat16: the compiled kernel needs some 40 cycles per
-token and key/value head (512 bytes), 30 GB/s per core, hence waits for memory: 70 to 90 % of the roofline from 1k tokens
-on, less than 50 % at 160 tokens of one sequence, where starting the threads costs as much as reading. The reference first
-copies K and V (read, write, read again) and so stays below 30 %.
+token and key/value head (512 bytes), 30 GB/s per core, and is therefore memory-bound: 70 to 90 % of the roofline from 1k
+tokens on, less than 50 % at 160 tokens of one sequence, where starting the threads costs as much as reading. The reference
+first copies K and V (read, write, read again) and so stays below 30 %.
 """
 
 import time
@@ -21,7 +21,7 @@ import report
 import torch
 from rich.table import Table
 
-from pdserve.cli.flags import command_of
+from pdserve.cli.flags import command_from_config
 from pdserve.config import flag
 from pdserve.errors import SetupError
 from pdserve.kernels import memory
@@ -47,7 +47,7 @@ QUICK = {"batches": "1,2", "contexts": "160", "seconds": 0.05}
 
 
 def benchmark(settings: Settings) -> None:
-    """Measure decode attention: each kernel beside the least time that reading the KV takes."""
+    """Measure decode attention: each kernel beside the minimal time of reading the KV."""
     settings = settings.sized(QUICK).threaded()
     device = torch.device(settings.device)
     try:
@@ -122,7 +122,7 @@ def _read_rate(device: torch.device, quick: bool) -> float:
 
 
 def _now() -> float:
-    """After all that the device has to do."""
+    """Return the time after the device has finished all queued work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -148,4 +148,4 @@ def _print(rows: list[dict[str, Any]], read: float) -> None:
 
 
 if __name__ == "__main__":
-    report.main(command_of(Settings, benchmark))
+    report.main(command_from_config(Settings, benchmark))

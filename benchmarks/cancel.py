@@ -1,8 +1,8 @@
-"""How soon nothing works for a client that has left: `python benchmarks/cancel.py`.
+"""Time from a client's disconnect until all its resources are freed: `python benchmarks/cancel.py`.
 
-A router, a prefill and a decode instance are started as processes over `shm://`, with the KV of Qwen3-0.6B. One client after
-another leaves: in the middle of its prompt, at the first token, when its KV is on its way, and while it is decoded. Times go
-from when the router finds the connection closed until an instance held nothing any more: no work, no transfer, no block.
+A router, a prefill and a decode instance run as processes over `shm://`, with KV of Qwen3-0.6B's size. Clients disconnect
+during prefill, at the first token, during the KV transfer, and during decode. Times run from the moment the router detects
+the closed connection until an instance holds no work, no transfer and no block of the request.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from leftovers import totals
 from rich.table import Table
 
 from pdserve.cli.deployment import Deployment, free_port
-from pdserve.cli.flags import command_of
+from pdserve.cli.flags import command_from_config
 from pdserve.config import UpConfig, flag, parse_size
 from pdserve.kv_transfer.connectors.shm import count_leases
 
@@ -39,7 +39,7 @@ TOLD_S = 30.0  # for an instance to say that it holds nothing
 
 
 def cancel(settings: Settings) -> None:
-    """Leave requests in every state, and measure until nothing of them is held."""
+    """Cancel requests in every state, and measure the time until their resources are freed."""
     settings = settings.sized(QUICK)
     with tempfile.TemporaryDirectory() as folder, stores.shm(parse_size("1GiB")) as url:
         config = UpConfig(
@@ -89,7 +89,7 @@ async def _rows(deployment: Deployment, settings: Settings) -> list[dict[str, An
 async def _leave(
     http: httpx.AsyncClient, model: str, state: str, settings: Settings, drawn: random.Random
 ) -> dict[str, float]:
-    """Milliseconds until each instance held nothing, if it had not been done with the request before."""
+    """Return the milliseconds until each instance released the request, unless it had finished it before."""
     name, events = f"cancel-{drawn.getrandbits(64):x}", EVENTS[state]
     body = {"model": model, "prompt": [drawn.randrange(250) for _ in range(settings.tokens)], "max_tokens": 500}
     body |= {"stream": True, "ignore_eos": True}
@@ -122,7 +122,7 @@ async def _timeline(http: httpx.AsyncClient, name: str) -> dict[str, Any]:
 
 
 def _left(deployment: Deployment) -> dict[str, float]:
-    """What the instances hold; their counts come with heartbeats."""
+    """Return what the instances still hold; the counters arrive with heartbeats."""
     time.sleep(1.0)
     found = totals(deployment)
     names = ("kv_cache_blocks_held", "num_requests_running", "kv_transfer_bytes_in_flight", "kv_transfer_bytes_waiting")
@@ -130,4 +130,4 @@ def _left(deployment: Deployment) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    report.main(command_of(Settings, cancel))
+    report.main(command_from_config(Settings, cancel))

@@ -1,7 +1,7 @@
 """A deployment under load while its parts fail at random: `scripts/chaos`, for 15 minutes.
 
-First every request is asked for without faults. Later answers must have exactly those tokens, and what ends early their
-beginning; what does not finish must say so with a 503 (or 429). At the end nothing may be left.
+Every request is first sent without faults. Later answers must have exactly the same tokens, and interrupted ones a prefix of
+them; an unfinished request must end with a 503 (or 429). At the end, no resource may be held.
 """
 
 import asyncio
@@ -13,11 +13,11 @@ from typing import Any
 
 import report
 from leftovers import Counts, allowed, settled, totals
-from monkey import Monkey
-from stage import LEASE_S, Chaotic, Make, Stage, stage
+from monkey import FaultInjector
+from stage import LEASE_S, ChaosDeployment, Make, Stage, stage
 from traffic import WHOLE, Traffic
 
-from pdserve.cli.flags import command_of
+from pdserve.cli.flags import command_from_config
 from pdserve.config import flag
 from pdserve.errors import SetupError
 
@@ -37,13 +37,13 @@ class Settings(report.Settings):
 
 QUICK = {"seconds": 60.0, "every": 1.5, "lasting": 2.5, "clients": 4, "cases": 12, "pause": 0.1}
 EXCUSED = ("SIGKILL", "exit code 0", "exit code 2")  # killed, drained, started while the store or the network was out
-ENDED = re.compile(r"\[(\S+)\] ended \((.+)\)")
+ENDED = re.compile(r"\[(\S+)\] exited \((.+)\)")
 MOVED = re.compile(r"(chaos-\d+)\S* migrated to ")
 COUNTED = ("migrations_total", "fallbacks_total", "instances_lost_total", "requests_total", "prompt_tokens_by_source")
 
 
 def chaos(settings: Settings) -> None:
-    """Serve under load while instances, network and store fail at random, and see that no token and nothing else is lost."""
+    """Serve under load while instances, network and store fail at random, and verify all tokens and resources."""
     settings = settings.sized(QUICK)
     if settings.store not in ("redis", "shm"):
         raise SetupError(f"--store is redis or shm, not {settings.store!r}")
@@ -58,14 +58,14 @@ def chaos(settings: Settings) -> None:
         raise SystemExit(1)
 
 
-def play(settings: Settings, make: Make = Chaotic) -> dict[str, Any]:
-    """Everything that the JSON holds."""
+def play(settings: Settings, make: Make = ChaosDeployment) -> dict[str, Any]:
+    """Run the benchmark and return the content of its JSON report."""
     with stage(settings.store, make) as at:
-        traffic, monkey = Traffic(at.deployment.url, at.deployment.config.name, settings), Monkey(at, settings)
+        traffic, monkey = Traffic(at.deployment.url, at.deployment.config.name, settings), FaultInjector(at, settings)
         before, left, after, seconds = asyncio.run(_play(at, traffic, monkey))
         metrics = {name: n for name, n in sorted(totals(at.deployment).items()) if any(one in name for one in COUNTED)}
-    ended = [match for match in map(ENDED.search, at.said) if match is not None]
-    moved = {match[1] for match in map(MOVED.search, at.said) if match is not None}
+    ended = [match for match in map(ENDED.search, at.log_lines) if match is not None]
+    moved = {match[1] for match in map(MOVED.search, at.log_lines) if match is not None}
     none = {
         "requests that ended wrong, or not at all": len(traffic.defects),
         "requests refused or ended though somebody was there": sum(
@@ -74,7 +74,7 @@ def play(settings: Settings, make: Make = Chaotic) -> dict[str, Any]:
         **left,
         **at.left(),
         "instances that ended by themselves": sum(match[2] not in EXCUSED for match in ended),
-        "tracebacks in logs": sum("Traceback" in line for line in at.said),
+        "tracebacks in logs": sum("Traceback" in line for line in at.log_lines),
         "kinds of faults that did not come": len(monkey.missing),
     }
     verdicts = [{"what": name, "may be": 0, "is": value} for name, value in none.items()]
@@ -90,17 +90,17 @@ def play(settings: Settings, make: Make = Chaotic) -> dict[str, Any]:
         "verdicts": verdicts,
     }
     details = {"metrics": metrics, "left_out": at.left_out, "defects": traffic.defects, "fault_log": monkey.log}
-    return shown | {"table": _summary(shown)} | details | {"log": at.said}
+    return shown | {"table": _summary(shown)} | details | {"log": at.log_lines}
 
 
-async def _play(at: Stage, traffic: Traffic, monkey: Monkey) -> tuple[Counts, Counts, Counts, float]:
-    """Footprint before, books and footprint after, and how long it took in between."""
+async def _play(at: Stage, traffic: Traffic, monkey: FaultInjector) -> tuple[Counts, Counts, Counts, float]:
+    """Return the footprint before, the leak counters and footprint after, and the duration in seconds."""
     await traffic.learn()
     left, before = await settled(at, LEASE_S / 2)  # too soon for leases to run out
     assert not any(left.values()), left
     over, started = asyncio.Event(), time.monotonic()
     tending, asking = asyncio.create_task(_tend(at.deployment)), asyncio.create_task(traffic.run(over))
-    await monkey.rage()
+    await monkey.inject()
     over.set()
     await asking
     tending.cancel()
@@ -108,9 +108,9 @@ async def _play(at: Stage, traffic: Traffic, monkey: Monkey) -> tuple[Counts, Co
     return before, *await settled(at, before=before), took
 
 
-async def _tend(deployment: Chaotic) -> None:
+async def _tend(deployment: ChaosDeployment) -> None:
     while True:
-        deployment.tend()
+        deployment.check_children()
         await asyncio.sleep(0.1)
 
 
@@ -125,7 +125,7 @@ def _spread(values: Any) -> dict[str, float]:
 
 
 def _summary(shown: dict[str, Any]) -> dict[str, str]:
-    """The rows of a small table."""
+    """Return the rows of the summary table."""
     ends, pause, moved = Counter(shown["ends"]), shown["longest_pause_s"], shown["longest_pause_of_moved_s"]
     faults = [f"{n:,} {name.split()[0]}" for name, n in shown["faults"].items() if name.endswith(" done")]
     others = [f"{n:,} {end}" for end, n in ends.items() if end not in (*WHOLE, "cancelled")]
@@ -157,4 +157,4 @@ def _print(shown: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    report.main(command_of(Settings, chaos))
+    report.main(command_from_config(Settings, chaos))

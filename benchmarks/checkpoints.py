@@ -1,4 +1,4 @@
-"""Randomly initialised checkpoints for measurements: the shape decides the speed, and nothing needs to be downloaded."""
+"""Randomly initialised checkpoints for benchmarks: speed depends only on the shape, and nothing is downloaded."""
 
 import gc
 import json
@@ -15,7 +15,7 @@ BYTE_VOCABULARY = 256 + len(SPECIAL_TOKENS)
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The sizes of a Qwen3 checkpoint. The vocabulary is the byte tokenizer's unless another one is given."""
+    """Sizes of a Qwen3 checkpoint. The vocabulary is that of the byte tokenizer unless another size is given."""
 
     layers: int
     hidden: int
@@ -29,13 +29,13 @@ class Shape:
 
     @property
     def weights(self) -> int:
-        """Parameters outside of the embedding, that is those of the layers' matrices."""
+        """Number of parameters of the layers' matrices, without the embedding."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
     @property
     def weight_bytes(self) -> int:
-        """What one decode step reads at least: every matrix once; the embedding is the output matrix too."""
+        """Bytes that a decode step must read: every matrix once; the embedding is also the output matrix."""
         return (self.weights + self.vocabulary * self.hidden) * torch_dtype(self.dtype).itemsize
 
     @property
@@ -43,7 +43,7 @@ class Shape:
         return self.layers * 2 * self.kv_heads * self.head_dim * torch_dtype(self.dtype).itemsize
 
     def flops(self, tokens: int, kv_tokens: int, logits: int) -> float:
-        """Of a forward pass: `tokens` new ones that see `kv_tokens` in sum, and `logits` rows of output."""
+        """Return the operations of a forward pass: `tokens` new tokens, `kv_tokens` attended in sum, `logits` output rows."""
         attention = 4 * self.layers * self.heads * self.head_dim * kv_tokens
         return float(2 * self.weights * tokens + attention + 2 * self.hidden * self.vocabulary * logits)
 
@@ -66,7 +66,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def make(shape: Shape, path: Path, seed: int = 0) -> Path:
-    """Writes the checkpoint and its tokenizer into `path`, which both transformers and pdserve load."""
+    """Write the checkpoint and its tokenizer into `path`; transformers and pdserve can load it."""
     config = transformers.Qwen3Config(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
@@ -94,7 +94,7 @@ def make(shape: Shape, path: Path, seed: int = 0) -> Path:
 
 
 def _save_byte_tokenizer(path: Path) -> None:
-    """One token per byte."""
+    """Save a tokenizer with one token per byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""How long a router takes to decide, in this process, without a network. `router.py` prints it."""
+"""Duration of a router's decisions, measured in process without a network; `router.py` prints it."""
 
 import statistics
 import time
@@ -28,17 +28,16 @@ LONG = 8192  # tokens of a prompt, about
 
 
 def prompt_text(tokens: int) -> str:
-    """Of so many words; with the demo model's tokenizer, about as many tokens."""
+    """Return a text of this many words; with the demo model's tokenizer, about as many tokens."""
     chosen = Random(tokens)
     return " ".join(chosen.choice(WORDS) for _ in range(tokens))
 
 
 def decide_among(count: int, repeat: int) -> list[dict[str, Any]]:
-    """Times each policy over so many candidates, and `open`: all from an understood request to the frames for instances.
+    """Time each policy over this many candidates, and `open`: from a parsed request to instance frames.
 
-    Half of the instances prefill and half decode, all are busy, each with other costs, and each has the beginning of the
-    prompt, all of another length. The prompt has been hashed before; how long that takes is a row of its own, as is
-    tokenizing.
+    Half of the instances prefill and half decode; all are busy, with different costs, and each caches a prefix of the prompt of
+    a different length. The prompt is hashed beforehand; hashing and tokenizing are separate rows.
     """
     fleet = Fleet("router", MODEL, 1.0)
     dispatcher = Dispatcher(RouterConfig(model=MODEL), fleet, Metrics(fleet))
@@ -57,7 +56,7 @@ def decide_among(count: int, repeat: int) -> list[dict[str, Any]]:
         instance.update_heartbeat(pb.Heartbeat(costs=pb.Costs(prefill=prefill, decode=decode, transfer=(1e-3, 2e-10))))
         fleet.index.add(instance.id, keys[: i * len(keys) // count])
     instances = list(fleet.instances.values())
-    loads = [instance.load for instance in instances]
+    loads = [instance.candidate for instance in instances]
     cached = {instance.id: fleet.index.num_blocks(instance.id) * mock_instance.BLOCK_SIZE for instance in instances}
     ask = PlacementRequest(LONG, session="somebody", cached=cached, output_tokens=64)
 
@@ -86,7 +85,7 @@ def decide_among(count: int, repeat: int) -> list[dict[str, Any]]:
 
 
 def _microseconds(work: Callable[[int], object], repeat: int, after: Callable[[int], object] | None = None) -> float:
-    """The median, of this thread's processor time."""
+    """Return the median CPU time of this thread in microseconds."""
     times = []
     for turn in range(repeat):
         started = time.thread_time_ns()

@@ -1,8 +1,8 @@
-"""The engine alone, in this process, beside what the machine could do at best: `python benchmarks/engine.py`.
+"""The engine alone, in process, compared with the machine's roofline: `python benchmarks/engine.py`.
 
 Three tasks on a randomly initialised checkpoint: many short prompts at once (offline), one long prompt (prefill), one
-sequence continued (decode). The roofline is measured in the same run: the rate at which all threads read memory bounds
-decoding, the rate of a matrix product bounds prefill; of each step the slower of the two counts.
+sequence continued (decode). The roofline is measured in the same run: the memory bandwidth of all threads bounds decoding,
+the rate of a matrix product bounds prefill; the slower of the two counts for each step.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from peer_process import Peer
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.cli.flags import command_of
+from pdserve.cli.flags import command_from_config
 from pdserve.config import EngineConfig, flag
 from pdserve.engine.engine import Engine
 from pdserve.errors import SetupError
@@ -60,7 +60,7 @@ ROOFLINE_SIDE = {"cpu": 1024, "cuda": 8192}  # of the square matrices
 
 @dataclass(frozen=True)
 class Task:
-    """What is generated. `decode_only` leaves the first step, the prefill, out of the time."""
+    """A workload. `decode_only` excludes the first step, the prefill, from the time."""
 
     name: str
     requests: int
@@ -96,12 +96,12 @@ class Task:
 
 @dataclass
 class Timing:
-    """Seconds of one run: since its start at the end of each step, and in sum.
+    """Seconds of one run, from its start to the end of each step.
 
     Attributes:
-        steps: wall time; each step brings one token to every sequence, a chunk of a longer prefill brings none.
-        cpu: the same in seconds of processor time, over all threads.
-        first: index of the step that brought the first token to the last sequence.
+        steps: wall time; each step adds one token to every sequence; a chunk of a longer prefill adds none.
+        cpu: the same in CPU seconds, summed over all threads.
+        first: index of the step that produced the first token of the last sequence.
         forward: wall time inside the model, for each step; empty if not measured.
     """
 
@@ -126,7 +126,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Roofline:
-    """What this machine does at best, in bytes and operations per second."""
+    """Peak rates of this machine, in bytes and operations per second."""
 
     read: float
     flops: float
@@ -150,8 +150,10 @@ class Roofline:
 
 
 def measure_roofline(dtype: torch.dtype, device: str, nbytes: int, side: int) -> Roofline:
-    """The best of many goes at reading a piece of a large buffer, and at multiplying two matrices, by torch and by the kernel
-    that our linear layers run on."""
+    """Return the best of many tries at reading part of a large buffer, and at multiplying two matrices.
+
+    The matrix product is tried with torch and with the kernel of our linear layers.
+    """
     pieces = torch.split(torch.ones(nbytes // 4, device=device), ROOFLINE_PIECE // 4)
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     read = min(_timed(piece.sum) / piece.nbytes for piece in pieces * 3)
@@ -164,7 +166,7 @@ def measure_roofline(dtype: torch.dtype, device: str, nbytes: int, side: int) ->
 
 
 class OurEngine:
-    """Runs prompts through `Engine`, timing every step, and the model within it."""
+    """Runs prompts through `Engine`, timing every step and the model within it."""
 
     def __init__(self, path: Path, settings: Settings, blocks: int) -> None:
         config = EngineConfig(
@@ -244,7 +246,7 @@ def benchmark(settings: Settings) -> None:
 def _measure(
     settings: Settings, shape: Shape, tasks: list[Task]
 ) -> tuple[dict[tuple[str, str], list[Timing]], Roofline]:
-    """Timings by engine and task. Engines and tasks take turns, so that what else the machine does hits all alike."""
+    """Return timings by engine and task. Engines and tasks alternate, so that other load affects all alike."""
     timings: dict[tuple[str, str], list[Timing]] = {}
     roofline = Roofline(0, 0)
     with contextlib.ExitStack() as stack:
@@ -326,7 +328,7 @@ def _print(rows: list[dict[str, Any]], roofline: Roofline) -> None:
 
 
 def _now() -> float:
-    """After all that the device has to do."""
+    """Return the time after the device has finished all queued work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -339,4 +341,4 @@ def _timed(work: Callable[[], Any]) -> float:
 
 
 if __name__ == "__main__":
-    report.main(command_of(Settings, benchmark))
+    report.main(command_from_config(Settings, benchmark))

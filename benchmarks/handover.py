@@ -1,8 +1,8 @@
-"""What it costs to hand a prompt's KV from prefill to decode: `python benchmarks/handover.py`.
+"""Cost of handing a prompt's KV from prefill to decode: `python benchmarks/handover.py`.
 
-For each connector, a router, a prefill and a decode instance are started as processes. Prompts of each length are sent
-one at a time, streaming; the stages come from /debug/requests/{id}, the gap before the second token from the client's
-clock. Every prompt is new, so nothing is found in a cache. Beside the hand-over stands one plain memcpy of its bytes.
+For each connector, a router, a prefill and a decode instance run as processes. Prompts of each length are sent one at a
+time, streaming; the stages come from /debug/requests/{id}, the gap before the second token from the client's clock. Every
+prompt is new, so no cache contains it. The hand-over is compared with one plain memcpy of its bytes.
 """
 
 import json
@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdserve.cli.deployment import Deployment, free_port
-from pdserve.cli.flags import command_of
+from pdserve.cli.flags import command_from_config
 from pdserve.config import EngineConfig, UpConfig, flag, parse_size
 from pdserve.errors import SetupError
 from pdserve.lifetime import Stage
@@ -97,7 +97,7 @@ class Sample:
 
 @dataclass
 class Measured:
-    """What one connector did, by prompt length; or why it could not be measured (to the end)."""
+    """Results of one connector by prompt length, or the reason why it could not be measured completely."""
 
     samples: dict[int, list[Sample]] = field(default_factory=dict)
     skipped: str = ""
@@ -135,12 +135,15 @@ CONNECTORS: dict[str, Callable[[Settings], AbstractContextManager[str]]] = {
 
 
 def _measure(name: str, model: Path, settings: Settings, say: Callable[[str], None]) -> Measured:
-    """Starts everything for one connector, and sends prompts: each length in turn, `repeat` times."""
+    """Start a deployment for one connector, and send prompts: each length in turn, `repeat` times."""
     measured = Measured()
-    said: list[str] = []
+    log_lines: list[str] = []
     say(f"{name}: starting")
     try:
-        with CONNECTORS[name](settings) as url, Deployment(_config(model, url, settings), said.append) as deployment:
+        with (
+            CONNECTORS[name](settings) as url,
+            Deployment(_config(model, url, settings), log_lines.append) as deployment,
+        ):
             deployment.wait_ready()
             client = Client(deployment)
             for i in range(WARM_UPS):
@@ -151,16 +154,16 @@ def _measure(name: str, model: Path, settings: Settings, say: Callable[[str], No
                     say(f"{name}: {length} tokens, {turn + 1} of {settings.repeat}")
                     measured.samples.setdefault(length, []).append(client.ask(length))
     except SetupError as error:
-        reason = next((line for line in reversed(said) if " pdserve: " in line), str(error))
+        reason = next((line for line in reversed(log_lines) if " pdserve: " in line), str(error))
         measured.skipped = reason.partition(" pdserve: ")[2] or reason
     except BaseException:
-        print("\n".join(said))
+        print("\n".join(log_lines))
         raise
     return measured
 
 
 def _config(model: Path, connector: str, settings: Settings) -> UpConfig:
-    """Pools that hold little more than the longest prompt: the warm-up touches all of their memory."""
+    """Configure pools slightly larger than the longest prompt, so that the warm-up touches all of their memory."""
     return UpConfig(
         local_prefill_tokens=0,
         model=str(model),
@@ -177,7 +180,7 @@ def _blocks(tokens: int) -> int:
 
 
 class Client:
-    """Sends one request at a time, and reads what became of it."""
+    """Sends one request at a time, and reads its timeline."""
 
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
@@ -187,8 +190,8 @@ class Client:
         self._copier = Copier()
 
     def ask(self, length: int) -> Sample:
-        """One prompt that nobody has seen."""
-        self._deployment.tend()
+        """Send a prompt that has not been sent before."""
+        self._deployment.check_children()
         self._requests += 1
         name = f"handover-{self._requests}"
         times = self._stream(name, [self._random.randrange(256) for _ in range(length)])
@@ -209,7 +212,7 @@ class Client:
         )
 
     def _stream(self, name: str, prompt: list[int]) -> list[float]:
-        """When each token arrived."""
+        """Return the arrival time of each token."""
         body = {"model": self._deployment.config.name, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0}
         body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
         times: list[float] = []
@@ -237,7 +240,7 @@ class Client:
 
 
 class Copier:
-    """One memcpy between two buffers that have been written to before."""
+    """Measures memcpy between two buffers whose pages have been touched before."""
 
     COPIES = 9
     LEAST = 1 << 28  # length of the buffers: small copies come from different places, so that no cache serves them
@@ -246,7 +249,7 @@ class Copier:
         self._source = self._target = np.ones(0, np.uint8)
 
     def milliseconds(self, nbytes: int) -> float:
-        """The median of several."""
+        """Return the median of several copies."""
         if nbytes > len(self._source) or not len(self._source):
             size = max(nbytes, self.LEAST)
             self._source, self._target = np.ones(size, np.uint8), np.ones(size, np.uint8)
@@ -326,4 +329,4 @@ def _print(rows: list[dict[str, Any]], skipped: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    report.main(command_of(Settings, benchmark))
+    report.main(command_from_config(Settings, benchmark))

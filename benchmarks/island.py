@@ -1,4 +1,4 @@
-"""A network namespace of our own: processes that live in it reach this host over one link, which can be cut."""
+"""A network namespace whose processes reach this host over a single link, which can be cut."""
 
 import ctypes
 import os
@@ -14,14 +14,14 @@ CLONE_NEWNET = 0x40000000
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-class Island:
-    """Use it as a context manager; what runs on it has to be gone at the end.
+class NetworkNamespace:
+    """Context manager for the network namespace; its processes must have exited when the context ends.
 
     Attributes:
-        host: the address at which those on the island reach this host.
+        host: address of this host for processes in the namespace.
 
     Raises:
-        SetupError: on entry, with the reason why there can be none.
+        SetupError: on entry, with the reason why the namespace cannot be created.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Island:
         self._name, self._link = f"pdserve-{number}", f"pd{number}"
         self.host, self._inside = HOST.format(number % 250), INSIDE.format(number % 250)
 
-    def __enter__(self) -> "Island":
+    def __enter__(self) -> "NetworkNamespace":
         if shutil.which("ip") is None or os.geteuid() != 0:
             raise SetupError("namespaces need root and the program ip")
         try:
@@ -51,7 +51,7 @@ class Island:
         )  # the link goes with it
 
     def cut(self) -> None:
-        """From now on the link swallows everything, in both directions; connections are not told."""
+        """Drop all packets in both directions, without closing connections."""
         _ip("link", "set", self._link, "down")
 
     def mend(self) -> None:
@@ -59,7 +59,7 @@ class Island:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Processes that this thread starts meanwhile live on the island."""
+        """Start the processes that this thread starts meanwhile inside the namespace."""
         with open("/proc/thread-self/ns/net") as here, open(f"/run/netns/{self._name}") as there:
             _enter(there.fileno())
             try:

@@ -1,8 +1,8 @@
-"""What the codecs save and what they cost: `python benchmarks/kv_codecs.py`.
+"""Compression and accuracy of KV codecs: `python benchmarks/kv_codecs.py`.
 
-Documents are cut into a prompt and a continuation. The prompt's KV is computed, passed through a codec block by block, and
-the continuation's logits are taken with what came back: each of its tokens is given, so that one choice that differs does
-not spoil all that follow. They are compared with the logits over the KV as it was computed.
+Documents are cut into a prompt and a continuation. The prompt's KV is computed and passed through a codec block by block,
+and the continuation's logits are computed over the decoded KV. The continuation's tokens are given, so that a single
+different choice does not change all later ones. The logits are compared with those over the original KV.
 """
 
 import random
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from pdserve.cli.flags import command_of
+from pdserve.cli.flags import command_from_config
 from pdserve.config import DTYPES, EngineConfig, flag
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence as TokenSequence
@@ -57,7 +57,7 @@ SPEED_S = 0.5  # for each figure
 
 
 class Bench:
-    """One model in one dtype, with a pool of one sequence."""
+    """One model in one dtype, with a pool for one sequence."""
 
     def __init__(self, settings: Settings, dtype: str, documents: Sequence[list[int]]) -> None:
         self._settings = settings
@@ -76,7 +76,7 @@ class Bench:
         self._exact = self._all_logits(self.computed)
 
     def through(self, codec: Codec) -> dict[str, Any]:
-        """What a codec makes of the prompts' KV."""
+        """Return the prompts' KV after encoding and decoding."""
         payloads = [[codec.encode(row).tobytes() for row in rows] for rows in self.computed]
         decoded = [np.stack([codec.decode(payload) for payload in each]) for each in payloads]
         logits = self._all_logits(decoded)
@@ -92,7 +92,7 @@ class Bench:
         }
 
     def speed(self, codec: Codec) -> dict[str, float]:
-        """The rates of encoding and decoding by that of a memcpy of the same blocks."""
+        """Return the rates of encoding and decoding, relative to a memcpy of the same blocks."""
         rows = self.computed[0]
         payloads = [codec.encode(row).tobytes() for row in rows]
         target = rows.copy()
@@ -108,7 +108,7 @@ class Bench:
         }
 
     def _prefill(self, document: list[int]) -> Row:
-        """The blocks of a prompt; the last one's tail is zero, as when it leaves an instance."""
+        """Return the blocks of a prompt; the tail of the last block is zero, as when it leaves an instance."""
         count, runner = self._settings.prompt_tokens, self._engine.runner
         runner.step({self._sequence(document, 0): count})
         if count % self.layout.block_size:
@@ -116,7 +116,7 @@ class Bench:
         return self._rows[: self._given].copy()
 
     def _all_logits(self, blocks: Sequence[Row]) -> torch.Tensor:
-        """[documents, next tokens, vocabulary], with these blocks as the prompts' KV."""
+        """Return logits [documents, next tokens, vocabulary], with these blocks as the prompts' KV."""
         return torch.stack([self._next_logits(*each) for each in zip(self._documents, blocks, strict=True)])
 
     def _next_logits(self, document: list[int], rows: Row) -> torch.Tensor:
@@ -139,7 +139,7 @@ class Bench:
 
 
 def benchmark(settings: Settings) -> None:
-    """Measure each codec: bytes that cross, and what becomes of the logits."""
+    """Measure each codec: transferred bytes, and the error of the logits."""
     settings = settings.sized(QUICK)
     documents = _documents(settings)
     rows: list[dict[str, Any]] = []
@@ -157,7 +157,7 @@ def benchmark(settings: Settings) -> None:
 
 
 def _documents(settings: Settings) -> list[list[int]]:
-    """Token ids, prompt and continuation together."""
+    """Return the token ids of each document, prompt and continuation together."""
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(settings.model))
     rng, wanted = random.Random(0), settings.prompt_tokens + settings.next_tokens
     documents = []
@@ -170,7 +170,7 @@ def _documents(settings: Settings) -> list[list[int]]:
 
 
 def _seconds(run: Callable[[], Any]) -> float:
-    """The best of many."""
+    """Return the best of many tries."""
     best, give_up = float("inf"), time.perf_counter() + SPEED_S
     while time.perf_counter() < give_up:
         began = time.perf_counter()
@@ -189,4 +189,4 @@ def _print(rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    report.main(command_of(Settings, benchmark))
+    report.main(command_from_config(Settings, benchmark))

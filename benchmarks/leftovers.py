@@ -1,4 +1,4 @@
-"""What a deployment may not have any more when nothing is under way, and what it may not have more of than before."""
+"""Leak checks of a deployment: counters that must be 0 when idle, and process sizes that must not grow."""
 
 import asyncio
 import os
@@ -14,24 +14,25 @@ from stage import LEASE_S, Stage
 from pdserve.cli.deployment import Deployment
 
 SETTLE_S = 3 * LEASE_S
-SLACK = 4  # sockets and threads of an instance: connections to the store are opened as they are needed
+SLACK = 4  # sockets and threads of an instance: connections to the store are opened on demand
 LABELS = ("kind", "finish_reason", "source")
 
 Counts = dict[str, float]
 
 
 def totals(deployment: Deployment) -> dict[str, float]:
-    """What /metrics says, summed over all labels, and beside that for each value of LABELS. What it does not say is 0."""
+    """Return the metrics summed over all labels, and for each value of LABELS; missing ones are 0."""
     found: dict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(httpx.get(f"{deployment.url}/metrics", timeout=60).text):
-        for one in family.samples:
-            for name in (one.name, *(f"{one.name} {one.labels[label]}" for label in LABELS if label in one.labels)):
-                found[name] += one.value
+        for sample in family.samples:
+            by_label = (f"{sample.name} {sample.labels[label]}" for label in LABELS if label in sample.labels)
+            for name in (sample.name, *by_label):
+                found[name] += sample.value
     return found
 
 
-def books(at: Stage) -> Counts:
-    """What must be 0 when nothing is under way."""
+def leak_counters(at: Stage) -> Counts:
+    """Return the counters that must be 0 when no request is running."""
     metrics = totals(at.deployment)
     names = ["kv_cache_blocks_held", "num_requests_running", "num_requests_waiting"]
     names += ["kv_transfer_bytes_in_flight", "kv_transfer_bytes_waiting"]
@@ -44,7 +45,7 @@ def books(at: Stage) -> Counts:
 
 
 def footprint(at: Stage) -> Counts:
-    """What may be there when nothing is under way, by process."""
+    """Return the number of sockets and threads of each process, and the router's tasks, when no request is running."""
     found: Counts = {}
     for child in at.deployment.children:
         descriptors = [os.readlink(path) for path in Path(f"/proc/{child.pid}/fd").iterdir()]
@@ -58,13 +59,13 @@ def allowed(name: str, before: float) -> float:
 
 
 async def settled(at: Stage, seconds: float = SETTLE_S, before: Counts | None = None) -> tuple[Counts, Counts]:
-    """Books and footprint once they are as they should be, or after a while."""
-    give_up = time.monotonic() + seconds
+    """Return the leak counters and footprint once they are as expected, or after a timeout."""
+    deadline = time.monotonic() + seconds
     while True:
-        at.deployment.tend()
-        with suppress(FileNotFoundError, ProcessLookupError, AssertionError):  # one has just ended
-            left, after = books(at), footprint(at)
+        at.deployment.check_children()
+        with suppress(FileNotFoundError, ProcessLookupError, AssertionError):  # a process has just exited
+            left, after = leak_counters(at), footprint(at)
             grown = before and [name for name, value in after.items() if value > allowed(name, before[name])]
-            if time.monotonic() > give_up or not (grown or any(left.values())):
+            if time.monotonic() > deadline or not (grown or any(left.values())):
                 return left, after
         await asyncio.sleep(0.2)

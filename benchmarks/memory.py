@@ -1,14 +1,14 @@
-"""How much of the KV memory holds KV: `python benchmarks/memory.py`.
+"""Utilisation of KV memory: `python benchmarks/memory.py`.
 
-The engine's own scheduler and block pool serve the lengths of real requests, all waiting from the start, with a model that
-takes no time. After each step, the memory that requests hold is compared with the tokens that it holds. Beside it, the
-same requests with the reservations that engines without paging make, each request getting one contiguous run of slots:
+The engine's scheduler and block pool serve requests of real lengths, all waiting from the start, with a model that takes no
+time. After each step, the memory held by requests is compared with the number of tokens in it. For comparison, the same
+requests run with the reservations of engines without paging, one contiguous run of slots per request:
 
-    max            as many slots as the longest request may have
-    power of two   the next power of two above the request's final length, which is not known to real systems
-    oracle         exactly the request's final length, likewise
+    max            as many slots as the longest allowed request
+    power of two   the next power of two above the request's final length, which real systems do not know
+    oracle         exactly the request's final length, likewise unknown
 
-Holes between the runs are not counted against them.
+Gaps between the runs are not counted as waste.
 """
 
 import csv
@@ -23,7 +23,7 @@ import report
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.cli.flags import command_of
+from pdserve.cli.flags import command_from_config
 from pdserve.config import EngineConfig, flag
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.scheduler import Scheduler
@@ -58,7 +58,7 @@ class Request:
 
 @dataclass
 class Moment:
-    """One step: requests with memory, slots that they hold, tokens whose KV is in them."""
+    """One step: requests with memory, slots held, and tokens whose KV is in them."""
 
     requests: int
     slots: int
@@ -66,7 +66,7 @@ class Moment:
 
 
 def benchmark(settings: Settings) -> None:
-    """Measure the share of KV memory that holds nothing, with paging and with contiguous reservation."""
+    """Measure the unused share of KV memory, with paging and with contiguous reservation."""
     settings = settings.sized(QUICK)
     names = settings.traces.split(",") if settings.traces else sorted(path.stem for path in TRACES.glob("*.csv"))
     rows = []
@@ -93,7 +93,7 @@ def _read(name: str) -> list[Request]:
 
 
 def _paged(requests: list[Request], slots: int, longest: int, settings: Settings) -> Iterator[Moment]:
-    """Our scheduler and pool, with a model that answers every step at once."""
+    """Run our scheduler and pool with a model that answers every step at once."""
     size = settings.block_size
     pool = BlockPool(slots // size, size)
     scheduler = Scheduler(pool, max_num_seqs=len(requests), max_num_batched_tokens=settings.max_num_batched_tokens)
@@ -114,7 +114,7 @@ def _paged(requests: list[Request], slots: int, longest: int, settings: Settings
 
 
 def _sequence(i: int, request: Request, block_size: int) -> Sequence:
-    """Its first token is its own, so that nothing of it is found in the prefix cache."""
+    """Return a sequence with a unique first token, so that no prefix is found in the cache."""
     tokens = [i + 1, *([0] * (request.input - 1))]
     sampling = SamplingParams(max_tokens=request.output, ignore_eos=True)
     return Sequence(str(i), tokens, len(tokens), len(tokens), sampling, i.to_bytes(16, "little"), block_size)
@@ -134,7 +134,7 @@ def _oracle(requests: list[Request], slots: int, longest: int, settings: Setting
 
 
 def _contiguous(requests: list[Request], sizes: list[int], slots: int, settings: Settings) -> Iterator[Moment]:
-    """First come, first served, as long as the reservations fit; prompts share the same budget of tokens per step."""
+    """Serve first come, first served, as long as the reservations fit; prompts share the same token budget per step."""
     waiting = deque(range(len(requests)))
     computed: dict[int, int] = {}
     reserved = 0
@@ -157,7 +157,7 @@ POLICIES = {"max": _max, "power of two": _power_of_two, "oracle": _oracle, "page
 
 
 def _row(name: str, policy: str, slots: int, moments: list[Moment]) -> dict[str, Any]:
-    """Over the steps of the middle half, when there is a queue and neither the start nor the end shows."""
+    """Summarise the steps of the middle half, in which there is a queue and no start or end effect."""
     steady = moments[len(moments) // 4 : -(len(moments) // 4) or None]
     wasted = 1 - sum(moment.tokens for moment in steady) / sum(moment.slots for moment in steady)
     return {
@@ -191,4 +191,4 @@ def _print(rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    report.main(command_of(Settings, benchmark))
+    report.main(command_from_config(Settings, benchmark))

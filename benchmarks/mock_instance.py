@@ -1,11 +1,11 @@
-"""Mock instances that answer at once, for measuring a router: the real control plane, and nothing behind it.
+"""Mock instances that answer at once, for router benchmarks: the real control plane without an engine.
 
     python benchmarks/mock_instance.py STEP_MS ROUTER[,ROUTER…] NAME…     a NAME begins with the role: decode-0
 
-An engine step gives each sequence a token, and one frame carries those of all, as it would from an instance. Steps begin
-STEP_MS apart at least, and take no time; at 0, a sequence is at its end before another one comes, and a frame carries one
-token. Those of an answer that is wanted whole go together, but for the first, as from an instance. A prefill has stored
-everything when it has the first token. Nothing is hashed, so no KV events are sent.
+An engine step gives each sequence one token, and one frame carries the tokens of all sequences. Steps begin at least STEP_MS
+apart and take no time; at 0, a sequence finishes before the next one arrives, and a frame carries one token. Tokens of a
+whole (non-streaming) answer go together, except for the first. A prefill has stored all KV when it has the first token.
+Nothing is hashed, so no KV events are sent.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ TOKEN = 100  # the answer to everything, again and again
 
 
 def hello(name: str, role: str, model: str) -> pb.Hello:
-    """What an instance of `pdserve demo`'s model would say, with a longer context and a large pool."""
+    """Return the hello frame of an instance of the demo model, with a longer context and a large pool."""
     layout = pb.Layout(
         model_fingerprint="mock",
         num_layers=1,
@@ -66,7 +66,7 @@ class Answer:
     kept: int = 0  # tokens that have not been told
 
     def step(self) -> int:
-        """Generates a token; how many there are to tell by now."""
+        """Generate a token, and return the number of tokens ready to send."""
         self.left -= 1
         self.kept += 1
         if self.whole and self.begun and self.left and self.kept < BATCHED_TOKENS:
@@ -76,7 +76,7 @@ class Answer:
 
 
 class MockInstance:
-    """One of them, as `RouterLinks` see it. `outputs` is what the next frame carries beside the tokens of `running`."""
+    """A mock with the interface used by `RouterLinks`. `outputs` goes into the next frame with the tokens of `running`."""
 
     def __init__(self, step_s: float) -> None:
         self.kv_events = KVEventPublisher()
@@ -88,7 +88,7 @@ class MockInstance:
         self._steps = 0
 
     async def serve(self, router: str, hello: pb.Hello) -> None:
-        """For ever."""
+        """Serve forever."""
         links = RouterLinks([router])
         async with asyncio.TaskGroup() as group:
             group.create_task(links.run(cast(Instance, self), hello))
@@ -165,7 +165,7 @@ class MockInstance:
 
 
 async def main(step_s: float, routers: list[str], names: list[str]) -> None:
-    """What one router asks makes no difference to the others."""
+    """Run the mocks; the load from one router does not affect the others."""
     roles = {name: name.partition("-")[0] for name in names}
     serving = [
         MockInstance(step_s).serve(router, hello(name, role, "demo"))

@@ -1,9 +1,8 @@
-"""A server of completions that answers at once, over HTTP itself: what `router.py` compares a router with, whose clients then
-reach one directly.
+"""A completions server over HTTP that answers at once: the baseline without a router in `router.py`.
 
     python benchmarks/mock_server.py PORT…
 
-Whatever is asked for but completions gets a list of models: other routers look at what they route to.
+All other paths return a list of models, which other routers request from their back ends.
 """
 
 import asyncio
@@ -20,7 +19,7 @@ STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encodi
 
 
 async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answers one connection until the client closes it."""
+    """Answer the requests of one connection until the client closes it."""
     while True:
         try:
             head = await reader.readuntil(b"\r\n\r\n")

@@ -1,4 +1,4 @@
-"""The one that breaks things: faults drawn at random, each round of them with one of every kind."""
+"""Random fault injection, in rounds that contain one fault of every kind."""
 
 import asyncio
 import os
@@ -19,12 +19,12 @@ KINDS = ("kill", "freeze", "drain", "flip", "store", "cut")
 ROLES = ("prefill", "decode", "both")
 
 
-class Monkey:
-    """Does what must not matter.
+class FaultInjector:
+    """Injects faults that must not change any answer.
 
     Attributes:
-        done: faults by kind and by what became of them: `done`, `refused` by the router, or `not now`, because one of the
-            same victim lasts yet, or it has that role.
+        done: faults by kind and result: `done`, `refused` by the router, or `not now`, if another fault of the same victim
+            still lasts, or the victim already has that role.
     """
 
     def __init__(self, at: Stage, settings: "Settings") -> None:
@@ -37,17 +37,17 @@ class Monkey:
 
     @property
     def missing(self) -> list[str]:
-        """Kinds of faults that have not come yet."""
+        """Return the kinds of faults that have not occurred yet."""
         return [kind for kind in self._kinds if not self.done[f"{kind} done"]]
 
-    async def rage(self) -> None:
-        """As long as asked, and on a slow machine until there has been each kind. What lasts is over when this returns."""
+    async def inject(self) -> None:
+        """Inject faults for the given time, or longer until each kind has occurred; undo lasting faults before returning."""
         drawn, names = random.Random(f"faults {self._settings.seed}"), [c.name for c in self._deployment.instances]
         started, round_ = time.monotonic(), list[str]()
         until = started + self._settings.seconds
         async with self._http:
             while (now := time.monotonic()) < until or (self.missing and now < until + self._settings.deadline):
-                # All of it is drawn in any case, so that the order does not depend on what comes of it.
+                # Always draw every value, so that the sequence does not depend on the results.
                 round_ = round_ or drawn.sample(self._kinds, len(self._kinds))
                 kind, pause = round_.pop(), drawn.uniform(0, 2 * self._settings.every)
                 victim, role, seconds = (
@@ -57,29 +57,29 @@ class Monkey:
                 )
                 if now < until or kind in self.missing:
                     await asyncio.sleep(pause)
-                    became = await self._do(kind, victim, seconds, role)
-                    self.done[f"{kind} {became}"] += 1
+                    result = await self._inject_one(kind, victim, seconds, role)
+                    self.done[f"{kind} {result}"] += 1
                     at = time.monotonic() - started
-                    self.log.append(f"{at:.1f} s: {kind} {victim} {seconds:.1f} s {role}: {became}")
+                    self.log.append(f"{at:.1f} s: {kind} {victim} {seconds:.1f} s {role}: {result}")
             await asyncio.gather(*self._lasting.values())
 
-    async def _do(self, kind: str, victim: str, seconds: float, role: str) -> str:
-        """What became of it."""
+    async def _inject_one(self, kind: str, victim: str, seconds: float, role: str) -> str:
+        """Inject one fault and return its result."""
         child, store, island = self._deployment.child(victim), self._store, self._deployment.island
         match kind:
             case "store":
                 assert store is not None
-                return self._for_a_while("store", seconds, store.kill, store.start)
+                return self._inject_for("store", seconds, store.kill, store.start)
             case "cut":
                 assert island is not None
-                return self._for_a_while("link", seconds, island.cut, island.mend)
+                return self._inject_for("link", seconds, island.cut, island.mend)
             case "drain":
-                return await self._order(victim, "drain", {})
+                return await self._post_admin(victim, "drain", {})
             case "flip":
                 attached = (await self._http.get("/debug/instances")).json()["instances"]
                 if (victim, role) in ((one["instance_id"], one["role"]) for one in attached):
                     return "not now"
-                return await self._order(victim, "role", {"role": role})
+                return await self._post_admin(victim, "role", {"role": role})
         if victim in self._lasting or not child.running:
             return "not now"
         pid = child.pid
@@ -92,18 +92,18 @@ class Monkey:
             if child.running and child.pid == pid:
                 os.kill(pid, signal.SIGCONT)
 
-        return self._for_a_while(victim, seconds, lambda: os.kill(pid, signal.SIGSTOP), thaw)
+        return self._inject_for(victim, seconds, lambda: os.kill(pid, signal.SIGSTOP), thaw)
 
-    async def _order(self, victim: str, path: str, body: dict[str, str]) -> str:
+    async def _post_admin(self, victim: str, path: str, body: dict[str, str]) -> str:
         reply = await self._http.post(f"/admin/instances/{victim}/{path}", json=body)
         assert reply.status_code in (202, 404, 409), reply.text
         return "done" if reply.status_code == 202 else "refused"
 
-    def _for_a_while(self, victim: str, seconds: float, begin: Callable[[], object], end: Callable[[], object]) -> str:
+    def _inject_for(self, victim: str, seconds: float, begin: Callable[[], object], end: Callable[[], object]) -> str:
         if victim in self._lasting:
             return "not now"
 
-        async def last() -> None:
+        async def undo_later() -> None:
             try:
                 await asyncio.sleep(seconds)
             finally:
@@ -111,5 +111,5 @@ class Monkey:
                 del self._lasting[victim]
 
         begin()
-        self._lasting[victim] = asyncio.create_task(last())
+        self._lasting[victim] = asyncio.create_task(undo_later())
         return "done"

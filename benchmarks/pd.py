@@ -1,8 +1,8 @@
-"""What disaggregation costs or gains on this machine: `python benchmarks/pd.py`.
+"""Cost and gain of disaggregation on this machine: `python benchmarks/pd.py`.
 
-Two deployments of one model side by side: 1P+1D with a share of the cores each, and one `both` instance with all cores.
-A closed loop of streaming clients sends the same requests to each of them in turn, round after round. With --peers, vLLM
-takes its turns too: one server, and its disaggregated mode.
+Two deployments of one model side by side: 1P+1D with a share of the cores each, and one `both` instance with all cores. A
+closed loop of streaming clients sends the same requests to each of them in turn, round after round. With --peers, vLLM takes
+turns too: as one server, and in its disaggregated mode.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdserve.cli.deployment import Deployment, free_port
-from pdserve.cli.flags import command_of
+from pdserve.cli.flags import command_from_config
 from pdserve.config import UpConfig, flag
 from pdserve.errors import SetupError
 from pdserve.lifetime import Stage
@@ -56,7 +56,7 @@ PEER_ROUND_S = 25.0  # then a peer's round is cut: vLLM's pair may stall
 
 @dataclass
 class Reply:
-    """One request, seen by its client. Seconds on one clock; `arrivals` has one entry per token."""
+    """One request as measured by its client. Seconds on one clock; `arrivals` has one entry per token."""
 
     sent: float
     arrivals: list[float]
@@ -75,10 +75,10 @@ class Round:
     """All requests of one round on one deployment.
 
     Attributes:
-        seconds: from the first request to the last token, or until the round was cut.
-        replies: those that were complete then.
-        handovers: of each request, first token → decode has its KV; empty where nothing was handed over.
-        unfinished: requests that were not.
+        seconds: from the first request to the last token, or until the round was stopped.
+        replies: those complete at that time.
+        handovers: of each request, from the first token until decode has its KV; empty without hand-overs.
+        unfinished: number of incomplete requests.
     """
 
     seconds: float
@@ -112,14 +112,13 @@ class Ours:
         return await ask(http, self.model, name, prompt, count)
 
     async def handovers(self, http: httpx.AsyncClient, names: list[str]) -> list[float]:
-        """Seconds of each, of those that had one."""
+        """Return the hand-over seconds of the requests that had one."""
         stages = [(await http.get(f"/debug/requests/{name}")).json()["stages_ms"] for name in names]
         return [(each[Stage.KV_READY] - each[Stage.FIRST_TOKEN]) / 1e3 for each in stages if Stage.KV_READY in each]
 
 
 class Vllm:
-    """One server of vLLM, or one that prefills and one that decodes. What its proxies do between these two, the clients do
-    themselves, so that it costs nothing."""
+    """One vLLM server, or a prefill and a decode server. The clients do the work of vLLM's proxy, which costs nothing."""
 
     round_s: float | None = PEER_ROUND_S
 
@@ -157,7 +156,7 @@ class Vllm:
         return replace(await ask(http, "model", name, prompt, count, **fields), sent=sent)
 
     async def handovers(self, http: httpx.AsyncClient, names: list[str]) -> list[float]:
-        """It has no such figure."""
+        """Return nothing: vLLM reports no such figure."""
         return []
 
 
@@ -227,10 +226,10 @@ async def _round(candidate: Ours | Vllm, settings: Settings, vocabulary: int, se
 
 
 async def ask(http: httpx.AsyncClient, model: str, name: str, prompt: list[int], count: int, **fields: object) -> Reply:
-    """Streams one answer of so many tokens, by a request of that name.
+    """Stream one answer of the given number of tokens, with the given request id.
 
     Raises:
-        SetupError: it was refused, or is of another length.
+        SetupError: the request was refused, or the answer has another length.
     """
     body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": count, "temperature": 0}
     body |= {"ignore_eos": True, "stream": True, "return_token_ids": True, **fields}
@@ -273,12 +272,12 @@ def _row(name: str, rounds: list[Round], colocated: list[Round]) -> dict[str, An
 
 
 def _median(ratios: list[float]) -> float:
-    """0 of nothing."""
+    """Return the median, or 0 if empty."""
     return round(statistics.median(ratios), 2) if ratios else 0.0
 
 
 def milliseconds(seconds: list[float], percent: int) -> float:
-    """A percentile; 0 of nothing."""
+    """Return a percentile, or 0 if empty."""
     return round(statistics.quantiles(seconds, n=100, method="inclusive")[percent - 1] * 1e3, 2) if seconds else 0.0
 
 
@@ -316,4 +315,4 @@ def _print(rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    report.main(command_of(Settings, benchmark))
+    report.main(command_from_config(Settings, benchmark))

@@ -1,4 +1,4 @@
-"""Other engines, each in a process and an environment of its own, which `peers/install` makes; `peers/peer.py` runs there."""
+"""Other engines, each in its own process and environment, which `peers/install` creates; `peers/peer.py` runs there."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ import httpx
 import report
 
 from pdserve.cli.deployment import free_port
-from pdserve.cli.supervisor import die_with_parent
+from pdserve.cli.supervisor import terminate_with_parent
 from pdserve.config import flag
 from pdserve.errors import SetupError
 
@@ -32,7 +32,7 @@ SERVER_STOP_S = 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(report.Settings):
-    """What a benchmark with peers can be asked for."""
+    """Settings of benchmarks with peers."""
 
     peers: str = flag(f"also measure, each in its own environment: {', '.join(PEERS)}; by comma", "")
     peers_folder: str = flag("where peers/install has put them; converted checkpoints stay there too", "")
@@ -52,10 +52,10 @@ class Settings(report.Settings):
 
 
 class _Process:
-    """`peer.py` in a peer's environment, all of its processes. They are stopped while nothing is asked of them."""
+    """`peer.py` in a peer's environment with all its processes, which are stopped (SIGSTOP) while idle."""
 
     def __init__(self, action: str, name: str, folder: str, path: Path, threads: int, *options: str) -> None:
-        """`folder` has the environments, `path` the checkpoint."""
+        """`folder` contains the environments, `path` the checkpoint."""
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         environment.pop("OMP_WAIT_POLICY", None)
         self._name = name
@@ -68,7 +68,7 @@ class _Process:
             text=True,
             env=environment,
             process_group=0,  # in our session: where we end without a word, the system wakes and ends who is stopped
-            preexec_fn=die_with_parent,  # for who is not
+            preexec_fn=terminate_with_parent,  # for who is not
         )
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class _Process:
         self._log.close()
 
     def _signal(self, number: signal.Signals) -> None:
-        """To all processes, as far as there are any."""
+        """Send a signal to all processes that still exist."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
@@ -87,13 +87,13 @@ class _Process:
 
 
 class Peer(_Process):
-    """Another engine, asked over pipes."""
+    """Another engine, controlled over pipes."""
 
     def __init__(self, name: str, folder: str, path: Path, threads: int, dtype: str, device: str, context: int) -> None:
-        """`context`: the tokens of the longest prompt and its output.
+        """Start the engine. `context`: tokens of the longest prompt and its output.
 
         Raises:
-            SetupError: it does not start.
+            SetupError: the engine does not start.
         """
         super().__init__("run", name, folder, path, threads, dtype, device, str(context))
         try:
@@ -103,7 +103,7 @@ class Peer(_Process):
             raise
 
     def run(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
-        """What `peer.py` has timed."""
+        """Return the times measured by `peer.py`."""
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
         print(json.dumps({"prompts": prompts, "output_tokens": output_tokens}), file=self._process.stdin, flush=True)
@@ -111,7 +111,7 @@ class Peer(_Process):
         return answer
 
     def _answer(self) -> str:
-        """The next line; the processes are stopped after that."""
+        """Return the next line; the processes are stopped afterwards."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -124,17 +124,18 @@ class Server(_Process):
     """Another engine behind OpenAI's API, which serves the model under the name `model`.
 
     Attributes:
-        url: where it listens.
+        url: base URL of the server.
     """
 
     def __init__(
         self, name: str, folder: str, path: Path, threads: int, dtype: str, context: int, role: str = ""
     ) -> None:
-        """Begins to start. `context`: the tokens of a prompt and its answer; `role`: `kv_producer` or `kv_consumer`, for one
-        half of a disaggregated pair."""
+        """Begin to start. `context`: tokens of a prompt and its answer; `role`: `kv_producer` or `kv_consumer`, for one half
+        of a disaggregated pair.
+        """
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        ports = str(port), str(free_port(but=port))
+        ports = str(port), str(free_port(exclude=port))
         super().__init__("serve", name, folder, path, threads, dtype, str(context), *ports, role)
 
     @contextmanager
@@ -146,7 +147,7 @@ class Server(_Process):
             self._signal(signal.SIGSTOP)
 
     def close(self) -> None:
-        """It may clean up what it shares among its processes; then whoever is left is killed."""
+        """Let the server clean up resources shared among its processes, then kill the remaining ones."""
         self._signal(signal.SIGCONT)
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -154,10 +155,10 @@ class Server(_Process):
         super().close()
 
     def wait_ready(self) -> None:
-        """Its processes are stopped then, until it is `at_work`.
+        """Wait for the server, then stop its processes until `at_work`.
 
         Raises:
-            SetupError: it does not start.
+            SetupError: the server does not start.
         """
         deadline = time.monotonic() + SERVER_START_S
         while time.monotonic() < deadline:
@@ -172,10 +173,10 @@ class Server(_Process):
 
 
 def python(name: str, folder: str, purpose: str = "") -> str:
-    """The interpreter of a peer's environment; of ours for transformers.
+    """Return the interpreter of a peer's environment; for transformers, that of ours.
 
     Raises:
-        SetupError: there is no environment for it.
+        SetupError: the environment does not exist.
     """
     if name == "transformers":
         return sys.executable
@@ -188,10 +189,10 @@ def python(name: str, folder: str, purpose: str = "") -> str:
 
 
 def convert(name: str, folder: str, path: Path) -> None:
-    """Writes what the peer loads, unless an earlier run has.
+    """Write the files that the peer loads, unless an earlier run has.
 
     Raises:
-        SetupError: it could not.
+        SetupError: the conversion failed.
     """
     if name in CONVERTED and not path.with_name(f"{path.name}-{name}").exists():
         command = [python(name, folder, "_convert"), str(PEER), "convert", name, str(path)]
@@ -202,7 +203,7 @@ def convert(name: str, folder: str, path: Path) -> None:
 
 @contextmanager
 def checkpoint(shape: checkpoints.Shape, folder: str) -> Iterator[Path]:
-    """A new one, or the one that the peers' folder has of this shape: what they convert and compile then stays."""
+    """Return a new checkpoint, or the one of this shape in the peers' folder, which keeps the peers' converted files."""
     if not folder:
         with tempfile.TemporaryDirectory() as temporary:
             yield checkpoints.make(shape, Path(temporary) / "checkpoint")

@@ -1,4 +1,4 @@
-"""Other routers, in environments of their own, which `peers/install` makes, and what they have behind them."""
+"""Other routers, in their own environments made by `peers/install`, and their back ends."""
 
 import json
 import sys
@@ -35,7 +35,7 @@ http {{
 
 
 class Peer(NamedTuple):
-    """What to start: commands, and what both find in their environment."""
+    """Commands to start, and their environment variables."""
 
     router: list[str]
     backend: list[str]
@@ -43,16 +43,16 @@ class Peer(NamedTuple):
 
 
 def peer(name: str, folder: str, work: Path, ports: tuple[int, int], mocks: list[int]) -> Peer:
-    """A router, one process, in front of servers that answer at once on the ports `mocks`.
+    """Return one router process in front of servers that answer at once on the ports `mocks`.
 
-    It routes as it does by itself, but Dynamo's front end by KV.
+    It uses its default routing, except that Dynamo's front end routes by KV.
 
     Args:
         work: an empty folder.
-        ports: for clients, and for metrics where they have a port of their own.
+        ports: for clients, and for metrics if they have a separate port.
 
     Raises:
-        SetupError: there is no such peer, or it is not installed.
+        SetupError: the peer is unknown or not installed.
     """
     programs = Path(folder) / name / ("usr/sbin" if name == "nginx" else "bin")
     if name not in PEERS or not programs.is_dir():

@@ -1,8 +1,8 @@
-"""What a preemption costs, by recomputation and by swapping, over block sizes: `python benchmarks/preemption.py`.
+"""Cost of preemption by recomputation and by swapping, over block sizes: `python benchmarks/preemption.py`.
 
-The engine alone, in this process. For each block size: how long it takes to compute the KV of one sequence, to copy it to
-host memory and to copy it back; and the same requests in a pool that is too small for them, with recomputation and with
-swapping, beside a pool with room for all.
+The engine alone, in process. For each block size: the time to compute the KV of one sequence, to copy it to host memory and
+to copy it back; and the same requests in a pool that is too small for them, with recomputation and with swapping, compared
+with a pool large enough for all.
 """
 
 import statistics
@@ -20,9 +20,9 @@ from checkpoints import Shape
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.cli.flags import command_of
+from pdserve.cli.flags import command_from_config
 from pdserve.config import EngineConfig, flag
-from pdserve.costs import Costs, CostMeter
+from pdserve.costs import CostMeter, Costs
 from pdserve.engine.checkpoint import Checkpoint, load
 from pdserve.engine.engine import Engine
 from pdserve.engine.warm_up import measure_swaps, warm_up
@@ -110,7 +110,7 @@ def _row(size: int, checkpoint: Checkpoint, base: EngineConfig, shape: Shape, se
 
 
 def _measured(engine: Engine) -> Costs:
-    """What an instance would believe after its start."""
+    """Return the costs that an instance would measure after its start."""
     meter = CostMeter()
     for work, seconds in warm_up(engine):
         meter.calibrate_step(work, seconds)
@@ -120,7 +120,7 @@ def _measured(engine: Engine) -> Costs:
 
 
 def _once(engine: Engine, blocks: int, tokens: int) -> tuple[float, float, float]:
-    """The best of some tries, in seconds: computing one sequence, copying its blocks out, and back."""
+    """Return the best seconds of several tries: computing one sequence, copying its blocks out, and copying them back."""
     pairs = [(i, i) for i in range(blocks)]
 
     def compute() -> float:
@@ -144,7 +144,7 @@ def _once(engine: Engine, blocks: int, tokens: int) -> tuple[float, float, float
 
 
 def _run(engine: Engine, settings: Settings, seed: int) -> float:
-    """Seconds for all requests. Every prompt is new to the prefix cache; what preempted ones left in it may be found."""
+    """Return the seconds for all requests. No prompt is in the prefix cache; cached blocks of preempted ones may be found."""
     engine.pool.clear_cache()
     random = torch.Generator().manual_seed(seed)
     shape = (settings.requests, settings.prompt_tokens)
@@ -182,4 +182,4 @@ def _print(rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    report.main(command_of(Settings, benchmark))
+    report.main(command_from_config(Settings, benchmark))

@@ -1,8 +1,8 @@
-"""What the prefix cache saves, and what it costs where it saves nothing: `python benchmarks/prefix_cache.py`.
+"""Gain and overhead of the prefix cache: `python benchmarks/prefix_cache.py`.
 
-The engine alone, in this process. In each round, the same number of prompts is computed and continued: without a cache, and
-with one in which it finds none, half, or nine tenths of each prompt. A round's prompts are new, but for what is to be found.
-Without a cache means that blocks get no keys, so nothing is hashed, looked up or remembered.
+The engine alone, in process. In each round, the same number of prompts is computed and continued: without a cache, and with
+one that contains none, half, or nine tenths of each prompt. Apart from these prefixes, all prompts are new. Without a cache
+means that blocks get no keys, so nothing is hashed, looked up or stored.
 """
 
 import statistics
@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.cli.flags import command_of
+from pdserve.cli.flags import command_from_config
 from pdserve.config import EngineConfig, flag
 from pdserve.engine.engine import Engine
 from pdserve.request import SamplingParams
@@ -43,7 +43,7 @@ HITS = (0, 50, 90)  # percent
 
 @dataclass(frozen=True)
 class Case:
-    """`hits` is the share of each prompt that the cache has, in percent; None: there is no cache."""
+    """`hits` is the cached share of each prompt in percent; None disables the cache."""
 
     hits: int | None
 
@@ -54,7 +54,7 @@ class Case:
 
 @dataclass
 class Round:
-    """One case in one round: seconds in all, seconds of them for the cache, and the share of tokens found."""
+    """One case in one round: total seconds, seconds spent in the cache, and the share of tokens found."""
 
     seconds: float
     bookkeeping: float
@@ -131,7 +131,7 @@ class Bench:
         return ids
 
     def _timed(self, function: Callable[P, R]) -> Callable[P, R]:
-        """The same function, whose time counts as bookkeeping."""
+        """Wrap a function so that its time counts as bookkeeping."""
 
         def timed(*args: P.args, **kwargs: P.kwargs) -> R:
             started = time.perf_counter()
@@ -176,4 +176,4 @@ def _print(rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    report.main(command_of(Settings, benchmark))
+    report.main(command_from_config(Settings, benchmark))

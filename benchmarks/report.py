@@ -1,4 +1,4 @@
-"""What benchmarks write: a JSON file that says where and from what its figures come."""
+"""JSON reports of benchmarks, which record the machine, the commit and the settings."""
 
 import json
 import os
@@ -37,7 +37,7 @@ S = TypeVar("S", bound="DataclassInstance")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What every benchmark can be asked for."""
+    """Settings of every benchmark."""
 
     quick: bool = flag(QUICK_HELP, False)
     note: str = flag(NOTE_HELP, "")
@@ -45,12 +45,12 @@ class Settings:
 
     def sized(self, quick: Mapping[str, Any]) -> Self:
         """The same, or with --quick these values in place of defaults."""
-        return in_place_of_defaults(self, quick) if self.quick else self
+        return with_defaults_replaced(self, quick) if self.quick else self
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(Settings):
-    """The same, of one that runs the engine in this process."""
+    """Settings of benchmarks that run the engine in process."""
 
     device: str = flag("cpu or cuda", "cpu")
     threads: int | None = flag("CPU threads; default: all cores", None)
@@ -63,7 +63,7 @@ class EngineSettings(Settings):
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on, without names or paths."""
+    """Return the properties of the machine that affect the results, without names or paths."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -77,19 +77,19 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The checkout's commit, with a + if tracked files differ from it."""
+    """Return the checkout's commit, followed by + if tracked files differ from it."""
     head = _git("rev-parse", "--short=12", "HEAD")
     return head + "+" if head and _git("status", "--porcelain", "--untracked-files=no") else head
 
 
-def in_place_of_defaults(settings: S, values: Mapping[str, Any]) -> S:
-    """`settings` with these values wherever nothing else was asked for."""
+def with_defaults_replaced(settings: S, values: Mapping[str, Any]) -> S:
+    """Return `settings` with these values where they still have their defaults."""
     left = {field.name for field in fields(settings) if getattr(settings, field.name) == field.default}
     return replace(settings, **{name: value for name, value in values.items() if name in left})
 
 
 def write(benchmark: str, settings: "DataclassInstance", content: dict[str, Any]) -> Path:
-    """Writes settings and `content` behind the description of machine and commit; `settings` names note and folder."""
+    """Write settings and `content` after the description of machine and commit; `settings` names note and folder."""
     asked = asdict(settings)
     folder, note = Path(asked.pop("out") or RESULTS), asked.pop("note") or f"{machine()['cores']}-cores"
     now = datetime.now(UTC)
@@ -118,17 +118,17 @@ def _git(*arguments: str) -> str:
 
 
 def rounded(figure: float, digits: int) -> float:
-    """To significant digits: a rate of a slow machine, or of few bytes, is small and not 0."""
+    """Round to significant digits: a small rate must not become 0."""
     return float(f"{figure:.{digits}g}")
 
 
 def show(table: Table) -> None:
-    """Prints it, uncut where the output is no terminal."""
+    """Print a table, unabridged if the output is not a terminal."""
     Console(width=None if sys.stdout.isatty() else WIDE).print(table)
 
 
 def main(command: Callable[..., None]) -> None:
-    """Runs a script's command. A mistake is one line on stderr and exit code 2."""
+    """Run a script's command. A user error is one line on stderr and exit code 2."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # as instances do
     signal.signal(
         signal.SIGTERM, signal.default_int_handler

@@ -1,9 +1,8 @@
-"""What a router takes, in front of mock instances that answer at once: `python benchmarks/router.py`.
+"""Throughput and overhead of a router in front of mock instances: `python benchmarks/router.py`.
 
-Client, router and mocks (`mock_instance.py`) are a process each and share the machine's cores. The client writes bytes that
-were made before and looks for the end of each answer. The fleet `none` is a server that answers at once by itself
-(`mock_server.py`), without a router: what is added to its latency is the router's. Other routers (`--peers`) stand in front
-of two of those.
+Client, router and mocks (`mock_instance.py`) are one process each and share the machine's cores. The client writes prepared
+bytes and looks for the end of each answer. The fleet `none` is a server that answers at once (`mock_server.py`), without a
+router: the router's added latency is the difference to it. Other routers (`--peers`) run in front of two such servers.
 """
 
 import asyncio
@@ -63,8 +62,9 @@ FLEETS = {"none": [], "both": ["both-0", "both-1"], "split": ["prefill-0", "deco
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of traffic. In a fleet of `both`, one instance does it all; in one of `split`, a hand-over is made; with
-    `none` there is no router."""
+    """One kind of traffic. In the fleet `both`, one instance serves the whole request; in `split`, there is a hand-over;
+    `none` has no router.
+    """
 
     fleet: str
     prompt_tokens: int
@@ -75,7 +75,7 @@ class Case:
 
 
 class Served(NamedTuple):
-    """What is measured: its port, its processes, and those behind it."""
+    """The measured router: its port, its processes, and those behind it."""
 
     port: int
     pids: list[int]
@@ -110,7 +110,7 @@ class Measured:
 def benchmark(settings: Settings) -> None:
     """Measure a router in front of mock instances: requests/s, processor time, decisions."""
     if settings.quick:
-        settings = report.in_place_of_defaults(settings, QUICK)
+        settings = report.with_defaults_replaced(settings, QUICK)
     with Console(stderr=True).status("decisions") as status:
         decisions = [row for count in _numbers(settings.instances) for row in decide_among(count, settings.decisions)]
         measured: dict[Case, Measured] = {}
@@ -123,14 +123,14 @@ def benchmark(settings: Settings) -> None:
                     one = served[case.fleet, case.workers]
                     uvloop.run(play(case, one, settings.seconds, measured.setdefault(case, Measured())))
     rows = [one.row(case) for case, one in measured.items()]
-    _add_what_is_added(rows)
+    _add_router_latency(rows)
     _print(rows, decisions)
     content = {"rows": rows, "per_token_cpu_us": per_token_cpu(rows), "decisions": decisions}
     print(report.write("router", replace(settings, peers_folder=""), content))
 
 
-def _add_what_is_added(rows: list[dict[str, Any]]) -> None:
-    """The median latency beyond that of the same traffic without a router, where that was measured."""
+def _add_router_latency(rows: list[dict[str, Any]]) -> None:
+    """Add the median latency in excess of the same traffic without a router, if that was measured."""
     kind = ("prompt_tokens", "output_tokens", "stream", "connections")
     direct = {tuple(row[name] for name in kind): row["ms_p50"] for row in rows if row["fleet"] == "none"}
     for row in rows:
@@ -139,7 +139,7 @@ def _add_what_is_added(rows: list[dict[str, Any]]) -> None:
 
 
 def per_token_cpu(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Of the router, in microseconds, by fleet and connections: what streams of many tokens take beyond those of one."""
+    """Return the router's CPU microseconds per token: the excess of streams of many tokens over streams of one."""
     streams = [row for row in rows if row["stream"] and row["workers"] == 1 and row["fleet"] != "none"]
     costs: dict[str, float] = {}
     for many in streams:
@@ -188,7 +188,7 @@ def _cases(settings: Settings) -> Iterator[Case]:
 
 @contextmanager
 def _served(fleet: str, workers: int, settings: Settings) -> Iterator[Served]:
-    """So many routers on one port, with mock instances behind them; a server that needs no router; or another router."""
+    """Start routers on one port with mock instances, or a server without a router, or another router."""
     names = FLEETS.get(fleet, [])
     port, spare, *others = _free_ports(2 + 2 * workers)
     controls, own = others[:workers], others[workers:] if workers > 1 else [port]
@@ -222,14 +222,14 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _router(port: int, control: int, own: int) -> list[str]:
-    """`own` is the port that reaches this one alone; where that is the port of all, there are no others."""
+    """Start one router. `own` is the port of this router only; if it is the shared port, there are no others."""
     command = [sys.executable, "-m", "pdserve", "router", "--model", MODEL, "--port", str(port)]
     command += ["--control-port", str(control), "--local-prefill-tokens", "0", "--timelines", "100"]
     return command if own == port else [*command, "--reuse-port", "--own-port", str(own)]
 
 
 def _ready(port: int, instances: int) -> bool:
-    """It answers a request, and one of our own has that many instances."""
+    """Return True if the router answers a request and, if it is ours, has this many instances."""
     try:
         url, body = f"http://127.0.0.1:{port}", {"model": MODEL, "prompt": "a", "max_tokens": 1, "stream": False}
         with httpx.Client(timeout=5.0, verify=False) as http:
@@ -256,7 +256,7 @@ def _process(command: list[str], environment: dict[str, str]) -> Iterator["subpr
 
 
 async def play(case: Case, served: Served, seconds: float, into: Measured) -> None:
-    """A closed loop on each connection for so long; what ends in the warm-up does not count."""
+    """Run a closed loop on each connection for the given time; requests that end in the warm-up do not count."""
     request = request_bytes(case, served.port)
     begin = time.perf_counter() + min(0.5, seconds / 10)
     end = begin + seconds
@@ -289,7 +289,7 @@ async def play(case: Case, served: Served, seconds: float, into: Measured) -> No
 
 
 async def _rest(case: Case, head: bytes, reader: asyncio.StreamReader) -> None:
-    """Reads an answer to its end and checks that it is whole."""
+    """Read an answer to its end and check that it is complete."""
     assert head.startswith(b"HTTP/1.1 200"), head + await reader.read(1000)
     tokens = case.output_tokens
     if case.stream:
@@ -303,7 +303,7 @@ async def _rest(case: Case, head: bytes, reader: asyncio.StreamReader) -> None:
 
 
 def request_bytes(case: Case, port: int) -> bytes:
-    """A whole HTTP request, its prompt as text."""
+    """Return a complete HTTP request with its prompt as text."""
     body = {
         "model": MODEL,
         "prompt": prompt_text(case.prompt_tokens),
@@ -317,7 +317,7 @@ def request_bytes(case: Case, port: int) -> bytes:
 
 
 def cpu_seconds(pids: list[int]) -> float:
-    """Of all threads of these processes, in user and system mode."""
+    """Return the user and system CPU seconds of all threads of these processes."""
     times = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
     return sum(int(one[11]) + int(one[12]) for one in times) / TICKS
 
@@ -364,6 +364,6 @@ def _print(rows: list[dict[str, Any]], decisions: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    from pdserve.cli.flags import command_of
+    from pdserve.cli.flags import command_from_config
 
-    report.main(command_of(Settings, benchmark))
+    report.main(command_from_config(Settings, benchmark))

@@ -1,8 +1,8 @@
-"""What routing by prefix is worth on conversations: `python benchmarks/routing.py`.
+"""Gain of prefix-aware routing on conversations: `python benchmarks/routing.py`.
 
-One deployment for each policy, alike but for that, side by side. A closed loop of streaming clients sends the turns of real
-conversations, scaled down, in order of time, to each of them in turn. Every round has a salt of its own, so that none finds
-what another has left in pools and store.
+One deployment per policy, otherwise identical, side by side. A closed loop of streaming clients sends the turns of real
+conversations, scaled down, in order of time, to each of them in turn. Every round has its own cache salt, so that it finds no
+blocks of other rounds in pools or store.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdserve.cli.deployment import Deployment, free_port
-from pdserve.cli.flags import command_of
+from pdserve.cli.flags import command_from_config
 from pdserve.config import UpConfig, flag
 
 TRACE = Path(__file__).parent / "traces" / "mooncake-turns.jsonl"
@@ -53,7 +53,7 @@ class Turn:
 
 @dataclass
 class Round:
-    """Client's times to the first token, and where the KV of the prompts came from, in tokens."""
+    """Time to first token of each request, and the sources of the prompts' KV in tokens."""
 
     ttfts: list[float]
     sources: dict[str, int]
@@ -67,7 +67,7 @@ def benchmark(settings: Settings) -> None:
     """Compare routing policies on conversations: hit rate, time to the first token."""
     shape = checkpoints.TINY if settings.quick else pd.SMALL
     settings = settings.sized(QUICK)
-    settings = report.in_place_of_defaults(settings, {"policies": POLICIES})
+    settings = report.with_defaults_replaced(settings, {"policies": POLICIES})
     turns = read(settings, shape.vocabulary)
     with tempfile.TemporaryDirectory() as folder, Console(stderr=True).status("making the checkpoint") as status:
         model = checkpoints.make(shape, Path(folder))
@@ -90,7 +90,7 @@ def benchmark(settings: Settings) -> None:
 
 
 def read(settings: Settings, vocabulary: int) -> list[Turn]:
-    """A block of the trace becomes `TRACE_BLOCK / scale` tokens, drawn with its hash as the seed."""
+    """Read the trace; each of its blocks becomes `TRACE_BLOCK / scale` tokens, drawn with its hash as the seed."""
     turns = []
     for line in TRACE.read_text().splitlines()[: settings.requests]:
         row = json.loads(line)
@@ -104,7 +104,7 @@ def read(settings: Settings, vocabulary: int) -> list[Turn]:
 
 
 def most_hits(turns: list[Turn], block: int = 16) -> float:
-    """The hit rate of one cache that forgets nothing."""
+    """Return the hit rate of a single unbounded cache."""
     known: set[tuple[int, ...]] = set()
     hits = 0
     for turn in turns:
@@ -115,7 +115,7 @@ def most_hits(turns: list[Turn], block: int = 16) -> float:
 
 
 def _config(model: Path, policy: str, settings: Settings) -> UpConfig:
-    """Every prompt goes to prefill, so that the policies alone differ."""
+    """Configure every prompt to go to prefill, so that only the policies differ."""
     return UpConfig(
         model=str(model),
         port=free_port(),
@@ -128,7 +128,7 @@ def _config(model: Path, policy: str, settings: Settings) -> UpConfig:
 
 
 async def play(deployment: Deployment, turns: list[Turn], concurrency: int, salt: str) -> Round:
-    """Sends all turns, so many at a time."""
+    """Send all turns with the given concurrency."""
     waiting = iter(enumerate(turns))
     ttfts: list[float] = []
     async with httpx.AsyncClient(base_url=deployment.url, timeout=pd.TIMEOUT_S) as http:
@@ -196,4 +196,4 @@ def _print(rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    report.main(command_of(Settings, benchmark))
+    report.main(command_from_config(Settings, benchmark))

@@ -1,9 +1,10 @@
 """Mixed traffic for a long time, with evictions in every tier: `python benchmarks/soak.py`, for 20 minutes.
 
 One prefill and two decode instances with small pools share `tiered://shm,file,redis`, each tier with little room. Clients
-send chats of several turns, long and short prompts, greedy and sampled, streaming and not; some leave in the middle, all
-leave pauses, so that instances fall idle and check their pools. Every few seconds memory, file descriptors, threads and the
-sizes of the stores are noted. At the end nothing may have grown, and the counters must agree with what the clients saw.
+send chats of several turns, long and short prompts, greedy and sampled, streaming and not; some disconnect early, and all
+pause between requests, so that instances become idle and check their pools. Every few seconds, memory, file descriptors,
+threads and the sizes of the stores are recorded. At the end none may have grown, and the counters must agree with the
+clients' records.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdserve.cli.deployment import Deployment, free_port
-from pdserve.cli.flags import command_of
+from pdserve.cli.flags import command_from_config
 from pdserve.config import UpConfig, flag, parse_size
 
 MIB = 1 << 20
@@ -56,11 +57,11 @@ SLACK_BYTES, SLACK_SHARE, SLACK_FILES = 8 * MIB, 0.03, 12
 
 @dataclass
 class Traffic:
-    """What the clients saw.
+    """Results recorded by the clients.
 
     Attributes:
-        ends: requests by how they ended: a finish reason, or `cancelled`.
-        answers: of the one prompt that is sent again and again, greedily. There may be one only.
+        ends: requests by outcome: a finish reason, or `cancelled`.
+        answers: distinct greedy answers to the one prompt that is sent repeatedly. There must be exactly one.
     """
 
     ends: Counter[str] = field(default_factory=Counter)
@@ -69,7 +70,7 @@ class Traffic:
 
 
 def soak(settings: Settings) -> None:
-    """Run mixed traffic for a long time, and see that nothing grows, leaks, or is counted wrong."""
+    """Run mixed traffic for a long time, and verify that nothing grows, leaks, or is counted wrong."""
     settings = settings.sized(QUICK)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -89,7 +90,7 @@ def soak(settings: Settings) -> None:
 
 @contextmanager
 def _deployment(settings: Settings, folder: Path) -> Iterator[tuple[Deployment, dict[str, str]]]:
-    """The processes, and where the tiers keep their blocks."""
+    """Yield the deployment, and the locations of the tiers' blocks."""
     size = parse_size(settings.tier_size)
     model = checkpoints.make(checkpoints.TINY, folder / "model")
     with stores.shm(size) as shm, stores.redis("redis://127.0.0.1:{port}/0", 4 * size) as redis:
@@ -124,7 +125,7 @@ async def _run(
             chosen = random.Random(f"{settings.seed}/{i}")
             group.create_task(_client(http, deployment.config.name, chosen, settings.pause, end, traffic))
         while time.monotonic() < end:
-            deployment.tend()
+            deployment.check_children()
             samples.append({"seconds": round(time.monotonic() - started, 1), **_sample(deployment, kept)})
             say(f"{(end - time.monotonic()) / 60:.1f} minutes left, {sum(traffic.ends.values())} requests so far")
             await asyncio.sleep(settings.every)
@@ -134,7 +135,7 @@ async def _run(
 async def _client(
     http: httpx.AsyncClient, model: str, chosen: random.Random, pause: float, end: float, traffic: Traffic
 ) -> None:
-    kinds = [_chat, _long, _short, _sampled, _leaves, _known]
+    kinds = [_chat, _long, _short, _sampled, _disconnects, _repeated]
     while time.monotonic() < end:
         if time.monotonic() % IDLE_EVERY_S < IDLE_S:
             await asyncio.sleep(IDLE_S)
@@ -164,13 +165,13 @@ async def _sampled(http: httpx.AsyncClient, model: str, chosen: random.Random, t
     )
 
 
-async def _known(http: httpx.AsyncClient, model: str, chosen: random.Random, traffic: Traffic) -> None:
+async def _repeated(http: httpx.AsyncClient, model: str, chosen: random.Random, traffic: Traffic) -> None:
     answer = await _complete(http, traffic, model=model, prompt=[i % 250 for i in range(333)], max_tokens=30)
     traffic.answers.add(" ".join(map(str, answer)))
 
 
-async def _leaves(http: httpx.AsyncClient, model: str, chosen: random.Random, traffic: Traffic) -> None:
-    """After the first few tokens, or before."""
+async def _disconnects(http: httpx.AsyncClient, model: str, chosen: random.Random, traffic: Traffic) -> None:
+    """Disconnect after the first few tokens, or before."""
     body = {"model": model, "prompt": _tokens(chosen, 150), "max_tokens": 300, "ignore_eos": True, "stream": True}
     stay = chosen.randrange(4)
     async with http.stream("POST", "/v1/completions", json=body) as reply:
@@ -227,7 +228,7 @@ def _process(pid: int) -> dict[str, float]:
 
 
 def _settled(deployment: Deployment) -> dict[str, float]:
-    """The counters that matter, once nothing is under way."""
+    """Return the relevant counters once no request is running."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         found = totals(deployment)
@@ -240,7 +241,7 @@ def _settled(deployment: Deployment) -> dict[str, float]:
 
 
 def _flat(samples: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Of each quantity, the last quarter's median may be above the second quarter's by no more than what comes by chance."""
+    """Check that each quantity's median over the last quarter exceeds that over the second one only by random variation."""
     quarter = max(1, len(samples) // 4)
     for name in samples[0]:
         if name == "seconds":
@@ -319,4 +320,4 @@ def _draw(samples: list[dict[str, Any]], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    report.main(command_of(Settings, soak))
+    report.main(command_from_config(Settings, soak))

@@ -1,5 +1,7 @@
-"""Where chaos takes place: two prefill and two decode instances behind a router, and a store that can be restarted. One of
-them lives on an island, where we may make one."""
+"""Deployment of the chaos benchmark: two prefill and two decode instances, a router, and a store that can be restarted.
+
+One instance runs in a separate network namespace, if the permissions allow it.
+"""
 
 import os
 import signal
@@ -12,7 +14,7 @@ from typing import Any
 
 import checkpoints
 import stores
-from island import Island
+from island import NetworkNamespace
 
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.cli.supervisor import Child
@@ -27,14 +29,14 @@ LEASE_S = 30.0  # of blocks in the store: nobody ends those of instances that we
 Make = Callable[[UpConfig, Callable[[str], None]], Deployment]
 
 
-class Chaotic(Deployment):
-    """A deployment of which one instance lives on an island, if there is one. `pids` are all that it has ever started."""
+class ChaosDeployment(Deployment):
+    """A deployment with one instance in a network namespace, if there is one. `pids` are all processes ever started."""
 
-    island: Island | None = None
+    island: NetworkNamespace | None = None
     pids: set[int]
 
-    def settle(self, island: Island | None) -> None:
-        """Call it before it starts."""
+    def settle(self, island: NetworkNamespace | None) -> None:
+        """Assign the namespace; must be called before the start."""
         self.island, self.pids = island, set()
         self.child("router").arguments += ["--handover-timeout-seconds", "10"]
         for child in self.instances:
@@ -67,17 +69,19 @@ class Chaotic(Deployment):
 
 @dataclass
 class Stage:
-    """Attributes:
-    store: to be restarted, if it can be.
-    leases: how many the store has at the moment.
-    said: every line that a process has printed.
-    left_out: faults that there are not, and why.
+    """The deployment and its environment.
+
+    Attributes:
+        store: the server to restart, if any.
+        leases: returns the current number of leases in the store.
+        said: every line that a process has printed.
+        left_out: unavailable kinds of faults, with the reason.
     """
 
-    deployment: Chaotic
+    deployment: ChaosDeployment
     store: stores.RedisServer | None
     leases: Callable[[], int]
-    said: list[str]
+    log_lines: list[str]
     left_out: dict[str, str]
 
     def left(self) -> dict[str, int]:
@@ -97,13 +101,13 @@ def stage(kind: str, make: Make) -> Iterator[Stage]:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         island = store = None
         try:
-            island = stack.enter_context(Island())
+            island = stack.enter_context(NetworkNamespace())
         except SetupError as error:
             left_out["cut"] = str(error)
         if kind == "redis":
             store = stores.RedisServer(folder, STORE_BYTES, "127.0.0.1", *([island.host] if island else []))
             stack.callback(store.kill)
-            url, leased = f"redis://127.0.0.1:{store.port}/0?timeout=2", store.eternal
+            url, leased = f"redis://127.0.0.1:{store.port}/0?timeout=2", store.count_permanent
         else:
             url = stack.enter_context(stores.shm(STORE_BYTES))
             leased = lambda: count_leases(url)  # noqa: E731
@@ -120,10 +124,10 @@ def stage(kind: str, make: Make) -> Iterator[Stage]:
             connector=url,
             lease_seconds=LEASE_S,
         )
-        said: list[str] = []
-        deployment = make(config, said.append)
-        assert isinstance(deployment, Chaotic)
+        log_lines: list[str] = []
+        deployment = make(config, log_lines.append)
+        assert isinstance(deployment, ChaosDeployment)
         deployment.settle(island)
         stack.enter_context(deployment)
         deployment.wait_ready()
-        yield Stage(deployment, store, leased, said, left_out)
+        yield Stage(deployment, store, leased, log_lines, left_out)

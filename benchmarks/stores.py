@@ -1,4 +1,4 @@
-"""Stores of a benchmark's own, gone when it ends. Each a context manager that gives a connector's URL."""
+"""Temporary stores for benchmarks, each a context manager that yields a connector's URL."""
 
 import os
 import shutil
@@ -37,10 +37,10 @@ def file(folder: str | None, size: int) -> Iterator[str]:
 
 
 class RedisServer:
-    """A redis-server of our own, which keeps nothing on disk; `kill` and `start` as often as you like.
+    """A redis-server without persistence, which `kill` and `start` may restart any number of times.
 
     Args:
-        size: bytes that it may take; then the longest unused goes.
+        size: memory limit in bytes; beyond it, the least recently used keys are evicted.
         hosts: addresses to listen on.
     """
 
@@ -54,14 +54,14 @@ class RedisServer:
 
     def start(self) -> None:
         self.process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, env=self._environment)
-        _await_port(self.port)
+        _wait_for_port(self.port)
 
     def kill(self) -> None:
         self.process.kill()
         self.process.wait(10)
 
-    def eternal(self) -> int:
-        """Values that never run out. There are no leases in Redis beside their times to live."""
+    def count_permanent(self) -> int:
+        """Return the number of values without a time to live, which in Redis is the only form of a lease."""
         from redis import Redis
 
         with Redis(unix_socket_path=self.socket) as client:
@@ -71,7 +71,7 @@ class RedisServer:
 
 @contextmanager
 def redis(url: str, size: int) -> Iterator[str]:
-    """`{port}` and `{socket}` in the URL stand for where the server listens."""
+    """Yield a URL; `{port}` and `{socket}` in it are replaced by those of the server."""
     with tempfile.TemporaryDirectory(prefix="pdserve-benchmark-") as folder:
         server = RedisServer(folder, size)
         try:
@@ -91,7 +91,7 @@ def _redis_server() -> str:
     return found
 
 
-def _await_port(port: int) -> None:
+def _wait_for_port(port: int) -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         with socket.socket() as probe:

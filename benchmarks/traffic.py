@@ -1,4 +1,4 @@
-"""The clients: each asks again as soon as it has its answer, and compares that with what came without faults."""
+"""Clients of the chaos benchmark: each sends requests continuously, and compares the answers with those without faults."""
 
 import asyncio
 import itertools
@@ -21,7 +21,7 @@ NOBODY = ("is available", "no instance has registered")
 
 @dataclass
 class Case:
-    """One request, and its tokens and end without faults."""
+    """One request, with its tokens and finish reason in the run without faults."""
 
     body: dict[str, Any]
     tokens: list[int] = field(default_factory=list)
@@ -30,8 +30,9 @@ class Case:
 
 @dataclass
 class Answer:
-    """What one client saw of one request: how it ended (a finish reason, `cancelled`, or a status and why), its tokens, and
-    the longest pause between two events of a stream, in seconds."""
+    """The result of one request: outcome (a finish reason, `cancelled`, or a status and its reason), tokens, and the longest
+    pause between two events of a stream in seconds.
+    """
 
     end: str = "broken off"
     tokens: list[int] = field(default_factory=list)
@@ -39,13 +40,13 @@ class Answer:
 
 
 class Traffic:
-    """Requests of many kinds, and what became of them.
+    """Requests of many kinds, and their results.
 
     Attributes:
-        ends: answers by how they ended; of a 503 that does not say that nobody is there, what it says.
-        defects: what must not be, in words.
-        seconds: that answers took which are whole.
-        pauses: the longest in each stream that is whole, by request id.
+        ends: number of answers by outcome; a 503 other than "no instance" counts under its message.
+        defects: descriptions of violations.
+        seconds: durations of complete answers.
+        pauses: longest pause of each complete stream, by request id.
     """
 
     def __init__(self, url: str, model: str, settings: "Settings") -> None:
@@ -58,7 +59,7 @@ class Traffic:
         self._numbers = itertools.count()
 
     async def learn(self) -> None:
-        """What is right: every request without faults."""
+        """Send every request without faults, and keep the answers as reference."""
 
         async def ask(case: Case) -> None:
             while case.end not in WHOLE:  # a busy machine can look like a fault
@@ -70,7 +71,7 @@ class Traffic:
                 group.create_task(ask(case))
 
     async def run(self, over: asyncio.Event) -> None:
-        """Until then, and until the last request has ended."""
+        """Send requests until the given time, and wait for the last one."""
         async with self._http() as http, asyncio.TaskGroup() as group:
             for number in range(self._settings.clients):
                 drawn = random.Random(f"client {number} {self._settings.seed}")
@@ -106,7 +107,7 @@ class Traffic:
 
 
 def _cases(model: str, settings: "Settings") -> list[Case]:
-    """Prompts of which many begin alike; greedy and sampled."""
+    """Return greedy and sampled requests, many of which share a prefix."""
     drawn = random.Random(f"cases {settings.seed}")
     beginnings = [[], *([drawn.randrange(250) for _ in range(150)] for _ in range(3))]
     found = []
@@ -119,7 +120,7 @@ def _cases(model: str, settings: "Settings") -> list[Case]:
 
 
 async def _ask(http: httpx.AsyncClient, body: dict[str, Any], name: str = "", stay: float | None = None) -> Answer:
-    """`name`: the request's id. `stay`: seconds until the client leaves."""
+    """Send a request. `name`: its id. `stay`: seconds until the client disconnects."""
     answer, last, finish = Answer(), 0.0, ""
     headers = {"X-Request-Id": name} if name else {}
     with suppress(TimeoutError):

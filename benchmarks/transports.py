@@ -1,8 +1,8 @@
-"""How much of a transport a connector leaves: `python benchmarks/transports.py`.
+"""Overhead of connectors over their bare transports: `python benchmarks/transports.py`.
 
-For each connector, four things take turns: a memcpy of some blocks, the bare transport moving the same bytes, the connector
-storing the blocks, and another connector loading them. What a connector adds to the bare transport: keys, headers,
-checksums, futures, deadlines, and the copy into the pool.
+For each connector, four operations alternate: a memcpy of some blocks, the bare transport moving the same bytes, the
+connector storing the blocks, and another connector loading them. A connector adds keys, headers, checksums, futures,
+deadlines, and the copy into the pool.
 """
 
 import multiprocessing
@@ -24,7 +24,7 @@ import stores
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.cli.flags import command_of
+from pdserve.cli.flags import command_from_config
 from pdserve.config import flag, parse_size
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.connector import Outcome
@@ -52,7 +52,7 @@ Move = Callable[[], float]  # seconds
 
 @dataclass
 class Raw:
-    """A bare transport: what it is, and how to move all blocks once in each direction."""
+    """A bare transport: its description, and functions that move all blocks once in each direction."""
 
     what: str
     store: Move | None = None
@@ -61,7 +61,7 @@ class Raw:
 
 @dataclass
 class Turns:
-    """Seconds of each turn, by what was done."""
+    """Seconds of each repetition, by operation."""
 
     memcpy: list[float] = field(default_factory=list)
     raw_store: list[float] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Turns:
 
 
 def benchmark(settings: Settings) -> None:
-    """Measure connectors beside the bare transports under them, and a memcpy."""
+    """Measure connectors beside their bare transports and a memcpy."""
     settings = settings.sized(QUICK)
     rows, skipped = [], {}
     with Console(stderr=True).status("measuring") as status:
@@ -98,7 +98,7 @@ def _shm(nbytes: int, count: int) -> Iterator[tuple[str, Raw]]:
 
 @contextmanager
 def _file(nbytes: int, count: int) -> Iterator[tuple[str, Raw]]:
-    """`dd` writes one new file of all blocks, and reads it."""
+    """Write one new file of all blocks with `dd`, and read it."""
     with stores.file("/dev/shm", 4 * nbytes * count) as url, tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         path = Path(folder) / "raw"
 
@@ -110,14 +110,14 @@ def _file(nbytes: int, count: int) -> Iterator[tuple[str, Raw]]:
 
 
 def _dd(arguments: str) -> float:
-    """Seconds, as dd measures them: without its own start."""
+    """Return the seconds reported by dd, without its start-up."""
     done = subprocess.run(["dd", *arguments.split()], capture_output=True, text=True, check=True, env={"LC_ALL": "C"})
     return float(done.stderr.splitlines()[-1].split(", ")[-2].split()[0])
 
 
 @contextmanager
 def _redis(nbytes: int, count: int) -> Iterator[tuple[str, Raw]]:
-    """One client on the socket: all commands pipelined, answers received into one buffer, nothing looked at."""
+    """Use one client on the socket: all commands pipelined, replies received into one buffer and not parsed."""
     with stores.redis("redis+unix://{socket}", 8 * nbytes * count) as url, socket.socket(socket.AF_UNIX) as client:
         client.connect(url.removeprefix("redis+unix://"))
         payload, buffer = np.ones(nbytes, np.uint8), memoryview(bytearray(nbytes + 64))
@@ -146,7 +146,7 @@ def _redis(nbytes: int, count: int) -> Iterator[tuple[str, Raw]]:
 
 @contextmanager
 def _nixl(nbytes: int, count: int) -> Iterator[tuple[str, Raw]]:
-    """One transfer that reads all rows of another process, straight into ours. There is nothing to store."""
+    """Read all rows of another process directly into ours in one transfer. There is no store operation."""
     try:
         from pdserve.kv_transfer.connectors.nixl_agent import Agent, NixlError
 
@@ -229,7 +229,9 @@ def _measure(name: str, settings: Settings) -> list[dict[str, Any]]:
     return [_row(name, way, raw.what, turns, nbytes * count) for way in ("store", "load")]
 
 
-def _turn(turns: Turns, context: RuleContext, source: AttachedPool, target: AttachedPool, raw: Raw, pieces: int) -> None:
+def _turn(
+    turns: Turns, context: RuleContext, source: AttachedPool, target: AttachedPool, raw: Raw, pieces: int
+) -> None:
     count = len(source.rows)
     began = time.perf_counter()
     for row in range(count):
@@ -304,4 +306,4 @@ def _shown(value: float | None, form: str) -> str:
 
 
 if __name__ == "__main__":
-    report.main(command_of(Settings, benchmark))
+    report.main(command_from_config(Settings, benchmark))

@@ -17,14 +17,14 @@ def test_faults_change_no_token_and_leak_nothing(
     chaos = importlib.import_module("chaos")
 
     def settle(self: Any, island: object) -> None:
-        chaos.Chaotic.settle(self, island)
+        chaos.ChaosDeployment.settle(self, island)
         self.child("router").arguments += [
             "--handover-timeout-seconds",
             "600",
         ]  # far above the length of any fault (3 s)
 
     settings = chaos.Settings(**{**chaos.QUICK, "seconds": seconds, "deadline": 600.0})
-    shown = chaos.play(settings, type("Forked", (chaos.Chaotic, forked_deployment), {"settle": settle}))
+    shown = chaos.play(settings, type("Forked", (chaos.ChaosDeployment, forked_deployment), {"settle": settle}))
     broken = chaos.broken(shown["verdicts"])
     assert not broken, "\n".join(map(str, [*broken, *shown["defects"], *shown["fault_log"], *shown["log"]]))
     assert shown["ends"]["length"] > 0 and set(shown["left_out"]) <= {"cut"}

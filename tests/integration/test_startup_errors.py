@@ -86,7 +86,7 @@ def test_port_in_use(pdserve: Command, checkpoint: Callable[..., Path]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["router", "--policy", "best"], "--policy best is unknown; there are auto, round_robin"),
+        (["router", "--policy", "best"], "--policy best is unknown; choose one of auto, round_robin"),
         (["prefill", "--block-size", "0"], "--block-size must be at least 1, not 0"),
         (["prefill", "--kv-cache-memory", "lots"], "'lots' is not a size"),
         (["prefill", "--dtype", "int3"], "dtype 'int3' is not supported"),
@@ -112,7 +112,7 @@ def test_port_in_use(pdserve: Command, checkpoint: Callable[..., Path]) -> None:
         (["router", "--port", "0", "--control-port", "0", "--api-key", "a,,b"], "a key is empty"),
         (["up", "--prefill", "0", "--decode", "1"], "no request could be served"),
         (["up", "--prefill", "-1", "--both", "1"], "--prefill must be 0 or more, not -1"),
-        (["up", "--connector", "pigeon://"], "There is no connector for pigeon://; installed are"),
+        (["up", "--connector", "pigeon://"], "There is no connector for pigeon://; installed schemes: "),
         (["up", "--connector", "shm://kv?sizes=1GiB"], "sizes"),
         (["router", "--cors-origins", "https://a.example,not a url"], "--cors-origins: 'not a url' is not an origin"),
         (["router", "--cors", "*"], "error: No such option: --cors"),
