@@ -29,7 +29,7 @@ from pdserve.kernels.attention import KernelUnavailable, select_kernel
 from pdserve.kernels.batch import Kernel, PagedBatch
 
 SHAPE = checkpoints.QWEN3_0_6B
-POOL_BYTES = 1 << 28  # at least, over all layers: more than a second-level cache
+POOL_BYTES = 1 << 28  # lower bound, over all layers: more than a second-level cache
 LAYERS = 28
 BLOCK = 16
 
@@ -111,7 +111,7 @@ def _measure(
 
 def _read_rate(device: torch.device, quick: bool) -> float:
     buffer = torch.empty(1 << 18 if quick else 1 << 27, device=device)
-    memory.huge_pages(buffer)  # as the pool has them
+    memory.huge_pages(buffer)  # as for the pool
     buffer.fill_(1)
     seconds = []
     for _ in range(5):

@@ -34,8 +34,8 @@ class Settings(report.Settings):
 
 
 QUICK = {"repeat": 2, "tokens": 256}
-EVENTS = {"prefill": 0, "transfer": 1, "decode": 8}  # of the stream, until the client leaves
-TOLD_S = 30.0  # for an instance to say that it holds nothing
+EVENTS = {"prefill": 0, "transfer": 1, "decode": 8}  # stream events before the client disconnects
+RELEASE_TIMEOUT_S = 30.0  # for an instance to report that it holds nothing
 
 
 def cancel(settings: Settings) -> None:
@@ -67,7 +67,7 @@ def cancel(settings: Settings) -> None:
 async def _rows(deployment: Deployment, settings: Settings) -> list[dict[str, Any]]:
     drawn, samples = random.Random(0), dict[tuple[str, str], list[float]]()
     async with httpx.AsyncClient(base_url=deployment.url, timeout=60.0) as http:
-        for number in range(settings.repeat + 1):  # the first one warms up
+        for number in range(settings.repeat + 1):  # the first request warms up
             for state in EVENTS:
                 for instance, ms in (await _leave(http, deployment.config.name, state, settings, drawn)).items():
                     samples.setdefault((state, instance), []).extend([ms] if number else [])
@@ -106,11 +106,11 @@ async def _leave(
             await asyncio.sleep(0.005)
         reading.cancel()
     await asyncio.wait([reading])
-    give_up = time.monotonic() + TOLD_S
+    give_up = time.monotonic() + RELEASE_TIMEOUT_S
     while "decode-0" not in (await _timeline(http, name))["released_ms"]:
         assert time.monotonic() < give_up, f"{name} is still held"
         await asyncio.sleep(0.02)
-    await asyncio.sleep(0.2)  # prefill may have something to say too
+    await asyncio.sleep(0.2)  # prefill may report a release too
     told: dict[str, float] = (await _timeline(http, name))["released_ms"]
     return told
 

@@ -36,7 +36,11 @@ class Settings(report.Settings):
 
 
 QUICK = {"seconds": 60.0, "every": 1.5, "lasting": 2.5, "clients": 4, "cases": 12, "pause": 0.1}
-EXCUSED = ("SIGKILL", "exit code 0", "exit code 2")  # killed, drained, started while the store or the network was out
+EXPECTED_EXITS = (
+    "SIGKILL",
+    "exit code 0",
+    "exit code 2",
+)  # killed, drained, started while the store or the network was out
 ENDED = re.compile(r"\[(\S+)\] exited \((.+)\)")
 MOVED = re.compile(r"(chaos-\d+)\S* migrated to ")
 COUNTED = ("migrations_total", "fallbacks_total", "instances_lost_total", "requests_total", "prompt_tokens_by_source")
@@ -73,7 +77,7 @@ def play(settings: Settings, make: Make = ChaosDeployment) -> dict[str, Any]:
         ),
         **left,
         **at.left(),
-        "instances that ended by themselves": sum(match[2] not in EXCUSED for match in ended),
+        "instances that ended by themselves": sum(match[2] not in EXPECTED_EXITS for match in ended),
         "tracebacks in logs": sum("Traceback" in line for line in at.log_lines),
         "kinds of faults that did not come": len(monkey.missing),
     }
@@ -96,7 +100,7 @@ def play(settings: Settings, make: Make = ChaosDeployment) -> dict[str, Any]:
 async def _play(at: Stage, traffic: Traffic, monkey: FaultInjector) -> tuple[Counts, Counts, Counts, float]:
     """Return the footprint before, the leak counters and footprint after, and the duration in seconds."""
     await traffic.learn()
-    left, before = await settled(at, LEASE_S / 2)  # too soon for leases to run out
+    left, before = await settled(at, LEASE_S / 2)  # too short for leases to expire
     assert not any(left.values()), left
     over, started = asyncio.Event(), time.monotonic()
     tending, asking = asyncio.create_task(_tend(at.deployment)), asyncio.create_task(traffic.run(over))

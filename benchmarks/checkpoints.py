@@ -54,7 +54,7 @@ QWEN3_0_6B = Shape(
 QWEN3_8B = Shape(
     layers=36, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=12288, context=40_960, vocabulary=151_936
 )
-# The KV of Qwen3-0.6B (1.75 MiB in a block of 16 tokens) behind matrices that cost a CPU next to nothing.
+# The KV of Qwen3-0.6B (1.75 MiB in a block of 16 tokens) with matrices that take a CPU almost no time.
 WIDE_KV = Shape(layers=28, hidden=64, heads=8, kv_heads=8, head_dim=128, intermediate=64, context=8192)
 TINY = Shape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, context=1024)
 
@@ -88,7 +88,7 @@ def make(shape: Shape, path: Path, seed: int = 0) -> Path:
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(path)
     del model
-    gc.collect()  # modules lie in cycles, and these weights would count against what is measured
+    gc.collect()  # modules form reference cycles; their weights would distort memory measurements
     _save_byte_tokenizer(path)
     return path
 

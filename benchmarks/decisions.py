@@ -23,7 +23,7 @@ MODEL = "demo"
 WORDS = ["the", "river", "runs", "past", "a", "small", "town", "where", "the", "baker", "meets", "the", "fisher"]
 NOWHERE = SimpleNamespace(
     put=pb.RouterFrame.SerializeToString, close=lambda: None, abort=lambda: None
-)  # in place of a connection
+)  # stands in for a connection
 LONG = 8192  # tokens of a prompt, about
 
 
@@ -36,8 +36,8 @@ def prompt_text(tokens: int) -> str:
 def decide_among(count: int, repeat: int) -> list[dict[str, Any]]:
     """Time each policy over this many candidates, and `open`: from a parsed request to instance frames.
 
-    Half of the instances prefill and half decode; all are busy, with different costs, and each caches a prefix of the prompt of
-    a different length. The prompt is hashed beforehand; hashing and tokenizing are separate rows.
+    Half of the instances prefill and half decode; all are busy, with different costs, and each caches a prefix of the
+    prompt of a different length. The prompt is hashed beforehand; hashing and tokenizing are separate rows.
     """
     fleet = Fleet("router", MODEL, 1.0)
     dispatcher = Dispatcher(RouterConfig(model=MODEL), fleet, Metrics(fleet))
@@ -51,7 +51,7 @@ def decide_among(count: int, repeat: int) -> list[dict[str, Any]]:
         others.prefill_tokens, others.output_tokens = chosen.randrange(4096), chosen.randrange(4096)
         others.attended_tokens, others.context_tokens = chosen.randrange(1 << 20), chosen.randrange(1 << 16)
         instance.update_other_load(others)
-        slow = chosen.uniform(1, 1.5)  # beside the fastest of them
+        slow = chosen.uniform(1, 1.5)  # relative to the fastest instance
         prefill, decode = (5e-3 * slow, 4e-5 * slow, 1e-8 * slow), (8e-3 * slow, 2e-4 * slow, 1e-8 * slow)
         instance.update_heartbeat(pb.Heartbeat(costs=pb.Costs(prefill=prefill, decode=decode, transfer=(1e-3, 2e-10))))
         fleet.index.add(instance.id, keys[: i * len(keys) // count])
@@ -77,7 +77,7 @@ def decide_among(count: int, repeat: int) -> list[dict[str, Any]]:
     kinds["auto, to decode"] = _microseconds(timed("auto", decode=True), repeat)
     kinds["match the prompt's keys"] = _microseconds(lambda _: fleet.index.match(keys), repeat)
     kinds["open"] = _microseconds(opened, repeat, after=closed)
-    if count == 8:  # the same for all
+    if count == 8:  # independent of the number of candidates
         kinds["hash the prompt"] = _microseconds(lambda _: block_keys(b"root", prompt, 16), repeat)
         tokenizer, text = Tokenizer(MODEL), prompt_text(LONG)
         kinds["tokenize the prompt"] = _microseconds(lambda _: tokenizer.encode(text), repeat)

@@ -54,7 +54,7 @@ class Settings(peer_process.Settings):
 SHAPES = {"0.6b": checkpoints.QWEN3_0_6B, "8b": checkpoints.QWEN3_8B}
 QUICK = {"requests": 4, "prompt_tokens": 16, "output_tokens": 8, "prefill_tokens": 64, "repeat": 1}
 ROOFLINE_BYTES = 1 << 30  # more than any cache
-ROOFLINE_PIECE = 1 << 26  # read at a time: short goes, some of which nothing else on the machine disturbs
+ROOFLINE_PIECE = 1 << 26  # bytes per read: short reads, some of which no other process disturbs
 ROOFLINE_SIDE = {"cpu": 1024, "cuda": 8192}  # of the square matrices
 
 

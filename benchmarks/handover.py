@@ -60,10 +60,10 @@ class Settings(report.Settings):
 
 
 QUICK = {"tokens": "1,40", "repeat": 1, "connectors": "shm", "store_size": "64MiB"}
-WARM_UPS = 2  # of the longest prompt: pools, stores and buffers have been written to once
+WARM_UPS = 2  # with the longest prompt: touches the memory of pools, stores and buffers
 OUTPUT_TOKENS = 3
-SETTLE_S = 10.0  # for the last news of a request to reach the router
-TIMEOUT_S = 300.0  # of one request
+TIMELINE_TIMEOUT_S = 10.0  # the last stamps of a request reach the router after its last token
+TIMEOUT_S = 300.0  # per request
 MIB = 1 << 20
 
 
@@ -229,7 +229,7 @@ class Client:
         return times
 
     def _timeline(self, name: str) -> dict[str, Any]:
-        deadline = time.monotonic() + SETTLE_S
+        deadline = time.monotonic() + TIMELINE_TIMEOUT_S
         while True:
             timeline: dict[str, Any] = self._http.get(f"/debug/requests/{name}").raise_for_status().json()
             if {Stage.KV_READY, Stage.KV_STORED, Stage.FINISHED} <= timeline["stages_ms"].keys():
@@ -243,7 +243,7 @@ class Copier:
     """Measures memcpy between two buffers whose pages have been touched before."""
 
     COPIES = 9
-    LEAST = 1 << 28  # length of the buffers: small copies come from different places, so that no cache serves them
+    MIN_BYTES = 1 << 28  # buffer length; small copies use different offsets, so that no cache serves them
 
     def __init__(self) -> None:
         self._source = self._target = np.ones(0, np.uint8)
@@ -251,7 +251,7 @@ class Copier:
     def milliseconds(self, nbytes: int) -> float:
         """Return the median of several copies."""
         if nbytes > len(self._source) or not len(self._source):
-            size = max(nbytes, self.LEAST)
+            size = max(nbytes, self.MIN_BYTES)
             self._source, self._target = np.ones(size, np.uint8), np.ones(size, np.uint8)
         step = (len(self._source) - nbytes) // self.COPIES
         times = []

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from pdserve.errors import SetupError
 
-HOST, INSIDE = "198.18.{}.1", "198.18.{}.2"  # of the range that RFC 2544 keeps for tests
+HOST, INSIDE = "198.18.{}.1", "198.18.{}.2"  # in the range that RFC 2544 reserves for benchmarks
 CLONE_NEWNET = 0x40000000
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -48,7 +48,7 @@ class NetworkNamespace:
     def __exit__(self, *_: object) -> None:
         subprocess.run(
             ["ip", "netns", "del", self._name], stderr=subprocess.DEVNULL, check=False
-        )  # the link goes with it
+        )  # also removes the link
 
     def cut(self) -> None:
         """Drop all packets in both directions, without closing connections."""

@@ -53,7 +53,7 @@ class Settings(report.Settings):
 
 
 QUICK = {"dtypes": "bfloat16", "documents": 2, "prompt_tokens": 100, "next_tokens": 8}
-SPEED_S = 0.5  # for each figure
+SPEED_S = 0.5  # per measurement
 
 
 class Bench:
@@ -67,7 +67,7 @@ class Bench:
             EngineConfig(model=settings.model, dtype=dtype, device="cpu", num_blocks=tokens // 16 + 1)
         )
         self._engine.checkpoint.model.register_forward_hook(self._keep_logits)
-        self._engine.runner.graphs = None  # each step runs the model
+        self._engine.runner.graphs = None  # no CUDA graphs: each step runs the model
         self.layout = self._engine.layout
         self._rows = host_rows(self._engine.runner.pool_NL2GBD)
         self._given = self._engine.pool.blocks_for(settings.prompt_tokens)

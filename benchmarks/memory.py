@@ -143,7 +143,7 @@ def _contiguous(requests: list[Request], sizes: list[int], slots: int, settings:
             reserved += sizes[waiting[0]]
             computed[waiting.popleft()] = 0
         budget = settings.max_num_batched_tokens
-        for i in sorted(computed, key=lambda i: computed[i] < requests[i].input):  # those that decode come first
+        for i in sorted(computed, key=lambda i: computed[i] < requests[i].input):  # decoding requests come first
             missing = max(1, requests[i].input - computed[i])
             computed[i] += min(missing, budget)
             budget -= min(missing, budget)

@@ -26,7 +26,7 @@ from pdserve.roles.job import BATCHED_TOKENS
 
 CONTEXT = 16384  # tokens
 BLOCK_SIZE = 16
-TOKEN = 100  # the answer to everything, again and again
+TOKEN = 100  # the only token of every answer
 
 
 def hello(name: str, role: str, model: str) -> pb.Hello:
@@ -61,9 +61,9 @@ def hello(name: str, role: str, model: str) -> pb.Hello:
 @dataclass
 class Answer:
     left: int  # tokens
-    whole: bool  # they are wanted together
+    whole: bool  # send all tokens together
     begun: bool = False
-    kept: int = 0  # tokens that have not been told
+    kept: int = 0  # tokens generated but not sent
 
     def step(self) -> int:
         """Generate a token, and return the number of tokens ready to send."""
@@ -143,7 +143,7 @@ class MockInstance:
             step = self._step()
             if step.outputs:
                 links.broadcast(pb.InstanceFrame(step=step))
-            await asyncio.sleep(self._step_s)  # others join it meanwhile
+            await asyncio.sleep(self._step_s)  # other requests join the batch meanwhile
 
     def _step(self) -> pb.Step:
         self._steps += 1

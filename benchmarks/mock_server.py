@@ -35,7 +35,7 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         tokens = body["max_tokens"]
         if body["stream"]:
             writer.write(STREAM)
-            for event in (*[EVENT] * tokens, b"data: [DONE]\n\n"):  # a write for each, as tokens come one by one
+            for event in (*[EVENT] * tokens, b"data: [DONE]\n\n"):  # one write per token
                 writer.write(b"%x\r\n%b\r\n" % (len(event), event))
             writer.write(b"0\r\n\r\n")
         else:

@@ -45,13 +45,13 @@ class Settings(peer_process.Settings):
 
 
 QUICK = {"requests": 4, "concurrency": 2, "prompt_tokens": 20, "output_tokens": 5, "repeat": 1}
-# Hidden 256, 4 layers, a vocabulary of 4,096: what FLOPs there are, two cores have to share with everything else.
+# Hidden 256, 4 layers, a vocabulary of 4,096: small enough for two cores, which all processes share.
 SMALL = checkpoints.Shape(
     layers=4, hidden=256, heads=8, kv_heads=4, head_dim=32, intermediate=688, context=2048, vocabulary=4096
 )
 COLOCATED, SPLIT = "1 both", "1P+1D"
 TIMEOUT_S = 300.0
-PEER_ROUND_S = 25.0  # then a peer's round is cut: vLLM's pair may stall
+PEER_ROUND_S = 25.0  # limit of a peer's round: vLLM's pair may stall
 
 
 @dataclass
@@ -105,7 +105,7 @@ class Ours:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        self._deployment.wait_ready()  # again: while others start, cores may be so busy that a lease runs out
+        self._deployment.wait_ready()  # again: a lease may have expired while others started on busy cores
         yield
 
     async def ask(self, http: httpx.AsyncClient, name: str, prompt: list[int], count: int) -> Reply:
@@ -176,7 +176,7 @@ def benchmark(settings: Settings) -> None:
             status.update("starting vLLM, which compiles the first time")
             vllm = {"vLLM, 1 server": [""], "vLLM, 1P+1D": ["kv_producer", "kv_consumer"]}
             candidates |= {name: Vllm(settings, model, stack, *roles) for name, roles in vllm.items()}
-        for candidate in candidates.values():  # all of them start at the same time
+        for candidate in candidates.values():  # start all at the same time
             candidate.wait_ready()
         rounds: dict[str, list[Round]] = {name: [] for name in candidates}
         for turn in range(settings.repeat + 1):

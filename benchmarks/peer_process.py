@@ -25,8 +25,8 @@ from pdserve.errors import SetupError
 
 PEER = Path(__file__).parent / "peers" / "peer.py"
 PEERS = ("transformers", "openvino", "llama_cpp", "vllm")
-CONVERTED = ("openvino", "llama_cpp")  # do not load the checkpoint itself
-SERVER_START_S = 300.0  # the first one compiles
+CONVERTED = ("openvino", "llama_cpp")  # need a converted checkpoint
+SERVER_START_S = 300.0  # the first start compiles
 SERVER_STOP_S = 20.0
 
 
@@ -67,8 +67,8 @@ class _Process:
             stderr=self._log,
             text=True,
             env=environment,
-            process_group=0,  # in our session: where we end without a word, the system wakes and ends who is stopped
-            preexec_fn=terminate_with_parent,  # for who is not
+            process_group=0,  # same session: if we are killed, the kernel continues and ends the stopped processes
+            preexec_fn=terminate_with_parent,  # for the processes that are not stopped
         )
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class _Process:
 
     def _ended(self) -> SetupError:
         self._log.seek(0)
-        return SetupError(f"{self._name} ended; the last that it said: {self._log.read()[-2000:]}")
+        return SetupError(f"{self._name} exited; the end of its log: {self._log.read()[-2000:]}")
 
 
 class Peer(_Process):

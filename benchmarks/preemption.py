@@ -46,7 +46,7 @@ class Settings(report.EngineSettings):
 QUICK = {"block_sizes": "32", "requests": 4, "prompt_tokens": 100, "output_tokens": 40}
 NEVER_SWAP = Costs(prefill=(0.0, 0.0, 0.0), swap=(1.0, 1.0))
 ALWAYS_SWAP = Costs(prefill=(1.0, 1.0, 0.0), swap=(0.0, 0.0))
-TRIES = 5  # of one copy or one computation
+TRIES = 5  # per copy or computation
 
 
 def benchmark(settings: Settings) -> None:
@@ -125,7 +125,7 @@ def _once(engine: Engine, blocks: int, tokens: int) -> tuple[float, float, float
 
     def compute() -> float:
         seq = engine.new_sequence("alone", [0] * (tokens - 1), SamplingParams(max_tokens=1, temperature=0))
-        seq.cacheable = False  # or the second try would find it
+        seq.cacheable = False  # otherwise the second try would find it in the cache
         engine.add(seq)
         started = time.perf_counter()
         while not engine.step().sampled:

@@ -73,7 +73,7 @@ def benchmark(settings: Settings) -> None:
             status.update(f"round {number} of {settings.repeat}")
             for case in cases if number % 2 else reversed(cases):
                 measured = bench.round(case)
-                if number:  # the first one warms up
+                if number:  # the first round warms up
                     rounds[case].append(measured)
     rows = [_row(case, rounds, settings) for case in cases]
     _print(rows)
@@ -92,7 +92,7 @@ class Bench:
         self._random = torch.Generator().manual_seed(0)
         self._bookkeeping = 0.0
         scheduler = self._engine.scheduler
-        # In place, so that what is timed is the engine as it is.
+        # Patched in place, so that the real engine is timed.
         for one, name in ((scheduler, "reserve"), (self._engine, "register_full_blocks")):
             setattr(one, name, self._timed(getattr(one, name)))
 

@@ -30,7 +30,7 @@ QUICK_HELP = "a tiny model and small tasks, for seeing that it works"
 OUT_HELP = "folder for the JSON; default: results/ beside this script"
 WIDE = 160  # columns
 
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the command line does, for every engine that is measured
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the command line does; applies to every measured engine
 
 S = TypeVar("S", bound="DataclassInstance")
 
@@ -132,7 +132,7 @@ def main(command: Callable[..., None]) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # as instances do
     signal.signal(
         signal.SIGTERM, signal.default_int_handler
-    )  # servers and peers end with the benchmark, however it ends
+    )  # servers and peers exit with the benchmark, even if it is interrupted
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(command)
     try:

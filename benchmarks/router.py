@@ -34,7 +34,7 @@ from pdserve.errors import SetupError
 SHORT = 16  # tokens of a prompt, about
 START_S = 120.0
 TICKS = os.sysconf("SC_CLK_TCK")
-END = b"\r\n0\r\n\r\n"  # of what comes in chunks
+END = b"\r\n0\r\n\r\n"  # of a chunked response
 MOCK = Path(__file__).parent / "mock_instance.py"
 
 
@@ -183,7 +183,7 @@ def _cases(settings: Settings) -> Iterator[Case]:
                 yield Case(fleet, SHORT, tokens, stream, max(_numbers(settings.connections)) * workers, workers)
 
 
-# ---- through the network ----------------------------------------------------------------------------------------
+# ---- over the network --------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from pdserve.cli.flags import command_from_config
 from pdserve.config import UpConfig, flag
 
 TRACE = Path(__file__).parent / "traces" / "mooncake-turns.jsonl"
-TRACE_BLOCK = 512  # tokens that one of the trace's hashes stands for
+TRACE_BLOCK = 512  # tokens per hash of the trace
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,11 +47,11 @@ class Settings(report.Settings):
 
 
 QUICK = {"minutes": 0.3, "every": 1.0, "pause": 0.05}
-IDLE_EVERY_S = 20.0  # all clients pause together, so that pools are looked at
+IDLE_EVERY_S = 20.0  # all clients pause together, so that instances become idle and check their pools
 IDLE_S = 2.0
 SETTLE_S = 20.0
 TIMEOUT_S = 120.0
-# Of what grows by chance: an allocator's arenas, a log's buffer, connections of clients that come and go.
+# Tolerances for random growth: allocator arenas, log buffers, connections of short-lived clients.
 SLACK_BYTES, SLACK_SHARE, SLACK_FILES = 8 * MIB, 0.03, 12
 
 
@@ -198,7 +198,7 @@ def _tokens(chosen: random.Random, count: int) -> list[int]:
     return [chosen.randrange(250) for _ in range(count)]
 
 
-# ---- what is looked at ------------------------------------------------------------------------------------------------
+# ---- samples and verdicts ------------------------------------------------------------------------------------------------
 
 
 def _sample(deployment: Deployment, kept: dict[str, str]) -> dict[str, float]:
@@ -214,7 +214,7 @@ def _sample(deployment: Deployment, kept: dict[str, str]) -> dict[str, float]:
 def _sizes(root: str) -> Iterator[int]:
     for folder, _, names in os.walk(root):
         for name in names:
-            with suppress(FileNotFoundError):  # files come and go
+            with suppress(FileNotFoundError):  # files may vanish meanwhile
                 yield os.stat(f"{folder}/{name}").st_size
 
 
@@ -268,7 +268,7 @@ def _consistent(traffic: Traffic, counters: dict[str, float]) -> Iterator[dict[s
     }
     yield verdict("requests seen by clients and by the router", sum(traffic.ends.values()), sum(counted.values()))
     for reason in ("stop", "length"):
-        # One that leaves when the answer is complete has not cancelled it.
+        # A client that disconnects after the complete answer has not cancelled it.
         seen, found = traffic.ends[reason], counted.get(reason, 0)
         yield verdict(f"of these {reason}", seen, found, seen <= found <= seen + traffic.ends["cancelled"])
     yield verdict("errors", 0, len(traffic.complaints) + counted.get("error", 0))

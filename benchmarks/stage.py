@@ -24,7 +24,7 @@ from pdserve.kv_transfer.connectors.shm import count_leases
 
 ON_ISLAND = "decode-1"
 STORE_BYTES = parse_size("64MiB")
-LEASE_S = 30.0  # of blocks in the store: nobody ends those of instances that were killed
+LEASE_S = 30.0  # of blocks in the store; leases of killed instances end only by expiry
 
 Make = Callable[[UpConfig, Callable[[str], None]], Deployment]
 
@@ -53,7 +53,7 @@ class ChaosDeployment(Deployment):
     def stop(self) -> None:
         for child in self.instances:
             if child.running:
-                os.kill(child.pid, signal.SIGCONT)  # a frozen one hears nothing else
+                os.kill(child.pid, signal.SIGCONT)  # a stopped process reacts to no other signal
         super().stop()
 
     def _start(self, child: Child) -> None:

@@ -14,8 +14,8 @@ from pdserve.cli.deployment import free_port
 from pdserve.errors import SetupError
 
 START_S = 10.0
-# A server with libc's malloc gives the memory of large values back and faults it in again, at times: its speed then has two
-# levels. This one keeps it, as those do that come with jemalloc.
+# With libc's malloc, a server sometimes returns the memory of large values and faults it in again, which gives two speed
+# levels. These settings keep the memory, as jemalloc does.
 KEEPS_MEMORY = "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967295"
 
 

@@ -62,7 +62,7 @@ class Traffic:
         """Send every request without faults, and keep the answers as reference."""
 
         async def ask(case: Case) -> None:
-            while case.end not in WHOLE:  # a busy machine can look like a fault
+            while case.end not in WHOLE:  # on a busy machine a request may fail even without faults
                 answer = await _ask(http, case.body)
                 case.end, case.tokens = answer.end, answer.tokens
 
