@@ -63,7 +63,7 @@ def test_routers_share_a_port_and_one_restarts(
         own = httpx.get(f"{deployment.routers[1]}/debug/requests/{request_id}")
         assert own.status_code == 200
         unknown = httpx.get(f"{deployment.routers[0]}/debug/requests/{request_id}")
-        assert unknown.status_code == 404 and "those that it served itself" in unknown.json()["error"]["message"]
+        assert unknown.status_code == 404 and "other routers have their own" in unknown.json()["error"]["message"]
 
 
 def test_workers_finish_their_requests_on_sigterm(
