@@ -25,7 +25,8 @@ LOCAL_PREFILL_HELP = (
 SLO_HELP = "reject requests that would miss this SLO by forecast, such as ttft=500ms,itl=50ms; empty: none"
 OTLP_HELP = "OTLP/HTTP collector for traces of requests, such as http://collector:4318; empty: none"
 KEYS_FILE_HELP = "TOML file of further API keys, each with quotas and a weight; empty: none"
-POLICY_HELP = "routing policy for P and D: auto, round_robin, least_loaded, power_of_two, session, prefix_aware"
+POLICY_NAMES = ("auto", "round_robin", "least_loaded", "power_of_two", "session", "prefix_aware")
+POLICY_HELP = f"routing policy for P and D: {', '.join(POLICY_NAMES)}"
 
 
 def flag(help: str, default: Any = MISSING, *, secret: bool = False) -> Any:

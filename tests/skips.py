@@ -30,5 +30,6 @@ def _fail_unlisted_skip(report: Report) -> Report:
     if report.skipped and not hasattr(report, "wasxfail") and name not in ALLOWED:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"
-        report.longrepr = f"{reason}\nCI runs all tests except those in tests/skips.py: install the missing dependency, or list the test."
+        rule = "CI runs all tests except those in tests/skips.py: install the missing dependency, or list the test."
+        report.longrepr = f"{reason}\n{rule}"
     return report

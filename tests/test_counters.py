@@ -1,5 +1,8 @@
 """Series keys, and the Prometheus families built from them."""
 
+import re
+from pathlib import Path
+
 from pdserve.counters import GAUGES, HELP, metric_families, series
 
 
@@ -23,3 +26,15 @@ def test_families_merge_the_series_of_several_processes() -> None:
 
 def test_every_gauge_has_a_help_text() -> None:
     assert set(HELP) >= GAUGES
+
+
+def test_every_counted_name_has_a_help_text() -> None:
+    """Instances count by name; one without a help text would be served as a metric of another version."""
+    root = Path(__file__).parent.parent
+    files = [path for folder in ("prefill", "decode", "pdserve") for path in (root / folder).rglob("*.py")]
+    counted = {
+        name
+        for path in files
+        for name in re.findall(r'\b(?:count|count_threadsafe|series)\(\s*"(\w+)"', path.read_text())
+    }
+    assert len(counted) > 10 and not counted - HELP.keys()

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.config import POLICY_NAMES
 from pdserve.costs import Costs
 from pdserve.router.scheduling.policy import (
+    EXPLANATIONS,
     MAX_EXPLAINED,
     POLICIES,
     WAIT_SPREAD_TOKENS,
@@ -251,3 +253,7 @@ def test_forecasts_within_the_tolerance_are_ties() -> None:
     for decode in (False, True):
         assert auto(slower, busy, slow, decode=decode)[0] == "slower"
         assert auto(busy, slow, decode=decode)[0] == "busy"
+
+
+def test_the_setting_lists_every_policy() -> None:
+    assert tuple(POLICIES) == POLICY_NAMES and EXPLANATIONS.keys() == POLICIES.keys()
