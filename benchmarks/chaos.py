@@ -72,7 +72,7 @@ def play(settings: Settings, make: Make = ChaosDeployment) -> dict[str, Any]:
     moved = {match[1] for match in map(MOVED.search, at.log_lines) if match is not None}
     none = {
         "requests that ended wrong, or not at all": len(traffic.defects),
-        "requests refused or ended though somebody was there": sum(
+        "requests refused or ended though an instance was available": sum(
             n for end, n in traffic.ends.items() if "though" in end
         ),
         **left,

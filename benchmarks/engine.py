@@ -70,7 +70,7 @@ class Task:
 
     @property
     def tokens(self) -> int:
-        """What the rate counts: prompt tokens if only one token is generated, else output tokens."""
+        """Tokens that the rate counts: prompt tokens if only one token is generated, else output tokens."""
         if self.output_tokens == 1:
             return self.requests * self.prompt_tokens
         return self.requests * (self.output_tokens - self.decode_only)

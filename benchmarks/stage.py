@@ -85,7 +85,7 @@ class Stage:
     left_out: dict[str, str]
 
     def left(self) -> dict[str, int]:
-        """What must be 0 when all has ended."""
+        """Counts that must be 0 after the last request."""
         name = self.deployment.connector.partition("://")[2].partition("?")[0]
         return {
             "processes": sum(Path(f"/proc/{pid}").exists() for pid in self.deployment.pids),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from chaos import Settings
 
 WHOLE = ("stop", "length")
-NOBODY = ("is available", "no instance has registered")
+NO_INSTANCE = ("is available", "no instance has registered")
 
 
 @dataclass
@@ -153,5 +153,5 @@ async def _ask(http: httpx.AsyncClient, body: dict[str, Any], name: str = "", st
 
 
 def _failure(status: int, error: dict[str, str]) -> str:
-    words = "" if any(one in error["message"] for one in NOBODY) else f", though: {error['message']}"
+    words = "" if any(one in error["message"] for one in NO_INSTANCE) else f", though: {error['message']}"
     return f"{status} {error['code']}{words}"

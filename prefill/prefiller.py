@@ -59,7 +59,7 @@ class _PrefillState:
 
     @property
     def has_gap(self) -> bool:
-        """Whether a block could not be stored, which makes all later ones useless."""
+        """True if a block could not be stored, which makes all later ones useless."""
         return any(part.stored is not None and part.stored < part.blocks for part in self.parts)
 
     @property

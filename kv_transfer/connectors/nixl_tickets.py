@@ -20,7 +20,7 @@ _NOTIFICATION_MAGIC: Final = b"pdserveR"
 
 @dataclass(frozen=True)
 class PeerPool:
-    """What a peer needs to read this pool: agent name and metadata, base address, block length and number of rows."""
+    """Data that a peer needs to read this pool: agent name and metadata, base address, block length and number of rows."""
 
     name: bytes
     metadata: bytes

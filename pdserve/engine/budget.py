@@ -35,7 +35,7 @@ class StepBudget:
 
     @property
     def has_prompt_time(self) -> bool:
-        """Whether another prompt may start in this step."""
+        """True if another prompt may start in this step."""
         return self.min_chunk > 0 or _tokens_within(self.costs, self.prompt_seconds, 0) > 0
 
     def allocate(self, seq: Sequence) -> int:

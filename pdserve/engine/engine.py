@@ -18,7 +18,7 @@ from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams
 
 @dataclass
 class StepResult:
-    """What one step did.
+    """Result of one step.
 
     Attributes:
         advanced: sequences whose KV grew.

@@ -42,7 +42,7 @@ class GrammarConstraint:
 
     @property
     def is_ready(self) -> bool:
-        """Whether compilation has ended or timed out."""
+        """True once compilation has ended or timed out."""
         return self._compiled.done() or time.monotonic() >= self._deadline
 
     def fill_bitmask(self, output: list[int], mask_SW: torch.Tensor, row: int) -> None:

@@ -29,7 +29,7 @@ from pdserve.request import SamplingParams
 
 @dataclass
 class SchedulerOutput:
-    """What the next step does.
+    """Work of the next step.
 
     Attributes:
         num_scheduled_tokens: tokens to compute per sequence, in batch order.

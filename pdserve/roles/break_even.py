@@ -13,7 +13,7 @@ _PRIOR = 0.05  # weight of the prior, a line through the origin; it matters only
 
 
 class Reason(StrEnum):
-    """Why a prefix is loaded, or computed in the case of DEARER. A label value of `pdserve_store_hits_total`."""
+    """Reason for loading a prefix, or for computing it (DEARER). A label value of `pdserve_store_hits_total`."""
 
     CHEAPER = "cheaper"
     UNMEASURED = "unmeasured"

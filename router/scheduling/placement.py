@@ -11,7 +11,7 @@ from pdserve.router.scheduling.policy import Candidate, PlacementRequest, foreca
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a prompt is computed, and why. Shown in timelines; `way` and `reason` are metric labels.
+    """Decision on the instance that computes a prompt, with its reason. Shown in timelines; `way` and `reason` are metric labels.
 
     Attributes:
         way: `split` (a prefill instance computes the prompt and hands its KV to decode), `decode` (the decode instance

@@ -369,7 +369,7 @@ def test_every_flipped_byte_is_corrupt(
 def test_the_decoded_bytes_are_those_that_were_verified(
     dict_connector: Callable[[str], DictConnector], new_keys: NewKeys, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody overwrites the stored payload just after its checksum was right."""
+    """Another process overwrites the stored payload right after its checksum was verified."""
     one, (key,) = dict_connector(name), new_keys(1)
     one.store([key], [0], lease_s=9).result(60)
     (value,) = one.values.values()
