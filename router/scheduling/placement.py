@@ -11,7 +11,7 @@ from pdserve.router.scheduling.policy import Candidate, PlacementRequest, foreca
 
 @dataclass(frozen=True)
 class Placement:
-    """Decision on the instance that computes a prompt, with its reason. Shown in timelines; `way` and `reason` are metric labels.
+    """Instance that computes a prompt, and the reason. Shown in timelines; `way` and `reason` are metric labels.
 
     Attributes:
         way: `split` (a prefill instance computes the prompt and hands its KV to decode), `decode` (the decode instance
