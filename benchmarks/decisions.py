@@ -22,7 +22,7 @@ from pdserve.router.text.tokenizer import Tokenizer
 MODEL = "demo"
 WORDS = ["the", "river", "runs", "past", "a", "small", "town", "where", "the", "baker", "meets", "the", "fisher"]
 NOWHERE = SimpleNamespace(
-    put=pb.RouterFrame.SerializeToString, close=lambda: None, abort=lambda: None
+    send=pb.RouterFrame.SerializeToString, close=lambda: None, abort=lambda: None
 )  # stands in for a connection
 LONG = 8192  # tokens of a prompt, about
 
@@ -56,9 +56,9 @@ def decide_among(count: int, repeat: int) -> list[dict[str, Any]]:
         instance.update_heartbeat(pb.Heartbeat(costs=pb.Costs(prefill=prefill, decode=decode, transfer=(1e-3, 2e-10))))
         fleet.index.add(instance.id, keys[: i * len(keys) // count])
     instances = list(fleet.instances.values())
-    loads = [instance.candidate for instance in instances]
+    candidates = [instance.candidate for instance in instances]
     cached = {instance.id: fleet.index.num_blocks(instance.id) * mock_instance.BLOCK_SIZE for instance in instances}
-    ask = PlacementRequest(LONG, session="somebody", cached=cached, output_tokens=64)
+    placement = PlacementRequest(LONG, session="session", cached=cached, output_tokens=64)
 
     def opened(turn: int) -> None:
         sampling = SamplingParams(max_tokens=64)
@@ -71,7 +71,7 @@ def decide_among(count: int, repeat: int) -> list[dict[str, Any]]:
         dispatcher.states[f"r{turn}"].cancel()
 
     def timed(policy: str, decode: bool) -> Callable[[int], object]:
-        return lambda turn: decide(policy, loads, ask._replace(turn=turn, decode=decode))
+        return lambda turn: decide(policy, candidates, placement._replace(turn=turn, decode=decode))
 
     kinds = {policy: _microseconds(timed(policy, decode=False), repeat) for policy in POLICIES}
     kinds["auto, to decode"] = _microseconds(timed("auto", decode=True), repeat)
