@@ -247,7 +247,7 @@ class EvictsLeased(MemoryConnector):
 
 
 class MixesUpBlocks(MemoryConnector):
-    """When the store is full, keeps the evicted block's name with the new block's bytes."""
+    """Stores a new block under the evicted block's name once the store is full."""
 
     def put(self, name: str, header: bytes, payload: memoryview, lease_s: float) -> None:
         before = list(self._store.values)

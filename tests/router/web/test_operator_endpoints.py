@@ -41,7 +41,7 @@ def test_debug_finds_each_choice(client: Client, backend: ScriptedBackend) -> No
     assert client.get(f"/debug/requests/{three}-1").json()["request_id"] == f"{three}-1"
     latest = client.get("/debug/requests").json()["requests"]
     assert [timeline["request_id"] for timeline in latest] == [f"{three}-2", f"{three}-1", f"{three}-0", one]
-    unknown = client.get("/debug/requests/nobody")
+    unknown = client.get("/debug/requests/unknown")
     assert unknown.status_code == 404
     assert (
         unknown.json()["error"]["message"]
