@@ -139,9 +139,8 @@ def _build(openmp: Path) -> Path:
     target = folder / f"paged-{key.hexdigest()}.so"
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            dir=folder
-        ) as build:  # instances may build at the same time: the last one wins
+        # Instances may build at the same time: the last one wins.
+        with tempfile.TemporaryDirectory(dir=folder) as build:
             library_file = Path(build) / "library.so"
             objects = [f"{build}/{source.stem}.o" for source in SOURCES]
             for source, object_file in zip(SOURCES, objects, strict=True):

@@ -55,12 +55,10 @@ def router(config: RouterConfig) -> None:
     logs.configure(config.log_format)
     # A router uses only the tokenizers of transformers, which would import torch if present: 2 s and 300 MB for nothing.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # silences "PyTorch was not found"
-    os.environ.setdefault(
-        "TOKENIZERS_PARALLELISM", "false"
-    )  # texts are tokenized one at a time; batch threads are idle
-    sys.modules.setdefault(
-        "torch", cast(ModuleType, None)
-    )  # None in sys.modules makes `import torch` fail as not found
+    # Texts are tokenized one at a time; threads for batches would be idle.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # None in sys.modules makes `import torch` fail as not found.
+    sys.modules.setdefault("torch", cast(ModuleType, None))
     from pdserve.router.server import serve
 
     serve(config)

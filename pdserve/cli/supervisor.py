@@ -148,9 +148,8 @@ class Supervisor:
         with process.stdout:
             for line in process.stdout:
                 line = line.rstrip()
-                self._on_line(
-                    line if line.startswith("{") else f"[{name}] {line}"
-                )  # lines of --log-format json stay JSON
+                # Lines of --log-format json stay JSON.
+                self._on_line(line if line.startswith("{") else f"[{name}] {line}")
 
 
 def terminate_with_parent() -> None:

@@ -249,9 +249,8 @@ def _ttft_scores(candidates: Sequence[Candidate], request: PlacementRequest) -> 
         queued, per_token, per_pair = c._prefill_terms or c.prefill_terms()
         cached = cached_on(c.instance_id, 0)
         uncached = tokens - cached
-        scores.append(
-            (queued + (per_token + per_pair * (cached + uncached / 2)) * uncached, c)
-        )  # `attention_pairs`, inlined
+        # `attention_pairs`, inlined.
+        scores.append((queued + (per_token + per_pair * (cached + uncached / 2)) * uncached, c))
     return scores
 
 
