@@ -263,23 +263,19 @@ def test_ctrl_c_leaves_no_process_and_no_shared_memory(up: Up) -> None:
     assert not list(Path("/dev/shm").glob(f"pdserve-up-{up.process.pid}*"))
 
 
-def test_demo_prints_the_timeline_and_cleans_up() -> None:
-    command = [sys.executable, "-m", "pdserve", "demo"]
+def test_demo_prints_the_timeline_and_cleans_up(fork_server: Any, tmp_path: Path) -> None:
     environment = os.environ | {"PDSERVE_API_KEY": "of a permanent deployment"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=environment)
-    assert result.returncode == 0, result.stderr
-    assert "Paris" in result.stdout
+    with (tmp_path / "output").open("w+") as output, (tmp_path / "errors").open("w+") as errors:
+        demo = fork_server.start(["demo"], environment, output.fileno(), errors.fileno())
+        code = demo.wait(1200)
+    printed = (tmp_path / "output").read_text()
+    assert code == 0, (tmp_path / "errors").read_text()
+    assert "Paris" in printed
     for stage in Stage:
-        assert stage.value in result.stdout
+        assert stage.value in printed
     for part in ("KV blocks", "MiB) crossed to decode-0", "GB/s", "curl http://127.0.0.1:8000/v1/completions"):
-        assert part in result.stdout
-    assert not _leaked_segments()
-
-
-def _leaked_segments() -> list[str]:
-    """Return the shared-memory segments of deployments whose process has exited."""
-    names = [path.name for path in Path("/dev/shm").glob("pdserve-up-*")]
-    return [name for name in names if not Path(f"/proc/{name.removeprefix('pdserve-up-').partition('@')[0]}").exists()]
+        assert part in printed
+    assert not list(Path("/dev/shm").glob(f"pdserve-up-{demo.pid}*"))
 
 
 def _wait_for_timeline(url: str, request_id: str) -> dict[str, Any]:
