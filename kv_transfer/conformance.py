@@ -23,7 +23,7 @@ from rich.table import Table
 from pdserve.errors import SetupError
 from pdserve.kv_transfer import registry
 from pdserve.kv_transfer.connector import API_VERSION, Connector, Outcome
-from pdserve.kv_transfer.rules import behaviour, blocks, leases, processes
+from pdserve.kv_transfer.rules import behaviour, blocks, connections, leases, processes
 from pdserve.kv_transfer.rules.context import Broken, NotChecked, RuleContext, new_keys
 from pdserve.kv_transfer.url import without_password
 
@@ -43,11 +43,17 @@ RULES: tuple[Rule, ...] = (
     blocks.foreign_namespace,
     blocks.older_layout,
     leases.lease,
+    leases.longer_lease,
     leases.release,
     leases.leases_under_pressure,
     leases.capacity,
     behaviour.deadline,
+    connections.resumption,
+    connections.stalled_value,
+    connections.silent_connections,
+    connections.byte_by_byte,
     behaviour.cancelled,
+    behaviour.two_connectors,
     behaviour.many_threads,
     behaviour.caller_never_waits,
     behaviour.counts,
