@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pdserve.errors import SetupError
-from pdserve.kv_transfer import conformance
+from pdserve.kv_transfer import check_command, conformance
 from pdserve.kv_transfer.conformance import (
     RULES,
     Report,
@@ -340,7 +340,8 @@ def test_the_connector_of_the_guide_passes(
     install_connectors(tmp_path / "site", "sqlite_connector", tmp_path / "source.py", {"sqlite": "SqliteConnector"})
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     reports = list(check(f"sqlite://{tmp_path}/kv.db?size=80MiB", seconds=0.5))
-    assert [(one.rule, one.detail) for one in reports if one.verdict is not Verdict.HOLDS] == []
+    exceptions = {one.rule: one.detail for one in reports if one.verdict is not Verdict.HOLDS}
+    assert set(exceptions) == {name_of(rule) for rule in RELAY_RULES}, exceptions
 
 
 def test_the_guide_lists_the_rules_in_their_order() -> None:
@@ -380,14 +381,41 @@ def test_the_command_passes_redis_unix_and_nixl(scheme: str, request: pytest.Fix
     assert {one["rule"] for one in rules if one["verdict"] != "holds"} == not_checked
 
 
-def test_check_prints_a_table(command: Callable[..., Any]) -> None:
+def test_check_prints_a_table_and_progress(command: Callable[..., Any]) -> None:
     done = command("check", "memory://test-table", "--rule", "missing", "--rule", "between-processes")
     assert done.exit_code == 0, done.output
-    lines = done.output.splitlines()
-    assert re.search(r"missing\s+holds", lines[2]) and re.search(
-        r"between-processes\s+not checked .*of its own", lines[3]
-    )
+    lines = done.stdout.splitlines()
+    assert re.search(r"missing\s+holds", lines[2])
+    assert re.search(r"between-processes\s+not checked .*of its own", lines[3])
     assert lines[-1] == "1 holds, 0 broken, 1 not checked"
+    assert done.stderr.splitlines() == ["1/2 missing", "2/2 between-processes"]
+
+
+def test_a_report_is_printed_before_the_next_rule_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    printed: list[str] = []
+
+    def first(_: Any) -> str:
+        """The first rule."""
+        return ""
+
+    def second(_: Any) -> str:
+        """The second rule."""
+        printed.append(capsys.readouterr().out)
+        return ""
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check_command, "rules_named", lambda names: (first, second))
+        assert check_command.run("memory://test-order", [], 0.1, as_json=False) == 0
+    assert re.search(r"first\s+holds", printed[0])
+
+
+def test_a_check_of_little_is_no_success(command: Callable[..., Any]) -> None:
+    done = command("check", "memory://test-little", "--rule", "between-processes")
+    assert done.exit_code == 3
+    assert done.stdout.splitlines()[-1] == "This says little: 1 of 1 rules were not checked."
+    done = command("check", "memory://test-little", "--rule", "between-processes", "--json")
+    report = json.loads(done.stdout)
+    assert done.exit_code == 3 and (report["passed"], report["checked"], report["of"]) == (False, 0, 1)
 
 
 def test_check_and_bench_remove_the_segments_they_created(command: Callable[..., Any], tmp_path: Path) -> None:
@@ -500,11 +528,13 @@ def test_a_class_that_is_no_connector_has_no_declared_version() -> None:
 def test_a_rule_that_does_not_end_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
-    def never_end(_: Any) -> str:
+    def never_end(context: RuleContext) -> str:
         """Never ends."""
+        context.attach()
         threading.Event().wait(20)
         return ""
 
     monkeypatch.setattr(conformance, "RULE_TIMEOUT_S", 0.1)
     report = try_rule(never_end, "memory://x", seconds=0.0)
-    assert report.verdict is Verdict.BROKEN and "saw none after 0.1 s" in report.detail
+    assert report.verdict is Verdict.BROKEN
+    assert report.detail == "expected an end, saw none after 0.1 s; the last call was attach"

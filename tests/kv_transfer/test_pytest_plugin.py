@@ -32,6 +32,12 @@ def test_pytest_with_the_fixture(tmp_path: Path, broken_package: Path) -> None:
     assert "leading-match: expected 3 leading keys" in result.stdout
 
 
+def test_a_store_that_cannot_be_used_is_no_skipped_test(tmp_path: Path, broken_package: Path) -> None:
+    options = ["-p", "pdserve.kv_transfer.pytest_plugin", "--connector", "redis://127.0.0.1:1", "-k", "missing"]
+    result = run_pytest(tmp_path, broken_package, *options)
+    assert "1 failed" in result.stdout and "No Redis answers at redis://127.0.0.1:1" in result.stdout, result.stdout
+
+
 def test_the_example_package_passes(tmp_path: Path, fsspec_package: Path) -> None:
     """Installed by pip in a folder of its own, and found by its entry points."""
     shutil.copytree(ROOT / "examples" / "connector_fsspec" / "tests", tmp_path / "tests")
