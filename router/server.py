@@ -109,6 +109,7 @@ async def _serve(
         app,
         http=CoalescingHttpProtocol,
         ws="none",
+        log_config=None,  # uvicorn logs through the root logger, whose format escapes what clients send
         log_level="warning",
         access_log=False,
         lifespan="off",
