@@ -18,6 +18,7 @@ HELP = {
     "kv_transfer_seconds": "time spent in transfers, by connector and direction",
     "kv_transfer_blocks": "KV blocks moved, by connector and direction",
     "kv_transfer_failures": "KV blocks that a transfer failed to move, by connector, direction and kind",
+    "kv_store_out": "1 while the KV store does not answer and requests go on without it, by connector",
     "kv_transfer_bytes_in_flight": "KV bytes that the connector is moving",
     "kv_transfer_bytes_waiting": "KV bytes queued until fewer are in flight",
     "kv_transfer_given_up_blocks": "KV blocks of queued transfers that failed because the store did not answer",
@@ -39,6 +40,7 @@ GAUGES = frozenset(
         "kv_cache_blocks",
         "kv_cache_blocks_held",
         "kv_cache_usage_perc",
+        "kv_store_out",
         "kv_transfer_bytes_in_flight",
         "kv_transfer_bytes_waiting",
     }

@@ -70,7 +70,7 @@ def serve(config: RouterConfig) -> None:
     listening = [listen(config)]
     if config.own_port is not None:
         listening.append(listen(replace(config, port=config.own_port, own_port=None, reuse_port=False)))
-    tokenizer = Tokenizer(config.model)
+    tokenizer = Tokenizer(config.model, special_tokens_in_messages=config.special_tokens_in_messages)
     uvloop.run(_serve(config, keys, tls, tokenizer, listening))
 
 
@@ -109,6 +109,7 @@ async def _serve(
         app,
         http=CoalescingHttpProtocol,
         ws="none",
+        log_config=None,  # uvicorn logs through the root logger, whose format escapes what clients send
         log_level="warning",
         access_log=False,
         lifespan="off",

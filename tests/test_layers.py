@@ -81,6 +81,7 @@ DECISIONS = (
     "pdserve/engine/sequence",
     "pdserve/keys",
     "pdserve/roles/break_even",
+    "kv_transfer/breaker",
     "router/dispatch/handover",
     "router/limits/fair_queue",
     "router/limits/quota",
