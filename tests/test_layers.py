@@ -74,6 +74,7 @@ MAX_FILES = 18  # Python files in a folder
 
 # Decision logic: plain Python on plain data, with the time as an argument.
 DECISIONS = (
+    "pdserve/control/awake_clock",
     "pdserve/costs",
     "pdserve/engine/block_pool",
     "pdserve/engine/budget",

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pdserve.control.awake_clock import AwakeClock
 from pdserve.control.frame_connection import PROTOCOL_VERSION
 from pdserve.costs import Costs
 from pdserve.keys import KEY_BYTES, Layout
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 
 ROLES = ("prefill", "decode", "both")
 MAX_INSTANCE_ID_CHARS = 200
+TICKS_PER_LEASE = 6  # number of times that leases are checked within one lease
 HEARTBEAT_ACK = pb.RouterFrame(heard=pb.Heard())
 
 
@@ -41,7 +43,8 @@ class InstanceHandle:
     Attributes:
         hello: its registration; replaced when it changes its role.
         last_frame_at: arrival of its last frame, on the router's monotonic clock.
-        last_step_at: when its engine last made progress, on the same clock.
+        lease_renewed_at: arrival of its last frame, on the fleet's `AwakeClock`.
+        last_step_at: when its engine last made progress, on the router's monotonic clock.
         unpublished_blocks: number of block keys that it has not yet reported to the prefix index.
         unpublished_since: when `unpublished_blocks` became positive.
         heartbeat: its last heartbeat.
@@ -54,6 +57,7 @@ class InstanceHandle:
     hello: pb.Hello
     connection: Connection
     last_frame_at: float
+    lease_renewed_at: float = 0.0
     last_step_at: float = 0.0
     unpublished_blocks: int = 0
     unpublished_since: float = 0.0
@@ -158,6 +162,7 @@ class Fleet:
         self.router_id = router_id
         self._model = model
         self._lease_seconds = lease_seconds
+        self._clock = AwakeClock(lease_seconds / TICKS_PER_LEASE, time.monotonic())
 
     def serving(self, *roles: str) -> list[InstanceHandle]:
         """Return the instances of these roles that accept new requests."""
@@ -176,12 +181,15 @@ class Fleet:
         return pb.Welcome(router_id=self.router_id, lease_seconds=self._lease_seconds)
 
     async def expire_leases(self) -> None:
-        """Run forever: deregister instances that sent no frame within their lease (frozen, or cut off by the network)."""
+        """Run forever: deregister instances that sent no frame within their lease (frozen, or cut off by the network).
+
+        The time in which this router was stalled itself does not count.
+        """
         while True:
-            await asyncio.sleep(self._lease_seconds / 6)
-            now = time.monotonic()
+            await asyncio.sleep(self._lease_seconds / TICKS_PER_LEASE)
+            now = self._clock.tick(time.monotonic())
             for instance in list(self.instances.values()):
-                if now - instance.last_frame_at > self._lease_seconds:
+                if now - instance.lease_renewed_at > self._lease_seconds:
                     instance.connection.abort()  # a frozen instance must not read the unsent frames when it wakes up
                     self.deregister(instance, f"no frame within its lease of {self._lease_seconds} s")
 
@@ -210,7 +218,8 @@ class Fleet:
         """Add an instance that passed `rejection_reason`. It replaces an earlier connection of the same instance."""
         if hello.instance_id in self.instances:
             self.deregister(self.instances[hello.instance_id], "it has reconnected")
-        instance = self.instances[hello.instance_id] = InstanceHandle(hello, connection, last_frame_at=time.monotonic())
+        instance = InstanceHandle(hello, connection, time.monotonic(), self._clock.time)
+        self.instances[hello.instance_id] = instance
         extra = {"event": "joined", "instance": instance.id}
         log.info("%s joined as %s with %d blocks", instance.id, hello.role, hello.num_blocks, extra=extra)
         return instance
@@ -232,7 +241,7 @@ class Fleet:
         """Process a frame of a registered instance; frames of others are ignored."""
         if self.instances.get(instance.id) is not instance:
             return
-        instance.last_frame_at = time.monotonic()
+        instance.last_frame_at, instance.lease_renewed_at = time.monotonic(), self._clock.time
         assert self.listener is not None
         match frame.WhichOneof("frame"):
             case "draining":
