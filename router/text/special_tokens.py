@@ -40,7 +40,9 @@ class SpecialTokens:
         self._pieces: dict[str, list[int]] = {}
         for token_id, token in added.items():
             name = self._names.get(token.content, token.content)
-            self._ids[self._renamed.token_to_id(name)] = token_id
+            renamed_id = self._renamed.token_to_id(name)
+            assert renamed_id is not None
+            self._ids[renamed_id] = token_id
             if name != token.content and token_id in _model_ids(tokenizer, token.content):
                 parts = (token.content[:1], token.content[1:])
                 self._pieces[token.content] = [piece for part in parts for piece in _model_ids(tokenizer, part)]
