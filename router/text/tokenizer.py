@@ -140,7 +140,8 @@ class Tokenizer:
         if self._special_tokens is None or not self._special_tokens.occur_in([messages, tools]):
             return self.encode(text, add_special_tokens=False)
         mark = str(secrets.randbits(64))  # digits, because templates change neither their case nor their JSON
-        marked = self._apply_template(*self._special_tokens.mark([messages, tools], mark), add_generation_prompt)
+        marked_messages, marked_tools = self._special_tokens.mark([messages, tools], mark)
+        marked = self._apply_template(marked_messages, marked_tools, add_generation_prompt)
         if marked.replace(mark, "") != text:
             message = (
                 "the messages or tools contain the string of a special token where this model's chat template interprets "

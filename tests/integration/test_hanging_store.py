@@ -33,7 +33,8 @@ def test_requests_go_on_without_a_store_that_hangs(
         driver.run_until(lambda outputs: any(o.request_id == name and o.stored.final for o in outputs))
         driver.run_until_idle()
         assert driver.tokens(name) == generate(path, [prompt], 1)[0]
-        return max(output.stored.num_blocks for output in driver.outputs if output.request_id == name)
+        stored: list[int] = [output.stored.num_blocks for output in driver.outputs if output.request_id == name]
+        return max(stored)
 
     def heartbeat() -> dict[str, float]:
         instance._update_heartbeat()
