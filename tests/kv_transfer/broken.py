@@ -230,7 +230,7 @@ class EndsLeasesEarly(MemoryConnector):
 
 
 class ExpiresAfterFirstLease(MemoryConnector):
-    """Deletes a block when the lease of its first store ends, whatever later stores asked for."""
+    """Deletes a small block when the lease of its first store ends, whatever later stores asked for."""
 
     def put(self, name: str, header: bytes, payload: memoryview, lease_s: float) -> None:
         super().put(name, header, payload, lease_s)
@@ -241,10 +241,14 @@ class ExpiresAfterFirstLease(MemoryConnector):
         return super().get(name) if self.contains(name) else None
 
     def renew(self, name: str, lease_s: float) -> bool:
-        return self.contains(name)
+        return self.contains(name) if self._is_small(name) else super().renew(name, lease_s)
 
     def contains(self, name: str) -> bool:
-        return super().contains(name) and self._store.leases.get(name, float("inf")) > time.monotonic()
+        has_lease = self._store.leases.get(name, float("inf")) > time.monotonic()
+        return super().contains(name) and (has_lease or not self._is_small(name))
+
+    def _is_small(self, name: str) -> bool:
+        return len(self._store.values.get(name, b"")) < 1 << 20
 
 
 class KeepsFirstLease(MemoryConnector):
