@@ -33,6 +33,16 @@ HELP = {
     "kv_cache_blocks_held": "blocks that a sequence or a transfer holds",
     "kv_cache_usage_perc": "share of the pool's blocks that are held, 0 to 1",
 }
+# Metric name → its labels, sorted; without an entry it has none.
+LABELS: dict[str, tuple[str, ...]] = {
+    "prompt_tokens_by_source": ("source",),
+    "store_hits": ("decision",),
+    "swapped_blocks": ("direction",),
+    "kv_transfer_bytes": ("connector", "direction"),
+    "kv_transfer_seconds": ("connector", "direction"),
+    "kv_transfer_blocks": ("connector", "direction"),
+    "kv_transfer_failures": ("connector", "direction", "kind"),
+}
 GAUGES = frozenset(
     {
         "num_requests_running",
@@ -45,8 +55,8 @@ GAUGES = frozenset(
         "kv_transfer_bytes_waiting",
     }
 )
-_SERIES = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})?")
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_LABEL = re.compile(r'(\w+)="([^"]*)"', re.ASCII)
+_SERIES = re.compile(rf"(?P<name>\w+)(?:\{{(?P<labels>{_LABEL.pattern}(?:,{_LABEL.pattern})*)\}})?", re.ASCII)
 
 
 def series(name: str, **labels: str) -> str:
@@ -55,19 +65,30 @@ def series(name: str, **labels: str) -> str:
     return f"{name}{{{inside}}}" if inside else name
 
 
+def parse_series(key: str) -> tuple[str, dict[str, str]] | None:
+    """Return the name and the labels of a series, or None if `key` is not one."""
+    match = _SERIES.fullmatch(key)
+    return None if match is None else (match["name"], dict(_LABEL.findall(match["labels"] or "")))
+
+
 def metric_families(processes: Iterable[tuple[Mapping[str, str], Mapping[str, float]]]) -> list[Metric]:
-    """Return the Prometheus metric families of several processes, each given as (process labels, values by series)."""
+    """Return the Prometheus metric families of several processes, each given as (process labels, values by series).
+
+    Series with an unknown name, from a process of another version, are left out.
+    """
     metrics: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
     for process_labels, values in processes:
         for key, value in values.items():
-            match = _SERIES.fullmatch(key)
-            assert match is not None, f"not a series: {key}"
-            labels = dict(process_labels) | dict(_LABEL.findall(match["labels"] or ""))
-            family = metrics.setdefault(match["name"], _family(match["name"], list(labels)))
+            parsed = parse_series(key)
+            assert parsed is not None, f"not a series: {key}"
+            name, labels = parsed[0], dict(process_labels) | parsed[1]
+            if name not in HELP:
+                continue
+            family = metrics.setdefault(name, _family(name, list(labels)))
             family.add_metric([labels[name] for name in sorted(labels)], value)
     return list(metrics.values())
 
 
 def _family(name: str, labels: list[str]) -> CounterMetricFamily | GaugeMetricFamily:
     kind = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
-    return kind(f"pdserve_{name}", HELP.get(name, "from an instance of another version"), labels=sorted(labels))
+    return kind(f"pdserve_{name}", HELP[name], labels=sorted(labels))
