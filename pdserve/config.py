@@ -198,6 +198,10 @@ class RouterConfig(ControlConfig):
         "seconds after which a client that sends nothing of its body or reads nothing of its answer is disconnected",
         60.0,
     )
+    max_connections: int | None = flag(
+        "maximum open connections of clients; further ones get a 503; default: 3/4 of the file descriptors, at most 16384",
+        None,
+    )
     hedge_prefill_after: float | None = flag(
         "seconds without a first token after which a second prefill instance gets the prompt too; default: never", None
     )
@@ -248,6 +252,8 @@ class RouterConfig(ControlConfig):
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name)}")
+        if self.max_connections is not None and self.max_connections < 1:
+            raise ValueError(f"--max-connections must be at least 1, not {self.max_connections}")
         if self.workers < 1:
             raise ValueError(f"--workers must be at least 1, not {self.workers}")
         self._check_ports()
