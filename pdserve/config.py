@@ -25,6 +25,9 @@ LOCAL_PREFILL_HELP = (
 SLO_HELP = "reject requests that would miss this SLO by forecast, such as ttft=500ms,itl=50ms; empty: none"
 OTLP_HELP = "OTLP/HTTP collector for traces of requests, such as http://collector:4318; empty: none"
 KEYS_FILE_HELP = "TOML file of further API keys, each with quotas and a weight; empty: none"
+ALLOWED_HOSTS_HELP = (
+    "further Host headers for which a router on loopback without API keys answers, comma separated, or *; empty: none"
+)
 POLICY_NAMES = ("auto", "round_robin", "least_loaded", "power_of_two", "session", "prefix_aware")
 POLICY_HELP = f"routing policy for P and D: {', '.join(POLICY_NAMES)}"
 
@@ -227,6 +230,7 @@ class RouterConfig(ControlConfig):
     ssl_keyfile: str = flag("PEM private key of --ssl-certfile", "")
     otlp_endpoint: str = flag(OTLP_HELP, "")
     cors_origins: str = flag("allowed CORS origins, comma separated, or *; empty: none", "")
+    allowed_hosts: str = flag(ALLOWED_HOSTS_HELP, "")
     log_format: str = flag(LOG_HELP, "text")
     log_requests: bool = flag("log a line for each finished request", False)
     drain_seconds: float = flag("seconds that requests may take after SIGTERM before they are cut off", 25.0)
@@ -311,6 +315,7 @@ class UpConfig(ControlConfig, TransferConfig):
     slo: str = flag(SLO_HELP, "")
     otlp_endpoint: str = flag(OTLP_HELP, "")
     keys_file: str = flag(KEYS_FILE_HELP, "")
+    allowed_hosts: str = flag(ALLOWED_HOSTS_HELP, "")
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for a setting that can never work."""
