@@ -216,6 +216,10 @@ class RouterConfig(ControlConfig):
         secret=True,
     )
     keys_file: str = flag(KEYS_FILE_HELP, "")
+    quota_file: str = flag(
+        "file through which routers of one machine share quotas without a --registry; --workers creates one; empty: none",
+        "",
+    )
     admin_key: str = flag(
         "API keys for /debug, /admin and other operators' paths; default: PDSERVE_ADMIN_KEY in the environment",
         "",

@@ -26,6 +26,7 @@ from pdserve.errors import SetupError
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.instances.control_server import ControlServer
 from pdserve.router.instances.fleet import Fleet
+from pdserve.router.limits.account_file import AccountFile
 from pdserve.router.limits.key_file import ApiKey, load_api_keys
 from pdserve.router.limits.shared_quota import SharedQuotas
 from pdserve.router.scheduling.policy import POLICIES
@@ -109,6 +110,8 @@ async def _serve(
     if registry is not None:
         loops.append(registry.announce(config.announce_host or config.control_host, control_port))
         loops.append(SharedQuotas(registry, fleet.router_id, admission.quotas).run())
+    elif config.quota_file:
+        loops.append(AccountFile(config.quota_file, fleet.router_id, admission.quotas).run())
     tasks = [asyncio.create_task(loop) for loop in loops]
     for task in tasks:  # without them there are no timeouts and no leases, so the router stops if one of them ends
         task.add_done_callback(lambda _: server.handle_exit(signal.SIGINT, None))
