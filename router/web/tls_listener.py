@@ -92,4 +92,4 @@ class TlsListener:
             with contextlib.suppress(OSError):
                 connection.close()
         finally:
-            self._open.connections.discard(handshake)  # type: ignore[arg-type]
+            self._open.connections.discard(handshake)

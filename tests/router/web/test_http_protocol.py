@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import resource
 import socket
 import ssl
 import threading
@@ -171,12 +172,15 @@ def test_a_running_request_is_not_cut_off(app: Starlette, backend: ScriptedBacke
 
 
 def test_connections_beyond_the_maximum(
-    app: Starlette, serve: Callable[..., Any], eventually: Callable[..., None]
+    app: Starlette, backend: ScriptedBackend, serve: Callable[..., Any], eventually: Callable[..., None]
 ) -> None:
-    with serve(app, max_connections=3, client_timeout_seconds=600) as connect:
-        held = [connect() for _ in range(3)]
+    backend.generates([5], finish_reason=None, hang=True)
+    body = b'{"prompt": "hello", "stream": true}'
+    with serve(app, max_connections=3) as connect:
+        held: list[socket.socket] = [connect() for _ in range(3)]
         for connection in held:
-            connection.sendall(HEALTH + b"\r\n")
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+            connection.sendall(head + body)
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
         for _ in range(20):
             if isinstance(held[0], ssl.SSLSocket):
@@ -188,7 +192,7 @@ def test_connections_beyond_the_maximum(
 
         def accepted() -> bool:
             try:
-                connection = connect()
+                connection: socket.socket = connect()
                 connection.sendall(HEALTH + b"\r\n")
                 return connection.recv(100).startswith(b"HTTP/1.1 200")
             except (ConnectionError, ssl.SSLError):
@@ -265,5 +269,5 @@ def test_a_handshake_that_is_too_slow(
 def test_the_default_maximum_leaves_descriptors_for_instances(
     monkeypatch: pytest.MonkeyPatch, descriptors: int, expected: int
 ) -> None:
-    monkeypatch.setattr(http_server.resource, "getrlimit", lambda _: (descriptors, descriptors))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (descriptors, descriptors))
     assert http_server.default_max_connections() == expected
