@@ -25,6 +25,9 @@ LOCAL_PREFILL_HELP = (
 SLO_HELP = "reject requests that would miss this SLO by forecast, such as ttft=500ms,itl=50ms; empty: none"
 OTLP_HELP = "OTLP/HTTP collector for traces of requests, such as http://collector:4318; empty: none"
 KEYS_FILE_HELP = "TOML file of further API keys, each with quotas and a weight; empty: none"
+ALLOWED_HOSTS_HELP = (
+    "further Host headers for which a router on loopback without API keys answers, comma separated, or *; empty: none"
+)
 POLICY_NAMES = ("auto", "round_robin", "least_loaded", "power_of_two", "session", "prefix_aware")
 POLICY_HELP = f"routing policy for P and D: {', '.join(POLICY_NAMES)}"
 
@@ -198,6 +201,10 @@ class RouterConfig(ControlConfig):
         "seconds after which a client that sends nothing of its body or reads nothing of its answer is disconnected",
         60.0,
     )
+    max_connections: int | None = flag(
+        "maximum open connections of clients; further ones get a 503; default: 3/4 of the file descriptors, at most 16384",
+        None,
+    )
     hedge_prefill_after: float | None = flag(
         "seconds without a first token after which a second prefill instance gets the prompt too; default: never", None
     )
@@ -209,6 +216,10 @@ class RouterConfig(ControlConfig):
         secret=True,
     )
     keys_file: str = flag(KEYS_FILE_HELP, "")
+    quota_file: str = flag(
+        "file through which routers of one machine share quotas without a --registry; --workers creates one; empty: none",
+        "",
+    )
     admin_key: str = flag(
         "API keys for /debug, /admin and other operators' paths; default: PDSERVE_ADMIN_KEY in the environment",
         "",
@@ -227,6 +238,7 @@ class RouterConfig(ControlConfig):
         False,
     )
     cors_origins: str = flag("allowed CORS origins, comma separated, or *; empty: none", "")
+    allowed_hosts: str = flag(ALLOWED_HOSTS_HELP, "")
     log_format: str = flag(LOG_HELP, "text")
     log_requests: bool = flag("log a line for each finished request", False)
     drain_seconds: float = flag("seconds that requests may take after SIGTERM before they are cut off", 25.0)
@@ -252,6 +264,8 @@ class RouterConfig(ControlConfig):
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name)}")
+        if self.max_connections is not None and self.max_connections < 1:
+            raise ValueError(f"--max-connections must be at least 1, not {self.max_connections}")
         if self.workers < 1:
             raise ValueError(f"--workers must be at least 1, not {self.workers}")
         self._check_ports()
@@ -309,6 +323,7 @@ class UpConfig(ControlConfig, TransferConfig):
     slo: str = flag(SLO_HELP, "")
     otlp_endpoint: str = flag(OTLP_HELP, "")
     keys_file: str = flag(KEYS_FILE_HELP, "")
+    allowed_hosts: str = flag(ALLOWED_HOSTS_HELP, "")
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for a setting that can never work."""

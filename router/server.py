@@ -14,20 +14,19 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from types import FrameType
-from typing import Any
 
 import uvicorn
 import uvloop
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.applications import Starlette
 
 from pdserve.config import RouterConfig
 from pdserve.control.certificates import check_key_pair, server_context
-from pdserve.control.coalescing_transport import CoalescingTransport
 from pdserve.control.registry import Registry
 from pdserve.errors import SetupError
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.instances.control_server import ControlServer
 from pdserve.router.instances.fleet import Fleet
+from pdserve.router.limits.account_file import AccountFile
 from pdserve.router.limits.key_file import ApiKey, load_api_keys
 from pdserve.router.limits.shared_quota import SharedQuotas
 from pdserve.router.scheduling.policy import POLICIES
@@ -38,6 +37,7 @@ from pdserve.router.telemetry.tracing import Tracer
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.app import create_app
+from pdserve.router.web.http_server import HttpServer
 from pdserve.router.web.listening import listen
 from pdserve.router.web.overview import Overview
 
@@ -102,28 +102,16 @@ async def _serve(
     )
     control = ControlServer(fleet, config.control_token)
     control_port = await control.listen(config.control_host, config.control_port, tls)
-    https: dict[str, Any] = (
-        {"ssl_certfile": config.ssl_certfile, "ssl_keyfile": config.ssl_keyfile} if config.ssl_certfile else {}
-    )
-    settings = uvicorn.Config(
-        app,
-        http=CoalescingHttpProtocol,
-        ws="none",
-        log_config=None,  # uvicorn logs through the root logger, whose format escapes what clients send
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        proxy_headers=False,
-        **https,
-    )
     ports = f"clients on port {listening[0].getsockname()[1]}, instances on port {control_port}"
-    server = _HttpServer(settings, config.drain_seconds, ports)
+    server = _DrainingServer(app, config, metrics, ports)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
     loops = [fleet.expire_leases(), dispatcher.watch_progress()]
     if registry is not None:
         loops.append(registry.announce(config.announce_host or config.control_host, control_port))
         loops.append(SharedQuotas(registry, fleet.router_id, admission.quotas).run())
+    elif config.quota_file:
+        loops.append(AccountFile(config.quota_file, fleet.router_id, admission.quotas).run())
     tasks = [asyncio.create_task(loop) for loop in loops]
     for task in tasks:  # without them there are no timeouts and no leases, so the router stops if one of them ends
         task.add_done_callback(lambda _: server.handle_exit(signal.SIGINT, None))
@@ -155,23 +143,16 @@ async def _wait_for_instances(dispatcher: Dispatcher, server: uvicorn.Server) ->
         await asyncio.sleep(0.05)
 
 
-class CoalescingHttpProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol on a coalescing transport: head and body of a response leave in one write instead of two."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(CoalescingTransport(transport))  # type: ignore[arg-type]  # has all methods that uvicorn uses
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn server with a graceful shutdown: SIGTERM drains the requests; Ctrl-C or a second signal exits soon.
+class _DrainingServer(HttpServer):
+    """HTTP server with a graceful shutdown: SIGTERM drains the requests; Ctrl-C or a second signal exits soon.
 
     uvicorn's own signal handlers raise the signal again at the end, which would cut off the rest of our shutdown.
     """
 
-    def __init__(self, config: uvicorn.Config, drain_seconds: float, ports: str) -> None:
-        super().__init__(config)
+    def __init__(self, app: Starlette, config: RouterConfig, metrics: Metrics, ports: str) -> None:
+        super().__init__(app, config, metrics)
         self._ports = ports
-        self._drain_seconds = math.ceil(drain_seconds)
+        self._drain_seconds = math.ceil(config.drain_seconds)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -53,6 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "router.limits",
         "router.telemetry",
         "router.text",
+        "control",
         "core",
     },
     "router.server": {

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 
 from pdserve.cli.supervisor import Child, Supervisor
-from pdserve.cli.workers import router_child
+from pdserve.cli.workers import quota_file, router_child
 from pdserve.config import DEFAULT_CONNECTOR, ControlConfig, RouterConfig, TransferConfig, UpConfig
 from pdserve.errors import SetupError
 
@@ -50,6 +50,8 @@ class Deployment(Supervisor):
         self.connector = config.connector
         if self.connector == DEFAULT_CONNECTOR:
             self.connector = f"shm://up-{os.getpid()}"  # private to this deployment, so stop() may unlink it
+        self._cleanup = contextlib.ExitStack()
+        self._quota_file = self._cleanup.enter_context(quota_file(config))
         self.url = f"http://{config.host}:{config.port}"
         routers = self._router_configs()
         self.routers = [f"http://{config.host}:{router.own_port or router.port}" for router in routers]
@@ -92,6 +94,7 @@ class Deployment(Supervisor):
     def stop(self) -> None:
         """Stop all children, the instances first, and remove their shared memory."""
         super().stop()
+        self._cleanup.close()
         if self.connector.startswith("shm://") and self.connector != self.config.connector:
             from pdserve.kv_transfer.connectors.shm import unlink
 
@@ -119,7 +122,10 @@ class Deployment(Supervisor):
         if config.workers == 1:
             return [first]
         more = [replace(first, control_port=reserve_port()) for _ in range(config.workers - 1)]
-        return [replace(router, own_port=reserve_port(), reuse_port=True) for router in (first, *more)]
+        return [
+            replace(router, own_port=reserve_port(), reuse_port=True, quota_file=self._quota_file)
+            for router in (first, *more)
+        ]
 
     def _instance_children(self) -> list[Child]:
         """Return the instances, with CPU threads, GPUs and GPU memory divided among them."""

@@ -12,6 +12,7 @@ import re
 from datetime import UTC, datetime
 from typing import Any
 
+from pdserve.cli.log_limit import LogLimit
 from pdserve.config import LOG_FORMATS
 from pdserve.errors import SetupError
 
@@ -57,6 +58,7 @@ def configure(log_format: str = "text") -> None:
         raise SetupError(f"--log-format must be {' or '.join(LOG_FORMATS)}, not {log_format!r}")
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter(TEXT_FORMAT, "%H:%M:%S"))
+    handler.addFilter(LogLimit())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     for noisy in ("httpx", "transformers", "asyncio", "torch"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -1,16 +1,20 @@
 """`pdserve router --workers K`: routers that share a port, as children of one process.
 
-The kernel assigns each new connection to one of the listening processes (SO_REUSEPORT). The routers share nothing else:
-every instance connects to all of them and reports its load, which includes the requests of the other routers.
+The kernel assigns each new connection to one of the listening processes (SO_REUSEPORT). Every instance connects to all of
+them and reports its load, which includes the requests of the other routers. Quotas of API keys are shared through a file,
+unless there is a registry.
 """
 
 import signal
+import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from types import FrameType
 
 from pdserve.cli.supervisor import Child, Supervisor
-from pdserve.config import RouterConfig
+from pdserve.config import RouterConfig, UpConfig
 
 POLL_S = 0.2
 SECRETS = ("api_key", "admin_key", "control_token")  # passed by environment: any user can read the command lines
@@ -33,7 +37,33 @@ def run_workers(config: RouterConfig) -> None:
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, request_stop)
-    children = [
+    with (
+        quota_file(config) as path,
+        Supervisor(
+            worker_children(replace(config, quota_file=path)), on_line=lambda line: print(line, flush=True)
+        ) as supervisor,
+    ):
+        while not stop.wait(POLL_S):
+            supervisor.check_children()
+        if signal.SIGTERM in received_signals:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second SIGTERM ends this process and its workers at once
+            supervisor.drain(config.drain_seconds)
+
+
+@contextmanager
+def quota_file(config: RouterConfig | UpConfig) -> Iterator[str]:
+    """Yield the path of the file through which workers share quotas, which exists until the end; empty if none is needed."""
+    given, has_registry = getattr(config, "quota_file", ""), getattr(config, "registry", "")
+    if given or has_registry or config.workers == 1 or not config.keys_file:
+        yield given
+        return
+    with tempfile.TemporaryDirectory(prefix="pdserve-quotas-") as folder:
+        yield f"{folder}/accounts.json"
+
+
+def worker_children(config: RouterConfig) -> list[Child]:
+    """Return the workers, which differ in their --control-port and --own-port."""
+    return [
         router_child(
             f"router-{i}",
             replace(
@@ -46,12 +76,6 @@ def run_workers(config: RouterConfig) -> None:
         )
         for i in range(config.workers)
     ]
-    with Supervisor(children, on_line=lambda line: print(line, flush=True)) as supervisor:
-        while not stop.wait(POLL_S):
-            supervisor.check_children()
-        if signal.SIGTERM in received_signals:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second SIGTERM ends this process and its workers at once
-            supervisor.drain(config.drain_seconds)
 
 
 def router_child(name: str, config: RouterConfig) -> Child:

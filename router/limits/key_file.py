@@ -20,6 +20,7 @@ from pdserve.router.limits.quota import Limits, Rate
 
 DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+ANONYMOUS = "anonymous"  # the key name of requests to paths that need no key
 FIELDS = ("key", "weight", "requests", "tokens", "concurrency")
 
 
@@ -71,6 +72,8 @@ def _parse_key(name: str, table: object) -> ApiKey:
     """Return the key that one table declares. Raises ValueError or SetupError if it is invalid."""
     if not NAME.fullmatch(name):
         raise ValueError("a name must have 1 to 64 of the characters A-Z, a-z, 0-9, '.', '_' and '-'")
+    if name == ANONYMOUS:
+        raise ValueError("this name is reserved for requests without a key; choose another")
     if not isinstance(table, dict):
         raise ValueError("this must be a table that contains a key")
     if unknown := set(table) - set(FIELDS):

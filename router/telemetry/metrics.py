@@ -120,6 +120,13 @@ class Metrics:
         self.retry_budget = Gauge(
             "pdserve_retry_budget", "migrations left for requests that have migrated before", registry=self.registry
         )
+        self.connections = Gauge("pdserve_connections", "open connections of clients", registry=self.registry)
+        self.refused_connections = Counter(
+            "pdserve_connections_refused_total",
+            "connections of clients that the router ended before their request was read, by reason",
+            ["reason"],
+            registry=self.registry,
+        )
         self.registry_failures = Counter(
             "pdserve_registry_failures_total", "failed calls to the registry", registry=self.registry
         )

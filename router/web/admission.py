@@ -16,10 +16,9 @@ from pdserve.errors import Overloaded, RequestError
 from pdserve.router.api.requests import ParsedRequest
 from pdserve.router.api.streaming import run_unless_disconnected
 from pdserve.router.limits.fair_queue import FairQueue
-from pdserve.router.limits.key_file import ApiKey
+from pdserve.router.limits.key_file import ANONYMOUS, ApiKey
 from pdserve.router.limits.quota import Quota
 from pdserve.router.telemetry.metrics import Metrics
-from pdserve.router.web.auth import ANONYMOUS
 from pdserve.router.web.parse_queue import ParseQueue
 
 

@@ -29,6 +29,7 @@ from pdserve.router.telemetry.timeline import Timeline
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.auth import Authentication, KeySet
+from pdserve.router.web.browser_guard import BrowserGuard
 from pdserve.router.web.endpoint import route
 from pdserve.router.web.generation_endpoints import GenerationEndpoints
 from pdserve.router.web.live_page import page_routes
@@ -70,6 +71,8 @@ def create_app(
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, idle_timeout_s=config.client_timeout_seconds)
     operators = KeySet(load_api_keys(config.admin_key))
     app.add_middleware(Authentication, clients=KeySet(admission.keys), operators=operators)
+    if not admission.keys:
+        app.add_middleware(BrowserGuard, config=config)
     app.add_middleware(RequestId)  # outside of the others, so that their errors have an id too
     if config.cors_origins:
         app.add_middleware(

@@ -9,12 +9,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.errors import BadRequest
 from pdserve.router.api.http_responses import error_response
-from pdserve.router.limits.key_file import ApiKey
+from pdserve.router.limits.key_file import ANONYMOUS, ApiKey
 
 # Open without a key: probes and Prometheus send none, and the live page asks for one before it shows data.
 PUBLIC_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/", "/page.css", "/page.js"})
 CLIENT_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
-ANONYMOUS = "anonymous"  # the key name of requests to paths that need no key
 
 
 class Unauthorized(BadRequest):

@@ -28,11 +28,14 @@ def route(method: str, path: str, endpoint: Endpoint) -> Route:
 async def json_body(request: Request) -> bytes:
     """Return the raw body; raise UnsupportedMediaType if its content type is not JSON.
 
-    A missing content type and the one that `curl -d` sends by default are accepted as JSON.
+    A missing content type and the one that `curl -d` sends by default are accepted as JSON, but not from a web page, which
+    could send them to other origins without asking.
     """
     media_type = content_type(request)
-    accepted = ("", "application/json", "application/x-www-form-urlencoded")
-    if media_type not in accepted and not media_type.endswith("+json"):
+    accepted = media_type == "application/json" or media_type.endswith("+json")
+    if not accepted and media_type in ("", "application/x-www-form-urlencoded"):
+        accepted = "origin" not in request.headers
+    if not accepted:
         message = "the body must be JSON, with Content-Type: application/json"
         raise UnsupportedMediaType(message, kind="unsupported_content_type", param="Content-Type")
     return await request.body()

@@ -1,10 +1,42 @@
 """Command lines of router child processes; tests/integration covers running workers."""
 
-from pdserve.cli.workers import router_child
-from pdserve.config import RouterConfig
+from dataclasses import replace
+from pathlib import Path
+
+from pdserve.cli.deployment import Deployment
+from pdserve.cli.workers import quota_file, router_child, worker_children
+from pdserve.config import RouterConfig, UpConfig
 
 
 def test_changed_settings_become_flags_and_secrets_variables() -> None:
     child = router_child("router-0", RouterConfig(port=9000, reuse_port=True, admin_key="secret"))
     assert child.arguments == ["router", "--port", "9000", "--reuse-port"]
     assert child.environment == {"PDSERVE_ADMIN_KEY": "secret"}
+
+
+def test_workers_share_the_quotas_of_keys() -> None:
+    config = RouterConfig(workers=2, keys_file="keys.toml")
+    with quota_file(config) as path:
+        children = worker_children(replace(config, quota_file=path))
+        assert [child.arguments[child.arguments.index("--quota-file") + 1] for child in children] == [path, path]
+        Path(path).touch()
+    assert not Path(path).exists()
+    for other in (
+        replace(config, workers=1),
+        replace(config, keys_file=""),
+        replace(config, registry="redis://localhost:6379/0"),
+    ):
+        with quota_file(other) as path:
+            assert path == ""
+    with quota_file(replace(config, quota_file="mine")) as path:
+        assert path == "mine"
+
+
+def test_routers_of_a_deployment_share_the_quotas_of_keys() -> None:
+    deployment = Deployment(UpConfig(workers=2, keys_file="keys.toml"))
+    routers = [child.arguments for child in deployment.children[:2]]
+    paths = {arguments[arguments.index("--quota-file") + 1] for arguments in routers}
+    assert len(paths) == 1 and "" not in paths
+    deployment.stop()
+    alone = Deployment(UpConfig(keys_file="keys.toml"))
+    assert "--quota-file" not in alone.children[0].arguments

@@ -259,7 +259,9 @@ def test_disconnected_clients_are_cancelled_on_every_instance(
         for number, (streaming, frozen) in enumerate(cases, 1):
             body = {"model": model, "prompt": [number] * 600, "max_tokens": 400, "ignore_eos": True}
             text = json.dumps({**body, "stream": streaming})
-            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length:"
+            head = (
+                "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length:"
+            )
             os.kill(deployment.child(frozen).pid, signal.SIGSTOP)
             try:
                 with socket.create_connection(("127.0.0.1", deployment.config.port)) as client:

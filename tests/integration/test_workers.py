@@ -81,7 +81,9 @@ def test_workers_finish_their_requests_on_sigterm(
 
     wait_until(serves, "the workers serve")
     with socket.create_connection(("127.0.0.1", port)) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n"
+        )
         assert client.recv(1000).startswith(b"HTTP/1.1 100"), "the request has started"
         os.kill(workers.pid, signal.SIGTERM)
         wait_until(lambda: not serves(), "the workers accept no connections")

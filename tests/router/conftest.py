@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -30,6 +29,7 @@ from pdserve.router.telemetry.timeline import Timeline, TimelineLog
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.app import create_app
+from pdserve.router.web.http_server import HttpServer
 
 CONTEXT = 256
 TEMPLATE = (
@@ -267,7 +267,7 @@ class Client:
 
     async def _request(self, method: str, path: str, options: dict[str, Any]) -> httpx.Response:
         transport = httpx.ASGITransport(self._app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, path, **options)
 
 
@@ -283,7 +283,7 @@ def make_client() -> type[Client]:
 
 @pytest.fixture
 def serving() -> Callable[..., AbstractContextManager[str]]:
-    """Context manager: `with serving(app) as url` runs a real server on a free port or on a given socket."""
+    """Context manager: `with serving(app, **settings) as url` runs a real server on a free port or on a given socket."""
     return serve
 
 
@@ -295,14 +295,15 @@ def url(app: Starlette) -> Iterator[str]:
 
 
 @contextmanager
-def serve(app: Starlette, listener: socket.socket | None = None) -> Iterator[str]:
+def serve(app: Any, listener: socket.socket | None = None, **settings: Any) -> Iterator[str]:
     with listener or socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+        server = HttpServer(app, RouterConfig(**settings), Metrics(Fleet("router", "demo", 1.0)))
+        server.config.timeout_graceful_shutdown = 1
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
             wait_until(lambda: server.started)
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            yield f"{'https' if server.tls else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
             thread.join(600)

@@ -86,7 +86,7 @@ def check_answer(app: Starlette) -> Callable[[str, bytes], None]:
     async def post(path: str, raw: bytes) -> httpx.Response:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         headers = {"Content-Type": "application/json"}
-        async with httpx.AsyncClient(transport=transport, base_url="http://router", headers=headers) as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as http:
             return await asyncio.wait_for(http.post(path.format(instance_id="p0"), content=raw), TIMEOUT_S)
 
     def check(path: str, raw: bytes) -> None:

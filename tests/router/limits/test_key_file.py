@@ -41,6 +41,7 @@ def test_keys_from_a_setting_and_a_file(tmp_path: Path) -> None:
         ('[alice]\nkey = "one"\nconcurrency = true', "concurrency must be"),
         ('[alice]\nkey = "one"\n[bob]\nkey = "one"', "two API keys have the same digest"),
         ('[key-1]\nkey = "one"', "two API keys have the same name"),
+        ('[anonymous]\nkey = "one"', "this name is reserved for requests without a key"),
     ],
 )
 def test_an_invalid_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:

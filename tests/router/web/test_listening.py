@@ -31,7 +31,7 @@ def test_a_client_that_reads_nothing_is_cut_off(
         address = urlsplit(url)
         client.connect((address.hostname, address.port))
         body = json.dumps({**HELLO, "stream": True}).encode()
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: router\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
         eventually(lambda: [stream.cancelled for stream in backend.streams] == [True])
 

@@ -1,0 +1,273 @@
+"""Limits of connections: heads, their number, and what clients do not read. Over TCP and over TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import resource
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import pytest
+import trustme
+from starlette.applications import Starlette
+
+from pdserve.config import RouterConfig
+from pdserve.router.web import http_server
+from pdserve.router.web.http_protocol import MAX_HEAD_BYTES, MAX_PIPELINED
+from pdserve.router.web.listening import listen
+
+if TYPE_CHECKING:
+    from tests.router.conftest import ScriptedBackend
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+
+Connect = Callable[[], socket.socket]
+
+
+@pytest.fixture(params=["tcp", "tls"])
+def serve(
+    request: pytest.FixtureRequest, serving: Callable[..., Any], tmp_path: Path
+) -> Callable[..., AbstractContextManager[Connect]]:
+    """Context manager: `with serve(app, **settings) as connect`, where connect() returns a new connection."""
+    settings: dict[str, Any] = {}
+    context: ssl.SSLContext | None = None
+    if request.param == "tls":
+        authority = trustme.CA()
+        issued, chain, key = authority.issue_cert("127.0.0.1"), tmp_path / "chain.pem", tmp_path / "key.pem"
+        issued.cert_chain_pems[0].write_to_path(chain)
+        issued.private_key_pem.write_to_path(key)
+        settings = {"ssl_certfile": str(chain), "ssl_keyfile": str(key)}
+        context = ssl.create_default_context()
+        authority.configure_trust(context)
+
+    @contextmanager
+    def run(app: Any, listener: socket.socket | None = None, **more: Any) -> Iterator[Connect]:
+        opened: list[socket.socket] = []
+        with serving(app, listener, **settings, **more) as url:
+
+            def connect() -> socket.socket:
+                connection = _connect(url)
+                opened.append(connection)
+                if context is not None:
+                    connection = context.wrap_socket(connection, server_hostname="127.0.0.1")
+                    opened.append(connection)
+                return connection
+
+            yield connect
+            for connection in opened:
+                connection.close()
+
+    return run
+
+
+def _connect(url: str) -> socket.socket:
+    address = urlsplit(url)
+    connection = socket.create_connection((address.hostname, address.port))
+    connection.settimeout(600)
+    return connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Return what arrives until the connection ends, however it ends."""
+    parts = []
+    try:
+        while part := connection.recv(65536):
+            parts.append(part)
+    except (ConnectionError, ssl.SSLError):
+        pass
+    return b"".join(parts)
+
+
+def error_of(answer: bytes, status: int) -> str:
+    """Return the code of an error in OpenAI's format, whose connection is announced to close."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status), answer
+    assert b"\r\nconnection: close" in head.lower()
+    error = json.loads(body)["error"]
+    assert error["message"] and "param" in error
+    return str(error["code"])
+
+
+def test_a_head_that_is_too_large(app: Starlette, serve: Callable[..., Any]) -> None:
+    with serve(app) as connect:
+        for head in (
+            HEALTH + b"X: " + b"a" * MAX_HEAD_BYTES,  # without an end
+            HEALTH + b"X: " + b"a" * MAX_HEAD_BYTES + b"\r\n\r\n",
+            b"GET /" + b"a" * MAX_HEAD_BYTES,
+            HEALTH + b"a:b\r\n" * 101,
+        ):
+            connection = connect()
+            connection.sendall(head)
+            assert error_of(read_all(connection), 431) == "headers_too_large"
+        connection = connect()
+        connection.sendall(HEALTH + b"a:b\r\n" * 98 + b"X: " + b"a" * 60_000 + b"\r\n\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_an_endless_header_is_not_read_to_its_end(app: Starlette, serve: Callable[..., Any]) -> None:
+    with serve(app) as connect:
+        connection, sent = connect(), 0
+        connection.sendall(HEALTH + b"X: ")
+        with pytest.raises((ConnectionError, ssl.SSLError)):
+            while True:
+                connection.sendall(b"a" * 65536)
+                sent += 65536
+        if not isinstance(
+            connection, ssl.SSLSocket
+        ):  # the end of TLS discards what arrives until the other side agrees
+            assert sent < 50_000_000  # what the kernel buffers
+
+
+def test_a_large_body_beside_its_head_is_not_counted(app: Starlette, serve: Callable[..., Any]) -> None:
+    with serve(app) as connect:
+        connection = connect()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 150000\r\n\r\n"
+        connection.sendall(head + b" " * 150_000)
+        assert error_of(read_all(connection), 413) == "body_too_large"
+        connection, chunk = connect(), b"1\r\n{\r\n"
+        connection.sendall(head.replace(b"Content-Length: 150000", b"Transfer-Encoding: chunked"))
+        connection.sendall(chunk * 15_000 + b"0\r\n\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 400"), "90,000 bytes in parts of one byte are no head"
+
+
+@pytest.mark.parametrize("endless", [b"0\r\nX: ", b"1;x="])
+def test_what_surrounds_a_chunked_body_is_limited(app: Starlette, serve: Callable[..., Any], endless: bytes) -> None:
+    """Trailers and chunk extensions."""
+    with serve(app) as connect:
+        connection = connect()
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+        connection.sendall(b"1\r\n{\r\n" + endless)
+        with pytest.raises((ConnectionError, ssl.SSLError)):
+            while True:
+                connection.sendall(b"a" * 65536)
+
+
+def test_a_head_that_is_too_slow(app: Starlette, serve: Callable[..., Any]) -> None:
+    with serve(app, client_timeout_seconds=1) as connect:
+        silent, slow, idle, blank = connect(), connect(), connect(), connect()
+        slow.sendall(HEALTH)
+        idle.sendall(HEALTH + b"\r\n")
+        blank.sendall(b"\r\n")
+        assert error_of(read_all(slow), 408) == "head_too_slow"
+        assert read_all(silent) == read_all(blank) == b"", "there is no request to answer"
+        assert read_all(idle).startswith(b"HTTP/1.1 200"), "it is closed after its answer"
+
+
+def test_a_running_request_is_not_cut_off(app: Starlette, backend: ScriptedBackend, serve: Callable[..., Any]) -> None:
+    backend.generates([5], pause=4.0)
+    body = b'{"prompt": "hello"}'
+    with serve(app, client_timeout_seconds=1) as connect:
+        connection = connect()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+        connection.sendall(head + body)
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_connections_beyond_the_maximum(
+    app: Starlette, backend: ScriptedBackend, serve: Callable[..., Any], eventually: Callable[..., None]
+) -> None:
+    backend.generates([5], finish_reason=None, hang=True)
+    body = b'{"prompt": "hello", "stream": true}'
+    with serve(app, max_connections=3) as connect:
+        held: list[socket.socket] = [connect() for _ in range(3)]
+        for connection in held:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+            connection.sendall(head + body)
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        for _ in range(20):
+            if isinstance(held[0], ssl.SSLSocket):
+                with pytest.raises((ConnectionError, ssl.SSLError)):
+                    connect()
+            else:
+                assert error_of(read_all(connect()), 503) == "too_many_connections"
+        held.pop().close()
+
+        def accepted() -> bool:
+            try:
+                connection: socket.socket = connect()
+                connection.sendall(HEALTH + b"\r\n")
+                return connection.recv(100).startswith(b"HTTP/1.1 200")
+            except (ConnectionError, ssl.SSLError):
+                return False
+
+        eventually(accepted)
+
+
+def test_what_a_client_does_not_read_stays_with_its_source(serve: Callable[..., Any]) -> None:
+    sent, is_over = 0, threading.Event()
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal sent
+        await receive()
+        disconnected = asyncio.create_task(receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not disconnected.done() and sent < 100_000_000:
+            await send({"type": "http.response.body", "body": b"a" * 65536, "more_body": True})
+            sent += 65536
+            await asyncio.sleep(0)
+        is_over.set()
+
+    listener = listen(RouterConfig(port=0, client_timeout_seconds=1))
+    with serve(endless, listener) as connect:
+        connection = connect()
+        connection.sendall(HEALTH + b"\r\n")
+        assert is_over.wait(600), "the client is cut off"
+    assert 0 < sent < 50_000_000
+
+
+def test_pipelined_requests_are_limited(
+    app: Starlette, backend: ScriptedBackend, serve: Callable[..., Any], eventually: Callable[..., None]
+) -> None:
+    backend.generates([5], finish_reason=None, hang=True)
+    body = b'{"prompt": "hello"}'
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    with serve(app) as connect:
+        connection = connect()
+        connection.sendall(request * (MAX_PIPELINED + 2))
+        assert read_all(connection) == b""
+        connection = connect()
+        connection.sendall(request * 2)
+        eventually(lambda: len(backend.streams) == 1)
+        connection.close()
+        eventually(lambda: backend.streams[0].cancelled)
+
+
+def test_what_is_not_http(app: Starlette, serve: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    with serve(app) as connect, caplog.at_level(logging.INFO):
+        for wrong in (b"\x16\x03\x01 hello\r\n\r\n", b"GET / HTTP/9\r\n\r\n", HEALTH + b"a b: c\r\n\r\n"):
+            connection = connect()
+            connection.sendall(wrong)
+            assert error_of(read_all(connection), 400) == "invalid_http"
+    assert not caplog.records, "a client cannot fill the log"
+
+
+def test_a_handshake_that_is_too_slow(
+    app: Starlette, serving: Callable[..., Any], tmp_path: Path, eventually: Callable[..., None]
+) -> None:
+    issued = trustme.CA().issue_cert("127.0.0.1")
+    issued.private_key_and_cert_chain_pem.write_to_path(tmp_path / "all.pem")
+    settings = {"ssl_certfile": str(tmp_path / "all.pem"), "ssl_keyfile": str(tmp_path / "all.pem")}
+    with serving(app, **settings, client_timeout_seconds=1, max_connections=2) as url:
+        with _connect(url) as silent, _connect(url) as slow, _connect(url) as third:
+            slow.sendall(b"\x16\x03\x01\x02\x00\x01")  # the beginning of a ClientHello
+            assert read_all(third) == b"", "connections count before their handshake"
+            assert read_all(silent) == read_all(slow) == b""
+        with _connect(url) as plain:
+            plain.sendall(HEALTH + b"\r\n")
+            assert not read_all(plain).startswith(b"HTTP")
+
+
+@pytest.mark.parametrize(("descriptors", "expected"), [(1024, 768), (1_000_000, 16_384), (-1, 16_384), (1, 1)])
+def test_the_default_maximum_leaves_descriptors_for_instances(
+    monkeypatch: pytest.MonkeyPatch, descriptors: int, expected: int
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (descriptors, descriptors))
+    assert http_server.default_max_connections() == expected
