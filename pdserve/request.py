@@ -42,7 +42,7 @@ class SamplingParams:
         frequency_penalty: subtracted from a token's logit for each occurrence in the output.
         presence_penalty: subtracted once from the logit of each token that occurs in the output.
         repetition_penalty: divides the positive logits of tokens in prompt and output, and multiplies the negative ones.
-        grammar: constraint on the output, in the form of `engine/grammar.py`; empty for none.
+        grammar: constraint on the output, in the form of `grammars/specification.py`; empty for none.
         logit_bias: token id → value added to its logit, from -100 to 100.
     """
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import importlib.util
 import logging
 import math
 import os
@@ -23,6 +24,7 @@ from pdserve.config import RouterConfig
 from pdserve.control.certificates import check_key_pair, server_context
 from pdserve.control.registry import Registry
 from pdserve.errors import SetupError
+from pdserve.grammars.compiler import GrammarCompiler
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.instances.control_server import ControlServer
 from pdserve.router.instances.fleet import Fleet
@@ -37,6 +39,7 @@ from pdserve.router.telemetry.tracing import Tracer
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.app import create_app
+from pdserve.router.web.grammar_checker import GrammarChecker
 from pdserve.router.web.http_server import HttpServer
 from pdserve.router.web.listening import listen
 from pdserve.router.web.overview import Overview
@@ -97,8 +100,9 @@ async def _serve(
     logging.getLogger("pdserve").addHandler(events)
     overview = Overview(dispatcher, metrics, events)
     admission = AdmissionController(keys, config, metrics)
+    grammars = _grammar_checker(config.model)
     app = create_app(
-        config, tokenizer, dispatcher, admission, metrics.text, dispatcher.timelines.latest, overview.snapshot
+        config, tokenizer, dispatcher, admission, metrics.text, dispatcher.timelines.latest, overview.snapshot, grammars
     )
     control = ControlServer(fleet, config.control_token)
     control_port = await control.listen(config.control_host, config.control_port, tls)
@@ -120,6 +124,8 @@ async def _serve(
             await _wait_for_instances(dispatcher, server)
         await server.serve(sockets=listening)
     finally:
+        if grammars is not None:
+            grammars.close()
         for task in tasks:
             task.cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -131,6 +137,13 @@ async def _serve(
         for result in results:
             if isinstance(result, Exception):
                 raise result
+
+
+def _grammar_checker(model: str) -> GrammarChecker | None:
+    if importlib.util.find_spec("xgrammar") is None:
+        log.info("xgrammar is not installed here: grammars are checked by the instances only, once they have a request")
+        return None
+    return GrammarChecker(lambda info: GrammarCompiler(model, info.vocab_size, info.eos_token_ids))
 
 
 async def _wait_for_instances(dispatcher: Dispatcher, server: uvicorn.Server) -> None:

@@ -22,7 +22,7 @@ class AllowedTools:
         format: the tool-call format of the chat template, as in `router/text/tool_calls.py`.
         names: the functions.
         single_call: at most one call per answer.
-        grammar: the grammar that forces a call, see `engine/grammar.py`; empty if calls are optional.
+        grammar: the grammar that forces a call, see `grammars/specification.py`; empty if calls are optional.
     """
 
     format: str

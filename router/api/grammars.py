@@ -4,18 +4,18 @@ import json
 from typing import Any
 
 from pdserve.errors import BadRequest
+from pdserve.grammars.limits import check_grammar
 from pdserve.router.api.parsing import quote
 from pdserve.router.api.schemas import SamplingBody
 from pdserve.router.backend import ModelInfo
 
-MAX_GRAMMAR_CHARS = 65536
 KINDS = {"json": (dict, str, bool), "regex": (str,), "choice": (list,), "grammar": (str,)}
 EXPECTED = {"json": "a JSON schema", "regex": "a string", "choice": "a list of strings", "grammar": "a string in EBNF"}
 ANY_OBJECT = {"type": "object"}
 
 
 def parse_grammar(body: SamplingBody, info: ModelInfo) -> str:
-    """Return the grammar that the body asks for, in the format of `engine/grammar.py`; empty if it asks for none.
+    """Return the grammar that the body asks for, in the format of `grammars/specification.py`; empty if it asks for none.
 
     Raises:
         BadRequest: it asks for two grammars or an invalid one, or the instances support none.
@@ -30,9 +30,8 @@ def parse_grammar(body: SamplingBody, info: ModelInfo) -> str:
     if kind == "json" and isinstance(value, str):
         value = _parse_schema(value, name)
     spec = json.dumps({kind: value})
-    if len(spec) > MAX_GRAMMAR_CHARS:
-        raise _invalid(f"{name} has {len(spec)} characters as JSON; at most {MAX_GRAMMAR_CHARS} are allowed", name)
     check_grammar_support(body, info, name)
+    check_grammar(spec, name)
     return spec
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pdserve.errors import BadRequest, NotFound
+from pdserve.grammars.limits import check_grammar
 from pdserve.keys import block_keys, root_key
 from pdserve.request import MAX_LOGPROBS, Request, SamplingParams
 from pdserve.router.api.chat import AllowedTools, parse_tools, template_messages
@@ -219,6 +220,7 @@ def _chat_grammar(body: ChatBody, tools: AllowedTools | None, info: ModelInfo) -
     if grammar:
         message = "tool_choice forces a tool call, and another field asks for structured output; send one of the two"
         raise BadRequest(message, kind="invalid_parameter", param="tool_choice")
+    check_grammar(tools.grammar, "tools")
     return tools.grammar
 
 

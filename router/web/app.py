@@ -32,6 +32,7 @@ from pdserve.router.web.auth import Authentication, KeySet
 from pdserve.router.web.browser_guard import BrowserGuard
 from pdserve.router.web.endpoint import route
 from pdserve.router.web.generation_endpoints import GenerationEndpoints
+from pdserve.router.web.grammar_checker import GrammarChecker
 from pdserve.router.web.live_page import page_routes
 from pdserve.router.web.middleware import BodyLimit, FastPath, RequestId
 from pdserve.router.web.model_endpoints import ModelEndpoints
@@ -52,13 +53,17 @@ def create_app(
     metrics_text: Callable[[], bytes],
     latest_timelines: Callable[[int], list[Timeline]],
     overview: Callable[[], dict[str, object]],
+    grammars: GrammarChecker | None = None,
 ) -> Starlette:
-    """Build the application. `OperatorEndpoints` explains the last three arguments."""
+    """Build the application. `OperatorEndpoints` explains the three arguments before the last one.
+
+    Without `grammars`, grammars are not checked before their requests reach the instances.
+    """
 
     async def openapi(_: Request) -> Response:
         return json_response(openapi_document(api_routes, config.name))
 
-    generation_routes = GenerationEndpoints(config, tokenizer, backend, admission).routes()
+    generation_routes = GenerationEndpoints(config, tokenizer, backend, admission, grammars).routes()
     api_routes = [
         *generation_routes,
         *ModelEndpoints(config, tokenizer, backend, admission.parse_queue).routes(),

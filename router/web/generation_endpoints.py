@@ -19,6 +19,7 @@ from pdserve.router.telemetry import tracing
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.endpoint import json_body, route
+from pdserve.router.web.grammar_checker import GrammarChecker
 
 SESSION_HEADER = "x-session-id"
 
@@ -29,13 +30,19 @@ class GenerationEndpoints:
     """Parses a body, waits for admission, starts the generation, and answers with its whole text or a stream."""
 
     def __init__(
-        self, config: RouterConfig, tokenizer: Tokenizer, backend: Backend, admission: AdmissionController
+        self,
+        config: RouterConfig,
+        tokenizer: Tokenizer,
+        backend: Backend,
+        admission: AdmissionController,
+        grammars: GrammarChecker | None,
     ) -> None:
         # A request for more choices than the router may run at once would stay queued for ever.
         self._max_n = min(config.max_n, config.max_requests)
         self._tokenizer = tokenizer
         self._backend = backend
         self._admission = admission
+        self._grammars = grammars
 
     def routes(self) -> list[Route]:
         return [
@@ -86,6 +93,9 @@ class GenerationEndpoints:
         traceparent = tracing.traceparent(request.headers)
         context = RequestContext(request.state.request_id, time.monotonic(), session, traceparent)
         parsed = await self._admission.parse_queue.run(raw, lambda: parse(raw, context))
+        grammar = parsed.requests[0].sampling.grammar
+        if grammar and self._grammars is not None:
+            await self._grammars.check(request.state.key, grammar, self._model())
         try:
             slot = await self._admission.enter(request.state.key, parsed, request.receive)
         finally:

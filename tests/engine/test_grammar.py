@@ -15,6 +15,8 @@ from pdserve.config import EngineConfig
 from pdserve.engine import grammar
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
+from pdserve.grammars.compiler import GrammarCompiler
+from pdserve.grammars.limits import GrammarTooComplex
 from pdserve.request import SamplingParams
 
 pytest.importorskip("xgrammar", reason="xgrammar is not installed: pip install 'pdserve[structured]'")
@@ -35,6 +37,9 @@ SPECS: list[dict[str, Any]] = [
     {"grammar": 'root ::= "x" | "(" inner ")"\ninner ::= "y" | "[z]"'},
     {"json": {"type": "boolean"}, "begin": "<tool_call>\n", "end": "\n</tool_call>"},
 ]
+NESTED: dict[str, Any] = {}
+for _ in range(850):
+    NESTED = {"type": "array", "items": NESTED}
 VALID: list[Callable[[str], object]] = [
     lambda text: set(json.loads(text)) >= {"open", "kind"} and json.loads(text)["open"] in (True, False),
     lambda text: re.fullmatch(r"[ab]{3,7}-\d{4}", text),
@@ -68,12 +73,6 @@ def run(engine: Engine, seqs: list[Sequence]) -> list[list[int]]:
             grammar_ready.wait(0.01)
     assert engine.pool.num_held == 0
     return [seq.tokens[seq.num_prompt :] for seq in seqs]
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow for a busy machine: the first grammar also loads the tokenizer."""
-    monkeypatch.setattr(grammar, "COMPILE_TIMEOUT_S", 600.0)
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +109,7 @@ def test_outputs_follow_their_grammars_before_and_after_migration(
     ("spec", "message"),
     [
         ({"json": {"type": "foo"}}, 'the grammar cannot be used: Unsupported type "foo"'),
+        ({"json": {"items": NESTED}}, "the grammar is nested too deeply"),
         ({"regex": "[a"}, "the grammar cannot be used: Regex parsing error"),
         ({"grammar": "nothing"}, "the grammar cannot be used: EBNF parser error"),
     ],
@@ -126,20 +126,49 @@ def test_output_that_breaks_the_grammar_fails(engine: Engine) -> None:
     assert seq.constraint is not None and "does not follow the grammar" in str(seq.constraint.failure)
 
 
-def test_slow_compilation_times_out_and_does_not_delay_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_compilation_does_not_delay_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     compiling, proceed = threading.Event(), threading.Event()
+    compile_grammar = GrammarCompiler.compile
 
-    def slow(spec: dict[str, Any]) -> None:
+    def slow(compiler: GrammarCompiler, spec: str) -> bytes:
         compiling.set()
-        proceed.wait(600)
+        assert proceed.wait(600)
+        return compile_grammar(compiler, spec)
 
-    monkeypatch.setattr(grammar, "COMPILE_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(grammar, "build_grammar", slow)
-    late, plain = engine.new_sequence("r", [7], sampling(0, SPECS[1])), engine.new_sequence("s", [7], sampling(1, None))
+    monkeypatch.setattr(GrammarCompiler, "compile", slow)
+    late = engine.new_sequence("r", [7], sampling(0, {"choice": ["compiled late"]}))
+    cached = engine.new_sequence("s", [7], sampling(1, SPECS[1]))
+    plain = engine.new_sequence("t", [7], sampling(1, None))
     try:
         assert compiling.wait(600)
-        run(engine, [late, plain])
-        assert late.constraint is not None and "to compile" in str(late.constraint.failure)
-        assert plain.num_output > 0
+        engine.add(late)
+        run(engine, [cached, plain])
+        assert cached.num_output > 0 and plain.num_output > 0 and late.num_output == 0
     finally:
         proceed.set()
+        engine.remove(late)
+
+
+def test_a_grammar_whose_masks_are_too_expensive_fails_its_sequence(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar, "mask_budget_s", lambda num_tokens: -1.0 if num_tokens > 2 else 1e9)
+    seq = engine.new_sequence("r", [7], sampling(0, SPECS[1]))
+    run(engine, [seq])
+    assert seq.constraint is not None and isinstance(seq.constraint.failure, GrammarTooComplex)
+    assert "of CPU time for 3 tokens" in str(seq.constraint.failure)
+
+
+def test_a_grammar_is_compiled_once_while_it_is_cached(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    compile_grammar = GrammarCompiler.compile
+
+    def record(compiler: GrammarCompiler, spec: str) -> bytes:
+        compiled.append(spec)
+        return compile_grammar(compiler, spec)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", record)
+    spec = {"choice": ["compiled once"]}
+    for _ in range(2):
+        run(engine, [engine.new_sequence(str(i), [7], sampling(i, spec)) for i in range(3)])
+    assert compiled == [json.dumps(spec)]

@@ -12,7 +12,7 @@ import openai
 import pytest
 from starlette.applications import Starlette
 
-from pdserve.engine.grammar import build_grammar
+from pdserve.grammars.specification import build_grammar
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.text.tool_calls import ToolCallParser
 

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+    from pdserve.router.text.tokenizer import Tokenizer
     from tests.router.conftest import Client, ScriptedBackend
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -79,3 +82,19 @@ def test_instances_without_grammar_support(expect_error: ExpectError, backend: S
     assert error["message"].startswith(
         "response_format needs xgrammar on all instances: pip install 'pdserve[structured]'"
     )
+
+
+def test_a_nested_tool_schema(
+    tool_tokenizers: dict[str, Tokenizer], make_app: Callable[..., Starlette], make_client: type[Client]
+) -> None:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(100):
+        schema = {"type": "array", "items": schema}
+    parameters = {"type": "object", "properties": {"a": schema}}
+    body = {"tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]}
+    client = make_client(make_app(tool_tokenizers["hermes"]))
+    reply = client.post(CHAT, {**CHATTING, **body, "tool_choice": "required"})
+    assert reply.status_code == 400, reply.text
+    message = "tools is nested too deeply; at most 64 levels are allowed"
+    error = {"message": message, "type": "invalid_request_error", "param": "tools", "code": "invalid_grammar"}
+    assert reply.json() == {"error": error}

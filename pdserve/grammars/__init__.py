@@ -1,0 +1,1 @@
+"""Compiling grammars of structured output within limits, in a process of its own. Shared by routers and instances."""

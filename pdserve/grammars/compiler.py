@@ -1,0 +1,147 @@
+"""Client of a compile server: compiles grammars in processes that are killed when they exceed a limit."""
+
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import asdict
+
+from pdserve.errors import BadRequest, RequestError, Unavailable
+from pdserve.grammars.limits import CompileLimits, GrammarTooComplex, check_grammar
+
+START_TIMEOUT_S = 600.0  # for loading xgrammar and the tokenizer; only ends a hang
+GRACE_S = 30.0  # for the answer, after the elapsed time at which the compile server's process is killed
+STARTED, OK, ERROR = b".", b"+", b"-"  # as in `compile_server.py`
+SOURCE_LOCATION = re.compile(r"^\[[\d:]+\] \S+: ")  # prefix of xgrammar's error messages
+
+log = logging.getLogger(__name__)
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer. Its compile server is started with the first grammar, and again if it died.
+
+    All methods may be called in any thread, and block.
+    """
+
+    def __init__(
+        self, model: str, vocab_size: int, eos_token_ids: Collection[int], limits: CompileLimits | None = None
+    ) -> None:
+        self._limits = limits or CompileLimits()
+        eos = json.dumps(sorted(eos_token_ids))
+        self._arguments = [model, str(vocab_size), eos, json.dumps(asdict(self._limits))]
+        self._lock = threading.Lock()
+        self._server: _CompileServer | None = None
+        self._closed = False
+
+    def compile(self, spec: str) -> bytes:
+        """Return the compiled grammar of a specification, as xgrammar's JSON.
+
+        Raises:
+            GrammarTooComplex: it exceeds a limit.
+            BadRequest: xgrammar cannot parse or compile it.
+            RequestError: the compile server does not start.
+        """
+        check_grammar(spec)
+        answer = self._answer(spec)
+        if answer.startswith(OK):
+            return answer[1:]
+        if answer.startswith(ERROR):
+            reason = SOURCE_LOCATION.sub("", answer[1:].decode()).strip()
+            raise BadRequest(f"the grammar cannot be used: {reason}", kind="invalid_grammar")
+        log.info("a grammar of %d characters was rejected: compiling it exceeds a limit", len(spec))
+        message = f"the grammar is too expensive to compile; simplify it. The limits are {self._limits}"
+        raise GrammarTooComplex(message, kind="invalid_grammar")
+
+    def tokenizer_info(self) -> str:
+        """Return the tokenizer information as xgrammar's JSON; start the compile server if necessary."""
+        return self._running_server().tokenizer_info
+
+    def _answer(self, spec: str) -> bytes:
+        for _ in range(2):  # the second time if the server has died since the last grammar
+            server = self._running_server()
+            try:
+                answer = server.answer(spec, self._limits.elapsed_s + GRACE_S)
+            except ConnectionError:
+                answer = b""
+            if answer.startswith(STARTED):
+                return answer[1:]
+            server.kill()
+        raise RequestError("the compile server for grammars does not answer", kind="internal_error")
+
+    @property
+    def server_pid(self) -> int | None:
+        """Process id of the compile server, which leads a process group of its own; None if it has not been started."""
+        return self._server.pid if self._server else None
+
+    def close(self) -> None:
+        """Kill the compile server and all that it compiles."""
+        with self._lock:
+            self._closed = True
+            if self._server is not None:
+                self._server.kill()
+
+    def _running_server(self) -> "_CompileServer":
+        with self._lock:
+            if self._closed:
+                raise Unavailable("the process is shutting down", kind="drained")
+            if self._server is None or not self._server.is_running:
+                self._server = _CompileServer(self._arguments)
+            return self._server
+
+
+class _CompileServer:
+    """A compile server, in a process group of its own. It is killed with this object."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            descriptor = theirs.fileno()
+            command = [sys.executable, "-m", "pdserve.grammars.compile_server", str(descriptor), *arguments]
+            self._process = subprocess.Popen(command, pass_fds=[descriptor], start_new_session=True)
+        self.kill = weakref.finalize(self, _kill, self._process, self._control)
+        self.pid = self._process.pid
+        self._control.settimeout(START_TIMEOUT_S)
+        with self._control.makefile("rb") as stream, suppress(OSError):
+            self.tokenizer_info = stream.read(int.from_bytes(stream.read(8), "big")).decode()
+            if self.tokenizer_info:
+                return
+        self.kill()
+        raise RequestError("the compile server for grammars did not start; see the log", kind="internal_error")
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def answer(self, spec: str, timeout_s: float) -> bytes:
+        """Have a grammar compiled, and return the answer. It starts with STARTED unless the server has died.
+
+        Raises:
+            ConnectionError: the server has died.
+        """
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                socket.send_fds(self._control, [b" "], [theirs.fileno()])
+            ours.settimeout(timeout_s)
+            ours.sendall(spec.encode())
+            ours.shutdown(socket.SHUT_WR)
+            parts = []
+            with suppress(TimeoutError):
+                while part := ours.recv(1 << 20):
+                    parts.append(part)
+            return b"".join(parts)
+
+
+def _kill(process: "subprocess.Popen[bytes]", control: socket.socket) -> None:
+    control.close()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

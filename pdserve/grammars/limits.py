@@ -1,0 +1,86 @@
+"""Limits of a grammar: what its specification may hold, checked before anything is computed, and what compiling may use."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from pdserve.errors import BadRequest
+
+MAX_CHARS = 65536  # of the specification as JSON
+MAX_DEPTH = 64  # levels of objects and arrays in a JSON schema, or of parentheses in a regular expression or EBNF
+MASK_CPU_S = 1.0  # CPU time for the masks of one sequence, plus
+MASK_CPU_S_PER_TOKEN = 0.02  # this much for each of its tokens
+
+
+class GrammarTooComplex(BadRequest):
+    """The grammar exceeds a limit."""
+
+
+@dataclass(frozen=True)
+class CompileLimits:
+    """What compiling one grammar may use; a process that exceeds a limit is killed.
+
+    Attributes:
+        cpu_s: CPU time in whole seconds, which unlike elapsed time does not depend on the load of the machine.
+        elapsed_s: elapsed time in whole seconds; ends a process that hangs.
+        memory_bytes: memory on top of what the process starts with.
+        result_bytes: size of the compiled grammar as JSON. Reading it takes about four times as much memory.
+    """
+
+    cpu_s: int = 10
+    elapsed_s: int = 120
+    memory_bytes: int = 512 * 2**20
+    result_bytes: int = 32 * 2**20
+
+    def __str__(self) -> str:
+        memory, result = (f"{size / 2**20:g} MiB" for size in (self.memory_bytes, self.result_bytes))
+        return f"{self.cpu_s} s of CPU time, {memory} of memory, and {result} for the result"
+
+
+def mask_budget_s(num_tokens: int) -> float:
+    """Return the CPU time in seconds that the masks of a sequence of `num_tokens` may take in all."""
+    return MASK_CPU_S + MASK_CPU_S_PER_TOKEN * num_tokens
+
+
+def check_grammar(spec: str, param: str | None = None) -> None:
+    """Check the size and the depth of a specification in the format of `grammars/specification.py`.
+
+    Raises:
+        GrammarTooComplex: it exceeds MAX_CHARS or MAX_DEPTH; `param` is the field of the request that it came from.
+    """
+    name = param or "the grammar"
+    if len(spec) > MAX_CHARS:
+        message = f"{name} has {len(spec)} characters as JSON; at most {MAX_CHARS} are allowed"
+        raise GrammarTooComplex(message, kind="invalid_grammar", param=param)
+    parsed = json.loads(spec)
+    texts = [parsed[kind] for kind in ("regex", "grammar") if kind in parsed]
+    if any(not _is_shallow(text) for text in texts) or not _is_shallow_json(parsed.get("json")):
+        message = f"{name} is nested too deeply; at most {MAX_DEPTH} levels are allowed"
+        raise GrammarTooComplex(message, kind="invalid_grammar", param=param)
+
+
+def _is_shallow_json(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        children = [
+            item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)
+        ]
+        if not children:
+            return True
+        level = [child for group in children for child in group]
+    return False
+
+
+def _is_shallow(text: str) -> bool:
+    """Return whether parentheses nest at most MAX_DEPTH deep; those in quotes and character classes count as well."""
+    depth, escaped = 0, False
+    for char in text:
+        if escaped:
+            escaped = False
+        elif char == "\\":
+            escaped = True
+        elif char in "()":
+            depth = max(0, depth + (1 if char == "(" else -1))
+            if depth > MAX_DEPTH:
+                return False
+    return True

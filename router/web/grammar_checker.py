@@ -1,0 +1,96 @@
+"""Checks grammars of structured output before their requests are admitted, by compiling them within limits.
+
+Each key has one grammar compiled at a time, and the keys take turns at the two threads, so expensive grammars of one key only
+delay grammars of that key that the router has not seen yet. Verdicts are cached.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+
+from pdserve.errors import BadRequest, Overloaded
+from pdserve.grammars.cache import BoundedCache
+from pdserve.grammars.compiler import GrammarCompiler
+from pdserve.grammars.limits import GrammarTooComplex
+from pdserve.router.backend import ModelInfo
+
+COMPILE_THREADS = 2
+MAX_WAITING = 16  # different grammars of one key
+CACHE_ENTRIES = 4096  # verdicts
+CACHE_BYTES = 2**20
+
+
+class GrammarChecker:
+    """Decides whether a grammar can be used. Lives on one event loop; `compiler` is called with the first grammar."""
+
+    def __init__(self, compiler: Callable[[ModelInfo], GrammarCompiler]) -> None:
+        self._create_compiler = compiler
+        self._compiler: GrammarCompiler | None = None
+        self._threads = ThreadPoolExecutor(COMPILE_THREADS, "grammar")
+        self._verdicts = BoundedCache[str](CACHE_ENTRIES, CACHE_BYTES)  # empty, or why xgrammar rejects the grammar
+        self._running: dict[tuple[str, str], asyncio.Task[str]] = {}  # by key and digest
+        self._num_waiting: Counter[str] = Counter()  # entries of `_running` by key
+        self._turns: dict[str, asyncio.Lock] = {}  # by key, while it has entries in `_running`
+
+    async def check(self, key: str, spec: str, info: ModelInfo) -> None:
+        """Return if the specification can be compiled within the limits.
+
+        Args:
+            key: name of the API key.
+
+        Raises:
+            BadRequest: it cannot.
+            Overloaded: too many different grammars of the key are waiting.
+        """
+        digest = sha256(spec.encode()).hexdigest()
+        verdict = self._verdicts.get(digest)
+        if verdict is None:
+            verdict = await asyncio.shield(self._task(key, digest, spec, info))
+        if verdict:
+            raise BadRequest(verdict, kind="invalid_grammar")
+
+    def close(self) -> None:
+        """End the compile server and what it compiles."""
+        if self._compiler is not None:
+            self._compiler.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _task(self, key: str, digest: str, spec: str, info: ModelInfo) -> "asyncio.Task[str]":
+        task = self._running.get((key, digest))
+        if task is None:
+            if self._num_waiting[key] >= MAX_WAITING:
+                message = f"{MAX_WAITING} new grammars of this key are waiting to be compiled; try again later"
+                raise Overloaded(message, kind="grammars_waiting", retry_after_s=1)
+            self._num_waiting[key] += 1
+            task = self._running[key, digest] = asyncio.create_task(self._compile_in_turn(key, digest, spec, info))
+            task.add_done_callback(lambda done: self._forget(key, digest, done))
+        return task
+
+    def _forget(self, key: str, digest: str, task: "asyncio.Task[str]") -> None:
+        if not task.cancelled():
+            task.exception()  # retrieved, because the requests that wait for it may be gone
+        del self._running[key, digest]
+        self._num_waiting[key] -= 1
+        if not self._num_waiting[key]:
+            del self._num_waiting[key], self._turns[key]
+
+    async def _compile_in_turn(self, key: str, digest: str, spec: str, info: ModelInfo) -> str:
+        async with self._turns.setdefault(key, asyncio.Lock()):
+            if self._compiler is None:
+                self._compiler = self._create_compiler(info)
+            verdict = await asyncio.get_running_loop().run_in_executor(self._threads, _verdict, self._compiler, spec)
+        self._verdicts.put(digest, verdict, len(verdict))
+        return verdict
+
+
+def _verdict(compiler: GrammarCompiler, spec: str) -> str:
+    """Return why xgrammar rejects the specification; empty if it does not. A limit that is exceeded stays an error."""
+    try:
+        compiler.compile(spec)
+    except GrammarTooComplex:
+        raise
+    except BadRequest as error:
+        return str(error)
+    return ""

@@ -1,0 +1,139 @@
+"""Grammars compiled in processes with limits: the results, and what happens to grammars that exceed a limit."""
+
+import json
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.errors import BadRequest, Unavailable
+from pdserve.grammars.compiler import GrammarCompiler
+from pdserve.grammars.limits import CompileLimits, GrammarTooComplex
+from pdserve.grammars.specification import build_grammar
+
+xgrammar = pytest.importorskip("xgrammar", reason="xgrammar is not installed: pip install 'pdserve[structured]'")
+
+SPECS: list[dict[str, Any]] = [
+    {"json": {"type": "object", "properties": {"a": {"enum": ["x", 5]}, "b": {"type": "number"}}, "required": ["a"]}},
+    {"regex": r"[ab]{3,7}-\d{4}"},
+    {"choice": ["Paris", 'Bonn "am\nRhein" é']},
+    {"grammar": 'root ::= "x" | "(" inner ")"\ninner ::= "y" | "[z]"'},
+    {"json": {"type": "boolean"}, "begin": "<tool_call>\n", "end": "\n</tool_call>"},
+]
+GOOD = json.dumps(SPECS[0])
+VOCAB_SIZE = 256
+LIMITS = CompileLimits(cpu_s=600, elapsed_s=600)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("llama")
+
+
+@pytest.fixture(scope="module")
+def compiler(model: Path) -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(str(model), VOCAB_SIZE, [0], LIMITS)
+    yield compiler
+    compiler.close()
+
+
+def masks(compiled: Any, tokens: list[int] | None) -> tuple[list[int], list[list[int]]]:
+    """Return an output of the grammar, `tokens` or else a random one, and the bit mask before each of its tokens."""
+    matcher, mask_1W = xgrammar.GrammarMatcher(compiled), xgrammar.allocate_token_bitmask(1, VOCAB_SIZE)
+    output: list[int] = []
+    result = []
+    choose = random.Random(1).choice
+    while not matcher.is_terminated() and len(output) < 40:
+        matcher.fill_next_token_bitmask(mask_1W, 0)
+        words = [word & 0xFFFFFFFF for word in mask_1W[0].tolist()]
+        allowed = [i for i in range(VOCAB_SIZE) if words[i // 32] >> i % 32 & 1]
+        result.append(allowed)
+        output.append(choose(allowed) if tokens is None else tokens[len(output)])
+        assert matcher.accept_token(output[-1])
+    return output, result
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: "+".join(spec))
+def test_masks_are_those_of_a_grammar_compiled_here(
+    compiler: GrammarCompiler, model: Path, spec: dict[str, Any]
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=VOCAB_SIZE, stop_token_ids=[0])
+    here = xgrammar.GrammarCompiler(info).compile_grammar(build_grammar(spec))
+    served = xgrammar.CompiledGrammar.deserialize_json(
+        compiler.compile(json.dumps(spec)).decode(),
+        xgrammar.TokenizerInfo.deserialize_json(compiler.tokenizer_info()),
+    )
+    output, expected = masks(here, None)
+    assert masks(served, output)[1] == expected and len(expected) > 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"json": {"type": "foo"}}, 'the grammar cannot be used: Unsupported type "foo"'),
+        ({"regex": "[a"}, "the grammar cannot be used: Regex parsing error"),
+        ({"grammar": "nothing"}, "the grammar cannot be used: EBNF parser error"),
+    ],
+)
+def test_invalid_grammars(compiler: GrammarCompiler, spec: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRequest) as raised:
+        compiler.compile(json.dumps(spec))
+    assert str(raised.value).startswith(message)
+    assert not isinstance(raised.value, GrammarTooComplex)
+
+
+def test_a_grammar_that_needs_too_much_memory_is_rejected(compiler: GrammarCompiler) -> None:
+    with pytest.raises(GrammarTooComplex, match=r"too expensive.* 600 s of CPU time, 512 MiB of memory, and 32 MiB"):
+        compiler.compile(json.dumps({"regex": "a?" * 20_000}))
+    assert group_of(compiler) == {compiler.server_pid}, "only the compile server is left"
+    assert compiler.compile(GOOD)
+
+
+def test_a_grammar_that_takes_too_long_is_rejected(model: Path) -> None:
+    compiler = GrammarCompiler(str(model), VOCAB_SIZE, [0], CompileLimits(cpu_s=1, memory_bytes=16 * 2**30))
+    with pytest.raises(GrammarTooComplex):
+        compiler.compile(json.dumps({"regex": "a?" * 4000}))
+    assert group_of(compiler) == {compiler.server_pid}, "only the compile server is left"
+    compiler.close()
+
+
+def test_a_result_beyond_the_limit_is_rejected(model: Path) -> None:
+    compiler = GrammarCompiler(str(model), VOCAB_SIZE, [0], CompileLimits(result_bytes=10))
+    with pytest.raises(GrammarTooComplex):
+        compiler.compile(GOOD)
+    compiler.close()
+
+
+def test_a_compile_server_that_died_is_replaced_until_the_compiler_is_closed(model: Path) -> None:
+    compiler = GrammarCompiler(str(model), VOCAB_SIZE, [0], LIMITS)
+    expected = compiler.compile(GOOD)
+    first = compiler.server_pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    assert compiler.compile(GOOD) == expected
+    assert compiler.server_pid != first
+    compiler.close()
+    assert group_of(compiler) == set()
+    with pytest.raises(Unavailable):
+        compiler.compile(GOOD)
+
+
+def group_of(compiler: GrammarCompiler) -> set[int]:
+    """Return the processes in the compile server's process group."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            _, _, rest = path.read_text().rpartition(") ")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        state, _, group = rest.split()[:3]
+        if int(group) == compiler.server_pid and state != "Z":
+            found.add(int(path.parent.name))
+    return found
