@@ -9,6 +9,7 @@ Nothing is hashed, so no KV events are sent.
 """
 
 import asyncio
+import secrets
 import sys
 import time
 from dataclasses import dataclass
@@ -16,10 +17,11 @@ from typing import cast
 
 import uvloop
 
-from pdserve.control.frame_connection import PROTOCOL_VERSION
+from pdserve.control.frame_connection import NONCE_BYTES, PROTOCOL_VERSION
 from pdserve.instance.engine_loop import Instance
 from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.router_link import RouterLinks
+from pdserve.keys import Layout
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.roles.job import BATCHED_TOKENS
@@ -45,8 +47,9 @@ def hello(name: str, role: str, model: str) -> pb.Hello:
         instance_id=name,
         role=role,
         model=model,
-        namespace=b"mock",
+        namespace=Layout.from_message(layout).namespace,
         epoch=time.monotonic_ns(),
+        nonce=secrets.token_bytes(NONCE_BYTES),
         block_size=BLOCK_SIZE,
         num_blocks=1 << 20,
         block_bytes=1 << 13,

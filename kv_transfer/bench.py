@@ -13,8 +13,10 @@ microseconds.
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -25,7 +27,8 @@ from rich.table import Table
 from pdserve.config import parse_size
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.connector import Outcome, Result
-from pdserve.kv_transfer.rules.context import AttachedPool, RuleContext, new_keys
+from pdserve.kv_transfer.progress import Step, progress
+from pdserve.kv_transfer.rules.context import AttachedPool, Broken, RuleContext, new_keys
 from pdserve.kv_transfer.threaded import SWITCH_INTERVAL_S
 from pdserve.kv_transfer.url import without_password
 
@@ -36,7 +39,12 @@ Future = Any
 
 @dataclass(frozen=True)
 class Figure:
-    """One operation at one size and concurrency. `failed` counts blocks, which are excluded from the bandwidth."""
+    """One operation at one size and concurrency.
+
+    Attributes:
+        failed: blocks that were not moved, which the bandwidth excludes.
+        outcomes: of these blocks, such as {"full": 12}.
+    """
 
     operation: str
     blocks: int  # per operation
@@ -49,6 +57,7 @@ class Figure:
     failed: int
     call_p50_ms: float
     call_max_ms: float
+    outcomes: dict[str, int]
 
 
 class _Samples:
@@ -59,7 +68,7 @@ class _Samples:
         self.seconds = 0.0
         self.latencies: list[float] = []
         self.calls: list[float] = []  # seconds until each call returned
-        self.failed = 0
+        self.outcomes: Counter[str] = Counter()  # of blocks that were not moved
 
     @property
     def gib_s(self) -> float:
@@ -68,19 +77,35 @@ class _Samples:
     def figure(self, operation: str, blocks: int, concurrency: int, memcpy: "_Samples") -> Figure:
         p50, p99 = (float(np.percentile(self.latencies, p)) * 1000 for p in (50, 99))
         ratio = self.gib_s / memcpy.gib_s
-        values = (operation, blocks, concurrency, self.gib_s, p50, p99, memcpy.gib_s, ratio, self.failed)
-        return Figure(*values, float(np.median(self.calls)) * 1000, max(self.calls) * 1000)
+        values = (operation, blocks, concurrency, self.gib_s, p50, p99, memcpy.gib_s, ratio, self.outcomes.total())
+        return Figure(*values, float(np.median(self.calls)) * 1000, max(self.calls) * 1000, dict(self.outcomes))
 
 
 def figures(
-    url: str, block_bytes: int, blocks: Sequence[int], concurrency: Sequence[int], seconds: float
+    url: str,
+    block_bytes: int,
+    blocks: Sequence[int],
+    concurrency: Sequence[int],
+    seconds: float,
+    step: Step = lambda step, call: None,
 ) -> Iterator[Figure]:
-    """Measure every combination of blocks and concurrency; yields two figures each, for store and load."""
+    """Measure every combination of blocks and concurrency; yields two figures each, for store and load.
+
+    Args:
+        step: called at the start of each combination.
+
+    Raises:
+        SetupError: the store cannot be used, a future did not end in time, or it raised an exception.
+    """
     for count in blocks:
         for parallel in concurrency:
             context = RuleContext(url, seconds)
+            combination = f"{count} blocks per operation, {parallel} at once"
+            step(combination, partial(getattr, context, "call"))
             try:
                 yield from _measure(context, block_bytes, count, parallel)
+            except Broken as fault:
+                raise SetupError(f"The measurement with {combination} failed: {fault}.") from fault
             finally:
                 context.close()
 
@@ -100,10 +125,12 @@ def _measure(context: RuleContext, block_bytes: int, count: int, parallel: int) 
         keys = [new_keys(count) for _ in groups]
         for group in keys:
             context.register_keys(source.layout, group)
-        results = _transfer(samples[1], block_bytes, [_store(source, k, g) for k, g in zip(keys, groups, strict=True)])
+        results = _transfer(
+            "store", source, samples[1], [_store(source, k, g) for k, g in zip(keys, groups, strict=True)]
+        )
         for group, result in zip(keys, results, strict=True):
             source.keep_ticket(group, result)
-        _transfer(samples[2], block_bytes, [_load(target, k, g) for k, g in zip(keys, groups, strict=True)])
+        _transfer("load", target, samples[2], [_load(target, k, g) for k, g in zip(keys, groups, strict=True)])
         for group in keys:
             source.connector.release(group)
         context.delete_blocks(source)
@@ -128,7 +155,7 @@ def _load(pool: AttachedPool, keys: Sequence[bytes], rows: range) -> Callable[[]
     return lambda: pool.connector.load(keys, rows, tickets=pool.tickets(keys))
 
 
-def _transfer(samples: _Samples, block_bytes: int, calls: Sequence[Callable[[], Future]]) -> list[Result]:
+def _transfer(name: str, pool: AttachedPool, samples: _Samples, calls: Sequence[Callable[[], Future]]) -> list[Result]:
     started = time.perf_counter()
     ends: dict[int, float] = {}
     futures = []
@@ -139,12 +166,11 @@ def _transfer(samples: _Samples, block_bytes: int, calls: Sequence[Callable[[], 
         samples.calls.append(time.perf_counter() - starts[i])
         future.add_done_callback(lambda _, i=i: ends.__setitem__(i, time.perf_counter()))
         futures.append(future)
-    results: list[Result] = [future.result() for future in futures]
+    results: list[Result] = [pool.wait(future, name) for future in futures]
     samples.seconds += time.perf_counter() - started
     for i, result in enumerate(results):
-        num_ok = result.outcomes.count(Outcome.OK)
-        samples.bytes += num_ok * block_bytes
-        samples.failed += len(result.outcomes) - num_ok
+        samples.bytes += result.outcomes.count(Outcome.OK) * pool.layout.block_bytes
+        samples.outcomes.update(str(outcome) for outcome in result.outcomes if outcome is not Outcome.OK)
         samples.latencies.append(ends.get(i, time.perf_counter()) - starts[i])
     return results
 
@@ -154,7 +180,8 @@ def _transfer(samples: _Samples, block_bytes: int, calls: Sequence[Callable[[], 
 
 def run(
     url: str, block_bytes: str, blocks: str, concurrency: str, seconds: float, json_file: str, plot_file: str
-) -> None:
+) -> bool:
+    """Measure and print the figures. Returns False if an operation moved no block at all."""
     try:
         size = parse_size(block_bytes)
     except ValueError as error:
@@ -165,9 +192,10 @@ def run(
     pyplot = _import_pyplot() if plot_file else None
     rows: list[Figure] = []
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # as in an instance
-    with Console(stderr=True).status("measuring") as status:
-        for row in figures(url, size, counts, parallel, seconds):
-            status.update(f"measuring: {row.blocks} blocks, {row.concurrency} at a time")
+    with progress() as step:
+        step(_room(max(counts) * max(parallel), size), lambda: "")
+        for row in figures(url, size, counts, parallel, seconds, step):
+            step(_describe(row), lambda: "")
             rows.append(row)
     data = {"url": without_password(url), "block_bytes": size, "figures": [asdict(row) for row in rows]}
     if json_file == "-":
@@ -180,6 +208,19 @@ def run(
         _report_errors(
             plot_file, lambda: _plot(pyplot, rows, f"{without_password(url)}, blocks of {block_bytes}", plot_file)
         )
+    return all(row.gib_s for row in rows)
+
+
+def _room(blocks: int, block_bytes: int) -> str:
+    """Say what the largest combination needs. Its blocks are deleted after each round, where the connector can."""
+    size = blocks * block_bytes / (1 << 20)
+    return f"needs room for {blocks} blocks in the store, {size:,.0f} MiB, and twice as much memory in this process"
+
+
+def _describe(row: Figure) -> str:
+    """Return the bandwidth in words, and the outcomes of blocks that were not moved."""
+    failures = ", ".join(f"{count} {outcome}" for outcome, count in row.outcomes.items())
+    return f"{row.operation}: {row.gib_s:.2f} GiB/s{f'; blocks that were not moved: {failures}' if failures else ''}"
 
 
 def parse_counts(text: str, name: str) -> list[int]:

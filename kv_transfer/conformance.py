@@ -8,26 +8,22 @@ that the rule could not be checked from outside of the connector, or not on this
 The rules are in `kv_transfer/rules/`; `tests/kv_transfer/broken.py` has a connector that breaks it for each of them.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer import registry
 from pdserve.kv_transfer.connector import API_VERSION, Connector, Outcome
-from pdserve.kv_transfer.rules import behaviour, blocks, leases, processes
+from pdserve.kv_transfer.rules import behaviour, blocks, connections, leases, processes
 from pdserve.kv_transfer.rules.context import Broken, NotChecked, RuleContext, new_keys
 from pdserve.kv_transfer.url import without_password
 
 Rule = Callable[[RuleContext], str]
+Start = Callable[[Rule, RuleContext], None]  # called when a rule starts, with the environment in which it runs
 
 RULES: tuple[Rule, ...] = (
     blocks.round_trip,
@@ -43,11 +39,17 @@ RULES: tuple[Rule, ...] = (
     blocks.foreign_namespace,
     blocks.older_layout,
     leases.lease,
+    leases.longer_lease,
     leases.release,
     leases.leases_under_pressure,
     leases.capacity,
     behaviour.deadline,
+    connections.resumption,
+    connections.stalled_value,
+    connections.silent_connections,
+    connections.byte_by_byte,
     behaviour.cancelled,
+    behaviour.two_connectors,
     behaviour.many_threads,
     behaviour.caller_never_waits,
     behaviour.counts,
@@ -93,7 +95,10 @@ def rules_named(names: Sequence[str]) -> tuple[Rule, ...]:
     return tuple(known[name] for name in names) or RULES
 
 
-def check(url: str, rules: Sequence[Rule] = RULES, seconds: float = 2.0) -> Iterator[Report]:
+def _ignore(rule: Rule, context: RuleContext) -> None: ...
+
+
+def check(url: str, rules: Sequence[Rule] = RULES, seconds: float = 2.0, start: Start = _ignore) -> Iterator[Report]:
     """Check the rules one by one, and yield a report for each.
 
     Args:
@@ -102,7 +107,14 @@ def check(url: str, rules: Sequence[Rule] = RULES, seconds: float = 2.0) -> Iter
     Raises:
         SetupError: the URL is invalid, or its store cannot be used at all.
     """
-    context = RuleContext(url, seconds)
+    require_usable(url)
+    for rule in rules:
+        yield try_rule(rule, url, seconds, start)
+
+
+def require_usable(url: str) -> None:
+    """Attach once and store one block. Raises `SetupError` if the URL is invalid, or its store cannot be used at all."""
+    context = RuleContext(url, 0.0)
     try:
         if Outcome.FULL in context.attach().store(new_keys(1), [0]).outcomes:
             raise SetupError(f"{without_password(url)} is full already: it refuses a single block.")
@@ -112,20 +124,20 @@ def check(url: str, rules: Sequence[Rule] = RULES, seconds: float = 2.0) -> Iter
         pass
     finally:
         context.close()
-    for rule in rules:
-        yield try_rule(rule, url, seconds)
 
 
-def try_rule(rule: Rule, url: str, seconds: float = 2.0) -> Report:
+def try_rule(rule: Rule, url: str, seconds: float = 2.0, start: Start = _ignore) -> Report:
     """Check one rule, in a separate thread, so that a connector that blocks forever breaks the rule and not the kit."""
     context = RuleContext(url, seconds)
     outcome: list[tuple[Verdict, str]] = []
     thread = threading.Thread(target=lambda: outcome.append(_run(rule, context)), name="conformance", daemon=True)
     started = time.perf_counter()
+    start(rule, context)
     thread.start()
     limit = RULE_TIMEOUT_S + 20 * seconds
     thread.join(limit)
-    verdict, detail = outcome[0] if outcome else (Verdict.BROKEN, f"expected an end, saw none after {limit:g} s")
+    no_end = f"expected an end, saw none after {limit:g} s; the last call was {context.call or 'none'}"
+    verdict, detail = outcome[0] if outcome else (Verdict.BROKEN, no_end)
     says = (rule.__doc__ or "").partition("\n")[0]
     return Report(name_of(rule), says, verdict, time.perf_counter() - started, detail)
 
@@ -153,53 +165,6 @@ def _judge(run: Callable[[], str]) -> tuple[Verdict, str]:
         return Verdict.NOT_CHECKED, f"the store could not be used: {error}"
     except Exception as error:  # noqa: BLE001 - an exception of the connector breaks the rule
         return Verdict.BROKEN, f"expected no exception, saw {type(error).__name__}: {error}"
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress warnings that connectors log about the faults caused by the rules."""
-    logger = logging.getLogger("pdserve")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-def run(url: str, names: Sequence[str], seconds: float, as_json: bool) -> bool:
-    """Run `pdserve connector check`: print the reports. Returns True if no rule is broken."""
-    rules = rules_named(names)
-    console = Console()
-    # A pipe has no width; a large one avoids cut sentences.
-    output = console if console.is_terminal else Console(width=200)
-    if as_json:
-        with _quiet():
-            reports = list(check(url, rules, seconds))
-    else:
-        with Console(stderr=True).status("") as status, _quiet():
-            reports = []
-            started = check(url, rules, seconds)
-            for rule in rules:
-                status.update(f"{len(reports) + 1}/{len(rules)} {name_of(rule)}")
-                reports.append(next(started))
-    passed = all(report.verdict is not Verdict.BROKEN for report in reports)
-    if as_json:
-        console.print_json(
-            data={"url": without_password(url), "passed": passed, "rules": [asdict(report) for report in reports]}
-        )
-        return passed
-    table = Table(box=None, header_style="bold", title=without_password(url), title_justify="left")
-    for column in ("rule", "verdict", "seconds", ""):
-        table.add_column(column, justify="right" if column == "seconds" else "left", overflow="fold")
-    colours = {Verdict.HOLDS: "green", Verdict.BROKEN: "bold red", Verdict.NOT_CHECKED: "yellow"}
-    for report in reports:
-        verdict = f"[{colours[report.verdict]}]{report.verdict}[/]"
-        table.add_row(report.rule, verdict, f"{report.seconds:.1f}", report.detail.replace("[", r"\["))
-    output.print(table)
-    totals = ", ".join(f"{sum(report.verdict is verdict for report in reports)} {verdict}" for verdict in Verdict)
-    output.print(totals)
-    return passed
 
 
 # Installed connectors.

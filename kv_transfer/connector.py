@@ -102,6 +102,7 @@ class Stats:
     failures: dict[tuple[str, Outcome], int] = field(default_factory=dict)  # (direction, outcome) → blocks
     # Counters of each underlying store, by name, for a connector that combines several.
     parts: dict[str, "Stats"] = field(default_factory=dict)
+    is_out: bool = False  # the store does not answer, and operations go on without it
 
     def count(self, direction: str, result: Result) -> None:
         """Add a result to all counters except `bytes`, which a result does not contain."""
@@ -114,7 +115,7 @@ class Stats:
         self.failures[direction, outcome] = self.failures.get((direction, outcome), 0) + blocks
 
     def plus(self, other: "Stats") -> "Stats":
-        """Return the sum of both, without `parts`."""
+        """Return the sum of both, without `parts` and `is_out`."""
         total = Stats(dict(self.bytes), dict(self.blocks), dict(self.seconds), dict(self.failures))
         for direction in total.bytes:
             total.bytes[direction] += other.bytes[direction]
@@ -135,6 +136,7 @@ class Connector(ABC):
     scheme: ClassVar[str]
     in_place: ClassVar[bool] = False  # peers read the pool's rows directly; see Result.held
     follows: ClassVar[bool] = False  # `follow` is supported
+    skips_hanging: ClassVar[bool] = False  # the connector has circuit breakers of its own
 
     @abstractmethod
     def attach(self, memory: PoolMemory) -> None:

@@ -10,15 +10,17 @@ tests start themselves:
     def test_conformance(connector_rule, my_server):
         connector_rule(my_server.url)
 
-A rule that cannot be checked is a skipped test, with the reason.
+A rule that cannot be checked is a skipped test, with the reason. If the store cannot be used at all, all tests fail.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 
-from pdserve.kv_transfer.conformance import RULES, Report, Rule, Verdict, name_of, try_rule
+from pdserve.errors import SetupError
+from pdserve.kv_transfer.conformance import RULES, Report, Rule, Verdict, name_of, require_usable, try_rule
 
 
 class RuleBroken(Exception):
@@ -35,7 +37,7 @@ class RuleItem(pytest.Item):
         self._seconds = seconds
 
     def runtest(self) -> None:
-        _raise_unless_holds(try_rule(self._rule, self._url, self._seconds))
+        _try(self._rule, self._url, self._seconds)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         if isinstance(excinfo.value, RuleBroken):
@@ -69,9 +71,23 @@ def connector_rule(request: pytest.FixtureRequest) -> Callable[[str], None]:
 
     def check(url: str) -> None:
         __tracebackhide__ = True
-        _raise_unless_holds(try_rule(request.param, url, seconds))
+        _try(request.param, url, seconds)
 
     return check
+
+
+_require_usable = cache(
+    require_usable
+)  # once per URL; otherwise a store that cannot be used would be skipped tests only
+
+
+def _try(rule: Rule, url: str, seconds: float) -> None:
+    __tracebackhide__ = True
+    try:
+        _require_usable(url)
+    except SetupError as error:
+        raise RuleBroken(str(error)) from None
+    _raise_unless_holds(try_rule(rule, url, seconds))
 
 
 def _raise_unless_holds(report: Report) -> None:

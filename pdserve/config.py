@@ -233,6 +233,10 @@ class RouterConfig(ControlConfig):
     ssl_certfile: str = flag("PEM certificate chain for TLS with clients; needs --ssl-keyfile", "")
     ssl_keyfile: str = flag("PEM private key of --ssl-certfile", "")
     otlp_endpoint: str = flag(OTLP_HELP, "")
+    special_tokens_in_messages: bool = flag(
+        "read the strings of special tokens in messages and tools as special tokens; by default they are ordinary text",
+        False,
+    )
     cors_origins: str = flag("allowed CORS origins, comma separated, or *; empty: none", "")
     allowed_hosts: str = flag(ALLOWED_HOSTS_HELP, "")
     log_format: str = flag(LOG_HELP, "text")

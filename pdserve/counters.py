@@ -18,6 +18,7 @@ HELP = {
     "kv_transfer_seconds": "time spent in transfers, by connector and direction",
     "kv_transfer_blocks": "KV blocks moved, by connector and direction",
     "kv_transfer_failures": "KV blocks that a transfer failed to move, by connector, direction and kind",
+    "kv_store_out": "1 while the KV store does not answer and requests go on without it, by connector",
     "kv_transfer_bytes_in_flight": "KV bytes that the connector is moving",
     "kv_transfer_bytes_waiting": "KV bytes queued until fewer are in flight",
     "kv_transfer_given_up_blocks": "KV blocks of queued transfers that failed because the store did not answer",
@@ -32,6 +33,16 @@ HELP = {
     "kv_cache_blocks_held": "blocks that a sequence or a transfer holds",
     "kv_cache_usage_perc": "share of the pool's blocks that are held, 0 to 1",
 }
+# Metric name → its labels, sorted; without an entry it has none.
+LABELS: dict[str, tuple[str, ...]] = {
+    "prompt_tokens_by_source": ("source",),
+    "store_hits": ("decision",),
+    "swapped_blocks": ("direction",),
+    "kv_transfer_bytes": ("connector", "direction"),
+    "kv_transfer_seconds": ("connector", "direction"),
+    "kv_transfer_blocks": ("connector", "direction"),
+    "kv_transfer_failures": ("connector", "direction", "kind"),
+}
 GAUGES = frozenset(
     {
         "num_requests_running",
@@ -39,12 +50,13 @@ GAUGES = frozenset(
         "kv_cache_blocks",
         "kv_cache_blocks_held",
         "kv_cache_usage_perc",
+        "kv_store_out",
         "kv_transfer_bytes_in_flight",
         "kv_transfer_bytes_waiting",
     }
 )
-_SERIES = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})?")
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_LABEL = re.compile(r'(\w+)="([^"]*)"', re.ASCII)
+_SERIES = re.compile(rf"(?P<name>\w+)(?:\{{(?P<labels>{_LABEL.pattern}(?:,{_LABEL.pattern})*)\}})?", re.ASCII)
 
 
 def series(name: str, **labels: str) -> str:
@@ -53,19 +65,30 @@ def series(name: str, **labels: str) -> str:
     return f"{name}{{{inside}}}" if inside else name
 
 
+def parse_series(key: str) -> tuple[str, dict[str, str]] | None:
+    """Return the name and the labels of a series, or None if `key` is not one."""
+    match = _SERIES.fullmatch(key)
+    return None if match is None else (match["name"], dict(_LABEL.findall(match["labels"] or "")))
+
+
 def metric_families(processes: Iterable[tuple[Mapping[str, str], Mapping[str, float]]]) -> list[Metric]:
-    """Return the Prometheus metric families of several processes, each given as (process labels, values by series)."""
+    """Return the Prometheus metric families of several processes, each given as (process labels, values by series).
+
+    Series with an unknown name, from a process of another version, are left out.
+    """
     metrics: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
     for process_labels, values in processes:
         for key, value in values.items():
-            match = _SERIES.fullmatch(key)
-            assert match is not None, f"not a series: {key}"
-            labels = dict(process_labels) | dict(_LABEL.findall(match["labels"] or ""))
-            family = metrics.setdefault(match["name"], _family(match["name"], list(labels)))
+            parsed = parse_series(key)
+            assert parsed is not None, f"not a series: {key}"
+            name, labels = parsed[0], dict(process_labels) | parsed[1]
+            if name not in HELP:
+                continue
+            family = metrics.setdefault(name, _family(name, list(labels)))
             family.add_metric([labels[name] for name in sorted(labels)], value)
     return list(metrics.values())
 
 
 def _family(name: str, labels: list[str]) -> CounterMetricFamily | GaugeMetricFamily:
     kind = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
-    return kind(f"pdserve_{name}", HELP.get(name, "from an instance of another version"), labels=sorted(labels))
+    return kind(f"pdserve_{name}", HELP[name], labels=sorted(labels))

@@ -3,7 +3,9 @@
 import re
 from pathlib import Path
 
-from pdserve.counters import GAUGES, HELP, metric_families, series
+import pytest
+
+from pdserve.counters import GAUGES, HELP, LABELS, metric_families, parse_series, series
 
 
 def test_series_sorts_its_labels() -> None:
@@ -21,15 +23,25 @@ def test_families_merge_the_series_of_several_processes() -> None:
         {"instance": "a", "decision": "cheaper"},
         {"instance": "b", "decision": "cheaper"},
     ]
-    assert families["pdserve_from_the_future"].documentation == "from an instance of another version"
+    assert len(families) == 2, "a name of another version is left out"
 
 
-def test_every_gauge_has_a_help_text() -> None:
-    assert set(HELP) >= GAUGES
+def test_every_gauge_and_every_label_belongs_to_a_name() -> None:
+    assert set(HELP) >= GAUGES | LABELS.keys()
+
+
+@pytest.mark.parametrize("key", ["", "a b", "a{", "a{}", 'a{b="c"', 'a{b="c"}x', 'a{b="c",}', 'a{b="c""}', "é"])
+def test_other_text_is_not_a_series(key: str) -> None:
+    assert parse_series(key) is None
+
+
+def test_a_series_is_parsed_into_its_name_and_labels() -> None:
+    labels = {"connector": "shm/converted", "direction": "load"}
+    assert parse_series(series("kv_transfer_bytes", **labels)) == ("kv_transfer_bytes", labels)
 
 
 def test_every_counted_name_has_a_help_text() -> None:
-    """Instances count by name; one without a help text would be served as a metric of another version."""
+    """Instances count by name; one without a help text would be left out as one of another version."""
     root = Path(__file__).parent.parent
     files = [path for folder in ("prefill", "decode", "pdserve") for path in (root / folder).rglob("*.py")]
     counted = {

@@ -75,6 +75,7 @@ MAX_FILES = 18  # Python files in a folder
 
 # Decision logic: plain Python on plain data, with the time as an argument.
 DECISIONS = (
+    "pdserve/control/awake_clock",
     "pdserve/costs",
     "pdserve/engine/block_pool",
     "pdserve/engine/budget",
@@ -82,6 +83,7 @@ DECISIONS = (
     "pdserve/engine/sequence",
     "pdserve/keys",
     "pdserve/roles/break_even",
+    "kv_transfer/breaker",
     "router/dispatch/handover",
     "router/limits/fair_queue",
     "router/limits/quota",

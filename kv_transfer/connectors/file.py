@@ -5,7 +5,8 @@
 
 A block is written under tmp/ and renamed when complete, so a file with its final name is complete. Without `fsync=1`, a
 crash of the machine can leave a file whose bytes never reached the disk, which its checksum detects. A file's modification
-time is the end of its lease, or its last use if that is later.
+time is the end of its lease, or its last use if that is later. Files and the folders made for them are readable for this
+user only; a folder that exists keeps its permissions.
 
 Blocks are evicted only if `max_bytes` or `max_age` (seconds since the last use) is given: least recently used files first,
 never one with a lease. Several instances may evict at the same time; a reader that has opened a file can still read it.
@@ -60,8 +61,8 @@ class FileConnector(BatchedConnector):
         # late into a row that the caller has taken back. The second copy reads from the CPU cache.
         self._staging = threading.local()
         try:
-            os.makedirs(self._folder, exist_ok=True)
-            os.makedirs(self._temp_folder, exist_ok=True)
+            _make_folder(self._folder)
+            _make_folder(self._temp_folder)
             probe = self._temporary_path()
             os.close(_create(probe))
             os.unlink(probe)
@@ -277,8 +278,16 @@ def _with_parent_folder(path: str, action: Callable[[], T]) -> T:
     try:
         return action()
     except FileNotFoundError:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        _make_folder(os.path.dirname(path))
         return action()
+
+
+def _make_folder(path: str) -> None:
+    """Create a folder for this user only, as `_create` does, and so those above it that are missing."""
+    if not os.path.isdir(path):
+        _make_folder(os.path.dirname(path))
+        with contextlib.suppress(FileExistsError):  # by another process meanwhile, or no folder: the next access fails
+            os.mkdir(path, 0o700)
 
 
 def _create(path: str) -> int:

@@ -75,6 +75,7 @@ class NixlConnector(BatchedConnector):
 
     scheme: ClassVar[str] = "nixl"
     in_place: ClassVar[bool] = True
+    libraries: ClassVar[tuple[str, ...]] = ("nixl._api", "nixl._bindings")  # which import torch, for seconds
 
     def configure(self, query: Query) -> None:
         self._devices = query.text("devices", os.environ.get("UCX_NET_DEVICES", "lo"))

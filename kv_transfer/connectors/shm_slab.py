@@ -78,15 +78,26 @@ class Slab:
         row: Row = self._payloads[slot]
         return row
 
+    def check_length(self) -> None:
+        """Raise `OSError` if the file has been truncated: an access beyond its end would be a SIGBUS."""
+        if os.fstat(self._fd).st_size < self.geometry.total_bytes:
+            raise OSError("the shared-memory segment has been truncated; restart all instances that use it")
+
     @contextmanager
     def locked(self, timeout: float) -> Iterator[None]:
-        """Hold the lock that excludes all other users and threads. Raises `TimeoutError` after `timeout` seconds."""
+        """Hold the lock that excludes all other users and threads.
+
+        Raises:
+            TimeoutError: the lock was not free within `timeout` seconds.
+            OSError: the segment has been truncated.
+        """
         deadline = time.monotonic() + timeout
         if not self._thread_lock.acquire(timeout=timeout):
             raise TimeoutError("another thread held the slab's lock for too long")
         try:
             rangelock.lock(self._fd, RECORDS_LOCK_AT, deadline)
             try:
+                self.check_length()
                 yield
             finally:
                 rangelock.unlock(self._fd, RECORDS_LOCK_AT)
@@ -96,7 +107,8 @@ class Slab:
     # Called without the lock.
 
     def find(self, name: bytes) -> int | None:
-        """Return the READY slot with this namespace and key, or None."""
+        """Return the READY slot with this namespace and key, or None. Raises `OSError` if the segment was truncated."""
+        self.check_length()
         for start in self._starts(name):
             records = self._records(start)
             at = records.find(name)

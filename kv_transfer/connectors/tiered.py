@@ -14,7 +14,8 @@ skipped, and counted as failed stores of the slower tier.
 Each tier may use its own codec, but not a lossy one: a block that became inexact in one tier, and in the pool that loaded it
 from there, would be stored in another tier as exact.
 
-A tier that times out for all blocks of an operation is skipped for as long as its timeout. A tier that cannot be attached is
+A tier that times out for all blocks of an operation is skipped for as long as its timeout, and then until it has answered
+one operation. A tier that cannot be attached is
 retried every few seconds, as long as at least one tier is attached.
 """
 
@@ -31,6 +32,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from pdserve.errors import SetupError
+from pdserve.kv_transfer.breaker import StoreBreaker
 from pdserve.kv_transfer.codec import CODECS, Codec
 from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats
 from pdserve.kv_transfer.rate_limited_log import RateLimitedLog
@@ -63,7 +65,8 @@ class _Tier:
         self.name = f"tiered/{number}/{self.front.scheme}"
         self.timeout = float(getattr(self.front, "timeout", _DEFAULT_TIMEOUT_S))
         self.attached = False
-        self._paused_until = 0.0
+        # Another tier can take over after a single time-out. The probe after a pause is an operation that waits for it.
+        self._breaker = StoreBreaker(self.timeout, threshold=1, pause=self.timeout)
         self._skipped = Stats()
         self._limited_log = RateLimitedLog(self.name)
 
@@ -84,25 +87,22 @@ class _Tier:
             self.back.close()
             self.front.close()
 
-    @property
-    def is_usable(self) -> bool:
-        """True if the tier is attached and not paused after a timeout."""
-        return self.attached and time.monotonic() >= self._paused_until
-
     async def transfer(self, direction: str, blocks: int, call: Callable[[], Future[Result]]) -> list[Outcome]:
-        """Return the outcomes of a store or load; all UNAVAILABLE if the tier is not usable."""
+        """Return the outcomes of a store or load; all UNAVAILABLE if the tier is not attached or does not answer."""
         none_done = [Outcome.UNAVAILABLE] * blocks
-        if not self.is_usable:
+        if not self.attached or not self._breaker.allows(time.monotonic()):
             self.count_skipped(direction, blocks)
             return none_done
-        result = await self._call(call, lambda result: result.outcomes == none_done)
+        result = await self._call(call, lambda result, _: result.outcomes != none_done)
         return result.outcomes if result else none_done
 
     async def match(self, keys: Sequence[bytes]) -> int:
-        """Return the number of leading keys; 0 if the tier is not usable."""
-        if not self.is_usable:
+        """Return the number of leading keys; 0 if the tier is not attached or does not answer."""
+        if not self.attached or not self._breaker.allows(time.monotonic()):
             return 0
-        return await self._call(lambda: self.front.match(keys), lambda found: found == 0) or 0
+        # 0 is also the result of a match that the store did not answer in time.
+        answered = lambda found, seconds: found > 0 or not self._breaker.is_late(seconds)  # noqa: E731
+        return await self._call(lambda: self.front.match(keys), answered) or 0
 
     def count_skipped(self, direction: str, blocks: int) -> None:
         """Count blocks that were not transferred because the tier was skipped."""
@@ -110,10 +110,10 @@ class _Tier:
 
     def stats(self) -> Stats:
         total = self.front.stats().plus(self.back.stats()) if self.attached else Stats()
-        return total.plus(self._skipped)
+        return dataclasses.replace(total.plus(self._skipped), is_out=self._breaker.is_open)
 
-    async def _call(self, call: Callable[[], Future[T]], is_failure: Callable[[T], bool]) -> T | None:
-        """Await a call and return its result; None after an exception. Pauses the tier if the call timed out in vain."""
+    async def _call(self, call: Callable[[], Future[T]], answered: Callable[[T, float], bool]) -> T | None:
+        """Await a call and return its result; None after an exception. Records whether the store answered it."""
         started = time.monotonic()
         try:
             result = await asyncio.wrap_future(call())
@@ -121,9 +121,9 @@ class _Tier:
             self._limited_log.warning(f"connector error: {type(error).__name__}: {error}", kind="error")
             return None
         now = time.monotonic()
-        if is_failure(result) and now - started > 0.9 * self.timeout:
+        self._breaker.record(answered(result, now - started), now - started, now)
+        if self._breaker.is_open:
             self._limited_log.warning(f"timed out, and is skipped for {self.timeout:g} s", kind="timeout")
-            self._paused_until = now + self.timeout
         return result
 
 
@@ -135,6 +135,7 @@ class TieredConnector(Connector):
     """
 
     scheme: ClassVar[str] = "tiered"
+    skips_hanging: ClassVar[bool] = True
 
     def __init__(self, url: str) -> None:
         own, urls = split_tiers(url)

@@ -107,7 +107,7 @@ def cancelled(context: RuleContext) -> str:
 
 
 def deadline(context: RuleContext) -> str:
-    """If the store hangs or is gone, calls end within the timeout and touch no row later; then the store is used again.
+    """If the store hangs or is gone, calls end within the timeout and touch no row later; when back, it is used again.
 
     The store hangs until all results are there, so results that come prove that nothing waits for it. Their durations are
     only noted in the report.
@@ -115,14 +115,13 @@ def deadline(context: RuleContext) -> str:
     with simulated_outage(context, TIMEOUT_S) as outage:
         pool = outage.pool
         keys = new_keys(2)
-        _expect_usable(pool, keys, "the store to be used")
+        outage.expect_usable(keys, "the store to be used")
         first_rows = pool.rows[10:12].copy()
         hanging_s = _expect_unavailable_while_hanging(context, outage, keys)
-        _expect_usable(pool, new_keys(2), "the store to be used again after it hung")
         outage.gone.set()
         gone_s = _expect_unavailable(pool, keys, [8, 9], new_keys(2), "is gone")
         outage.gone.clear()
-        _expect_usable(pool, new_keys(2), "the store to be used again when it is back")
+        outage.expect_usable(new_keys(2), "the store to be used again when it is back")
         kept = _count_kept(pool, keys, list(first_rows))
         context.detach(pool)
         unchanged = bool((pool.rows[4:8] == 7).all())
@@ -165,20 +164,6 @@ def _expect_unavailable(
     return time.monotonic() - started
 
 
-def _expect_usable(pool: AttachedPool, keys: list[bytes], expected: str) -> None:
-    """Expect a store and load to succeed in one of many tries.
-
-    The first may still use a connection that was cut, and on a busy machine the timeout that was set is short.
-    """
-    all_ok = [Outcome.OK] * 2
-
-    def is_usable() -> bool:
-        return pool.store(keys, [10, 11]).outcomes == all_ok and pool.load(keys, [12, 13]).outcomes == all_ok
-
-    expect(wait_until(is_usable), expected, "no successful operation")
-    pool.must_equal(12, pool.rows[10])
-
-
 def _count_kept(pool: AttachedPool, keys: list[bytes], contents: list[Row]) -> int:
     """Count the blocks that are still stored, which must be correct. Those of a dead peer may stay unavailable."""
     outcomes: list[Outcome] = []
@@ -194,6 +179,19 @@ def _count_kept(pool: AttachedPool, keys: list[bytes], contents: list[Row]) -> i
         if outcome is Outcome.OK:
             pool.must_equal(row, content)
     return outcomes.count(Outcome.OK)
+
+
+def two_connectors(context: RuleContext) -> str:
+    """Several connectors of one URL work in one process, and closing one of them does not affect the others."""
+    first, second, keys = context.attach(), context.attach(), new_keys(4)
+    first.must_store(keys[:2], [0, 1])
+    second.must_load(keys[:2], [8, 9], first.rows[:2])
+    first.close()
+    second.must_store(keys[2:], [2, 3])
+    third = context.attach()
+    for pool in (second, third):
+        pool.must_load(keys[2:], [10, 11], second.rows[2:4])
+    return ""
 
 
 def many_threads(context: RuleContext) -> str:

@@ -92,6 +92,7 @@ class AttachedPool:
         self.stored_row: dict[bytes, int] = {}
         self.closed = False
         self.connector: Connector = connect(url)
+        context.call = "attach"
         try:
             self.connector.attach(PoolMemory(self.rows, layout))
         except BaseException:
@@ -188,6 +189,7 @@ class AttachedPool:
     def wait(self, future: "Future[T]", call: str) -> T:
         """Return the future's result, and expect it within the timeout and without an exception."""
         limit = self.timeout + GRACE_S
+        self.context.call = call
         try:
             return future.result(limit)
         except TimeoutError as error:
@@ -202,6 +204,7 @@ class AttachedPool:
     def close(self) -> None:
         if not self.closed:
             self.closed = True
+            self.context.call = "close"
             self.connector.close()
 
 
@@ -211,6 +214,7 @@ class RuleContext:
     Attributes:
         seconds: how long randomized rules run.
         tickets: of stored blocks, by namespace and key.
+        call: the call that was made last, or is being waited for. Read by other threads, to show progress.
     """
 
     def __init__(self, url: str, seconds: float) -> None:
@@ -218,6 +222,8 @@ class RuleContext:
         self.seconds = seconds
         self.fingerprint = f"conformance {uuid.uuid4().hex}"
         self.tickets: dict[tuple[bytes, bytes], bytes] = {}
+        self.call = ""
+        self._attached: set[tuple[str, int]] = set()  # URL and block length of all pools so far
         self._pools: list[AttachedPool] = []
         self._keys: dict[bytes, set[bytes]] = {}
 
@@ -230,15 +236,31 @@ class RuleContext:
         version: int = LAYOUT_VERSION,
         url: str = "",
     ) -> AttachedPool:
-        """Attach a new pool. `tenant` and `version` change the namespace; `url` replaces the context's."""
+        """Attach a new pool. `tenant` and `version` change the namespace; `url` replaces the context's.
+
+        Raises:
+            SetupError: the store cannot be used with blocks of this length.
+        """
         layout = make_layout(block_bytes, self.fingerprint + tenant, version)
-        self._pools.append(AttachedPool(self, url or self.url, layout, blocks))
-        return self._pools[-1]
+        return self._attach(url or self.url, layout, blocks)
 
     def detach(self, pool: AttachedPool) -> None:
         """Close a pool, which waits for its operations. Another pool is attached, to delete its blocks in the end."""
         pool.close()
-        self._pools.append(AttachedPool(self, self.url, pool.layout, 1))
+        self._attach(self.url, pool.layout, 1)
+
+    def _attach(self, url: str, layout: Layout, blocks: int) -> AttachedPool:
+        """Attach a pool. A refusal after a pool of such blocks was attached is a fault of the connector."""
+        try:
+            pool = AttachedPool(self, url, layout, blocks)
+        except SetupError as error:
+            if (url, layout.block_bytes) not in self._attached:
+                raise
+            expected = "another connector of this URL to attach in the same process"
+            raise Broken(f"expected {expected}, saw {type(error).__name__}: {error}") from error
+        self._attached.add((url, layout.block_bytes))
+        self._pools.append(pool)
+        return pool
 
     def register_keys(self, layout: Layout, keys: Iterable[bytes]) -> None:
         """Record keys to be deleted from the store when the context closes, where the connector can delete."""

@@ -22,6 +22,10 @@ LEASES_S = (0.6, 2.0, 6.0, 20.0)  # tried in turn: a busy machine may need longe
 MAX_FILL_BYTES = 320 * MiB  # a store larger than this counts as unlimited
 FILL_TIME_LIMIT_S = 100.0  # for filling a slow store
 BATCH = 8
+SHORT_LEASE_S = (
+    0.3  # replaced by a longer one; a store that takes longer than this finds no lease, and nothing is shown
+)
+LEASE_S = 600.0
 
 
 def lease(context: RuleContext) -> str:
@@ -56,6 +60,28 @@ def _check_while_leased(pool: AttachedPool, keys: list[bytes], lease_end: float)
         time.sleep(0.02)
 
 
+def longer_lease(context: RuleContext) -> str:
+    """Storing a block that is already there prolongs its lease, if the new one ends later."""
+    pool = context.attach()
+    renewed = _store_with_two_leases(pool)
+    pool.connector.release(new_keys(2))
+    seen = pool.match(renewed)
+    expect(seen == len(renewed), "blocks to stay for the longer of two leases", f"{seen} of {len(renewed)} left")
+    pool.must_load(renewed, range(8, 12), pool.rows[:4])
+    return ""
+
+
+def _store_with_two_leases(pool: AttachedPool) -> list[bytes]:
+    """Store rows 0 to 3 with a short lease, again with a long one, and wait for the end of the short one."""
+    keys = new_keys(4)
+    started = time.monotonic()
+    pool.must_store(keys, range(4), SHORT_LEASE_S)
+    pool.context.require_shared_store()
+    pool.must_store(keys, range(4), LEASE_S)
+    time.sleep(max(0.0, started + SHORT_LEASE_S + 0.1 - time.monotonic()))
+    return keys
+
+
 def release(context: RuleContext) -> str:
     """After `release` a block is correct or missing; releasing unknown or already released keys is no error."""
     pool, keys = context.attach(), new_keys(4)
@@ -70,8 +96,9 @@ def release(context: RuleContext) -> str:
 
 
 def leases_under_pressure(context: RuleContext) -> str:
-    """A full store refuses new blocks instead of evicting leased ones."""
-    filler = _Filler(context, lease_s=600.0)
+    """A full store refuses new blocks instead of evicting leased ones, also those whose first lease was shorter."""
+    filler = _Filler(context, lease_s=LEASE_S)
+    filler.store_with_two_leases()
     filler.fill()
     kept = filler.load_all()
     total = len(filler.stored)
@@ -105,6 +132,15 @@ class _Filler:
         self._base_rows = self.pool.rows[:BATCH].copy()
         self._numbers: dict[bytes, int] = {}
         self._stored_bytes = 0
+
+    def store_with_two_leases(self) -> None:
+        """Store the first blocks with a short lease and again with a long one, and wait for the end of the short one."""
+        for row in range(4):
+            self.pool.rows[row] = self._base_rows[row]
+            stamp(self.pool.rows[row], row)
+        self.stored = _store_with_two_leases(self.pool)
+        self._numbers = {key: row for row, key in enumerate(self.stored)}
+        self._stored_bytes = len(self.stored) * MiB
 
     def fill(self) -> None:
         """Store blocks until the store is full. Raises `NotChecked` if it does not get full."""

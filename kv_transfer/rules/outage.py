@@ -9,8 +9,6 @@ any other connector     not possible
 
 import contextlib
 import re
-import select
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +17,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pdserve.errors import SetupError
+from pdserve.kv_transfer.connector import Outcome
+from pdserve.kv_transfer.registry import connect
 from pdserve.kv_transfer.rules.context import (
     AttachedPool,
     Broken,
@@ -26,8 +26,11 @@ from pdserve.kv_transfer.rules.context import (
     NotChecked,
     RuleContext,
     batched_connectors,
+    expect,
     new_keys,
+    wait_until,
 )
+from pdserve.kv_transfer.rules.relay import Relay
 from pdserve.kv_transfer.threaded import BatchedConnector
 
 _HOOKS = ("put_many", "get_many", "contains_many", "delete_many", "release_many")
@@ -41,6 +44,7 @@ class Outage:
         method: how the outage is simulated, for the report.
         responsive: clear it to make the store hang.
         gone: set it to make the store disappear.
+        relay: what the connector is connected to, with the first method.
         calling_thread: hooks called in this thread are recorded in `hooks_in_caller`, and do not hang.
     """
 
@@ -48,8 +52,22 @@ class Outage:
     method: str
     responsive: threading.Event
     gone: threading.Event
+    relay: Relay | None = None
     calling_thread: threading.Thread | None = None
     hooks_in_caller: list[str] = field(default_factory=list)
+
+    def expect_usable(self, keys: list[bytes], expected: str) -> None:
+        """Expect a store and load of two blocks to succeed in one of many tries.
+
+        The first may still use a connection that was cut, and on a busy machine the timeout that was set is short.
+        """
+        pool, all_ok = self.pool, [Outcome.OK] * 2
+
+        def is_usable() -> bool:
+            return pool.store(keys, [10, 11]).outcomes == all_ok and pool.load(keys, [12, 13]).outcomes == all_ok
+
+        expect(wait_until(is_usable), expected, "no successful operation")
+        pool.must_equal(12, pool.rows[10])
 
 
 @contextmanager
@@ -80,6 +98,22 @@ def simulated_outage(context: RuleContext, timeout_s: float, *, override: bool =
             for connector in connectors:
                 intercepted.enter_context(_intercept_hooks(connector, outage))
             yield outage
+
+
+@contextmanager
+def relayed_outage(context: RuleContext, timeout_s: float, *, override: bool = False) -> Iterator[tuple[Outage, Relay]]:
+    """Like `simulated_outage`, for faults that only a relay can cause.
+
+    Raises:
+        NotChecked: the store is not reached through a relay.
+    """
+    may_use_relay = getattr(connect(context.url), "relayed", True)  # before the cost of attaching
+    if may_use_relay and _find_address(context.url) is not None:
+        with simulated_outage(context, timeout_s, override=override) as outage:
+            if outage.relay is not None:
+                yield outage, outage.relay
+                return
+    raise NotChecked("there is no connection to hold up: the URL has no host:port, or blocks bypass it")
 
 
 def _prepare_url(context: RuleContext, timeout_s: float, override: bool) -> tuple[str, bool]:
@@ -141,17 +175,26 @@ def _make_fault(connector: BatchedConnector) -> Exception:
 # Outage by relay.
 
 
+def _find_address(url: str) -> tuple[str, int] | None:
+    """Return host and port of the URL; None if it has none, or several."""
+    parts = urlsplit(url)
+    if "," in parts.netloc or not parts.hostname or not parts.port:
+        return None
+    return parts.hostname, parts.port
+
+
 @contextmanager
 def _outage_by_relay(
     context: RuleContext, url: str, responsive: threading.Event, gone: threading.Event
 ) -> Iterator[Outage | None]:
     """Yield None if the URL has no single host and port, or blocks bypass a relay in front of it."""
-    parts = urlsplit(url)
-    if "," in parts.netloc or not parts.hostname or not parts.port:
+    address = _find_address(url)
+    if address is None:
         yield None
         return
-    relay = _Relay(parts.hostname, parts.port, responsive, gone)
+    relay = Relay(*address, responsive, gone)
     try:
+        parts = urlsplit(url)
         login, at, _ = parts.netloc.rpartition("@")
         relay_url = parts._replace(netloc=f"{login}{at}127.0.0.1:{relay.port}").geturl()
         try:
@@ -163,56 +206,10 @@ def _outage_by_relay(
         if relay.relayed_bytes < pool.layout.block_bytes:
             yield None
             return
-        yield Outage(pool, "held up and cut by a relay", responsive, gone)
+        yield Outage(pool, "held up and cut by a relay", responsive, gone, relay)
     finally:
         responsive.set()
         gone.clear()
+        relay.cut_silent()  # a connector that waits for ever on them could not be closed
         context.close()
         relay.close()
-
-
-class _Relay:
-    """Relays bytes between clients of a local port and the store."""
-
-    def __init__(self, host: str, port: int, responsive: threading.Event, gone: threading.Event) -> None:
-        self._target = (host, port)
-        self._responsive = responsive
-        self._gone = gone
-        self._closed = False
-        self.relayed_bytes = 0  # in both directions
-        self._threads: list[threading.Thread] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.settimeout(0.05)
-        self.port: int = self._listener.getsockname()[1]
-        self._start_thread(self._accept)
-
-    def close(self) -> None:
-        self._closed = True
-        for thread in self._threads:
-            thread.join()
-        self._listener.close()
-
-    def _start_thread(self, run: Callable[..., None], *arguments: Any) -> None:
-        thread = threading.Thread(target=run, args=arguments, name="relay", daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _accept(self) -> None:
-        while not self._closed:
-            with contextlib.suppress(TimeoutError):
-                client, _ = self._listener.accept()
-                self._start_thread(self._relay, client)
-
-    def _relay(self, client: socket.socket) -> None:
-        with client, contextlib.suppress(OSError), socket.create_connection(self._target) as store:
-            while not self._closed and not self._gone.is_set():
-                readable, _, _ = select.select([client, store], [], [], 0.02)
-                for source in readable:
-                    while not self._responsive.wait(0.02):
-                        if self._closed:
-                            return
-                    data = source.recv(1 << 16)
-                    if not data:
-                        return
-                    self.relayed_bytes += len(data)
-                    (store if source is client else client).sendall(data)

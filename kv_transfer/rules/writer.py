@@ -75,14 +75,17 @@ def reap(*_: object) -> None:
 
 
 def import_connector(url: str) -> None:
-    """Import the connector's module once for all writers.
+    """Import the connector's module, and the libraries that it imports when it attaches, once for all writers.
 
     No connector is constructed: it may start threads, which do not survive a fork.
     """
     schemes = re.findall(r"([a-z][a-z0-9+.-]*)://", url.lower())  # a URL may contain others
     for connector in installed():
         if connector.scheme in schemes:
-            importlib.import_module(connector.target.partition(":")[0])
+            module, _, name = connector.target.partition(":")
+            for library in getattr(getattr(importlib.import_module(module), name, None), "libraries", ()):
+                with contextlib.suppress(ImportError):  # reported by `attach`
+                    importlib.import_module(library)
 
 
 def main() -> None:

@@ -1,11 +1,16 @@
 """Log formats: text for people, JSON for programs.
 
 Records about an instance or a request name it in `extra`; the JSON format turns those attributes into fields.
+
+Log messages can contain text of clients, in the errors of libraries and instances for example. Control characters are
+therefore escaped: a line break would forge a line, and an escape sequence would reach the operator's terminal.
 """
 
 import json
 import logging
+import re
 from datetime import UTC, datetime
+from typing import Any
 
 from pdserve.cli.log_limit import LogLimit
 from pdserve.config import LOG_FORMATS
@@ -13,6 +18,20 @@ from pdserve.errors import SetupError
 
 TEXT_FORMAT = "%(asctime)s %(levelname).1s %(message)s"
 EXTRA_FIELDS = ("event", "instance", "request_id", "request")
+# C0 and C1 controls and DEL, Unicode's line and paragraph separators, and the characters that reorder a line.
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+class TextFormatter(logging.Formatter):
+    """Format a record as one line of text, and its traceback, if any, as indented lines."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the line, with control characters as \\x1b or \\u2028."""
+        return _escape(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        """Return the traceback with its line breaks. The indentation tells its lines from those of other records."""
+        return "\n".join(f"  {_escape(line)}" for line in super().formatException(ei).split("\n"))
 
 
 class JsonFormatter(logging.Formatter):
@@ -25,7 +44,8 @@ class JsonFormatter(logging.Formatter):
         line |= {name: value for name in EXTRA_FIELDS if (value := getattr(record, name, None))}
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
+        # JSON itself escapes the others; all of them can only be inside of strings here.
+        return CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", json.dumps(line, ensure_ascii=False))
 
 
 def configure(log_format: str = "text") -> None:
@@ -37,8 +57,12 @@ def configure(log_format: str = "text") -> None:
     if log_format not in LOG_FORMATS:
         raise SetupError(f"--log-format must be {' or '.join(LOG_FORMATS)}, not {log_format!r}")
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(TEXT_FORMAT, "%H:%M:%S"))
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter(TEXT_FORMAT, "%H:%M:%S"))
     handler.addFilter(LogLimit())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     for noisy in ("httpx", "transformers", "asyncio", "torch"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def _escape(text: str) -> str:
+    return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

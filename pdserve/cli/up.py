@@ -16,6 +16,7 @@ def up(config: UpConfig) -> None:
         SetupError: the connector, the port or a child process fails at start-up.
     """
     from pdserve.kv_transfer.registry import connect
+    from pdserve.kv_transfer.url import without_password
     from pdserve.router.web.listening import listen
 
     connect(config.connector)  # reports a wrong URL once, not once per child
@@ -29,7 +30,8 @@ def up(config: UpConfig) -> None:
         counts = [(config.prefill, "prefill"), (config.decode, "decode"), (config.both, "both")]
         instances = " + ".join(f"{count} {role}" for count, role in counts if count)
         routers = "a router" if config.workers == 1 else f"{config.workers} routers"
-        print(f"starting {routers} and {instances} on {config.model} over {deployment.connector}", flush=True)
+        connector = without_password(deployment.connector)
+        print(f"starting {routers} and {instances} on {config.model} over {connector}", flush=True)
         while not stop.is_set() and not deployment.poll_ready():
             stop.wait(POLL_S)
         if not stop.is_set():

@@ -13,7 +13,8 @@ from pdserve.control.coalescing_transport import CoalescingTransport
 
 log = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 3  # of the control plane; both ends must have the same
+PROTOCOL_VERSION = 4  # of the control plane; both ends must have the same
+NONCE_BYTES = 16  # of `Hello.nonce`
 LENGTH_BYTES = 4  # big-endian
 MAX_FRAME_BYTES = 64 << 20  # the longest prompts take a few MB
 FIRST_FRAME_BYTES = 1 << 16  # limit for a peer that has not authenticated

@@ -22,6 +22,7 @@ from pdserve.engine.warm_up import measure_swaps, warm_up
 from pdserve.errors import RequestError
 from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.kv_transfer.connector import Connector
+from pdserve.kv_transfer.guarded import DEFAULT_TIMEOUT_S, GuardedConnector
 from pdserve.kv_transfer.registry import connect
 from pdserve.kv_transfer.staging import attach_pool
 from pdserve.lifetime import RELEASED
@@ -59,8 +60,9 @@ class Instance:
 
     def __init__(self, config: InstanceConfig, send: Send, connector: Connector | None = None) -> None:
         self.engine = Engine(config)
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         pool = self.engine.runner.pool_NL2GBD
-        self.connector = attach_pool(connector or connect(config.connector), pool, self.engine.layout)
+        self.connector = self._attach(connector or connect(config.connector))
         self.transfers = Transfers(
             self.engine.pool, self.connector, self, _max_blocks(config, self.engine), self.engine.layout.block_bytes
         )
@@ -82,7 +84,6 @@ class Instance:
         self.heartbeat = pb.Heartbeat()
         self._remaining_load: dict[str, list[pb.Load]] = {}  # by link, one for each request
         self._send = send
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.engine.on_grammar_ready = lambda: self._inbox.put(lambda: None)
         self._jobs: dict[tuple[str, str], Job] = {}
         # Also holds jobs with unfinished stores whose request id has been used again since.
@@ -304,6 +305,16 @@ class Instance:
                 remaining.setdefault(job.link, []).append(job.remaining_load())
         self._remaining_load = remaining
 
+    def _attach(self, connector: Connector) -> Connector:
+        """Attach the pool. A connector that does not skip a hanging store by itself gets a circuit breaker.
+
+        Peers that read in place are many stores: one that hangs is no reason to give up the others.
+        """
+        attached = attach_pool(connector, self.engine.runner.pool_NL2GBD, self.engine.layout)
+        if connector.in_place or connector.skips_hanging:
+            return attached
+        return GuardedConnector(attached, getattr(connector, "timeout", DEFAULT_TIMEOUT_S), self._inbox.put, self.now)
+
     def _current_metrics(self) -> dict[str, float]:
         """Return the metrics that are read from their sources instead of counted, by series."""
         scheduler, pool, stats = self.engine.scheduler, self.engine.pool, self.connector.stats()
@@ -323,6 +334,7 @@ class Instance:
         if (converted := self.layout_converter.stats()) is not None:
             parts[f"{scheme}/converted"] = converted
         for name, part in parts.items():
+            metrics[series("kv_store_out", connector=name)] = float(part.is_out)
             for direction in ("store", "load"):
                 labels = {"connector": name, "direction": direction}
                 metrics[series("kv_transfer_bytes", **labels)] = part.bytes[direction]

@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -20,7 +21,7 @@ from prometheus_client.registry import Collector
 
 from pdserve.config import InstanceConfig
 from pdserve.control.certificates import client_context
-from pdserve.control.frame_connection import PROTOCOL_VERSION
+from pdserve.control.frame_connection import NONCE_BYTES, PROTOCOL_VERSION
 from pdserve.control.registry import Registry
 from pdserve.counters import metric_families
 from pdserve.errors import SetupError
@@ -131,6 +132,7 @@ def _hello(role: str, config: InstanceConfig, instance: Instance) -> pb.Hello:
         model=config.name,
         namespace=engine.layout.namespace,
         epoch=time.time_ns(),
+        nonce=secrets.token_bytes(NONCE_BYTES),
         block_size=engine.layout.block_size,
         num_blocks=engine.pool.num_blocks,
         block_bytes=engine.layout.block_bytes,

@@ -11,6 +11,7 @@ import logging
 import ssl
 from itertools import count
 
+from pdserve.control.awake_clock import AwakeClock
 from pdserve.control.certificates import describe_failure
 from pdserve.control.frame_connection import FrameConnection
 from pdserve.control.registry import POLL_INTERVAL_S, Registry
@@ -25,6 +26,7 @@ UPDATE_INTERVAL_S = 0.1  # of KV events and of other routers' load
 MAX_KEYS_PER_FRAME = 1024  # so that tokens do not queue behind the keys of a whole pool
 DIAL_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 20.0  # routers answer heartbeats: one that is silent for this long is frozen or cut off
+TICKS_PER_TIMEOUT = 4  # number of times that the silence is checked within the timeout
 RETRY_DELAYS_S = (0.1, 0.2, 0.5, 1.0)  # between attempts to reach a router; the last one repeats
 
 
@@ -101,10 +103,19 @@ class RouterLink(FrameConnection[pb.RouterFrame, pb.InstanceFrame]):
             await asyncio.sleep(min(next_heartbeat_at, next_update_at) - now)
 
     async def wait_closed(self) -> Exception | None:
-        """Wait for the end of the connection and return its error, if any. Aborts it after `SILENCE_TIMEOUT_S` of silence."""
+        """Wait for the end of the connection and return its error, if any.
+
+        Aborts it after `SILENCE_TIMEOUT_S` of silence. The time in which this instance was stalled itself does not count.
+        """
+        interval_s = SILENCE_TIMEOUT_S / TICKS_PER_TIMEOUT
+        clock = AwakeClock(interval_s, self._loop.time())
+        received_at, heard_at = self.last_received_at, clock.time
         while not self.closed.done():
-            await asyncio.wait([self.closed], timeout=SILENCE_TIMEOUT_S / 4)
-            if self._loop.time() - self.last_received_at > SILENCE_TIMEOUT_S:
+            await asyncio.wait([self.closed], timeout=interval_s)
+            now = clock.tick(self._loop.time())
+            if self.last_received_at != received_at:
+                received_at, heard_at = self.last_received_at, now
+            elif now - heard_at > SILENCE_TIMEOUT_S:
                 self.abort(TimeoutError(f"no frame for {SILENCE_TIMEOUT_S:g} s"))
         return self.closed.result()
 

@@ -16,11 +16,12 @@ from pdserve.lifetime import RELEASED, Stage
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request
 from pdserve.router.backend import ModelInfo
-from pdserve.router.dispatch.handover import MAX_MIGRATIONS, Action, Event, HandOverMachine, State
+from pdserve.router.dispatch.handover import MAX_MIGRATIONS, Action, Event, HandOverMachine, IllegalTransition, State
 from pdserve.router.dispatch.hedge import PrefillHedger
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.dispatch.selector import InstanceSelector
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
+from pdserve.router.instances.frame_checks import InvalidFrame, output_fault, times_fault
 from pdserve.router.scheduling.policy import Load, PlacementRequest
 from pdserve.router.scheduling.retry_budget import RetryBudget
 from pdserve.router.scheduling.slo_admission import check_slo
@@ -29,6 +30,8 @@ from pdserve.router.telemetry.timeline import Migration, Timeline, TimelineLog, 
 from pdserve.slo import Slo
 
 log = logging.getLogger(__name__)
+
+MAX_ERROR_CHARS = 4000  # of an instance's error message
 
 
 class Dispatcher:
@@ -75,7 +78,7 @@ class Dispatcher:
         now = time.monotonic()
         if request.request_id in self._open_ids:
             raise BadRequest(f"request id {request.request_id!r} is in use", kind="duplicate_request_id")
-        machine = HandOverMachine(now, self.config.handover_timeout_seconds)
+        machine = HandOverMachine(now, self.config.handover_timeout_seconds, request.sampling.max_tokens)
         state = RequestState(request, machine, on_cancel=lambda state: self.handle(state, Event.CANCELLED))
         state.timeline.stamp(Stage.RECEIVED, request.received or now)
         placement = self._route(state)
@@ -119,7 +122,7 @@ class Dispatcher:
         hello = pb.Hello()
         hello.CopyFrom(instance.hello)
         hello.role = role or hello.role
-        if reason := self.fleet.rejection_reason(pb.InstanceFrame(hello=hello)):
+        if reason := self.fleet.conflict(hello):
             raise Conflict(f"{instance_id} cannot serve as {role}: {reason}", kind="role_refused")
         instance.is_draining = True  # at once; the instance will announce it to all routers
         instance.send(pb.RouterFrame(drain=pb.Drain(role=role)))
@@ -129,19 +132,39 @@ class Dispatcher:
     def on_output(self, instance: InstanceHandle, output: pb.Output) -> None:
         state = self.states.get(output.request_id)
         if state is None or state.id not in instance.requests:
+            if reason := times_fault(output):
+                raise InvalidFrame(reason)
             self._record_late_output(instance, output)
             return  # the request has finished, or was cancelled on this instance
+        is_final = instance is (state.decode or state.prefill)
+        max_tokens = state.remaining_tokens if is_final else 1
+        logprobs = state.request.sampling.logprobs is not None
+        if reason := output_fault(output, instance.hello, max_tokens, state.num_tokens, logprobs):
+            raise InvalidFrame(reason)
+        try:
+            self._handle_output(state, instance, output)
+        except IllegalTransition as error:
+            raise InvalidFrame(str(error)) from error
+
+    def _handle_output(self, state: RequestState, instance: InstanceHandle, output: pb.Output) -> None:
+        """Process an output of an instance that runs the request.
+
+        Raises:
+            IllegalTransition: the output is impossible in the state of the hand-over.
+        """
         if instance is state.hedge:
             self._hedger.on_output(state, instance, output)
             return
-        state.record_output(instance, output, time.monotonic())
+        now = time.monotonic()
+        state.record_output(instance, output, now)
         if output.stamps and instance is state.decode and any(s.stage == Stage.KV_READY for s in output.stamps):
             self._record_handover(state, state.prefill, instance)
         if output.token_ids:
+            instance.last_token_at = now
             self.fleet.breakers.record_success(instance.id)
         if output.HasField("error"):
             kind = BadRequest if output.error.kind == "invalid_grammar" else RequestError
-            self.handle(state, Event.REJECTED, kind(output.error.message, kind=output.error.kind))
+            self.handle(state, Event.REJECTED, kind(output.error.message[:MAX_ERROR_CHARS], kind=output.error.kind))
         elif instance is state.decode or state.decode is None:
             self._on_decode_output(state, instance, output)
         else:
@@ -174,15 +197,23 @@ class Dispatcher:
         """Run forever: start hedges for late prefills, and time out requests that make no progress."""
         while True:
             await asyncio.sleep(min(1.0, self.config.handover_timeout_seconds / 4, self._hedger.delay / 4))
-            now = time.monotonic()
-            for state in list(self.states.values()):
-                self._hedger.check(state, now)
-                state.machine.record_progress(state.owner.last_step_at)
-                if state.machine.is_timed_out(now):
-                    self.fleet.record_fault(state.owner, now)
-                    phase = state.machine.state
-                    message = f"no progress for {self.config.handover_timeout_seconds} s while {phase}"
-                    self.handle(state, Event.TIMED_OUT, Unavailable(message, kind="timeout"))
+            self.check_progress(time.monotonic())
+
+    def check_progress(self, now: float) -> None:
+        """Start the hedges that are due, and end the states and requests that are overdue at `now`."""
+        for state in list(self.states.values()):
+            self._hedger.check(state, now)
+            state.machine.record_progress(state.owner.last_token_at, state.owner.last_step_at)
+            phase = state.machine.state
+            if state.machine.is_overdue(now):
+                message = (
+                    f"the request has taken {now - state.timeline.stamps[Stage.ADMITTED]:.0f} s, and is still {phase}"
+                )
+                self.handle(state, Event.REJECTED, Unavailable(message, kind="timeout"))
+            elif state.machine.is_timed_out(now):
+                self.fleet.record_fault(state.owner, now)
+                message = f"no progress for {self.config.handover_timeout_seconds} s while {phase}"
+                self.handle(state, Event.TIMED_OUT, Unavailable(message, kind="timeout"))
 
     # ---- the hand-over ----------------------------------------------------------------------------------------
 

@@ -9,7 +9,11 @@
         └───── decode lost, failed or timed out, in any state, up to MAX_MIGRATIONS times; then, or if there is no other
                instance ──► FAILED
 
-The owner of a state is the instance that must act next. When the state's timeout expires, the owner counts as failed. A
+The owner of a state is the instance that must act next. When the state's timeout expires, the owner counts as failed. The
+timeout starts again with each event, and with each token that the owner produces for any request of this router: a long queue
+is not a fault. The engine steps that the owner reports are only its word, and it may be working for other routers, so they
+prolong a state to at most `STEPS_LIMIT` timeouts. A request as a whole ends after `REQUEST_LIMIT` timeouts and a second for
+each of its tokens. A
 failed prefill only costs time: decode is told that no more KV will come, computes the missing KV, and samples the first token
 itself if necessary, so the tokens are the same. A failed decode also only costs time as long as other instances can take
 over: prompt plus emitted tokens are prefilled again, and the stream continues after the last emitted token.
@@ -18,7 +22,8 @@ On every exit, each instance that still holds blocks of the request is told to r
 have no effect on an instance that has finished.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -67,6 +72,9 @@ OWNER: dict[State, str] = {
 }
 FINAL_STATES = frozenset({State.FINISHED, State.FAILED, State.CANCELLED})
 
+STEPS_LIMIT = 10  # timeouts that a state may last while the owner shows no work other than engine steps
+REQUEST_LIMIT = 100  # timeouts that a request may last, besides `SECONDS_PER_TOKEN` for each token
+SECONDS_PER_TOKEN = 1.0
 MAX_MIGRATIONS = 3  # after faults; drains are not counted
 _CANCEL_BOTH = (Action.CANCEL_PREFILL, Action.CANCEL_DECODE)
 _Transition = tuple[State, tuple[Action, ...]]
@@ -99,7 +107,7 @@ _TRANSITIONS: dict[tuple[State, Event], _Transition] = {
 
 
 class IllegalTransition(AssertionError):
-    """An instance reported an event that is impossible in the current state: a bug, not a fault of the client."""
+    """An instance reported an event that is impossible in the current state: a fault of the instance, not of the client."""
 
 
 @dataclass
@@ -107,8 +115,11 @@ class HandOverMachine:
     """State of one request's hand-over.
 
     Attributes:
-        last_progress_at: time of the last progress, on the caller's clock.
+        last_progress_at: time of the last event, or of the last token that the owner has produced since, on the caller's
+            clock.
         state_timeout_s: maximum time without progress in each state that has an owner.
+        max_tokens: tokens that the request may generate.
+        last_step_at: when the owner last reported an engine step.
         is_split: prefill and decode are different instances. If not, the one instance owns everything, and its failure is a
             decode failure.
         migrations_left: how many more times the request may migrate after a fault; negative once that is exceeded.
@@ -116,11 +127,15 @@ class HandOverMachine:
 
     last_progress_at: float
     state_timeout_s: float
+    max_tokens: int = 0
     is_split: bool = True
     migrations_left: int = MAX_MIGRATIONS
     state: State = State.PREFILLING
+    last_step_at: float = field(default=-math.inf, init=False)
 
     def __post_init__(self) -> None:
+        request_limit_s = REQUEST_LIMIT * self.state_timeout_s + SECONDS_PER_TOKEN * self.max_tokens
+        self._ends_at = self.last_progress_at + request_limit_s
         self.restart(self.is_split)
 
     def restart(self, is_split: bool) -> None:
@@ -152,10 +167,17 @@ class HandOverMachine:
         self.last_progress_at = now
         return actions
 
-    def record_progress(self, at: float) -> None:
-        """Record that the owner worked at time `at`, on this request or on earlier ones: a long queue is not a fault."""
-        self.last_progress_at = max(self.last_progress_at, at)
+    def record_progress(self, token_at: float, step_at: float) -> None:
+        """Record the owner's work: when it last produced a token for any request, and when it last reported a step."""
+        self.last_progress_at = max(self.last_progress_at, token_at)
+        self.last_step_at = step_at
 
     def is_timed_out(self, now: float) -> bool:
         """Return True if the state's timeout has expired; the caller then handles `Event.TIMED_OUT`."""
-        return not self.is_over and now - self.last_progress_at > self.state_timeout_s
+        latest_step = self.last_progress_at + (STEPS_LIMIT - 1) * self.state_timeout_s
+        worked_at = max(self.last_progress_at, min(self.last_step_at, latest_step))
+        return not self.is_over and now - worked_at > self.state_timeout_s
+
+    def is_overdue(self, now: float) -> bool:
+        """Return True if the whole request has taken too long; the caller then handles `Event.REJECTED`."""
+        return not self.is_over and now > self._ends_at

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 from pdserve.costs import attention_pairs
 from pdserve.errors import RequestError
-from pdserve.lifetime import Stage
+from pdserve.lifetime import RELEASED, Stage
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, TokenLogprobs
 from pdserve.router.backend import Chunk
@@ -134,10 +134,11 @@ class RequestState:
         if self.last_token_at is None:
             self.timeline.stamp(Stage.FIRST_TOKEN, now)
         self.last_token_at = now
-        self.emitted += output.token_ids
-        self.timeline.output_tokens += len(output.token_ids)
-        self.timeline.finish_reason = output.finish_reason
-        chunk = Chunk(list(output.token_ids), output.finish_reason or None, [_logprobs(one) for one in output.logprobs])
+        token_ids, finish_reason = list(output.token_ids), output.finish_reason
+        self.emitted += token_ids
+        self.timeline.output_tokens += len(token_ids)
+        self.timeline.finish_reason = finish_reason
+        chunk = Chunk(token_ids, finish_reason or None, [_logprobs(one) for one in output.logprobs])
         if self._chunks and self.request.whole:
             self._chunks[0].extend(chunk)
         else:
@@ -156,6 +157,8 @@ class RequestState:
         before its cause: a delayed frame makes its stamps late, not early.
         """
         for stamp in output.stamps:
+            if stamp.stage == RELEASED:
+                continue  # of an earlier request with the same id
             stage = Stage(stamp.stage)
             # FIRST_TOKEN is stamped when the client gets it, in `emit_tokens`.
             if stage is not Stage.FIRST_TOKEN and (stage is not Stage.FINISHED or instance is self.final_instance):

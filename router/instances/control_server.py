@@ -12,7 +12,8 @@ import ssl
 from pdserve.control.frame_connection import FrameConnection
 from pdserve.errors import SetupError
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.router.instances.fleet import MAX_INSTANCE_ID_CHARS, Fleet, InstanceHandle
+from pdserve.router.instances.fleet import Fleet, InstanceHandle
+from pdserve.router.instances.frame_checks import MAX_INSTANCE_ID_CHARS
 
 log = logging.getLogger(__name__)
 

@@ -4,23 +4,25 @@ Frames from an instance are passed to a `FleetListener`; frames to an instance g
 """
 
 import asyncio
+import hmac
 import logging
 import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pdserve.control.awake_clock import AwakeClock
 from pdserve.control.frame_connection import PROTOCOL_VERSION
 from pdserve.costs import Costs
 from pdserve.keys import KEY_BYTES, Layout
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.router.instances.frame_checks import MAX_NAME_CHARS, ROLES, InvalidFrame, frame_fault, hello_fault
 from pdserve.router.scheduling.breaker import CircuitBreakers
 from pdserve.router.scheduling.policy import NO_LOAD, Candidate, Load
 from pdserve.router.scheduling.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
 
-ROLES = ("prefill", "decode", "both")
-MAX_INSTANCE_ID_CHARS = 200
+TICKS_PER_LEASE = 6  # number of times that leases are checked within one lease
 HEARTBEAT_ACK = pb.RouterFrame(heard=pb.Heard())
 
 
@@ -41,7 +43,9 @@ class InstanceHandle:
     Attributes:
         hello: its registration; replaced when it changes its role.
         last_frame_at: arrival of its last frame, on the router's monotonic clock.
-        last_step_at: when its engine last made progress, on the same clock.
+        lease_renewed_at: arrival of its last frame, on the fleet's `AwakeClock`.
+        last_step_at: when it last reported an engine step, on the router's monotonic clock.
+        last_token_at: when it last sent a token of any request of this router, on the same clock.
         unpublished_blocks: number of block keys that it has not yet reported to the prefix index.
         unpublished_since: when `unpublished_blocks` became positive.
         heartbeat: its last heartbeat.
@@ -54,7 +58,9 @@ class InstanceHandle:
     hello: pb.Hello
     connection: Connection
     last_frame_at: float
+    lease_renewed_at: float = 0.0
     last_step_at: float = 0.0
+    last_token_at: float = 0.0
     unpublished_blocks: int = 0
     unpublished_since: float = 0.0
     heartbeat: pb.Heartbeat = field(default_factory=pb.Heartbeat)
@@ -93,7 +99,7 @@ class InstanceHandle:
 
     def update_heartbeat(self, heartbeat: pb.Heartbeat) -> None:
         """Store a heartbeat, and its cost model if it carries one."""
-        if heartbeat.HasField("costs"):
+        if heartbeat.costs.prefill:
             prefill, decode, transfer = (
                 tuple(getattr(heartbeat.costs, name)) for name in ("prefill", "decode", "transfer")
             )
@@ -137,7 +143,11 @@ class FleetListener(Protocol):
     """Receives the fleet's events. Implemented by the dispatcher."""
 
     def on_output(self, instance: InstanceHandle, output: pb.Output) -> None:
-        """Handle the output of one request from one engine step."""
+        """Handle the output of one request from one engine step.
+
+        Raises:
+            InvalidFrame: the output is impossible.
+        """
 
     def on_lost(self, instance: InstanceHandle) -> None:
         """Handle the end of an instance, for whatever reason; it is no longer in the fleet."""
@@ -155,9 +165,11 @@ class Fleet:
         self.breakers = CircuitBreakers()
         self.listener: FleetListener | None = None
         self.num_lost = 0
+        self.num_invalid_frames = 0
         self.router_id = router_id
         self._model = model
         self._lease_seconds = lease_seconds
+        self._clock = AwakeClock(lease_seconds / TICKS_PER_LEASE, time.monotonic())
 
     def serving(self, *roles: str) -> list[InstanceHandle]:
         """Return the instances of these roles that accept new requests."""
@@ -176,12 +188,15 @@ class Fleet:
         return pb.Welcome(router_id=self.router_id, lease_seconds=self._lease_seconds)
 
     async def expire_leases(self) -> None:
-        """Run forever: deregister instances that sent no frame within their lease (frozen, or cut off by the network)."""
+        """Run forever: deregister instances that sent no frame within their lease (frozen, or cut off by the network).
+
+        The time in which this router was stalled itself does not count.
+        """
         while True:
-            await asyncio.sleep(self._lease_seconds / 6)
-            now = time.monotonic()
+            await asyncio.sleep(self._lease_seconds / TICKS_PER_LEASE)
+            now = self._clock.tick(time.monotonic())
             for instance in list(self.instances.values()):
-                if now - instance.last_frame_at > self._lease_seconds:
+                if now - instance.lease_renewed_at > self._lease_seconds:
                     instance.connection.abort()  # a frozen instance must not read the unsent frames when it wakes up
                     self.deregister(instance, f"no frame within its lease of {self._lease_seconds} s")
 
@@ -190,27 +205,31 @@ class Fleet:
         hello = frame.hello
         if frame.WhichOneof("frame") != "hello" or hello.protocol_version != PROTOCOL_VERSION:
             return f"this router speaks control protocol {PROTOCOL_VERSION}, the instance {hello.protocol_version}"
-        if not hello.instance_id.isprintable() or len(hello.instance_id) > MAX_INSTANCE_ID_CHARS:
-            return f"an instance id has at most {MAX_INSTANCE_ID_CHARS} characters, all of them printable"
-        if hello.role not in ROLES:
-            return f"unknown role {hello.role!r}; the roles are {', '.join(ROLES)}"
+        if reason := hello_fault(hello):
+            return reason
         if hello.model != self._model:
-            return f"this router serves {self._model!r}, the instance {hello.model!r}: set the same --served-model-name"
+            other_model = hello.model[:MAX_NAME_CHARS]
+            return f"this router serves {self._model!r}, the instance {other_model!r}: set the same --served-model-name"
         namesake = self.instances.get(hello.instance_id)
-        if namesake is not None and namesake.hello.epoch != hello.epoch:
+        if namesake is not None and not _is_same_process(namesake.hello, hello):
             return f"another instance {hello.instance_id!r} is attached; choose another --instance-id, or stop that one"
+        return self.conflict(hello)
+
+    def conflict(self, hello: pb.Hello) -> str:
+        """Return why an instance in this role cannot serve with the other attached ones; empty if it can."""
+        if hello.role not in ROLES:
+            return f"unknown role {hello.role[:MAX_NAME_CHARS]!r}; the roles are {', '.join(ROLES)}"
         for other in self.instances.values():
-            if other.id != hello.instance_id and other.hello.namespace != hello.namespace:
-                conflict = _handover_conflict(hello, other.hello)
-                if conflict:
-                    return conflict
+            if other.id != hello.instance_id and (conflict := _conflict(hello, other.hello)):
+                return conflict
         return ""
 
     def register(self, hello: pb.Hello, connection: Connection) -> InstanceHandle:
         """Add an instance that passed `rejection_reason`. It replaces an earlier connection of the same instance."""
         if hello.instance_id in self.instances:
             self.deregister(self.instances[hello.instance_id], "it has reconnected")
-        instance = self.instances[hello.instance_id] = InstanceHandle(hello, connection, last_frame_at=time.monotonic())
+        instance = InstanceHandle(hello, connection, time.monotonic(), self._clock.time)
+        self.instances[hello.instance_id] = instance
         extra = {"event": "joined", "instance": instance.id}
         log.info("%s joined as %s with %d blocks", instance.id, hello.role, hello.num_blocks, extra=extra)
         return instance
@@ -229,10 +248,27 @@ class Fleet:
         self.listener.on_lost(instance)
 
     def handle_frame(self, instance: InstanceHandle, frame: pb.InstanceFrame) -> None:
-        """Process a frame of a registered instance; frames of others are ignored."""
+        """Process a frame of a registered instance; frames of others are ignored. An invalid one deregisters the instance."""
         if self.instances.get(instance.id) is not instance:
             return
-        instance.last_frame_at = time.monotonic()
+        try:
+            if reason := frame_fault(frame, instance.hello.num_blocks):
+                raise InvalidFrame(reason)
+            self._process(instance, frame)
+        except InvalidFrame as fault:
+            reason = f"it sent an invalid frame: {fault}"
+            self.num_invalid_frames += 1
+            self.record_fault(instance, time.monotonic())
+            instance.send(pb.RouterFrame(refused=pb.Refused(message=reason)))
+            self.deregister(instance, reason)
+
+    def _process(self, instance: InstanceHandle, frame: pb.InstanceFrame) -> None:
+        """Process a valid frame.
+
+        Raises:
+            InvalidFrame: it contradicts earlier frames.
+        """
+        instance.last_frame_at, instance.lease_renewed_at = time.monotonic(), self._clock.time
         assert self.listener is not None
         match frame.WhichOneof("frame"):
             case "draining":
@@ -256,7 +292,12 @@ class Fleet:
                     self.listener.on_output(instance, output)
 
     def _handle_role_change(self, instance: InstanceHandle, frame: pb.InstanceFrame) -> None:
-        if reason := self.rejection_reason(frame):
+        expected = pb.Hello()
+        expected.CopyFrom(instance.hello)
+        expected.role = frame.hello.role
+        if frame.hello != expected:
+            raise InvalidFrame("a second Hello differs from the first in more than the role")
+        if reason := self.conflict(frame.hello):
             self.deregister(instance, reason)
         else:
             extra = {"event": "role", "instance": instance.id}
@@ -266,7 +307,8 @@ class Fleet:
     def _handle_kv_events(self, instance: InstanceHandle, blocks: pb.Blocks) -> None:
         self.index.remove(instance.id, _split_keys(blocks.removed))
         self.index.add(instance.id, _split_keys(blocks.added))
-        assert self.index.num_blocks(instance.id) <= instance.hello.num_blocks, "more keys than blocks in the pool"
+        if self.index.num_blocks(instance.id) > instance.hello.num_blocks:
+            raise InvalidFrame(f"KV events of more keys than its pool of {instance.hello.num_blocks} blocks can hold")
         if blocks.untold and not instance.unpublished_blocks:
             instance.unpublished_since = instance.last_frame_at
         instance.unpublished_blocks = blocks.untold
@@ -276,12 +318,21 @@ def _split_keys(joined: bytes) -> list[bytes]:
     return [joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)]
 
 
-def _handover_conflict(hello: pb.Hello, other: pb.Hello) -> str:
-    """Return why two instances with different namespaces cannot serve together; empty if they can.
+def _is_same_process(attached: pb.Hello, joining: pb.Hello) -> bool:
+    """Return whether both are from one process. The epoch is public, the nonce is not."""
+    return attached.epoch == joining.epoch and hmac.compare_digest(attached.nonce, joining.nonce)
+
+
+def _conflict(hello: pb.Hello, other: pb.Hello) -> str:
+    """Return why two instances cannot serve together; empty if they can.
 
     Any prefill instance may be paired with any decode instance, so each of the two must be able to decode what the other one
     has prefilled, if their roles require it.
     """
+    if hello.vocab_size != other.vocab_size or set(hello.eos_token_ids) != set(other.eos_token_ids):
+        return f"its vocabulary or its EOS tokens differ from those of {other.instance_id}"
+    if hello.namespace == other.namespace:
+        return ""
     if not Layout.from_message(hello.layout).is_convertible_to(Layout.from_message(other.layout)):
         return f"its weights or its KV layout differ from those of {other.instance_id}"
     for prefill, decode in ((hello, other), (other, hello)):

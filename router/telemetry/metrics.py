@@ -185,6 +185,8 @@ class _FleetCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield CounterMetricFamily("pdserve_instances_lost", "instances that left since the start", self._fleet.num_lost)
+        num_invalid = self._fleet.num_invalid_frames
+        yield CounterMetricFamily("pdserve_invalid_frames", "frames for which an instance was dropped", num_invalid)
         now = time.monotonic()
         for name, help, value in PREFIX_INDEX_GAUGES:
             gauge = GaugeMetricFamily(f"pdserve_prefix_index_{name}", help, labels=["instance"])

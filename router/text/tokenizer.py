@@ -2,6 +2,7 @@
 
 import json
 import re
+import secrets
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pdserve.errors import BadRequest, SetupError
 from pdserve.model_path import resolve_model
+from pdserve.router.text.special_tokens import SpecialTokens
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # a single byte, in vocabularies with byte fallback
 LENGTH_CACHE_SIZE = 1 << 15
@@ -44,8 +46,11 @@ class Tokenizer:
         text_length: function from a token id to the number of characters that it decodes to on its own, cached.
     """
 
-    def __init__(self, model: str | Path) -> None:
+    def __init__(self, model: str | Path, *, special_tokens_in_messages: bool = False) -> None:
         """Load the tokenizer of `model`: a directory, a hub id, or `demo`, as for `--model`.
+
+        With `special_tokens_in_messages`, `render_chat` reads the strings of special tokens in messages and tools as
+        special tokens, as transformers does; otherwise they are ordinary text.
 
         Raises:
             SetupError: there is no such model, or it has no usable tokenizer.
@@ -62,6 +67,7 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
         self.text_length = lru_cache(LENGTH_CACHE_SIZE)(lambda token_id: len(self.decode([token_id])))
+        self._special_tokens = None if special_tokens_in_messages else SpecialTokens(self._rust)
         decoder = json.loads(self._rust.to_str())["decoder"]
         self._byte_symbols = _BYTE_SYMBOLS if '"ByteLevel"' in json.dumps(decoder) else None
 
@@ -130,6 +136,23 @@ class Tokenizer:
         if uses_tools and self.tool_format is None:
             message = "this model's chat template does not support tool calls; leave out messages that contain them"
             raise BadRequest(message, kind="invalid_messages", param="messages")
+        text = self._apply_template(messages, tools, add_generation_prompt)
+        if self._special_tokens is None or not self._special_tokens.occur_in([messages, tools]):
+            return self.encode(text, add_special_tokens=False)
+        mark = str(secrets.randbits(64))  # digits, because templates change neither their case nor their JSON
+        marked_messages, marked_tools = self._special_tokens.mark([messages, tools], mark)
+        marked = self._apply_template(marked_messages, marked_tools, add_generation_prompt)
+        if marked.replace(mark, "") != text:
+            message = (
+                "the messages or tools contain the string of a special token where this model's chat template interprets "
+                "it; leave it out"
+            )
+            raise BadRequest(message, kind="invalid_messages", param="messages")
+        return self._special_tokens.encode(marked, mark)
+
+    def _apply_template(
+        self, messages: Sequence[dict[str, Any]], tools: list[Any] | None, add_generation_prompt: bool
+    ) -> str:
         try:
             text = self._hf.apply_chat_template(
                 list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
@@ -138,7 +161,7 @@ class Tokenizer:
             message = f"the model's chat template rejects these messages: {error}"
             raise BadRequest(message, kind="invalid_messages", param="messages") from error
         assert isinstance(text, str)
-        return self.encode(text, add_special_tokens=False)
+        return text
 
 
 def _load(path: Path | str) -> PreTrainedTokenizerFast:

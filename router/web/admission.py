@@ -19,6 +19,7 @@ from pdserve.router.limits.fair_queue import FairQueue
 from pdserve.router.limits.key_file import ANONYMOUS, ApiKey
 from pdserve.router.limits.quota import Quota
 from pdserve.router.telemetry.metrics import Metrics
+from pdserve.router.web.parse_queue import ParseQueue
 
 
 @dataclass(eq=False)
@@ -54,7 +55,11 @@ class AdmissionSlot:
 
 
 class AdmissionController:
-    """Decides when requests may start. Lives on one event loop, so it needs no locks."""
+    """Decides when requests may start. Lives on one event loop, so it needs no locks.
+
+    Attributes:
+        parse_queue: where bodies wait to be parsed. It holds no more than may run and be queued afterwards.
+    """
 
     def __init__(self, keys: Sequence[ApiKey], config: RouterConfig, metrics: Metrics) -> None:
         self.keys = keys
@@ -64,6 +69,7 @@ class AdmissionController:
         self._free = self._max_requests = config.max_requests
         self._max_queue = config.max_queue
         self._metrics = metrics
+        self.parse_queue = ParseQueue(config.max_requests + config.max_queue, metrics)
 
     async def enter(self, key: str, parsed: ParsedRequest, receive: Receive) -> AdmissionSlot | None:
         """Wait until the request may start; return its slot, or None if the client disconnected while it was queued.

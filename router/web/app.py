@@ -61,7 +61,7 @@ def create_app(
     generation_routes = GenerationEndpoints(config, tokenizer, backend, admission).routes()
     api_routes = [
         *generation_routes,
-        *ModelEndpoints(config, tokenizer, backend).routes(),
+        *ModelEndpoints(config, tokenizer, backend, admission.parse_queue).routes(),
         *OperatorEndpoints(backend, metrics_text, latest_timelines, overview, config.max_n).routes(),
     ]
     app = Starlette(routes=[*api_routes, *page_routes(), route("GET", "/openapi.json", openapi)])

@@ -1,8 +1,7 @@
-"""Helpers shared by the endpoints: the route constructor, reading JSON bodies, and parsing large bodies in a thread."""
+"""Helpers shared by the endpoints: the route constructor, and reading JSON bodies."""
 
-import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -10,10 +9,7 @@ from starlette.routing import Route
 
 from pdserve.errors import BadRequest
 
-LARGE_BODY = 32 * 1024  # bytes; above this, tokenizing on the event loop would delay the streams of other requests
-
 Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
-Result = TypeVar("Result")
 
 
 class UnsupportedMediaType(BadRequest):
@@ -48,11 +44,3 @@ async def json_body(request: Request) -> bytes:
 def content_type(request: Request) -> str:
     """Return the media type of the body in lower case, without parameters."""
     return request.headers.get("content-type", "").split(";")[0].strip().lower()
-
-
-async def parse_off_loop(raw: bytes, parse: Callable[[], Result]) -> Result:
-    """Parse and tokenize a body, in a thread if it is large, so that other streams are not delayed."""
-    try:
-        return await asyncio.to_thread(parse) if len(raw) >= LARGE_BODY else parse()
-    except RecursionError:
-        raise BadRequest("the body is nested too deeply", kind="invalid_json") from None

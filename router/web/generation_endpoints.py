@@ -18,7 +18,7 @@ from pdserve.router.backend import Backend, ModelInfo
 from pdserve.router.telemetry import tracing
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
-from pdserve.router.web.endpoint import json_body, parse_off_loop, route
+from pdserve.router.web.endpoint import json_body, route
 
 SESSION_HEADER = "x-session-id"
 
@@ -85,7 +85,7 @@ class GenerationEndpoints:
         session = request.headers.get(SESSION_HEADER, "")
         traceparent = tracing.traceparent(request.headers)
         context = RequestContext(request.state.request_id, time.monotonic(), session, traceparent)
-        parsed = await parse_off_loop(raw, lambda: parse(raw, context))
+        parsed = await self._admission.parse_queue.run(raw, lambda: parse(raw, context))
         try:
             slot = await self._admission.enter(request.state.key, parsed, request.receive)
         finally:

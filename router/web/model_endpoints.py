@@ -13,17 +13,19 @@ from pdserve.router.api import parsing, requests, schemas
 from pdserve.router.api.http_responses import json_response
 from pdserve.router.backend import Backend
 from pdserve.router.text.tokenizer import Tokenizer
-from pdserve.router.web.endpoint import json_body, parse_off_loop, route
+from pdserve.router.web.endpoint import json_body, route
+from pdserve.router.web.parse_queue import ParseQueue
 
 
 class ModelEndpoints:
     """Describes the served model, and converts between text and its tokens."""
 
-    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, backend: Backend) -> None:
+    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, backend: Backend, parse_queue: ParseQueue) -> None:
         self._name = config.name
         self._root = str(resolve_model(config.model))  # vLLM's benchmark client loads its tokenizer from here
         self._tokenizer = tokenizer
         self._backend = backend
+        self._parse_queue = parse_queue
         self._created = int(time.time())
 
     def routes(self) -> list[Route]:
@@ -54,7 +56,7 @@ class ModelEndpoints:
 
     async def _tokenize(self, request: Request) -> Response:
         raw = await json_body(request)
-        return json_response(await parse_off_loop(raw, lambda: self._tokens(raw)))
+        return json_response(await self._parse_queue.run(raw, lambda: self._tokens(raw)))
 
     def _tokens(self, raw: bytes) -> dict[str, object]:
         body = parsing.validate(schemas.TokenizeBody, parsing.parse_json(raw))

@@ -23,6 +23,7 @@ INSTANCE_COUNTERS = (
     "num_preemptions",
     "kv_cache_blocks_held",
 )
+STORE_OUT = 'kv_store_out{connector="'  # a series' name up to that of the connector
 
 
 class Overview:
@@ -92,11 +93,13 @@ def _histogram(histogram: Histogram) -> dict[str, list[float]]:
     return {"limits": [float(sample.labels["le"]) for sample in samples[:-1]], "counts": counts}
 
 
-def _instance_counters(instance: InstanceHandle) -> dict[str, float]:
-    """Return counters of an instance as of its last heartbeat."""
+def _instance_counters(instance: InstanceHandle) -> dict[str, object]:
+    """Return counters of an instance as of its last heartbeat, and the names of its stores that do not answer."""
     counters: Mapping[str, float] = dict(instance.heartbeat.counters)
-    selected = {name: counters.get(name, 0) for name in INSTANCE_COUNTERS}
+    selected: dict[str, object] = {name: counters.get(name, 0) for name in INSTANCE_COUNTERS}
     selected["computed_tokens"] = counters.get(series("prompt_tokens_by_source", source="computed"), 0)
+    name_at = len(STORE_OUT)
+    selected["stores_out"] = [key[name_at:-2] for key, out in counters.items() if out and key.startswith(STORE_OUT)]
     for direction in ("store", "load"):
         for unit in ("bytes", "seconds"):
             counter = series(f"kv_transfer_{unit}", connector=instance.hello.connector, direction=direction)

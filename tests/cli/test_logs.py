@@ -1,4 +1,4 @@
-"""JSON log lines."""
+"""Log lines, as text and as JSON."""
 
 import json
 import logging
@@ -70,6 +70,36 @@ def test_process_logs_json_to_stderr() -> None:
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1200)
     (line,) = finished.stderr.splitlines()
     assert json.loads(line)["message"] == "up"
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_clients_cannot_write_lines_or_escape_sequences(log_format: str) -> None:
+    forged = "\x1b[2J\n12:00:00 E forged\r\x00\x7f\x9b\u2028\u202e"
+    code = f"""
+from pdserve.cli import logs
+logs.configure({log_format!r})
+import logging
+log = logging.getLogger("pdserve")
+log.warning("invalid: %s", {forged!r})
+try:
+    raise ValueError({forged!r})
+except ValueError:
+    log.exception("failed", extra={{"request_id": {forged!r}}})
+"""
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=1200)
+    output = finished.stderr.decode()
+    assert not set(forged) & set(output) & set("\x1b\r\x00\x7f\x9b\u2028\u202e")
+    lines = output.removesuffix("\n").split("\n")
+    assert not any(line.startswith("12:00:00") for line in lines)
+    if log_format == "json":
+        first, second = map(json.loads, lines)
+        assert first["message"] == f"invalid: {forged}"
+        assert second["request_id"] == forged and second["traceback"].endswith(f"ValueError: {forged}")
+    else:
+        escaped = r"\x1b[2J\n12:00:00 E forged\r\x00\x7f\x9b\u2028\u202e"
+        assert lines[0].endswith(f" W invalid: {escaped}")
+        assert lines[1].endswith(" E failed") and lines[2] == "  Traceback (most recent call last):"
+        assert lines[-2:] == [r"  ValueError: \x1b[2J", r"  12:00:00 E forged\r\x00\x7f\x9b\u2028\u202e"]
 
 
 def test_unknown_log_format_is_rejected() -> None:

@@ -13,16 +13,37 @@ import trustme
 
 from pdserve.config import InstanceConfig, RouterConfig
 from pdserve.control.certificates import CLOSED_EARLY, NAME_MISMATCH, NO_TLS, UNTRUSTED, client_context, server_context
-from pdserve.control.frame_connection import PROTOCOL_VERSION
+from pdserve.control.frame_connection import NONCE_BYTES, PROTOCOL_VERSION
 from pdserve.errors import SetupError
 from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.router_link import RouterLinks
+from pdserve.keys import Layout
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.instances.control_server import ControlServer
 from pdserve.router.instances.fleet import Fleet
 
 Write = Callable[..., dict[str, str]]
+LAYOUT = Layout(
+    model_fingerprint="m", num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32", itemsize=4
+)
 PLAIN = {"control_certfile": "", "control_keyfile": "", "control_cafile": ""}
+
+
+def make_hello(name: str) -> pb.Hello:
+    return pb.Hello(
+        instance_id=name,
+        role="decode",
+        model="model",
+        protocol_version=PROTOCOL_VERSION,
+        nonce=bytes(NONCE_BYTES),
+        namespace=LAYOUT.namespace,
+        layout=pb.Layout(**vars(LAYOUT)),
+        block_size=LAYOUT.block_size,
+        block_bytes=LAYOUT.block_bytes,
+        num_blocks=9,
+        max_model_len=100,
+        vocab_size=50,
+    )
 
 
 def test_peers_without_a_certificate_of_the_ca_are_rejected(
@@ -63,8 +84,7 @@ def test_peers_without_a_certificate_of_the_ca_are_rejected(
         for name, (where, files, _) in instances.items():
             tls = client_context(InstanceConfig(model="model", **cast(Any, files)))
             links = RouterLinks([f"127.0.0.1:{ports[where]}"], tls=tls)
-            hello = pb.Hello(instance_id=name, role="decode", model="model", protocol_version=PROTOCOL_VERSION)
-            tasks.append(asyncio.create_task(links.run(cast(Any, idle_instance), hello)))
+            tasks.append(asyncio.create_task(links.run(cast(Any, idle_instance), make_hello(name))))
         expected = Counter(
             f"router 127.0.0.1:{ports[where]}: {why}, retrying" for where, _, why in instances.values() if why
         )

@@ -1,6 +1,9 @@
 """Links of an instance to a simulated router: reading, restarted, not reading, and silent."""
 
 import asyncio
+import socket
+import threading
+import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -12,7 +15,7 @@ from pdserve.cli.deployment import free_port
 from pdserve.control.frame_connection import FrameConnection
 from pdserve.engine.block_pool import BlockPool
 from pdserve.instance.kv_events import KVEventPublisher
-from pdserve.instance.router_link import MAX_KEYS_PER_FRAME, RouterLinks
+from pdserve.instance.router_link import MAX_KEYS_PER_FRAME, RouterLink, RouterLinks
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.scheduling.prefix_index import PrefixIndex
 
@@ -166,3 +169,45 @@ def test_a_silent_router_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> No
         harness.serving.cancel()
 
     run(scenario())
+
+
+def test_a_stall_of_the_instance_does_not_close_its_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.instance.router_link.SILENCE_TIMEOUT_S", 0.3)
+    over = threading.Event()
+
+    def talk(listener: socket.socket) -> None:
+        """Play a router that sends frames all the time."""
+        connection, _ = listener.accept()
+        frame = pb.RouterFrame(heard=pb.Heard()).SerializeToString()
+        with connection:
+            while not over.wait(0.02):
+                connection.sendall(len(frame).to_bytes(4, "big") + frame)
+
+    async def scenario(port: int) -> None:
+        link = RouterLink(f"127.0.0.1:{port}", "link", SimpleNamespace(), asyncio.Queue())  # type: ignore[arg-type]  # unused here
+        await link.dial(None)
+        stalls = iter([0.6])
+
+        async def wait(futures: list[asyncio.Future[Any]], timeout: float) -> None:
+            """Wake up late, and before the frames that have arrived meanwhile are read."""
+            if stall := next(stalls, 0):
+                time.sleep(stall)
+            else:
+                await futures[0]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio, "wait", wait)
+            closed = asyncio.create_task(link.wait_closed())
+            await asyncio.sleep(0)
+        assert next(stalls, None) is None and link.error is None
+        over.set()
+        assert await closed is None
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=talk, args=(listener,))
+        thread.start()
+        try:
+            asyncio.run(asyncio.wait_for(scenario(listener.getsockname()[1]), 600))
+        finally:
+            over.set()
+            thread.join(600)

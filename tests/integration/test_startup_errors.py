@@ -61,6 +61,14 @@ def test_unreachable_redis_is_named_without_its_password(pdserve: Command, check
     assert "secret" not in result.stderr
 
 
+def test_up_does_not_print_the_password_of_its_store(pdserve: Command, checkpoint: Callable[..., Path]) -> None:
+    address = f"127.0.0.1:{free_port()}/0"
+    model = ("--model", str(checkpoint("llama")), "--num-blocks", "32", "--port", str(free_port()))
+    result = pdserve("up", *model, "--connector", f"redis://:secret@{address}")
+    assert f" over redis://:***@{address}" in result.stdout
+    assert "secret" not in result.stdout + result.stderr
+
+
 def test_more_shared_memory_than_available(pdserve: Command, checkpoint: Callable[..., Path]) -> None:
     stat = os.statvfs("/dev/shm")
     size = stat.f_blocks * stat.f_frsize + (1 << 30)  # more than there is, whatever other tests free meanwhile

@@ -13,6 +13,7 @@ from concurrent.futures import Future, wait
 from itertools import takewhile
 from typing import Any, ClassVar
 
+from pdserve.errors import SetupError
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.connector import Result, Stats
 from pdserve.kv_transfer.connectors.file import FileConnector
@@ -228,6 +229,35 @@ class EndsLeasesEarly(MemoryConnector):
         return self._store.leases.get(name, 0.0) > time.monotonic()
 
 
+class ExpiresAfterFirstLease(MemoryConnector):
+    """Deletes a small block when the lease of its first store ends, whatever later stores asked for."""
+
+    def put(self, name: str, header: bytes, payload: memoryview, lease_s: float) -> None:
+        super().put(name, header, payload, lease_s)
+        if not lease_s:
+            del self._store.leases[name]  # stays until it is evicted
+
+    def get(self, name: str) -> Buffer | None:
+        return super().get(name) if self.contains(name) else None
+
+    def renew(self, name: str, lease_s: float) -> bool:
+        return self.contains(name) if self._is_small(name) else super().renew(name, lease_s)
+
+    def contains(self, name: str) -> bool:
+        has_lease = self._store.leases.get(name, float("inf")) > time.monotonic()
+        return super().contains(name) and (has_lease or not self._is_small(name))
+
+    def _is_small(self, name: str) -> bool:
+        return len(self._store.values.get(name, b"")) < 1 << 20
+
+
+class KeepsFirstLease(MemoryConnector):
+    """Leaves the lease of a block that is already there as it is, and evicts the block when that has ended."""
+
+    def renew(self, name: str, lease_s: float) -> bool:
+        return self.contains(name)
+
+
 class RaisesOnRelease(MemoryConnector):
     """Raises an exception for the release of an unknown key."""
 
@@ -290,6 +320,41 @@ class WritesAfterCancel(MemoryConnector):
 
         super().load(keys, block_ids).add_done_callback(copy_result)
         return cancellable
+
+
+class ClosesForAll(MemoryConnector):
+    """Shares a client among the connectors of a URL, and closes it with the first of them."""
+
+    clients: ClassVar[dict[str, threading.Event]] = {}  # set while it is usable
+
+    def open(self) -> None:
+        super().open()
+        self._client = self.clients.setdefault(self.url, threading.Event())
+        self._client.set()
+
+    def shut(self) -> None:
+        self._client.clear()
+        self.clients.pop(self.url, None)
+
+    def renew(self, name: str, lease_s: float) -> bool:
+        if not self._client.is_set():
+            raise OSError("the client is closed")
+        return super().renew(name, lease_s)
+
+
+class RefusesSecond(MemoryConnector):
+    """Refuses to attach while another connector of the process is attached, as libraries with a global state do."""
+
+    attached: ClassVar[set[str]] = set()
+
+    def open(self) -> None:
+        if self.url in self.attached:
+            raise SetupError("the store is open in this process already")
+        super().open()
+        self.attached.add(self.url)
+
+    def shut(self) -> None:
+        self.attached.discard(self.url)
 
 
 class SharedBuffer(MemoryConnector):
@@ -386,12 +451,17 @@ BROKEN: list[tuple[type, str, str]] = [
     (IgnoresNamespace, "foreign-namespace", "0 foreign blocks to match, saw 2"),
     (IgnoresVersions, "older-layout", "another header version in its header to be rejected"),
     (EndsLeasesEarly, "lease", "4 blocks to stay while they are leased"),
+    (ExpiresAfterFirstLease, "longer-lease", "to stay for the longer of two leases, saw 0 of 4"),
     (RaisesOnRelease, "release", "saw KeyError"),
     (EvictsLeased, "leases-under-pressure", "leased blocks to stay"),
+    (KeepsFirstLease, "leases-under-pressure", "leased blocks to stay"),
     (MixesUpBlocks, "capacity", "wrong bytes"),
     (IgnoresDeadline, "deadline", "not done after"),
     (WritesAfterDeadline, "deadline", "rows to be left alone after the deadline"),
     (WritesAfterCancel, "cancelled", "the rows of a cancelled load"),
+    (ClosesForAll, "two-connectors", "expected all 2 blocks stored, saw 2 unavailable"),
+    (RefusesSecond, "two-connectors", "another connector of this URL to attach in the same process, saw SetupError"),
+    (RefusesSecond, "many-threads", "another connector of this URL to attach in the same process, saw SetupError"),
     (SharedBuffer, "many-threads", "all 4 blocks"),
     (StoreWaits, "caller-never-waits", "expected store to return while the store hangs"),
     (ReleaseWaits, "caller-never-waits", "expected release to return while the store hangs"),

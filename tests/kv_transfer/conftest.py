@@ -254,30 +254,43 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 # The conformance kit.
 
 Install = Callable[[Path, str, Path, dict[str, str]], None]
+BROKEN_NAMES = ("pdserve_broken", "pdserve_broken_clients")
 
 
-def load_broken() -> ModuleType:
-    """Loads `broken.py` as the module `pdserve_broken`, which tests can import then."""
-    spec = importlib.util.spec_from_file_location("pdserve_broken", Path(__file__).parent / "broken.py")
+def load_module(file: str, name: str) -> ModuleType:
+    """Loads a file of this folder as a module with this name, which tests can import then."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["pdserve_broken"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
-broken = load_broken()
+# Modules of broken connectors, by the name under which they are installed.
+BROKEN_MODULES = {name: load_module(f"{name.removeprefix('pdserve_')}.py", name) for name in BROKEN_NAMES}
+wire_server = load_module("wire_server.py", "wire_server")
 
 
 @pytest.fixture(scope="module")
 def broken_package(tmp_path_factory: pytest.TempPathFactory, install_connectors: Install) -> Iterator[Path]:
-    """Registers the broken connectors as `broken-<class>://`, in this process and its children."""
-    folder, classes = tmp_path_factory.mktemp("broken"), [row[0].__name__ for row in broken.BROKEN]
-    schemes = {f"broken-{name.lower()}": name for name in classes}
-    install_connectors(folder, "pdserve_broken", Path(__file__).parent / "broken.py", schemes)
+    """Registers the broken connectors as `broken-<class>://`, in this process and its children. `wire://` is not broken."""
+    folder = tmp_path_factory.mktemp("broken")
+    for name, module in BROKEN_MODULES.items():
+        schemes = {f"broken-{row[0].__name__.lower()}": row[0].__name__ for row in module.BROKEN}
+        if hasattr(module, "WireConnector"):
+            schemes["wire"] = "WireConnector"
+        install_connectors(folder, name, Path(str(module.__file__)), schemes)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         yield folder
+
+
+@pytest.fixture
+def wire_address() -> Iterator[str]:
+    """host:port of a small server for `wire://` and its broken variants."""
+    with closing(wire_server.WireServer()) as server:
+        yield f"127.0.0.1:{server.port}"
 
 
 @pytest.fixture

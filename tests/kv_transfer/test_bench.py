@@ -11,6 +11,7 @@ import pytest
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.bench import figures, parse_counts
+from pdserve.kv_transfer.rules import context
 
 
 def test_bench_measures_and_writes_json(command: Callable[..., Any], tmp_path: Path) -> None:
@@ -44,7 +45,29 @@ def test_bench_measures_and_writes_json(command: Callable[..., Any], tmp_path: P
 
 def test_bench_counts_failed_blocks() -> None:
     rows = list(figures("memory://test-full?size=1MiB", 1 << 20, [4], [1], 0.02))
-    assert rows[0].operation == "store" and rows[0].failed > 0
+    assert rows[0].operation == "store" and rows[0].failed > 0 and rows[0].outcomes == {"full": rows[0].failed}
+
+
+def test_a_bench_shows_what_it_needs_and_why_blocks_were_not_moved(command: Callable[..., Any]) -> None:
+    options = ["--block-bytes", "1MiB", "--blocks", "1,2", "--concurrency", "2", "--seconds", "0.05"]
+    done = command("bench", "memory://test-small?size=1MiB", *options)
+    assert done.exit_code == 1
+    lines = done.stderr.splitlines()
+    assert lines[0] == "needs room for 4 blocks in the store, 4 MiB, and twice as much memory in this process"
+    assert lines[1] == "1 blocks per operation, 2 at once"
+    assert re.fullmatch(r"store: 0.00 GiB/s; blocks that were not moved: \d+ full", lines[2])
+    assert re.fullmatch(r"load: 0.00 GiB/s; blocks that were not moved: \d+ missing", lines[3])
+    assert lines[4] == "2 blocks per operation, 2 at once"
+
+
+@pytest.mark.usefixtures("broken_package")
+def test_a_bench_of_a_connector_that_never_answers_ends(
+    command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context, "GRACE_S", 0.5)
+    error = command("bench", "broken-nevercompletes://test-bench?timeout=0.1", "--blocks", "1").exception
+    assert isinstance(error, SetupError)
+    assert re.search(r"1 blocks per operation, 1 at once failed: expected the future of load to be done", str(error))
 
 
 def test_json_on_standard_output_is_only_json(command: Callable[..., Any]) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import stat
 import time
 from collections.abc import Callable
@@ -37,6 +38,27 @@ def test_one_file_per_block_named_by_namespace_and_key(tmp_path: Path, attach: A
     assert path.read_bytes()[64:] == instance.rows[0].tobytes()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600  # a prompt can be reconstructed from its KV
     assert list((tmp_path / "kv" / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize("removed", ["", "a", "a/kv"])
+def test_new_folders_are_for_this_user_only(tmp_path: Path, attach: Attach, new_keys: NewKeys, removed: str) -> None:
+    """Also those that a store makes because they were removed while in use."""
+    tmp_path.chmod(0o755)
+    instance = attach(f"file://{tmp_path}/a/kv")
+    if removed:
+        shutil.rmtree(tmp_path / removed)
+    assert instance.store(new_keys(2), [0, 1]).leading == 2
+    folders = [path for path in tmp_path.rglob("*") if path.is_dir()]
+    assert len(folders) >= 5  # a, kv, tmp, the namespace, the first digits of a key
+    assert {stat.S_IMODE(folder.stat().st_mode) for folder in folders} == {0o700}
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+
+
+def test_an_existing_folder_keeps_its_permissions(tmp_path: Path, attach: Attach) -> None:
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv").chmod(0o750)
+    attach(f"file://{tmp_path}/kv")
+    assert stat.S_IMODE((tmp_path / "kv").stat().st_mode) == 0o750
 
 
 def test_special_characters_in_the_path(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> None:

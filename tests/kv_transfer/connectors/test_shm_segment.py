@@ -10,6 +10,7 @@ import pytest
 
 from pdserve.errors import SetupError
 from pdserve.keys import Layout
+from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.connectors import rangelock, shm_segment
 from pdserve.kv_transfer.connectors.shm import unlink
 
@@ -122,6 +123,23 @@ def test_a_damaged_segment_is_created_again(
             file.write(b"\xff\xff")
     instance, keys = attach(small), new_keys(2)
     assert instance.store(keys, [0, 1]).leading == instance.load(keys, [2, 3]).leading == 2
+
+
+@pytest.mark.parametrize("length", [0, 4096, 8192])
+def test_a_segment_truncated_in_use_is_unavailable(
+    small: str, name: str, attach: Attach, new_keys: NewKeys, length: int
+) -> None:
+    """Without the check, the process ends with SIGBUS."""
+    instance, keys = attach(small), new_keys(2)
+    instance.store(keys, [0, 1])
+    os.truncate(Path(shm_segment.DIRECTORY) / f"pdserve-{name}@4096", length)
+    assert instance.match(keys) == 0
+    assert instance.load(keys, [2, 3]).outcomes == [Outcome.UNAVAILABLE] * 2
+    assert instance.store(new_keys(1), [0]).outcomes == [Outcome.UNAVAILABLE]
+    instance.connector.release(keys)
+    instance.connector.close()
+    restarted = attach(small)
+    assert restarted.store(keys, [0, 1]).leading == restarted.load(keys, [2, 3]).leading == 2
 
 
 def test_a_segment_of_another_user_is_refused(name: str, layout_of: LayoutOf, attach_shm: AttachShm) -> None:

@@ -264,19 +264,21 @@ def test_a_hanging_tier_is_skipped_for_a_while(
     os.kill(server.pid, signal.SIGSTOP)
     try:
         assert instance.match([*keys, *new_keys(1)]) == 2
-        assert len(matched) == 1 and tier._paused_until > 0
-        tier._paused_until += 600  # so that a busy machine does not resume it during the next lines
+        assert len(matched) == 1 and tier._breaker.is_open
+        assert [part.is_out for part in instance.connector.stats().parts.values()] == [False, True]
+        tier._breaker._next_probe_at += 600  # so that a busy machine does not resume it during the next lines
         for _ in range(20):
             assert instance.match([*keys, *new_keys(1)]) == 2
             assert instance.load([*keys, *new_keys(1)], [8, 9, 10]).leading == 2
         assert len(matched) == 1
     finally:
         os.kill(server.pid, signal.SIGCONT)
-    tier._paused_until -= 600
+    tier._breaker._next_probe_at -= 600
     give_up, missing = time.monotonic() + 60, new_keys(1)
     while instance.load(missing, [8]).outcomes != [Outcome.MISSING]:  # the tier is used again
         assert time.monotonic() < give_up
         time.sleep(0.1)
+    assert not any(part.is_out for part in instance.connector.stats().parts.values())
 
 
 def test_a_tier_unreachable_at_start_is_used_once_it_is_reachable(

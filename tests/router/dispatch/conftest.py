@@ -44,6 +44,7 @@ class Cluster:
     def join(self, name: str, role: str) -> InstanceHandle:
         """Attach an instance."""
         hello = pb.Hello(instance_id=name, role=role, model="model", max_model_len=100, vocab_size=50, num_blocks=99)
+        hello.block_size = 2
         hello.protocol_version = PROTOCOL_VERSION
         return self.fleet.register(hello, SentFrames())
 

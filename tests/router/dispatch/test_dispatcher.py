@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, cast
+import json
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from pdserve.errors import BadRequest, Conflict, NotFound, Overloaded, RequestError, Unavailable
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.request import SamplingParams
 from pdserve.router.dispatch.handover import State
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.scheduling.policy import POLICIES
@@ -282,6 +284,141 @@ def test_owner_without_progress_times_out_but_a_busy_one_does_not(
     run_async(scenario())
 
 
+def test_engine_steps_without_tokens_hold_a_request_for_a_limited_time(
+    make_cluster: type[Cluster], run_async: RunAsync, clock: Clock
+) -> None:
+    """An instance that always reports steps and never answers; in a long queue, it answers other requests meanwhile."""
+
+    async def scenario() -> None:
+        cluster = make_cluster("both", handover_timeout_seconds=1.0)
+        (both,) = cluster.instances
+        state, earlier = cluster.open(), cluster.open("earlier", max_tokens=90)
+
+        async def pass_time(steps: int) -> None:
+            for _ in range(steps):
+                both.last_step_at = clock.now
+                await clock.advance(cluster, 0.5)
+
+        for token in range(40):
+            cluster.deliver(both, "earlier", token_ids=[token])
+            await pass_time(1)
+        assert not state.machine.is_over, "a long queue"
+        await pass_time(23)
+        assert state.machine.is_over and earlier.machine.is_over
+        with pytest.raises(Unavailable, match=r"no progress for 1\.0 s while"):
+            await cluster.tokens(state)
+
+    run_async(scenario())
+
+
+def test_a_request_ends_even_if_its_instance_works_for_ever(
+    make_cluster: type[Cluster], run_async: RunAsync, clock: Clock
+) -> None:
+    async def scenario() -> None:
+        cluster = make_cluster("both", handover_timeout_seconds=1.0)
+        (both,) = cluster.instances
+        state = cluster.open(max_tokens=4)
+        for _ in range(104):
+            both.last_token_at = clock.now
+            await clock.advance(cluster, 1.0)
+        assert not state.machine.is_over
+        await clock.advance(cluster, 1.0)
+        with pytest.raises(Unavailable, match="the request has taken 105 s, and is still loading"):
+            await cluster.tokens(state)
+
+    run_async(scenario())
+
+
+INVALID_OUTPUTS = [
+    dict(token_ids=[1] * 20_000),
+    dict(token_ids=[50]),
+    dict(token_ids=[1], finish_reason="because"),
+    dict(finish_reason="stop"),
+    dict(token_ids=[1], logprobs=[pb.Logprobs(logprob=-1.0)]),
+    dict(error=pb.Error(kind="no such\nkind")),
+    dict(stored=pb.Stored(num_blocks=2**32 - 1)),
+    dict(tokens=pb.Tokens(local_hit=2**32 - 1)),
+    dict(moved=pb.Moved(bytes=1, seconds=5e-324)),
+    dict(moved=pb.Moved(bytes=1, seconds=float("nan"))),
+    dict(stamps=[pb.Stamp(stage="nowhere")]),
+    dict(stamps=[pb.Stamp(stage="kv_ready", seconds=float("nan"))]),
+    dict(stamps=[pb.Stamp(stage="kv_ready", seconds=-1.0)]),
+]
+
+
+@pytest.mark.parametrize("output", INVALID_OUTPUTS, ids=str)
+def test_an_impossible_output_is_a_fault_of_the_instance_and_the_request_migrates(
+    make_cluster: type[Cluster], run_async: RunAsync, output: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        cluster = make_cluster("both", "both")
+        state = cluster.open()
+        rogue = state.final_instance
+        (other,) = (instance for instance in cluster.instances if instance is not rogue)
+        cluster.deliver(rogue, token_ids=[7])
+        frame = pb.InstanceFrame(step=pb.Step(outputs=[pb.Output(request_id="r", **output)]))
+        cluster.fleet.handle_frame(rogue, frame)
+        assert list(cluster.fleet.instances) == [other.id]
+        cluster.deliver(other, "r#1", token_ids=[8, 9, 10], finish_reason="length")
+        assert await cluster.tokens(state) == [7, 8, 9, 10]
+
+    run_async(scenario())
+
+
+def test_an_output_that_is_impossible_in_the_state_of_the_handover_is_a_fault(
+    make_cluster: type[Cluster], run_async: RunAsync
+) -> None:
+    async def scenario() -> None:
+        cluster = make_cluster("prefill", "decode")
+        prefill, decode = cluster.instances
+        state = cluster.open()
+        frame = pb.InstanceFrame(step=pb.Step(outputs=[pb.Output(request_id="r", token_ids=[8])]))
+        cluster.fleet.handle_frame(decode, frame)  # before the first token
+        assert list(cluster.fleet.instances) == [prefill.id]
+        cluster.deliver(prefill, "r#1", token_ids=[7, 8, 9, 10], finish_reason="length")
+        assert await cluster.tokens(state) == [7, 8, 9, 10]
+
+    run_async(scenario())
+
+
+NUMBERS = st.floats(width=64) | st.sampled_from([0.0, 1e-300, 1e300])
+OUTPUTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "token_ids": st.lists(st.sampled_from([0, 49, 50, 2**32 - 1]), max_size=5),
+        "finish_reason": st.sampled_from(["", "stop", "length", "?"]),
+        "error": st.builds(pb.Error, kind=st.sampled_from(["rejected", "?"]), message=st.text(max_size=3)),
+        "stamps": st.lists(st.builds(pb.Stamp, stage=st.sampled_from(["released", "kv_ready", "?"]), seconds=NUMBERS)),
+        "stored": st.builds(pb.Stored, num_blocks=st.sampled_from([0, 1, 2**32 - 1]), final=st.booleans()),
+        "tokens": st.builds(pb.Tokens, computed=st.sampled_from([0, 3, 2**32 - 1])),
+        "moved": st.builds(pb.Moved, bytes=st.sampled_from([0, 2**64 - 1]), seconds=NUMBERS),
+        "logprobs": st.lists(st.builds(pb.Logprobs, logprob=st.floats(width=32), top_ids=st.lists(st.just(60)))),
+    },
+)
+
+
+@settings(max_examples=200)
+@given(outputs=st.lists(st.tuples(st.integers(0, 1), OUTPUTS), max_size=8), logprobs=st.sampled_from([None, 2]))
+def test_no_output_makes_the_router_raise_or_report_numbers_that_are_not_finite(
+    make_cluster: type[Cluster], run_async: RunAsync, outputs: list[tuple[int, dict[str, Any]]], logprobs: int | None
+) -> None:
+    async def scenario() -> None:
+        cluster = make_cluster("prefill", "decode")
+        state = cluster.open(sampling=SamplingParams(max_tokens=4, logprobs=logprobs))
+        for which, output in outputs:
+            frame = pb.InstanceFrame(step=pb.Step(outputs=[pb.Output(request_id=state.id, **output)]))
+            cluster.fleet.handle_frame(cluster.instances[which], frame)
+        json.dumps([state.timeline.as_dict(), cluster.dispatcher.instances()], allow_nan=False)
+        assert len(state.emitted) <= 4 and all(token_id < 50 for token_id in state.emitted)
+        assert cluster.dispatcher.fleet.instances.keys() >= {m.id for m in cluster.instances if m.requests}
+        if state.machine.is_over:
+            with contextlib.suppress(RequestError):
+                await cluster.tokens(state)
+        state.cancel()
+
+    run_async(scenario())
+
+
 def test_cancelling_tells_everyone(make_cluster: type[Cluster], run_async: RunAsync) -> None:
     async def scenario() -> None:
         cluster = make_cluster("prefill", "decode")
@@ -380,7 +517,7 @@ def test_only_live_instances_receive_requests_and_no_load_remains(
                     cluster.deliver(state.hedge or state.prefill, state.id, token_ids=[7])
             elif states and event == "end":
                 state = states[which % len(states)]
-                cluster.deliver(state.final_instance, state.id, finish_reason="stop")
+                cluster.deliver(state.final_instance, state.id, error=pb.Error(kind="rejected"))
             elif states:
                 states[which % len(states)].cancel()
             for one in everyone:

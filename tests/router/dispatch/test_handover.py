@@ -79,8 +79,29 @@ def test_timed_out_decode_counts_as_failed() -> None:
 
 def test_progress_of_the_owner_restarts_the_timeout() -> None:
     machine, _ = walk(Event.FIRST_TOKEN, Event.STORED)
-    machine.record_progress(30.0)
-    assert not machine.is_timed_out(40.0) and machine.is_timed_out(40.1)
+    machine.record_progress(30.0, 35.0)
+    assert not machine.is_timed_out(45.0) and machine.is_timed_out(45.1)
+
+
+def test_engine_steps_alone_prolong_a_state_by_a_limited_time() -> None:
+    machine, _ = walk(Event.FIRST_TOKEN, Event.STORED)  # the last event at 1.0
+    for step_at in range(2, 200):
+        machine.record_progress(0.0, float(step_at))
+    assert not machine.is_timed_out(101.0) and machine.is_timed_out(101.1)
+
+
+def test_tokens_of_earlier_requests_prolong_a_state_without_this_limit() -> None:
+    machine, _ = walk(Event.FIRST_TOKEN, Event.STORED)
+    machine.record_progress(500.0, 505.0)
+    assert not machine.is_timed_out(515.0) and machine.is_timed_out(515.1)
+
+
+def test_a_request_is_overdue_after_a_time_that_grows_with_its_tokens() -> None:
+    machine = HandOverMachine(last_progress_at=5.0, state_timeout_s=10.0, max_tokens=50)
+    machine.handle(Event.FIRST_TOKEN, 1000.0)
+    assert not machine.is_overdue(1055.0) and machine.is_overdue(1055.1)
+    machine.handle(Event.CANCELLED, 1055.1)
+    assert not machine.is_overdue(2000.0)
 
 
 def test_unsplit_request_has_no_prefill_failure() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from pdserve.errors import RequestError, Unavailable
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.request import SamplingParams
 
 if TYPE_CHECKING:
     from pdserve.router.instances.fleet import InstanceHandle
@@ -21,9 +22,9 @@ def test_unread_chunks_are_yielded_together_and_before_an_error(
     async def scenario() -> None:
         cluster = make_cluster("both")
         (both,) = cluster.instances
-        state = cluster.open(max_tokens=9)
+        state = cluster.open(sampling=SamplingParams(max_tokens=9, logprobs=0))
         turns = aiter(state)
-        cluster.deliver(both, token_ids=[7])
+        cluster.deliver(both, token_ids=[7], logprobs=[pb.Logprobs(logprob=-7)])
         assert [chunk.token_ids for chunk in await anext(turns)] == [[7]]
         for token in (8, 9):
             cluster.deliver(both, token_ids=[token], logprobs=[pb.Logprobs(logprob=-token)])

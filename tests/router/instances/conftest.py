@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.control.frame_connection import PROTOCOL_VERSION
+from pdserve.control.frame_connection import NONCE_BYTES, PROTOCOL_VERSION
 from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.keys import Layout
 from pdserve.proto import pdserve_pb2 as pb
@@ -23,12 +23,12 @@ class SentFrames(list[pb.RouterFrame]):
     def abort(self) -> None: ...
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_connection() -> type[SentFrames]:
     return SentFrames
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_hello() -> MakeHello:
     """make_hello(name, **fields of the layout) → the registration of an instance whose role is the name's first part."""
 
@@ -56,6 +56,10 @@ def make_hello() -> MakeHello:
             block_size=block_size,
             convert_kv=convert,
             max_model_len=100,
+            vocab_size=50,
+            num_blocks=99,
+            block_bytes=Layout.from_message(layout).block_bytes,
+            nonce=bytes(NONCE_BYTES),
         )
 
     return make

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -113,3 +115,46 @@ def test_unreachable_routers_do_not_affect_the_others(
         await stop(task)
 
     with_server(body)
+
+
+def test_no_instance_is_lost_while_the_router_itself_is_stalled(
+    make_hello: MakeHello, make_idle_instance: type[IdleInstance], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check of the leases wakes up late, and before the heartbeats that have arrived meanwhile are read."""
+    lease_seconds, over = 0.6, threading.Event()
+
+    async def serve(port: int) -> None:
+        links = RouterLinks([f"127.0.0.1:{port}"])
+        task = asyncio.create_task(links.run(cast(Any, make_idle_instance()), make_hello("decode-0")))
+        await asyncio.to_thread(over.wait)
+        await stop(task)
+
+    async def scenario() -> None:
+        fleet = Fleet("router", "model", lease_seconds)
+        fleet.listener = cast(Any, SimpleNamespace(on_lost=lambda instance: None))
+        server = ControlServer(fleet)
+        port = await server.listen("127.0.0.1", 0)
+        thread = threading.Thread(target=lambda: asyncio.run(serve(port)))
+        thread.start()
+        while not fleet.instances:
+            await asyncio.sleep(0.01)
+        stalls = iter([2 * lease_seconds])
+
+        async def sleep(seconds: float) -> None:
+            if stall := next(stalls, 0):
+                time.sleep(stall)
+            else:
+                await asyncio.Event().wait()
+
+        monkeypatch.setattr("pdserve.router.instances.fleet.asyncio", SimpleNamespace(sleep=sleep))
+        expiry = asyncio.create_task(fleet.expire_leases())
+        await asyncio.sleep(0)
+        assert next(stalls, None) is None, "the leases have been checked"
+        remaining = list(fleet.instances)
+        over.set()
+        await asyncio.to_thread(thread.join, 600)
+        await stop(expiry)
+        await server.close()
+        assert remaining == ["decode-0"]
+
+    asyncio.run(asyncio.wait_for(scenario(), 600))

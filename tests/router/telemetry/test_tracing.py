@@ -68,6 +68,7 @@ def serve() -> Callable[..., None]:
 
         def join(role: str) -> InstanceHandle:
             hello = pb.Hello(instance_id=f"{role}-0", role=role, model="demo", max_model_len=9, num_blocks=9)
+            hello.vocab_size, hello.block_size = 100, 16
             return fleet.register(
                 hello, SimpleNamespace(send=lambda frame: None, close=lambda: None, abort=lambda: None)
             )
@@ -87,8 +88,8 @@ def serve() -> Callable[..., None]:
             deliver(
                 prefill, Stage.KV_STORED, stored=pb.Stored(num_blocks=1, final=True), moved=pb.Moved(blocks=1, bytes=64)
             )
-            deliver(decode, Stage.KV_READY, Stage.DECODE_STARTED, token_ids=[8])
-            deliver(decode, Stage.FINISHED, finish_reason="length")
+            stages = Stage.KV_READY, Stage.DECODE_STARTED, Stage.FINISHED
+            deliver(decode, *stages, token_ids=[8], finish_reason="length")
         assert not dispatcher.states
         tracer.close()
 

@@ -45,6 +45,7 @@ class Scene:
 
     def join(self, role: str, name: str) -> InstanceHandle:
         hello = pb.Hello(instance_id=name, role=role, model="demo", max_model_len=100, vocab_size=50, num_blocks=99)
+        hello.block_size = 2
         hello.connector = "shm"
         return self.fleet.register(hello, SentFrames())
 

@@ -64,7 +64,7 @@ def test_other_content_types_are_rejected(client: Client, kind: str) -> None:
 
 def test_a_large_body_is_parsed_in_a_thread(client: Client, backend: ScriptedBackend, monkeypatch: Any) -> None:
     """The answer is the same as without the thread."""
-    monkeypatch.setattr("pdserve.router.web.endpoint.LARGE_BODY", 10)
+    monkeypatch.setattr("pdserve.router.web.parse_queue.LARGE_BODY", 10)
     assert client.post(COMPLETIONS, HELLO).json()["choices"][0]["text"] == " Paris."
     assert client.post(COMPLETIONS, {**HELLO, "n": 0}).status_code == 400
 

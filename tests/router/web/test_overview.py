@@ -54,7 +54,10 @@ def test_counters_of_instances(make_scene: Callable[..., Scene], make_client: ty
     instance = scene.join("decode", "d")
     counts = {"generation_tokens": 2.0, series("kv_transfer_seconds", connector="shm", direction="load"): 0.5}
     counts[series("kv_transfer_seconds", connector="tier of shm", direction="load")] = 0.25
+    counts |= {
+        series("kv_store_out", connector=name): out for name, out in (("tiered/1/shm", 0.0), ("tiered/2/redis", 1.0))
+    }
     instance.update_heartbeat(pb.Heartbeat(running=3, waiting=1, counters=counts))
     (entry,) = make_client(scene.app).get("/debug/overview").json()["instances"]
     assert (entry["running"], entry["waiting"], entry["generation_tokens"], entry["load_seconds"]) == (3, 1, 2.0, 0.5)
-    assert entry["store_bytes"] == 0
+    assert entry["store_bytes"] == 0 and entry["stores_out"] == ["tiered/2/redis"]

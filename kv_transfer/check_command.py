@@ -1,0 +1,89 @@
+"""The command `pdserve connector check`: shows each rule's report as it is made, and what they amount to."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+
+from pdserve.kv_transfer.conformance import Report, Rule, Verdict, check, name_of, rules_named
+from pdserve.kv_transfer.progress import progress
+from pdserve.kv_transfer.rules.context import RuleContext
+from pdserve.kv_transfer.url import without_password
+
+_COLOURS = {Verdict.HOLDS: "green", Verdict.BROKEN: "bold red", Verdict.NOT_CHECKED: "yellow"}
+BROKEN, CHECKED_LITTLE = 1, 3  # exit codes; 2 is an invalid URL or an unusable store
+
+
+def exit_code(reports: Sequence[Report]) -> int:
+    """Return 0 if no rule is broken and at least half of them were checked, otherwise `BROKEN` or `CHECKED_LITTLE`."""
+    if any(report.verdict is Verdict.BROKEN for report in reports):
+        return BROKEN
+    return 0 if 2 * _count(reports, Verdict.NOT_CHECKED) <= len(reports) else CHECKED_LITTLE
+
+
+def run(url: str, names: Sequence[str], seconds: float, as_json: bool) -> int:
+    """Check the rules with these names, or all, and print the reports. Returns the exit code."""
+    rules = rules_named(names)
+    console = Console()
+    # A pipe has no width; a large one avoids cut sentences.
+    output = console if console.is_terminal else Console(width=200)
+    width = max(len(name_of(rule)) for rule in rules)
+    if not as_json:
+        output.print(_table(width, with_header=True, title=without_password(url)))
+    reports = []
+    for report in _check_with_progress(url, rules, seconds):
+        reports.append(report)
+        if not as_json:
+            row = _table(width)
+            verdict = f"[{_COLOURS[report.verdict]}]{report.verdict}[/]"
+            row.add_row(report.rule, verdict, f"{report.seconds:.1f}", report.detail.replace("[", r"\["))
+            output.print(row)
+    code = exit_code(reports)
+    if as_json:
+        details = {"checked": len(reports) - _count(reports, Verdict.NOT_CHECKED), "of": len(reports)}
+        data = {"url": without_password(url), "passed": code == 0, **details}
+        console.print_json(data=data | {"rules": [asdict(report) for report in reports]})
+        return code
+    output.print(", ".join(f"{_count(reports, verdict)} {verdict}" for verdict in Verdict))
+    if code == CHECKED_LITTLE:
+        output.print(
+            f"This says little: {_count(reports, Verdict.NOT_CHECKED)} of {len(reports)} rules were not checked."
+        )
+    return code
+
+
+def _count(reports: Sequence[Report], verdict: Verdict) -> int:
+    return sum(report.verdict is verdict for report in reports)
+
+
+def _check_with_progress(url: str, rules: Sequence[Rule], seconds: float) -> Iterator[Report]:
+    with progress() as step, _quiet():
+
+        def start(rule: Rule, context: RuleContext) -> None:
+            step(f"{rules.index(rule) + 1}/{len(rules)} {name_of(rule)}", lambda: context.call)
+
+        yield from check(url, rules, seconds, start)
+
+
+def _table(width: int, *, with_header: bool = False, title: str | None = None) -> Table:
+    """Return a table without rows, whose columns are as wide as those of the others."""
+    table = Table(box=None, header_style="bold", show_header=with_header, title=title, title_justify="left")
+    for column, columns in (("rule", width), ("verdict", 11), ("seconds", 7)):
+        table.add_column(column, justify="right" if column == "seconds" else "left", width=columns)
+    table.add_column("", overflow="fold")
+    return table
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress warnings that connectors log about the faults caused by the rules."""
+    logger = logging.getLogger("pdserve")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

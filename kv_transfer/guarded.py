@@ -1,0 +1,135 @@
+"""Circuit breaker in front of a connector: while its store hangs, operations fail at once instead of timing out."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TypeVar
+
+from pdserve.keys import KEY_BYTES
+from pdserve.kv_transfer.breaker import StoreBreaker
+from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats
+from pdserve.kv_transfer.rate_limited_log import RateLimitedLog
+
+DEFAULT_TIMEOUT_S = 5.0  # of connectors that name none
+_UNANSWERED = {Outcome.UNAVAILABLE, Outcome.CANCELLED}
+
+T = TypeVar("T")
+
+
+class GuardedConnector(Connector):
+    """Wraps the connector of one store that may hang.
+
+    After two operations in a row that timed out in vain, stores and loads end as UNAVAILABLE and matches as 0, at once, until
+    the store has answered a probe: a match of a random key, repeated when it times out. No request waits for a probe.
+
+    Args:
+        timeout: of one operation of the store, in seconds.
+        post: runs a function soon in the thread that calls this connector. The probes start there.
+        now: monotonic clock.
+    """
+
+    scheme = "guarded"
+
+    def __init__(
+        self,
+        inner: Connector,
+        timeout: float,
+        post: Callable[[Callable[[], None]], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheme = inner.scheme  # type: ignore[misc]  # a class attribute in other connectors
+        self.follows = inner.follows  # type: ignore[misc]
+        self._inner = inner
+        self._breaker = StoreBreaker(timeout)
+        self._post = post
+        self._now = now
+        self._lock = threading.Lock()  # operations end on the connector's threads
+        self._is_probing = False
+        self._skipped = Stats()
+        self._limited_log = RateLimitedLog(self.scheme)
+
+    def attach(self, memory: PoolMemory) -> None:
+        self._inner.attach(memory)
+
+    def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
+        if self._breaker.is_open:
+            return self._skip("store", len(keys))
+        return self._watch(self._inner.store(keys, block_ids, lease_s=lease_s), self._is_answer)
+
+    def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
+        if self._breaker.is_open:
+            return self._skip("load", len(keys))
+        return self._watch(self._inner.load(keys, block_ids, tickets=tickets), self._is_answer)
+
+    def follow(self, keys: Sequence[bytes], block_ids: Sequence[int], *, patience_s: float) -> Future[Result]:
+        if self._breaker.is_open:
+            return self._skip("load", len(keys))
+        return self._watch(self._inner.follow(keys, block_ids, patience_s=patience_s), self._is_answer)
+
+    def match(self, keys: Sequence[bytes]) -> Future[int]:
+        if self._breaker.is_open:
+            return _done(0)
+        return self._watch(self._inner.match(keys), self._is_count)
+
+    def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
+        if not self._breaker.is_open:  # otherwise the leases expire
+            self._inner.release(keys, tickets=tickets)
+
+    def stats(self) -> Stats:
+        stats = self._inner.stats()
+        return replace(stats.plus(self._skipped), parts=stats.parts, is_out=self._breaker.is_open)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _skip(self, direction: str, blocks: int) -> Future[Result]:
+        self._skipped.count_failures(direction, Outcome.UNAVAILABLE, blocks)
+        return _done(Result([Outcome.UNAVAILABLE] * blocks, 0.0))
+
+    def _is_answer(self, result: Result, seconds: float) -> bool:
+        return not _UNANSWERED.issuperset(result.outcomes)
+
+    def _is_count(self, found: int, seconds: float) -> bool:
+        """Return True for any number in time: 0 is also the result of a match that the store did not answer."""
+        return found > 0 or not self._breaker.is_late(seconds)
+
+    def _watch(self, future: Future[T], answered: Callable[[T, float], bool]) -> Future[T]:
+        """Record the end of an operation, before its caller learns of it."""
+        started = self._now()
+
+        def record(done: Future[T]) -> None:
+            now = self._now()
+            failed = done.exception() is not None  # a programming error, which the caller gets, and no time-out
+            self._record(failed or answered(done.result(), now - started), now - started, now)
+
+        future.add_done_callback(record)
+        return future
+
+    def _record(self, answered: bool, seconds: float, now: float) -> None:
+        with self._lock:
+            was_open = self._breaker.is_open
+            self._breaker.record(answered, seconds, now)
+            is_open = self._breaker.is_open
+        if is_open:
+            if not was_open:
+                self._limited_log.warning("does not answer; requests go on without the store until it does", kind="out")
+            self._post(self._probe)
+        elif was_open:
+            self._limited_log.warning("answers again", kind="back")
+
+    def _probe(self) -> None:
+        if self._is_probing or not self._breaker.is_open:
+            return
+        self._is_probing = True
+        future = self._inner.match([os.urandom(KEY_BYTES)])
+        future.add_done_callback(lambda _: setattr(self, "_is_probing", False))
+        self._watch(future, self._is_count)
+
+
+def _done(result: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future

@@ -1,0 +1,87 @@
+"""Rules about a connector's connections to its store: which hang, stop in the middle of an answer, or deliver it slowly."""
+
+from pdserve.kv_transfer.connector import Outcome
+from pdserve.kv_transfer.rules.behaviour import TIMEOUT_S, TURNS
+from pdserve.kv_transfer.rules.context import WAIT_LIMIT_S, AttachedPool, NotChecked, RuleContext, expect, new_keys
+from pdserve.kv_transfer.rules.outage import relayed_outage, simulated_outage
+
+HELD_LOADS = 4  # at once, so that all connections of a connector with the default number of threads are used
+
+
+def resumption(context: RuleContext) -> str:
+    """If the store hangs and then resumes on the same connections, late answers do no harm and the store is used again."""
+    with simulated_outage(context, TIMEOUT_S) as outage:
+        pool, keys = outage.pool, new_keys(2 + TURNS)
+        outage.expect_usable(keys[:2], "the store to be used")
+        context.register_keys(pool.layout, keys)
+        outage.responsive.clear()
+        try:
+            calls = [
+                call
+                for turn, key in enumerate(keys[2:])
+                for call in (
+                    ("load", pool.connector.load(keys[:1], [4 + turn], tickets=pool.tickets(keys[:1]))),
+                    ("store", pool.connector.store([key], [turn], lease_s=60.0)),
+                )
+            ]
+            for name, future in calls:
+                seen = pool.wait_transfer(future, name, 1).outcomes[0]
+                expect(seen is not Outcome.OK, f"no block of a {name} to be ok while the store hangs", seen)
+        finally:
+            outage.responsive.set()
+        outage.expect_usable(new_keys(2), "the store to be used again after it hung")
+        return outage.method
+
+
+def stalled_value(context: RuleContext) -> str:
+    """If an answer stops in the middle of a value, the load ends within the timeout; after a cut the store is used again."""
+    with relayed_outage(context, TIMEOUT_S) as (outage, relay):
+        pool, keys = outage.pool, new_keys(2)
+        outage.expect_usable(keys, "the store to be used")
+        relay.stall_after(pool.payload_bytes(10) // 2)
+        future = pool.connector.load(keys[:1], [4], tickets=pool.tickets(keys[:1]))
+        seen = pool.wait_transfer(future, "load while its value has stopped half-way", 1).outcomes[0]
+        if outage.responsive.is_set():
+            raise NotChecked(f"no answer was as long as half a block (the load returned {seen})")
+        expect(seen is not Outcome.OK, "no block to be ok of which a half has come", seen)
+        relay.cut()
+        outage.responsive.set()
+        outage.expect_usable(new_keys(2), "the store to be used again over new connections")
+    return ""
+
+
+def silent_connections(context: RuleContext) -> str:
+    """A connection over which nothing comes any more is given up: the store is used again over new ones."""
+    with relayed_outage(context, TIMEOUT_S) as (outage, relay):
+        pool, keys = outage.pool, new_keys(2)
+        outage.expect_usable(keys, "the store to be used")
+        _load_at_once(pool, keys)  # opens as many connections as the connector uses
+        relay.silence()
+        _load_at_once(pool, keys)
+        expected = "the store to be used again over new connections, after nothing came over the first ones"
+        outage.expect_usable(new_keys(2), expected)
+    return ""
+
+
+def _load_at_once(pool: AttachedPool, keys: list[bytes]) -> None:
+    """Start several loads of the first key, and wait for the end of all, whatever their outcomes."""
+    tickets = pool.tickets(keys[:1])
+    loads = [pool.connector.load(keys[:1], [row], tickets=tickets) for row in range(HELD_LOADS)]
+    for future in loads:
+        pool.wait_transfer(future, "load", 1)
+
+
+def byte_by_byte(context: RuleContext) -> str:
+    """Answers that come byte by byte mean the same as those that come at once."""
+    with relayed_outage(context, 2 * WAIT_LIMIT_S, override=True) as (outage, relay):
+        pool, keys = outage.pool, new_keys(3)
+        outage.expect_usable(new_keys(2), "the store to be used")
+        relay.byte_by_byte = True
+        for _ in range(2):  # the second store finds the blocks
+            pool.must_store(keys[:2], [0, 1])
+        pool.must_load(keys[:2], [4, 5], pool.rows[:2])
+        matched = pool.match(keys)
+        expect(matched == (0 if context.tickets else 2), "2 leading keys, the third being missing", matched)
+        seen = pool.load(keys[2:], [8]).outcomes[0]
+        expect(seen is Outcome.MISSING, "a block that was not stored to be missing", seen)
+    return ""

@@ -1,0 +1,72 @@
+"""Parses and tokenizes request bodies: on the event loop while that is quick, else in threads behind a bounded queue."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from pdserve.errors import BadRequest, Overloaded
+from pdserve.router.telemetry.metrics import Metrics
+
+LARGE_BODY = 32 * 1024  # bytes; above this, tokenizing on the event loop would delay the streams of other requests
+TURN_BUDGET_S = 0.02  # of parsing in one turn of the event loop; a burst beyond it waits for a thread
+NUM_THREADS = 2  # tokenizing releases the GIL; more threads would only delay the event loop
+MAX_WAITING_BYTES = 256 << 20
+
+Result = TypeVar("Result")
+
+
+class ParseQueue:
+    """Runs the parsing of bodies. Lives on one event loop.
+
+    Small bodies are parsed at once, on the event loop, until `TURN_BUDGET_S` of its turn are used up. Others wait for a
+    thread, at most `max_waiting` of them and `MAX_WAITING_BYTES` bytes. So a burst of requests never keeps the event loop
+    from reading its sockets, and enters the dispatcher in small groups.
+    """
+
+    def __init__(self, max_waiting: int, metrics: Metrics) -> None:
+        self._max_waiting = max_waiting
+        self._metrics = metrics
+        self._num_waiting = self._waiting_bytes = 0
+        self._turn_used_s = 0.0
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="parse")
+
+    async def run(self, raw: bytes, parse: Callable[[], Result]) -> Result:
+        """Return `parse()`, which parses `raw`.
+
+        Raises:
+            BadRequest: the body is nested too deeply.
+            Overloaded: too many bodies wait to be parsed.
+        """
+        try:
+            if len(raw) < LARGE_BODY and self._turn_used_s < TURN_BUDGET_S:
+                return self._run_now(parse)
+            return await self._run_in_thread(len(raw), parse)
+        except RecursionError:
+            raise BadRequest("the body is nested too deeply", kind="invalid_json") from None
+
+    def _run_now(self, parse: Callable[[], Result]) -> Result:
+        if not self._turn_used_s:
+            asyncio.get_running_loop().call_soon(self._begin_turn)
+        started = time.perf_counter()
+        try:
+            return parse()
+        finally:
+            self._turn_used_s += time.perf_counter() - started
+
+    def _begin_turn(self) -> None:
+        self._turn_used_s = 0.0
+
+    async def _run_in_thread(self, size: int, parse: Callable[[], Result]) -> Result:
+        if self._num_waiting >= self._max_waiting or self._waiting_bytes + size > MAX_WAITING_BYTES:
+            message = f"the router is full: {self._num_waiting} requests wait to be tokenized"
+            self._metrics.refusals.labels(reason="max_requests").inc()
+            raise Overloaded(message, kind="max_requests", retry_after_s=1)
+        self._num_waiting += 1
+        self._waiting_bytes += size
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, parse)
+        finally:
+            self._num_waiting -= 1
+            self._waiting_bytes -= size

@@ -1,0 +1,63 @@
+"""A store that hangs: the first requests wait for its time-outs, later ones go on without it until it answers again."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pdserve.counters import series
+from pdserve.proto import pdserve_pb2 as pb
+
+OUT = series("kv_store_out", connector="redis")
+
+
+def test_requests_go_on_without_a_store_that_hangs(
+    checkpoint: Callable[..., Path],
+    generate: Callable[[Path, list[list[int]], int], list[list[int]]],
+    make_instance: Callable[..., Any],
+    start_redis: Callable[..., Any],
+) -> None:
+    path, server = checkpoint("llama"), start_redis()
+    driver = make_instance(model=str(path), num_blocks=64, connector=f"{server.url}?timeout=2")
+    instance = driver.instance
+    served = 0
+
+    def serve() -> int:
+        """Serve one prompt as prefill, and return the number of blocks that the store took."""
+        nonlocal served
+        served += 1
+        name, prompt = str(served), [(i * served) % 251 for i in range(40)]
+        driver.submit(name, prompt, 5, pb.PREFILL)
+        driver.run_until(lambda outputs: any(o.request_id == name and o.stored.final for o in outputs))
+        driver.run_until_idle()
+        assert driver.tokens(name) == generate(path, [prompt], 1)[0]
+        stored: list[int] = [output.stored.num_blocks for output in driver.outputs if output.request_id == name]
+        return max(stored)
+
+    def heartbeat() -> dict[str, float]:
+        instance._update_heartbeat()
+        return dict(instance.heartbeat.counters)
+
+    assert heartbeat()[OUT] == 0
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        while not instance.connector.stats().is_out:
+            serve()
+        assert served <= 2, "a prompt has a match and a store that time out"
+        before = instance.connector.stats()
+        assert [serve() for _ in range(5)] == [0] * 5
+        after = instance.connector.stats()
+        assert after.seconds == before.seconds, "no transfer was tried"
+        assert sum(after.failures.values()) > sum(before.failures.values())
+        assert heartbeat()[OUT] == 1
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    give_up = time.monotonic() + 600
+    while instance.connector.stats().is_out or not serve():
+        instance.run_once(wait=False)
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+    assert heartbeat()[OUT] == 0
+    assert instance.engine.pool.num_held == 0

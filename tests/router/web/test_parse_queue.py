@@ -1,0 +1,63 @@
+"""Parsing of bodies: on the event loop while its turn has time, else in threads behind a bounded queue."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pdserve.errors import Overloaded
+from pdserve.router.telemetry.metrics import Metrics
+from pdserve.router.web import parse_queue
+from pdserve.router.web.parse_queue import ParseQueue
+
+
+def run(scenario: Callable[[], Any]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 600))
+
+
+def slow_parse() -> int:
+    """Take half of a turn's budget, and return the thread that ran it."""
+    time.sleep(parse_queue.TURN_BUDGET_S / 2)
+    return threading.get_ident()
+
+
+def test_a_burst_leaves_the_event_loop_after_the_budget_of_a_turn(metrics: Metrics) -> None:
+    async def scenario() -> None:
+        queue, here = ParseQueue(1000, metrics), threading.get_ident()
+        threads = await asyncio.gather(*(queue.run(b"{}", slow_parse) for _ in range(40)))
+        assert threads.count(here) <= 2 and len(set(threads) - {here}) <= parse_queue.NUM_THREADS
+        assert await queue.run(b"{}", threading.get_ident) == here, "a later turn has its own budget"
+
+    run(scenario)
+
+
+def test_bodies_beyond_the_limit_are_rejected_and_counted(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parse_queue, "LARGE_BODY", 1)
+    gate = threading.Event()
+
+    async def scenario() -> None:
+        queue = ParseQueue(5, metrics)
+        waiting = [asyncio.create_task(queue.run(b"{}", lambda: gate.wait(600))) for _ in range(5)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="5 requests wait to be tokenized"):
+            await queue.run(b"{}", slow_parse)
+        gate.set()
+        assert all(await asyncio.gather(*waiting))
+        await queue.run(b"{}", slow_parse)
+
+    run(scenario)
+    assert metrics.refusals.labels(reason="max_requests")._value.get() == 1
+
+
+def test_bytes_that_wait_are_bounded(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parse_queue, "LARGE_BODY", 1)
+    monkeypatch.setattr(parse_queue, "MAX_WAITING_BYTES", 100)
+
+    async def scenario() -> None:
+        with pytest.raises(Overloaded):
+            await ParseQueue(5, metrics).run(bytes(101), slow_parse)
+
+    run(scenario)
