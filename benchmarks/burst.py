@@ -24,7 +24,9 @@ ROLES = ("prefill-0", "decode-0")
 
 async def ask(port: int, body: bytes) -> str:
     """Return the status of one request on a connection of its own, or the name of the error."""
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head.encode() + body)

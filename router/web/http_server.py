@@ -31,7 +31,7 @@ class HttpServer(uvicorn.Server):
             app,
             http=HttpProtocol,
             ws="none",
-            log_config=None,  # its lines take the format of all others
+            log_config=None,  # uvicorn logs through the root logger, whose format escapes what clients send
             log_level="warning",
             access_log=False,
             lifespan="off",
