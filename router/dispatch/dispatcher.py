@@ -80,6 +80,8 @@ class Dispatcher:
             raise BadRequest(f"request id {request.request_id!r} is in use", kind="duplicate_request_id")
         machine = HandOverMachine(now, self.config.handover_timeout_seconds, request.sampling.max_tokens)
         state = RequestState(request, machine, on_cancel=lambda state: self.handle(state, Event.CANCELLED))
+        if (earlier := self.timelines.get(request.request_id)) is not None:
+            state.timeline.attempt = earlier.attempt + 1  # outputs of the earlier request may still arrive
         state.timeline.stamp(Stage.RECEIVED, request.received or now)
         placement = self._route(state)
         waited = now - (request.received or now)
@@ -325,8 +327,8 @@ class Dispatcher:
         Decode may finish before prefill reports that all blocks are stored. After a cancellation, each instance reports when
         it has released the request's blocks.
         """
-        timeline, now = self.timelines.get(output.request_id), time.monotonic()
-        if timeline is None:
+        timeline, now = self.timelines.get(output.request_id.partition("#")[0]), time.monotonic()
+        if timeline is None or timeline.submission_id != output.request_id:
             return
         cancelled = timeline.finish_reason == "cancelled"
         for stamp in output.stamps:
@@ -376,9 +378,10 @@ class Dispatcher:
 
     def _migrate(self, state: RequestState, error: RequestError) -> None:
         """Move the request to other instances; its stream continues after the last emitted token."""
-        del self.states[state.id]  # its id contains the number of migrations
+        del self.states[state.id]
         failed, previous_migrations = state.final_instance, len(state.timeline.migrations)
         state.timeline.migrations.append(Migration(time.monotonic(), failed.id, str(error)))
+        state.timeline.attempt += 1
         self.states[state.id] = state
         try:
             self._route(state, avoid=failed)

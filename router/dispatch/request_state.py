@@ -51,9 +51,8 @@ class RequestState:
 
     @property
     def id(self) -> str:
-        """Request id on the instances. It changes with each migration: an instance may still run the earlier submission."""
-        migrations = len(self.timeline.migrations)
-        return f"{self.request.request_id}#{migrations}" if migrations else self.request.request_id
+        """Request id on the instances."""
+        return self.timeline.submission_id
 
     @property
     def final_instance(self) -> InstanceHandle:

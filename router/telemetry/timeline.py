@@ -47,6 +47,7 @@ class Timeline:
         computed_tokens, local_hit_tokens, loaded_tokens: sources of the prompt's KV on the instance that prefilled it:
             computed, found in its pool, or loaded from the KV store.
         stored, loaded: KV that prefill wrote to the KV store, and KV that decode read from it.
+        attempt: number of earlier submissions with this request id, by migrations and by earlier requests with the same id.
         release_seconds: for a cancelled request: instance id → seconds from its end until the instance had freed all of its
             blocks.
         finish_reason: `stop`, `length`, `cancelled` or `error`; empty while the request runs.
@@ -54,6 +55,7 @@ class Timeline:
 
     request_id: str
     traceparent: str = ""
+    attempt: int = 0
     stamps: dict[Stage, float] = field(default_factory=dict)
     prefill_instance: str = ""
     decode_instance: str = ""
@@ -75,6 +77,11 @@ class Timeline:
     def cached_tokens(self) -> int:
         """Number of prompt tokens that did not have to be computed."""
         return self.local_hit_tokens + self.loaded_tokens
+
+    @property
+    def submission_id(self) -> str:
+        """Request id on the instances. It is new for each attempt: an instance may still run an earlier one."""
+        return f"{self.request_id}#{self.attempt}" if self.attempt else self.request_id
 
     def stamp(self, stage: Stage, at: float) -> None:
         """Record the first stamp of a stage. A `KV_STORED` that is reported late is set back to `KV_READY` at the latest."""

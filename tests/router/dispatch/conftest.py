@@ -51,11 +51,13 @@ class Cluster:
     def open(self, request_id: str = "r", max_tokens: int = 4, **request: Any) -> RequestState:
         """Open a request with a prompt of three tokens."""
         request = {"prompt": [1, 2, 3], "sampling": SamplingParams(max_tokens=max_tokens), **request}
-        return self.dispatcher.open(Request(request_id=request_id, **request))
+        state = self.dispatcher.open(Request(request_id=request_id, **request))
+        self._first_submission = state.id
+        return state
 
-    def deliver(self, instance: InstanceHandle, request_id: str = "r", **output: Any) -> None:
-        """Deliver an output of an instance to the dispatcher."""
-        self.dispatcher.on_output(instance, pb.Output(request_id=request_id, **output))
+    def deliver(self, instance: InstanceHandle, request_id: str | None = None, **output: Any) -> None:
+        """Deliver an output of an instance to the dispatcher, by default for the first submission of the latest request."""
+        self.dispatcher.on_output(instance, pb.Output(request_id=request_id or self._first_submission, **output))
 
     @staticmethod
     def sent(instance: InstanceHandle) -> list[tuple[str, Any]]:

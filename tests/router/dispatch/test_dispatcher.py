@@ -436,6 +436,26 @@ def test_cancelling_tells_everyone(make_cluster: type[Cluster], run_async: RunAs
     run_async(scenario())
 
 
+def test_late_outputs_of_a_cancelled_request_do_not_reach_the_next_one_with_its_id(
+    make_cluster: type[Cluster], run_async: RunAsync
+) -> None:
+    """A client chooses the ids of its requests. An output that is impossible for a request would drop the instance."""
+
+    async def scenario() -> None:
+        cluster = make_cluster("prefill", "decode")
+        prefill, decode = cluster.instances
+        cluster.open("r").cancel()
+        state = cluster.open("r")
+        assert [message.request_id for _, message in cluster.sent(decode)] == ["r", "r", "r#1"]
+        cluster.deliver(decode, "r", token_ids=[8, 9])  # impossible before a first token
+        cluster.deliver(prefill, "r", token_ids=[7], finish_reason="length")
+        assert cluster.dispatcher.fleet.instances.keys() == {prefill.id, decode.id}
+        cluster.deliver(prefill, "r#1", token_ids=[1], finish_reason="length")
+        assert await cluster.tokens(state) == [1]
+
+    run_async(scenario())
+
+
 def test_slo_rejection_leaves_no_state_and_spares_running_requests(
     make_cluster: type[Cluster], run_async: RunAsync
 ) -> None:

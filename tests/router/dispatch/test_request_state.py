@@ -72,8 +72,8 @@ def test_remaining_load_follows_each_output(make_cluster: type[Cluster], run_asy
         cluster = make_cluster("prefill", "decode")
         prefill, decode = cluster.instances
         prefill.hello.block_size = 2
-        cluster.open(prompt=[1] * 9)
         cluster.open("other", prompt=[1] * 5)
+        cluster.open(prompt=[1] * 9)
         assert prefill.candidate.prefill_tokens == 14 and prefill.candidate.output_tokens == 0
         assert (decode.candidate.prefill_tokens, decode.candidate.output_tokens, decode.candidate.context_tokens) == (
             0,
