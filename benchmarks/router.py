@@ -32,7 +32,7 @@ from pdserve.config import flag
 from pdserve.errors import SetupError
 
 SHORT = 16  # tokens of a prompt, about
-START_S = 120.0
+START_S = 600.0
 TICKS = os.sysconf("SC_CLK_TCK")
 END = b"\r\n0\r\n\r\n"  # of a chunked response
 MOCK = Path(__file__).parent / "mock_instance.py"
