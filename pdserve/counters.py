@@ -35,6 +35,7 @@ HELP = {
 }
 # Metric name → its labels, sorted; without an entry it has none.
 LABELS: dict[str, tuple[str, ...]] = {
+    "kv_store_out": ("connector",),
     "prompt_tokens_by_source": ("source",),
     "store_hits": ("decision",),
     "swapped_blocks": ("direction",),
