@@ -31,8 +31,8 @@ class HttpServer(uvicorn.Server):
             app,
             http=HttpProtocol,
             ws="none",
-            # Idle connections are ended by `HttpProtocol.on_tick`, and not after uvicorn's 5 s: httpx, and so OpenAI's client,
-            # drops them after 5 s as well, and would lose a request that it sends just then.
+            # `HttpProtocol.on_tick` ends idle connections, not uvicorn after 5 s: httpx, and so OpenAI's client, drops them
+            # after 5 s as well, and would lose a request that it sends just then.
             timeout_keep_alive=round(2 * HEAD_TIMEOUT_S),
             log_config=None,  # uvicorn logs through the root logger, whose format escapes what clients send
             log_level="warning",
