@@ -20,7 +20,7 @@ demo: setup
 	@$(BIN)/pdserve demo
 
 test: setup
-	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
+	$(BIN)/pytest -n 3 --dist worksteal
 
 slow: setup
 	$(BIN)/pytest -m slow
