@@ -22,6 +22,7 @@ from pdserve.router.api.http_responses import error_response
 MAX_HEAD_BYTES = 64 * 1024  # of the request line and all headers; also of what surrounds two parts of a chunked body
 MAX_HEADERS = 100
 LINGER_TICKS = 2  # for a client to take its error and, over TLS, to agree to the end
+LAST_REQUEST_S = 1.0  # at shutdown, for requests that are on their way on connections without one
 MAX_PIPELINED = 16  # requests that a connection may send ahead; each takes far more memory than its bytes
 
 
@@ -44,6 +45,7 @@ class Connections(ServerState):
         self.maximum = maximum
         self.timeout_ticks = timeout_ticks
         self.on_refusal = on_refusal
+        self.is_shutting_down = False
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -77,6 +79,8 @@ class HttpProtocol(HttpToolsProtocol):
         if self.scheme == "http" and len(self.connections) > self._open.maximum:  # for TLS, the listener has checked
             message = f"the router has {self._open.maximum} connections and accepts no more (limit: --max-connections)"
             self._refuse(Unavailable(message, kind="too_many_connections", retry_after_s=1))
+        elif self._open.is_shutting_down:  # after its TLS handshake
+            self.shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._running is not None and not self._running.response_complete:
@@ -99,13 +103,20 @@ class HttpProtocol(HttpToolsProtocol):
             if self._unparsed > MAX_HEAD_BYTES:
                 self._refuse(_head_too_large())
 
+    def shutdown(self) -> None:
+        """Close the connection after its request, or soon if none arrives."""
+        if self._is_idle:
+            self.loop.call_later(LAST_REQUEST_S, self._close_if_idle)
+        else:
+            super().shutdown()
+
     def on_tick(self) -> None:
         """Close the connection if it has waited for a head, complete or not, for too long."""
         self._ticks += 1
         if self._refusal is not None:
             if self._ticks > LINGER_TICKS:
                 self.transport.abort()
-        elif self.cycle is not None and not self.cycle.response_complete:
+        elif not self._is_idle:
             self._ticks = 0
         elif self._ticks > self._open.timeout_ticks and self._is_in_head:
             message = f"the headers did not arrive within {self._open.timeout_ticks} s"
@@ -132,6 +143,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._raise(HeadTooLarge(message, kind="too_many_pipelined"))
         self._is_in_head, self._unparsed = False, 0
         super().on_headers_complete()
+        if self._open.is_shutting_down:
+            self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         self._unparsed = 0
@@ -140,6 +153,14 @@ class HttpProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         super()._start_asgi_task(cycle, app)
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _close_if_idle(self) -> None:
+        if self._is_idle:
+            self.transport.close()
 
     # ---- errors ---------------------------------------------------------------------------------------------------
 
@@ -156,7 +177,7 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._refusal, self._ticks = refusal, 0
         self._open.on_refusal(refusal.kind)
-        if self.cycle is None or self.cycle.response_complete:
+        if self._is_idle:
             response = error_response(refusal)
             response.headers["Connection"] = "close"
             self.transport.write(_serialize(response))

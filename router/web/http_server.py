@@ -65,6 +65,10 @@ class HttpServer(uvicorn.Server):
         self.servers = cast(list[asyncio.Server], listeners)
         self.started = True
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.open.is_shutting_down = True
+        await super().shutdown(sockets)
+
     async def on_tick(self, counter: int) -> bool:
         if counter % UVICORN_TICKS_PER_S == 0:
             for connection in list(self.open.connections):

@@ -11,7 +11,7 @@ import socket
 import ssl
 from collections.abc import Callable
 
-from pdserve.router.web.http_protocol import Connections, HttpProtocol
+from pdserve.router.web.http_protocol import LAST_REQUEST_S, Connections, HttpProtocol
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Handshake:
 
     def shutdown(self) -> None:
         if self.task is not None:
-            self.task.cancel()
+            self.task.get_loop().call_later(LAST_REQUEST_S, self.task.cancel)
 
 
 class TlsListener:

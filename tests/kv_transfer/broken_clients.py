@@ -122,7 +122,7 @@ class TakesLateAnswers(WireConnector):
 
     def _socket(self) -> socket.socket:
         late: socket.socket | None = getattr(self._thread_local, "late", None)
-        if late is not None and select.select([late], [], [], 0.5)[0]:
+        if late is not None and select.select([late], [], [], 5.0)[0]:
             self._thread_local.socket, self._thread_local.late = late, None
         return super()._socket()
 

@@ -295,7 +295,12 @@ def url(app: Starlette) -> Iterator[str]:
 
 
 @contextmanager
-def serve(app: Any, listener: socket.socket | None = None, **settings: Any) -> Iterator[str]:
+def serve(
+    app: Any,
+    listener: socket.socket | None = None,
+    on_start: Callable[[HttpServer], None] = lambda server: None,
+    **settings: Any,
+) -> Iterator[str]:
     with listener or socket.create_server(("127.0.0.1", 0)) as listener:
         server = HttpServer(app, RouterConfig(**settings), Metrics(Fleet("router", "demo", 1.0)))
         server.config.timeout_graceful_shutdown = 1
@@ -303,6 +308,7 @@ def serve(app: Any, listener: socket.socket | None = None, **settings: Any) -> I
         thread.start()
         try:
             wait_until(lambda: server.started)
+            on_start(server)
             yield f"{'https' if server.tls else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True

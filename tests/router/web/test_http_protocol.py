@@ -20,8 +20,8 @@ import trustme
 from starlette.applications import Starlette
 
 from pdserve.config import RouterConfig
-from pdserve.router.web import http_server
-from pdserve.router.web.http_protocol import MAX_HEAD_BYTES, MAX_PIPELINED
+from pdserve.router.web import http_protocol, http_server
+from pdserve.router.web.http_protocol import MAX_HEAD_BYTES, MAX_PIPELINED, HttpProtocol
 from pdserve.router.web.listening import listen
 
 if TYPE_CHECKING:
@@ -169,6 +169,35 @@ def test_a_running_request_is_not_cut_off(app: Starlette, backend: ScriptedBacke
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
         connection.sendall(head + body)
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("seconds", [600.0, 0.05])
+def test_shutdown_serves_requests_that_are_on_their_way(
+    app: Starlette,
+    serve: Callable[..., Any],
+    eventually: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+) -> None:
+    monkeypatch.setattr(http_protocol, "LAST_REQUEST_S", seconds)
+    servers: list[http_server.HttpServer] = []
+    with serve(app, on_start=servers.append) as connect:
+        (server,) = servers
+        server.config.timeout_graceful_shutdown = 600
+        fresh, used = connect(), connect()
+        used.sendall(HEALTH + b"\r\n")
+        assert used.recv(1000).startswith(b"HTTP/1.1 200")
+        eventually(lambda: all(isinstance(one, HttpProtocol) for one in server.open.connections))
+        assert len(server.open.connections) == 2
+        server.should_exit = True
+        eventually(lambda: server.open.is_shutting_down)
+        for connection in (fresh, used):
+            if seconds > 1:
+                connection.sendall(HEALTH + b"\r\n")
+                answer = read_all(connection)
+                assert answer.startswith(b"HTTP/1.1 200") and b"connection: close" in answer
+            else:
+                assert read_all(connection) == b""
 
 
 def test_connections_beyond_the_maximum(
