@@ -22,6 +22,7 @@ DEFAULT_CONTROL_PORT = 8001
 LOCAL_PREFILL_HELP = (
     "decode computes a prompt itself if at most this many tokens are uncached; 0: never; default: by forecast"
 )
+CONNECTOR_VARIABLE = "PDSERVE_CONNECTOR"  # its URL may hold a password
 SLO_HELP = "reject requests that would miss this SLO by forecast, such as ttft=500ms,itl=50ms; empty: none"
 OTLP_HELP = "OTLP/HTTP collector for traces of requests, such as http://collector:4318; empty: none"
 KEYS_FILE_HELP = "TOML file of further API keys, each with quotas and a weight; empty: none"
@@ -32,9 +33,13 @@ POLICY_NAMES = ("auto", "round_robin", "least_loaded", "power_of_two", "session"
 POLICY_HELP = f"routing policy for P and D: {', '.join(POLICY_NAMES)}"
 
 
-def flag(help: str, default: Any = MISSING, *, secret: bool = False) -> Any:
-    """Return a dataclass field with its help text; a secret one is left out of `repr`."""
-    return field(default=default, repr=not secret, metadata={"help": help})
+def flag(help: str, default: Any = MISSING, *, secret: bool = False, variable: str | None = None) -> Any:
+    """Return a dataclass field with its help text; a secret one is left out of `repr`.
+
+    Args:
+        variable: environment variable that sets the flag too. All users of a machine can read its command lines.
+    """
+    return field(default=default, repr=not secret, metadata={"help": help, "variable": variable})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +106,7 @@ class TransferConfig(EngineConfig):
     connector: str = flag(
         "URL of the KV store, such as shm://name?size=1GiB or redis://host:6379/0; see `pdserve connector list`",
         DEFAULT_CONNECTOR,
+        variable=CONNECTOR_VARIABLE,
     )
     lease_seconds: float = flag("seconds for which the store may not evict KV that decode has yet to load", 60.0)
     max_inflight_bytes: str | None = flag(

@@ -61,7 +61,8 @@ _SERIES = re.compile(rf"(?P<name>\w+)(?:\{{(?P<labels>{_LABEL.pattern}(?:,{_LABE
 
 
 def series(name: str, **labels: str) -> str:
-    """Return `name{a="b"}`, the key under which a series is stored and sent."""
+    """Return `name{a="b"}`, the key under which a series is stored and sent. `LABELS` names its labels: routers check it."""
+    assert tuple(sorted(labels)) == LABELS.get(name, ()), f"LABELS does not name the labels of {name}: {sorted(labels)}"
     inside = ",".join(f'{key}="{value}"' for key, value in sorted(labels.items()))
     return f"{name}{{{inside}}}" if inside else name
 

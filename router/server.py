@@ -100,7 +100,7 @@ async def _serve(
     logging.getLogger("pdserve").addHandler(events)
     overview = Overview(dispatcher, metrics, events)
     admission = AdmissionController(keys, config, metrics)
-    grammars = _grammar_checker(config.model)
+    grammars = _grammar_checker(config.model, metrics)
     app = create_app(
         config, tokenizer, dispatcher, admission, metrics.text, dispatcher.timelines.latest, overview.snapshot, grammars
     )
@@ -139,11 +139,16 @@ async def _serve(
                 raise result
 
 
-def _grammar_checker(model: str) -> GrammarChecker | None:
+def _grammar_checker(model: str, metrics: Metrics) -> GrammarChecker | None:
     if importlib.util.find_spec("xgrammar") is None:
         log.info("xgrammar is not installed here: grammars are checked by the instances only, once they have a request")
         return None
-    return GrammarChecker(lambda info: GrammarCompiler(model, info.vocab_size, info.eos_token_ids))
+    checker = GrammarChecker(
+        lambda info: GrammarCompiler(model, info.vocab_size, info.eos_token_ids),
+        lambda result: metrics.grammars.labels(result=result).inc(),
+    )
+    metrics.grammars_waiting.set_function(lambda: checker.num_waiting)
+    return checker
 
 
 async def _wait_for_instances(dispatcher: Dispatcher, server: uvicorn.Server) -> None:

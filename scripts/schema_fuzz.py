@@ -1,6 +1,7 @@
-"""Fuzz a deployment of the demo model with Schemathesis, from its /openapi.json.
+"""Fuzz a deployment of the demo model with Schemathesis, from its /openapi.json, beside attacks from outside.
 
-Every response must conform to the schema and none may be a server error; the processes must not grow in memory.
+Every response must conform to the schema and none may be a server error; every attack must be refused or served; the
+processes must not grow in memory.
 
 schema_fuzz.py [SECONDS]   duration of each of two runs (default 60); memory growth is measured over the second
 """
@@ -9,7 +10,10 @@ import importlib.util
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from attacks import Attacks
 
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.config import UpConfig
@@ -35,10 +39,18 @@ def main(seconds: int) -> None:
     config = UpConfig(model="demo", port=free_port(), max_model_len=96, num_blocks=512, threads=1)
     with Deployment(config, on_line=lambda line: print(line, file=sys.stderr)) as deployment:
         deployment.wait_ready()
-        run(deployment.url, seconds)
-        before = resident_mib(deployment)
-        run(deployment.url, seconds)
-        after = resident_mib(deployment)
+        attacks = Attacks(deployment)
+        with ThreadPoolExecutor(1) as thread:
+            attacking = thread.submit(attacks.run)
+            try:
+                run(deployment.url, seconds)
+                before = resident_mib(deployment)
+                run(deployment.url, seconds)
+                after = resident_mib(deployment)
+            finally:
+                attacks.stopped.set()
+            attacking.result()
+    print(f"{attacks.done} attacks")
     grown = {name: after[name] - before[name] for name in before}
     for name, growth in grown.items():
         print(f"{name}: {before[name]:.0f} MiB after the warm-up, {growth:+.1f} MiB since")

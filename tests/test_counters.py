@@ -9,10 +9,15 @@ from pdserve.counters import GAUGES, HELP, LABELS, metric_families, parse_series
 
 
 def test_series_sorts_its_labels() -> None:
-    assert series("store_hits") == "store_hits"
+    assert series("engine_steps") == "engine_steps"
     assert series("kv_transfer_bytes", direction="load", connector="shm") == (
         'kv_transfer_bytes{connector="shm",direction="load"}'
     )
+
+
+def test_a_series_has_the_labels_that_routers_expect() -> None:
+    with pytest.raises(AssertionError, match="LABELS does not name the labels of kv_transfer_bytes"):
+        series("kv_transfer_bytes", connector="shm")
 
 
 def test_families_merge_the_series_of_several_processes() -> None:

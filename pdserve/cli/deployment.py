@@ -18,7 +18,7 @@ import httpx
 
 from pdserve.cli.supervisor import Child, Supervisor
 from pdserve.cli.workers import quota_file, router_child
-from pdserve.config import DEFAULT_CONNECTOR, ControlConfig, RouterConfig, TransferConfig, UpConfig
+from pdserve.config import CONNECTOR_VARIABLE, DEFAULT_CONNECTOR, ControlConfig, RouterConfig, TransferConfig, UpConfig
 from pdserve.errors import SetupError
 
 # Fields of both UpConfig and RouterConfig that mean different things in the two, or that Deployment sets itself.
@@ -142,10 +142,11 @@ class Deployment(Supervisor):
         children = []
         for i, name in enumerate(names):
             arguments = [name.split("-")[0], "--instance-id", name, "--router", self._control_addresses]
-            arguments += ["--connector", self.connector]
             for key, value in settings.items():
                 arguments += [f"--{key.replace('_', '-')}", str(value)]
-            environment = {"CUDA_VISIBLE_DEVICES": str(i % gpus)} if gpus else {}
+            environment = {CONNECTOR_VARIABLE: self.connector}
+            if gpus:
+                environment["CUDA_VISIBLE_DEVICES"] = str(i % gpus)
             children.append(Child(name, arguments, environment))
         return children
 

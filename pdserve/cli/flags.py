@@ -31,7 +31,9 @@ def command_from_config(config: type, run: Callable[..., None], **extra: Any) ->
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=field.default,
-            annotation=Annotated[hints[field.name], typer.Option(help=field.metadata["help"])],
+            annotation=Annotated[
+                hints[field.name], typer.Option(help=field.metadata["help"], envvar=field.metadata.get("variable"))
+            ],
         )
         for field in fields(config)
     ]

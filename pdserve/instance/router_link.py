@@ -202,7 +202,7 @@ class RouterLinks:
                 error = await self._serve_link(link, instance, hello)
             except (OSError, ValueError) as failure:  # ValueError: the address is malformed
                 error = failure
-            if link.welcomed.is_set():
+            if link.welcomed.is_set() and not link.rejection:
                 attempt = 0
             if not self._is_closing and (link.welcomed.is_set() or link.rejection or attempt in (0, 10)):
                 log.warning("router %s: %s", address, _close_reason(link, error))

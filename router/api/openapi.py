@@ -31,17 +31,21 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 ERRORS = {
     "400": "The request is invalid; the message says what would be valid",
     "401": "The API key is missing or wrong",
+    "403": "A web page of another site sent the request",
     "404": "There is no such model, request or instance",
+    "408": "The headers or the body did not arrive in time",
     "409": "The order conflicts with the state of the instances",
     "413": "The body is too large",
     "415": "The body is not JSON",
+    "421": "The Host header names no host that this router serves",
     "429": "The router or the API key is over a limit; Retry-After says when to retry",
+    "431": "The headers are too large, or too many requests are pipelined",
     "500": "Internal error; the router's log has the details",
-    "503": "No instance can serve the request now",
+    "503": "No instance can serve the request now, or the router has too many connections",
 }
-COMMON_ERRORS = {"400", "401", "500"}  # 400: a malformed X-Request-Id
+COMMON_ERRORS = {"400", "401", "403", "408", "421", "431", "500", "503"}  # 503: too many connections
 BODY_ERRORS = COMMON_ERRORS | {"404", "413", "415"}
-GENERATION_ERRORS = BODY_ERRORS | {"429", "503"}
+GENERATION_ERRORS = BODY_ERRORS | {"429"}
 
 
 def openapi_document(routes: Iterable[Route], model: str) -> dict[str, Any]:
@@ -96,7 +100,7 @@ def _errors(path: str) -> set[str]:
         return BODY_ERRORS | {"409"}
     if path in REQUEST_BODIES:
         return BODY_ERRORS
-    return COMMON_ERRORS | ({"404"} if "{" in path else set()) | ({"503"} if path == "/ready" else set())
+    return COMMON_ERRORS | ({"404"} if "{" in path else set())
 
 
 def _examples(path: str) -> dict[str, Any]:

@@ -127,6 +127,15 @@ class Metrics:
             ["reason"],
             registry=self.registry,
         )
+        self.grammars = Counter(
+            "pdserve_grammars_compiled_total",
+            "new grammars of structured output that the router compiled to check them, by result",
+            ["result"],
+            registry=self.registry,
+        )
+        self.grammars_waiting = Gauge(
+            "pdserve_grammars_waiting", "grammars that the router compiles or has queued", registry=self.registry
+        )
         self.registry_failures = Counter(
             "pdserve_registry_failures_total", "failed calls to the registry", registry=self.registry
         )

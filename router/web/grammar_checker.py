@@ -23,10 +23,19 @@ CACHE_BYTES = 2**20
 
 
 class GrammarChecker:
-    """Decides whether a grammar can be used. Lives on one event loop; `compiler` is called with the first grammar."""
+    """Decides whether a grammar can be used. Lives on one event loop.
 
-    def __init__(self, compiler: Callable[[ModelInfo], GrammarCompiler]) -> None:
+    Args:
+        compiler: returns the compiler; called with the first grammar.
+        on_result: called for each grammar that is not in the cache: valid, invalid, too_expensive, or failed for a reason
+            that is not in the grammar.
+    """
+
+    def __init__(
+        self, compiler: Callable[[ModelInfo], GrammarCompiler], on_result: Callable[[str], None] = lambda result: None
+    ) -> None:
         self._create_compiler = compiler
+        self._on_result = on_result
         self._compiler: GrammarCompiler | None = None
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, "grammar")
         self._verdicts = BoundedCache[str](CACHE_ENTRIES, CACHE_BYTES)  # empty, or why xgrammar rejects the grammar
@@ -51,6 +60,11 @@ class GrammarChecker:
         if verdict:
             raise BadRequest(verdict, kind="invalid_grammar")
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of grammars that wait to be compiled or are being compiled."""
+        return len(self._running)
+
     def close(self) -> None:
         """End the compile server and what it compiles."""
         if self._compiler is not None:
@@ -70,7 +84,7 @@ class GrammarChecker:
 
     def _forget(self, key: str, digest: str, task: "asyncio.Task[str]") -> None:
         if not task.cancelled():
-            task.exception()  # retrieved, because the requests that wait for it may be gone
+            self._on_result(_name_result(task))
         del self._running[key, digest]
         self._num_waiting[key] -= 1
         if not self._num_waiting[key]:
@@ -83,6 +97,15 @@ class GrammarChecker:
             verdict = await asyncio.get_running_loop().run_in_executor(self._threads, _verdict, self._compiler, spec)
         self._verdicts.put(digest, verdict, len(verdict))
         return verdict
+
+
+def _name_result(task: "asyncio.Task[str]") -> str:
+    error = task.exception()
+    if isinstance(error, GrammarTooComplex):
+        return "too_expensive"
+    if error is not None:
+        return "failed"
+    return "invalid" if task.result() else "valid"
 
 
 def _verdict(compiler: GrammarCompiler, spec: str) -> str:

@@ -49,8 +49,8 @@ def split(joined: bytes) -> list[bytes]:
 class Harness:
     """The links and the pool of an instance without an engine, and a router at the other end."""
 
-    def __init__(self) -> None:
-        self.port = free_port()
+    def __init__(self, port: int = 0) -> None:
+        self.port = port or free_port()
         self.pool, self.kv_events = BlockPool(BLOCKS, 16), KVEventPublisher()
         self.pool.on_change = self.kv_events.publish
         self.links = RouterLinks([f"127.0.0.1:{self.port}"])
@@ -152,6 +152,33 @@ def test_pending_events_of_a_router_that_does_not_read_are_bounded(monkeypatch: 
             router.set_reading(on=True)
             await wait_until_synced(harness, router)
         harness.serving.cancel()
+
+    run(scenario())
+
+
+def test_an_instance_that_is_refused_after_its_welcome_dials_less_and_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.instance.router_link.RETRY_DELAYS_S", (0.0, 0.0, 0.0, 600.0))
+
+    class RefusingRouter(Router):
+        def receive(self, frame: pb.InstanceFrame) -> None:
+            super().receive(frame)
+            self.send(pb.RouterFrame(refused=pb.Refused(message="block_size is 0")))
+            self.close()
+
+    async def scenario() -> None:
+        routers, port = list[RefusingRouter](), free_port()
+
+        def accept() -> RefusingRouter:
+            routers.append(RefusingRouter())
+            return routers[-1]
+
+        async with await asyncio.get_running_loop().create_server(accept, "127.0.0.1", port):
+            harness = Harness(port)
+            while len(routers) < 4:
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.2)  # time for a fifth
+            assert len(routers) == 4
+            harness.serving.cancel()
 
     run(scenario())
 

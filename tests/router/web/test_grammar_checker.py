@@ -99,7 +99,8 @@ def test_a_request_with_an_invalid_grammar_reaches_no_instance(
 
 def test_verdicts_of_xgrammar_are_cached_within_bounds(compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_checker, "CACHE_ENTRIES", 2)
-    checker = GrammarChecker(lambda info: compiler)  # type: ignore[arg-type, return-value]
+    results: list[str] = []
+    checker = GrammarChecker(lambda info: compiler, results.append)  # type: ignore[arg-type, return-value]
     compiler.proceed.set()
 
     async def check_all() -> None:
@@ -111,6 +112,7 @@ def test_verdicts_of_xgrammar_are_cached_within_bounds(compiler: FakeCompiler, m
 
     asyncio.run(check_all())
     assert compiler.compiled == ["good", "invalid", "other", "good", "bomb", "bomb"]
+    assert results == ["valid", "invalid", "valid", "valid", "too_expensive", "too_expensive"]
 
 
 def test_expensive_grammars_of_one_key_do_not_delay_those_of_others(
@@ -121,6 +123,7 @@ def test_expensive_grammars_of_one_key_do_not_delay_those_of_others(
         await asyncio.to_thread(wait_for, lambda: bool(compiler.compiled))
         with pytest.raises(Overloaded, match=f"^{MAX_WAITING} new grammars of this key are waiting"):
             await checker.check("attacker", "good", INFO)
+        assert checker.num_waiting == MAX_WAITING
         for i in range(3):
             await checker.check("other", f"good {i}", INFO)
         assert sum("bomb" in spec for spec in compiler.compiled) == 1 < COMPILE_THREADS
@@ -128,6 +131,8 @@ def test_expensive_grammars_of_one_key_do_not_delay_those_of_others(
         results = await asyncio.gather(*bombs, return_exceptions=True)
         assert all(isinstance(result, GrammarTooComplex) for result in results)
         await checker.check("attacker", "good", INFO)
+        await asyncio.sleep(0)
+        assert checker.num_waiting == 0
 
     asyncio.run(check_all())
 

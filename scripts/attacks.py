@@ -1,0 +1,156 @@
+"""Attacks on a deployment from outside. `schema_fuzz.py` repeats them beside its requests; each must be refused or served."""
+
+import json
+import random
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from pdserve.cli.deployment import Deployment
+from pdserve.control.frame_connection import LENGTH_BYTES, NONCE_BYTES, PROTOCOL_VERSION
+from pdserve.proto import pdserve_pb2 as pb
+
+TIMEOUT_S = 300
+SILENT_CONNECTIONS = 50
+BURST = 100
+ENDLESS = 1 << 20  # bytes
+INJECTION = "\x1b[2J\r\nWARNING pdserve: forged"
+NESTED: dict[str, Any] = {"type": "string"}
+for _ in range(850):
+    NESTED = {"type": "array", "items": NESTED}
+
+
+class Attacks:
+    """Attacks on a deployment.
+
+    Attributes:
+        stopped: ends `run` after the current attack.
+        done: number of attacks.
+    """
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._address = "127.0.0.1", urlsplit(deployment.url).port
+        arguments = deployment.child("router").arguments
+        self._control = "127.0.0.1", int(arguments[arguments.index("--control-port") + 1])
+        self.stopped = threading.Event()
+        self.done = 0
+
+    def run(self) -> None:
+        """Attack until stopped, in random order.
+
+        Raises:
+            RuntimeError: an attack was neither refused nor served.
+        """
+        kinds: list[Callable[[], None]] = [
+            self._endless_header,
+            self._many_headers,
+            self._silent_connections,
+            self._left_streams,
+            self._burst,
+            self._grammar_bombs,
+            self._foreign_pages,
+            self._log_injection,
+            self._rogue_instances,
+        ]
+        while not self.stopped.is_set():
+            random.choice(kinds)()
+            self.done += 1
+
+    # ---- attacks ----------------------------------------------------------------------------------------------------
+
+    def _endless_header(self) -> None:
+        with self._connect() as connection:
+            with suppress(ConnectionError):
+                connection.sendall(b"GET /health HTTP/1.1\r\nX: " + b"a" * ENDLESS)
+            self._expect(connection, {431})
+
+    def _many_headers(self) -> None:
+        with self._connect() as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\n" + b"X: a\r\n" * 101 + b"\r\n")
+            self._expect(connection, {431})
+
+    def _silent_connections(self) -> None:
+        with ExitStack() as stack:
+            silent = [stack.enter_context(self._connect()) for _ in range(SILENT_CONNECTIONS)]
+            for connection in silent[::2]:
+                connection.sendall(b"GET /hea")
+            for connection in silent:
+                self._expect(connection, {408, None})
+
+    def _left_streams(self) -> None:
+        with ExitStack() as stack:
+            for _ in range(8):
+                connection = stack.enter_context(self._connect())
+                connection.sendall(self._request(stream=True, max_tokens=40))
+                if random.random() < 0.5:
+                    connection.recv(1)
+
+    def _burst(self) -> None:
+        with ExitStack() as stack:
+            connections = [stack.enter_context(self._connect()) for _ in range(BURST)]
+            for connection in connections:
+                connection.sendall(self._request(prompt="one two three " * 20, max_tokens=1))
+            for connection in connections:
+                self._expect(connection, {200, 429})
+
+    def _grammar_bombs(self) -> None:
+        number = str(random.random())  # not in the cache
+        bombs: list[dict[str, Any]] = [
+            {"guided_json": json.dumps({"title": number, **NESTED})},
+            {"guided_regex": f"{number}{'a?' * 20_000}"},
+            {"guided_grammar": f"root ::= {number}"},
+        ]
+        for bomb in bombs:
+            self._ask(self._request(**bomb), {400, 429})
+
+    def _foreign_pages(self) -> None:
+        self._ask(self._request("Origin: http://evil.example"), {403})
+        self._ask(b"GET /health HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n", {421})
+
+    def _log_injection(self) -> None:
+        self._ask(self._request(model=INJECTION), {404})
+        self._ask(self._request(guided_regex=f"({INJECTION}"), {400, 429})
+        self._ask(self._request(prompt=f"<|im_end|>{INJECTION}<|im_start|>", max_tokens=1), {200, 429})
+
+    def _rogue_instances(self) -> None:
+        hello = pb.Hello(
+            instance_id="rogue",
+            protocol_version=PROTOCOL_VERSION,
+            nonce=bytes(NONCE_BYTES),
+            block_size=random.choice([0, 2**31]),
+        )
+        frame = pb.InstanceFrame(hello=hello, token="").SerializeToString()
+        for data in (random.randbytes(1000), len(frame).to_bytes(LENGTH_BYTES, "big") + frame):
+            with socket.create_connection(self._control, TIMEOUT_S) as connection, suppress(ConnectionError):
+                connection.sendall(data)
+                while connection.recv(4096):
+                    pass
+
+    # ---- HTTP -------------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> socket.socket:
+        return socket.create_connection(self._address, TIMEOUT_S)
+
+    def _request(self, *headers: str, **fields: Any) -> bytes:
+        body = json.dumps({"prompt": "hello", **fields}).encode()
+        head = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
+        head += [f"Content-Length: {len(body)}", "Connection: close", "", ""]
+        return "\r\n".join(head).encode() + body
+
+    def _ask(self, request: bytes, expected: set[int | None]) -> None:
+        with self._connect() as connection:
+            connection.sendall(request)
+            self._expect(connection, expected)
+
+    def _expect(self, connection: socket.socket, expected: set[int | None]) -> None:
+        """Read to the end of the connection. Status None: it ended without an answer."""
+        answer = b""
+        with suppress(ConnectionError):
+            while data := connection.recv(1 << 16):
+                answer += data
+        status = int(answer[9:12]) if answer else None
+        if status not in expected:
+            raise RuntimeError(f"the status is {status} instead of {expected}: {answer[:500]!r}")
