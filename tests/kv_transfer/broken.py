@@ -19,6 +19,7 @@ from pdserve.kv_transfer.connector import Result, Stats
 from pdserve.kv_transfer.connectors.file import FileConnector
 from pdserve.kv_transfer.connectors.memory import MemoryConnector
 from pdserve.kv_transfer.header import HEADER_BYTES, Buffer
+from pdserve.kv_transfer.url import Query
 
 
 def key_in(name: str) -> bytes:
@@ -169,7 +170,7 @@ class LeavesLockFile(FileConnector):
     """Locks by creating a file, which a killed process leaves behind."""
 
     def _write(self, block: Outgoing, path: str, lease_s: float) -> None:
-        give_up_at = time.monotonic() + 1.0
+        give_up_at = time.monotonic() + 3.0
         while True:
             try:
                 os.close(os.open(f"{self._root}/turn", os.O_CREAT | os.O_EXCL))
@@ -178,9 +179,11 @@ class LeavesLockFile(FileConnector):
                 if time.monotonic() > give_up_at:
                     raise
                 time.sleep(0.001)
-        super()._write(block, path, lease_s)
-        time.sleep(0.02)
-        os.unlink(f"{self._root}/turn")
+        try:
+            super()._write(block, path, lease_s)
+            time.sleep(0.002)  # longer than the rest, so that most kills hit it
+        finally:
+            os.unlink(f"{self._root}/turn")
 
 
 class SignsAnything(MemoryConnector):
@@ -243,6 +246,29 @@ class EndsLeasesEarly(MemoryConnector):
         return self._store.leases.get(name, 0.0) > time.monotonic()
 
 
+class ShortensLease(MemoryConnector):
+    """Sets the lease of a block to that of its latest store, and deletes the block when that ends before an earlier one."""
+
+    def configure(self, query: Query) -> None:
+        super().configure(query)
+        self._shortened: dict[str, float] = {}  # end of the lease by name, monotonic
+
+    def renew(self, name: str, lease_s: float) -> bool:
+        end = time.monotonic() + lease_s
+        if end < self._store.leases.get(name, 0.0):
+            self._shortened[name] = end
+        return super().renew(name, lease_s)
+
+    def get(self, name: str) -> Buffer | None:
+        return super().get(name) if self.contains(name) else None
+
+    def contains(self, name: str) -> bool:
+        if self._shortened.get(name, float("inf")) < time.monotonic():
+            del self._shortened[name]
+            self.delete(name)
+        return super().contains(name)
+
+
 class ExpiresAfterFirstLease(MemoryConnector):
     """Deletes a small block when the lease of its first store ends, whatever later stores asked for."""
 
@@ -280,6 +306,24 @@ class RaisesOnRelease(MemoryConnector):
             if self._name(key) not in self._store.values:
                 raise KeyError(key.hex())
         super().release(keys)
+
+
+class ReleasesForEver(MemoryConnector):
+    """Hides a released block, also from loads after it has been stored again."""
+
+    def configure(self, query: Query) -> None:
+        super().configure(query)
+        self._released: set[str] = set()
+
+    def release_many(self, keys: Sequence[bytes]) -> None:
+        super().release_many(keys)
+        self._released |= {self._name(key) for key in keys} & self._store.values.keys()
+
+    def get(self, name: str) -> Buffer | None:
+        return super().get(name) if self.contains(name) else None
+
+    def contains(self, name: str) -> bool:
+        return super().contains(name) and name not in self._released
 
 
 class EvictsLeased(MemoryConnector):
@@ -369,6 +413,25 @@ class RefusesSecond(MemoryConnector):
 
     def shut(self) -> None:
         self.attached.discard(self.url)
+
+
+class LimitsClients(MemoryConnector):
+    """Fails in all but the first five connectors of a URL that are attached, as servers do that limit their clients."""
+
+    attached: ClassVar[dict[str, list[MemoryConnector]]] = {}
+
+    def open(self) -> None:
+        super().open()
+        self._attached = self.attached.setdefault(self.url, [])
+        self._attached.append(self)
+
+    def shut(self) -> None:
+        self._attached.remove(self)
+
+    def put(self, name: str, header: bytes, payload: memoryview, lease_s: float) -> None:
+        if self not in self._attached[:5]:
+            raise OSError("too many clients")
+        super().put(name, header, payload, lease_s)
 
 
 class SharedBuffer(MemoryConnector):
@@ -465,8 +528,10 @@ BROKEN: list[tuple[type, str, str]] = [
     (IgnoresNamespace, "foreign-namespace", "0 foreign blocks to match, saw 2"),
     (IgnoresVersions, "older-layout", "another header version in its header to be rejected"),
     (EndsLeasesEarly, "lease", "4 blocks to stay while they are leased"),
+    (ShortensLease, "lease", "4 blocks to stay while they are leased"),
     (ExpiresAfterFirstLease, "longer-lease", "to stay for the longer of two leases, saw 0 of 4"),
     (RaisesOnRelease, "release", "saw KeyError"),
+    (ReleasesForEver, "release", "expected all 4 blocks loaded"),
     (EvictsLeased, "leases-under-pressure", "leased blocks to stay"),
     (KeepsFirstLease, "leases-under-pressure", "leased blocks to stay"),
     (MixesUpBlocks, "capacity", "wrong bytes"),
@@ -476,6 +541,7 @@ BROKEN: list[tuple[type, str, str]] = [
     (ClosesForAll, "two-connectors", "expected all 2 blocks stored, saw 2 unavailable"),
     (RefusesSecond, "two-connectors", "another connector of this URL to attach in the same process, saw SetupError"),
     (RefusesSecond, "many-threads", "another connector of this URL to attach in the same process, saw SetupError"),
+    (LimitsClients, "many-threads", "expected all 4 blocks stored"),
     (SharedBuffer, "many-threads", "all 4 blocks"),
     (StoreWaits, "caller-never-waits", "expected store to return while the store hangs"),
     (ReleaseWaits, "caller-never-waits", "expected release to return while the store hangs"),

@@ -86,12 +86,8 @@ def test_broken_connectors_are_caught(
     assert detail in report.detail, report.detail
 
 
-# Other rules catch the variants of these, too.
-NOT_NEEDED = {"killed-writer", "lease", "release", "many-threads"}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("needed", [name_of(rule) for rule in RULES if name_of(rule) not in NOT_NEEDED])
+@pytest.mark.parametrize("needed", [name_of(rule) for rule in RULES])
 def test_without_a_rule_a_broken_connector_would_pass(needed: str, try_variant: Try) -> None:
     caught = {}
     for connector in [row[0] for row in BROKEN if row[1] == needed]:
