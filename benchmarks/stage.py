@@ -18,7 +18,7 @@ from island import NetworkNamespace
 
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.cli.supervisor import Child
-from pdserve.config import UpConfig, parse_size
+from pdserve.config import CONNECTOR_VARIABLE, UpConfig, parse_size
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.connectors.shm import count_leases
 
@@ -45,6 +45,7 @@ class ChaosDeployment(Deployment):
             router, there = self.child("router"), self.child(ON_ISLAND)
             router.arguments += ["--control-host", "0.0.0.0"]
             there.arguments = [word.replace("127.0.0.1", island.host) for word in there.arguments]
+            there.environment |= {CONNECTOR_VARIABLE: self.connector.replace("127.0.0.1", island.host)}
 
     @property
     def instances(self) -> list[Child]:

@@ -340,7 +340,8 @@ def test_200_requests_with_40_cancelled_leak_no_block(
 def test_instance_that_joins_later_is_used_at_once(checkpoint: Callable[..., Path], deploy: Callable[..., Any]) -> None:
     with deploy(model=str(checkpoint("llama")), num_blocks=128, policy="round_robin") as deployment:
         first = deployment.child("decode-0")
-        late = type(first)("decode-9", [a if a != "decode-0" else "decode-9" for a in first.arguments])
+        arguments = [a if a != "decode-0" else "decode-9" for a in first.arguments]
+        late = type(first)("decode-9", arguments, first.environment)
         deployment.children.append(late)
         deployment._start(late)
         deployment.wait_ready(600)

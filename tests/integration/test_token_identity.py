@@ -106,6 +106,7 @@ def double(deployment: Any) -> None:
     for name in ("prefill-0", "decode-0"):
         first = deployment.child(name)
         second = name.replace("0", "1")
-        deployment.children.append(type(first)(second, [second if a == name else a for a in first.arguments]))
+        arguments = [second if argument == name else argument for argument in first.arguments]
+        deployment.children.append(type(first)(second, arguments, first.environment))
         deployment._start(deployment.children[-1])
     deployment.wait_ready()
