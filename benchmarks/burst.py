@@ -1,6 +1,7 @@
 """Thousands of prompts at once on raw sockets, before mock instances: `python benchmarks/burst.py [REQUESTS…]`.
 
-Prints how many were answered, by status, how long `/health` took meanwhile, and how many instances were lost.
+Prints how many were answered, by status, how long `/health` took meanwhile, and how many instances were lost. Exit code 1: an
+instance was lost, or a request was neither answered nor refused as one too many.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from pdserve.cli.deployment import free_port
 from router import MOCK
 
 PROMPT_TOKENS = 640
-START_S = 120.0
+START_S = 600.0
 ROLES = ("prefill-0", "decode-0")
 
 
@@ -47,8 +48,8 @@ async def check_health(url: str, longest: list[float]) -> None:
             await asyncio.sleep(0.05)
 
 
-async def burst(port: int, requests: int) -> None:
-    """Send all requests at once, and print what became of them."""
+async def burst(port: int, requests: int) -> bool:
+    """Send all requests at once, and print what became of them. Return True if that is as it should be."""
     url, longest = f"http://127.0.0.1:{port}", [0.0]
     body = json.dumps({"prompt": prompt_text(PROMPT_TOKENS), "max_tokens": 8}).encode()
     health = asyncio.create_task(check_health(url, longest))
@@ -62,10 +63,11 @@ async def burst(port: int, requests: int) -> None:
         f"{requests} requests: {dict(statuses)} in {seconds:.1f} s; /health at most {longest[0]:.2f} s; "
         f"instances lost: {lost and lost[1]}"
     )
+    return statuses.keys() <= {"200", "429"} and lost is not None and float(lost[1]) == 0
 
 
-async def main(counts: list[int]) -> None:
-    """Start a router and its mock instances, and send one burst after the other."""
+async def main(counts: list[int]) -> bool:
+    """Start a router and its mock instances, and send one burst after the other. Return True if all went well."""
     port, control = free_port(), free_port()
     with tempfile.TemporaryFile() as log:
         arguments = ["-m", "pdserve", "router", "--model", "demo", "--port", str(port), "--control-port", str(control)]
@@ -79,8 +81,7 @@ async def main(counts: list[int]) -> None:
                         break
                     except httpx.HTTPError:
                         await asyncio.sleep(0.1)
-            for count in counts:
-                await burst(port, count)
+            return all([await burst(port, count) for count in counts])
         finally:
             for process in (mocks, router):
                 process.terminate()
@@ -88,4 +89,4 @@ async def main(counts: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main([int(count) for count in sys.argv[1:]] or [1000, 5000]))
+    sys.exit(not asyncio.run(main([int(count) for count in sys.argv[1:]] or [1000, 5000])))

@@ -33,7 +33,7 @@ class Settings(report.Settings):
     requests: int = flag("in each phase", 300)
 
 
-QUICK = {"requests": 20}
+QUICK = {"requests": 4}
 
 
 def store_faults(settings: Settings) -> None:
@@ -60,7 +60,7 @@ def store_faults(settings: Settings) -> None:
     for row in rows:
         table.add_row(*map(str, row.values()))
     report.show(table)
-    print(report.write("store-faults", settings, {"rows": rows}))
+    print(report.write("store_faults", settings, {"rows": rows}))
 
 
 async def _rows(url: str, server: stores.RedisServer, requests: int) -> list[dict[str, Any]]:

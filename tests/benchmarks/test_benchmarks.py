@@ -72,6 +72,18 @@ def test_handover(run: Callable[..., Any]) -> None:
         assert row["second_token_gap_ms"] >= 0 and len(row["handover_ms_all"]) == 1
 
 
+def test_store_faults(run: Callable[..., Any]) -> None:
+    rows = run("store_faults.py")["rows"]
+    assert [row["Redis"] for row in rows] == ["healthy", "stopped", "continued", "killed", "restarted"]
+    assert all(row["answers"] == 4 and 0 < int(row["p50 ms"]) <= int(row["max ms"]) for row in rows)
+
+
+def test_a_burst_is_answered_and_loses_no_instance(pdserve: Callable[..., Any]) -> None:
+    done = pdserve(str(BENCHMARKS / "burst.py"), "300")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("300 requests: {") and done.stdout.endswith("instances lost: 0.0\n")
+
+
 def test_memory(run: Callable[..., Any]) -> None:
     content = run("memory.py")
     rows = {row["reservation"]: row for row in content["rows"]}

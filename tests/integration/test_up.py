@@ -251,7 +251,8 @@ def test_metrics_of_one_request(up: Up, client: openai.OpenAI) -> None:
     assert delta['pdserve_requests_total{finish_reason="length"}'] == 1
     assert delta[name] > 0
     assert delta[name.replace("blocks", "bytes")] > delta[name]
-    assert sum(value for key, value in delta.items() if SOURCES in key) == 2 * delta["pdserve_prompt_tokens_total"]
+    if not _faults(after):
+        assert sum(value for key, value in delta.items() if SOURCES in key) == 2 * delta["pdserve_prompt_tokens_total"]
 
 
 def test_ctrl_c_leaves_no_process_and_no_shared_memory(up: Up) -> None:
@@ -288,7 +289,10 @@ def _wait_for_timeline(url: str, request_id: str) -> dict[str, Any]:
 
 
 def _wait_for_metrics(url: str) -> dict[str, float]:
-    """Return the metrics once the instances' heartbeats have reported the sources of all prompt tokens."""
+    """Return the metrics once the instances' heartbeats have reported the sources of all prompt tokens.
+
+    On a machine so slow that the router has taken prefill for lost, decode has computed some prompts alone.
+    """
     deadline = time.monotonic() + 600
     while True:
         metrics = _metrics(url)
@@ -296,10 +300,15 @@ def _wait_for_metrics(url: str) -> dict[str, float]:
             role: sum(value for name, value in metrics.items() if SOURCES in name and f'role="{role}"' in name)
             for role in ("prefill", "decode")
         }
-        if set(reported.values()) == {metrics["pdserve_prompt_tokens_total"]}:
+        total = metrics["pdserve_prompt_tokens_total"]
+        if reported["decode"] == total and (reported["prefill"] == total or _faults(metrics)):
             return metrics
-        assert time.monotonic() < deadline, reported
+        assert time.monotonic() < deadline, (reported, total, _faults(metrics))
         time.sleep(0.05)
+
+
+def _faults(metrics: dict[str, float]) -> float:
+    return sum(value for name, value in metrics.items() if re.search("fallbacks|migrations|hedges|lost", name))
 
 
 def _metrics(url: str) -> dict[str, float]:
