@@ -37,13 +37,17 @@ class Connections(ServerState):
 
     Args:
         timeout_ticks: ticks for which a connection may wait for a complete head.
+        keep_alive_ticks: ticks for which it may be idle after an answer.
         on_refusal: called with the kind of error for each connection that is ended early.
     """
 
-    def __init__(self, maximum: int, timeout_ticks: int, on_refusal: Callable[[str], None]) -> None:
+    def __init__(
+        self, maximum: int, timeout_ticks: int, keep_alive_ticks: int, on_refusal: Callable[[str], None]
+    ) -> None:
         super().__init__()
         self.maximum = maximum
         self.timeout_ticks = timeout_ticks
+        self.keep_alive_ticks = keep_alive_ticks
         self.on_refusal = on_refusal
         self.is_shutting_down = False
 
@@ -111,17 +115,18 @@ class HttpProtocol(HttpToolsProtocol):
             super().shutdown()
 
     def on_tick(self) -> None:
-        """Close the connection if it has waited for a head, complete or not, for too long."""
+        """Close the connection if it has waited for a head, complete or not, or been idle for too long."""
         self._ticks += 1
         if self._refusal is not None:
             if self._ticks > LINGER_TICKS:
                 self.transport.abort()
         elif not self._is_idle:
             self._ticks = 0
-        elif self._ticks > self._open.timeout_ticks and self._is_in_head:
-            message = f"the headers did not arrive within {self._open.timeout_ticks} s"
-            self._refuse(TooSlow(message, kind="head_too_slow"))
-        elif self._ticks > self._open.timeout_ticks:
+        elif self._is_in_head:
+            if self._ticks > self._open.timeout_ticks:
+                message = f"the headers did not arrive within {self._open.timeout_ticks} s"
+                self._refuse(TooSlow(message, kind="head_too_slow"))
+        elif self._ticks > (self._open.timeout_ticks if self.cycle is None else self._open.keep_alive_ticks):
             self.transport.close()
 
     # ---- callbacks of the parser: what they raise ends `feed_data` -----------------------------------------------

@@ -19,6 +19,9 @@ from pdserve.router.web.http_protocol import Connections, HttpProtocol
 from pdserve.router.web.tls_listener import Handshake, TlsListener
 
 HEAD_TIMEOUT_S = 10.0  # or less: --client-timeout-seconds
+# Far longer than clients keep their idle connections (httpx, and so OpenAI's client, 5 s): a request that a slow client sends
+# on a connection that is just being closed is lost.
+KEEP_ALIVE_S = 60.0
 MAX_CONNECTIONS = 16_384  # by default
 UVICORN_TICKS_PER_S = 10
 
@@ -31,9 +34,7 @@ class HttpServer(uvicorn.Server):
             app,
             http=HttpProtocol,
             ws="none",
-            # `HttpProtocol.on_tick` ends idle connections, not uvicorn after 5 s: httpx, and so OpenAI's client, drops them
-            # after 5 s as well, and would lose a request that it sends just then.
-            timeout_keep_alive=round(2 * HEAD_TIMEOUT_S),
+            timeout_keep_alive=round(2 * KEEP_ALIVE_S),  # `HttpProtocol.on_tick` ends idle connections, not uvicorn
             log_config=None,  # uvicorn logs through the root logger, whose format escapes what clients send
             log_level="warning",
             access_log=False,
@@ -48,6 +49,7 @@ class HttpServer(uvicorn.Server):
         self.server_state = self.open = Connections(
             config.max_connections or default_max_connections(),
             round(max(1, min(HEAD_TIMEOUT_S, config.client_timeout_seconds))),
+            round(KEEP_ALIVE_S),
             lambda kind: metrics.refused_connections.labels(reason=kind).inc(),
         )
         metrics.connections.set_function(lambda: len(self.open.connections))

@@ -150,7 +150,8 @@ def test_what_surrounds_a_chunked_body_is_limited(app: Starlette, serve: Callabl
                 connection.sendall(b"a" * 65536)
 
 
-def test_a_head_that_is_too_slow(app: Starlette, serve: Callable[..., Any]) -> None:
+def test_a_head_that_is_too_slow(app: Starlette, serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 2.0)
     with serve(app, client_timeout_seconds=1) as connect:
         silent, slow, idle, blank = connect(), connect(), connect(), connect()
         slow.sendall(HEALTH)
