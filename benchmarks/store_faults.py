@@ -1,11 +1,10 @@
 """Latency of requests while Redis hangs (SIGSTOP) or is gone (SIGKILL), beside healthy phases of the same run.
 
 `python benchmarks/store_faults.py`. A router, a prefill and a decode instance serve the demo model. Requests come one at a
-time, with prompts that are handed over, and each is sent again in every phase with another first token, so no KV is reused.
+time, with prompts that are handed over and begin differently, so no KV is reused.
 """
 
 import asyncio
-import os
 import signal
 import tempfile
 import time
@@ -54,7 +53,7 @@ def store_faults(settings: Settings) -> None:
                 deployment.wait_ready()
                 rows = asyncio.run(_rows(deployment.url, server, settings.requests))
         finally:
-            os.kill(server.process.pid, signal.SIGCONT)
+            server.process.send_signal(signal.SIGCONT)  # does nothing once it has ended
             server.kill()
     table = Table(*COLUMNS, show_edge=False, pad_edge=False)
     for row in rows:
@@ -66,8 +65,8 @@ def store_faults(settings: Settings) -> None:
 async def _rows(url: str, server: stores.RedisServer, requests: int) -> list[dict[str, Any]]:
     phases: list[tuple[str, Callable[[], None]]] = [
         ("healthy", lambda: None),
-        ("stopped", lambda: os.kill(server.process.pid, signal.SIGSTOP)),
-        ("continued", lambda: os.kill(server.process.pid, signal.SIGCONT)),
+        ("stopped", lambda: server.process.send_signal(signal.SIGSTOP)),
+        ("continued", lambda: server.process.send_signal(signal.SIGCONT)),
         ("killed", server.kill),
         ("restarted", server.start),
     ]
@@ -87,7 +86,7 @@ async def _rows(url: str, server: stores.RedisServer, requests: int) -> list[dic
 
 async def _serve(http: httpx.AsyncClient, phase: int, number: int) -> float:
     """Return the seconds that a request took, which must be answered in full."""
-    prompt = [100 + phase, *((number * 31 + i * 7) % 200 for i in range(PROMPT_TOKENS))]
+    prompt = [100 + phase, number % 200, number // 200, *((number + i * 7) % 200 for i in range(PROMPT_TOKENS))]
     started = time.perf_counter()
     body = {"prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True}
     reply = await http.post("/v1/completions", json=body)

@@ -24,7 +24,7 @@ def test_router_stops_pairing_an_instance_with_another_store(
     with deploy(model=str(path), num_blocks=128, policy="round_robin") as deployment:
         first = deployment.child("prefill-0")
         arguments = [STRANGER if argument == "prefill-0" else argument for argument in first.arguments]
-        environment = {CONNECTOR_VARIABLE: f"file://{tmp_path}/kv"}
+        environment = first.environment | {CONNECTOR_VARIABLE: f"file://{tmp_path}/kv"}
         deployment.children.append(type(first)(STRANGER, arguments, environment))
         deployment._start(deployment.children[-1])
         deployment.wait_ready()

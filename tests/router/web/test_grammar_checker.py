@@ -50,6 +50,10 @@ class FakeCompiler:
         self.closed = True
 
 
+def make_checker(compiler: FakeCompiler, on_result: Callable[[str], None] = lambda result: None) -> GrammarChecker:
+    return GrammarChecker(lambda info: compiler, on_result)  # type: ignore[arg-type, return-value]  # has what is used
+
+
 @pytest.fixture
 def compiler() -> FakeCompiler:
     return FakeCompiler()
@@ -57,7 +61,7 @@ def compiler() -> FakeCompiler:
 
 @pytest.fixture
 def checker(compiler: FakeCompiler) -> GrammarChecker:
-    return GrammarChecker(lambda info: compiler)  # type: ignore[arg-type, return-value]
+    return make_checker(compiler)
 
 
 @pytest.fixture
@@ -100,7 +104,7 @@ def test_a_request_with_an_invalid_grammar_reaches_no_instance(
 def test_verdicts_of_xgrammar_are_cached_within_bounds(compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_checker, "CACHE_ENTRIES", 2)
     results: list[str] = []
-    checker = GrammarChecker(lambda info: compiler, results.append)  # type: ignore[arg-type, return-value]
+    checker = make_checker(compiler, results.append)
     compiler.proceed.set()
 
     async def check_all() -> None:
