@@ -124,14 +124,15 @@ class Bench:
         seq, logits = self._sequence(document, self._settings.prompt_tokens), []
         for _ in range(self._settings.next_tokens):
             self._engine.runner.step({seq: 1})
-            seq.num_computed += 1
+            seq.mark_computed(1)
             logits.append(self._logits)
         return torch.stack(logits)
 
     def _sequence(self, document: list[int], computed: int) -> TokenSequence:
         seq = self._engine.new_sequence("", document, SamplingParams(max_tokens=1))
         seq.tokens = [*document, 0]  # never complete, so nothing is sampled
-        seq.block_ids, seq.num_computed = list(range(self._engine.pool.num_blocks)), computed
+        seq.take_blocks(0, [], list(range(self._engine.pool.num_blocks)))
+        seq.mark_loaded(computed)
         return seq
 
     def _keep_logits(self, _: torch.nn.Module, __: Any, output: Any) -> None:

@@ -87,10 +87,10 @@ def _row(size: int, checkpoint: Checkpoint, base: EngineConfig, shape: Shape, se
     for number in range(settings.repeat):
         for way, (one, forced) in ways.items():
             one.scheduler.costs = forced
-            before = one.scheduler.num_preemptions, one.scheduler.num_swaps
+            before = one.scheduler.num_preemptions, one.scheduler.swap_space.num_swaps
             seconds[way].append(_run(one, settings, seed=number))
             preemptions[way] = one.scheduler.num_preemptions - before[0]
-            swapped = one.scheduler.num_swaps - before[1]
+            swapped = one.scheduler.swap_space.num_swaps - before[1]
             assert swapped == (preemptions[way] if way == "swap" else 0), "another way than was asked for"
     tokens = settings.requests * settings.output_tokens
     return {
@@ -125,7 +125,7 @@ def _once(engine: Engine, blocks: int, tokens: int) -> tuple[float, float, float
 
     def compute() -> float:
         seq = engine.new_sequence("alone", [0] * (tokens - 1), SamplingParams(max_tokens=1, temperature=0))
-        seq.cacheable = False  # otherwise the second try would find it in the cache
+        seq.forbid_caching()  # otherwise the second try would find it in the cache
         engine.add(seq)
         started = time.perf_counter()
         while not engine.step().sampled:

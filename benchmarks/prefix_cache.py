@@ -91,10 +91,8 @@ class Bench:
         self._engine = Engine(config)
         self._random = torch.Generator().manual_seed(0)
         self._bookkeeping = 0.0
-        scheduler = self._engine.scheduler
         # Patched in place, so that the real engine is timed.
-        for one, name in ((scheduler, "reserve"), (self._engine, "register_full_blocks")):
-            setattr(one, name, self._timed(getattr(one, name)))
+        self._engine.scheduler.reserve = self._timed(self._engine.scheduler.reserve)  # type: ignore[method-assign]
 
     def round(self, case: Case) -> Round:
         count = self._settings.prompt_tokens * (case.hits or 0) // 100 // self._settings.block_size
@@ -116,8 +114,9 @@ class Bench:
         sampling = SamplingParams(max_tokens=output_tokens, temperature=0, ignore_eos=True)
         for i, prompt in enumerate(prompts):
             seq = self._engine.new_sequence(str(i), prompt, sampling)
+            seq.register_full_blocks = self._timed(seq.register_full_blocks)  # type: ignore[method-assign]
             if not cached:
-                seq.cacheable = False
+                seq.forbid_caching()
                 seq.full_keys = list  # type: ignore[method-assign]  # no keys: no cache
             self._engine.add(seq)
         while self._engine.has_work:

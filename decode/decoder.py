@@ -23,8 +23,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from pdserve.decode.layout_converter import ConvertedPrompt
+from pdserve.decode.load_machine import Action, Load, LoadMachine, Start
 from pdserve.engine.engine import Engine
-from pdserve.engine.sequence import Sequence
 from pdserve.kv_transfer.connector import Connector, Outcome, Result
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
@@ -37,35 +37,21 @@ STORE_BACK_BLOCKS = 8  # per store, except for the last one, so that a step star
 
 @dataclass(eq=False)
 class _DecodeState:
-    """State of one job in the decode role. All numbers of blocks count leading blocks of the prompt.
+    """State of one job in the decode role.
 
     Attributes:
-        available: blocks that are in the KV store.
-        coming: blocks that are in the store or being stored.
-        requested: blocks that are in the pool or for which a load was started.
-        follow_missed: a following load missed blocks that were not stored in time. They are loaded once available.
-        first_bad_block: index of the first block that could not be loaded, or None.
-        final: no more blocks will become available.
+        loading: decides which blocks of the prompt to load, and when to join the engine.
         first_token: sampled by prefill; None until it is reported.
         tickets: of the blocks to load, from prefill's connector.
-        reserved: the sequence has its blocks.
-        started: the sequence has joined the engine.
         store_limit: leading tokens, of prompt and output, that are worth storing back.
         stored_blocks: blocks of prompt and output that are in the store or being stored.
-        converted: source of the blocks if prefill's layout differs; `available` counts blocks of our layout all the same.
+        converted: source of the blocks if prefill's layout differs.
     """
 
     job: Job
-    available: int = 0
-    coming: int = 0
-    requested: int = 0
-    follow_missed: bool = False
-    first_bad_block: int | None = None
-    final: bool = False
+    loading: LoadMachine
     first_token: int | None = None
     tickets: list[bytes] = field(default_factory=list)
-    reserved: bool = False
-    started: bool = False
     store_limit: float = 0
     stored_blocks: int = 0
     converted: ConvertedPrompt | None = None
@@ -108,12 +94,15 @@ class Decoder:
         Args:
             converted: source of the prompt's blocks, if prefill's layout differs.
         """
-        state = self._states[job] = _DecodeState(job, store_limit=self._store_limit(job), converted=converted)
+        if job.phase == pb.DECODE:
+            job.keys = job.seq.initial_keys()
+        loading = LoadMachine(len(job.keys), self._transfers.max_transfer_blocks, self._transfers.split)
+        state = _DecodeState(job, loading, store_limit=self._store_limit(job), converted=converted)
+        self._states[job] = state
         if job.phase == pb.BOTH:
-            state.started = True
+            loading.skip()
             self._fetcher.fetch(job, on_cancelled=lambda: self._end(state))
         else:
-            job.keys = job.seq.initial_keys()
             insort(self._unreserved, state, key=lambda one: one.job.seq.rank)
             self.reserve()
 
@@ -122,19 +111,21 @@ class Decoder:
         state = self._states.get(job)
         if state is None:
             return
-        converted = state.converted
-        blocks = message.num_blocks if converted is None else converted.num_complete_blocks(message.num_blocks)
-        state.available = max(state.available, blocks)
-        state.final = state.final or message.final
-        if state.started:  # the blocks are already here
-            self._release(state, message.tickets)
-            return
-        if converted is None and self._transfers.follows:
-            state.coming = max(state.coming, message.coming)
-        state.tickets += message.tickets
+        converted, loading = state.converted, state.loading
+        has_blocks = loading.has_started
+        if not has_blocks:
+            state.tickets += message.tickets
         if message.HasField("first_token"):
             state.first_token = message.first_token
-        self._advance(state)
+        actions = loading.reported(
+            message.num_blocks if converted is None else converted.num_complete_blocks(message.num_blocks),
+            message.coming if converted is None and self._transfers.follows else 0,
+            is_final=message.final,
+            has_first_token=message.HasField("first_token"),
+        )
+        if has_blocks:
+            self._release(state, message.tickets)
+        self._carry_out(state, actions)
 
     def reserve(self) -> None:
         """Reserve blocks for waiting requests, in order of rank. To be called whenever blocks were freed."""
@@ -146,10 +137,8 @@ class Decoder:
             if not self._engine.scheduler.reserve(seq, usable, seq.num_initial + 1, respect_queue=True):
                 return
             self._unreserved.pop(0)
-            state.reserved = True
-            state.requested = seq.num_registered
             state.job.stamp(Stage.RESERVED, self._context.now())
-            self._advance(state)
+            self._carry_out(state, state.loading.reserved(seq.num_registered))
 
     def on_step(self, job: Job, sampled: bool, step_started: float) -> None:
         """Report the sampled token, if any, after an engine step that computed part of the sequence."""
@@ -185,85 +174,54 @@ class Decoder:
         state = self._states.get(job)
         if state is not None:
             job.ended = True
-            if state.started:
+            if state.loading.has_started:
                 self._store_back(state)  # still useful: the router cancels at a stop string, or to migrate the request
             self._end(state)
 
-    def _advance(self, state: _DecodeState) -> None:
-        """Start the next loads or, if nothing is missing or no more will come, join the engine."""
-        if not state.reserved or state.started or state.job.ended:
-            return
-        if state.follow_missed and state.job.open_transfers > 0:
-            return  # a transfer under way may still write to the rows that would be loaded again
-        state.follow_missed = False
-        while state.first_bad_block is None and state.available > state.requested:
-            self._load(state)
-        if state.first_bad_block is None:
-            self._follow(state)
-        if state.job.open_transfers > 0:
-            return
-        is_complete = state.requested == len(state.job.keys) and state.first_token is not None
-        if state.final or (is_complete and state.first_bad_block is None):
-            self._start(state)
+    def _carry_out(self, state: _DecodeState, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Load):
+                self._load(state, action)
+            else:
+                self._start(state, action)
 
-    def _load(self, state: _DecodeState) -> None:
-        """Start to load the next available blocks."""
-        job, first = state.job, state.requested
-        stop = min(state.available, first + self._transfers.max_transfer_blocks)
-        keys, blocks = job.keys[first:stop], job.seq.blocks(first, stop)
-        state.requested = stop
-        on_done, tickets = partial(self._on_loaded, state, first), tuple(state.tickets)
-        self._transfers.load(job, keys, blocks, on_done, tickets, source=state.converted)
+    def _load(self, state: _DecodeState, load: Load) -> None:
+        job, on_done = state.job, partial(self._on_loaded, state, load)
+        keys, blocks = job.keys[load.first : load.stop], job.seq.blocks(load.first, load.stop)
+        if load.follows:
+            self._transfers.follow(job, keys, blocks, on_done)
+        else:
+            self._transfers.load(job, keys, blocks, on_done, tuple(state.tickets), source=state.converted)
 
-    def _follow(self, state: _DecodeState) -> None:
-        """Start to load the blocks that are being stored, in the same parts as prefill stores them."""
-        job = state.job
-        for first, stop in self._transfers.split(state.requested, max(state.requested, state.coming)):
-            state.requested = stop
-            on_done = partial(self._on_followed, state, first)
-            self._transfers.follow(job, job.keys[first:stop], job.seq.blocks(first, stop), on_done)
-
-    def _on_followed(self, state: _DecodeState, first: int, result: Result) -> None:
-        """Handle a following load. Blocks that were not stored in time are no failure: they are requested again later."""
-        if result.leading < len(result.outcomes) and result.outcomes[result.leading] is Outcome.MISSING:
-            state.requested, state.coming = min(state.requested, first + result.leading), 0
-            state.follow_missed = True
-            result = replace(result, outcomes=result.outcomes[: result.leading])
-        self._on_loaded(state, first, result)
-
-    def _on_loaded(self, state: _DecodeState, first: int, result: Result) -> None:
-        job = state.job
+    def _on_loaded(self, state: _DecodeState, load: Load, result: Result) -> None:
+        job, leading = state.job, result.leading
+        missed = leading < len(result.outcomes) and result.outcomes[leading] is Outcome.MISSING
+        actions = state.loading.loaded(load, leading, missed=missed)
         if job.ended:
             self._end(state)
             return
+        if load.follows and missed:  # no failure: these blocks are loaded later
+            result = replace(result, outcomes=result.outcomes[:leading])
         if result.outcomes:
             job.record_transfer(result, self._context.now())
-        if result.leading < len(result.outcomes):
-            bad_block = first + result.leading
-            state.first_bad_block = (
-                bad_block if state.first_bad_block is None else min(bad_block, state.first_bad_block)
-            )
-        self._advance(state)
+        self._carry_out(state, actions)
 
-    def _start(self, state: _DecodeState) -> None:
+    def _start(self, state: _DecodeState, start: Start) -> None:
         """Join the engine with the KV that was loaded. The engine computes what is missing, as for a preempted sequence."""
         job, seq = state.job, state.job.seq
-        # Blocks that a following load missed may precede the first bad block: then these are missing too.
-        resident = state.requested if state.first_bad_block is None else min(state.first_bad_block, state.requested)
-        seq.num_computed = min(resident * seq.block_size, seq.num_initial)
+        seq.mark_loaded(min(start.num_blocks * seq.block_size, seq.num_initial))
         if state.first_token is not None:
-            seq.tokens.append(state.first_token)
+            seq.append(state.first_token)
         elif seq.num_computed == seq.num_initial:
-            self._reopen_prompt(seq)
-        seq.num_loaded = max(0, seq.num_computed - seq.num_local_hit)
+            seq.reopen_prompt(self._engine.pool)  # prefill failed before the first token
         state.stored_blocks = seq.num_computed // seq.block_size
         if seq.num_loaded and state.converted is not None and not state.converted.exact:
             # KV that was rounded to another dtype differs from what our own prefill would compute, and so does everything
             # computed from it. It is good enough for this request, which asked for it, but other requests must not find
             # it under its keys: it is neither cached in the pool nor stored back.
-            seq.cacheable, state.store_limit = False, 0
-        state.started = seq.admitted = True
-        self._engine.register_full_blocks(seq)
+            seq.forbid_caching()
+            state.store_limit = 0
+        seq.register_full_blocks(self._engine.pool)
         self._release(state, state.tickets)
         self._context.count_prompt_sources(job)
         job.report_transfers(self._engine.layout.block_bytes)
@@ -273,19 +231,9 @@ class Decoder:
     def _release(self, state: _DecodeState, tickets: SequenceABC[bytes]) -> None:
         """End the leases of tickets, and of keys once everything is stored. A prefill that is cancelled before that ends the
         leases of its keys itself."""
-        keys = state.job.keys[: state.available] if state.final else ()
+        keys = state.job.keys[: state.loading.available] if state.loading.is_final else ()
         if keys or tickets:
             (state.converted or self._connector).release(keys, tickets=tuple(tickets))
-
-    def _reopen_prompt(self, seq: Sequence) -> None:
-        """Make the engine compute the end of the prompt again for its logits, as prefill failed before the first token."""
-        if seq.num_initial % seq.block_size:
-            seq.num_computed -= 1
-            return
-        # The last block is full and may be shared: replace it by the spare block, which is private to this sequence.
-        self._engine.pool.release([seq.block_ids.pop(seq.num_initial // seq.block_size - 1)])
-        seq.num_computed -= seq.block_size
-        seq.num_registered = min(seq.num_registered, seq.num_computed // seq.block_size)
 
     def _store_limit(self, job: Job) -> float:
         """Return the number of leading tokens whose KV later requests may load, if it is computed here."""
@@ -325,12 +273,14 @@ class Decoder:
             return
         if state in self._unreserved:
             self._unreserved.remove(state)
-        if job.seq.block_ids or state.started:
+        loading = state.loading
+        loading.end()
+        if job.seq.block_ids or loading.has_started:
             self._engine.remove(job.seq)
         if job.open_transfers == 0:
-            if not state.started:
+            if not loading.has_started:
                 self._release(state, state.tickets)  # no instance will load what was stored for this request
-            elif state.coming and not state.final:  # it followed, and finished before prefill's final report
+            elif loading.coming and not loading.is_final:  # it followed, and finished before prefill's final report
                 self._connector.release(job.keys)
             del self._states[job]
             self._context.close_job(job)

@@ -28,7 +28,7 @@ class StepResult:
         swapped_out, swapped_in: blocks copied to host memory, and from there.
         swap_seconds: duration of these copies.
         work: (tokens computed, tokens before them) of each advanced sequence.
-        publishers_paused: whether sequences that publish their KV were left out.
+        storing_paused: whether sequences whose KV is stored as it is computed were left out.
     """
 
     advanced: list[Sequence] = field(default_factory=list)
@@ -154,7 +154,7 @@ class Engine:
         """Schedule, run the model, postprocess. The caller removes finished sequences.
 
         Args:
-            pause_publishers: see `Scheduler.schedule`.
+            pause_storing: see `Scheduler.schedule`.
         """
         compiling, self._compiling = self._compiling, []
         for seq in compiling:
@@ -166,10 +166,10 @@ class Engine:
         self.runner.copy_blocks(schedule.block_copies)
         sampled = self.runner.step(scheduled)
         for seq, count in scheduled.items():
-            seq.num_computed += count
-            self.register_full_blocks(seq)
+            seq.mark_computed(count)
+            seq.register_full_blocks(self.pool)
         for seq, token in sampled.items():
-            seq.tokens.append(token)
+            seq.append(token)
         return StepResult(
             advanced=list(scheduled),
             sampled=sampled,
@@ -181,15 +181,6 @@ class Engine:
             work=work,
             storing_paused=schedule.storing_paused,
         )
-
-    def register_full_blocks(self, seq: Sequence) -> None:
-        """Make the full blocks that a sequence has computed or loaded findable by key."""
-        full = seq.num_computed // seq.block_size
-        if full > seq.num_registered and seq.cacheable:
-            keys = seq.full_keys()
-            for i in range(seq.num_registered, full):
-                self.pool.register(seq.block_ids[i], keys[i])
-            seq.num_registered = full
 
 
 def _max_model_len(checkpoint: Checkpoint, config: EngineConfig, num_blocks: int) -> int:

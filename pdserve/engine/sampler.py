@@ -93,7 +93,7 @@ def record_logprobs(logprobs_AV: torch.Tensor, seqs: list[Sequence], tokens: lis
     top_AK = logprobs_AV.topk(min(max(num_top), logprobs_AV.shape[1]), dim=-1)
     rows = zip(chosen_A.tolist(), top_AK.indices.tolist(), top_AK.values.tolist(), strict=True)
     for seq, count, (logprob, ids, values) in zip(seqs, num_top, rows, strict=True):
-        seq.last_logprobs = TokenLogprobs(logprob, tuple(zip(ids[:count], values[:count], strict=True)))
+        seq.record_logprobs(TokenLogprobs(logprob, tuple(zip(ids[:count], values[:count], strict=True))))
 
 
 def _apply_penalties(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:

@@ -18,12 +18,13 @@ requests can overtake one of a lower priority: no sequence starves.
 
 from bisect import insort
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from pdserve.costs import Costs
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.budget import StepBudget
-from pdserve.engine.sequence import Sequence, SwappedKV
+from pdserve.engine.sequence import Sequence
+from pdserve.engine.swap_space import SwapSpace
 from pdserve.request import SamplingParams
 
 
@@ -38,7 +39,7 @@ class SchedulerOutput:
         resumed: preempted sequences that have blocks again and whose KV may be in the store. They are in no queue until
             their owner adds them again.
         swap_out, swap_in: (block, host block) pairs to copy before anything else. Never both in one step.
-        publishers_paused: whether sequences that publish their KV were left out.
+        storing_paused: whether sequences whose KV is stored as it is computed were left out.
     """
 
     num_scheduled_tokens: dict[Sequence, int] = field(default_factory=dict)
@@ -64,7 +65,7 @@ class Scheduler:
         refetch_preempted: return resumed sequences to their owner (`SchedulerOutput.resumed`), which looks for their KV in
             the store.
         prefix_queries, prefix_hits: tokens looked up in the prefix cache, and found there.
-        num_swaps: preemptions that swapped.
+        swap_space: KV of preempted sequences in host memory.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.window = window
-        self.host_pool = host_pool
+        self.swap_space = SwapSpace(host_pool)
         self.costs = Costs()
         self.itl_target: float | None = None
         self.refetch_preempted = False
@@ -92,7 +93,6 @@ class Scheduler:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.num_preemptions = 0
-        self.num_swaps = 0
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, with or without blocks."""
@@ -100,17 +100,7 @@ class Scheduler:
 
     def fork(self, seq: Sequence, request_id: str, sampling: SamplingParams) -> Sequence:
         """Queue and return a copy of a sequence that shares all KV computed so far. Later writes are copy-on-write."""
-        blocks = seq.block_ids[: self.pool.blocks_for(seq.num_computed)]
-        self.pool.hold(blocks[seq.num_dropped :])
-        fork = replace(
-            seq,
-            request_id=request_id,
-            sampling=sampling,
-            tokens=[*seq.tokens],
-            keys=[*seq.keys],
-            block_ids=blocks,
-            swapped=None,
-        )
+        fork = seq.fork(self.pool, request_id, sampling)
         self.add(fork)
         return fork
 
@@ -119,19 +109,14 @@ class Scheduler:
         for queue in (self.running, self.loaded, self.waiting):
             if seq in queue:
                 queue.remove(seq)
-        self.release(seq)
-        self._discard_swapped(seq)
-
-    def release(self, seq: Sequence) -> None:
-        self.pool.release(seq.held_blocks)
-        seq.block_ids = []
-        seq.num_computed = seq.num_registered = seq.num_dropped = 0
+        seq.release_blocks(self.pool)
+        self.swap_space.discard(seq)
 
     def schedule(self, *, pause_storing: bool = False) -> SchedulerOutput:
         """Decide the next step. It contains at least one sequence whenever one can run.
 
         Args:
-            pause_publishers: leave out sequences whose KV is stored as it is computed.
+            pause_storing: leave out sequences whose KV is stored as it is computed.
         """
         output = SchedulerOutput(storing_paused=pause_storing and any(seq.stores_kv for seq in self.sequences()))
         budget = self._schedule_running(output)
@@ -177,11 +162,7 @@ class Scheduler:
         if needed > self.pool.num_free - claimed - watermark:
             self.pool.release(hits)
             return False
-        seq.block_ids = [0] * first + hits + self.pool.allocate(needed)
-        seq.num_dropped, seq.num_registered = first, first + len(hits)
-        seq.num_computed = seq.num_registered * self.pool.block_size
-        if not seq.admitted:
-            seq.num_local_hit = seq.num_computed
+        seq.take_blocks(first, hits, self.pool.allocate(needed))
         self.prefix_queries += len(seq)
         self.prefix_hits += len(hits) * self.pool.block_size
         return True
@@ -192,7 +173,7 @@ class Scheduler:
 
     def _schedule_running(self, output: SchedulerOutput) -> StepBudget:
         for seq in self.running:
-            self._release_out_of_window(seq)
+            seq.drop_blocks(self.pool, self.num_out_of_window(seq))
         for seq in list(self.running):
             if seq not in output.preempted:
                 self._ensure_blocks(seq, output)
@@ -207,122 +188,71 @@ class Scheduler:
                 output.num_scheduled_tokens[seq] = count
         return budget
 
-    def _release_out_of_window(self, seq: Sequence) -> None:
-        stop = max(seq.num_dropped, self.num_out_of_window(seq))
-        self.pool.release(seq.blocks(seq.num_dropped, stop))
-        seq.num_dropped = stop
-
     def _ensure_blocks(self, seq: Sequence, output: SchedulerOutput) -> None:
         """Give a running sequence blocks for all its tokens, preempting from the end of the queue (itself included)."""
-        while self._blocks_needed(seq) > self.pool.num_free:
+        while not self._has_room(seq):
             victim = self.running[-1]
             self._preempt(victim, self.running, output)
             if victim is seq:
                 return
         self._append_blocks(seq, output)
 
-    def _blocks_needed(self, seq: Sequence) -> int:
-        """Return how many new blocks the next step of a sequence takes, a copy of a shared block included."""
-        copied = self._shared_block_index(seq) is not None
-        return max(0, self.pool.blocks_for(len(seq)) - len(seq.block_ids)) + copied
+    def _has_room(self, seq: Sequence) -> bool:
+        return seq.blocks_needed(self.pool) <= self.pool.num_free
 
     def _append_blocks(self, seq: Sequence, output: SchedulerOutput) -> None:
-        shared = self._shared_block_index(seq)
-        if shared is not None:
-            (copy,) = self.pool.allocate(1)
-            output.block_copies.append((seq.block_ids[shared], copy))
-            self.pool.release([seq.block_ids[shared]])
-            seq.block_ids[shared] = copy
-        seq.block_ids += self.pool.allocate(max(0, self.pool.blocks_for(len(seq)) - len(seq.block_ids)))
-
-    def _shared_block_index(self, seq: Sequence) -> int | None:
-        """Return the index of the block that the next token is written to if it has other holders, else None."""
-        index = seq.num_computed // self.pool.block_size
-        return index if index < len(seq.block_ids) and self.pool.is_shared(seq.block_ids[index]) else None
+        if (copy := seq.copy_on_write(self.pool)) is not None:
+            output.block_copies.append(copy)
+        seq.grow(self.pool)
 
     def _preempt(self, seq: Sequence, queue: list[Sequence], output: SchedulerOutput) -> None:
         queue.remove(seq)
         output.block_copies = [copy for copy in output.block_copies if copy[1] not in seq.held_blocks]
         output.preempted.append(seq)
-        if self._should_swap(seq):
-            self._swap_out(seq, output)
-        seq.needs_refetch = self.refetch_preempted and seq.swapped is None
-        self.release(seq)
+        num_blocks, swapped = self.pool.blocks_for(seq.num_computed) - seq.num_dropped, None
+        if self.swap_space.pays(seq, num_blocks, self.costs):
+            swapped, pairs = self.swap_space.swap_out(seq, num_blocks)
+            output.swap_out += pairs
+        seq.preempt(self.pool, swapped, is_stored=self.refetch_preempted)
         _enqueue(self.waiting, seq)
-        seq.num_preemptions += 1
         self.num_preemptions += 1
-
-    def _should_swap(self, seq: Sequence) -> bool:
-        blocks = self.pool.blocks_for(seq.num_computed) - seq.num_dropped
-        if self.host_pool is None or not 0 < blocks <= self.host_pool.num_free:
-            return False
-        return 2 * self.costs.swap_seconds(blocks) < self.costs.prefill_seconds(seq.num_computed)
-
-    def _swap_out(self, seq: Sequence, output: SchedulerOutput) -> None:
-        assert self.host_pool is not None
-        blocks = seq.blocks(seq.num_dropped, self.pool.blocks_for(seq.num_computed))
-        seq.swapped = SwappedKV(seq.num_dropped, seq.num_computed, self.host_pool.allocate(len(blocks)))
-        output.swap_out += zip(blocks, seq.swapped.host_blocks, strict=True)
-        self.num_swaps += 1
-
-    def _swap_in(self, seq: Sequence, output: SchedulerOutput) -> None:
-        """Restore the KV of a sequence that has blocks again, except for what the prefix cache still had."""
-        if seq.swapped is not None:
-            cached = seq.num_registered
-            host_blocks = seq.swapped.host_blocks[cached - seq.swapped.first_block :]
-            output.swap_in += zip(seq.block_ids[cached : cached + len(host_blocks)], host_blocks, strict=True)
-            seq.num_computed = max(seq.num_computed, seq.swapped.num_tokens)
-            self._discard_swapped(seq)
-
-    def _discard_swapped(self, seq: Sequence) -> None:
-        if seq.swapped is not None:
-            assert self.host_pool is not None
-            self.host_pool.release(seq.swapped.host_blocks)
-            seq.swapped = None
 
     def _admit(self, output: SchedulerOutput, budget: StepBudget) -> None:
         while budget.tokens > 0 and len(self.running) < self.max_num_seqs:
             seq = self._pop_next(output.storing_paused, budget.has_prompt_time)
             if seq is None:
                 return
-            if seq.needs_refetch:
-                seq.needs_refetch = False
+            if seq.take_refetch():
                 output.resumed.append(seq)
                 continue
-            self._swap_in(seq, output)
+            if seq.swapped is not None:
+                output.swap_in += self.swap_space.swap_in(seq)
             self._append_blocks(seq, output)
-            seq.admitted = True
+            seq.admit()
             _enqueue(self.running, seq)
             if count := budget.allocate(seq):
                 output.num_scheduled_tokens[seq] = count
 
     def _pop_next(self, pause_storing: bool, allow_prompts: bool) -> Sequence | None:
-        """Dequeue and return the next sequence to admit; without `allow_prompts`, one that only decodes."""
-        candidates = [
-            seq
-            for seq in self.loaded
-            if not (pause_storing and seq.stores_kv) and (allow_prompts or seq.num_uncomputed == 1)
-        ]
-        loaded = next((seq for seq in candidates if self._blocks_needed(seq) <= self.pool.num_free), None)
-        waiting = self.waiting[0] if self.waiting and not (pause_storing and self.waiting[0].stores_kv) else None
-        if waiting is not None and not (allow_prompts or waiting.swapped):
-            waiting = None
-        if waiting is not None and self._precedes(waiting, loaded, candidates) and self._reserve_all(waiting):
-            return self.waiting.pop(0)
-        if loaded is not None:
-            self.loaded.remove(loaded)
-        return loaded
+        """Dequeue and return the next sequence to admit: the first loaded one that has room, or the first waiting one.
 
-    def _precedes(self, waiting: Sequence, loaded: Sequence | None, candidates: list[Sequence]) -> bool:
-        """Return whether a waiting sequence goes before `loaded`, the first of the candidates that has enough blocks."""
-        if loaded is None:
-            return not candidates
-        return loaded.num_uncomputed > 1 and waiting.rank < min(seq.rank for seq in candidates)
+        Args:
+            pause_storing: leave out sequences whose KV is stored as it is computed.
+            allow_prompts: do not leave out sequences that would do more than decode.
+        """
+        loaded = [seq for seq in self.loaded if allow_prompts or seq.num_uncomputed == 1]
+        loaded = [seq for seq in loaded if not (pause_storing and seq.stores_kv)]
+        waiting = [seq for seq in self.waiting[:1] if allow_prompts or seq.swapped]
+        waiting = [seq for seq in waiting if not (pause_storing and seq.stores_kv)]
+        first_loaded = next((seq for seq in loaded if self._has_room(seq)), None)
+        if waiting and _waiting_is_next(waiting[0], loaded, first_loaded) and self._reserve_all(waiting[0]):
+            return self.waiting.pop(0)
+        if first_loaded is not None:
+            self.loaded.remove(first_loaded)
+        return first_loaded
 
     def _reserve_all(self, seq: Sequence) -> bool:
-        # The last token is always computed: its logits are needed.
-        max_hit_blocks = (len(seq) - 1) // self.pool.block_size
-        return self.reserve(seq, max_hit_blocks, len(seq), watermark=self._watermark(seq))
+        return self.reserve(seq, seq.num_usable_hits, len(seq), watermark=self._watermark(seq))
 
     def _watermark(self, seq: Sequence) -> int:
         """Return how many blocks must stay free when a sequence gets its own.
@@ -334,3 +264,13 @@ class Scheduler:
 
 def _enqueue(queue: list[Sequence], seq: Sequence) -> None:
     insort(queue, seq, key=lambda queued: queued.rank)
+
+
+def _waiting_is_next(waiting: Sequence, loaded: list[Sequence], first_loaded: Sequence | None) -> bool:
+    """Return whether a waiting sequence goes before `first_loaded`, the first of the loaded ones that has room.
+
+    It overtakes neither a sequence that only decodes nor one of lower rank, even if that lacks room.
+    """
+    if first_loaded is None:
+        return not loaded
+    return first_loaded.num_uncomputed > 1 and waiting.rank < min(seq.rank for seq in loaded)

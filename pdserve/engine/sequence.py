@@ -1,9 +1,13 @@
-"""State of one sequence in the engine: its tokens, its KV progress, and the blocks that hold the KV. Plain data."""
+"""State of one sequence in the engine: its tokens, its KV progress, and the blocks that hold the KV. Plain data.
+
+Only the methods of `Sequence` change this state; other modules call them and read the attributes.
+"""
 
 from collections.abc import Sequence as SequenceABC
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from pdserve.engine.block_pool import BlockPool
 from pdserve.errors import RequestError
 from pdserve.keys import KeyChain
 from pdserve.request import SamplingParams, TokenLogprobs
@@ -53,7 +57,7 @@ class Sequence:
         needs_refetch: set on preemption if the KV may be in the store; once the sequence has blocks again, its owner
             looks there before anything is recomputed.
         rank: scheduling order, lowest first.
-        publishes_kv: its KV goes to the store as it is computed; the scheduler may pause it while the store is behind.
+        stores_kv: its KV goes to the store as it is computed; the scheduler may pause it while the store is behind.
         cacheable: its KV is exactly what this pool would compute, so its blocks may be registered for prefix hits.
         constraint: grammar of its output, if any.
         last_logprobs: of the last token, if the request asked for logprobs.
@@ -112,6 +116,11 @@ class Sequence:
         """Tokens without KV: 1 while decoding, more while prefilling or after a preemption."""
         return len(self.tokens) - self.num_computed
 
+    @property
+    def num_usable_hits(self) -> int:
+        """Leading full blocks that need not be computed. The last token always is, because its logits are needed."""
+        return (len(self.tokens) - 1) // self.block_size
+
     def full_keys(self) -> list[bytes]:
         """Return the keys of all full blocks of `tokens`."""
         first = (len(self.keys) + 1) * self.block_size
@@ -135,3 +144,157 @@ class Sequence:
         if self.tokens[-1] in self.stop_token_ids and self.num_output >= self.sampling.min_tokens:
             return "stop"
         return "length" if self.num_output >= self.sampling.max_tokens else None
+
+    # ---- changes of state ---------------------------------------------------------------------------------------
+
+    def append(self, token: int) -> None:
+        """Append a token, sampled here or by the instance that computed the prompt."""
+        self.tokens.append(token)
+
+    def record_logprobs(self, logprobs: TokenLogprobs) -> None:
+        """Set the log probabilities of the token that is about to be appended."""
+        self.last_logprobs = logprobs
+
+    def store_as_computed(self) -> None:
+        """Mark its KV as going to the store as it is computed."""
+        self.stores_kv = True
+
+    def forbid_caching(self) -> None:
+        """Keep its blocks from being registered for prefix hits."""
+        self.cacheable = False
+
+    def fork(self, pool: BlockPool, request_id: str, sampling: SamplingParams) -> "Sequence":
+        """Return a copy that shares all KV computed so far."""
+        block_ids = self.block_ids[: pool.blocks_for(self.num_computed)]
+        pool.hold(block_ids[self.num_dropped :])
+        return replace(
+            self,
+            request_id=request_id,
+            sampling=sampling,
+            tokens=[*self.tokens],
+            keys=[*self.keys],
+            block_ids=block_ids,
+            swapped=None,
+        )
+
+    def take_blocks(self, first: int, hits: list[int], fresh: list[int]) -> None:
+        """Take over references to its first blocks.
+
+        Args:
+            first: index of the first block; the ones before it count as dropped.
+            hits: blocks from `first` on that hold the KV of its tokens.
+            fresh: blocks without KV.
+        """
+        assert not self.block_ids
+        self.block_ids = [0] * first + hits + fresh
+        self.num_dropped, self.num_registered = first, first + len(hits)
+        self.num_computed = self.num_registered * self.block_size
+        if not self.admitted:
+            self.num_local_hit = self.num_computed
+
+    def blocks_needed(self, pool: BlockPool) -> int:
+        """Return how many new blocks it needs to compute all its tokens, the copy of a shared block included."""
+        is_copied = self._shared_block_index(pool) is not None
+        return max(0, pool.blocks_for(len(self)) - len(self.block_ids)) + is_copied
+
+    def copy_on_write(self, pool: BlockPool) -> tuple[int, int] | None:
+        """Replace the block that the next token is written to if it has other holders.
+
+        Returns:
+            (source, target): the block whose content must be copied, and its replacement. None if nothing was replaced.
+        """
+        index = self._shared_block_index(pool)
+        if index is None:
+            return None
+        source, (target,) = self.block_ids[index], pool.allocate(1)
+        pool.release([source])
+        self.block_ids[index] = target
+        return source, target
+
+    def grow(self, pool: BlockPool) -> None:
+        """Allocate the blocks that all its tokens need."""
+        self.block_ids += pool.allocate(max(0, pool.blocks_for(len(self)) - len(self.block_ids)))
+
+    def drop_blocks(self, pool: BlockPool, stop: int) -> None:
+        """Release its blocks before index `stop`, to which no later token attends."""
+        if stop > self.num_dropped:
+            pool.release(self.blocks(self.num_dropped, stop))
+            self.num_dropped = stop
+
+    def release_blocks(self, pool: BlockPool) -> None:
+        """Release all its blocks."""
+        pool.release(self.held_blocks)
+        self.block_ids = []
+        self.num_computed = self.num_registered = self.num_dropped = 0
+
+    def admit(self) -> None:
+        """Record that it has joined the running batch."""
+        self.admitted = True
+
+    def mark_computed(self, num_tokens: int) -> None:
+        """Record that `num_tokens` more tokens have KV."""
+        self.num_computed += num_tokens
+
+    def mark_loaded(self, num_tokens: int) -> None:
+        """Record that its first `num_tokens` tokens have KV, found in the pool or loaded from the store."""
+        self.num_computed = num_tokens
+        if not self.admitted:
+            self.num_loaded = max(0, num_tokens - self.num_local_hit)
+        self.admitted = True
+
+    def reopen_prompt(self, pool: BlockPool) -> None:
+        """Give up the KV of the last initial token, which has no successor yet: its logits are needed.
+
+        A last block that is full may be shared. It is given up as a whole; the block after it takes its place.
+        """
+        assert self.num_computed == self.num_initial == len(self.tokens)
+        if self.num_initial % self.block_size:
+            self.num_computed -= 1
+        else:
+            self.num_computed -= self.block_size
+            pool.release([self.block_ids.pop(self.num_initial // self.block_size - 1)])
+        self.num_registered = min(self.num_registered, self.num_computed // self.block_size)
+        self.num_loaded = max(0, min(self.num_loaded, self.num_computed - self.num_local_hit))
+
+    def register_full_blocks(self, pool: BlockPool) -> None:
+        """Make its full blocks that have KV findable by key."""
+        full = self.num_computed // self.block_size
+        if full > self.num_registered and self.cacheable:
+            keys = self.full_keys()
+            for i in range(self.num_registered, full):
+                pool.register(self.block_ids[i], keys[i])
+            self.num_registered = full
+
+    def preempt(self, pool: BlockPool, swapped: SwappedKV | None, *, is_stored: bool) -> None:
+        """Release all its blocks, so that others can run.
+
+        Args:
+            swapped: copy of its KV in host memory, if any.
+            is_stored: its KV may be in the store.
+        """
+        self.swapped = swapped
+        self.needs_refetch = is_stored and swapped is None
+        self.release_blocks(pool)
+        self.num_preemptions += 1
+
+    def restore_swapped(self) -> SwappedKV:
+        """Record that the KV in host memory has been copied back to its blocks. Returns what may be released there."""
+        swapped = self.discard_swapped()
+        assert swapped is not None
+        self.num_computed = max(self.num_computed, swapped.num_tokens)
+        return swapped
+
+    def discard_swapped(self) -> SwappedKV | None:
+        """Forget the KV in host memory, and return what may be released there."""
+        swapped, self.swapped = self.swapped, None
+        return swapped
+
+    def take_refetch(self) -> bool:
+        """Return whether the store should be asked for its KV, once after each preemption."""
+        needs_refetch, self.needs_refetch = self.needs_refetch, False
+        return needs_refetch
+
+    def _shared_block_index(self, pool: BlockPool) -> int | None:
+        """Return the index of the block that the next token is written to if it has other holders, else None."""
+        index = self.num_computed // self.block_size
+        return index if index < len(self.block_ids) and pool.is_shared(self.block_ids[index]) else None

@@ -199,7 +199,7 @@ class Instance:
     def _check_idle(self, now: float) -> None:
         """Assert that an idle instance holds no block. A leak ends the process instead of slowly starving it."""
         assert self.engine.pool.num_held == 0, f"{self.engine.pool.num_held} blocks are leaked"
-        host = self.engine.scheduler.host_pool
+        host = self.engine.scheduler.swap_space.pool
         assert host is None or host.num_held == 0, f"{host.num_held} blocks of host memory are leaked"
         if now - self._integrity_checked_at > INTEGRITY_CHECK_S:
             self._integrity_checked_at = now

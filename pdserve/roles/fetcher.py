@@ -42,8 +42,7 @@ class Fetcher:
             on_cancelled: called instead of queueing if the job has ended in the meantime.
         """
         seq = job.seq
-        # The last token is always computed, since its logits are needed.
-        fetch = _Fetch(job, seq.full_keys()[: (len(seq) - 1) // seq.block_size], on_cancelled)
+        fetch = _Fetch(job, seq.full_keys()[: seq.num_usable_hits], on_cancelled)
         keys = fetch.keys
         if self._connector.in_place or self._num_local(fetch) == len(keys):
             self._engine.add(seq)
@@ -108,9 +107,6 @@ class Fetcher:
         if end < stop and result.leading == len(result.outcomes):
             self._load(fetch, end, stop)
             return
-        seq.num_computed = end * seq.block_size
-        if not seq.admitted:
-            seq.num_loaded = seq.num_computed - seq.num_local_hit
-        seq.admitted = True
-        self._engine.register_full_blocks(seq)
+        seq.mark_loaded(end * seq.block_size)
+        seq.register_full_blocks(self._engine.pool)
         self._engine.add(seq)

@@ -103,8 +103,8 @@ def test_equals_generate_while_preempting(
         before = tight.scheduler.num_preemptions
         assert run(tight, small, [greedy(32)] * len(small)) == expected
         assert tight.scheduler.num_preemptions > before
-    assert tight.scheduler.num_swaps == (tight.scheduler.num_preemptions if swap_space else 0)
-    assert tight.scheduler.host_pool is None or tight.scheduler.host_pool.num_held == 0
+    assert tight.scheduler.swap_space.num_swaps == (tight.scheduler.num_preemptions if swap_space else 0)
+    assert tight.scheduler.swap_space.pool is None or tight.scheduler.swap_space.pool.num_held == 0
 
 
 @pytest.mark.parametrize(("architecture", "blocks"), [("mistral", 4), ("gemma2", 12)])

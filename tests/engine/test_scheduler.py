@@ -30,10 +30,8 @@ def run_step(sched: Scheduler) -> tuple[SchedulerOutput, list[Sequence]]:
     output = sched.schedule()
     finished = []
     for seq, count in output.num_scheduled_tokens.items():
-        seq.num_computed += count
-        for i in range(seq.num_registered, seq.num_computed // BLOCK):
-            sched.pool.register(seq.block_ids[i], seq.full_keys()[i])
-            seq.num_registered = i + 1
+        seq.mark_computed(count)
+        seq.register_full_blocks(sched.pool)
         if seq.num_uncomputed == 0:
             seq.tokens.append(7)
             if seq.finish_reason():
@@ -82,7 +80,7 @@ def test_running_prefill_does_not_delay_decoding() -> None:
     run_step(sched)
     sched.running.append(short)  # as if its KV had been loaded
     assert sched.reserve(short, 0, 4)
-    short.num_computed = 2
+    short.mark_loaded(2)
     output, _ = run_step(sched)
     assert output.num_scheduled_tokens == {short: 1, long: 7}
 
@@ -141,7 +139,7 @@ def test_waiting_sequence_of_lower_rank_precedes_a_loaded_one() -> None:
 def test_decoding_sequence_precedes_prompts_of_lower_rank() -> None:
     sched = scheduler(16, max_num_seqs=1)
     loaded, _ = loaded_and_waiting(sched, 8, 8)
-    loaded.num_computed = 7
+    loaded.mark_loaded(7)
     assert sched.schedule().num_scheduled_tokens == {loaded: 1}
 
 
@@ -189,7 +187,7 @@ def test_reserve_leaves_blocks_and_watermark_of_a_preempted_sequence() -> None:
     assert second in sched.running and taken
 
 
-def test_paused_publishers_are_left_out_and_nothing_else() -> None:
+def test_sequences_that_are_stored_can_be_left_out_and_nothing_else() -> None:
     sched = scheduler(64)
     running, decoding, loaded, waiting = (sequence(name, [i] * 20) for i, name in enumerate("abcd"))
     for seq in (running, decoding, loaded):
@@ -197,8 +195,8 @@ def test_paused_publishers_are_left_out_and_nothing_else() -> None:
         sched.add(seq)
     sched.add(waiting)
     for seq in (running, loaded, waiting):
-        seq.stores_kv = True
-    decoding.num_computed = 19  # its KV was loaded; it ranks behind a paused one
+        seq.store_as_computed()
+    decoding.mark_loaded(19)  # its KV was loaded; it ranks behind a paused one
     output = sched.schedule(pause_storing=True)
     assert output.num_scheduled_tokens == {decoding: 1} and output.storing_paused
     output = sched.schedule()
@@ -289,10 +287,8 @@ def test_sequences_read_their_own_tokens_despite_shared_blocks(
                 assert not sched.pool.is_shared(seq.block_ids[at // BLOCK]), "a write to a shared block"
                 memory[seq.block_ids[at // BLOCK]][at % BLOCK] = seq.tokens[at]
         for seq, count in output.num_scheduled_tokens.items():
-            seq.num_computed += count
-            for i in range(seq.num_registered, seq.num_computed // BLOCK):
-                sched.pool.register(seq.block_ids[i], seq.full_keys()[i])
-                seq.num_registered = i + 1
+            seq.mark_computed(count)
+            seq.register_full_blocks(sched.pool)
             seen = range(0 if window is None else max(0, seq.num_computed - window), seq.num_computed)
             read = [memory[seq.blocks(at // BLOCK, at // BLOCK + 1)[0]][at % BLOCK] for at in seen]
             assert read == [seq.tokens[at] for at in seen]

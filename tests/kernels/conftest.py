@@ -160,9 +160,9 @@ def equals_generate_while_preempting(
             prefill=(1, 1, 0), swap=(0, 0)
         )  # swapping is free, so it is chosen if there is room
         for _ in range(2):
-            before, swapped = engine.scheduler.num_preemptions, engine.scheduler.num_swaps
+            before, swapped = engine.scheduler.num_preemptions, engine.scheduler.swap_space.num_swaps
             assert continue_greedily(engine, prompts, new_tokens) == expected
             assert engine.scheduler.num_preemptions > before
-            assert (engine.scheduler.num_swaps > swapped) == (swap_space > 0)
+            assert (engine.scheduler.swap_space.num_swaps > swapped) == (swap_space > 0)
 
     return check

@@ -1,0 +1,207 @@
+"""Roles of an instance without its thread: a real engine, a fake store whose operations the test ends, and a fake clock."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.config import EngineConfig
+from pdserve.decode.decoder import Decoder
+from pdserve.engine.engine import Engine
+from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats
+from pdserve.kv_transfer.staging import attach_pool
+from pdserve.prefill.prefiller import Prefiller
+from pdserve.proto import pdserve_pb2 as pb
+from pdserve.request import SamplingParams
+from pdserve.roles.fetcher import Fetcher
+from pdserve.roles.job import Job
+from pdserve.roles.transfers import Transfers
+
+BLOCK = 16
+SECONDS = 0.5  # that every operation takes
+
+
+@dataclass
+class Operation:
+    """A store or load that the test has not ended yet."""
+
+    kind: str
+    keys: list[bytes]
+    blocks: list[int]
+    lease_s: float = 0.0
+    future: "Future[Result]" = field(default_factory=Future)
+
+
+class FakeStore(Connector):
+    """A store in a dictionary that instances share. Stores and loads take effect when the test ends them."""
+
+    scheme = "fake"
+
+    def __init__(self, rows: dict[bytes, Any]) -> None:
+        self.rows = rows
+        self.active: list[Operation] = []
+        self.released: list[bytes] = []
+
+    def attach(self, memory: PoolMemory) -> None:
+        self._memory = memory
+
+    def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> "Future[Result]":
+        return self._add(Operation("store", list(keys), list(block_ids), lease_s))
+
+    def load(
+        self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()
+    ) -> "Future[Result]":
+        return self._add(Operation("load", list(keys), list(block_ids)))
+
+    def follow(self, keys: Sequence[bytes], block_ids: Sequence[int], *, patience_s: float) -> "Future[Result]":
+        return self._add(Operation("follow", list(keys), list(block_ids)))
+
+    def match(self, keys: Sequence[bytes]) -> "Future[int]":
+        future: Future[int] = Future()
+        future.set_result(next((i for i, key in enumerate(keys) if key not in self.rows), len(keys)))
+        return future
+
+    def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
+        self.released += keys
+
+    def stats(self) -> Stats:
+        return Stats()
+
+    def close(self) -> None: ...
+
+    def end(self, index: int = 0, good: int | None = None, then: Outcome = Outcome.UNAVAILABLE) -> Operation:
+        """End an operation: its first `good` blocks (all, if None) as OK, and the others as `then`."""
+        operation = self.active.pop(index)
+        outcomes = []
+        for i, (key, block) in enumerate(zip(operation.keys, operation.blocks, strict=True)):
+            if good is not None and i >= good:
+                outcomes.append(then)
+            elif operation.kind == "store":
+                self.rows[key] = self._memory.rows[block].copy()
+                outcomes.append(Outcome.OK)
+            elif key in self.rows:
+                self._memory.rows[block] = self.rows[key]
+                outcomes.append(Outcome.OK)
+            else:
+                outcomes.append(Outcome.MISSING)
+        operation.future.set_result(Result(outcomes, SECONDS))
+        return operation
+
+    def _add(self, operation: Operation) -> "Future[Result]":
+        self.active.append(operation)
+        return operation.future
+
+
+class FakeContext:
+    """Runs callbacks when the test says so, on its thread. The test sets the time."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        self.inbox: deque[Callable[[], None]] = deque()
+        self.closed: list[Job] = []
+        self.counts: dict[tuple[str, str], float] = {}
+
+    def now(self) -> float:
+        return self.time
+
+    def add_done_callback(self, future: "Future[Any]", callback: Callable[[Any], None]) -> None:
+        future.add_done_callback(lambda done: self.inbox.append(lambda: callback(done.result())))
+
+    def close_job(self, job: Job) -> None:
+        self.closed.append(job)
+
+    def count(self, name: str, value: float, **labels: str) -> None:
+        key = name, ",".join(labels.values())
+        self.counts[key] = self.counts.get(key, 0) + value
+
+    def record_transfer(self, blocks: int, seconds: float) -> None: ...
+
+    def count_prompt_sources(self, job: Job) -> None:
+        for source, tokens in job.prompt_sources().items():
+            self.count("sources", tokens, source=source)
+
+
+class RoleInstance:
+    """Both roles of one instance, driven by the test."""
+
+    def __init__(self, model: Path, rows: dict[bytes, Any], *, follows: bool = False, store_generated: str = "off"):
+        self.engine = Engine(EngineConfig(model=str(model), num_blocks=64, max_num_batched_tokens=2 * BLOCK))
+        self.store, self.context = FakeStore(rows), FakeContext()
+        self.store.follows = follows  # type: ignore[misc]  # an attribute of the class otherwise
+        attach_pool(self.store, self.engine.runner.pool_NL2GBD, self.engine.layout)
+        self.transfers = Transfers(self.engine.pool, self.store, self.context, 16, self.engine.layout.block_bytes)
+        self.fetcher = Fetcher(self.engine, self.store, self.transfers, self.context)
+        self.prefiller = Prefiller(self.engine, self.transfers, self.fetcher, self.context, 30.0)
+        self.decoder = Decoder(self.engine, self.store, self.transfers, self.fetcher, self.context, store_generated)
+        self.jobs: dict[object, Job] = {}
+
+    def submit(self, phase: "pb.Phase", prompt: list[int], max_tokens: int, *, multi_turn: bool = False) -> Job:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        seq = self.engine.new_sequence(str(len(self.jobs)), prompt, sampling)
+        job = self.jobs[seq] = Job("router", seq, phase, multi_turn=multi_turn)
+        (self.prefiller if phase == pb.PREFILL else self.decoder).submit(job)
+        self.run_callbacks()
+        return job
+
+    def run_callbacks(self) -> None:
+        while self.context.inbox:
+            self.context.inbox.popleft()()
+
+    def step(self) -> bool:
+        """Run one engine step as the engine thread does. Return whether it did anything."""
+        self.run_callbacks()
+        self.decoder.reserve()
+        result = self.engine.step()
+        for seq in result.advanced:
+            job = self.jobs[seq]
+            role = self.prefiller if job.phase == pb.PREFILL else self.decoder
+            role.on_step(job, seq in result.sampled, self.context.now())
+        self.run_callbacks()
+        return not result.idle
+
+    def run(self) -> None:
+        while self.step():
+            pass
+
+    def end(self, index: int = 0, good: int | None = None, then: Outcome = Outcome.UNAVAILABLE) -> Operation:
+        """End a store or load and run its callback. Arguments as of `FakeStore.end`."""
+        operation = self.store.end(index, good, then)
+        self.run_callbacks()
+        return operation
+
+    def end_all(self) -> None:
+        while self.store.active:
+            self.end()
+
+    def check_nothing_is_held(self) -> None:
+        assert self.engine.pool.num_held == 0 and set(self.context.closed) == set(self.jobs.values())
+        self.engine.pool.check_integrity()
+
+
+@pytest.fixture
+def rows() -> dict[bytes, Any]:
+    """Return the content of the store."""
+    return {}
+
+
+@pytest.fixture
+def instance(checkpoint: Callable[..., Path], rows: dict[bytes, Any]) -> Callable[..., RoleInstance]:
+    """Return a function that makes an instance of the same tiny model over the same store."""
+    return lambda **options: RoleInstance(checkpoint("llama"), rows, **options)
+
+
+@pytest.fixture
+def expected(checkpoint: Callable[..., Path]) -> Callable[[list[int], int], list[int]]:
+    """Return a function that gives the output of a prompt that one engine computes alone."""
+
+    def run(prompt: list[int], max_tokens: int) -> list[int]:
+        alone = RoleInstance(checkpoint("llama"), {})
+        job = alone.submit(pb.BOTH, prompt, max_tokens)
+        alone.run()
+        return job.seq.tokens[len(prompt) :]
+
+    return run

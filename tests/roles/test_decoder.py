@@ -1,0 +1,173 @@
+"""Decode role: hand-over, loads, the join of the engine and storing back, without an instance around it.
+
+The reference of every output is one engine that computes the prompt alone.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pdserve.kv_transfer.connector import Outcome
+from pdserve.proto import pdserve_pb2 as pb
+
+PROMPT = [i % 90 for i in range(70)]  # 5 blocks, the last one partial
+FULL_BLOCKS = PROMPT[:64]
+TOKENS = 6
+Instance = Callable[..., Any]
+Expected = Callable[[list[int], int], list[int]]
+
+
+def prefill(instance: Instance, prompt: list[int]) -> list[bytes]:
+    """Store the prompt's blocks, and return their keys."""
+    other = instance()
+    job = other.submit(pb.PREFILL, prompt, TOKENS)
+    other.run()
+    other.end_all()
+    keys: list[bytes] = job.keys
+    return keys
+
+
+def report(decode: Any, job: Any, blocks: int = 0, **fields: Any) -> None:
+    decode.decoder.hand_over(job, pb.HandOver(request_id=job.seq.request_id, num_blocks=blocks, **fields))
+    decode.run_callbacks()
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, FULL_BLOCKS], ids=["partial last block", "full last block"])
+def test_loads_what_prefill_reports_and_continues_after_its_first_token(
+    instance: Instance, expected: Expected, prompt: list[int]
+) -> None:
+    keys, tokens = prefill(instance, prompt), expected(prompt, TOKENS)
+    decode = instance()
+    job = decode.submit(pb.DECODE, prompt, TOKENS)
+    report(decode, job, 2)
+    assert decode.end().keys == keys[:2]
+    report(decode, job, len(keys), first_token=tokens[0])
+    assert not decode.step(), "it waits for the rest"
+    decode.end_all()
+    assert decode.step() and list(job.output.token_ids) == tokens[1:2]
+    report(decode, job, len(keys), final=True)
+    assert decode.store.released == keys
+    decode.run()
+    assert job.seq.tokens[len(prompt) :] == tokens and job.output.finish_reason == "length"
+    assert job.prompt_sources() == {"computed": 0, "local_hit": 0, "loaded": len(prompt)}
+    decode.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, FULL_BLOCKS], ids=["partial last block", "full last block"])
+@pytest.mark.parametrize("stored", [0, 2, None], ids=["nothing", "two blocks", "everything"])
+def test_computes_what_a_lost_prefill_did_not_store(
+    instance: Instance, expected: Expected, prompt: list[int], stored: int | None
+) -> None:
+    keys = prefill(instance, prompt)
+    decode = instance()
+    job = decode.submit(pb.DECODE, prompt, TOKENS)
+    report(decode, job, len(keys) if stored is None else stored)
+    decode.end_all()
+    assert not decode.step(), "prefill may still report"
+    report(decode, job, final=True)
+    decode.run()
+    assert job.seq.tokens[len(prompt) :] == expected(prompt, TOKENS)
+    assert job.prompt_sources()["computed"] >= 1, "the last token, for its logits"
+    decode.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("good", [0, 1, 3])
+def test_computes_what_could_not_be_loaded(instance: Instance, expected: Expected, good: int) -> None:
+    keys, tokens = prefill(instance, PROMPT), expected(PROMPT, TOKENS)
+    decode = instance()
+    job = decode.submit(pb.DECODE, PROMPT, TOKENS)
+    report(decode, job, len(keys), first_token=tokens[0], final=True)
+    decode.end(good=good, then=Outcome.CORRUPT)
+    decode.run()
+    assert job.seq.tokens[len(PROMPT) :] == tokens and job.prompt_sources()["loaded"] == 16 * good
+    decode.check_nothing_is_held()
+
+
+def test_blocks_that_were_not_stored_in_time_are_loaded_later(
+    instance: Instance, expected: Expected, rows: dict[bytes, Any]
+) -> None:
+    keys, tokens = prefill(instance, PROMPT), expected(PROMPT, TOKENS)
+    late = {key: rows.pop(key) for key in keys[1:]}
+    decode = instance(follows=True)
+    job = decode.submit(pb.DECODE, PROMPT, TOKENS)
+    report(decode, job, 0, coming=len(keys), first_token=tokens[0])
+    while decode.store.active:
+        assert decode.end().kind == "follow"
+    rows |= late
+    report(decode, job, len(keys), final=True)
+    assert [operation.kind for operation in decode.store.active] == ["load"]
+    assert decode.end().keys == keys[1:]
+    decode.run()
+    assert job.seq.tokens[len(PROMPT) :] == tokens and job.prompt_sources()["loaded"] == len(PROMPT)
+    decode.check_nothing_is_held()
+
+
+def test_local_blocks_are_not_loaded(instance: Instance, expected: Expected) -> None:
+    keys, tokens = prefill(instance, PROMPT), expected(PROMPT, TOKENS)
+    decode = instance()
+    decode.submit(pb.BOTH, PROMPT[:40], 1)
+    decode.end_all()
+    decode.run()
+    job = decode.submit(pb.DECODE, PROMPT, TOKENS)
+    report(decode, job, len(keys), first_token=tokens[0], final=True)
+    assert decode.end().keys == keys[2:]
+    decode.run()
+    assert job.seq.tokens[len(PROMPT) :] == tokens
+    assert job.prompt_sources() == {"computed": 0, "local_hit": 32, "loaded": 38}
+    decode.check_nothing_is_held()
+
+
+def test_requests_wait_for_blocks_in_order(instance: Instance) -> None:
+    decode = instance()
+    taken = decode.engine.pool.allocate(60)
+    first, second = (decode.submit(pb.DECODE, PROMPT, TOKENS) for _ in range(2))
+    assert decode.decoder.num_waiting == 2
+    decode.engine.pool.release(taken[:1])
+    decode.step()
+    assert decode.decoder.num_waiting == 1 and first.seq.block_ids and not second.seq.block_ids
+    decode.decoder.cancel(first)
+    decode.step()
+    assert decode.decoder.num_waiting == 0 and second.seq.block_ids
+    decode.decoder.cancel(second)
+    decode.engine.pool.release(taken[1:])
+    decode.check_nothing_is_held()
+
+
+def test_cancelled_request_keeps_its_blocks_until_the_load_ends_and_releases_the_leases(instance: Instance) -> None:
+    keys = prefill(instance, PROMPT)
+    decode = instance()
+    job = decode.submit(pb.DECODE, PROMPT, TOKENS)
+    report(decode, job, len(keys), final=True)
+    decode.decoder.cancel(job)
+    assert decode.engine.pool.num_held == 5 and not decode.context.closed
+    decode.end()
+    assert decode.store.released == keys and not decode.step()
+    decode.check_nothing_is_held()
+
+
+@pytest.mark.parametrize(
+    ("store_generated", "multi_turn", "stored"),
+    [("off", True, 0), ("auto", False, 4), ("auto", True, 6), ("on", False, 6)],
+)
+def test_stores_back_what_later_requests_may_load(
+    instance: Instance, rows: dict[bytes, Any], store_generated: str, multi_turn: bool, stored: int
+) -> None:
+    both = instance(store_generated=store_generated)
+    job = both.submit(pb.BOTH, PROMPT, 30, multi_turn=multi_turn)
+    both.run()
+    assert job.ended and len(both.context.closed) == (0 if both.store.active else 1)
+    both.end_all()
+    assert list(rows) == job.seq.full_keys()[:stored]
+    both.check_nothing_is_held()
+
+
+def test_nothing_is_stored_back_after_a_gap(instance: Instance, rows: dict[bytes, Any]) -> None:
+    both = instance(store_generated="on")
+    job = both.submit(pb.BOTH, PROMPT, 200)
+    while not both.store.active:
+        both.step()
+    both.end(good=2, then=Outcome.FULL)
+    both.run()
+    assert not both.store.active and list(rows) == job.seq.full_keys()[:2]
+    both.check_nothing_is_held()

@@ -1,0 +1,78 @@
+"""Prefill role: what it stores, reports and releases, without an instance around it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pdserve.kv_transfer.connector import Outcome
+from pdserve.proto import pdserve_pb2 as pb
+
+PROMPT = [i % 90 for i in range(70)]  # 5 blocks, the last one partial; a step computes 2
+Instance = Callable[..., Any]
+Expected = Callable[[list[int], int], list[int]]
+
+
+def test_blocks_are_announced_in_order_and_the_first_token_before_the_stores_have_ended(
+    instance: Instance, expected: Expected, rows: dict[bytes, Any]
+) -> None:
+    prefill = instance()
+    job = prefill.submit(pb.PREFILL, PROMPT, 4)
+    prefill.step()
+    assert job.output is None or not job.output.stored.num_blocks, "nothing is stored yet"
+    prefill.run()
+    assert list(job.output.token_ids) == expected(PROMPT, 4)[:1] and not job.output.stored.final
+    assert not prefill.context.closed and prefill.engine.pool.num_held == 5
+    for index in reversed(range(1, len(prefill.store.active))):
+        prefill.end(index)
+        assert job.output.stored.num_blocks == 0, "a block counts only with all before it"
+    prefill.end()
+    assert job.output.stored.num_blocks == 5 and job.output.stored.final
+    assert list(rows) and set(rows) == set(job.keys) and job.output.moved.blocks == 5
+    prefill.check_nothing_is_held()
+
+
+def test_nothing_is_stored_after_a_block_that_could_not_be(instance: Instance) -> None:
+    prefill = instance()
+    job = prefill.submit(pb.PREFILL, PROMPT, 4)
+    prefill.step()
+    prefill.end(good=1, then=Outcome.FULL)
+    prefill.run()
+    assert not prefill.store.active, "a load needs all preceding blocks"
+    assert job.output.stored.num_blocks == 1 and job.output.stored.final and job.output.token_ids
+    prefill.check_nothing_is_held()
+
+
+def test_cancelled_prompt_ends_the_leases_of_what_is_stored_and_of_what_will_be(instance: Instance) -> None:
+    prefill = instance()
+    job = prefill.submit(pb.PREFILL, PROMPT, 4)
+    prefill.step()
+    prefill.step()
+    prefill.end()
+    prefill.prefiller.cancel(job)
+    assert prefill.store.released == job.keys[:2] and not prefill.context.closed
+    prefill.end()
+    assert prefill.store.released == job.keys[:4] and not prefill.step()
+    prefill.check_nothing_is_held()
+
+
+def test_request_for_one_token_ends_here_and_its_blocks_get_no_lease(instance: Instance, expected: Expected) -> None:
+    prefill = instance()
+    job = prefill.submit(pb.PREFILL, PROMPT, 1)
+    prefill.run()
+    assert job.output.finish_reason == "length" and list(job.output.token_ids) == expected(PROMPT, 1)
+    assert {operation.lease_s for operation in prefill.store.active} == {0.0}
+    prefill.end_all()
+    prefill.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_blocks_being_stored_are_announced_where_decode_can_follow(instance: Instance, follows: bool) -> None:
+    prefill = instance(follows=follows)
+    job = prefill.submit(pb.PREFILL, PROMPT, 4)
+    prefill.step()
+    announced = job.output.stored if job.output else pb.Stored()
+    assert (announced.num_blocks, announced.coming) == (0, 2 if follows else 0)
+    prefill.run()
+    prefill.end_all()
+    prefill.check_nothing_is_held()
