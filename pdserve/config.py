@@ -1,10 +1,11 @@
 """Settings of all commands: each default is written here once, and each flag is derived from its field.
 
-`flag("…")` gives a field its default and its help text. The command line turns `max_num_seqs` into `--max-num-seqs`.
+`flag("…")` gives a field its default, help text and limits, all of which `--help` shows. The command line turns
+`max_num_seqs` into `--max-num-seqs`.
 """
 
 import re
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, Field, dataclass, field, fields
 from itertools import combinations
 from typing import Any
 
@@ -16,7 +17,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 KERNELS = ("reference", "cpu", "triton")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 LOG_FORMATS = ("text", "json")
-LOG_HELP = "format of log lines: text, or json (one object per line)"
+LOG_HELP = "format of log lines; json: one object per line"
 STORE_GENERATED = ("auto", "on", "off")
 DEFAULT_CONTROL_PORT = 8001
 LOCAL_PREFILL_HELP = (
@@ -30,20 +31,74 @@ ALLOWED_HOSTS_HELP = (
     "further Host headers for which a router on loopback without API keys answers, comma separated, or *; empty: none"
 )
 POLICY_NAMES = ("auto", "round_robin", "least_loaded", "power_of_two", "session", "prefix_aware")
-POLICY_HELP = f"routing policy for P and D: {', '.join(POLICY_NAMES)}"
+PORTS: dict[str, Any] = {"least": 0, "most": 65535}  # 0 takes a free one
 
 
-def flag(help: str, default: Any = MISSING, *, secret: bool = False, variable: str | None = None) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Values that a setting may have: numbers in a range, or one of `choices`."""
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    choices: tuple[str, ...] = ()
+
+    def admit(self, value: Any) -> bool:
+        return not (
+            (self.least is not None and not value >= self.least)
+            or (self.above is not None and not value > self.above)
+            or (self.most is not None and not value <= self.most)
+            or (self.choices and value not in self.choices)
+        )
+
+    def __str__(self) -> str:
+        """Return the limits such that "must be …" reads well; empty if there are none."""
+        if self.choices:
+            return f"{', '.join(self.choices[:-1])} or {self.choices[-1]}"
+        if self.least is not None and self.most is not None:
+            return f"from {self.least} to {self.most}"
+        low = f"at least {self.least}" if self.least is not None else ""
+        low = f"more than {self.above}" if self.above is not None else low
+        return " and ".join(part for part in (low, f"at most {self.most}" if self.most is not None else "") if part)
+
+
+def flag(help: str, default: Any = MISSING, *, secret: bool = False, variable: str | None = None, **limits: Any) -> Any:
     """Return a dataclass field with its help text; a secret one is left out of `repr`.
 
     Args:
         variable: environment variable that sets the flag too. All users of a machine can read its command lines.
+        limits: of `Limits`.
     """
-    return field(default=default, repr=not secret, metadata={"help": help, "variable": variable})
+    metadata = {"help": help, "variable": variable, "limits": Limits(**limits)}
+    return field(default=default, repr=not secret, metadata=metadata)
+
+
+def describe(setting: "Field[Any]") -> str:
+    """Return the help text of a setting with its limits."""
+    text, limits = setting.metadata["help"], str(setting.metadata["limits"])
+    return f"{text}; {limits}" if limits else text
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class Settings:
+    """Base of all settings."""
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for a setting that can never work."""
+        for setting in fields(self):
+            value, limits = getattr(self, setting.name), setting.metadata["limits"]
+            if value is not None and not limits.admit(value):
+                raise ValueError(f"--{setting.name.replace('_', '-')} must be {limits}, not {value}")
+
+
+def shared_settings(source: Settings, target: type[Settings]) -> dict[str, Any]:
+    """Return the settings of `source` that a `target` has too."""
+    names = {setting.name for setting in fields(target)}
+    return {setting.name: getattr(source, setting.name) for setting in fields(source) if setting.name in names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Settings):
     model: str = flag("a local directory, a hub id, or `demo` for the bundled model", "demo")
     served_model_name: str = flag("model name in the API; empty: the value of --model", "")
 
@@ -54,49 +109,41 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(ModelConfig):
-    dtype: str = flag("dtype of weights and KV: auto (the checkpoint's), float32, bfloat16, float16", "auto")
+    dtype: str = flag("dtype of weights and KV; auto: the checkpoint's", "auto", choices=("auto", *DTYPES))
     device: str = flag("device: auto, cpu, cuda, cuda:1, …", "auto")
-    block_size: int = flag("tokens per KV block", 16)
-    num_blocks: int | None = flag("KV blocks in the pool; default: as many as the memory allows", None)
+    block_size: int = flag("tokens per KV block", 16, least=1)
+    num_blocks: int | None = flag("KV blocks in the pool; default: as many as the memory allows", None, least=1)
     kv_cache_memory: str | None = flag("bytes for the pool, such as 4GiB; default: see --gpu-memory-utilization", None)
-    gpu_memory_utilization: float = flag("share of the GPU's memory for weights, activations and pool together", 0.9)
-    swap_space: float = flag("GiB of host memory for the KV of preempted sequences; 0: recompute or reload it", 0.0)
-    max_model_len: int | None = flag("maximum prompt plus output tokens; default: the model's context", None)
-    max_num_seqs: int = flag("maximum sequences in the running batch", 64)
-    max_num_batched_tokens: int = flag("maximum tokens per step, which is the chunk of a chunked prefill", 2048)
+    gpu_memory_utilization: float = flag(
+        "share of the GPU's memory for weights, activations and pool together", 0.9, above=0, most=1
+    )
+    swap_space: float = flag(
+        "GiB of host memory for the KV of preempted sequences; 0: recompute or reload it", 0.0, least=0
+    )
+    max_model_len: int | None = flag("maximum prompt plus output tokens; default: the model's context", None, least=1)
+    max_num_seqs: int = flag("maximum sequences in the running batch", 64, least=1)
+    max_num_batched_tokens: int = flag(
+        "maximum tokens per step, which is the chunk of a chunked prefill", 2048, least=1
+    )
     itl_target_ms: float | None = flag(
         "inter-token latency in ms that prefill chunks beside running streams may cause, by forecast; default: unlimited",
         None,
+        above=0,
     )
-    scheduling_policy: str = flag("order of requests: fcfs, or priority (the request field, lower first)", "fcfs")
-    kernel: str = flag("attention kernel: auto, reference, cpu, triton", "auto")
-    threads: int | None = flag("CPU threads of this instance; default: torch's own", None)
+    scheduling_policy: str = flag(
+        "order of requests: of arrival (fcfs), or of the request field priority, lower first",
+        "fcfs",
+        choices=SCHEDULING_POLICIES,
+    )
+    kernel: str = flag("attention kernel", "auto", choices=("auto", *KERNELS))
+    threads: int | None = flag("CPU threads of this instance; default: torch's own", None, least=1)
     seed: int = flag("seed of the instance; requests have seeds of their own", 0)
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for a setting that can never work."""
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "max_model_len", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-        if self.dtype not in ("auto", *DTYPES):
-            raise ValueError(f"dtype {self.dtype!r} is not supported; use auto, {', '.join(DTYPES)}")
-        if self.kernel not in ("auto", *KERNELS):
-            raise ValueError(f"kernel {self.kernel!r} is unknown; there are auto, {', '.join(KERNELS)}")
-        if self.itl_target_ms is not None and self.itl_target_ms <= 0:
-            raise ValueError(f"--itl-target-ms must be more than 0, not {self.itl_target_ms}")
-        if self.swap_space < 0:
-            raise ValueError(f"--swap-space must be 0 or more GiB, not {self.swap_space}")
-        if self.scheduling_policy not in SCHEDULING_POLICIES:
-            raise ValueError(
-                f"--scheduling-policy is {' or '.join(SCHEDULING_POLICIES)}, not {self.scheduling_policy!r}"
-            )
+        super().__post_init__()
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device {self.device!r} is not supported; use auto, cpu, cuda or cuda:1")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"--gpu-memory-utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}"
-            )
         if self.kv_cache_memory is not None:
             parse_size(self.kv_cache_memory)
 
@@ -108,22 +155,22 @@ class TransferConfig(EngineConfig):
         DEFAULT_CONNECTOR,
         variable=CONNECTOR_VARIABLE,
     )
-    lease_seconds: float = flag("seconds for which the store may not evict KV that decode has yet to load", 60.0)
+    lease_seconds: float = flag(
+        "seconds for which the store may not evict KV that decode has yet to load", 60.0, least=0
+    )
     max_inflight_bytes: str | None = flag(
         "maximum KV bytes in flight to or from the store; default: 512MiB or two steps, at most half of the pool",
         None,
     )
-    store_generated: str = flag("store generated KV for the next turn of a chat: auto (chats only), on, off", "auto")
+    store_generated: str = flag(
+        "store generated KV for the next turn of a chat; auto: of chats only", "auto", choices=STORE_GENERATED
+    )
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for a setting that can never work."""
         super().__post_init__()
         if self.max_inflight_bytes is not None:
             parse_size(self.max_inflight_bytes)
-        if self.lease_seconds < 0:
-            raise ValueError(f"--lease-seconds must be 0 or more, not {self.lease_seconds}")
-        if self.store_generated not in STORE_GENERATED:
-            raise ValueError(f"--store-generated is {', '.join(STORE_GENERATED)}, not {self.store_generated!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,23 +192,21 @@ class InstanceConfig(ControlConfig, TransferConfig):
         "Redis in which routers register, such as redis://host:6379/0, in place of --router; empty: none", ""
     )
     control_token: str = flag(
-        "secret shared with the routers; default: PDSERVE_CONTROL_TOKEN in the environment", "", secret=True
+        "secret shared with the routers; empty: none", "", secret=True, variable="PDSERVE_CONTROL_TOKEN"
     )
     convert_kv: bool = flag("as decode, accept KV from prefill instances with another block size or dtype", False)
     instance_id: str = flag("name of this instance in metrics and timelines; default: role, host and pid", "")
     metrics_port: int | None = flag(
-        "port for this instance's Prometheus metrics; default: only through the router", None
+        "port for this instance's Prometheus metrics; default: only through the router", None, **PORTS
     )
-    log_format: str = flag(LOG_HELP, "text")
-    drain_seconds: float = flag("seconds that running requests may take in a drain before they are cut off", 25.0)
+    log_format: str = flag(LOG_HELP, "text", choices=LOG_FORMATS)
+    drain_seconds: float = flag(
+        "seconds that running requests may take in a drain before they are cut off", 25.0, least=0
+    )
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for a setting that can never work."""
         super().__post_init__()
-        if self.drain_seconds < 0:
-            raise ValueError(f"--drain-seconds must be 0 or more, not {self.drain_seconds}")
-        if self.metrics_port is not None:
-            _check_port("--metrics-port", self.metrics_port)
         if self.registry and self.router != InstanceConfig.router:
             raise ValueError("--router and --registry both name the routers; give one of them")
         if not self.routers:
@@ -180,9 +225,9 @@ class InstanceConfig(ControlConfig, TransferConfig):
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig(ControlConfig):
     host: str = flag("listen address for clients", "127.0.0.1")
-    port: int = flag("port for clients", DEFAULT_PORT)
+    port: int = flag("port for clients", DEFAULT_PORT, **PORTS)
     control_host: str = flag("listen address for instances", "127.0.0.1")
-    control_port: int = flag("port for instances", DEFAULT_CONTROL_PORT)
+    control_port: int = flag("port for instances", DEFAULT_CONTROL_PORT, **PORTS)
     registry: str = flag(
         "Redis in which this router registers and shares quotas, such as redis://host:6379/0; empty: none", ""
     )
@@ -190,36 +235,47 @@ class RouterConfig(ControlConfig):
         "address that instances with a --registry dial; default: --control-host or, if that is 0.0.0.0, as Redis sees it",
         "",
     )
-    policy: str = flag(POLICY_HELP, "auto")
-    prefill_policy: str = flag("routing policy for prefill instances; empty: --policy", "")
-    decode_policy: str = flag("routing policy for decode instances; empty: --policy", "")
-    local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None)
-    slo: str = flag(SLO_HELP, "")
-    max_requests: int = flag("maximum running requests, counting each choice; further ones queue", 4096)
-    max_queue: int = flag(
-        "maximum queued requests, admitted in weighted fair order of their keys; further ones get a 429", 1024
+    policy: str = flag("routing policy for P and D", "auto", choices=POLICY_NAMES)
+    prefill_policy: str | None = flag(
+        "routing policy for prefill instances; default: --policy", None, choices=POLICY_NAMES
     )
-    lease_seconds: float = flag("seconds of silence after which an instance is dropped", 1.5)
+    decode_policy: str | None = flag(
+        "routing policy for decode instances; default: --policy", None, choices=POLICY_NAMES
+    )
+    local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None, least=0)
+    slo: str = flag(SLO_HELP, "")
+    max_requests: int = flag("maximum running requests, counting each choice; further ones queue", 4096, least=1)
+    max_queue: int = flag(
+        "maximum queued requests, admitted in weighted fair order of their keys; further ones get a 429",
+        1024,
+        least=0,
+    )
+    lease_seconds: float = flag("seconds of silence after which an instance is dropped", 1.5, above=0)
     handover_timeout_seconds: float = flag(
-        "seconds without progress after which a hand-over fails over or ends in a 503", 60.0
+        "seconds without progress after which a hand-over fails over or ends in a 503", 60.0, above=0
     )
     client_timeout_seconds: float = flag(
         "seconds after which a client that sends nothing of its body or reads nothing of its answer is disconnected",
         60.0,
+        above=0,
     )
     max_connections: int | None = flag(
         "maximum open connections of clients; further ones get a 503; default: 3/4 of the file descriptors, at most 16384",
         None,
+        least=1,
     )
     hedge_prefill_after: float | None = flag(
-        "seconds without a first token after which a second prefill instance gets the prompt too; default: never", None
+        "seconds without a first token after which a second prefill instance gets the prompt too; default: never",
+        None,
+        above=0,
     )
-    max_body_bytes: int = flag("maximum bytes of a request body; a larger one gets a 413", 4 * 1024 * 1024)
-    max_n: int = flag("maximum choices of one request, over all its prompts", 64)
+    max_body_bytes: int = flag("maximum bytes of a request body; a larger one gets a 413", 4 * 1024 * 1024, least=1)
+    max_n: int = flag("maximum choices of one request, over all its prompts", 64, least=1)
     api_key: str = flag(
-        "API keys for clients, comma separated; default: PDSERVE_API_KEY in the environment; without any, no key is needed",
+        "API keys for clients, comma separated; without any, no key is needed",
         "",
         secret=True,
+        variable="PDSERVE_API_KEY",
     )
     keys_file: str = flag(KEYS_FILE_HELP, "")
     quota_file: str = flag(
@@ -227,14 +283,16 @@ class RouterConfig(ControlConfig):
         "",
     )
     admin_key: str = flag(
-        "API keys for /debug, /admin and other operators' paths; default: PDSERVE_ADMIN_KEY in the environment",
+        "API keys for /debug, /admin and other operators' paths; empty: none",
         "",
         secret=True,
+        variable="PDSERVE_ADMIN_KEY",
     )
     control_token: str = flag(
-        "secret that instances must present; default: PDSERVE_CONTROL_TOKEN in the environment; without any, none is needed",
+        "secret that instances must present; without any, none is needed",
         "",
         secret=True,
+        variable="PDSERVE_CONTROL_TOKEN",
     )
     ssl_certfile: str = flag("PEM certificate chain for TLS with clients; needs --ssl-keyfile", "")
     ssl_keyfile: str = flag("PEM private key of --ssl-certfile", "")
@@ -245,54 +303,34 @@ class RouterConfig(ControlConfig):
     )
     cors_origins: str = flag("allowed CORS origins, comma separated, or *; empty: none", "")
     allowed_hosts: str = flag(ALLOWED_HOSTS_HELP, "")
-    log_format: str = flag(LOG_HELP, "text")
+    log_format: str = flag(LOG_HELP, "text", choices=LOG_FORMATS)
     log_requests: bool = flag("log a line for each finished request", False)
-    drain_seconds: float = flag("seconds that requests may take after SIGTERM before they are cut off", 25.0)
-    timelines: int = flag("number of finished requests kept for /debug/requests", 1000)
+    drain_seconds: float = flag("seconds that requests may take after SIGTERM before they are cut off", 25.0, least=0)
+    timelines: int = flag("number of finished requests kept for /debug/requests", 1000, least=1)
     workers: int = flag(
-        "router processes that share --port; each further one takes the next --control-port and --own-port", 1
+        "router processes that share --port; each further one takes the next --control-port and --own-port",
+        1,
+        least=1,
     )
     own_port: int | None = flag(
-        "additional HTTP port of this router alone, for metrics and operators; default: none", None
+        "additional HTTP port of this router alone, for metrics and operators; default: none", None, least=1, most=65535
     )
     reuse_port: bool = flag("share --port with other routers on this machine that set this flag", False)
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for a setting that can never work."""
-        for name in (
-            "lease_seconds",
-            "handover_timeout_seconds",
-            "client_timeout_seconds",
-            "max_body_bytes",
-            "max_n",
-            "timelines",
-            "max_requests",
-        ):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name)}")
-        if self.max_connections is not None and self.max_connections < 1:
-            raise ValueError(f"--max-connections must be at least 1, not {self.max_connections}")
-        if self.workers < 1:
-            raise ValueError(f"--workers must be at least 1, not {self.workers}")
+        super().__post_init__()
         self._check_ports()
         if self.workers > 1 and not (self.port and self.control_port):
             raise ValueError(
                 "--workers needs a --port and a --control-port other than 0: with 0, each worker would take another one"
             )
-        if self.drain_seconds < 0:
-            raise ValueError(f"--drain-seconds must be 0 or more, not {self.drain_seconds}")
-        if self.max_queue < 0:
-            raise ValueError(f"--max-queue must be 0 or more, not {self.max_queue}")
         Slo.parse(self.slo)
         for origin in map(str.strip, self.cors_origins.split(",") if self.cors_origins else ()):
             if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/]+", origin):
                 raise ValueError(
                     f"--cors-origins: {origin!r} is not an origin; write https://example.com, for example, or *"
                 )
-        if self.local_prefill_tokens is not None and self.local_prefill_tokens < 0:
-            raise ValueError(f"--local-prefill-tokens must be 0 (never) or more, not {self.local_prefill_tokens}")
-        if self.hedge_prefill_after is not None and self.hedge_prefill_after <= 0:
-            raise ValueError(f"--hedge-prefill-after must be more than 0, not {self.hedge_prefill_after}")
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
             raise ValueError("--ssl-certfile and --ssl-keyfile belong together: give both or none")
 
@@ -300,11 +338,9 @@ class RouterConfig(ControlConfig):
         """Check the ports of all workers: they share --port; their other ports count up from the given one."""
         first = {"--port": self.port, "--control-port": self.control_port}
         if self.own_port is not None:
-            _check_port("--own-port", self.own_port, least=1)
             first["--own-port"] = self.own_port
         ports = {flag: range(port, port + (1 if flag == "--port" else self.workers)) for flag, port in first.items()}
         for flag, own in ports.items():
-            _check_port(flag, own[0])
             _check_port(f"{flag} of the last of --workers {self.workers}", own[-1])
         for (flag, own), (other, others) in combinations(ports.items(), 2):
             if shared := (set(own) & set(others)) - {0}:
@@ -315,17 +351,21 @@ class RouterConfig(ControlConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class UpConfig(ControlConfig, TransferConfig):
-    prefill: int = flag("prefill instances", 1)
-    decode: int = flag("decode instances", 1)
-    both: int = flag("instances with the role both", 0)
-    workers: int = flag("router processes that share --port", 1)
+    prefill: int = flag("prefill instances", 1, least=0)
+    decode: int = flag("decode instances", 1, least=0)
+    both: int = flag("instances with the role both", 0, least=0)
+    workers: int = flag("router processes that share --port", 1, least=1)
     host: str = flag("listen address for clients", "127.0.0.1")
-    port: int = flag("port for clients", DEFAULT_PORT)
-    control_port: int = flag("port for instances; 0 takes a free one", 0)
-    policy: str = flag(POLICY_HELP, "auto")
-    prefill_policy: str = flag("routing policy for prefill instances; empty: --policy", "")
-    decode_policy: str = flag("routing policy for decode instances; empty: --policy", "")
-    local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None)
+    port: int = flag("port for clients", DEFAULT_PORT, least=1, most=65535)
+    control_port: int = flag("port for instances; 0 takes a free one", 0, **PORTS)
+    policy: str = flag("routing policy for P and D", "auto", choices=POLICY_NAMES)
+    prefill_policy: str | None = flag(
+        "routing policy for prefill instances; default: --policy", None, choices=POLICY_NAMES
+    )
+    decode_policy: str | None = flag(
+        "routing policy for decode instances; default: --policy", None, choices=POLICY_NAMES
+    )
+    local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None, least=0)
     slo: str = flag(SLO_HELP, "")
     otlp_endpoint: str = flag(OTLP_HELP, "")
     keys_file: str = flag(KEYS_FILE_HELP, "")
@@ -334,13 +374,6 @@ class UpConfig(ControlConfig, TransferConfig):
     def __post_init__(self) -> None:
         """Raise `ValueError` for a setting that can never work."""
         super().__post_init__()
-        for name in ("prefill", "decode", "both"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"--{name} must be 0 or more, not {getattr(self, name)}")
-        if self.workers < 1:
-            raise ValueError(f"--workers must be at least 1, not {self.workers}")
-        _check_port("--port", self.port, least=1)
-        _check_port("--control-port", self.control_port)
         if self.port == self.control_port:
             raise ValueError(
                 f"--port and --control-port are both {self.port}; clients and instances need separate ports"

@@ -6,7 +6,6 @@ import gc
 import importlib.util
 import logging
 import math
-import os
 import secrets
 import signal
 import socket
@@ -23,7 +22,6 @@ from starlette.applications import Starlette
 from pdserve.config import RouterConfig
 from pdserve.control.certificates import check_key_pair, server_context
 from pdserve.control.registry import Registry
-from pdserve.errors import SetupError
 from pdserve.grammars.compiler import GrammarCompiler
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.instances.control_server import ControlServer
@@ -31,7 +29,6 @@ from pdserve.router.instances.fleet import Fleet
 from pdserve.router.limits.account_file import AccountFile
 from pdserve.router.limits.key_file import ApiKey, load_api_keys
 from pdserve.router.limits.shared_quota import SharedQuotas
-from pdserve.router.scheduling.policy import POLICIES
 from pdserve.router.telemetry.events import EventLog
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.telemetry.timeline import log_finished
@@ -54,18 +51,8 @@ def serve(config: RouterConfig) -> None:
     """Run a router in this process until SIGTERM or SIGINT.
 
     Raises:
-        SetupError: a port is taken; the tokenizer, a certificate or the key file cannot be read; or a policy is unknown.
+        SetupError: a port is taken; the tokenizer, a certificate or or the key file cannot be read.
     """
-    config = replace(
-        config,
-        api_key=config.api_key or os.environ.get("PDSERVE_API_KEY", ""),
-        control_token=config.control_token or os.environ.get("PDSERVE_CONTROL_TOKEN", ""),
-        admin_key=config.admin_key or os.environ.get("PDSERVE_ADMIN_KEY", ""),
-    )
-    for flag in ("policy", "prefill_policy", "decode_policy"):
-        name = getattr(config, flag) or config.policy
-        if name not in POLICIES:
-            raise SetupError(f"--{flag.replace('_', '-')} {name} is unknown; choose one of {', '.join(POLICIES)}")
     if config.ssl_certfile:
         check_key_pair("--ssl", config.ssl_certfile, config.ssl_keyfile)
     tls = server_context(config)

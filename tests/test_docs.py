@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pdserve.cli.commands import app, connector_app
-from pdserve.config import EngineConfig, InstanceConfig, RouterConfig, TransferConfig, UpConfig
+from pdserve.config import EngineConfig, InstanceConfig, RouterConfig, TransferConfig, UpConfig, describe
 from pdserve.counters import GAUGES, HELP
 from pdserve.lifetime import Stage
 from pdserve.router.api import schemas
@@ -59,7 +59,8 @@ def first_column(text: str) -> list[str]:
 
 def flag_row(field: "Field[Any]") -> str:
     default = "–" if field.default in (None, "") else f"`{field.default}`"
-    return f"| `--{field.name.replace('_', '-')}` | {default} | {field.metadata['help']} |"
+    variable = f"; also `{field.metadata['variable']}`" if field.metadata["variable"] else ""
+    return f"| `--{field.name.replace('_', '-')}` | {default} | {describe(field)}{variable} |"
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ _BATCH_OBJECTS = 64  # per call; batches of a few thousand fail
 _POLL_INTERVAL_S = 0.002
 _LOCAL_BUFFER_BYTES = 1 << 20  # for API calls that are not used here
 _NO_SPACE = -200  # Mooncake error codes, from mooncake-store/include/types.h
-_MISSING = (-703, -704)  # being written; not found
+_MISSING = (-703, -704, -707)  # being written; not found; read for longer than the lease, so the bytes may be others'
 
 T = TypeVar("T")
 

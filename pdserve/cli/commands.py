@@ -15,6 +15,7 @@ import typer
 from pdserve import __version__
 from pdserve.cli import logs
 from pdserve.cli.flags import command_from_config
+from pdserve.cli.supervisor import end_with_supervisor
 from pdserve.config import DEFAULT_PORT, InstanceConfig, RouterConfig, UpConfig
 from pdserve.errors import SetupError
 
@@ -177,6 +178,7 @@ def main() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # PID 1 of a container ignores SIGTERM by default; this handler serves until a server installs its own.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    end_with_supervisor()
     logs.configure()
     try:
         sys.exit(app(standalone_mode=False))

@@ -11,18 +11,18 @@ import random
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 
-from pdserve.cli.supervisor import Child, Supervisor
-from pdserve.cli.workers import quota_file, router_child
-from pdserve.config import CONNECTOR_VARIABLE, DEFAULT_CONNECTOR, ControlConfig, RouterConfig, TransferConfig, UpConfig
+from pdserve.cli.supervisor import Child, Supervisor, child_of
+from pdserve.cli.workers import quota_file
+from pdserve.config import DEFAULT_CONNECTOR, InstanceConfig, RouterConfig, UpConfig, shared_settings
 from pdserve.errors import SetupError
 
 # Fields of both UpConfig and RouterConfig that mean different things in the two, or that Deployment sets itself.
-NOT_SHARED = {"served_model_name", "control_port", "workers", "lease_seconds"}
+NOT_SHARED = ("served_model_name", "control_port", "workers", "lease_seconds")
 # Below the ephemeral ports of the system: an outgoing connection could take one of those before a child listens on it.
 PORT_RANGE = range(10_000, 22_000)
 
@@ -57,7 +57,7 @@ class Deployment(Supervisor):
         self.routers = [f"http://{config.host}:{router.own_port or router.port}" for router in routers]
         self._control_addresses = ",".join(f"127.0.0.1:{router.control_port}" for router in routers)
         names = ["router"] if len(routers) == 1 else [f"router-{i}" for i in range(len(routers))]
-        children = [router_child(name, router) for name, router in zip(names, routers, strict=True)]
+        children = [child_of(name, "router", router) for name, router in zip(names, routers, strict=True)]
         super().__init__([*children, *self._instance_children()], on_line)
 
     def wait_ready(self, timeout_s: float = 300.0) -> None:
@@ -109,13 +109,12 @@ class Deployment(Supervisor):
             taken.add(port)
             return port
 
-        shared = {field.name for field in fields(RouterConfig)} & {
-            field.name for field in fields(UpConfig)
-        } - NOT_SHARED
-        settings = {name: getattr(config, name) for name in shared}
+        shared = {
+            name: value for name, value in shared_settings(config, RouterConfig).items() if name not in NOT_SHARED
+        }
         try:
             first = RouterConfig(
-                **settings, served_model_name=config.name, control_port=config.control_port or reserve_port()
+                **shared, served_model_name=config.name, control_port=config.control_port or reserve_port()
             )
         except ValueError as error:
             raise SetupError(str(error)) from error
@@ -134,20 +133,18 @@ class Deployment(Supervisor):
         names += [f"decode-{i}" for i in range(config.decode)]
         names += [f"both-{i}" for i in range(config.both)]
         gpus = len(list(Path("/dev").glob("nvidia[0-9]*"))) if config.device in ("auto", "cuda") else 0
-        settings = _changed_instance_settings(config)
+        settings = shared_settings(config, InstanceConfig)
         if not gpus and config.threads is None:
             settings["threads"] = max(1, len(os.sched_getaffinity(0)) // len(names))
         if gpus and len(names) > gpus:
             settings["gpu_memory_utilization"] = config.gpu_memory_utilization / -(-len(names) // gpus)
         children = []
         for i, name in enumerate(names):
-            arguments = [name.split("-")[0], "--instance-id", name, "--router", self._control_addresses]
-            for key, value in settings.items():
-                arguments += [f"--{key.replace('_', '-')}", str(value)]
-            environment = {CONNECTOR_VARIABLE: self.connector}
+            own = {"instance_id": name, "router": self._control_addresses, "connector": self.connector}
+            child = child_of(name, name.split("-")[0], InstanceConfig(**settings | own))
             if gpus:
-                environment["CUDA_VISIBLE_DEVICES"] = str(i % gpus)
-            children.append(Child(name, arguments, environment))
+                child.environment["CUDA_VISIBLE_DEVICES"] = str(i % gpus)
+            children.append(child)
         return children
 
 
@@ -162,15 +159,3 @@ def _random_unused_port() -> int:
 def free_port(exclude: int = 0) -> int:
     """Return a TCP port other than `exclude` that is currently unused on 127.0.0.1."""
     return next(port for port in iter(_random_unused_port, 0) if port != exclude)
-
-
-def _changed_instance_settings(config: UpConfig) -> dict[str, object]:
-    """Return the instance settings that differ from their defaults, without the connector, which Deployment sets."""
-    defaults = {
-        field.name: field.default
-        for section in (TransferConfig, ControlConfig)
-        for field in fields(section)
-        if field.name != "connector"
-    }
-    values = {name: (getattr(config, name), default) for name, default in defaults.items()}
-    return {name: value for name, (value, default) in values.items() if value is not None and value != default}

@@ -7,6 +7,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from pdserve.config import describe
 from pdserve.errors import SetupError
 
 
@@ -32,7 +33,7 @@ def command_from_config(config: type, run: Callable[..., None], **extra: Any) ->
             inspect.Parameter.KEYWORD_ONLY,
             default=field.default,
             annotation=Annotated[
-                hints[field.name], typer.Option(help=field.metadata["help"], envvar=field.metadata.get("variable"))
+                hints[field.name], typer.Option(help=describe(field), envvar=field.metadata["variable"])
             ],
         )
         for field in fields(config)

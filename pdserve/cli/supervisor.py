@@ -8,16 +8,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import TracebackType
 from typing import Self
 
+from pdserve.config import Settings
 from pdserve.errors import SetupError
 
 RESTART_BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # the last one repeats
 STABLE_AFTER_S = 60.0  # a child that ran this long restarts with the first back-off again
 STOP_TIMEOUT_S = 10.0  # from SIGTERM to SIGKILL
 SETUP_ERROR_EXIT_CODE = 2  # a start-up error, which a restart would repeat
+PARENT_VARIABLE = "PDSERVE_PARENT_PID"  # of a child, which ends when the process with this id does
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # loaded at import: dlopen is not safe between fork and exec
 
@@ -43,6 +45,23 @@ class Child:
     @property
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
+
+
+def child_of(name: str, command: str, config: Settings) -> Child:
+    """Return a process that runs a command with these settings.
+
+    Settings that differ from their defaults become flags or, if they have one, environment variables.
+    """
+    arguments, environment = [command], {}
+    for setting in fields(config):
+        value, option = getattr(config, setting.name), f"--{setting.name.replace('_', '-')}"
+        if value == setting.default:
+            continue
+        if setting.metadata["variable"]:
+            environment[setting.metadata["variable"]] = value
+        else:
+            arguments += [option] if value is True else [option, str(value)]
+    return Child(name, arguments, environment)
 
 
 class Supervisor:
@@ -138,9 +157,8 @@ class Supervisor:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=environment,
+            env=environment | {PARENT_VARIABLE: str(os.getpid())},
             start_new_session=True,  # only the supervisor receives Ctrl-C; it stops the children in order
-            preexec_fn=terminate_with_parent,
         )
 
     def _forward_output(self, name: str, process: "subprocess.Popen[str]") -> None:
@@ -152,6 +170,14 @@ class Supervisor:
                 self._on_line(line if line.startswith("{") else f"[{name}] {line}")
 
 
+def end_with_supervisor() -> None:
+    """Make this process receive SIGTERM when its supervisor dies, if it has one, even if that is killed."""
+    if parent := os.environ.pop(PARENT_VARIABLE, ""):
+        terminate_with_parent()
+        if os.getppid() != int(parent):  # it died before the line above
+            raise SystemExit(128 + signal.SIGTERM)
+
+
 def terminate_with_parent() -> None:
-    """Make the calling child process receive SIGTERM when its parent dies, even if the parent is killed."""
+    """Make the calling process receive SIGTERM when its parent dies."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

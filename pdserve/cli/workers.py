@@ -10,14 +10,13 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import FrameType
 
-from pdserve.cli.supervisor import Child, Supervisor
+from pdserve.cli.supervisor import Child, Supervisor, child_of
 from pdserve.config import RouterConfig, UpConfig
 
 POLL_S = 0.2
-SECRETS = ("api_key", "admin_key", "control_token")  # passed by environment: any user can read the command lines
 
 
 def run_workers(config: RouterConfig) -> None:
@@ -64,8 +63,9 @@ def quota_file(config: RouterConfig | UpConfig) -> Iterator[str]:
 def worker_children(config: RouterConfig) -> list[Child]:
     """Return the workers, which differ in their --control-port and --own-port."""
     return [
-        router_child(
+        child_of(
             f"router-{i}",
+            "router",
             replace(
                 config,
                 workers=1,
@@ -76,19 +76,3 @@ def worker_children(config: RouterConfig) -> list[Child]:
         )
         for i in range(config.workers)
     ]
-
-
-def router_child(name: str, config: RouterConfig) -> Child:
-    """Return a router as a child process; settings that differ from their defaults become flags or, secrets, variables."""
-    arguments, environment = ["router"], {}
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if value == field.default:
-            continue
-        if field.name in SECRETS:
-            environment[f"PDSERVE_{field.name.upper()}"] = value
-        elif value is True:
-            arguments.append(f"--{field.name.replace('_', '-')}")
-        else:
-            arguments += [f"--{field.name.replace('_', '-')}", str(value)]
-    return Child(name, arguments, environment)

@@ -17,11 +17,13 @@ class NoFreeBlocks(Exception):
 class BlockPool:
     """Reference counts, content keys and an LRU of cached blocks. Every operation is constant time per block.
 
-    Attributes:
+    Args:
         on_change: callback (key, cached), called when a key becomes findable (True) or stops being so (False).
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, on_change: Callable[[bytes, bool], None] = lambda key, cached: None
+    ) -> None:
         assert num_blocks > 0 and block_size > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -30,7 +32,7 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        self.on_change: Callable[[bytes, bool], None] = lambda key, cached: None
+        self._on_change = on_change
 
     @property
     def num_free(self) -> int:
@@ -99,12 +101,12 @@ class BlockPool:
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
-            self.on_change(key, True)
+            self._on_change(key, True)
 
     def clear_cache(self) -> None:
         """Free every cached block. Held blocks lose their keys too."""
         for key in self._block_of:
-            self.on_change(key, False)
+            self._on_change(key, False)
         self._free.extend(self._cached)
         self._cached.clear()
         self._block_of.clear()
@@ -125,5 +127,5 @@ class BlockPool:
         block, _ = self._cached.popitem(last=False)
         key = self._key_of.pop(block)
         del self._block_of[key]
-        self.on_change(key, False)
+        self._on_change(key, False)
         return block

@@ -52,18 +52,30 @@ class Engine:
 
     Attributes:
         max_model_len: tokens of the longest request, prompt and output.
-        on_grammar_ready: callback, called in another thread when a sequence may have become schedulable.
     """
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint | None = None,
+        *,
+        refetch_preempted: bool = False,
+        on_grammar_ready: Callable[[], None] = lambda: None,
+        on_key_change: Callable[[bytes, bool], None] = lambda key, cached: None,
+    ) -> None:
         """Load `config.model` unless a checkpoint is given, and allocate the pool.
+
+        Args:
+            refetch_preempted: see `Scheduler`.
+            on_grammar_ready: called in another thread when a sequence may have become schedulable.
+            on_key_change: see `BlockPool.on_change`. The warm-up of the engine changes keys too.
 
         Raises:
             SetupError: the model cannot be loaded, or there is no room for its KV.
         """
         self.checkpoint = checkpoint or load(config)
         self.runner = ModelRunner(self.checkpoint, config)
-        self.pool = BlockPool(self.runner.num_blocks, config.block_size)
+        self.pool = BlockPool(self.runner.num_blocks, config.block_size, on_key_change)
         host_blocks = self.runner.num_host_blocks
         self.scheduler = Scheduler(
             self.pool,
@@ -71,12 +83,12 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             window=self.runner.window,
             host_pool=BlockPool(host_blocks, config.block_size) if host_blocks else None,
+            itl_target=None if config.itl_target_ms is None else config.itl_target_ms / 1000,
+            refetch_preempted=refetch_preempted,
         )
-        if config.itl_target_ms is not None:
-            self.scheduler.itl_target = config.itl_target_ms / 1000
         self.max_model_len = _max_model_len(self.checkpoint, config, self.runner.num_blocks)
         self.layout = self.checkpoint.layout
-        self.on_grammar_ready: Callable[[], None] = lambda: None
+        self._on_grammar_ready = on_grammar_ready
         self._arrivals = itertools.count()
         self._grammars = GrammarBackend(config.model, self.checkpoint.vocab_size, self.checkpoint.eos_token_ids)
         self._compiling: list[Sequence] = []  # sequences whose grammar is being compiled
@@ -111,10 +123,7 @@ class Engine:
         if min(prompt) < 0 or max(prompt) >= self.checkpoint.vocab_size:
             raise ValueError(f"token ids go from 0 to {self.checkpoint.vocab_size - 1}")
         stops = frozenset(sampling.stop_token_ids)
-        # The callback is looked up late: the owner may set it after this.
-        constraint = (
-            self._grammars.compile(sampling.grammar, lambda: self.on_grammar_ready()) if sampling.grammar else None
-        )
+        constraint = self._grammars.compile(sampling.grammar, self._on_grammar_ready) if sampling.grammar else None
         return Sequence(
             constraint=constraint,
             rank=next(self._arrivals) + self._arrivals_per_priority * priority,

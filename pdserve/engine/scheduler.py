@@ -58,12 +58,12 @@ class Scheduler:
         window: attention window in tokens, the token itself included, that holds for every layer; None if some layer
             attends to all tokens.
         host_pool: block ids in host memory, for swapping.
-
-    Attributes:
-        costs: forecasts of swapping and computing.
         itl_target: seconds between two tokens of a decoding sequence that prompts in the same step should not exceed.
         refetch_preempted: return resumed sequences to their owner (`SchedulerOutput.resumed`), which looks for their KV in
             the store.
+
+    Attributes:
+        costs: forecasts of swapping and computing.
         prefix_queries, prefix_hits: tokens looked up in the prefix cache, and found there.
         swap_space: KV of preempted sequences in host memory.
     """
@@ -76,6 +76,8 @@ class Scheduler:
         max_num_batched_tokens: int,
         window: int | None = None,
         host_pool: BlockPool | None = None,
+        itl_target: float | None = None,
+        refetch_preempted: bool = False,
     ) -> None:
         assert max_num_seqs > 0 and max_num_batched_tokens > 0
         self.pool = pool
@@ -84,8 +86,8 @@ class Scheduler:
         self.window = window
         self.swap_space = SwapSpace(host_pool)
         self.costs = Costs()
-        self.itl_target: float | None = None
-        self.refetch_preempted = False
+        self.itl_target = itl_target
+        self.refetch_preempted = refetch_preempted
         # Queues, each in order of rank.
         self.waiting: list[Sequence] = []
         self.loaded: list[Sequence] = []  # these hold blocks
@@ -93,6 +95,10 @@ class Scheduler:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.num_preemptions = 0
+
+    def use_costs(self, costs: Costs) -> None:
+        """Replace the forecasts by newer ones."""
+        self.costs = costs
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, with or without blocks."""

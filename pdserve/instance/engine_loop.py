@@ -13,14 +13,12 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from pdserve.config import InstanceConfig, parse_size
-from pdserve.costs import CostMeter
-from pdserve.counters import series
 from pdserve.decode.decoder import Decoder
 from pdserve.decode.layout_converter import LayoutConverter
-from pdserve.engine.engine import Engine, StepResult
-from pdserve.engine.warm_up import measure_swaps, warm_up
+from pdserve.engine.engine import Engine
 from pdserve.errors import RequestError
 from pdserve.instance.kv_events import KVEventPublisher
+from pdserve.instance.reporter import Reporter
 from pdserve.kv_transfer.connector import Connector
 from pdserve.kv_transfer.guarded import DEFAULT_TIMEOUT_S, GuardedConnector
 from pdserve.kv_transfer.registry import connect
@@ -36,10 +34,8 @@ from pdserve.roles.transfers import Transfers
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 HEARTBEAT_UPDATE_S = 0.1  # between two updates of the heartbeat while the engine is busy
-COSTS_UPDATE_S = 1.0  # between two fits of the cost models
 INTEGRITY_CHECK_S = 1.0  # between two checks of the whole pool while idle
 DEFAULT_INFLIGHT_BYTES = 512 << 20
-LOAD_FIELDS = tuple(pb.Load.DESCRIPTOR.fields_by_name)
 Send = Callable[[str, pb.InstanceFrame], None]
 
 
@@ -54,15 +50,23 @@ class Instance:
         connector: replaces the connector that `config.connector` names.
 
     Attributes:
-        heartbeat: the current heartbeat. The engine thread replaces it and never modifies it, so any thread may read it.
         kv_events: changes of the pool's block keys, which the router links send on.
+        reporter: counters, heartbeat and costs.
     """
 
     def __init__(self, config: InstanceConfig, send: Send, connector: Connector | None = None) -> None:
-        self.engine = Engine(config)
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._send = send
+        self.kv_events = KVEventPublisher()
+        connector = connector or connect(config.connector)
+        self.engine = Engine(
+            config,
+            refetch_preempted=not connector.in_place,
+            on_grammar_ready=lambda: self._inbox.put(lambda: None),
+            on_key_change=self.kv_events.publish,
+        )
         pool = self.engine.runner.pool_NL2GBD
-        self.connector = self._attach(connector or connect(config.connector))
+        self.connector = self._attach(connector)
         self.transfers = Transfers(
             self.engine.pool, self.connector, self, _max_blocks(config, self.engine), self.engine.layout.block_bytes
         )
@@ -72,24 +76,11 @@ class Instance:
             pool, self.engine.layout, config.connector if config.convert_kv else None
         )
         self.decoder = Decoder(self.engine, self.connector, self.transfers, fetcher, self, config.store_generated)
-        self.meter = CostMeter()
-        for work, seconds in warm_up(self.engine):
-            self.meter.calibrate_step(work, seconds)
-        for blocks, seconds in measure_swaps(self.engine):
-            self.meter.calibrate_swap(blocks, seconds)
-        self.engine.scheduler.refetch_preempted = not self.connector.in_place
-        self._costs, self._costs_updated_at = pb.Costs(), 0.0
-        self.kv_events = KVEventPublisher()
-        self.engine.pool.on_change = self.kv_events.publish
-        self.heartbeat = pb.Heartbeat()
-        self._remaining_load: dict[str, list[pb.Load]] = {}  # by link, one for each request
-        self._send = send
-        self.engine.on_grammar_ready = lambda: self._inbox.put(lambda: None)
+        self.reporter = Reporter(self.engine, self.connector, self.transfers, self.layout_converter, self.now())
         self._jobs: dict[tuple[str, str], Job] = {}
         # Also holds jobs with unfinished stores whose request id has been used again since.
         self._by_sequence: dict[object, Job] = {}
         self._closed_jobs: dict[Job, None] = {}  # whose last output has not been sent
-        self._counts: dict[str, float] = {}
         self._should_stop = False
         self._heartbeat_updated_at = 0.0
         self._integrity_checked_at = 0.0
@@ -119,8 +110,12 @@ class Instance:
 
     def other_load(self, link: str) -> pb.Load:
         """Return the remaining work of the requests of all routers except one."""
-        loads = [load for other, loads in self._remaining_load.items() if other != link for load in loads]
-        return pb.Load(**{field: sum(getattr(load, field) for load in loads) for field in LOAD_FIELDS})
+        return self.reporter.other_load(link)
+
+    @property
+    def heartbeat(self) -> pb.Heartbeat:
+        """The current heartbeat. It is replaced and never modified."""
+        return self.reporter.heartbeat
 
     @property
     def num_jobs(self) -> int:
@@ -173,11 +168,7 @@ class Instance:
                 self._cancel(job)
                 continue
             self._role_of(job).on_step(job, seq in result.sampled, started)
-        if result.advanced:
-            self.count("engine_steps", 1)
-        if result.storing_paused:
-            self.count("prefill_steps_held_back", 1)
-        self._record_costs(result, stopped - started - result.swap_seconds, stopped)
+        self.reporter.record_step(result, stopped - started - result.swap_seconds, stopped)
         self._send_outputs()
         if not self.num_jobs:
             self._check_idle(started)
@@ -188,13 +179,6 @@ class Instance:
 
     def _role_of(self, job: Job) -> Prefiller | Decoder:
         return self.prefiller if job.phase == pb.PREFILL else self.decoder
-
-    def _record_costs(self, result: StepResult, seconds: float, now: float) -> None:
-        self.meter.record_step(result.work, bool(result.sampled), seconds, now)
-        for direction, blocks in (("out", result.swapped_out), ("in", result.swapped_in)):
-            if blocks:
-                self.meter.record_swap(blocks, result.swap_seconds, now)
-                self.count("swapped_blocks", blocks, direction=direction)
 
     def _check_idle(self, now: float) -> None:
         """Assert that an idle instance holds no block. A leak ends the process instead of slowly starving it."""
@@ -282,28 +266,8 @@ class Instance:
         self._closed_jobs.clear()
 
     def _update_heartbeat(self) -> None:
-        """Replace the heartbeat and the remaining load of all requests. Attribute assignment is atomic."""
-        scheduler, pool = self.engine.scheduler, self.engine.pool
-        waiting = len(scheduler.waiting) + self.decoder.num_waiting
-        heartbeat = pb.Heartbeat(
-            waiting=waiting,
-            running=len(self._by_sequence) - waiting,
-            free_blocks=pool.num_free,
-            counters=self._counts | self._current_metrics(),
-        )
-        if self.now() - self._costs_updated_at > COSTS_UPDATE_S:
-            self._costs_updated_at, costs = self.now(), self.meter.costs(self.now())
-            self.engine.scheduler.costs = costs
-            self._costs = pb.Costs(prefill=costs.prefill, decode=costs.decode, transfer=costs.transfer)
-        heartbeat.costs.CopyFrom(self._costs)
-        heartbeat.counters["num_requests_waiting"] = heartbeat.waiting
-        heartbeat.counters["num_requests_running"] = heartbeat.running
-        self.heartbeat = heartbeat
-        remaining: dict[str, list[pb.Load]] = {}
-        for job in self._by_sequence.values():
-            if not job.ended:
-                remaining.setdefault(job.link, []).append(job.remaining_load())
-        self._remaining_load = remaining
+        waiting = len(self.engine.scheduler.waiting) + self.decoder.num_waiting
+        self.reporter.update(self._by_sequence.values(), waiting, self.now())
 
     def _attach(self, connector: Connector) -> Connector:
         """Attach the pool. A connector that does not skip a hanging store by itself gets a circuit breaker.
@@ -315,36 +279,6 @@ class Instance:
             return attached
         return GuardedConnector(attached, getattr(connector, "timeout", DEFAULT_TIMEOUT_S), self._inbox.put, self.now)
 
-    def _current_metrics(self) -> dict[str, float]:
-        """Return the metrics that are read from their sources instead of counted, by series."""
-        scheduler, pool, stats = self.engine.scheduler, self.engine.pool, self.connector.stats()
-        metrics: dict[str, float] = {
-            "prefix_cache_queries": scheduler.prefix_queries,
-            "prefix_cache_hits": scheduler.prefix_hits,
-            "num_preemptions": scheduler.num_preemptions,
-            "kv_cache_blocks": pool.num_blocks,
-            "kv_cache_blocks_held": pool.num_held,
-            "kv_cache_usage_perc": pool.num_held / pool.num_blocks,
-        }
-        block_bytes = self.engine.layout.block_bytes
-        metrics["kv_transfer_bytes_in_flight"] = self.transfers.in_flight * block_bytes
-        metrics["kv_transfer_bytes_waiting"] = self.transfers.waiting * block_bytes
-        scheme = self.connector.scheme
-        parts = {scheme: stats, **stats.parts}
-        if (converted := self.layout_converter.stats()) is not None:
-            parts[f"{scheme}/converted"] = converted
-        for name, part in parts.items():
-            metrics[series("kv_store_out", connector=name)] = float(part.is_out)
-            for direction in ("store", "load"):
-                labels = {"connector": name, "direction": direction}
-                metrics[series("kv_transfer_bytes", **labels)] = part.bytes[direction]
-                metrics[series("kv_transfer_seconds", **labels)] = part.seconds[direction]
-                metrics[series("kv_transfer_blocks", **labels)] = part.blocks[direction]
-            for (direction, outcome), blocks in part.failures.items():
-                labels = {"connector": name, "direction": direction, "kind": outcome.value}
-                metrics[series("kv_transfer_failures", **labels)] = blocks
-        return metrics
-
     # ---- InstanceContext, the interface for the roles -------------------------------------------------------------
 
     def now(self) -> float:
@@ -354,8 +288,7 @@ class Instance:
         future.add_done_callback(lambda done: self._inbox.put(lambda: callback(done.result())))
 
     def record_transfer(self, blocks: int, seconds: float) -> None:
-        if blocks:
-            self.meter.record_transfer(blocks * self.engine.layout.block_bytes, seconds, self.now())
+        self.reporter.record_transfer(blocks, seconds, self.now())
 
     def close_job(self, job: Job) -> None:
         del self._by_sequence[job.seq]
@@ -371,8 +304,7 @@ class Instance:
             self.count("prompt_tokens_by_source", tokens, source=source)
 
     def count(self, name: str, value: float, **labels: str) -> None:
-        key = series(name, **labels)
-        self._counts[key] = self._counts.get(key, 0) + value
+        self.reporter.count(name, value, **labels)
 
 
 def _max_blocks(config: InstanceConfig, engine: Engine) -> int:

@@ -55,7 +55,7 @@ def serve(role: str, config: InstanceConfig) -> None:
 
 
 async def _serve(role: str, config: InstanceConfig) -> None:
-    token = config.control_token or os.environ.get("PDSERVE_CONTROL_TOKEN", "")
+    token = config.control_token
     registry = None
     if config.registry:
         registry = Registry(

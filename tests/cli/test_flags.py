@@ -1,24 +1,21 @@
 """Commands derived from config dataclasses."""
 
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from pdserve.cli.flags import command_from_config
-from pdserve.config import TransferConfig
+from pdserve.config import RouterConfig, Settings, TransferConfig, flag
 from pdserve.errors import SetupError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    size: int = field(default=3, metadata={"help": "the size"})
-
-    def __post_init__(self) -> None:
-        if self.size < 0:
-            raise ValueError("--size must be 0 or more")
+class Config(Settings):
+    size: int = flag("the size", 3, least=0)
 
 
 def test_command_has_one_option_per_field_and_calls_run() -> None:
@@ -33,7 +30,7 @@ def test_command_has_one_option_per_field_and_calls_run() -> None:
     assert (parameter.name, parameter.default, command.__doc__) == ("size", 3, "Help text.")
     command(size=5)
     assert calls == [(Config(size=5), "decode")]
-    with pytest.raises(SetupError, match="--size must be 0 or more"):
+    with pytest.raises(SetupError, match="--size must be at least 0, not -1"):
         command(size=-1)
 
 
@@ -45,3 +42,31 @@ def test_a_flag_can_be_set_by_its_environment_variable() -> None:
     assert result.exit_code == 0 and calls[0].connector == "shm://from-environment"
     CliRunner().invoke(app, ["--connector", "shm://flag"], env={"PDSERVE_CONNECTOR": "shm://from-environment"})
     assert calls[1].connector == "shm://flag"
+
+
+def test_help_shows_the_limits() -> None:
+    app = typer.Typer()
+    app.command()(command_from_config(Config, lambda config: None))
+    assert "the size; at least 0" in CliRunner().invoke(app, ["--help"]).output
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_n": 0}, "--max-n must be at least 1, not 0"),
+        ({"port": 65536}, "--port must be from 0 to 65535, not 65536"),
+        ({"lease_seconds": 0.0}, "--lease-seconds must be more than 0, not 0.0"),
+        ({"lease_seconds": float("nan")}, "--lease-seconds must be more than 0, not nan"),
+        ({"log_format": "xml"}, "--log-format must be text or json, not xml"),
+        ({"decode_policy": "best"}, "--decode-policy must be auto, round_robin, .* or prefix_aware, not best"),
+    ],
+)
+def test_values_beyond_the_limits_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RouterConfig(**settings)
+
+
+def test_share_has_two_limits() -> None:
+    with pytest.raises(ValueError, match=r"--gpu-memory-utilization must be more than 0 and at most 1, not 1\.5"):
+        TransferConfig(gpu_memory_utilization=1.5)
+    assert TransferConfig(gpu_memory_utilization=1.0).num_blocks is None, "no limit holds for None"

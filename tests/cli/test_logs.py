@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdserve.cli.logs import JsonFormatter, configure
-from pdserve.errors import SetupError
+from pdserve.cli.logs import JsonFormatter
 from pdserve.lifetime import Stage
 from pdserve.router.telemetry.timeline import Timeline, log_finished
 
@@ -100,8 +99,3 @@ except ValueError:
         assert lines[0].endswith(f" W invalid: {escaped}")
         assert lines[1].endswith(" E failed") and lines[2] == "  Traceback (most recent call last):"
         assert lines[-2:] == [r"  ValueError: \x1b[2J", r"  12:00:00 E forged\r\x00\x7f\x9b\u2028\u202e"]
-
-
-def test_unknown_log_format_is_rejected() -> None:
-    with pytest.raises(SetupError, match="--log-format must be text or json, not 'xml'"):
-        configure("xml")

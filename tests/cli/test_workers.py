@@ -4,12 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from pdserve.cli.deployment import Deployment
-from pdserve.cli.workers import quota_file, router_child, worker_children
+from pdserve.cli.supervisor import child_of
+from pdserve.cli.workers import quota_file, worker_children
 from pdserve.config import RouterConfig, UpConfig
 
 
 def test_changed_settings_become_flags_and_secrets_variables() -> None:
-    child = router_child("router-0", RouterConfig(port=9000, reuse_port=True, admin_key="secret"))
+    child = child_of("router-0", "router", RouterConfig(port=9000, reuse_port=True, admin_key="secret"))
     assert child.arguments == ["router", "--port", "9000", "--reuse-port"]
     assert child.environment == {"PDSERVE_ADMIN_KEY": "secret"}
 

@@ -30,8 +30,8 @@ class KVEventsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool, self.publisher = BlockPool(BLOCKS, 16), KVEventPublisher()
-        self.pool.on_change = self.publisher.publish
+        self.publisher = KVEventPublisher()
+        self.pool = BlockPool(BLOCKS, 16, self.publisher.publish)
         self.routers: list[Router] = []
         self.held: list[list[int]] = []
 
@@ -87,8 +87,8 @@ TestKVEvents.settings = settings(max_examples=200, stateful_step_count=40, deadl
 
 
 def test_removals_are_sent_before_additions() -> None:
-    pool, publisher = BlockPool(2, 16), KVEventPublisher()
-    pool.on_change = publisher.publish
+    publisher = KVEventPublisher()
+    pool = BlockPool(2, 16, publisher.publish)
     router = Router(publisher)
     for first in (0, 2, 4):  # each pair evicts the one before
         blocks = pool.allocate(2)
@@ -101,8 +101,8 @@ def test_removals_are_sent_before_additions() -> None:
 
 
 def test_blocks_that_were_evicted_again_are_never_sent() -> None:
-    pool, publisher = BlockPool(1, 16), KVEventPublisher()
-    pool.on_change = publisher.publish
+    publisher = KVEventPublisher()
+    pool = BlockPool(1, 16, publisher.publish)
     router = Router(publisher)
     for number in range(1000):
         (block,) = pool.allocate(1)

@@ -51,8 +51,8 @@ class Harness:
 
     def __init__(self, port: int = 0) -> None:
         self.port = port or free_port()
-        self.pool, self.kv_events = BlockPool(BLOCKS, 16), KVEventPublisher()
-        self.pool.on_change = self.kv_events.publish
+        self.kv_events = KVEventPublisher()
+        self.pool = BlockPool(BLOCKS, 16, self.kv_events.publish)
         self.links = RouterLinks([f"127.0.0.1:{self.port}"])
         self.next_key = 0
         instance = SimpleNamespace(

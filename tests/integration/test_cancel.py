@@ -52,7 +52,7 @@ def test_cancel_during_prefill(
     driver.submit("r", PROMPT, 5, phase)
 
     def steps() -> float:
-        return float(driver.instance._counts.get("engine_steps", 0))
+        return float(driver.instance.reporter.counts.get("engine_steps", 0))
 
     driver.run_until(lambda _: steps() == 3)
     cancel(driver)

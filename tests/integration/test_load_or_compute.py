@@ -31,7 +31,7 @@ def test_prefill_stops_loading_from_a_slow_store(
     slow = controlled_store(values=other.values, before_get=lambda: time.sleep(0.05))
     first, second = make_instance(other, **settings), make_instance(slow, **settings)
     second.instance.engine.scheduler.costs = ONE_MS_PER_TOKEN
-    second.instance.meter.costs = lambda now: ONE_MS_PER_TOKEN
+    second.instance.reporter.meter.costs = lambda now: ONE_MS_PER_TOKEN
     for driver, prompts in ((first, PROMPTS), (second, [PROMPTS[0], *NEW, *PROMPTS[1:]])):
         for i, prompt in enumerate(prompts):
             driver.submit(str(i), prompt, 1, pb.PREFILL)

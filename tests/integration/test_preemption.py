@@ -40,7 +40,7 @@ def test_preemption_changes_no_token(
         store, num_blocks=24 if architecture == "llama" else 12, **settings
     )  # a sliding window needs fewer blocks
     tight.instance.engine.scheduler.costs = FREE_SWAPPING
-    tight.instance.meter.costs = lambda now: FREE_SWAPPING
+    tight.instance.reporter.meter.costs = lambda now: FREE_SWAPPING
     expected = generate(path, PROMPTS, TOKENS)
     prefill = make_instance(controlled_store(values=store.values), num_blocks=200, **settings)
     for i, prompt in enumerate(PROMPTS if phase == pb.DECODE else []):

@@ -35,7 +35,7 @@ def test_instances_report_the_load_from_other_routers(checkpoint: Callable[..., 
     def run_until(done: Callable[[], bool]) -> None:
         while not done():
             instance.run_once(wait=not instance.engine.has_work)
-        instance._costs_updated_at = 0.0
+        instance.reporter._costs_updated_at = 0.0
         instance._update_heartbeat()
 
     sampling = pb.Sampling(max_tokens=9, top_p=1, ignore_eos=True)
@@ -45,7 +45,7 @@ def test_instances_report_the_load_from_other_routers(checkpoint: Callable[..., 
         instance.submit(link, message)
 
     submit("a", pb.PREFILL, 100)
-    run_until(lambda: "engine_steps" in instance._counts)
+    run_until(lambda: "engine_steps" in instance.reporter.counts)
     assert instance.other_load("b") == pb.Load(
         requests=1, prefills=1, prefill_tokens=68, attended_tokens=68 * (32 + 34)
     ), "32 tokens are computed"
@@ -62,7 +62,7 @@ def test_instances_report_the_load_from_other_routers(checkpoint: Callable[..., 
     run_until(lambda: instance.num_jobs == 0)
     heartbeat = instance.heartbeat
     assert instance.other_load("c") == pb.Load(), "all requests have ended"
-    costs = instance.meter.costs(instance._costs_updated_at)
+    costs = instance.reporter.meter.costs(instance.reporter._costs_updated_at)
     assert costs.prefill_seconds(100) > 0 and costs.step_seconds(1, 10) > 0
     assert costs.transfer != Costs().transfer, "measured on the stored prompt"
     assert list(heartbeat.costs.prefill) == pytest.approx(costs.prefill, rel=1e-3)

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,22 @@ def test_blocks_are_lost_with_the_process_that_holds_them(mooncake: Any, attach:
     seen = set(instance.load(keys, range(8, 11)).outcomes)
     assert seen <= {Outcome.MISSING, Outcome.UNAVAILABLE}
     assert set(instance.store(new_keys(3), range(3)).outcomes) <= {Outcome.FULL, Outcome.UNAVAILABLE}
+
+
+def test_a_read_that_outlasts_mooncakes_own_lease_finds_nothing(
+    mooncake: Any, attach: Attach, new_keys: NewKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mooncake may replace an object whose read lease has expired, so the bytes that a slow read got may be others'."""
+    instance, keys = attach(mooncake.url), new_keys(2)
+    assert instance.store(keys, [0, 1]).leading == 2
+    real = instance.connector._store
+    expired = SimpleNamespace(
+        batch_get_into=lambda names, *_: [-707] * len(names), register_buffer=real.register_buffer
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(instance.connector, "_store", expired)
+        assert instance.load(keys, [8, 9]).outcomes == [Outcome.MISSING] * 2
+    assert instance.load(keys, [8, 9]).leading == 2
 
 
 def test_a_master_that_dies_and_restarts(mooncake: Any, attach: Attach, new_keys: NewKeys) -> None:

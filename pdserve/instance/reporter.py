@@ -1,0 +1,143 @@
+"""Status of an instance: counters, metrics, cost models, the heartbeat, and the work that its requests still need."""
+
+from collections.abc import Collection, Iterable
+
+from pdserve.costs import CostMeter
+from pdserve.counters import series
+from pdserve.decode.layout_converter import LayoutConverter
+from pdserve.engine.engine import Engine, StepResult
+from pdserve.engine.warm_up import measure_swaps, warm_up
+from pdserve.kv_transfer.connector import Connector
+from pdserve.proto import pdserve_pb2 as pb
+from pdserve.roles.job import Job
+from pdserve.roles.transfers import Transfers
+
+COSTS_UPDATE_S = 1.0  # between two fits of the cost models
+LOAD_FIELDS = tuple(pb.Load.DESCRIPTOR.fields_by_name)
+
+
+class Reporter:
+    """Collects what an instance reports. Runs on the engine thread, except that any thread may call `other_load`.
+
+    Args:
+        now: time in seconds, monotonic. The cost models are calibrated by a warm-up of the engine before this returns.
+
+    Attributes:
+        heartbeat: the current heartbeat. `update` replaces it and never modifies it, so any thread may read it.
+        counts: counters of `pdserve.counters`, by series.
+        meter: fits the cost models.
+    """
+
+    def __init__(
+        self, engine: Engine, connector: Connector, transfers: Transfers, layout_converter: LayoutConverter, now: float
+    ) -> None:
+        self.heartbeat = pb.Heartbeat()
+        self.counts: dict[str, float] = {}
+        self.meter = CostMeter()
+        self._engine = engine
+        self._connector = connector
+        self._transfers = transfers
+        self._layout_converter = layout_converter
+        self._remaining_load: dict[str, list[pb.Load]] = {}  # by link, one for each request
+        for work, seconds in warm_up(engine):
+            self.meter.calibrate_step(work, seconds)
+        for blocks, seconds in measure_swaps(engine):
+            self.meter.calibrate_swap(blocks, seconds)
+        self._update_costs(now)
+
+    def count(self, name: str, value: float, **labels: str) -> None:
+        """Add `value` to a counter of `pdserve.counters`."""
+        key = series(name, **labels)
+        self.counts[key] = self.counts.get(key, 0) + value
+
+    def record_step(self, result: StepResult, seconds: float, now: float) -> None:
+        """Add an engine step to the counters and cost models. `seconds` excludes the time for swapping."""
+        if result.advanced:
+            self.count("engine_steps", 1)
+        if result.storing_paused:
+            self.count("prefill_steps_held_back", 1)
+        self.meter.record_step(result.work, bool(result.sampled), seconds, now)
+        for direction, blocks in (("out", result.swapped_out), ("in", result.swapped_in)):
+            if blocks:
+                self.meter.record_swap(blocks, result.swap_seconds, now)
+                self.count("swapped_blocks", blocks, direction=direction)
+
+    def record_transfer(self, blocks: int, seconds: float, now: float) -> None:
+        """Add a finished transfer to the cost models."""
+        if blocks:
+            self.meter.record_transfer(blocks * self._engine.layout.block_bytes, seconds, now)
+
+    def other_load(self, link: str) -> pb.Load:
+        """Return the remaining work of the requests of all routers except one."""
+        loads = [load for other, loads in self._remaining_load.items() if other != link for load in loads]
+        return pb.Load(**{field: sum(getattr(load, field) for load in loads) for field in LOAD_FIELDS})
+
+    def update(self, jobs: Collection[Job], num_waiting: int, now: float) -> None:
+        """Replace the heartbeat and the remaining load. Attribute assignment is atomic.
+
+        Args:
+            num_waiting: jobs that have no blocks yet.
+        """
+        if now - self._costs_updated_at > COSTS_UPDATE_S:
+            self._update_costs(now)
+        heartbeat = pb.Heartbeat(
+            waiting=num_waiting,
+            running=len(jobs) - num_waiting,
+            free_blocks=self._engine.pool.num_free,
+            costs=self._costs,
+            counters=self.counts | self._pool_metrics() | self._transfer_metrics(),
+        )
+        heartbeat.counters["num_requests_waiting"] = heartbeat.waiting
+        heartbeat.counters["num_requests_running"] = heartbeat.running
+        self.heartbeat = heartbeat
+        self._remaining_load = _remaining_load(jobs)
+
+    def _update_costs(self, now: float) -> None:
+        costs = self.meter.costs(now)
+        self._costs_updated_at = now
+        self._engine.scheduler.use_costs(costs)
+        self._costs = pb.Costs(prefill=costs.prefill, decode=costs.decode, transfer=costs.transfer)
+
+    def _pool_metrics(self) -> dict[str, float]:
+        """Return the metrics of pool and scheduler, by series."""
+        scheduler, pool = self._engine.scheduler, self._engine.pool
+        return {
+            "prefix_cache_queries": scheduler.prefix_queries,
+            "prefix_cache_hits": scheduler.prefix_hits,
+            "num_preemptions": scheduler.num_preemptions,
+            "kv_cache_blocks": pool.num_blocks,
+            "kv_cache_blocks_held": pool.num_held,
+            "kv_cache_usage_perc": pool.num_held / pool.num_blocks,
+        }
+
+    def _transfer_metrics(self) -> dict[str, float]:
+        """Return the metrics of transfers and of each store, by series."""
+        stats, block_bytes = self._connector.stats(), self._engine.layout.block_bytes
+        metrics: dict[str, float] = {
+            "kv_transfer_bytes_in_flight": self._transfers.in_flight * block_bytes,
+            "kv_transfer_bytes_waiting": self._transfers.waiting * block_bytes,
+        }
+        scheme = self._connector.scheme
+        parts = {scheme: stats, **stats.parts}
+        if (converted := self._layout_converter.stats()) is not None:
+            parts[f"{scheme}/converted"] = converted
+        for name, part in parts.items():
+            metrics[series("kv_store_out", connector=name)] = float(part.is_out)
+            for direction in ("store", "load"):
+                labels = {"connector": name, "direction": direction}
+                metrics[series("kv_transfer_bytes", **labels)] = part.bytes[direction]
+                metrics[series("kv_transfer_seconds", **labels)] = part.seconds[direction]
+                metrics[series("kv_transfer_blocks", **labels)] = part.blocks[direction]
+            for (direction, outcome), blocks in part.failures.items():
+                labels = {"connector": name, "direction": direction, "kind": outcome.value}
+                metrics[series("kv_transfer_failures", **labels)] = blocks
+        return metrics
+
+
+def _remaining_load(jobs: Iterable[Job]) -> dict[str, list[pb.Load]]:
+    """Return the remaining work of each job that has not ended, by link."""
+    remaining: dict[str, list[pb.Load]] = {}
+    for job in jobs:
+        if not job.ended:
+            remaining.setdefault(job.link, []).append(job.remaining_load())
+    return remaining
