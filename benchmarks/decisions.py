@@ -39,8 +39,8 @@ def decide_among(count: int, repeat: int) -> list[dict[str, Any]]:
     Half of the instances prefill and half decode; all are busy, with different costs, and each caches a prefix of the
     prompt of a different length. The prompt is hashed beforehand; hashing and tokenizing are separate rows.
     """
-    fleet = Fleet("router", MODEL, 1.0)
-    dispatcher = Dispatcher(RouterConfig(model=MODEL), fleet, Metrics(fleet))
+    fleet = Fleet("router", MODEL, 1.0, time.monotonic)
+    dispatcher = Dispatcher(RouterConfig(model=MODEL), fleet, Metrics(fleet), seed=0)
     prompt = [Random(0).randrange(2048) for _ in range(LONG)]
     keys = block_keys(b"root", prompt, mock_instance.BLOCK_SIZE)
     chosen = Random(count)

@@ -1,6 +1,7 @@
 """The interface between the HTTP side (text) and dispatch (tokens): a backend opens one token stream per request."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -44,16 +45,25 @@ class ModelInfo:
 
 
 class TokenStream(Protocol):
-    """The tokens of one request as an asynchronous iterator.
+    """The tokens of one request, with one reader: `take` never waits, and `on_readable` is called when it has something.
 
-    Each iteration yields all chunks that have arrived since the last one, at least one. A request with `whole` yields
-    once, at the end or before an error. The iteration ends after the chunk with a finish reason, or raises
-    `RequestError`.
+    Attributes:
+        on_readable: called without arguments when there are chunks or an error to take; the reader sets it. It only wakes the
+            reader, which acts later: the call comes from the middle of processing an output.
     """
 
     timeline: Timeline
+    on_readable: Callable[[], object]
 
-    def __aiter__(self) -> AsyncIterator[list[Chunk]]: ...
+    def take(self) -> list[Chunk]:
+        """Return the chunks that have arrived since the last call; empty if there is nothing to read yet.
+
+        A request with `whole` has nothing to read before its end or an error. After the chunk with a finish reason, the
+        stream is over.
+
+        Raises:
+            RequestError: the request has failed, and all of its chunks have been taken.
+        """
 
     def cancel(self, finish_reason: str = "cancelled") -> None:
         """Abort the request on all instances and free its blocks. May be called at any time; no effect after the end.
@@ -61,6 +71,25 @@ class TokenStream(Protocol):
         Args:
             finish_reason: recorded in the timeline; `stop` if the router has found a stop string.
         """
+
+
+async def read(stream: TokenStream) -> AsyncIterator[list[Chunk]]:
+    """Yield the chunks of a stream as they arrive, all that there are at once, up to the one with a finish reason.
+
+    Raises:
+        RequestError: the request has failed.
+    """
+    readable = asyncio.Event()
+    stream.on_readable = readable.set
+    while True:
+        chunks = stream.take()
+        if not chunks:
+            readable.clear()
+            await readable.wait()
+            continue
+        yield chunks
+        if chunks[-1].finish_reason is not None:
+            return
 
 
 class Backend(Protocol):

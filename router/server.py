@@ -11,7 +11,7 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import FrameType
 
@@ -72,12 +72,13 @@ async def _serve(
     listening: list[socket.socket],
 ) -> None:
     """Build all parts of the router, serve until a signal, and shut down in reverse order."""
-    fleet = Fleet(f"router-{secrets.token_hex(4)}", config.name, config.lease_seconds)
+    fleet = Fleet(f"router-{secrets.token_hex(4)}", config.name, config.lease_seconds, time.monotonic)
     metrics = Metrics(fleet)
     registry = None
     if config.registry:
         registry = Registry(config.registry, config.name, config.control_token, metrics.registry_failures.inc)
-    dispatcher = Dispatcher(config, fleet, metrics)
+    seed = secrets.randbits(32)  # random, so that routers that start together do not rotate in step
+    dispatcher = Dispatcher(config, fleet, metrics, seed)
     tracer = Tracer(config.otlp_endpoint) if config.otlp_endpoint else None
     if tracer is not None:
         dispatcher.finish_listeners.append(tracer.export)
@@ -86,7 +87,7 @@ async def _serve(
     events = EventLog()
     logging.getLogger("pdserve").addHandler(events)
     overview = Overview(dispatcher, metrics, events)
-    admission = AdmissionController(keys, config, metrics)
+    admission = AdmissionController(keys, config, metrics, fleet.now)
     grammars = _grammar_checker(config.model, metrics)
     app = create_app(
         config, tokenizer, dispatcher, admission, metrics.text, dispatcher.timelines.latest, overview.snapshot, grammars
@@ -97,12 +98,15 @@ async def _serve(
     server = _DrainingServer(app, config, metrics, ports)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
-    loops = [fleet.expire_leases(), dispatcher.watch_progress()]
+    loops = [
+        _repeat(fleet.expire_leases, fleet.lease_check_interval_s),
+        _repeat(dispatcher.check_progress, dispatcher.check_interval_s),
+    ]
     if registry is not None:
         loops.append(registry.announce(config.announce_host or config.control_host, control_port))
-        loops.append(SharedQuotas(registry, fleet.router_id, admission.quotas).run())
+        loops.append(SharedQuotas(registry, fleet.router_id, admission.queue.quotas).run())
     elif config.quota_file:
-        loops.append(AccountFile(config.quota_file, fleet.router_id, admission.quotas).run())
+        loops.append(AccountFile(config.quota_file, fleet.router_id, admission.queue.quotas).run())
     tasks = [asyncio.create_task(loop) for loop in loops]
     for task in tasks:  # without them there are no timeouts and no leases, so the router stops if one of them ends
         task.add_done_callback(lambda _: server.handle_exit(signal.SIGINT, None))
@@ -136,6 +140,13 @@ def _grammar_checker(model: str, metrics: Metrics) -> GrammarChecker | None:
     )
     metrics.grammars_waiting.set_function(lambda: checker.num_waiting)
     return checker
+
+
+async def _repeat(action: Callable[[], None], interval_s: float) -> None:
+    """Call the action at this interval until cancelled."""
+    while True:
+        await asyncio.sleep(interval_s)
+        action()
 
 
 async def _wait_for_instances(dispatcher: Dispatcher, server: uvicorn.Server) -> None:

@@ -82,7 +82,7 @@ def test_flag_tables_match_the_config_classes(heading: str, config: type, base: 
 
 def test_metrics_table_matches_the_code() -> None:
     names = {f"pdserve_{name}" + ("" if name in GAUGES else "_total") for name in HELP}
-    for family in Metrics(Fleet("router", "model", 1.0)).registry.collect():
+    for family in Metrics(Fleet("router", "model", 1.0, lambda: 0.0)).registry.collect():
         names.add(family.name + ("_total" if family.type == "counter" else ""))
     assert set(first_column(section("docs/operations.md", "Metrics"))) == names
 

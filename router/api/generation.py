@@ -8,10 +8,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from pdserve.errors import Unavailable
 from pdserve.request import Request, TokenLogprobs
 from pdserve.router.api.requests import ParsedRequest
-from pdserve.router.backend import Backend, Chunk, TokenStream
+from pdserve.router.backend import Backend, Chunk, TokenStream, read
 from pdserve.router.text.detokenizer import TextStream
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.text.tool_calls import ParsedOutput, ToolCallDelta, ToolCallParser
@@ -65,13 +64,12 @@ class Choice:
 
     async def run(self, emit: Emit) -> None:
         """Emit deltas until the choice ends; a stop string may end it before its token stream ends."""
-        async for chunks in self.stream:
+        async for chunks in read(self.stream):
             await emit(self._deltas(chunks))
             if self.text.finish_reason is not None:
                 if chunks[-1].finish_reason is None:
                     self.stream.cancel(self.text.finish_reason)
                 return
-        raise Unavailable("the token stream ended without a finish reason", kind="incomplete_stream")
 
     def _deltas(self, chunks: list[Chunk]) -> Iterator[Delta]:
         """Yield one delta per chunk up to the end of the choice. Tokens are counted as the iterator advances."""

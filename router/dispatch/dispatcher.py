@@ -5,9 +5,7 @@ open ── select, check SLO, submit ──► on_output, on_lost, on_draining 
                 └───────────────────────────────── migrate ◄──────────────────────────────────┘
 """
 
-import asyncio
 import logging
-import time
 
 from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest, Conflict, NotFound, RequestError, Unavailable
@@ -35,7 +33,7 @@ MAX_ERROR_CHARS = 4000  # of an instance's error message
 
 
 class Dispatcher:
-    """Runs all requests of a router over its fleet. One event loop, no locks.
+    """Runs all requests of a router over its fleet. One thread, no locks. It reads the fleet's clock.
 
     It implements `Backend` for the HTTP side and `FleetListener` for the fleet.
 
@@ -43,9 +41,11 @@ class Dispatcher:
         states: the running requests, by their ids on the instances.
         timelines: the latest timelines, of running and finished requests.
         finish_listeners: called with the timeline of each finished request.
+        check_interval_s: intended interval of the calls of `check_progress`.
     """
 
-    def __init__(self, config: RouterConfig, fleet: Fleet, metrics: Metrics) -> None:
+    def __init__(self, config: RouterConfig, fleet: Fleet, metrics: Metrics, seed: int) -> None:
+        """`seed`, 0 or more, is where the policies' rotation and random draws begin."""
         self.config = config
         self.fleet = fleet
         self.states: dict[str, RequestState] = {}
@@ -55,8 +55,10 @@ class Dispatcher:
         self._open_ids: set[str] = set()  # the clients' request ids, which do not change with migrations
         self.finish_listeners = [metrics.record_finished]
         self._metrics = metrics
-        self._selector = InstanceSelector(config, fleet, metrics)
+        self._now = fleet.now
+        self._selector = InstanceSelector(config, fleet, metrics, seed)
         self._hedger = PrefillHedger(config.hedge_prefill_after, self._selector, metrics, self.on_output)
+        self.check_interval_s = min(1.0, config.handover_timeout_seconds / 4, self._hedger.delay / 4)
         self._retry_budget = RetryBudget()
         metrics.retry_budget.set_function(lambda: self._retry_budget.balance)
         self.slo = Slo.parse(config.slo)
@@ -75,7 +77,7 @@ class Dispatcher:
         return not missing, f"{missing} is registered" if missing else "ready"
 
     def open(self, request: Request) -> RequestState:
-        now = time.monotonic()
+        now = self._now()
         if request.request_id in self._open_ids:
             raise BadRequest(f"request id {request.request_id!r} is in use", kind="duplicate_request_id")
         machine = HandOverMachine(now, self.config.handover_timeout_seconds, request.sampling.max_tokens)
@@ -89,16 +91,16 @@ class Dispatcher:
         if rejection is not None:
             self._metrics.refusals.labels(reason=rejection.kind).inc()
             raise rejection
-        state.timeline.stamp(Stage.ADMITTED, time.monotonic())
+        state.timeline.stamp(Stage.ADMITTED, self._now())
         self._submit(state)
         self._open_ids.add(request.request_id)
         self._retry_budget.deposit()
-        state.timeline.stamp(Stage.ROUTED, time.monotonic())
+        state.timeline.stamp(Stage.ROUTED, self._now())
         self.timelines.add(state.timeline)
         return state
 
     def instances(self) -> list[dict[str, object]]:
-        now = time.monotonic()
+        now = self._now()
         return [
             {
                 **instance.as_dict(now),
@@ -157,7 +159,7 @@ class Dispatcher:
         if instance is state.hedge:
             self._hedger.on_output(state, instance, output)
             return
-        now = time.monotonic()
+        now = self._now()
         state.record_output(instance, output, now)
         if output.stamps and instance is state.decode and any(s.stage == Stage.KV_READY for s in output.stamps):
             self._record_handover(state, state.prefill, instance)
@@ -175,7 +177,7 @@ class Dispatcher:
     def on_lost(self, instance: InstanceHandle) -> None:
         self._selector.forget(instance)
         if instance.requests and not instance.is_draining:
-            self.fleet.record_fault(instance, time.monotonic())
+            self.fleet.record_fault(instance, self._now())
         for request_id in list(instance.requests):
             state = self.states.get(request_id)
             if state is not None:
@@ -195,14 +197,9 @@ class Dispatcher:
                 reason = Unavailable(f"instance {instance.id} was drained", kind="drained")
                 self.handle(state, Event.DRAINED, reason)
 
-    async def watch_progress(self) -> None:
-        """Run forever: start hedges for late prefills, and time out requests that make no progress."""
-        while True:
-            await asyncio.sleep(min(1.0, self.config.handover_timeout_seconds / 4, self._hedger.delay / 4))
-            self.check_progress(time.monotonic())
-
-    def check_progress(self, now: float) -> None:
-        """Start the hedges that are due, and end the states and requests that are overdue at `now`."""
+    def check_progress(self) -> None:
+        """Start the hedges that are due, and end the states and requests that are overdue."""
+        now = self._now()
         for state in list(self.states.values()):
             self._hedger.check(state, now)
             state.machine.record_progress(state.owner.last_token_at, state.owner.last_step_at)
@@ -225,7 +222,7 @@ class Dispatcher:
         Args:
             error: the cause of a failure; ends the client's stream if the machine decides so.
         """
-        for action in state.machine.handle(event, time.monotonic()):
+        for action in state.machine.handle(event, self._now()):
             match action:
                 case Action.MIGRATE:
                     assert error is not None
@@ -307,7 +304,7 @@ class Dispatcher:
             self.handle(state, Event.PREFILL_FAILED if is_split_prefill else Event.DECODE_FAILED, error)
 
     def _emit_tokens(self, state: RequestState, output: pb.Output) -> None:
-        now = time.monotonic()
+        now = self._now()
         if state.last_token_at is not None:
             self._metrics.inter_token_latency.observe((now - state.last_token_at) / max(1, len(output.token_ids)))
         state.emit_tokens(output, now)
@@ -327,7 +324,7 @@ class Dispatcher:
         Decode may finish before prefill reports that all blocks are stored. After a cancellation, each instance reports when
         it has released the request's blocks.
         """
-        timeline, now = self.timelines.get(output.request_id.partition("#")[0]), time.monotonic()
+        timeline, now = self.timelines.get(output.request_id.partition("#")[0]), self._now()
         if timeline is None or timeline.submission_id != output.request_id:
             return
         cancelled = timeline.finish_reason == "cancelled"
@@ -349,7 +346,7 @@ class Dispatcher:
             if instance is not None:
                 instance.release(state.id)
         self._open_ids.discard(state.request.request_id)
-        timeline.stamp(Stage.FINISHED, time.monotonic())
+        timeline.stamp(Stage.FINISHED, self._now())
         if state.machine.state is State.FAILED:
             timeline.finish_reason = "error"
         for on_finish in self.finish_listeners:
@@ -366,7 +363,7 @@ class Dispatcher:
         state.timeline.decode_instance = (decode or prefill).id
         state.timeline.stored, state.timeline.loaded = TransferStats(), TransferStats()
         state.machine.restart(is_split=decode is not None)
-        state.submitted_at, state.hedge_tried = time.monotonic(), False
+        state.submitted_at, state.hedge_tried = self._now(), False
         self.states[state.id] = state
         frame = state.submit_frame()
         if decode is not None:
@@ -380,7 +377,7 @@ class Dispatcher:
         """Move the request to other instances; its stream continues after the last emitted token."""
         del self.states[state.id]
         failed, previous_migrations = state.final_instance, len(state.timeline.migrations)
-        state.timeline.migrations.append(Migration(time.monotonic(), failed.id, str(error)))
+        state.timeline.migrations.append(Migration(self._now(), failed.id, str(error)))
         state.timeline.attempt += 1
         self.states[state.id] = state
         try:

@@ -1,7 +1,6 @@
 """State of one running request: its instances, its hand-over machine, its timeline, and its output stream."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 
 from pdserve.costs import attention_pairs
 from pdserve.errors import RequestError
@@ -47,7 +46,7 @@ class RequestState:
         self._on_cancel = on_cancel
         self._chunks: list[Chunk] = []  # not yet taken by the HTTP side
         self._error: RequestError | None = None  # raised after the chunks
-        self._readable = asyncio.Event()
+        self.on_readable: Callable[[], object] = lambda: None
 
     @property
     def id(self) -> str:
@@ -142,12 +141,13 @@ class RequestState:
             self._chunks[0].extend(chunk)
         else:
             self._chunks.append(chunk)
-        self._wake_reader()
+        if self._has_items:
+            self.on_readable()
 
     def emit_error(self, error: RequestError) -> None:
         """End the client's stream with an error, after the chunks that it has not read yet."""
         self._error = error
-        self._wake_reader()
+        self.on_readable()
 
     def record_output(self, instance: InstanceHandle, output: pb.Output, now: float) -> None:
         """Record an output's stamps and counts in the timeline.
@@ -180,22 +180,14 @@ class RequestState:
             return self._error is not None
         return not self.request.whole or self._chunks[-1].finish_reason is not None
 
-    def _wake_reader(self) -> None:
-        if self._has_items:
-            self._readable.set()
-
-    async def __aiter__(self) -> AsyncIterator[list[Chunk]]:
-        while True:
-            if not self._has_items:
-                self._readable.clear()
-                await self._readable.wait()
-            chunks, self._chunks = self._chunks, []
-            if not chunks:
-                assert self._error is not None
-                raise self._error
-            yield chunks
-            if chunks[-1].finish_reason is not None:
-                return
+    def take(self) -> list[Chunk]:
+        if not self._has_items:
+            return []
+        chunks, self._chunks = self._chunks, []
+        if not chunks:
+            assert self._error is not None
+            raise self._error
+        return chunks
 
     def cancel(self, finish_reason: str = "cancelled") -> None:
         if not self.machine.is_over:

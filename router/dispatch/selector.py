@@ -1,8 +1,6 @@
 """Instance selection: filters the instances that can serve a request, and lets the policies pick among them."""
 
 import logging
-import secrets
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -40,7 +38,7 @@ class Selection:
 class InstanceSelector:
     """Selects instances for requests. It keeps no requests; it learns about failed hand-overs from `record_handover`."""
 
-    def __init__(self, config: RouterConfig, fleet: Fleet, metrics: Metrics) -> None:
+    def __init__(self, config: RouterConfig, fleet: Fleet, metrics: Metrics, seed: int) -> None:
         self._fleet = fleet
         self._metrics = metrics
         self._reachability = StoreReachability()
@@ -50,7 +48,7 @@ class InstanceSelector:
         }
         self._local_prefill_tokens = config.local_prefill_tokens
         self._last_missing_role = ""  # the role without an eligible instance at the last selection; empty: none
-        self._turn = secrets.randbits(32)  # random, so that routers that start together do not rotate in step
+        self._turn = seed
 
     def select(
         self, request: PlacementRequest, keys: Mapping[int, Sequence[bytes]], avoid: InstanceHandle | None = None
@@ -96,14 +94,14 @@ class InstanceSelector:
         roles = [role for role in ("prefill", "decode") if not self._eligible(role, avoid)]
         if not roles:
             return ""
-        breakers, now = self._fleet.breakers, time.monotonic()
+        breakers, now = self._fleet.breakers, self._fleet.now()
         tripped = [name for name in self._fleet.instances if breakers.state(name, now) is not BreakerState.CLOSED]
         exclusion = f" (excluded after repeated faults: {', '.join(tripped)})" if tripped else ""
         return f"no {' and no '.join(roles)} instance{exclusion}"
 
     def record_handover(self, prefill: pb.Hello, decode: pb.Hello, blocks: int) -> None:
         """Record how many blocks `decode` loaded of those that `prefill` had stored: it shows whether they share a store."""
-        if self._reachability.record_handover((prefill.instance_id, decode.instance_id), blocks, time.monotonic()):
+        if self._reachability.record_handover((prefill.instance_id, decode.instance_id), blocks, self._fleet.now()):
             log.warning(
                 "%s (%s://) found none of the blocks that %s (%s://) had stored, in %d consecutive hand-overs: their "
                 "--connector URLs seem to lead to different stores, or the store is far too small. Prompts are computed "
@@ -175,7 +173,7 @@ class InstanceSelector:
     def _eligible(self, role: str, avoid: InstanceHandle | None = None) -> list[InstanceHandle]:
         """Return the instances for a role that accept requests and whose circuit breakers allow one more."""
         instances = [instance for instance in self._fleet.serving(role, "both") if instance is not avoid]
-        breakers, now = self._fleet.breakers, time.monotonic()
+        breakers, now = self._fleet.breakers, self._fleet.now()
         if not breakers.any_faults:
             return instances
         return [instance for instance in instances if breakers.allows(instance.id, len(instance.requests), now)]
@@ -185,7 +183,7 @@ class InstanceSelector:
 
         A `both` instance uses prefill instances and itself, but no other `both`.
         """
-        now = time.monotonic()
+        now = self._fleet.now()
         if decode.role == "both":
             eligible = [instance for instance in eligible if instance is decode or instance.role == "prefill"]
         if not self._reachability.any_unreachable:

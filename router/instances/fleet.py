@@ -1,12 +1,12 @@
 """The fleet: all instances attached to this router, from their Hello until their lease expires or they leave.
 
-Frames from an instance are passed to a `FleetListener`; frames to an instance go through `InstanceHandle.send`.
+Frames from an instance are passed to a `FleetListener`; frames to an instance go through its `Connection`. The fleet also has
+the router's clock.
 """
 
-import asyncio
 import hmac
 import logging
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,7 +27,10 @@ HEARTBEAT_ACK = pb.RouterFrame(heard=pb.Heard())
 
 
 class Connection(Protocol):
-    """Connection to an instance, as its handle needs it. Implemented by `FrameConnection`."""
+    """Connection to an instance: everything that a router sends to it passes here. Implemented by `FrameConnection`.
+
+    What the instance answers is passed to `Fleet.handle_frame`, never from within `send`.
+    """
 
     def send(self, frame: pb.RouterFrame) -> None: ...
 
@@ -157,9 +160,15 @@ class FleetListener(Protocol):
 
 
 class Fleet:
-    """The attached instances, with their prefix index and circuit breakers. Everything runs on one event loop."""
+    """The attached instances, with their prefix index and circuit breakers. Everything runs in one thread.
 
-    def __init__(self, router_id: str, model: str, lease_seconds: float) -> None:
+    Attributes:
+        now: the router's clock: returns the current time in seconds, and never goes back. Every time in the fleet and in the
+            dispatcher is read from it.
+        lease_check_interval_s: intended interval of the calls of `expire_leases`.
+    """
+
+    def __init__(self, router_id: str, model: str, lease_seconds: float, now: Callable[[], float]) -> None:
         self.instances: dict[str, InstanceHandle] = {}
         self.index = PrefixIndex()
         self.breakers = CircuitBreakers()
@@ -167,9 +176,11 @@ class Fleet:
         self.num_lost = 0
         self.num_invalid_frames = 0
         self.router_id = router_id
+        self.now = now
+        self.lease_check_interval_s = lease_seconds / TICKS_PER_LEASE
         self._model = model
         self._lease_seconds = lease_seconds
-        self._clock = AwakeClock(lease_seconds / TICKS_PER_LEASE, time.monotonic())
+        self._clock = AwakeClock(self.lease_check_interval_s, now())
 
     def serving(self, *roles: str) -> list[InstanceHandle]:
         """Return the instances of these roles that accept new requests."""
@@ -187,18 +198,16 @@ class Fleet:
     def welcome(self) -> pb.Welcome:
         return pb.Welcome(router_id=self.router_id, lease_seconds=self._lease_seconds)
 
-    async def expire_leases(self) -> None:
-        """Run forever: deregister instances that sent no frame within their lease (frozen, or cut off by the network).
+    def expire_leases(self) -> None:
+        """Deregister instances that sent no frame within their lease (frozen, or cut off by the network).
 
         The time in which this router was stalled itself does not count.
         """
-        while True:
-            await asyncio.sleep(self._lease_seconds / TICKS_PER_LEASE)
-            now = self._clock.tick(time.monotonic())
-            for instance in list(self.instances.values()):
-                if now - instance.lease_renewed_at > self._lease_seconds:
-                    instance.connection.abort()  # a frozen instance must not read the unsent frames when it wakes up
-                    self.deregister(instance, f"no frame within its lease of {self._lease_seconds} s")
+        now = self._clock.tick(self.now())
+        for instance in list(self.instances.values()):
+            if now - instance.lease_renewed_at > self._lease_seconds:
+                instance.connection.abort()  # a frozen instance must not read the unsent frames when it wakes up
+                self.deregister(instance, f"no frame within its lease of {self._lease_seconds} s")
 
     def rejection_reason(self, frame: pb.InstanceFrame) -> str:
         """Return why an instance with this first frame cannot be registered; empty if it can."""
@@ -228,7 +237,7 @@ class Fleet:
         """Add an instance that passed `rejection_reason`. It replaces an earlier connection of the same instance."""
         if hello.instance_id in self.instances:
             self.deregister(self.instances[hello.instance_id], "it has reconnected")
-        instance = InstanceHandle(hello, connection, time.monotonic(), self._clock.time)
+        instance = InstanceHandle(hello, connection, self.now(), self._clock.time)
         self.instances[hello.instance_id] = instance
         extra = {"event": "joined", "instance": instance.id}
         log.info("%s joined as %s with %d blocks", instance.id, hello.role, hello.num_blocks, extra=extra)
@@ -258,7 +267,7 @@ class Fleet:
         except InvalidFrame as fault:
             reason = f"it sent an invalid frame: {fault}"
             self.num_invalid_frames += 1
-            self.record_fault(instance, time.monotonic())
+            self.record_fault(instance, self.now())
             instance.send(pb.RouterFrame(refused=pb.Refused(message=reason)))
             self.deregister(instance, reason)
 
@@ -268,7 +277,7 @@ class Fleet:
         Raises:
             InvalidFrame: it contradicts earlier frames.
         """
-        instance.last_frame_at, instance.lease_renewed_at = time.monotonic(), self._clock.time
+        instance.last_frame_at, instance.lease_renewed_at = self.now(), self._clock.time
         assert self.listener is not None
         match frame.WhichOneof("frame"):
             case "draining":

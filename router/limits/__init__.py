@@ -1,1 +1,1 @@
-"""API keys, their rate limits and the weighted fair queue."""
+"""API keys, their rate limits, and the admission queue."""

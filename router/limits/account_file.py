@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from pdserve.control.registry import LEASE_S
 from pdserve.errors import SetupError
+from pdserve.router.limits.account import settle
 from pdserve.router.limits.quota import Quota
 from pdserve.router.limits.shared_quota import SYNC_INTERVAL_S
 
@@ -89,19 +89,3 @@ class AccountFile:
         data = json.dumps(accounts).encode()
         os.pwrite(self._descriptor, data, 0)
         os.ftruncate(self._descriptor, len(data))
-
-
-def settle(account: dict[str, Any], router: str, report: Mapping[str, Any], now: float) -> dict[str, Any]:
-    """Apply the report of a router (`Quota.report`) to the account of a key; return the arguments of `Quota.update`."""
-    choices = account["choices"]
-    choices[router] = [report["choices"], now + LEASE_S]
-    for name, (count, end) in list(choices.items()):
-        if not count or end < now:
-            del choices[name]
-    left: dict[str, float] = {}
-    for unit, rate in report["rates"].items():
-        amount = rate["amount"]
-        level, at = account["rates"].get(unit, (amount, now))
-        left[unit] = min(amount, level + (now - at) * amount / rate["seconds"]) - rate["taken"]
-        account["rates"][unit] = [min(amount, left[unit]), now]
-    return {"choices": sum(count for name, (count, _) in choices.items() if name != router), "left": left}

@@ -51,6 +51,9 @@ class FairQueue(Generic[Item]):
     def __iter__(self) -> Iterator[Item]:
         return (entry.item for queue in self._backlogged.values() for entry in queue.heap)
 
+    def num_queued(self, key: str) -> int:
+        return len(self._queues[key].heap)
+
     def push(self, key: str, item: Item, tokens: int, priority: int = 0) -> None:
         """Queue an item. `tokens`, 1 or more, are charged to the key when the item is popped."""
         assert tokens > 0, tokens

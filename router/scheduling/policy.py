@@ -9,7 +9,6 @@ decision names that one.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from random import Random
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -204,8 +203,12 @@ def power_of_two(candidates: Sequence[Candidate], request: PlacementRequest) -> 
 
     It avoids the herd effect: several routers with the same view of the load do not all pick the same instance.
     """
-    ordered = sorted(candidates, key=_instance_id)
-    return least_loaded(Random(request.turn).sample(ordered, min(2, len(ordered))), request)
+    ordered, count = sorted(candidates, key=_instance_id), len(candidates)
+    if count > 2:
+        draw = xxhash.xxh3_64_intdigest(str(request.turn).encode())
+        first, offset = draw % count, 1 + (draw >> 32) % (count - 1)
+        ordered = [ordered[first], ordered[(first + offset) % count]]
+    return least_loaded(ordered, request)
 
 
 def session(candidates: Sequence[Candidate], request: PlacementRequest) -> Scores:

@@ -1,7 +1,6 @@
 """Prometheus metrics of the router, and of its instances, whose counters arrive with their heartbeats."""
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable
 from functools import cache
 
@@ -196,7 +195,7 @@ class _FleetCollector(Collector):
         yield CounterMetricFamily("pdserve_instances_lost", "instances that left since the start", self._fleet.num_lost)
         num_invalid = self._fleet.num_invalid_frames
         yield CounterMetricFamily("pdserve_invalid_frames", "frames for which an instance was dropped", num_invalid)
-        now = time.monotonic()
+        now = self._fleet.now()
         for name, help, value in PREFIX_INDEX_GAUGES:
             gauge = GaugeMetricFamily(f"pdserve_prefix_index_{name}", help, labels=["instance"])
             for instance in self._fleet.instances.values():

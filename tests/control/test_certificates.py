@@ -1,6 +1,7 @@
 """Mutual TLS between routers and instances: accepted peers, and the messages for rejected ones."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -70,7 +71,7 @@ def test_peers_without_a_certificate_of_the_ca_are_rejected(
     async def scenario() -> None:
         fleets, controls, ports, tasks = {}, [], {}, []
         for name, files in (("tls", right), ("elsewhere", elsewhere), ("plain", PLAIN)):
-            fleets[name] = Fleet(name, "model", 60.0)
+            fleets[name] = Fleet(name, "model", 60.0, time.monotonic)
             fleets[name].listener = cast(Any, SimpleNamespace(on_lost=lambda member: None))
             tls = server_context(RouterConfig(model="model", **cast(Any, files)))
             controls.append(ControlServer(fleets[name]))

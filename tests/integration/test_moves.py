@@ -116,9 +116,9 @@ def serve(
 
     With `whole` (answers sent in one piece) these are step counts: the instance then holds tokens that it has not sent.
     """
-    fleet = Fleet("router", instances[0].hello.model, 60.0)
+    fleet = Fleet("router", instances[0].hello.model, 60.0, time.monotonic)
     config = RouterConfig(model=instances[0].hello.model, policy=policy, local_prefill_tokens=0)
-    dispatcher = Dispatcher(config, fleet, Metrics(fleet))
+    dispatcher = Dispatcher(config, fleet, Metrics(fleet), seed=0)
     for instance in instances:
         instance.connect(dispatcher)
     states = [dispatcher.open(request) for request in requests(instances, whole)]

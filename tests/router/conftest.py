@@ -133,7 +133,7 @@ class Script:
 
 
 class ScriptedStream:
-    """A fake TokenStream."""
+    """A fake TokenStream. It plays the next part of its script when the last one has been taken."""
 
     def __init__(self, request: Request, chunks: list[Chunk], script: Script) -> None:
         self.timeline = Timeline(request.request_id, prompt_tokens=len(request.prompt))
@@ -142,8 +142,20 @@ class ScriptedStream:
         self._chunks = chunks
         self._script = script
         self._num_logprobs = request.sampling.logprobs
+        self.on_readable: Callable[[], object] = lambda: None
+        self._parts = self._play()
+        self._next: asyncio.Future[list[Chunk]] | None = None
 
-    async def __aiter__(self) -> AsyncIterator[list[Chunk]]:
+    def take(self) -> list[Chunk]:
+        if self._next is None:
+            self._next = asyncio.ensure_future(anext(self._parts))
+            self._next.add_done_callback(lambda _: self.on_readable())
+        if not self._next.done():
+            return []
+        part, self._next = self._next.result(), None
+        return part
+
+    async def _play(self) -> AsyncIterator[list[Chunk]]:
         self.timeline.local_hit_tokens = self._script.cached_tokens
         chunks = self._chunks
         if self._num_logprobs is not None:
@@ -157,6 +169,7 @@ class ScriptedStream:
             raise self._script.error
         if self._script.hang:
             await asyncio.Event().wait()
+        raise AssertionError("the script has no finish reason")
 
     def _logprobs(self, chunk: Chunk, count: int) -> list[TokenLogprobs]:
         """Return logprobs whose top tokens are the sampled token and 40."""
@@ -230,16 +243,16 @@ def backend(tokenizer: Tokenizer) -> ScriptedBackend:
 @pytest.fixture
 def metrics() -> Metrics:
     """The metrics of the application's admission controller."""
-    return Metrics(Fleet("router", "demo", 1.0))
+    return Metrics(Fleet("router", "demo", 1.0, time.monotonic))
 
 
 @pytest.fixture
 def make_app(backend: ScriptedBackend, metrics: Metrics) -> Callable[..., Starlette]:
-    """Factory: make_app(tokenizer, **settings) returns the application on top of the fake backend."""
+    """Factory: make_app(tokenizer, now, **settings) returns the application on top of the fake backend."""
 
-    def make(tokenizer: Tokenizer, **settings: Any) -> Starlette:
+    def make(tokenizer: Tokenizer, now: Callable[[], float] = time.monotonic, **settings: Any) -> Starlette:
         config = RouterConfig(**{"model": "demo", "max_body_bytes": 20_000, "max_n": 8, **settings})
-        admission = AdmissionController(load_api_keys(config.api_key, config.keys_file), config, metrics)
+        admission = AdmissionController(load_api_keys(config.api_key, config.keys_file), config, metrics, now)
         return create_app(config, tokenizer, backend, admission, lambda: b"pdserve_up 1\n", backend.log.latest, dict)
 
     return make
@@ -302,7 +315,7 @@ def serve(
     **settings: Any,
 ) -> Iterator[str]:
     with listener or socket.create_server(("127.0.0.1", 0)) as listener:
-        server = HttpServer(app, RouterConfig(**settings), Metrics(Fleet("router", "demo", 1.0)))
+        server = HttpServer(app, RouterConfig(**settings), Metrics(Fleet("router", "demo", 1.0, time.monotonic)))
         server.config.timeout_graceful_shutdown = 1
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

@@ -96,16 +96,6 @@ def test_a_stop_token_adds_no_text(client: Client, backend: ScriptedBackend, tok
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stream_without_a_finish_reason_is_an_error(
-    client: Client, events: Events, backend: ScriptedBackend, stream: bool
-) -> None:
-    backend.generates([7], finish_reason=None)
-    response = client.post(COMPLETIONS, {**HELLO, "stream": stream})
-    answer = events(response)[-1] if stream else response.json()
-    assert answer["error"]["message"] == "the token stream ended without a finish reason"
-
-
-@pytest.mark.parametrize("stream", [False, True])
 def test_a_failed_choice_cancels_the_others(
     client: Client, backend: ScriptedBackend, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,10 +1,6 @@
 """A simulated cluster: a dispatcher over instances whose outputs the test delivers, and whose frames it reads."""
 
-import asyncio
-from collections.abc import Callable, Coroutine
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
 
 import pytest
 
@@ -12,14 +8,10 @@ from pdserve.config import RouterConfig
 from pdserve.control.frame_connection import PROTOCOL_VERSION
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
-from pdserve.router.dispatch import dispatcher, selector
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
-from pdserve.router.telemetry import metrics
 from pdserve.router.telemetry.metrics import Metrics
-
-RunAsync = Callable[[Coroutine[Any, Any, None]], None]
 
 
 class SentFrames(list[pb.RouterFrame]):
@@ -33,12 +25,17 @@ class SentFrames(list[pb.RouterFrame]):
 
 
 class Cluster:
-    """A dispatcher and its instances, one per role: `Cluster("prefill", "decode", **settings of the router)`."""
+    """A dispatcher and its instances, one per role: `Cluster("prefill", "decode", **settings of the router)`.
+
+    Attributes:
+        now: the time on the router's clock, which stands still unless a test sets it.
+    """
 
     def __init__(self, *roles: str, **settings: Any) -> None:
-        self.fleet = Fleet("router", "model", 1.0)
+        self.now = 1000.0
+        self.fleet = Fleet("router", "model", 1.0, lambda: self.now)
         config = RouterConfig(model="model", **{"local_prefill_tokens": 0, **settings})
-        self.dispatcher = Dispatcher(config, self.fleet, Metrics(self.fleet))
+        self.dispatcher = Dispatcher(config, self.fleet, Metrics(self.fleet), seed=0)
         self.instances = [self.join(f"{role}-{i}", role) for i, role in enumerate(roles)]
 
     def join(self, name: str, role: str) -> InstanceHandle:
@@ -72,42 +69,23 @@ class Cluster:
         return frames
 
     @staticmethod
-    async def tokens(state: RequestState) -> list[int]:
-        """Read the stream to its end."""
-        return [token async for chunks in state for chunk in chunks for token in chunk.token_ids]
+    def tokens(state: RequestState) -> list[int]:
+        """Read the stream, which must have ended, to its end."""
+        tokens: list[int] = []
+        finish_reason = None
+        while finish_reason is None:
+            chunks = state.take()
+            assert chunks, f"the stream has not ended after {tokens}"
+            tokens += [token for chunk in chunks for token in chunk.token_ids]
+            finish_reason = chunks[-1].finish_reason
+        return tokens
 
-
-class Clock:
-    """Replaces the monotonic clock of the dispatch modules."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        for module in (selector, dispatcher, metrics):
-            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
-
-    async def advance(self, cluster: Cluster, seconds: float) -> None:
-        """Let time pass, then have the dispatcher check the progress of its requests once."""
+    def advance(self, seconds: float) -> None:
+        """Let time pass, then have the dispatcher check the progress of its requests."""
         self.now += seconds
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(EOFError):
-            patch.setattr(dispatcher, "asyncio", SimpleNamespace(sleep=AsyncMock(side_effect=[None, EOFError])))
-            await cluster.dispatcher.watch_progress()
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
+        self.dispatcher.check_progress()
 
 
 @pytest.fixture(scope="session")
 def make_cluster() -> type[Cluster]:
     return Cluster
-
-
-@pytest.fixture(scope="session")
-def run_async() -> RunAsync:
-    """Run a coroutine to its end."""
-
-    def run(scenario: Coroutine[Any, Any, None]) -> None:
-        asyncio.run(asyncio.wait_for(scenario, 600))
-
-    return run

@@ -10,112 +10,123 @@ import pytest
 from pdserve.errors import RequestError, Unavailable
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams
+from pdserve.router.backend import read
 
 if TYPE_CHECKING:
+    from pdserve.router.dispatch.request_state import RequestState
     from pdserve.router.instances.fleet import InstanceHandle
-    from tests.router.dispatch.conftest import Cluster, RunAsync
+    from tests.router.dispatch.conftest import Cluster
 
 
-def test_unread_chunks_are_yielded_together_and_before_an_error(
-    make_cluster: type[Cluster], run_async: RunAsync
-) -> None:
+def test_unread_chunks_are_taken_together_and_before_an_error(make_cluster: type[Cluster]) -> None:
+    cluster = make_cluster("both")
+    (both,) = cluster.instances
+    state = cluster.open(sampling=SamplingParams(max_tokens=9, logprobs=0))
+    assert state.take() == []
+    cluster.deliver(both, token_ids=[7], logprobs=[pb.Logprobs(logprob=-7)])
+    assert [chunk.token_ids for chunk in state.take()] == [[7]]
+    for token in (8, 9):
+        cluster.deliver(both, token_ids=[token], logprobs=[pb.Logprobs(logprob=-token)])
+    cluster.fleet.deregister(both, "test")  # and no other instance is left
+    chunks = state.take()
+    assert [chunk.token_ids for chunk in chunks] == [[8], [9]]
+    assert [one.logprob for chunk in chunks for one in chunk.logprobs] == [-8, -9]
+    with pytest.raises(RequestError):
+        state.take()
+
+
+def test_whole_request_is_readable_once_at_the_end_or_raises(make_cluster: type[Cluster]) -> None:
+    cluster = make_cluster("prefill", "decode")
+    prefill, decode = cluster.instances
+    state, calls = cluster.open(whole=True), list[str]()
+    state.on_readable = lambda: calls.append("readable")
+    for instance, ids in ((prefill, [7]), (decode, [8]), (decode, [9])):
+        cluster.deliver(instance, token_ids=ids)
+        assert not calls and not state.take()
+    cluster.deliver(decode, token_ids=[10], finish_reason="length")
+    assert calls == ["readable"] and [chunk.token_ids for chunk in state.take()] == [[7, 8, 9, 10]]
+
+    state = cluster.open("s", whole=True)
+    cluster.deliver(prefill, "s", token_ids=[7])
+    cluster.fleet.deregister(decode, "test")
+    cluster.fleet.deregister(prefill, "test")
+    assert [chunk.token_ids for chunk in state.take()] == [[7]]
+    with pytest.raises(Unavailable):
+        state.take()
+
+
+def test_a_waiting_reader_is_woken_by_chunks_and_by_errors(make_cluster: type[Cluster]) -> None:
     async def scenario() -> None:
         cluster = make_cluster("both")
         (both,) = cluster.instances
-        state = cluster.open(sampling=SamplingParams(max_tokens=9, logprobs=0))
-        turns = aiter(state)
-        cluster.deliver(both, token_ids=[7], logprobs=[pb.Logprobs(logprob=-7)])
-        assert [chunk.token_ids for chunk in await anext(turns)] == [[7]]
-        for token in (8, 9):
-            cluster.deliver(both, token_ids=[token], logprobs=[pb.Logprobs(logprob=-token)])
-        cluster.fleet.deregister(both, "test")  # and no other instance is left
-        chunks = await anext(turns)
-        assert [chunk.token_ids for chunk in chunks] == [[8], [9]]
-        assert [one.logprob for chunk in chunks for one in chunk.logprobs] == [-8, -9]
-        with pytest.raises(RequestError):
-            await anext(turns)
-
-    run_async(scenario())
-
-
-def test_whole_request_yields_once_at_the_end_or_raises(make_cluster: type[Cluster], run_async: RunAsync) -> None:
-    async def scenario() -> None:
-        cluster = make_cluster("prefill", "decode")
-        prefill, decode = cluster.instances
-        state, turns = cluster.open(whole=True), []
-
-        async def read() -> None:
-            async for chunks in state:
-                turns.append([chunk.token_ids for chunk in chunks])
-
-        reader = asyncio.create_task(read())
-        for instance, ids in ((prefill, [7]), (decode, [8]), (decode, [9])):
-            cluster.deliver(instance, token_ids=ids)
+        for request_id in ("ends", "fails"):
+            state, turns = cluster.open(request_id), list[list[int]]()
+            cluster.deliver(both, token_ids=[7])
+            reader = asyncio.create_task(collect(state, turns))
+            for token in (8, 9):
+                await asyncio.sleep(0.01)
+                cluster.deliver(both, token_ids=[token])
             await asyncio.sleep(0.01)
-            assert not turns
-        cluster.deliver(decode, token_ids=[10], finish_reason="length")
-        await reader
-        assert turns == [[[7, 8, 9, 10]]]
+            assert turns == [[7], [8], [9]] and not reader.done()
+            if request_id == "ends":
+                cluster.deliver(both, token_ids=[10], finish_reason="length")
+                await reader
+                assert turns == [[7], [8], [9], [10]]
+            else:
+                cluster.fleet.deregister(both, "test")
+                with pytest.raises(Unavailable):
+                    await reader
 
-        state = cluster.open("s", whole=True)
-        cluster.deliver(prefill, "s", token_ids=[7])
-        cluster.fleet.deregister(decode, "test")
-        cluster.fleet.deregister(prefill, "test")
-        with pytest.raises(Unavailable):
-            await read()
+    async def collect(state: RequestState, turns: list[list[int]]) -> None:
+        async for chunks in read(state):
+            turns.append([token for chunk in chunks for token in chunk.token_ids])
 
-    run_async(scenario())
-
-
-def test_remaining_load_follows_each_output(make_cluster: type[Cluster], run_async: RunAsync) -> None:
-    async def scenario() -> None:
-        cluster = make_cluster("prefill", "decode")
-        prefill, decode = cluster.instances
-        prefill.hello.block_size = 2
-        cluster.open("other", prompt=[1] * 5)
-        cluster.open(prompt=[1] * 9)
-        assert prefill.candidate.prefill_tokens == 14 and prefill.candidate.output_tokens == 0
-        assert (decode.candidate.prefill_tokens, decode.candidate.output_tokens, decode.candidate.context_tokens) == (
-            0,
-            8,
-            14,
-        )
-        cluster.deliver(prefill, stored=pb.Stored(num_blocks=2))
-        assert prefill.candidate.prefill_tokens == 10, "two blocks of two tokens are computed"
-        cluster.deliver(prefill, token_ids=[7], stored=pb.Stored(num_blocks=5, final=True))
-        assert prefill.candidate.prefill_tokens == 5 and prefill.candidate.requests == 1
-        cluster.deliver(decode, token_ids=[8])
-        assert decode.candidate.output_tokens == 6 and decode.candidate.context_tokens == 16
-        prefill.update_other_load(pb.Load(requests=2, prefill_tokens=100))
-        prefill.update_other_load(pb.Load(requests=1, prefill_tokens=30))
-        assert prefill.candidate.prefill_tokens == 35 and prefill.candidate.requests == 2, (
-            "includes the load of other routers"
-        )
-
-    run_async(scenario())
+    asyncio.run(asyncio.wait_for(scenario(), 600))
 
 
-def test_decode_gets_the_layout_of_prefill_if_it_differs(make_cluster: type[Cluster], run_async: RunAsync) -> None:
+def test_remaining_load_follows_each_output(make_cluster: type[Cluster]) -> None:
+    cluster = make_cluster("prefill", "decode")
+    prefill, decode = cluster.instances
+    prefill.hello.block_size = 2
+    cluster.open("other", prompt=[1] * 5)
+    cluster.open(prompt=[1] * 9)
+    assert prefill.candidate.prefill_tokens == 14 and prefill.candidate.output_tokens == 0
+    assert (decode.candidate.prefill_tokens, decode.candidate.output_tokens, decode.candidate.context_tokens) == (
+        0,
+        8,
+        14,
+    )
+    cluster.deliver(prefill, stored=pb.Stored(num_blocks=2))
+    assert prefill.candidate.prefill_tokens == 10, "two blocks of two tokens are computed"
+    cluster.deliver(prefill, token_ids=[7], stored=pb.Stored(num_blocks=5, final=True))
+    assert prefill.candidate.prefill_tokens == 5 and prefill.candidate.requests == 1
+    cluster.deliver(decode, token_ids=[8])
+    assert decode.candidate.output_tokens == 6 and decode.candidate.context_tokens == 16
+    prefill.update_other_load(pb.Load(requests=2, prefill_tokens=100))
+    prefill.update_other_load(pb.Load(requests=1, prefill_tokens=30))
+    assert prefill.candidate.prefill_tokens == 35 and prefill.candidate.requests == 2, (
+        "includes the load of other routers"
+    )
+
+
+def test_decode_gets_the_layout_of_prefill_if_it_differs(make_cluster: type[Cluster]) -> None:
     def set_block_size(instance: InstanceHandle, block_size: int) -> None:
         instance.hello.namespace = bytes([block_size])
         instance.hello.layout.block_size = block_size
 
-    async def scenario() -> None:
-        cluster = make_cluster("prefill", "decode")
-        prefill, decode = cluster.instances
-        set_block_size(prefill, 16)
-        set_block_size(decode, 32)
-        cluster.open()
-        ((_, to_prefill),), ((_, to_decode),) = cluster.sent(prefill), cluster.sent(decode)
-        assert to_decode.writer == prefill.hello.layout and not to_prefill.HasField("writer")
-        same, other = cluster.join("prefill-1", "prefill"), cluster.join("decode-1", "decode")
-        set_block_size(same, 32)
-        set_block_size(other, 32)
-        cluster.fleet.deregister(decode, "test")  # the request migrates to another pair of layouts
-        cluster.fleet.deregister(prefill, "test")
-        cluster.open("s")
-        frames = [message for kind, message in cluster.sent(other) if kind == "submit" and message.request_id == "s"]
-        assert [submit.HasField("writer") for submit in frames] == [False]
-        assert "submit" in [kind for kind, _ in cluster.sent(same)]
-
-    run_async(scenario())
+    cluster = make_cluster("prefill", "decode")
+    prefill, decode = cluster.instances
+    set_block_size(prefill, 16)
+    set_block_size(decode, 32)
+    cluster.open()
+    ((_, to_prefill),), ((_, to_decode),) = cluster.sent(prefill), cluster.sent(decode)
+    assert to_decode.writer == prefill.hello.layout and not to_prefill.HasField("writer")
+    same, other = cluster.join("prefill-1", "prefill"), cluster.join("decode-1", "decode")
+    set_block_size(same, 32)
+    set_block_size(other, 32)
+    cluster.fleet.deregister(decode, "test")  # the request migrates to another pair of layouts
+    cluster.fleet.deregister(prefill, "test")
+    cluster.open("s")
+    frames = [message for kind, message in cluster.sent(other) if kind == "submit" and message.request_id == "s"]
+    assert [submit.HasField("writer") for submit in frames] == [False]
+    assert "submit" in [kind for kind, _ in cluster.sent(same)]

@@ -12,258 +12,213 @@ from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.instances.fleet import InstanceHandle
 
 if TYPE_CHECKING:
-    from tests.router.dispatch.conftest import Clock, Cluster, RunAsync
+    from tests.router.dispatch.conftest import Cluster
 
 
 @pytest.mark.parametrize(("first", "second"), [("prefill", "decode"), ("decode", "prefill")])
 def test_last_role_does_everything_and_without_instances_the_request_fails(
-    make_cluster: type[Cluster], run_async: RunAsync, first: str, second: str
+    make_cluster: type[Cluster], first: str, second: str
 ) -> None:
-    async def scenario() -> None:
-        cluster = make_cluster(first, second)
-        left, lost = cluster.instances
-        cluster.fleet.deregister(lost, "test")
-        state = cluster.open()
-        ((_, submit),) = cluster.sent(left)
-        placement = state.timeline.placement
-        assert submit.phase == pb.BOTH and placement is not None and placement.reason == f"no_{second}_instance"
-        cluster.deliver(left, token_ids=[7])
-        again = cluster.join("both-1", "both")
-        cluster.fleet.deregister(left, "test")
-        ((_, submit),) = cluster.sent(again)
-        assert submit.phase == pb.BOTH and list(submit.output) == [7]
-        cluster.fleet.deregister(again, "test")
-        with pytest.raises(Unavailable, match=r"both-1 was lost .* no prefill and no decode instance is available"):
-            await cluster.tokens(state)
-        with pytest.raises(Unavailable, match="no prefill and no decode instance"):
-            cluster.open()
-
-    run_async(scenario())
+    cluster = make_cluster(first, second)
+    left, lost = cluster.instances
+    cluster.fleet.deregister(lost, "test")
+    state = cluster.open()
+    ((_, submit),) = cluster.sent(left)
+    placement = state.timeline.placement
+    assert submit.phase == pb.BOTH and placement is not None and placement.reason == f"no_{second}_instance"
+    cluster.deliver(left, token_ids=[7])
+    again = cluster.join("both-1", "both")
+    cluster.fleet.deregister(left, "test")
+    ((_, submit),) = cluster.sent(again)
+    assert submit.phase == pb.BOTH and list(submit.output) == [7]
+    cluster.fleet.deregister(again, "test")
+    with pytest.raises(Unavailable, match=r"both-1 was lost .* no prefill and no decode instance is available"):
+        cluster.tokens(state)
+    with pytest.raises(Unavailable, match="no prefill and no decode instance"):
+        cluster.open()
 
 
-def test_each_role_has_its_own_policy_explained_in_the_timeline(
-    make_cluster: type[Cluster], run_async: RunAsync
-) -> None:
-    async def scenario() -> None:
-        roles = ["prefill"] * 2 + ["decode"] * 2
-        cluster = make_cluster(*roles, prefill_policy="round_robin", decode_policy="session")
-        states = [cluster.open(f"r{i}", session="s1") for i in range(4)]
-        assert {state.prefill.id for state in states} == {"prefill-0", "prefill-1"}
-        assert len({state.final_instance.id for state in states}) == 1
-        decisions = states[0].timeline.as_dict()["decisions"]
-        assert isinstance(decisions, list)
-        assert [(one["role"], one["policy"]) for one in decisions] == [
-            ("decode", "session"),
-            ("prefill", "round_robin"),
-        ]
-        assert decisions[1]["chosen"] == states[0].prefill.id and decisions[1]["considered"] == 2
-        assert {one["instance"] for one in decisions[1]["candidates"]} == {"prefill-0", "prefill-1"}
-
-    run_async(scenario())
+def test_each_role_has_its_own_policy_explained_in_the_timeline(make_cluster: type[Cluster]) -> None:
+    roles = ["prefill"] * 2 + ["decode"] * 2
+    cluster = make_cluster(*roles, prefill_policy="round_robin", decode_policy="session")
+    states = [cluster.open(f"r{i}", session="s1") for i in range(4)]
+    assert {state.prefill.id for state in states} == {"prefill-0", "prefill-1"}
+    assert len({state.final_instance.id for state in states}) == 1
+    decisions = states[0].timeline.as_dict()["decisions"]
+    assert isinstance(decisions, list)
+    assert [(one["role"], one["policy"]) for one in decisions] == [
+        ("decode", "session"),
+        ("prefill", "round_robin"),
+    ]
+    assert decisions[1]["chosen"] == states[0].prefill.id and decisions[1]["considered"] == 2
+    assert {one["instance"] for one in decisions[1]["candidates"]} == {"prefill-0", "prefill-1"}
 
 
 def test_pairs_without_a_common_store_are_detected_and_avoided(
-    make_cluster: type[Cluster], run_async: RunAsync, caplog: pytest.LogCaptureFixture
+    make_cluster: type[Cluster], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario() -> None:
-        cluster = make_cluster("prefill", "prefill", "decode", prefill_policy="round_robin")
-        unreachable, reachable, decode = cluster.instances
-        number = 0
+    cluster = make_cluster("prefill", "prefill", "decode", prefill_policy="round_robin")
+    unreachable, reachable, decode = cluster.instances
+    number = 0
 
-        def hand_over(blocks: int | None = None) -> InstanceHandle:
-            """Run one request; decode reports `blocks` loaded (by default 2, or 0 from the unreachable prefill)."""
-            nonlocal number
-            number += 1
-            state = cluster.open(f"r{number}")
-            loaded = blocks if blocks is not None else 2 if state.prefill is reachable else 0
-            cluster.deliver(state.prefill, state.id, token_ids=[7], stored=pb.Stored(num_blocks=2, final=True))
-            cluster.deliver(decode, state.id, moved=pb.Moved(blocks=loaded, bytes=loaded, seconds=0.1))
-            ready = pb.Stamp(stage="kv_ready", seconds=0)
-            cluster.deliver(decode, state.id, token_ids=[8, 9, 10], finish_reason="length", stamps=[ready])
-            return state.prefill
+    def hand_over(blocks: int | None = None) -> InstanceHandle:
+        """Run one request; decode reports `blocks` loaded (by default 2, or 0 from the unreachable prefill)."""
+        nonlocal number
+        number += 1
+        state = cluster.open(f"r{number}")
+        loaded = blocks if blocks is not None else 2 if state.prefill is reachable else 0
+        cluster.deliver(state.prefill, state.id, token_ids=[7], stored=pb.Stored(num_blocks=2, final=True))
+        cluster.deliver(decode, state.id, moved=pb.Moved(blocks=loaded, bytes=loaded, seconds=0.1))
+        ready = pb.Stamp(stage="kv_ready", seconds=0)
+        cluster.deliver(decode, state.id, token_ids=[8, 9, 10], finish_reason="length", stamps=[ready])
+        return state.prefill
 
-        used = [hand_over() for _ in range(20)]
-        assert used.count(unreachable) == 3, "and none after that"
-        (warning,) = (record.getMessage() for record in caplog.records if "found none of" in record.getMessage())
-        assert warning.startswith(
-            "decode-2 (://) found none of the blocks that prefill-0 (://) had stored, in 3 consecutive"
-        )
-        assert b'in_vain_total{decode="decode-2",prefill="prefill-0"} 3.0' in cluster.dispatcher._metrics.text()
-        cluster.fleet.deregister(reachable, "test")
-        assert hand_over(blocks=2) is unreachable, "there is no other prefill instance"
-        cluster.instances[1] = reachable = cluster.join("prefill-1", "prefill")
-        assert {hand_over().id for _ in range(4)} == {"prefill-0", "prefill-1"}, "the pair is reachable again"
-
+    used = [hand_over() for _ in range(20)]
+    assert used.count(unreachable) == 3, "and none after that"
+    (warning,) = (record.getMessage() for record in caplog.records if "found none of" in record.getMessage())
+    assert warning.startswith(
+        "decode-2 (://) found none of the blocks that prefill-0 (://) had stored, in 3 consecutive"
+    )
+    assert b'in_vain_total{decode="decode-2",prefill="prefill-0"} 3.0' in cluster.dispatcher._metrics.text()
+    cluster.fleet.deregister(reachable, "test")
+    assert hand_over(blocks=2) is unreachable, "there is no other prefill instance"
+    cluster.instances[1] = reachable = cluster.join("prefill-1", "prefill")
+    assert {hand_over().id for _ in range(4)} == {"prefill-0", "prefill-1"}, "the pair is reachable again"
     caplog.set_level("WARNING")
-    run_async(scenario())
 
 
-def test_auto_uses_the_cost_models_that_instances_report(make_cluster: type[Cluster], run_async: RunAsync) -> None:
-    async def scenario() -> None:
-        cluster = make_cluster("prefill", "prefill", "decode", "decode")
-        slow, fast = (
-            pb.Costs(prefill=(1, 1, 0), decode=(1, 1, 0), transfer=(1, 1)),
-            pb.Costs(prefill=(0.5, 1, 0), decode=(0.5, 1, 0), transfer=(1, 1)),
+def test_auto_uses_the_cost_models_that_instances_report(make_cluster: type[Cluster]) -> None:
+    cluster = make_cluster("prefill", "prefill", "decode", "decode")
+    slow, fast = (
+        pb.Costs(prefill=(1, 1, 0), decode=(1, 1, 0), transfer=(1, 1)),
+        pb.Costs(prefill=(0.5, 1, 0), decode=(0.5, 1, 0), transfer=(1, 1)),
+    )
+    for instance, costs in zip(cluster.instances, (slow, fast, fast, slow), strict=True):
+        instance.update_heartbeat(pb.Heartbeat(costs=costs))
+    cluster.instances[1].update_heartbeat(pb.Heartbeat())  # without costs: the old ones stay
+    state = cluster.open(max_tokens=64)
+    assert (state.prefill, state.decode) == (cluster.instances[1], cluster.instances[2])
+    decode, prefill = (decision for _, decision in state.timeline.decisions)
+    assert [one.score for one in prefill.candidates] == [0.5 + 3, 1 + 3]
+    assert [one.score for one in decode.candidates] == [0.5 + 1, 1 + 1], "the Hello has no block size, so KV is free"
+    assert "TTFT" in prefill.why and "ITL" in decode.why
+
+
+def test_short_prompt_is_computed_on_decode(make_cluster: type[Cluster]) -> None:
+    cluster = make_cluster("prefill", "decode", local_prefill_tokens=3)
+    prefill, decode = cluster.instances
+    state = cluster.open()
+    assert not cluster.sent(prefill)
+    ((_, submit),) = cluster.sent(decode)
+    assert submit.phase == pb.BOTH and decode.candidate.prefill_tokens == 3
+    assert state.timeline.as_dict()["placement"] == {
+        "way": "decode",
+        "reason": "threshold",
+        "uncached_tokens": 3,
+        "here_seconds": None,
+        "there_seconds": None,
+    }
+    assert [role for role, _ in state.timeline.decisions] == ["decode"], "no prefill instance was selected"
+    cluster.deliver(decode, token_ids=[7])
+    assert decode.candidate.prefill_tokens == 0
+    cluster.deliver(decode, token_ids=[8, 9, 10], finish_reason="length")
+    assert cluster.tokens(state) == [7, 8, 9, 10]
+    cluster.open("long", prompt=[1] * 4)
+    assert [kind for kind, _ in cluster.sent(prefill)] == ["submit"]
+    cluster.open("one", max_tokens=1)
+    text = cluster.dispatcher._metrics.text().decode()
+    for way, reason in (("decode", "threshold"), ("split", "threshold"), ("prefill", "one_token")):
+        assert f'pdserve_placements_total{{reason="{reason}",way="{way}"}} 1.0' in text
+
+
+def test_open_breaker_excludes_an_instance_and_half_open_sends_one_probe(make_cluster: type[Cluster]) -> None:
+    cluster = make_cluster("prefill", "decode")
+    prefill, decode = cluster.instances
+    for number in range(3):
+        cluster.open(f"r{number}")
+        cluster.now += 10
+        cluster.fleet.deregister(decode, "test")
+        decode = cluster.join("decode-1", "decode")
+    assert cluster.open("r3").final_instance is prefill and not cluster.sent(decode), "prefill does everything for now"
+    assert cluster.dispatcher.ready() == (
+        False,
+        "no decode instance (excluded after repeated faults: decode-1) is registered",
+    )
+    assert b'pdserve_breaker_state{instance="decode-1"} 2.0' in cluster.dispatcher._metrics.text()
+    other = cluster.join("decode-2", "decode")
+    assert all(cluster.open(f"o{number}").decode is other for number in range(5))
+    cluster.fleet.deregister(other, "test")
+    cluster.now += 5
+    assert {one["breaker"] for one in cluster.dispatcher.instances()} == {"closed", "half_open"}
+    probe = cluster.open("probe")
+    assert cluster.open("r4").final_instance is prefill
+    cluster.deliver(prefill, "probe", token_ids=[7], stored=pb.Stored(num_blocks=1, final=True))
+    cluster.deliver(decode, "probe", token_ids=[8])
+    assert not probe.machine.is_over
+    assert all(cluster.open(f"p{number}").decode is decode for number in range(5))
+
+
+def test_rejected_requests_do_not_count_as_faults(make_cluster: type[Cluster]) -> None:
+    cluster = make_cluster("prefill", "decode")
+    for number in range(9):
+        cluster.now += 10
+        cluster.open(f"r{number}")
+        cluster.deliver(
+            cluster.instances[number % 2], f"r{number}", error=pb.Error(kind="rejected", message="too long")
         )
-        for instance, costs in zip(cluster.instances, (slow, fast, fast, slow), strict=True):
-            instance.update_heartbeat(pb.Heartbeat(costs=costs))
-        cluster.instances[1].update_heartbeat(pb.Heartbeat())  # without costs: the old ones stay
-        state = cluster.open(max_tokens=64)
-        assert (state.prefill, state.decode) == (cluster.instances[1], cluster.instances[2])
-        decode, prefill = (decision for _, decision in state.timeline.decisions)
-        assert [one.score for one in prefill.candidates] == [0.5 + 3, 1 + 3]
-        assert [one.score for one in decode.candidates] == [0.5 + 1, 1 + 1], (
-            "the Hello has no block size, so KV is free"
-        )
-        assert "TTFT" in prefill.why and "ITL" in decode.why
-
-    run_async(scenario())
+    assert {one["breaker"] for one in cluster.dispatcher.instances()} == {"closed"}
 
 
-def test_short_prompt_is_computed_on_decode(make_cluster: type[Cluster], run_async: RunAsync) -> None:
-    async def scenario() -> None:
-        cluster = make_cluster("prefill", "decode", local_prefill_tokens=3)
-        prefill, decode = cluster.instances
-        state = cluster.open()
-        assert not cluster.sent(prefill)
-        ((_, submit),) = cluster.sent(decode)
-        assert submit.phase == pb.BOTH and decode.candidate.prefill_tokens == 3
-        assert state.timeline.as_dict()["placement"] == {
-            "way": "decode",
-            "reason": "threshold",
-            "uncached_tokens": 3,
-            "here_seconds": None,
-            "there_seconds": None,
-        }
-        assert [role for role, _ in state.timeline.decisions] == ["decode"], "no prefill instance was selected"
-        cluster.deliver(decode, token_ids=[7])
-        assert decode.candidate.prefill_tokens == 0
-        cluster.deliver(decode, token_ids=[8, 9, 10], finish_reason="length")
-        assert await cluster.tokens(state) == [7, 8, 9, 10]
-        cluster.open("long", prompt=[1] * 4)
-        assert [kind for kind, _ in cluster.sent(prefill)] == ["submit"]
-        cluster.open("one", max_tokens=1)
-        text = cluster.dispatcher._metrics.text().decode()
-        for way, reason in (("decode", "threshold"), ("split", "threshold"), ("prefill", "one_token")):
-            assert f'pdserve_placements_total{{reason="{reason}",way="{way}"}} 1.0' in text
-
-    run_async(scenario())
+def test_repeated_timeouts_open_the_breaker(make_cluster: type[Cluster]) -> None:
+    cluster = make_cluster("prefill", "decode", handover_timeout_seconds=0.05)
+    prefill, decode = cluster.instances
+    for now in (cluster.now - 40, cluster.now - 20):
+        cluster.fleet.breakers.record_fault(prefill.id, now)
+    state = cluster.open()
+    cluster.sent(decode)
+    cluster.advance(0.06)
+    assert [kind for kind, _ in cluster.sent(decode)] == ["hand_over"]
+    states = {one["instance_id"]: one["breaker"] for one in cluster.dispatcher.instances()}
+    assert states[prefill.id] == "open"
+    while not state.machine.is_over:
+        cluster.advance(0.06)
+    with pytest.raises(Unavailable, match="no progress"):
+        cluster.tokens(state)
 
 
-def test_open_breaker_excludes_an_instance_and_half_open_sends_one_probe(
-    make_cluster: type[Cluster], run_async: RunAsync, clock: Clock
-) -> None:
-    async def scenario() -> None:
-        cluster = make_cluster("prefill", "decode")
-        prefill, decode = cluster.instances
-        for number in range(3):
-            cluster.open(f"r{number}")
-            clock.now += 10
-            cluster.fleet.deregister(decode, "test")
-            decode = cluster.join("decode-1", "decode")
-        assert cluster.open("r3").final_instance is prefill and not cluster.sent(decode), (
-            "prefill does everything for now"
-        )
-        assert cluster.dispatcher.ready() == (
-            False,
-            "no decode instance (excluded after repeated faults: decode-1) is registered",
-        )
-        assert b'pdserve_breaker_state{instance="decode-1"} 2.0' in cluster.dispatcher._metrics.text()
-        other = cluster.join("decode-2", "decode")
-        assert all(cluster.open(f"o{number}").decode is other for number in range(5))
-        cluster.fleet.deregister(other, "test")
-        clock.now += 5
-        assert {one["breaker"] for one in cluster.dispatcher.instances()} == {"closed", "half_open"}
-        probe = cluster.open("probe")
-        assert cluster.open("r4").final_instance is prefill
-        cluster.deliver(prefill, "probe", token_ids=[7], stored=pb.Stored(num_blocks=1, final=True))
-        cluster.deliver(decode, "probe", token_ids=[8])
-        assert not probe.machine.is_over
-        assert all(cluster.open(f"p{number}").decode is decode for number in range(5))
-
-    run_async(scenario())
+def test_cached_tokens_reduce_the_assigned_work(make_cluster: type[Cluster]) -> None:
+    cluster = make_cluster("prefill", "prefill", "prefill", "decode", policy="prefix_aware")
+    for instance, size in zip(cluster.instances, (2, 2, 4, 2), strict=True):
+        instance.hello.block_size = size
+    _, twos, fours, _ = cluster.instances
+    keys = {size: block_keys(b"root", [1] * 12, size) for size in (2, 4)}
+    cluster.fleet._handle_kv_events(twos, pb.Blocks(added=b"".join(keys[2][:3])))
+    state = cluster.open(prompt=[1] * 12, keys=keys)
+    assert state.prefill is twos and twos.candidate.prefill_tokens == 6
+    cluster.fleet._handle_kv_events(fours, pb.Blocks(added=b"".join(keys[4])))
+    state = cluster.open("again", prompt=[1] * 12, keys=keys)
+    assert state.prefill is fours and fours.candidate.prefill_tokens == 4, "the last token always has to be computed"
+    cluster.fleet.deregister(fours, "test")
+    cluster.fleet._handle_kv_events(twos, pb.Blocks(removed=b"".join(keys[2][:3])))
+    state = cluster.open("later", prompt=[1] * 12, keys=keys)
+    assert state.prefill is cluster.instances[0] and state.prefill.candidate.prefill_tokens == 12
 
 
-def test_rejected_requests_do_not_count_as_faults(
-    make_cluster: type[Cluster], run_async: RunAsync, clock: Clock
-) -> None:
-    async def scenario() -> None:
-        cluster = make_cluster("prefill", "decode")
-        for number in range(9):
-            clock.now += 10
-            cluster.open(f"r{number}")
-            cluster.deliver(
-                cluster.instances[number % 2], f"r{number}", error=pb.Error(kind="rejected", message="too long")
-            )
-        assert {one["breaker"] for one in cluster.dispatcher.instances()} == {"closed"}
-
-    run_async(scenario())
+def test_both_and_prefill_instances_share_the_prompts(make_cluster: type[Cluster]) -> None:
+    cluster = make_cluster("prefill", "both", prefill_policy="least_loaded")
+    prefill, both = cluster.instances
+    states = [cluster.open(f"r{i}", prompt=[1] * 50) for i in range(10)]
+    assert all(state.final_instance is both for state in states)
+    alone = [state for state in states if state.decode is None]
+    assert 2 <= len(alone) <= 5, "it also has their output to generate"
+    phases = [message.phase for _, message in cluster.sent(both)]
+    assert phases.count(pb.BOTH) == len(alone) and phases.count(pb.DECODE) == 10 - len(alone)
+    assert len(cluster.sent(prefill)) == 10 - len(alone)
 
 
-def test_repeated_timeouts_open_the_breaker(make_cluster: type[Cluster], run_async: RunAsync, clock: Clock) -> None:
-    async def scenario() -> None:
-        cluster = make_cluster("prefill", "decode", handover_timeout_seconds=0.05)
-        prefill, decode = cluster.instances
-        for now in (clock.now - 40, clock.now - 20):
-            cluster.fleet.breakers.record_fault(prefill.id, now)
-        state = cluster.open()
-        cluster.sent(decode)
-        await clock.advance(cluster, 0.06)
-        assert [kind for kind, _ in cluster.sent(decode)] == ["hand_over"]
-        states = {one["instance_id"]: one["breaker"] for one in cluster.dispatcher.instances()}
-        assert states[prefill.id] == "open"
-        while not state.machine.is_over:
-            await clock.advance(cluster, 0.06)
-        with pytest.raises(Unavailable, match="no progress"):
-            await cluster.tokens(state)
-
-    run_async(scenario())
-
-
-def test_cached_tokens_reduce_the_assigned_work(make_cluster: type[Cluster], run_async: RunAsync) -> None:
-    async def scenario() -> None:
-        cluster = make_cluster("prefill", "prefill", "prefill", "decode", policy="prefix_aware")
-        for instance, size in zip(cluster.instances, (2, 2, 4, 2), strict=True):
-            instance.hello.block_size = size
-        _, twos, fours, _ = cluster.instances
-        keys = {size: block_keys(b"root", [1] * 12, size) for size in (2, 4)}
-        cluster.fleet._handle_kv_events(twos, pb.Blocks(added=b"".join(keys[2][:3])))
-        state = cluster.open(prompt=[1] * 12, keys=keys)
-        assert state.prefill is twos and twos.candidate.prefill_tokens == 6
-        cluster.fleet._handle_kv_events(fours, pb.Blocks(added=b"".join(keys[4])))
-        state = cluster.open("again", prompt=[1] * 12, keys=keys)
-        assert state.prefill is fours and fours.candidate.prefill_tokens == 4, (
-            "the last token always has to be computed"
-        )
-        cluster.fleet.deregister(fours, "test")
-        cluster.fleet._handle_kv_events(twos, pb.Blocks(removed=b"".join(keys[2][:3])))
-        state = cluster.open("later", prompt=[1] * 12, keys=keys)
-        assert state.prefill is cluster.instances[0] and state.prefill.candidate.prefill_tokens == 12
-
-    run_async(scenario())
-
-
-def test_both_and_prefill_instances_share_the_prompts(make_cluster: type[Cluster], run_async: RunAsync) -> None:
-    async def scenario() -> None:
-        cluster = make_cluster("prefill", "both", prefill_policy="least_loaded")
-        prefill, both = cluster.instances
-        states = [cluster.open(f"r{i}", prompt=[1] * 50) for i in range(10)]
-        assert all(state.final_instance is both for state in states)
-        alone = [state for state in states if state.decode is None]
-        assert 2 <= len(alone) <= 5, "it also has their output to generate"
-        phases = [message.phase for _, message in cluster.sent(both)]
-        assert phases.count(pb.BOTH) == len(alone) and phases.count(pb.DECODE) == 10 - len(alone)
-        assert len(cluster.sent(prefill)) == 10 - len(alone)
-
-    run_async(scenario())
-
-
-def test_both_instances_do_not_prefill_for_each_other(make_cluster: type[Cluster], run_async: RunAsync) -> None:
-    async def scenario() -> None:
-        cluster = make_cluster("both", "both", "decode", decode_policy="round_robin")
-        states = [cluster.open(f"r{i}") for i in range(9)]
-        alone = [state for state in states if state.decode is None]
-        assert len(alone) == 6
-        assert all(state.decode is cluster.instances[2] for state in states if state not in alone)
-
-    run_async(scenario())
+def test_both_instances_do_not_prefill_for_each_other(make_cluster: type[Cluster]) -> None:
+    cluster = make_cluster("both", "both", "decode", decode_policy="round_robin")
+    states = [cluster.open(f"r{i}") for i in range(9)]
+    alone = [state for state in states if state.decode is None]
+    assert len(alone) == 6
+    assert all(state.decode is cluster.instances[2] for state in states if state not in alone)

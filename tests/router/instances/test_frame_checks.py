@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,7 +26,7 @@ COSTS = {"prefill": (1, 1, 1), "decode": (1, 1, 1), "transfer": (1, 1)}
 
 
 def make_fleet() -> Fleet:
-    fleet = Fleet("router", "model", 1.0)
+    fleet = Fleet("router", "model", 1.0, time.monotonic)
     fleet.listener = cast(Any, SimpleNamespace(on_lost=lambda _: None, on_draining=lambda _: None))
     return fleet
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -62,8 +63,8 @@ def serve() -> Callable[..., None]:
 
     def run(url: str, traceparent: str = "", fails: bool = False) -> None:
         pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason=REASON)
-        tracer, fleet = Tracer(url), Fleet("router", "demo", 1.0)
-        dispatcher = Dispatcher(RouterConfig(local_prefill_tokens=0), fleet, Metrics(fleet))
+        tracer, fleet = Tracer(url), Fleet("router", "demo", 1.0, time.monotonic)
+        dispatcher = Dispatcher(RouterConfig(local_prefill_tokens=0), fleet, Metrics(fleet), seed=0)
         dispatcher.finish_listeners.append(tracer.export)
 
         def join(role: str) -> InstanceHandle:

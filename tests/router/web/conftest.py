@@ -1,6 +1,7 @@
 """Fixtures of the web tests: a router with a real dispatcher and played instances."""
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,13 +35,13 @@ class Scene:
     """A router with a real dispatcher, instances that the test plays, and its application."""
 
     def __init__(self, tokenizer: Tokenizer, event_log: EventLog, **settings: Any) -> None:
-        self.fleet = Fleet("router", "demo", 1.0)
+        self.fleet = Fleet("router", "demo", 1.0, time.monotonic)
         metrics = Metrics(self.fleet)
         config = RouterConfig(model="demo", local_prefill_tokens=0, slo="ttft=1s", **settings)
-        self.dispatcher = Dispatcher(config, self.fleet, metrics)
+        self.dispatcher = Dispatcher(config, self.fleet, metrics, seed=0)
         overview = Overview(self.dispatcher, metrics, event_log)
         latest = self.dispatcher.timelines.latest
-        admission = AdmissionController(load_api_keys(config.api_key), config, metrics)
+        admission = AdmissionController(load_api_keys(config.api_key), config, metrics, time.monotonic)
         self.app = create_app(config, tokenizer, self.dispatcher, admission, metrics.text, latest, overview.snapshot)
 
     def join(self, role: str, name: str) -> InstanceHandle:

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -17,7 +16,6 @@ from starlette.applications import Starlette
 
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.text.tokenizer import Tokenizer
-from pdserve.router.web import admission
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client, ScriptedBackend
@@ -46,10 +44,9 @@ def test_limits_of_keys(
     keys_file: str,
     metrics: Metrics,
     backend: ScriptedBackend,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(admission, "time", SimpleNamespace(monotonic=lambda: 1000.0))  # nothing comes back meanwhile
-    client = make_client(make_app(tokenizer, keys_file=keys_file, api_key="k"))
+    # The clock stands still, so nothing comes back meanwhile.
+    client = make_client(make_app(tokenizer, lambda: 1000.0, keys_file=keys_file, api_key="k"))
 
     def post(key: str, **body: Any) -> httpx.Response:
         return client.post("/v1/completions", {**PROMPT, **body}, headers={"Authorization": f"Bearer {key}"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -74,7 +75,7 @@ def checked_client(
 ) -> Client:
     """A client of an application that checks grammars."""
     config = RouterConfig(model="demo")
-    admission = AdmissionController(load_api_keys(""), config, metrics)
+    admission = AdmissionController(load_api_keys(""), config, metrics, time.monotonic)
     return make_client(
         create_app(config, tokenizer, backend, admission, bytes, backend.log.latest, dict, grammars=checker)
     )

@@ -1,0 +1,139 @@
+"""Admission: the limits of API keys, and a fair queue while the maximum number of requests is running.
+
+slot = queue.enter(key, ...)      admitted or queued; raises if the request is refused
+slot.on_decision = ...            called when a queued request has been admitted or dropped
+slot.release(tokens)              however the request ended
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from pdserve.config import RouterConfig
+from pdserve.errors import Overloaded, RequestError
+from pdserve.router.limits.fair_queue import FairQueue
+from pdserve.router.limits.key_file import ANONYMOUS, ApiKey
+from pdserve.router.limits.quota import Quota
+from pdserve.router.telemetry.metrics import Metrics
+
+
+@dataclass(eq=False)
+class AdmissionSlot:
+    """The capacity that one HTTP request holds: places for its choices, running or queued, and tokens of its key.
+
+    Attributes:
+        key: name of the API key.
+        max_tokens: the most tokens that it can use, prompts and outputs.
+        is_admitted: False while it is queued, and after it has been dropped.
+        refusal: why it was dropped from the queue; None if it was not.
+        on_decision: called without arguments when it leaves the queue, admitted or dropped. It only wakes the waiting caller,
+            which acts later: the call comes from the middle of a loop over the queue.
+    """
+
+    queue: "AdmissionQueue"
+    key: str
+    choices: int
+    prompt_tokens: int
+    max_tokens: int
+    is_admitted: bool = False
+    refusal: RequestError | None = None
+    on_decision: Callable[[], object] = lambda: None
+    released: bool = False
+
+    def release(self, tokens: int) -> None:
+        """Return the capacity; `tokens` were used, prompts and outputs. Only the first call has an effect."""
+        if not self.released:
+            self.released = True
+            self.queue.release(self, tokens)
+
+
+class AdmissionQueue:
+    """Decides when requests may start.
+
+    Attributes:
+        quotas: the limits and the use of each key, by its name.
+    """
+
+    def __init__(
+        self, keys: Sequence[ApiKey], config: RouterConfig, metrics: Metrics, now: Callable[[], float]
+    ) -> None:
+        """`now` is the router's clock, in seconds."""
+        all_keys = [*keys, ApiKey(ANONYMOUS, b"")]
+        self.quotas = {key.name: Quota(key.limits) for key in all_keys}
+        self._queue = FairQueue[AdmissionSlot]({key.name: key.weight for key in all_keys})
+        self._free = self._max_requests = config.max_requests
+        self._max_queue = config.max_queue
+        self._metrics = metrics
+        self._now = now
+        for name in self.quotas:
+            metrics.key_waiting.labels(key=name).set_function(partial(self._queue.num_queued, name))
+
+    def enter(
+        self, key: str, prompt_tokens: int, max_tokens: int, choices: int = 1, priority: int = 0
+    ) -> AdmissionSlot:
+        """Admit or queue a request.
+
+        Args:
+            prompt_tokens: tokens of all prompts.
+            max_tokens: the most tokens that it can use, prompts and outputs.
+            choices: the places that it needs.
+            priority: within its key, lower is served first.
+
+        Raises:
+            RequestError: it exceeds a limit of its key, or the queue is full.
+        """
+        now, quota = self._now(), self.quotas[key]
+        if (refusal := quota.refusal(choices, max_tokens, now)) is not None:
+            self._count_refusal(key, refusal)
+            raise refusal
+        quota.take(choices, max_tokens, now)
+        slot = AdmissionSlot(self, key, choices, prompt_tokens, max_tokens)
+        self._queue.push(key, slot, prompt_tokens, priority)
+        self._admit_queued()
+        if len(self._queue) > self._max_queue:
+            self._drop_one()
+        if slot.refusal is not None:
+            slot.release(0)
+            raise slot.refusal
+        return slot
+
+    def release(self, slot: AdmissionSlot, tokens: int) -> None:
+        """Free the capacity of a slot, running or queued, and admit requests that now fit."""
+        tokens = min(tokens, slot.max_tokens)
+        self.quotas[slot.key].give_back(slot.choices, slot.max_tokens - tokens, self._now())
+        if slot.is_admitted:
+            self._free += slot.choices
+            self._metrics.key_requests.labels(key=slot.key).dec(slot.choices)
+            self._metrics.key_tokens.labels(key=slot.key).inc(tokens)
+            self._queue.charge(slot.key, max(0, tokens - slot.prompt_tokens))
+        elif slot.refusal is None:
+            self._queue.remove(slot.key, slot)
+        self._admit_queued()
+
+    def headers(self, key: str) -> dict[str, str]:
+        """Return OpenAI's rate-limit headers for the key."""
+        return self.quotas[key].headers(self._now())
+
+    def _admit_queued(self) -> None:
+        """Admit queued requests in order. A request that needs several places is not overtaken by smaller ones."""
+        while (slot := self._queue.peek()) is not None and slot.choices <= self._free:
+            self._queue.pop()
+            self._free -= slot.choices
+            self._metrics.key_requests.labels(key=slot.key).inc(slot.choices)
+            slot.is_admitted = True
+            slot.on_decision()
+
+    def _drop_one(self) -> None:
+        slot = self._queue.drop()
+        running = self._max_requests - self._free
+        message = (
+            f"the router is full: {running} requests are running and {len(self._queue)} are queued "
+            "(limits: --max-requests and --max-queue)"
+        )
+        slot.refusal = Overloaded(message, kind="max_requests", retry_after_s=1)
+        self._count_refusal(slot.key, slot.refusal)
+        slot.on_decision()
+
+    def _count_refusal(self, key: str, refusal: RequestError) -> None:
+        self._metrics.refusals.labels(reason=refusal.kind).inc()
+        self._metrics.key_refusals.labels(key=key, reason=refusal.kind).inc()
