@@ -34,6 +34,7 @@ class Fence:
         self._lock.release()
 
     def cancel(self) -> None:
+        """Refuse further access. Returns at once."""
         self.cancelled = True
 
     def close(self) -> bool:

@@ -104,7 +104,10 @@ def _load(entry: EntryPoint) -> type[Connector]:
 def _adapt_version_1(old: type[Connector]) -> type[Connector]:
     """Return a subclass that translates what version 1 of the contract expected as attributes."""
     log.warning(
-        "%s:// was written for version 1 of the connector contract and is adapted to %d", old.scheme, API_VERSION
+        "%s.%s was written for version 1 of the connector contract and is adapted to version %d",
+        old.__module__,
+        old.__qualname__,
+        API_VERSION,
     )
 
     def capabilities(self: Connector) -> Capabilities:

@@ -60,7 +60,8 @@ def test_class_attributes_become_capabilities(url: str, caplog: pytest.LogCaptur
     assert connector.capabilities == expected[connector.scheme]
     assert (connector.follows, connector.in_place) == (connector.scheme == "v1-threaded", False)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{connector.scheme}:// was written for version 1 of the connector contract and is adapted to 2"
+        f"first_plugin.{type(connector).__name__} was written for version 1 of the connector contract "
+        "and is adapted to version 2"
     ]
 
 
