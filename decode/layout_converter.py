@@ -22,6 +22,7 @@ from pdserve.engine.sequence import Sequence as TokenSequence
 from pdserve.errors import SetupError
 from pdserve.keys import Layout, block_ends
 from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats
+from pdserve.kv_transfer.operation import Cancellation, submit
 from pdserve.kv_transfer.registry import connect
 from pdserve.kv_transfer.staging import host_rows
 from pdserve.proto import pdserve_pb2 as pb
@@ -133,11 +134,11 @@ class _SourceLoader:
         """
         queued_at = time.perf_counter()
 
-        def run() -> Result:
-            outcomes = self._load_all(keys, tokens, blocks, tickets)
+        def run(cancellation: Cancellation) -> Result:
+            outcomes = self._load_all(keys, tokens, blocks, tickets, cancellation)
             return Result(self._target_outcomes(outcomes, tokens, len(blocks)), time.perf_counter() - queued_at)
 
-        return self._thread.submit(run)
+        return submit(self._thread, run)
 
     def release(self, keys: Sequence[bytes], tickets: Sequence[bytes]) -> None:
         self._thread.submit(self._with_connector, lambda connector: connector.release(keys, tickets=tickets))
@@ -154,18 +155,22 @@ class _SourceLoader:
             action(self._connector)
 
     @torch.inference_mode()
-    def _load_all(self, keys: list[bytes], tokens: range, blocks: list[int], tickets: list[bytes]) -> list[Outcome]:
+    def _load_all(
+        self, keys: list[bytes], tokens: range, blocks: list[int], tickets: list[bytes], cancellation: Cancellation
+    ) -> list[Outcome]:
         """Load and copy all source blocks, as many at a time as there are staging rows. Return one outcome for each."""
         first, outcomes = tokens.start // self._source.block_size, list[Outcome]()
         connector = self._attached_connector()
         while len(outcomes) < len(keys):
             batch = keys[len(outcomes) : len(outcomes) + len(self._rows)]
+            if cancellation.requested:
+                return outcomes + [Outcome.CANCELLED] * (len(keys) - len(outcomes))
             # Once the store is unavailable, do not request later blocks: they would be useless after the gap.
             if connector is None or outcomes[-1:] == [Outcome.UNAVAILABLE]:
                 self._skipped.count_failures("load", Outcome.UNAVAILABLE, len(batch))
                 outcomes += [Outcome.UNAVAILABLE] * len(batch)
                 continue
-            result = connector.load(batch, range(len(batch)), tickets=tickets).result()
+            result = cancellation.wait(connector.load(batch, range(len(batch)), tickets=tickets))
             for row, outcome in enumerate(result.outcomes):
                 if outcome is Outcome.OK:
                     self._copy(row, first + len(outcomes) + row, tokens, blocks)

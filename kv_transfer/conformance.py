@@ -49,6 +49,7 @@ RULES: tuple[Rule, ...] = (
     connections.silent_connections,
     connections.byte_by_byte,
     behaviour.cancelled,
+    behaviour.requested_cancel,
     behaviour.two_connectors,
     behaviour.many_threads,
     behaviour.caller_never_waits,
@@ -198,7 +199,7 @@ def _check_usable(scheme: str) -> dict[str, Any]:
     try:
         connector_class = registry._find(scheme).load()
         contract = declared_version(connector_class)
-        registry._load(registry._find(scheme))
+        registry.connector_class(scheme)
     except SetupError as error:
         return {"contract": contract, "usable": False, "why": str(error)}
     except Exception as error:  # noqa: BLE001 - third-party code
@@ -207,11 +208,10 @@ def _check_usable(scheme: str) -> dict[str, Any]:
             "usable": False,
             "why": f"It cannot be imported: {type(error).__name__}: {error}.",
         }
-    why = (
-        ""
-        if contract is not None
-        else f"Its class does not declare API_VERSION, so it may not be for version {API_VERSION}."
-    )
+    if contract is None:
+        why = f"Its class does not declare API_VERSION, so it may not be for version {API_VERSION}."
+    else:
+        why = "" if contract == API_VERSION else f"It is adapted to version {API_VERSION}."
     return {"contract": contract, "usable": True, "why": why}
 
 

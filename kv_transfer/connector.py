@@ -14,21 +14,27 @@ Rules that every connector keeps:
      keeps the block ids reserved until then, whatever else happens, and until `Result.held` is done where a store sets it.
   5. Every future completes within the connector's timeout. A fault of the store is a per-block outcome, not an exception;
      the future raises only for a programming error.
+  6. What a connector can do and how it has to be treated is in its `capabilities`, and nowhere else.
+  7. An operation that can be cancelled returns an `OperationFuture`. A plain future means that it cannot.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar
+from functools import cached_property
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from pdserve.keys import KEY_BYTES, Layout
 
-API_VERSION = 1
+API_VERSION = 2
+DEFAULT_TIMEOUT_S = 5.0
+
+T = TypeVar("T")
 
 
 class Outcome(StrEnum):
@@ -68,6 +74,57 @@ class Result:
             if outcome is not Outcome.OK:
                 return i
         return len(self.outcomes)
+
+
+class OperationFuture(Future[T]):
+    """The future of an operation that can be cancelled on request.
+
+    `cancel()` always fails, since the operation uses pool rows. `request_cancel()` asks it to end early.
+
+    Args:
+        stop: called by `request_cancel`, in any thread and at any time, also after the end. It returns at once. The future is
+            then done as soon as no row is in use any more, with the outcome CANCELLED for the blocks that were not moved.
+    """
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()
+        self._stop = stop
+
+    def request_cancel(self) -> None:
+        """Ask the operation to end early. Returns at once."""
+        self._stop()
+
+
+def request_cancel(future: Future[Any]) -> None:
+    """Ask the operation of this future to end early. A plain future cannot be cancelled, so its operation goes on."""
+    if isinstance(future, OperationFuture):
+        future.request_cancel()
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a connector can do, and how it has to be treated. The defaults suit a connector that promises nothing more.
+
+    Attributes:
+        timeout_s: seconds within which an operation on few blocks ends.
+        in_place: peers read the pool's rows directly; see `Result.held`. Such a connector has no store and no tiers.
+        follows: `follow` is supported.
+        cancels: stores and loads return an `OperationFuture`.
+        keeps_leases: the store does not evict a block before its lease ends. Only the conformance kit reads it.
+        skips_hanging: the connector has circuit breakers of its own, so instances put none in front of it.
+        relayable: the conformance kit may connect it to a relay in place of the `host:port` in its URL.
+        codec: name of the codec of stored blocks, one of `codec.CODECS`.
+    """
+
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    in_place: bool = False
+    follows: bool = False
+    cancels: bool = False
+    keeps_leases: bool = True
+    skips_hanging: bool = False
+    relayable: bool = True
+    codec: str = "none"
 
 
 @dataclass(frozen=True)
@@ -134,9 +191,16 @@ class Connector(ABC):
 
     API_VERSION: ClassVar[int] = API_VERSION
     scheme: ClassVar[str]
-    in_place: ClassVar[bool] = False  # peers read the pool's rows directly; see Result.held
-    follows: ClassVar[bool] = False  # `follow` is supported
-    skips_hanging: ClassVar[bool] = False  # the connector has circuit breakers of its own
+    libraries: ClassVar[tuple[str, ...]] = ()  # modules that take long to import, and that `attach` imports
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this connector can do. Available before `attach`, and constant from then on. By default all defaults."""
+        return Capabilities()
+
+    # Shorthands, which connectors do not override.
+    in_place = cached_property(lambda self: self.capabilities.in_place)
+    follows = cached_property(lambda self: self.capabilities.follows)
 
     @abstractmethod
     def attach(self, memory: PoolMemory) -> None:
@@ -161,7 +225,8 @@ class Connector(ABC):
     def follow(self, keys: Sequence[bytes], block_ids: Sequence[int], *, patience_s: float) -> Future[Result]:
         """Load blocks that are still being stored, waiting at most `patience_s` seconds for each next block.
 
-        For stores where polling is nearly free. With other stores, blocks are loaded once they are announced.
+        Called only if `capabilities.follows`, which is for stores where polling is nearly free. With other stores, blocks are
+        loaded once they are announced.
         """
         raise NotImplementedError(f"{self.scheme}:// does not support follow()")
 
@@ -180,3 +245,18 @@ class Connector(ABC):
     @abstractmethod
     def close(self) -> None:
         """Wait for operations in flight, then free all resources. Stored blocks stay available to other instances."""
+
+    # For the conformance kit alone, which checks more where a connector implements these.
+
+    def parts(self) -> Sequence["Connector"]:
+        """Return the attached connectors that this one combines, once all blocks stored so far are where they belong."""
+        return [self]
+
+    def tamper(self, key: bytes, offset: int) -> None:
+        """Change one stored byte of a block: 0 is the payload's first, the 64 bytes of the header are at -64 to -1.
+
+        Raises:
+            LookupError: there is no such byte.
+            NotImplementedError: this connector cannot do it, and leaves it to the kit. The default.
+        """
+        raise NotImplementedError

@@ -11,8 +11,8 @@ class Expired(Exception):
 class Fence:
     """Guards the pool rows of one operation. `with fence:` permits access while the fence is open.
 
-    Entering raises `Expired` once the fence is closed, or once `cancelled` is set. Setting `cancelled` does not wait for a
-    copy in progress; `close` does.
+    Entering raises `Expired` once the fence is closed, or after `cancel`, which does not wait for a copy in progress;
+    `close` does.
     """
 
     __slots__ = ("_closed", "_lock", "cancelled")
@@ -32,6 +32,10 @@ class Fence:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._lock.release()
+
+    def cancel(self) -> None:
+        """Refuse further access. Returns at once."""
+        self.cancelled = True
 
     def close(self) -> bool:
         """Close the fence, after waiting for a copy in progress. Returns True if this call closed it."""

@@ -10,10 +10,9 @@ from typing import TypeVar
 
 from pdserve.keys import KEY_BYTES
 from pdserve.kv_transfer.breaker import StoreBreaker
-from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats
+from pdserve.kv_transfer.connector import Capabilities, Connector, Outcome, PoolMemory, Result, Stats
 from pdserve.kv_transfer.rate_limited_log import RateLimitedLog
 
-DEFAULT_TIMEOUT_S = 5.0  # of connectors that name none
 _UNANSWERED = {Outcome.UNAVAILABLE, Outcome.CANCELLED}
 
 T = TypeVar("T")
@@ -26,7 +25,6 @@ class GuardedConnector(Connector):
     the store has answered a probe: a match of a random key, repeated when it times out. No request waits for a probe.
 
     Args:
-        timeout: of one operation of the store, in seconds.
         post: runs a function soon in the thread that calls this connector. The probes start there.
         now: monotonic clock.
     """
@@ -36,20 +34,22 @@ class GuardedConnector(Connector):
     def __init__(
         self,
         inner: Connector,
-        timeout: float,
         post: Callable[[Callable[[], None]], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheme = inner.scheme  # type: ignore[misc]  # a class attribute in other connectors
-        self.follows = inner.follows  # type: ignore[misc]
         self._inner = inner
-        self._breaker = StoreBreaker(timeout)
+        self._breaker = StoreBreaker(inner.capabilities.timeout_s)
         self._post = post
         self._now = now
         self._lock = threading.Lock()  # operations end on the connector's threads
         self._is_probing = False
         self._skipped = Stats()
         self._limited_log = RateLimitedLog(self.scheme)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(self._inner.capabilities, skips_hanging=True)
 
     def attach(self, memory: PoolMemory) -> None:
         self._inner.attach(memory)

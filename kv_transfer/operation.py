@@ -3,28 +3,53 @@
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any, Generic, TypeVar
 
-from pdserve.kv_transfer.connector import Outcome
+from pdserve.kv_transfer.connector import OperationFuture, Outcome, request_cancel
 from pdserve.kv_transfer.fence import Fence
 
 T = TypeVar("T")
 
 
-class OperationFuture(Future[T]):
-    """The future of an operation. `cancel()` always fails, since its rows are in use; `request_cancel()` stops it early."""
+class Cancellation:
+    """A request to cancel work of several operations, passed on to the one that is under way.
 
-    def __init__(self, fence: Fence) -> None:
-        super().__init__()
-        self.set_running_or_notify_cancel()
-        self._fence = fence
+    Attributes:
+        requested: further operations are not to be started.
+    """
 
-    def request_cancel(self) -> None:
-        """Stop the operation after the block being moved; the remaining blocks end as CANCELLED. Returns at once."""
-        self._fence.cancelled = True
+    def __init__(self) -> None:
+        self.requested = False
+        self._current: Future[Any] = Future()
+
+    def request(self) -> None:
+        self.requested = True
+        request_cancel(self._current)
+
+    def wait(self, operation: Future[T]) -> T:
+        """Wait for an operation and return its result."""
+        self._current = operation
+        if self.requested:  # since before the line above
+            request_cancel(operation)
+        return operation.result()
+
+
+def submit(threads: Executor, work: Callable[[Cancellation], T]) -> OperationFuture[T]:
+    """Run work that consists of several operations in an executor."""
+    cancellation = Cancellation()
+    future: OperationFuture[T] = OperationFuture(cancellation.request)
+
+    def complete(done: Future[T]) -> None:
+        if (error := done.exception()) is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(done.result())
+
+    threads.submit(work, cancellation).add_done_callback(complete)
+    return future
 
 
 class Operation(Generic[T]):
@@ -46,7 +71,7 @@ class Operation(Generic[T]):
         self.deadline = deadline
         self.fence = Fence()
         self.work: Callable[[], None] | None = None
-        self.future: OperationFuture[T] = OperationFuture(self.fence)
+        self.future: OperationFuture[T] = OperationFuture(self.fence.cancel)
         self._make_result = make_result
 
     @property

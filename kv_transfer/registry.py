@@ -6,15 +6,31 @@
 The name is the URL scheme. The class is imported only when its scheme is used, and constructed with the URL.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from inspect import getattr_static
+from typing import cast
 
 from pdserve.errors import SetupError
-from pdserve.kv_transfer.connector import API_VERSION, Connector
+from pdserve.kv_transfer.connector import API_VERSION, Capabilities, Connector
 from pdserve.kv_transfer.url import without_password
 
+log = logging.getLogger(__name__)
+
 ENTRY_POINT_GROUP = "pdserve.connectors"
+# The attributes by which connectors for version 1 of the contract declare their capabilities.
+_VERSION_1 = {
+    "timeout": "timeout_s",
+    "in_place": "in_place",
+    "follows": "follows",
+    "keeps_leases": "keeps_leases",
+    "skips_hanging": "skips_hanging",
+    "relayed": "relayable",
+    "codec_name": "codec",
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +59,22 @@ def connect(url: str) -> Connector:
     if not separator:
         names = ", ".join(f"{one.scheme}://" for one in installed())
         raise SetupError(f"{without_password(url)!r} is not a connector URL; it must begin with one of: {names}.")
-    return _load(_find(scheme.lower()))(url)
+    create = cast("Callable[[str], Connector]", connector_class(scheme.lower()))
+    return create(url)
+
+
+def connector_class(scheme: str) -> type[Connector]:
+    """Return the class for this URL scheme, adapted if it is for version 1 of the contract. Raises `SetupError` as above."""
+    entry = _find(scheme)
+    loaded = _load(entry)
+    if loaded.API_VERSION == 1:
+        return _adapt_version_1(loaded)
+    if loaded.API_VERSION != API_VERSION:
+        raise SetupError(
+            f"The connector for {entry.name}:// ({entry.value}) was written for version {loaded.API_VERSION} "
+            f"of the connector contract; this pdserve supports version {API_VERSION}."
+        )
+    return loaded
 
 
 def _find(scheme: str) -> EntryPoint:
@@ -59,19 +90,42 @@ def _find(scheme: str) -> EntryPoint:
     return next(iter(entries.values()))
 
 
-def _load(entry: EntryPoint) -> Callable[[str], Connector]:
+def _load(entry: EntryPoint) -> type[Connector]:
     try:
-        connector_class = entry.load()
+        loaded = entry.load()
     except (ImportError, AttributeError) as error:
         raise SetupError(f"The connector for {entry.name}:// ({entry.value}) cannot be imported: {error}.") from error
-    if not isinstance(connector_class, type) or not issubclass(connector_class, Connector):
+    if not isinstance(loaded, type) or not issubclass(loaded, Connector):
         raise SetupError(f"The connector for {entry.name}:// ({entry.value}) is not a subclass of Connector.")
-    if connector_class.API_VERSION != API_VERSION:
-        raise SetupError(
-            f"The connector for {entry.name}:// ({entry.value}) was written for version {connector_class.API_VERSION} "
-            f"of the connector contract; this pdserve supports version {API_VERSION}."
-        )
-    return connector_class
+    return loaded
+
+
+@cache  # one class, and one line in the log
+def _adapt_version_1(old: type[Connector]) -> type[Connector]:
+    """Return a subclass that translates what version 1 of the contract expected as attributes."""
+    log.warning(
+        "%s.%s was written for version 1 of the connector contract and is adapted to version %d",
+        old.__module__,
+        old.__qualname__,
+        API_VERSION,
+    )
+
+    def capabilities(self: Connector) -> Capabilities:
+        inherited: Capabilities = super(adapted, self).capabilities  # type: ignore[misc]  # of `old`
+        declared = {
+            new: getattr(self, name)
+            for name, new in _VERSION_1.items()
+            if getattr_static(self, name, None) is not getattr_static(Connector, name, None)
+        }
+        return replace(inherited, **declared)
+
+    def parts(self: Connector) -> Sequence[Connector]:
+        getattr(self, "settle", lambda: None)()
+        return getattr(self, "connectors", None) or [self]
+
+    members = {"__module__": old.__module__, "capabilities": property(capabilities), "parts": parts}
+    adapted = cast("type[Connector]", type(old.__name__, (old,), members))
+    return adapted
 
 
 def _describe(entry: EntryPoint) -> InstalledConnector:

@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,8 @@ import torch
 
 from pdserve.errors import SetupError
 from pdserve.keys import Layout
-from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats
+from pdserve.kv_transfer.connector import Capabilities, Connector, Outcome, PoolMemory, Result, Stats
+from pdserve.kv_transfer.operation import Cancellation, submit
 
 STAGING_BYTES = 256 << 20  # per direction
 
@@ -68,6 +71,10 @@ class StagedConnector(Connector):
         self._threads = {d: ThreadPoolExecutor(1, thread_name_prefix=f"staging-{d}") for d in ("store", "load")}
         inner.attach(PoolMemory(self._rows.numpy(), layout))
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(self._inner.capabilities, follows=False, cancels=True)
+
     def attach(self, memory: PoolMemory) -> None:
         raise AssertionError("the constructor attaches")
 
@@ -77,23 +84,29 @@ class StagedConnector(Connector):
             kv_written = torch.cuda.Event()
             kv_written.record(torch.cuda.current_stream(self._pool.device))
 
-        def transfer_chunk(keys: Sequence[bytes], blocks: list[int], slots: list[int]) -> Result:
+        def transfer_chunk(
+            cancellation: Cancellation, keys: Sequence[bytes], blocks: list[int], slots: list[int]
+        ) -> Result:
             with self._on_stream("store") as stream:
                 if stream is not None and kv_written is not None:
                     stream.wait_event(kv_written)
                 self._rows[slots[0] : slots[-1] + 1].copy_(self._pool[blocks])
-            return self._inner.store(keys, slots, lease_s=lease_s).result()
+            return cancellation.wait(self._inner.store(keys, slots, lease_s=lease_s))
 
-        return self._threads["store"].submit(self._in_chunks, 0, keys, block_ids, transfer_chunk)
+        work = partial(self._in_chunks, 0, keys, block_ids, transfer_chunk)
+        return submit(self._threads["store"], work)
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
-        def transfer_chunk(keys: Sequence[bytes], blocks: list[int], slots: list[int]) -> Result:
-            result = self._inner.load(keys, slots, tickets=tickets).result()
+        def transfer_chunk(
+            cancellation: Cancellation, keys: Sequence[bytes], blocks: list[int], slots: list[int]
+        ) -> Result:
+            result = cancellation.wait(self._inner.load(keys, slots, tickets=tickets))
             with self._on_stream("load"):
                 self._pool[blocks] = self._rows[slots[0] : slots[-1] + 1].to(self._pool.device)
             return result
 
-        return self._threads["load"].submit(self._in_chunks, self._slots_per_direction, keys, block_ids, transfer_chunk)
+        work = partial(self._in_chunks, self._slots_per_direction, keys, block_ids, transfer_chunk)
+        return submit(self._threads["load"], work)
 
     def match(self, keys: Sequence[bytes]) -> Future[int]:
         return self._inner.match(keys)
@@ -114,15 +127,20 @@ class StagedConnector(Connector):
         first_slot: int,
         keys: Sequence[bytes],
         block_ids: Sequence[int],
-        transfer_chunk: Callable[[Sequence[bytes], list[int], list[int]], Result],
+        transfer_chunk: Callable[[Cancellation, Sequence[bytes], list[int], list[int]], Result],
+        cancellation: Cancellation,
     ) -> Result:
         """Transfer the blocks in chunks that fit the direction's slots, which begin at `first_slot`."""
         started = time.perf_counter()
         outcomes: list[Outcome] = []
         for start in range(0, len(keys), self._slots_per_direction):
+            if cancellation.requested:
+                outcomes += [Outcome.CANCELLED] * (len(keys) - start)
+                break
             blocks = list(block_ids[start : start + self._slots_per_direction])
             slots = list(range(first_slot, first_slot + len(blocks)))
-            outcomes += transfer_chunk(keys[start : start + self._slots_per_direction], blocks, slots).outcomes
+            chunk_keys = keys[start : start + self._slots_per_direction]
+            outcomes += transfer_chunk(cancellation, chunk_keys, blocks, slots).outcomes
         return Result(outcomes, time.perf_counter() - started)
 
     def _on_stream(self, direction: str) -> Any:

@@ -30,7 +30,7 @@ from typing import Any, ClassVar, TypeVar
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.blocks import Block, Incoming, Outgoing
 from pdserve.kv_transfer.codec import CODECS
-from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats
+from pdserve.kv_transfer.connector import DEFAULT_TIMEOUT_S, Capabilities, Connector, Outcome, PoolMemory, Result, Stats
 from pdserve.kv_transfer.fence import Expired
 from pdserve.kv_transfer.header import HEADER_BYTES, Buffer, HeaderFormat
 from pdserve.kv_transfer.operation import Operation, Watchdog
@@ -73,7 +73,7 @@ class BatchedConnector(Connector):
     def __init__(self, url: str) -> None:
         query = Query(url)
         self.url = url
-        self.timeout = query.seconds("timeout", 5.0)
+        self.timeout = query.seconds("timeout", DEFAULT_TIMEOUT_S)
         self.threads = query.count("threads", 2)
         self.codec_name = query.choice("codec", list(CODECS), "none")
         if self.in_place and self.codec_name != "none":
@@ -122,6 +122,11 @@ class BatchedConnector(Connector):
         """End leases early. Does nothing by default, for stores without leases."""
 
     # The connector contract.
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The timeout and codec of the URL, and cancellation. Subclasses replace what differs."""
+        return Capabilities(timeout_s=self.timeout, codec=self.codec_name, cancels=True)
 
     def attach(self, memory: PoolMemory) -> None:
         if memory.rows.ndim != 2 or memory.rows.shape[1] != memory.layout.block_bytes:

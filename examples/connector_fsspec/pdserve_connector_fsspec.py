@@ -27,7 +27,7 @@ NO_SPACE_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
 class FsspecConnector(ThreadedConnector):
     """Stores each block as a file or object of an fsspec file system."""
 
-    API_VERSION: ClassVar[int] = 1
+    API_VERSION: ClassVar[int] = 2
     scheme: ClassVar[str] = "fsspec"
     # Each back end raises the exceptions of its client library. None of them may end a request.
     faults = (Exception,)

@@ -7,9 +7,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from pdserve.kv_transfer.connector import Capabilities
 from pdserve.kv_transfer.header import Buffer
 from pdserve.kv_transfer.threaded import Full, ThreadedConnector
 from pdserve.kv_transfer.url import Query, split
@@ -35,7 +36,10 @@ def unlink(url: str) -> None:
 
 class MemoryConnector(ThreadedConnector):
     scheme: ClassVar[str] = "memory"
-    follows: ClassVar[bool] = True
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, follows=True)
 
     def configure(self, query: Query) -> None:
         self._size = query.size("size", 1 << 30)

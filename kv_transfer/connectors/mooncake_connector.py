@@ -22,13 +22,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
-from pdserve.kv_transfer.connector import Outcome
+from pdserve.kv_transfer.connector import Capabilities, Outcome
 from pdserve.kv_transfer.header import HEADER_BYTES, Row, payload_length
 from pdserve.kv_transfer.threaded import BatchedConnector
 from pdserve.kv_transfer.url import Query, split
@@ -52,9 +53,12 @@ class MooncakeConnector(BatchedConnector):
     """Stores each block as one Mooncake object."""
 
     scheme: ClassVar[str] = "mooncake"
-    keeps_leases: ClassVar[bool] = False
-    relayed: ClassVar[bool] = False  # payloads bypass the master, and its client stops a relay in the same interpreter
     faults = (MooncakeError,)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        # Payloads bypass the master, and its client stops a relay in the same interpreter.
+        return replace(super().capabilities, keeps_leases=False, relayable=False)
 
     def configure(self, query: Query) -> None:
         parts = split(self.url)

@@ -50,7 +50,7 @@ from typing import ClassVar, Final
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
-from pdserve.kv_transfer.connector import Outcome, Result
+from pdserve.kv_transfer.connector import Capabilities, Outcome, Result
 from pdserve.kv_transfer.connectors.nixl_agent import Agent, NixlError, ReadTimeout
 from pdserve.kv_transfer.connectors.nixl_leases import Leases
 from pdserve.kv_transfer.connectors.nixl_reader import PeerBlock, Reader
@@ -74,8 +74,11 @@ class NixlConnector(BatchedConnector):
     """Leases pool rows to peers on `store`, and reads peers' rows on `load`."""
 
     scheme: ClassVar[str] = "nixl"
-    in_place: ClassVar[bool] = True
     libraries: ClassVar[tuple[str, ...]] = ("nixl._api", "nixl._bindings")  # which import torch, for seconds
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, in_place=True)
 
     def configure(self, query: Query) -> None:
         self._devices = query.text("devices", os.environ.get("UCX_NET_DEVICES", "lo"))

@@ -15,6 +15,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any, ClassVar, TypeVar
 
@@ -26,7 +27,7 @@ from redis.retry import Retry
 from pdserve.errors import SetupError
 from pdserve.keys import KEY_BYTES
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
-from pdserve.kv_transfer.connector import Outcome
+from pdserve.kv_transfer.connector import Capabilities, Outcome
 from pdserve.kv_transfer.connectors.redis_replies import ReplyParser
 from pdserve.kv_transfer.threaded import BatchedConnector
 from pdserve.kv_transfer.url import Query, split, without_password
@@ -216,13 +217,17 @@ class RedisConnector(BatchedConnector):
     """Stores blocks on one Redis server."""
 
     scheme: ClassVar[str] = "redis"
-    keeps_leases: ClassVar[bool] = False  # not with a `maxmemory-policy` that evicts
     faults: ClassVar[tuple[type[Exception], ...]] = (
         redis.ConnectionError,
         redis.TimeoutError,
         redis.ResponseError,
         OSError,
     )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        # A `maxmemory-policy` may evict leased blocks.
+        return replace(super().capabilities, keeps_leases=False)
 
     def configure(self, query: Query) -> None:
         self._ttl = query.seconds("ttl", 600.0)

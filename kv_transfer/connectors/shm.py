@@ -11,11 +11,12 @@ other block lengths are removed by the next process that attaches.
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import ClassVar
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
-from pdserve.kv_transfer.connector import Outcome
+from pdserve.kv_transfer.connector import Capabilities, Outcome
 from pdserve.kv_transfer.connectors import shm_segment, shm_slab
 from pdserve.kv_transfer.header import payload_length
 from pdserve.kv_transfer.threaded import BatchedConnector
@@ -57,7 +58,10 @@ class ShmConnector(BatchedConnector):
     """Stores blocks in the slots of a shared-memory slab."""
 
     scheme: ClassVar[str] = "shm"
-    follows: ClassVar[bool] = True
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, follows=True)
 
     def configure(self, query: Query) -> None:
         self._name = _segment_name(self.url)

@@ -33,8 +33,8 @@ import numpy as np
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.breaker import StoreBreaker
-from pdserve.kv_transfer.codec import CODECS, Codec
-from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats
+from pdserve.kv_transfer.codec import CODECS
+from pdserve.kv_transfer.connector import Capabilities, Connector, Outcome, PoolMemory, Result, Stats
 from pdserve.kv_transfer.rate_limited_log import RateLimitedLog
 from pdserve.kv_transfer.registry import connect
 from pdserve.kv_transfer.url import Query, split_tiers, without_password
@@ -45,7 +45,6 @@ MAX_QUEUED_COPIES = 4096  # stores not yet copied to the slower tiers
 _COPIERS = 2  # tasks that copy blocks to slower tiers, each with its own part of the buffer
 _ATTACH_RETRY_S = 5.0
 _DRAIN_TIMEOUT_S = 10.0  # at close, for copies to slower tiers
-_DEFAULT_TIMEOUT_S = 5.0
 # The outcome reported for a block that failed in all tiers: the first of these that occurred.
 _PRECEDENCE = (Outcome.CORRUPT, Outcome.FULL, Outcome.UNAVAILABLE, Outcome.MISSING)
 
@@ -63,7 +62,7 @@ class _Tier:
                 f"{self.front.scheme}:// reads pools in place and keeps no copies, so it cannot be a tier."
             )
         self.name = f"tiered/{number}/{self.front.scheme}"
-        self.timeout = float(getattr(self.front, "timeout", _DEFAULT_TIMEOUT_S))
+        self.timeout = self.front.capabilities.timeout_s
         self.attached = False
         # Another tier can take over after a single time-out. The probe after a pause is an operation that waits for it.
         self._breaker = StoreBreaker(self.timeout, threshold=1, pause=self.timeout)
@@ -128,14 +127,9 @@ class _Tier:
 
 
 class TieredConnector(Connector):
-    """Combines several connectors as tiers, called from one thread that runs an event loop.
-
-    Attributes:
-        timeout: the sum of the tiers' timeouts, since an operation may try each in turn.
-    """
+    """Combines several connectors as tiers, called from one thread that runs an event loop."""
 
     scheme: ClassVar[str] = "tiered"
-    skips_hanging: ClassVar[bool] = True
 
     def __init__(self, url: str) -> None:
         own, urls = split_tiers(url)
@@ -146,33 +140,30 @@ class TieredConnector(Connector):
             form = "tiered://shm://kv?size=1GiB,file:///mnt/kv"
             raise SetupError(f"{without_password(url)!r} must have at least two tiers, fastest first, such as {form}.")
         self._tiers = [_Tier(number, tier_url) for number, tier_url in enumerate(urls, 1)]
-        codecs = {getattr(tier.front, "codec_name", "none") for tier in self._tiers}
+        codecs = {tier.front.capabilities.codec for tier in self._tiers}
         lossy = [name for name in codecs if CODECS[name].lossy]
         if lossy and len(codecs) > 1:
             raise SetupError(
                 f"{without_password(url)!r}: a tier with codec={lossy[0]} needs the same codec on all tiers."
             )
-        self.timeout = sum(tier.timeout for tier in self._tiers)
         self._stats = Stats()
         self._in_flight: set[asyncio.Task[None]] = set()
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    @property
-    def connectors(self) -> list[Connector]:
-        """The attached tiers' connectors, for the conformance kit."""
-        return [tier.front for tier in self._tiers if tier.attached]
-
-    @property
-    def codec(self) -> Codec | None:
-        """The codec of the first tier. A lossless codec may differ between tiers, a lossy one is the same in all."""
-        return getattr(self._tiers[0].front, "codec", None)
-
-    @property
-    def keeps_leases(self) -> bool:
-        return all(getattr(tier.front, "keeps_leases", True) for tier in self._tiers)
-
     # The connector contract.
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """An operation may try each tier in turn. The codec is the first tier's: only lossless ones differ between tiers."""
+        fronts = [tier.front.capabilities for tier in self._tiers]
+        return Capabilities(
+            timeout_s=sum(front.timeout_s for front in fronts),
+            keeps_leases=all(front.keeps_leases for front in fronts),
+            skips_hanging=True,
+            relayable=all(front.relayable for front in fronts),
+            codec=fronts[0].codec,
+        )
 
     def attach(self, memory: PoolMemory) -> None:
         self.memory = memory
@@ -206,12 +197,16 @@ class TieredConnector(Connector):
     def stats(self) -> Stats:
         """Return the counters. `bytes` excludes background copies; `parts` has all counters by tier."""
         parts = {tier.name: tier.stats() for tier in self._tiers}
-        fronts = functools.reduce(Stats.plus, (connector.stats() for connector in self.connectors), Stats())
+        fronts = functools.reduce(Stats.plus, (tier.front.stats() for tier in self._tiers if tier.attached), Stats())
         return dataclasses.replace(self._stats.plus(Stats()), bytes=fronts.bytes, parts=parts)
 
     def settle(self) -> None:
         """Wait until all blocks stored so far have been copied to the slower tiers."""
         self._submit(self._queue.join()).result()
+
+    def parts(self) -> Sequence[Connector]:
+        self.settle()
+        return [tier.front for tier in self._tiers if tier.attached]
 
     def close(self) -> None:
         if self._closed:
@@ -283,7 +278,7 @@ class TieredConnector(Connector):
 
     async def _match(self, keys: list[bytes]) -> int:
         """Continue the match in each tier where the previous one ended, until no tier finds more or time is up."""
-        give_up_at = time.monotonic() + self.timeout
+        give_up_at = time.monotonic() + self.capabilities.timeout_s
         found, exhausted = 0, 0  # exhausted: consecutive tiers that found no more
         while True:
             for tier in self._tiers:

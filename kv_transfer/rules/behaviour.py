@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from pdserve.kv_transfer.connector import Outcome, Result
+from pdserve.kv_transfer.connector import OperationFuture, Outcome, Result, request_cancel
 from pdserve.kv_transfer.header import Row
 from pdserve.kv_transfer.rules.blocks import run_concurrently
 from pdserve.kv_transfer.rules.context import (
@@ -104,6 +104,38 @@ def cancelled(context: RuleContext) -> str:
     context.detach(pool)
     expect(bool((pool.rows[8:] == 7).all()), "the rows of a cancelled load to be left alone", "bytes written to them")
     return "futures can be cancelled"
+
+
+def requested_cancel(context: RuleContext) -> str:
+    """Where `capabilities.cancels`, an operation ends early as cancelled when asked to, and then leaves its rows alone."""
+    pool = context.attach()
+    if not pool.connector.capabilities.cancels:
+        return "cancellation is not claimed"
+    key = new_keys(1)
+    context.register_keys(pool.layout, key)
+    for call, future in (
+        ("store", pool.connector.store(key, [0], lease_s=60.0)),
+        ("load", pool.connector.load(key, [8])),
+    ):
+        expect(isinstance(future, OperationFuture), f"{call} to return an OperationFuture", type(future).__name__)
+        pool.wait_transfer(future, call, 1)
+    with simulated_outage(context, WAIT_LIMIT_S) as outage:
+        pool, keys = outage.pool, new_keys(2)
+        pool.must_store(keys, [0, 1])
+        outage.responsive.clear()
+        try:
+            future = pool.connector.load(keys, [8, 9], tickets=pool.tickets(keys))
+            request_cancel(future)
+        finally:
+            outage.responsive.set()
+        seen = pool.wait_transfer(future, "load", 2).outcomes
+        expect(set(seen) == {Outcome.CANCELLED}, "2 cancelled", summarize(seen))
+        pool.rows[8:10] = 7
+        context.detach(pool)
+        expect(
+            bool((pool.rows[8:10] == 7).all()), "the rows of a cancelled load to be left alone", "a late write to them"
+        )
+        return outage.method
 
 
 def deadline(context: RuleContext) -> str:

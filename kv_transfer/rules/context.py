@@ -17,7 +17,7 @@ import numpy as np
 
 from pdserve.errors import SetupError
 from pdserve.keys import KEY_BYTES, LAYOUT_VERSION, Layout
-from pdserve.kv_transfer.codec import Codec, Plain
+from pdserve.kv_transfer.codec import CODECS, Codec
 from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result
 from pdserve.kv_transfer.header import Row
 from pdserve.kv_transfer.registry import connect
@@ -28,7 +28,6 @@ KiB, MiB = 1 << 10, 1 << 20
 # never happen; no machine is slow or busy enough to exceed them.
 GRACE_S = 30.0  # for a future, beyond the connector's own timeout
 WAIT_LIMIT_S = 30.0  # for everything else
-DEFAULT_TIMEOUT_S = 5.0  # of a connector without an attribute `timeout`
 
 T = TypeVar("T")
 
@@ -83,6 +82,7 @@ class AttachedPool:
     Attributes:
         rows: the pool, uint8 [blocks, block_bytes].
         stored_row: the row from which each key was stored last.
+        codec: of the stored blocks.
     """
 
     def __init__(self, context: "RuleContext", url: str, layout: Layout, blocks: int) -> None:
@@ -92,6 +92,7 @@ class AttachedPool:
         self.stored_row: dict[bytes, int] = {}
         self.closed = False
         self.connector: Connector = connect(url)
+        self.codec: Codec = CODECS[self.connector.capabilities.codec](layout)
         context.call = "attach"
         try:
             self.connector.attach(PoolMemory(self.rows, layout))
@@ -101,7 +102,7 @@ class AttachedPool:
 
     @property
     def timeout(self) -> float:
-        return float(getattr(self.connector, "timeout", DEFAULT_TIMEOUT_S))
+        return self.connector.capabilities.timeout_s
 
     def store(self, keys: Sequence[bytes], ids: Sequence[int], lease_s: float = 600.0) -> Result:
         self.context.register_keys(self.layout, keys)
@@ -162,12 +163,6 @@ class AttachedPool:
             if outcome is Outcome.OK:
                 self.must_equal(row, content)
         return sum(outcome is Outcome.OK for outcome in seen)
-
-    @property
-    def codec(self) -> Codec:
-        """The codec of `?codec=`, if the connector derives from `BatchedConnector` or offers it as an attribute."""
-        codec = getattr(self.connector, "codec", None)
-        return codec if isinstance(codec, Codec) else Plain(self.layout)
 
     def payload_bytes(self, row: int) -> int:
         return len(self.codec.encode(self.rows[row]))
@@ -300,11 +295,8 @@ def format_size(size: int) -> str:
 
 
 def batched_connectors(connector: Connector) -> list[BatchedConnector]:
-    """Return the connectors whose hooks reach the stores: itself, or its `connectors` after a call of its `settle`."""
-    if isinstance(connector, BatchedConnector):
-        return [connector]
-    getattr(connector, "settle", lambda: None)()
-    return [inner for inner in getattr(connector, "connectors", ()) if isinstance(inner, BatchedConnector)]
+    """Return the connectors whose hooks reach the stores."""
+    return [part for part in connector.parts() if isinstance(part, BatchedConnector)]
 
 
 @contextmanager

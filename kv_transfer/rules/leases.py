@@ -102,7 +102,7 @@ def leases_under_pressure(context: RuleContext) -> str:
     filler.fill()
     kept = filler.load_all()
     total = len(filler.stored)
-    if kept < total and not getattr(filler.pool.connector, "keeps_leases", True):
+    if kept < total and not filler.pool.connector.capabilities.keeps_leases:
         declared = "the connector declares that its store evicts leased blocks too (keeps_leases = False)"
         raise NotChecked(f"{declared}; {total - kept} of {total} were evicted")
     expect(kept == total, f"all {total} leased blocks to stay in a full store", f"{kept} left")

@@ -107,7 +107,7 @@ def relayed_outage(context: RuleContext, timeout_s: float, *, override: bool = F
     Raises:
         NotChecked: the store is not reached through a relay.
     """
-    may_use_relay = getattr(connect(context.url), "relayed", True)  # before the cost of attaching
+    may_use_relay = connect(context.url).capabilities.relayable  # before the cost of attaching
     if may_use_relay and _find_address(context.url) is not None:
         with simulated_outage(context, timeout_s, override=override) as outage:
             if outage.relay is not None:
@@ -122,7 +122,7 @@ def _prepare_url(context: RuleContext, timeout_s: float, override: bool) -> tupl
     for store_url in {connector.url for connector in batched_connectors(probe.connector)}:
         with_timeout = _set_timeout(store_url, timeout_s, override).replace("\\", r"\\")
         url = re.sub(f"{re.escape(store_url)}(?=,|$)", with_timeout, url)  # it may be one of several tiers
-    may_use_relay = getattr(probe.connector, "relayed", True)
+    may_use_relay = probe.connector.capabilities.relayable
     context.close()
     return url, may_use_relay
 

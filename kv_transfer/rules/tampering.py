@@ -1,5 +1,6 @@
 """Changes one stored byte, unnoticed by the connector that stored it."""
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import cast
 
@@ -15,26 +16,30 @@ from pdserve.kv_transfer.threaded import BatchedConnector
 def tamper(pool: AttachedPool, key: bytes, offset: int) -> None:
     """Change one stored byte. Offset 0 is the payload's first; the 64 bytes of the header are at -64 to -1.
 
-    A connector with a method `tamper(key, offset)` does it itself. A block with a ticket is changed in the pool that holds
+    A connector with a `tamper` of its own does it itself. A block with a ticket is changed in the pool that holds
     it. With any other `BatchedConnector`, the value is read and written back changed through its hooks; with a connector
     that combines several, in each that has the block.
 
     Raises:
         NotChecked: none of these is possible.
     """
-    own_method = getattr(pool.connector, "tamper", None)
     try:
-        if own_method is not None:
-            own_method(key, offset)
-        elif pool.tickets([key]):
-            _change_row(pool, key, offset)
-        elif connectors := batched_connectors(pool.connector):
-            changed = [_rewrite(connector, key, offset) for connector in connectors]
-            expect(any(changed), "a block that was stored to be in the store", "none")
-        else:
-            raise NotChecked("the connector has no method tamper(key, offset), so its bytes cannot be accessed")
+        _tamper(pool, key, offset)
     except LookupError:
         raise NotChecked(f"the connector has nothing to tamper with at offset {offset}") from None
+
+
+def _tamper(pool: AttachedPool, key: bytes, offset: int) -> None:
+    with contextlib.suppress(NotImplementedError):
+        pool.connector.tamper(key, offset)
+        return
+    if pool.tickets([key]):
+        _change_row(pool, key, offset)
+    elif connectors := batched_connectors(pool.connector):
+        changed = [_rewrite(connector, key, offset) for connector in connectors]
+        expect(any(changed), "a block that was stored to be in the store", "none")
+    else:
+        raise NotChecked("the connector has no method tamper(key, offset), so its bytes cannot be accessed")
 
 
 def _change_row(pool: AttachedPool, key: bytes, offset: int) -> None:

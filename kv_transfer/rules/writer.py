@@ -22,7 +22,7 @@ from typing import Any
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.connector import PoolMemory
-from pdserve.kv_transfer.registry import connect, installed
+from pdserve.kv_transfer.registry import connect, connector_class, installed
 from pdserve.kv_transfer.rules.context import make_layout, stamp
 from pdserve.kv_transfer.rules.processes import BLOCK_BYTES, COUNT, key_of, rows_of
 
@@ -82,8 +82,7 @@ def import_connector(url: str) -> None:
     schemes = re.findall(r"([a-z][a-z0-9+.-]*)://", url.lower())  # a URL may contain others
     for connector in installed():
         if connector.scheme in schemes:
-            module, _, name = connector.target.partition(":")
-            for library in getattr(getattr(importlib.import_module(module), name, None), "libraries", ()):
+            for library in connector_class(connector.scheme).libraries:
                 with contextlib.suppress(ImportError):  # reported by `attach`
                     importlib.import_module(library)
 

@@ -20,7 +20,7 @@ from pdserve.errors import RequestError
 from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.reporter import Reporter
 from pdserve.kv_transfer.connector import Connector
-from pdserve.kv_transfer.guarded import DEFAULT_TIMEOUT_S, GuardedConnector
+from pdserve.kv_transfer.guarded import GuardedConnector
 from pdserve.kv_transfer.registry import connect
 from pdserve.kv_transfer.staging import attach_pool
 from pdserve.lifetime import RELEASED
@@ -275,9 +275,9 @@ class Instance:
         Peers that read in place are many stores: one that hangs is no reason to give up the others.
         """
         attached = attach_pool(connector, self.engine.runner.pool_NL2GBD, self.engine.layout)
-        if connector.in_place or connector.skips_hanging:
+        if attached.in_place or attached.capabilities.skips_hanging:
             return attached
-        return GuardedConnector(attached, getattr(connector, "timeout", DEFAULT_TIMEOUT_S), self._inbox.put, self.now)
+        return GuardedConnector(attached, self._inbox.put, self.now)
 
     # ---- InstanceContext, the interface for the roles -------------------------------------------------------------
 

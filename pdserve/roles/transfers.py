@@ -16,8 +16,7 @@ from functools import partial
 from typing import Protocol
 
 from pdserve.engine.block_pool import BlockPool
-from pdserve.kv_transfer.connector import Connector, Outcome, Result
-from pdserve.kv_transfer.operation import OperationFuture
+from pdserve.kv_transfer.connector import Connector, Outcome, Result, request_cancel
 from pdserve.roles.job import InstanceContext, Job
 
 OnDone = Callable[[Result], None]
@@ -147,8 +146,8 @@ class Transfers:
         Stores without a lease go on once started, since they serve later requests.
         """
         for transfer in self._active:
-            if transfer.job is job and transfer.is_needed and isinstance(transfer.future, OperationFuture):
-                transfer.future.request_cancel()
+            if transfer.job is job and transfer.is_needed and transfer.future is not None:
+                request_cancel(transfer.future)
         cancelled = [transfer for transfer in self._waiting if transfer.job is job]
         self._waiting = deque(transfer for transfer in self._waiting if transfer.job is not job)
         self._fail(cancelled)

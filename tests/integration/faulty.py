@@ -21,13 +21,14 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
 import numpy as np
 
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
-from pdserve.kv_transfer.connector import Outcome
+from pdserve.kv_transfer.connector import Capabilities, Outcome
 from pdserve.kv_transfer.connectors.redis_connector import RedisConnector
 from pdserve.kv_transfer.connectors.shm import ShmConnector
 from pdserve.kv_transfer.header import HEADER_BYTES
@@ -47,7 +48,7 @@ B = TypeVar("B", Incoming, Outgoing)
 class Faulty(BatchedConnector):
     """Mixin that injects faults; must precede the real connector among the bases."""
 
-    API_VERSION: ClassVar[int] = 1
+    API_VERSION: ClassVar[int] = 2
 
     def __init__(self, url: str) -> None:
         super().__init__(url.partition("+")[2])
@@ -125,7 +126,9 @@ class Faulty(BatchedConnector):
 
 
 class FaultyShm(Faulty, ShmConnector):
-    follows: ClassVar[bool] = False
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, follows=False)
 
     def lose(self, key: bytes) -> bool:
         exists = self._slab.find(self.namespace + key) is not None
@@ -152,7 +155,9 @@ class FaultyShm(Faulty, ShmConnector):
 class FollowingShm(FaultyShm):
     """Follows the writer: blocks are read while others of their operation are absent, so a hit may count twice or not."""
 
-    follows: ClassVar[bool] = True
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, follows=True)
 
 
 class FaultyRedis(Faulty, RedisConnector):

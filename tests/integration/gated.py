@@ -17,7 +17,7 @@ READS_BEFORE_PAUSE = 2  # each reads one piece of a bounce buffer, so the pause 
 
 
 class GatedNixl(NixlConnector):
-    API_VERSION: ClassVar[int] = 1
+    API_VERSION: ClassVar[int] = 2
 
     def __init__(self, url: str) -> None:
         super().__init__(url.removeprefix("gated+"))

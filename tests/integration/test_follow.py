@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.kv_transfer.connector import Connector
+from pdserve.kv_transfer.connector import Capabilities, Connector
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.roles import transfers
 
@@ -28,7 +28,7 @@ class Pair:
         model: Path,
         before_put: Callable[[], object],
     ):
-        follower = type("Follower", (store_class,), {"follows": True})
+        follower = type("Follower", (store_class,), {"capabilities": Capabilities(follows=True, cancels=True)})
         values: dict[str, bytes] = {}
         self.stored = values
         self.prefill = make_instance(follower(values=values, before_put=before_put), model=str(model), num_blocks=64)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
-from pdserve.kv_transfer.connector import Result, Stats
+from pdserve.kv_transfer.connector import OperationFuture, Result, Stats
 from pdserve.kv_transfer.connectors.file import FileConnector
 from pdserve.kv_transfer.connectors.memory import MemoryConnector
 from pdserve.kv_transfer.header import HEADER_BYTES, Buffer
@@ -380,6 +380,25 @@ class WritesAfterCancel(MemoryConnector):
         return cancellable
 
 
+class IgnoresCancel(MemoryConnector):
+    """Returns futures that accept a request to cancel, and moves all blocks all the same."""
+
+    def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
+        future: OperationFuture[Result] = OperationFuture(lambda: None)
+        super().load(keys, block_ids).add_done_callback(lambda done: future.set_result(done.result()))
+        return future
+
+
+class HidesCancel(MemoryConnector):
+    """Claims that its operations can be cancelled, and returns plain futures."""
+
+    def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
+        future: Future[Result] = Future()
+        future.set_running_or_notify_cancel()
+        super().load(keys, block_ids).add_done_callback(lambda done: future.set_result(done.result()))
+        return future
+
+
 class ClosesForAll(MemoryConnector):
     """Shares a client among the connectors of a URL, and closes it with the first of them."""
 
@@ -538,6 +557,8 @@ BROKEN: list[tuple[type, str, str]] = [
     (IgnoresDeadline, "deadline", "not done after"),
     (WritesAfterDeadline, "deadline", "rows to be left alone after the deadline"),
     (WritesAfterCancel, "cancelled", "the rows of a cancelled load"),
+    (IgnoresCancel, "requested-cancel", "expected 2 cancelled, saw 2 ok"),
+    (HidesCancel, "requested-cancel", "expected load to return an OperationFuture, saw Future"),
     (ClosesForAll, "two-connectors", "expected all 2 blocks stored, saw 2 unavailable"),
     (RefusesSecond, "two-connectors", "another connector of this URL to attach in the same process, saw SetupError"),
     (RefusesSecond, "many-threads", "another connector of this URL to attach in the same process, saw SetupError"),

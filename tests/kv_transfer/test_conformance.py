@@ -466,6 +466,9 @@ VERSIONS = """
 from pdserve.kv_transfer.connectors.memory import MemoryConnector
 
 class Current(MemoryConnector):
+    API_VERSION = 2
+
+class First(MemoryConnector):
     API_VERSION = 1
 
 class Grown(Current):
@@ -486,7 +489,7 @@ def versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install_connectors
     (tmp_path / "source.py").write_text(VERSIONS)
     (tmp_path / "boom.py").write_text("raise RuntimeError('no such luck')")
     (tmp_path / "site").mkdir()
-    names = ["Current", "Grown", "Later", "Undeclared", "Nothing", "Lost"]
+    names = ["Current", "First", "Grown", "Later", "Undeclared", "Nothing", "Lost"]
     install_connectors(
         tmp_path / "site", "versions", tmp_path / "source.py", {f"v-{name.lower()}": name for name in names}
     )
@@ -501,18 +504,20 @@ def test_list_reports_contract_version_and_usability(command: Callable[..., Any]
     done = command("list", "--json")
     assert done.exit_code == 0
     rows = {row["scheme"]: row for row in json.loads(done.stdout)}
-    assert rows["shm"]["package"] == "pdserve" and rows["shm"]["contract"] == 1 and rows["shm"]["usable"]
+    assert rows["shm"]["package"] == "pdserve" and rows["shm"]["contract"] == 2 and rows["shm"]["usable"]
     seen = {scheme[2:]: (row["contract"], row["usable"]) for scheme, row in rows.items() if scheme.startswith("v-")}
     assert seen == {
-        "current": (1, True),
-        "grown": (1, True),
+        "current": (2, True),
+        "first": (1, True),
+        "grown": (2, True),
         "later": (99, False),
         "undeclared": (None, True),
         "nothing": (None, False),
         "lost": (None, False),
         "boom": (None, False),
     }
-    assert "written for version 99 of the connector contract; this pdserve supports version 1" in rows["v-later"]["why"]
+    assert "written for version 99 of the connector contract; this pdserve supports version 2" in rows["v-later"]["why"]
+    assert rows["v-first"]["why"] == "It is adapted to version 2."
     assert "does not declare API_VERSION" in rows["v-undeclared"]["why"]
     assert "RuntimeError: no such luck" in rows["v-boom"]["why"]
     assert rows["v-later"]["package"] == "versions" and rows["v-later"]["version"] == "0.1"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats
+from pdserve.kv_transfer.connector import Capabilities, Connector, Outcome, PoolMemory, Result, Stats
 from pdserve.kv_transfer.guarded import GuardedConnector
 
 TIMEOUT = 4.0
@@ -19,6 +19,7 @@ class Manual(Connector):
     """Records its calls; the test completes their futures."""
 
     scheme = "manual"
+    capabilities = Capabilities(timeout_s=TIMEOUT, follows=True)
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Future[Any]]] = []
@@ -58,7 +59,7 @@ class Scene:
         self.now = 0.0
         self.inner = Manual()
         self.posted: list[Callable[[], None]] = []
-        self.connector = GuardedConnector(self.inner, TIMEOUT, self.posted.append, lambda: self.now)
+        self.connector = GuardedConnector(self.inner, self.posted.append, lambda: self.now)
 
     def run_posted(self) -> None:
         posted, self.posted[:] = list(self.posted), []

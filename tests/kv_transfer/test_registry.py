@@ -67,7 +67,7 @@ def test_a_string_without_scheme_is_refused_with_the_installed_ones() -> None:
 @pytest.mark.parametrize(
     ("scheme", "sentence"),
     [
-        ("other", "was written for version 99 of the connector contract; this pdserve supports version 1"),
+        ("other", "was written for version 99 of the connector contract; this pdserve supports version 2"),
         ("none", "is not a subclass of Connector"),
         ("gone", "cannot be imported: No module named 'no_such_package'"),
         ("lost", "cannot be imported"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.sequence import Sequence as EngineSequence
-from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats
+from pdserve.kv_transfer.connector import Connector, OperationFuture, Outcome, PoolMemory, Result, Stats
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams
 from pdserve.roles.job import Job
@@ -25,11 +26,13 @@ class ManualConnector(Connector):
 
     def __init__(self) -> None:
         self.active: list[tuple[int, Future[Result]]] = []
+        self.next_future: Future[Result] = Future()
 
     def attach(self, memory: PoolMemory) -> None: ...
 
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
-        self.active.append((len(block_ids), Future()))
+        self.active.append((len(block_ids), self.next_future))
+        self.next_future = Future()
         return self.active[-1][1]
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
@@ -120,7 +123,7 @@ def test_a_transfer_larger_than_the_limit_runs_alone() -> None:
 
 def test_stores_read_in_place_hold_their_blocks_and_do_not_count_as_in_flight() -> None:
     harness, job, read = Harness(4), new_job(), Future[None]()
-    harness.connector.in_place = True  # type: ignore[misc]  # an attribute of the class otherwise
+    harness.connector.in_place = True
     for _ in range(3):
         harness.store(job, 4)
     assert harness.transfers.in_flight == 0 and len(harness.connector.active) == 3
@@ -130,6 +133,19 @@ def test_stores_read_in_place_hold_their_blocks_and_do_not_count_as_in_flight() 
     assert not harness.context.recorded, "nothing moved"
     read.set_result(None)
     assert harness.transfers.num_holding == 0 and harness.pool.num_held == 0
+
+
+def test_only_operations_that_can_be_cancelled_are_asked_to() -> None:
+    harness, job, other, stopped = Harness(12), new_job(), new_job(), list[str]()
+    for name, of in (("cancelled", job), ("other", other)):
+        harness.connector.next_future = OperationFuture(partial(stopped.append, name))
+        harness.store(of, 4)
+    harness.store(job, 4)  # a plain future
+    harness.transfers.cancel(job)
+    assert stopped == ["cancelled"] and harness.transfers.in_flight == 12, "rows are held until the futures are done"
+    while harness.connector.active:
+        harness.connector.end(0, outcome=Outcome.CANCELLED)
+    assert harness.pool.num_held == job.open_transfers == 0
 
 
 def test_queued_transfers_fail_while_the_store_does_not_answer() -> None:

@@ -364,8 +364,8 @@ def test_commas_within_a_tier_url_do_not_split_it() -> None:
         "redis+cluster://one:1,two:2?ttl=5",
         "file:///b,c?timeout=2",
     ]
-    assert connector.timeout == 12
-    assert not connector.keeps_leases
+    assert connector.capabilities.timeout_s == 12
+    assert not connector.capabilities.keeps_leases
 
 
 def test_invalid_arguments_raise_at_once(fast: str, slow: str, attach: Attach, new_keys: NewKeys) -> None:
