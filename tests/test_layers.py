@@ -94,7 +94,7 @@ DECISIONS = (
     "router/limits/quota",
     *(f"router/scheduling/{path.stem}" for path in sorted((ROOT / "router" / "scheduling").glob("[a-z]*.py"))),
 )
-NOT_IN_DECISIONS = {"torch", "transformers", "time", "asyncio", "socket", "threading", "redis", "starlette"}
+NOT_IN_DECISIONS = {"torch", "transformers", "time", "asyncio", "socket", "threading", "redis", "fastapi", "starlette"}
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def test_engine_and_kernels_import_without_the_serving_packages() -> None:
     modules = [
         f"pdserve.{name}.{path.stem}" for name, folder in folders.items() for path in (ROOT / folder).glob("[a-z]*.py")
     ]
-    blocked = ["starlette", "uvicorn", "grpc", "zmq", "redis", "flash_attn", "nixl"]
+    blocked = ["fastapi", "starlette", "uvicorn", "grpc", "zmq", "redis", "flash_attn", "nixl"]
     assert len(modules) > 8
     run_without(blocked, "\n".join(f"import {name}" for name in ["pdserve", *modules]))
 
