@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 
 from fastapi import FastAPI
+from fastapi.telemetry import TelemetryConfig
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -37,14 +38,9 @@ from pdserve.router.web.grammar_checker import GrammarChecker
 from pdserve.router.web.middleware import BodyLimit, FastPath, RequestId
 from pdserve.router.web.model_endpoints import ModelEndpoints
 from pdserve.router.web.operator_endpoints import OperatorEndpoints
-from pdserve.router.web.pages import page_routes
+from pdserve.router.web.pages import PageFile, page_routes
 
-NO_TELEMETRY = {
-    "tracing": False,
-    "metrics": False,
-    "logs": False,
-    "auto_configure": False,
-}  # router/telemetry/ has ours
+NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 
 
 class MethodNotAllowed(BadRequest):
@@ -82,8 +78,8 @@ def create_app(
         return document()
 
     document_route = Endpoint(openapi, method="GET", path="/openapi.json", access=Access.OPERATOR)
-    routes = [*api_routes, document_route, *page_routes()]
-    app = FastAPI(routes=routes, openapi_url=None, redirect_slashes=False, telemetry=NO_TELEMETRY)
+    routes: list[Endpoint | PageFile] = [*api_routes, document_route, *page_routes()]
+    app = FastAPI(routes=[*routes], openapi_url=None, redirect_slashes=False, telemetry=NO_TELEMETRY)
     _add_error_handlers(app)
     app.add_middleware(FastPath, handlers={route.path: route.get_route_handler() for route in generation_routes})
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, idle_timeout_s=config.client_timeout_seconds)

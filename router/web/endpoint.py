@@ -146,6 +146,6 @@ def _body_model(function: Callable[..., Any]) -> type[Body] | None:
         if get_origin(annotation) is Annotated:
             annotation = get_args(annotation)[0]
         if get_origin(annotation) is JsonBody:
-            (model,) = get_args(annotation)
+            model: type[Body] = get_args(annotation)[0]
             return model
     return None
