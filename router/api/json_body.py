@@ -1,6 +1,5 @@
 """JSON request bodies that endpoints parse themselves, with errors in OpenAI's format."""
 
-from dataclasses import dataclass
 from typing import Any, Generic, get_args
 
 from pydantic import GetCoreSchemaHandler
@@ -18,12 +17,14 @@ class UnsupportedMediaType(BadRequest):
     status = 415
 
 
-@dataclass(frozen=True, slots=True)
 class JsonBody(Generic[BodyType]):
     """A body that has been read and not parsed. For FastAPI, and so in /openapi.json, it is a `BodyType`."""
 
-    model: type[BodyType]
-    raw: bytes
+    __slots__ = ("_model", "raw")
+
+    def __init__(self, model: type[BodyType], raw: bytes) -> None:
+        self._model = model
+        self.raw = raw
 
     def parse(self) -> BodyType:
         """Return the validated body.
@@ -31,7 +32,7 @@ class JsonBody(Generic[BodyType]):
         Raises:
             BadRequest: it is not valid JSON, or does not fit the model.
         """
-        return parsing.validate(self.model, parsing.parse_json(self.raw))
+        return parsing.validate(self._model, parsing.parse_json(self.raw))
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

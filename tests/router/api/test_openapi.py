@@ -31,7 +31,9 @@ def test_every_path_and_reference_is_described(client: Client) -> None:
     """Every body has its schema, its example is accepted, and every reference resolves."""
     document = client.get("/openapi.json").json()
     assert document["openapi"].startswith("3.1")
-    with_body = {path: post for path, methods in document["paths"].items() if "requestBody" in (post := methods.get("post", {}))}
+    with_body = {
+        path: post for path, methods in document["paths"].items() if "requestBody" in (post := methods.get("post", {}))
+    }
     found = {path: json_schema(operation["requestBody"])["$ref"] for path, operation in with_body.items()}
     assert found == {path: f"#/components/schemas/{name}" for path, name in BODIES.items()}
     assert {"/v1/models", "/debug/requests/{request_id}"} <= document["paths"].keys() and "/" not in document["paths"]
@@ -47,21 +49,29 @@ def test_every_path_and_reference_is_described(client: Client) -> None:
 def test_answers_errors_and_the_served_model_are_described(client: Client) -> None:
     document = client.get("/openapi.json").json()
     chat = document["paths"]["/v1/chat/completions"]["post"]["responses"]
-    assert json_schema(chat["200"])["$ref"].endswith("/ChatCompletion") and "text/event-stream" in chat["200"]["content"]
+    assert (
+        json_schema(chat["200"])["$ref"].endswith("/ChatCompletion") and "text/event-stream" in chat["200"]["content"]
+    )
     assert json_schema(chat["429"])["$ref"].endswith("/Error") and "422" not in chat
     assert document["paths"]["/metrics"]["get"]["responses"]["200"]["content"].keys() == {"text/plain"}
     schemas = document["components"]["schemas"]
     assert schemas["ChatBody"]["properties"]["model"] == {"enum": ["demo", None]}
-    assert schemas["ChatChoice"]["additionalProperties"] is False and "token_ids" not in schemas["ChatChoice"]["required"]
+    assert (
+        schemas["ChatChoice"]["additionalProperties"] is False and "token_ids" not in schemas["ChatChoice"]["required"]
+    )
 
 
 def test_keys_are_described_where_they_are_required(
     make_app: Callable[..., Starlette], make_client: type[Client], tokenizer: Tokenizer, client: Client
 ) -> None:
     keys: Any = {"headers": {"Authorization": "Bearer root"}}
-    document = make_client(make_app(tokenizer, api_key="one", admin_key="root")).request("GET", "/openapi.json", **keys).json()
+    document = (
+        make_client(make_app(tokenizer, api_key="one", admin_key="root")).request("GET", "/openapi.json", **keys).json()
+    )
     assert document["components"]["securitySchemes"].keys() == {"api_key", "admin_key"}
-    security = {path: method.get("security") for path, methods in document["paths"].items() for method in methods.values()}
+    security = {
+        path: method.get("security") for path, methods in document["paths"].items() for method in methods.values()
+    }
     assert security["/v1/models"] == [{"api_key": []}] and security["/debug/instances"] == [{"admin_key": []}]
     assert security["/health"] is None
     assert "security" not in client.get("/openapi.json").text.lower()
