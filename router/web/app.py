@@ -1,11 +1,5 @@
 """Builds the router's HTTP application: endpoints, middleware and error handlers.
 
-    POST /v1/completions, /v1/chat/completions      GET /health, /ready, /metrics, /version
-    POST /v1/responses                              GET /debug/requests, /debug/requests/{id}, /debug/instances
-    GET  /v1/models, /v1/models/{id}                POST /tokenize, /detokenize
-    POST /admin/instances/{id}/drain, /admin/instances/{id}/role
-    GET  /                                          GET /debug/overview, /openapi.json, /docs
-
 A request has one id: the `id` field of the response, its `X-Request-Id` header (the client's own, if it sent one) and the id
 at /debug/requests/{id} are the same. If it asks for several choices, choice i is `{id}-{i}`.
 """
@@ -40,6 +34,7 @@ from pdserve.router.web.model_endpoints import ModelEndpoints
 from pdserve.router.web.operator_endpoints import OperatorEndpoints
 from pdserve.router.web.pages import PageFile, page_routes
 
+# The router has traces and metrics of its own; FastAPI's would be a second set, at a cost per request.
 NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 
 
@@ -63,7 +58,6 @@ def create_app(
 
     Without `grammars`, grammars are not checked before their requests reach the instances.
     """
-
     generation_routes = GenerationEndpoints(config, tokenizer, backend, admission, grammars).routes()
     api_routes = [
         *generation_routes,
@@ -71,7 +65,6 @@ def create_app(
         *OperatorEndpoints(backend, metrics_text, latest_timelines, overview, config.max_n).routes(),
     ]
     clients, operators = KeySet(admission.keys), KeySet(load_api_keys(config.admin_key))
-
     document = cache(lambda: openapi_document(api_routes, config.name, _key_names(api_routes, clients, operators)))
 
     async def openapi() -> dict[str, object]:

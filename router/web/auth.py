@@ -24,7 +24,7 @@ class Access(Enum):
 
 
 class DeclaresAccess(Protocol):
-    """A route."""
+    """A route that declares its access."""
 
     path: str
     path_regex: re.Pattern[str]
