@@ -1,18 +1,14 @@
 """Builds the router's HTTP application: endpoints, middleware and error handlers.
 
-    POST /v1/completions, /v1/chat/completions      GET /health, /ready, /metrics, /version
-    POST /v1/responses                              GET /debug/requests, /debug/requests/{id}, /debug/instances
-    GET  /v1/models, /v1/models/{id}                POST /tokenize, /detokenize
-    POST /admin/instances/{id}/drain, /admin/instances/{id}/role
-    GET  /                                          GET /debug/overview, /openapi.json
-
 A request has one id: the `id` field of the response, its `X-Request-Id` header (the client's own, if it sent one) and the id
 at /debug/requests/{id} are the same. If it asks for several choices, choice i is `{id}-{i}`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache
 
-from starlette.applications import Starlette
+from fastapi import FastAPI
+from fastapi.telemetry import TelemetryConfig
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -20,7 +16,7 @@ from starlette.responses import Response
 
 from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest, NotFound, RequestError
-from pdserve.router.api.http_responses import CLIENT_GONE, InternalError, error_response, json_response
+from pdserve.router.api.http_responses import CLIENT_GONE, InternalError, error_response
 from pdserve.router.api.openapi import openapi_document
 from pdserve.router.backend import Backend
 from pdserve.router.limits.key_file import load_api_keys
@@ -28,15 +24,18 @@ from pdserve.router.limits.quota import RATE_HEADERS
 from pdserve.router.telemetry.timeline import Timeline
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
-from pdserve.router.web.auth import Authentication, KeySet
+from pdserve.router.web.auth import Access, Authentication, KeySet, PathAccess
 from pdserve.router.web.browser_guard import BrowserGuard
-from pdserve.router.web.endpoint import route
+from pdserve.router.web.endpoint import Endpoint
 from pdserve.router.web.generation_endpoints import GenerationEndpoints
 from pdserve.router.web.grammar_checker import GrammarChecker
-from pdserve.router.web.live_page import page_routes
 from pdserve.router.web.middleware import BodyLimit, FastPath, RequestId
 from pdserve.router.web.model_endpoints import ModelEndpoints
 from pdserve.router.web.operator_endpoints import OperatorEndpoints
+from pdserve.router.web.pages import PageFile, page_routes
+
+# The router has traces and metrics of its own; FastAPI's would be a second set, at a cost per request.
+NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 
 
 class MethodNotAllowed(BadRequest):
@@ -54,31 +53,34 @@ def create_app(
     latest_timelines: Callable[[int], list[Timeline]],
     overview: Callable[[], dict[str, object]],
     grammars: GrammarChecker | None = None,
-) -> Starlette:
+) -> FastAPI:
     """Build the application. `OperatorEndpoints` explains the three arguments before the last one.
 
     Without `grammars`, grammars are not checked before their requests reach the instances.
     """
-
-    async def openapi(_: Request) -> Response:
-        return json_response(openapi_document(api_routes, config.name))
-
     generation_routes = GenerationEndpoints(config, tokenizer, backend, admission, grammars).routes()
     api_routes = [
         *generation_routes,
         *ModelEndpoints(config, tokenizer, backend, admission.parse_queue).routes(),
         *OperatorEndpoints(backend, metrics_text, latest_timelines, overview, config.max_n).routes(),
     ]
-    app = Starlette(routes=[*api_routes, *page_routes(), route("GET", "/openapi.json", openapi)])
-    app.router.redirect_slashes = False
+    clients, operators = KeySet(admission.keys), KeySet(load_api_keys(config.admin_key))
+    document = cache(lambda: openapi_document(api_routes, config.name, _key_names(api_routes, clients, operators)))
+
+    async def openapi() -> dict[str, object]:
+        return document()
+
+    document_route = Endpoint(openapi, method="GET", path="/openapi.json", access=Access.OPERATOR)
+    routes: list[Endpoint | PageFile] = [*api_routes, document_route, *page_routes()]
+    app = FastAPI(routes=[*routes], openapi_url=None, redirect_slashes=False, telemetry=NO_TELEMETRY)
     _add_error_handlers(app)
-    app.add_middleware(FastPath, endpoints={route.path: route.endpoint for route in generation_routes})
+    app.add_middleware(FastPath, handlers={route.path: route.get_route_handler() for route in generation_routes})
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, idle_timeout_s=config.client_timeout_seconds)
-    operators = KeySet(load_api_keys(config.admin_key))
-    app.add_middleware(Authentication, clients=KeySet(admission.keys), operators=operators)
+    app.add_middleware(Authentication, access=PathAccess(routes), clients=clients, operators=operators)
     if not admission.keys:
         app.add_middleware(BrowserGuard, config=config)
-    app.add_middleware(RequestId)  # outside of the others, so that their errors have an id too
+    # Outside of the others, so that their errors have an id too.
+    app.add_middleware(RequestId, prefixes={route.path: route.id_prefix for route in generation_routes})
     if config.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -90,7 +92,15 @@ def create_app(
     return app
 
 
-def _add_error_handlers(app: Starlette) -> None:
+def _key_names(routes: Iterable[Endpoint], clients: KeySet, operators: KeySet) -> dict[str, str]:
+    """Return the name of the key that each path requires, for /openapi.json."""
+    required = {Access.OPEN: False, Access.CLIENT: bool(clients), Access.OPERATOR: bool(clients or operators)}
+    return {
+        route.path_format: route.access.value.lower().replace(" ", "_") for route in routes if required[route.access]
+    }
+
+
+def _add_error_handlers(app: FastAPI) -> None:
     async def request_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
         return error_response(error)

@@ -2,7 +2,10 @@
 
 import hashlib
 import hmac
+import re
 from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -11,15 +14,50 @@ from pdserve.errors import BadRequest
 from pdserve.router.api.http_responses import error_response
 from pdserve.router.limits.key_file import ANONYMOUS, ApiKey
 
-# Open without a key: probes and Prometheus send none, and the live page asks for one before it shows data.
-PUBLIC_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/", "/page.css", "/page.js"})
-CLIENT_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
+
+class Access(Enum):
+    """Which key a path requires. The value names the key."""
+
+    OPEN = ""
+    CLIENT = "API key"
+    OPERATOR = "admin key"
+
+
+class DeclaresAccess(Protocol):
+    """A route that declares its access."""
+
+    path: str
+    path_regex: re.Pattern[str]
+    access: Access
 
 
 class Unauthorized(BadRequest):
     """The request lacks a valid key."""
 
     status = 401
+
+
+class PathAccess:
+    """The access of each path, from the declarations of the routes.
+
+    A path without a route is the clients' if theirs are below the same first segment (`/v1/`), and otherwise the operators'.
+    """
+
+    def __init__(self, routes: Sequence[DeclaresAccess]) -> None:
+        self._fixed = {route.path: route.access for route in routes if "{" not in route.path}
+        self._patterns = [(route.path_regex, route.access) for route in routes if "{" in route.path]
+        self._client_prefixes = tuple(
+            {f"/{route.path.split('/')[1]}/" for route in routes if route.access is Access.CLIENT}
+        )
+
+    def of(self, path: str) -> Access:
+        access = self._fixed.get(path)
+        if access is not None:
+            return access
+        for pattern, declared in self._patterns:
+            if pattern.match(path):
+                return declared
+        return Access.CLIENT if path.startswith(self._client_prefixes) else Access.OPERATOR
 
 
 class KeySet:
@@ -47,8 +85,9 @@ class Authentication:
     If only API keys are configured, the paths of operators are closed.
     """
 
-    def __init__(self, app: ASGIApp, clients: KeySet, operators: KeySet) -> None:
+    def __init__(self, app: ASGIApp, access: PathAccess, clients: KeySet, operators: KeySet) -> None:
         self.app = app
+        self.access = access
         self.clients = clients
         self.operators = operators
 
@@ -62,13 +101,12 @@ class Authentication:
 
     def _authenticate(self, scope: Scope) -> Unauthorized | None:
         """Store the key's name in the scope; return an error if the path needs another key."""
-        path = scope["path"]
         scope["state"]["key"] = ANONYMOUS
-        if path in PUBLIC_PATHS:
+        access = self.access.of(scope["path"])
+        if access is Access.OPEN:
             return None
-        is_client_path = path.startswith(CLIENT_PREFIXES)
-        valid_keys = self.clients if is_client_path else self.operators
-        if not valid_keys and (is_client_path or not self.clients):
+        valid_keys = self.clients if access is Access.CLIENT else self.operators
+        if not valid_keys and (access is Access.CLIENT or not self.clients):
             return None
         if not valid_keys:
             message = "this path is closed because the router has no admin key; start it with --admin-key"
@@ -77,6 +115,5 @@ class Authentication:
         if scheme.lower() == "bearer" and (name := valid_keys.identify(key.strip())) is not None:
             scope["state"]["key"] = name
             return None
-        expected = "API key" if is_client_path else "admin key"
-        message = f"this path needs a valid {expected}, in the header `Authorization: Bearer KEY`"
+        message = f"this path needs a valid {access.value}, in the header `Authorization: Bearer KEY`"
         return Unauthorized(message, kind="invalid_api_key")

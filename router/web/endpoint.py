@@ -1,46 +1,151 @@
-"""Helpers shared by the endpoints: the route constructor, and reading JSON bodies."""
+"""Endpoints and their declaration: path, models, errors and access in one place.
 
-from collections.abc import Callable, Coroutine
-from typing import Any
+An endpoint is a method of a subclass of `Endpoints` with the decorator `@endpoint`. FastAPI derives /openapi.json from the
+decorator and from the types of the method's parameters and answer; `access` is what `Authentication` enforces. A parameter
+of the type `JsonBody` gets the unparsed body, because FastAPI's own parsing has errors of another format.
+"""
 
+from collections.abc import Callable, Coroutine, Iterable
+from inspect import signature
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
+
+import fastapi
+from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
-from pdserve.errors import BadRequest
+from pdserve.router.api.answers import Error
+from pdserve.router.api.http_responses import json_response
+from pdserve.router.api.json_body import JsonBody, read_json, require_json
+from pdserve.router.api.schemas import Body
+from pdserve.router.web.auth import Access
 
-Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
+COMMON_ERRORS = {400, 401, 403, 408, 421, 431, 500, 503}  # 503: too many connections
+BODY_ERRORS = {413, 415}
+ERRORS = {
+    400: "The request is invalid; the message says what would be valid",
+    401: "The API key is missing or wrong",
+    403: "A web page of another site sent the request",
+    404: "There is no such model, request or instance",
+    408: "The headers or the body did not arrive in time",
+    409: "The order conflicts with the state of the instances",
+    413: "The body is too large",
+    415: "The body is not JSON",
+    421: "The Host header names no host that this router serves",
+    429: "The router or the API key is over a limit; Retry-After says when to retry",
+    431: "The headers are too large, or too many requests are pipelined",
+    500: "Internal error; the router's log has the details",
+    503: "No instance can serve the request now, or the router has too many connections",
+}
+
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+Method = TypeVar("Method", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 
-class UnsupportedMediaType(BadRequest):
-    """The body is not JSON."""
+def endpoint(method: str, path: str, access: Access, **options: Any) -> Callable[[Method], Method]:
+    """Declare an endpoint; `options` are those of `Endpoint`."""
 
-    status = 415
+    def declare(function: Method) -> Method:
+        function.declaration = {"method": method, "path": path, "access": access, **options}  # type: ignore[attr-defined]
+        return function
 
-
-def route(method: str, path: str, endpoint: Endpoint) -> Route:
-    """Return a route for exactly one method; Starlette would add HEAD to GET."""
-    made = Route(path, endpoint, methods=[method])
-    made.methods = {method}
-    return made
+    return declare
 
 
-async def json_body(request: Request) -> bytes:
-    """Return the raw body; raise UnsupportedMediaType if its content type is not JSON.
+def example(**fields: Any) -> Any:
+    """The body in the documentation, to be sent as it is."""
+    return fastapi.Body(openapi_examples={"example": {"value": fields}})
 
-    A missing content type and the one that `curl -d` sends by default are accepted as JSON, but not from a web page, which
-    could send them to other origins without asking.
+
+def generation_examples(**fields: Any) -> Any:
+    """The same, for an endpoint that also streams."""
+    return fastapi.Body(
+        openapi_examples={"whole": {"value": fields}, "streamed": {"value": {**fields, "stream": True}}}
+    )
+
+
+class Endpoint(APIRoute):
+    """The route of an endpoint.
+
+    Args:
+        errors: statuses besides those of every endpoint, or of every endpoint with a body.
+        id_prefix: of the request ids that the router generates here.
+        json_only: answer 415 unless the content type is exactly JSON.
+        options: of FastAPI's APIRoute.
     """
-    media_type = content_type(request)
-    accepted = media_type == "application/json" or media_type.endswith("+json")
-    if not accepted and media_type in ("", "application/x-www-form-urlencoded"):
-        accepted = "origin" not in request.headers
-    if not accepted:
-        message = "the body must be JSON, with Content-Type: application/json"
-        raise UnsupportedMediaType(message, kind="unsupported_content_type", param="Content-Type")
-    return await request.body()
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        method: str,
+        path: str,
+        access: Access,
+        errors: Iterable[int] = (),
+        id_prefix: str = "req-",
+        json_only: bool = False,
+        responses: dict[int | str, dict[str, Any]] | None = None,
+        **options: Any,
+    ) -> None:
+        self.access = access
+        self.id_prefix = id_prefix
+        self._json_only = json_only
+        self._body_model = _body_model(function)
+        has_body = self._body_model is not None or json_only
+        statuses = sorted({*errors, *COMMON_ERRORS, *(BODY_ERRORS if has_body else ())})
+        described: dict[int | str, dict[str, Any]] = {
+            status: {"description": ERRORS[status], "model": Error} for status in statuses
+        }
+        super().__init__(
+            path,
+            function,
+            methods=[method],
+            operation_id=function.__name__,
+            response_description="The answer",
+            responses={**(responses or {}), **described},
+            **options,
+        )
+
+    def get_route_handler(self) -> Handler:
+        """Return the function from request to response; FastAPI's own unless the endpoint has a JsonBody."""
+        handle = super().get_route_handler() if self._body_model is None else self._with_json_body(self._body_model)
+        if not self._json_only:
+            return handle
+
+        async def handle_json_only(request: Request) -> Response:
+            require_json(request)
+            return await handle(request)
+
+        return handle_json_only
+
+    def _with_json_body(self, model: type[Body]) -> Handler:
+        async def handle(request: Request) -> Response:
+            answer = await self.endpoint(request, JsonBody(model, await read_json(request)), **request.path_params)
+            return answer if isinstance(answer, Response) else json_response(answer, self.status_code or 200)
+
+        return handle
 
 
-def content_type(request: Request) -> str:
-    """Return the media type of the body in lower case, without parameters."""
-    return request.headers.get("content-type", "").split(";")[0].strip().lower()
+class Endpoints:
+    """A group of endpoints. Those with a JsonBody have the parameters request, body, and the path's, in this order."""
+
+    tag: ClassVar[str]
+
+    def routes(self) -> list[Endpoint]:
+        functions = [function for function in vars(type(self)).values() if hasattr(function, "declaration")]
+        return [
+            Endpoint(getattr(self, function.__name__), tags=[self.tag], **function.declaration)
+            for function in functions
+        ]
+
+
+def _body_model(function: Callable[..., Any]) -> type[Body] | None:
+    """Return the model of the parameter that is a JsonBody, if there is one."""
+    for parameter in signature(function).parameters.values():
+        annotation = parameter.annotation
+        if get_origin(annotation) is Annotated:
+            annotation = get_args(annotation)[0]
+        if get_origin(annotation) is JsonBody:
+            model: type[Body] = get_args(annotation)[0]
+            return model
+    return None

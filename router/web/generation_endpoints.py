@@ -2,32 +2,38 @@
 
 import time
 from collections.abc import Callable
+from typing import Annotated, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from pdserve.config import RouterConfig
 from pdserve.errors import Unavailable
-from pdserve.router.api import parsing, requests, responses, schemas
+from pdserve.router.api import answers, requests, responses, schemas
 from pdserve.router.api.generation import Generation
 from pdserve.router.api.http_responses import CLIENT_GONE
+from pdserve.router.api.json_body import JsonBody
+from pdserve.router.api.parsing import BodyType
 from pdserve.router.api.requests import ParsedRequest, RequestContext
 from pdserve.router.api.streaming import BuildBody, ChunkStream, EventStream, completion_body, whole_response
 from pdserve.router.backend import Backend, ModelInfo
 from pdserve.router.telemetry import tracing
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
-from pdserve.router.web.endpoint import json_body, route
+from pdserve.router.web.auth import Access
+from pdserve.router.web.endpoint import Endpoints, endpoint, generation_examples
 from pdserve.router.web.grammar_checker import GrammarChecker
 
 SESSION_HEADER = "x-session-id"
 
-ParseBody = Callable[[bytes, RequestContext], ParsedRequest]
+QUESTION = "What is the capital of France?"
+STREAMED_TOO: Any = {200: {"content": {"text/event-stream": {}}}}
 
 
-class GenerationEndpoints:
+class GenerationEndpoints(Endpoints):
     """Parses a body, waits for admission, starts the generation, and answers with its whole text or a stream."""
+
+    tag = "generation"
 
     def __init__(
         self,
@@ -44,33 +50,70 @@ class GenerationEndpoints:
         self._admission = admission
         self._grammars = grammars
 
-    def routes(self) -> list[Route]:
-        return [
-            route("POST", "/v1/completions", self._completions),
-            route("POST", "/v1/chat/completions", self._chat),
-            route("POST", "/v1/responses", self._responses),
-        ]
+    @endpoint(
+        "POST",
+        "/v1/completions",
+        Access.CLIENT,
+        errors=[404, 429],
+        id_prefix="cmpl-",
+        response_model=answers.Completion,
+        responses=STREAMED_TOO,
+    )
+    async def completions(
+        self,
+        request: Request,
+        body: Annotated[
+            JsonBody[schemas.CompletionBody], generation_examples(prompt="The capital of France is", max_tokens=8)
+        ],
+    ) -> Response:
+        """Continue a text."""
+        return await self._generate(request, body, self._parse_completion)
 
-    async def _completions(self, request: Request) -> Response:
-        return await self._generate(request, self._parse_completion)
+    @endpoint(
+        "POST",
+        "/v1/chat/completions",
+        Access.CLIENT,
+        errors=[404, 429],
+        id_prefix="chatcmpl-",
+        response_model=answers.ChatCompletion,
+        responses=STREAMED_TOO,
+    )
+    async def chat(
+        self,
+        request: Request,
+        body: Annotated[
+            JsonBody[schemas.ChatBody],
+            generation_examples(messages=[{"role": "user", "content": QUESTION}], max_completion_tokens=8),
+        ],
+    ) -> Response:
+        """Continue a conversation, through the model's chat template."""
+        return await self._generate(request, body, self._parse_chat)
 
-    async def _chat(self, request: Request) -> Response:
-        return await self._generate(request, self._parse_chat)
-
-    async def _responses(self, request: Request) -> Response:
+    @endpoint(
+        "POST",
+        "/v1/responses",
+        Access.CLIENT,
+        errors=[404, 429],
+        id_prefix="resp_",
+        response_model=answers.ResponseObject,
+        responses=STREAMED_TOO,
+    )
+    async def responses(
+        self,
+        request: Request,
+        body: Annotated[JsonBody[schemas.ResponseBody], generation_examples(input=QUESTION, max_output_tokens=8)],
+    ) -> Response:
+        """Continue a conversation, in the format of OpenAI's newer endpoint."""
         stream, build_body = responses.ResponseEventStream, responses.response_body
-        return await self._generate(request, self._parse_response, stream, build_body)
+        return await self._generate(request, body, self._parse_response, stream, build_body)
 
-    def _parse_completion(self, raw: bytes, context: RequestContext) -> ParsedRequest:
-        body = parsing.validate(schemas.CompletionBody, parsing.parse_json(raw))
+    def _parse_completion(self, body: schemas.CompletionBody, context: RequestContext) -> ParsedRequest:
         return requests.parse_completion(body, context, self._tokenizer, self._model(), self._max_n)
 
-    def _parse_chat(self, raw: bytes, context: RequestContext) -> ParsedRequest:
-        body = parsing.validate(schemas.ChatBody, parsing.parse_json(raw))
+    def _parse_chat(self, body: schemas.ChatBody, context: RequestContext) -> ParsedRequest:
         return requests.parse_chat(body, context, self._tokenizer, self._model(), self._max_n)
 
-    def _parse_response(self, raw: bytes, context: RequestContext) -> ParsedRequest:
-        body = parsing.validate(schemas.ResponseBody, parsing.parse_json(raw))
+    def _parse_response(self, body: schemas.ResponseBody, context: RequestContext) -> ParsedRequest:
         chat_body = responses.to_chat_body(body)
         parsed = requests.parse_chat(chat_body, context, self._tokenizer, self._model(), self._max_n)
         return responses.with_echoed_fields(parsed, body)
@@ -84,15 +127,15 @@ class GenerationEndpoints:
     async def _generate(
         self,
         request: Request,
-        parse: ParseBody,
+        body: JsonBody[BodyType],
+        parse: Callable[[BodyType, RequestContext], ParsedRequest],
         stream: type[EventStream] = ChunkStream,
         build_body: BuildBody = completion_body,
     ) -> Response:
-        raw = await json_body(request)
         session = request.headers.get(SESSION_HEADER, "")
         traceparent = tracing.traceparent(request.headers)
         context = RequestContext(request.state.request_id, time.monotonic(), session, traceparent)
-        parsed = await self._admission.parse_queue.run(raw, lambda: parse(raw, context))
+        parsed = await self._admission.parse_queue.run(body.raw, lambda: parse(body.parse(), context))
         grammar = parsed.requests[0].sampling.grammar
         if grammar and self._grammars is not None:
             await self._grammars.check(request.state.key, grammar, self._model())

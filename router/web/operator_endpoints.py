@@ -1,24 +1,25 @@
 """The endpoints for operators, probes and debugging: /health, /ready, /metrics, /version, /debug and /admin."""
 
 from collections.abc import Callable
+from typing import Annotated
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from pdserve import __version__
 from pdserve.errors import NotFound, Unavailable
-from pdserve.router.api import parsing, schemas
-from pdserve.router.api.http_responses import json_response
+from pdserve.router.api import answers, schemas
+from pdserve.router.api.json_body import JsonBody
 from pdserve.router.backend import Backend
 from pdserve.router.telemetry.timeline import Timeline
-from pdserve.router.web.endpoint import UnsupportedMediaType, content_type, route
+from pdserve.router.web.auth import Access
+from pdserve.router.web.endpoint import Endpoints, endpoint, example
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 NUM_LATEST = 50  # requests listed at /debug/requests
 
 
-class OperatorEndpoints:
+class OperatorEndpoints(Endpoints):
     """Reports the state of the router, and drains instances or changes their roles.
 
     Args:
@@ -27,6 +28,8 @@ class OperatorEndpoints:
         overview: returns the body of /debug/overview.
         max_n: the most choices that one request may have.
     """
+
+    tag = "operation"
 
     def __init__(
         self,
@@ -42,77 +45,90 @@ class OperatorEndpoints:
         self._overview = overview
         self._max_n = max_n
 
-    def routes(self) -> list[Route]:
-        return [
-            route("GET", "/health", self._health),
-            route("GET", "/ready", self._ready),
-            route("GET", "/metrics", self._metrics),
-            route("GET", "/version", self._version),
-            route("GET", "/debug/overview", self._debug_overview),
-            route("GET", "/debug/requests", self._debug_requests),
-            route("GET", "/debug/requests/{request_id}", self._debug_request),
-            route("GET", "/debug/instances", self._debug_instances),
-            route("POST", "/admin/instances/{instance_id}/drain", self._drain),
-            route("POST", "/admin/instances/{instance_id}/role", self._change_role),
-        ]
+    @endpoint("GET", "/health", Access.OPEN)
+    async def health(self) -> answers.Health:
+        """200 while the router runs."""
+        return answers.Health(status="alive")
 
-    async def _health(self, _: Request) -> Response:
-        return json_response({"status": "alive"})
-
-    async def _ready(self, _: Request) -> Response:
+    @endpoint("GET", "/ready", Access.OPEN)
+    async def ready(self) -> answers.Readiness:
+        """200 if both roles can be served."""
         ready, reason = self._backend.ready()
         if not ready:
             raise Unavailable(f"not ready: {reason}", kind="not_ready", retry_after_s=1)
-        return json_response({"status": "ready", "instances": len(self._backend.instances())})
+        return answers.Readiness(status="ready", instances=len(self._backend.instances()))
 
-    async def _metrics(self, _: Request) -> Response:
+    @endpoint(
+        "GET",
+        "/metrics",
+        Access.OPEN,
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+    )
+    async def metrics(self) -> Response:
+        """Metrics in Prometheus' format."""
         return Response(self._metrics_text(), media_type=METRICS_TYPE)
 
-    async def _version(self, _: Request) -> Response:
-        return json_response({"version": __version__})
+    @endpoint("GET", "/version", Access.OPEN)
+    async def version(self) -> answers.Version:
+        """The version of pdserve."""
+        return answers.Version(version=__version__)
 
-    async def _debug_overview(self, _: Request) -> Response:
-        return json_response(self._overview(), headers={"Cache-Control": "no-store"})
+    @endpoint("GET", "/debug/overview", Access.OPERATOR)
+    async def debug_overview(self, response: Response) -> dict[str, object]:
+        """What the live page shows."""
+        response.headers["Cache-Control"] = "no-store"
+        return self._overview()
 
-    async def _debug_requests(self, _: Request) -> Response:
-        return json_response({"requests": [timeline.as_dict() for timeline in self._latest_timelines(NUM_LATEST)]})
+    @endpoint("GET", "/debug/requests", Access.OPERATOR)
+    async def debug_requests(self) -> answers.Timelines:
+        """Timelines of the latest requests."""
+        return answers.Timelines(requests=[timeline.as_dict() for timeline in self._latest_timelines(NUM_LATEST)])
 
-    async def _debug_request(self, request: Request) -> Response:
-        request_id = request.path_params["request_id"]
+    @endpoint("GET", "/debug/requests/{request_id}", Access.OPERATOR, errors=[404])
+    async def debug_request(self, request_id: str) -> answers.TimelineOfRequest:
+        """The timeline of one request, or of each of its choices."""
         timeline = self._backend.timeline(request_id)
         if timeline is not None:
-            return json_response(timeline.as_dict())
+            return answers.TimelineOfRequest.model_validate(timeline.as_dict())
         timelines = [self._backend.timeline(f"{request_id}-{i}") for i in range(self._max_n)]
         choices = [timeline.as_dict() for timeline in timelines if timeline is not None]
         if not choices:
             message = "no recent request of this router has this id; other routers have their own"
             raise NotFound(message, kind="request_not_found", param="request_id")
-        return json_response({"request_id": request_id, "choices": choices})
+        return answers.TimelineOfRequest.model_validate({"request_id": request_id, "choices": choices})
 
-    async def _debug_instances(self, _: Request) -> Response:
-        return json_response({"instances": self._backend.instances()})
+    @endpoint("GET", "/debug/instances", Access.OPERATOR)
+    async def debug_instances(self) -> answers.Instances:
+        """The attached instances and their load."""
+        return answers.Instances(instances=self._backend.instances())
 
-    async def _drain(self, request: Request) -> Response:
-        _require_json(request)
-        return self._start_drain(request)
+    @endpoint(
+        "POST",
+        "/admin/instances/{instance_id}/drain",
+        Access.OPERATOR,
+        errors=[404, 409],
+        json_only=True,
+        status_code=202,
+    )
+    async def drain(self, instance_id: str) -> answers.DrainStarted:
+        """Let an instance hand over or finish its requests, and end."""
+        return self._start_drain(instance_id)
 
-    async def _change_role(self, request: Request) -> Response:
-        _require_json(request)
-        body = parsing.validate(schemas.RoleBody, parsing.parse_json(await request.body()))
-        return self._start_drain(request, body.role)
+    @endpoint(
+        "POST",
+        "/admin/instances/{instance_id}/role",
+        Access.OPERATOR,
+        errors=[404, 409],
+        json_only=True,
+        status_code=202,
+    )
+    async def change_role(
+        self, _: Request, body: Annotated[JsonBody[schemas.RoleBody], example(role="decode")], instance_id: str
+    ) -> answers.DrainStarted:
+        """Drain an instance, which then serves in another role."""
+        return self._start_drain(instance_id, body.parse().role)
 
-    def _start_drain(self, request: Request, role: str = "") -> Response:
-        instance_id = request.path_params["instance_id"]
+    def _start_drain(self, instance_id: str, role: str = "") -> answers.DrainStarted:
         self._backend.drain(instance_id, role)
-        return json_response({"instance_id": instance_id, "role": role or None}, status=202)
-
-
-def _require_json(request: Request) -> None:
-    """Raise UnsupportedMediaType unless the content type is JSON.
-
-    This prevents cross-site requests to a router without keys: a page of another origin cannot send this header without a
-    preflight, which the router refuses.
-    """
-    if content_type(request) != "application/json":
-        message = "this path requires the header Content-Type: application/json"
-        raise UnsupportedMediaType(message, kind="unsupported_content_type", param="Content-Type")
+        return answers.DrainStarted(instance_id=instance_id, role=role or None)

@@ -12,7 +12,7 @@ import pytest
 from pdserve.config import EngineConfig
 from pdserve.decode.decoder import Decoder
 from pdserve.engine.engine import Engine
-from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats
+from pdserve.kv_transfer.connector import Capabilities, Connector, Outcome, PoolMemory, Result, Stats
 from pdserve.kv_transfer.staging import attach_pool
 from pdserve.prefill.prefiller import Prefiller
 from pdserve.proto import pdserve_pb2 as pb
@@ -41,10 +41,15 @@ class FakeStore(Connector):
 
     scheme = "fake"
 
-    def __init__(self, rows: dict[bytes, Any]) -> None:
+    def __init__(self, rows: dict[bytes, Any], follows: bool) -> None:
         self.rows = rows
+        self._follows = follows
         self.active: list[Operation] = []
         self.released: list[bytes] = []
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(follows=self._follows)
 
     def attach(self, memory: PoolMemory) -> None:
         self._memory = memory
@@ -130,8 +135,7 @@ class RoleInstance:
 
     def __init__(self, model: Path, rows: dict[bytes, Any], *, follows: bool = False, store_generated: str = "off"):
         self.engine = Engine(EngineConfig(model=str(model), num_blocks=64, max_num_batched_tokens=2 * BLOCK))
-        self.store, self.context = FakeStore(rows), FakeContext()
-        self.store.follows = follows  # type: ignore[misc]  # an attribute of the class otherwise
+        self.store, self.context = FakeStore(rows, follows), FakeContext()
         attach_pool(self.store, self.engine.runner.pool_NL2GBD, self.engine.layout)
         self.transfers = Transfers(self.engine.pool, self.store, self.context, 16, self.engine.layout.block_bytes)
         self.fetcher = Fetcher(self.engine, self.store, self.transfers, self.context)

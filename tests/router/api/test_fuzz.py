@@ -15,8 +15,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.applications import Starlette
 
-from pdserve.router.api.openapi import REQUEST_BODIES
-from pdserve.router.api.schemas import NO_OPS, ChatBody, CompletionBody, ResponseBody
+from pdserve.router.api.schemas import (
+    NO_OPS,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    ResponseBody,
+    RoleBody,
+    TokenizeBody,
+)
 
 EXAMPLES = int(os.environ.get("PDSERVE_FUZZ_EXAMPLES", "0"))
 SUPPRESSED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -33,6 +41,14 @@ MESSAGES: list[Any] = [
     {"role": "tool", "content": "x", "tool_call_id": "1"},
     {"role": "system", "content": "be brief"},
 ]
+MODELS: dict[str, type[Body]] = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/v1/responses": ResponseBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+    "/admin/instances/{instance_id}/role": RoleBody,
+}
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hello"},
     "/v1/chat/completions": {"messages": MESSAGES[:1]},
@@ -74,7 +90,7 @@ JSON: st.SearchStrategy[Any] = st.recursive(
 @st.composite
 def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
     """Draw a valid body with arbitrary values in a few fields."""
-    names = [field.alias or name for name, field in REQUEST_BODIES[path].model_fields.items()]
+    names = [field.alias or name for name, field in MODELS[path].model_fields.items()]
     chosen = draw(st.lists(st.sampled_from(names), max_size=4, unique=True))
     return {**GOOD[path], **{name: draw(st.sampled_from(VALUES_OF.get(name, [1, True])) | JSON) for name in chosen}}
 
@@ -100,14 +116,14 @@ def check_answer(app: Starlette) -> Callable[[str, bytes], None]:
     return check
 
 
-@pytest.mark.parametrize("path", REQUEST_BODIES)
+@pytest.mark.parametrize("path", MODELS)
 @given(data=st.data())
 @FUZZ_SETTINGS
 def test_anything_in_any_field(check_answer: Callable[[str, bytes], None], path: str, data: st.DataObject) -> None:
     check_answer(path, json.dumps(data.draw(bodies(path))).encode())
 
 
-@pytest.mark.parametrize("path", REQUEST_BODIES)
+@pytest.mark.parametrize("path", MODELS)
 @given(raw=st.binary(max_size=40) | JSON.map(lambda value: json.dumps(value).encode()))
 @FUZZ_SETTINGS
 def test_any_bytes(check_answer: Callable[[str, bytes], None], path: str, raw: bytes) -> None:
@@ -131,7 +147,7 @@ START = st.sampled_from(
 )
 
 
-@pytest.mark.parametrize("path", [path for path in REQUEST_BODIES if "{" not in path])
+@pytest.mark.parametrize("path", [path for path in MODELS if "{" not in path])
 def test_arbitrary_fields_and_surrogates(client: Any, path: str) -> None:
     @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(START, RAW_BODIES)

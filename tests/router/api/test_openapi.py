@@ -2,31 +2,76 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-import httpx
 from starlette.applications import Starlette
 
-from pdserve.router.api.openapi import REQUEST_BODIES
+from pdserve.router.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    pass
+    from tests.router.conftest import Client
+
+BODIES = {
+    "/v1/completions": "CompletionBody",
+    "/v1/chat/completions": "ChatBody",
+    "/v1/responses": "ResponseBody",
+    "/tokenize": "TokenizeBody",
+    "/detokenize": "DetokenizeBody",
+    "/admin/instances/{instance_id}/role": "RoleBody",
+}
 
 
-def test_every_path_and_reference_is_described(app: Starlette) -> None:
-    """Every path that takes a body has its schema, and every reference resolves."""
+def json_schema(described: dict[str, Any]) -> Any:
+    return described["content"]["application/json"]["schema"]
 
-    async def get() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
-            return await http.get("/openapi.json")
 
-    schema = asyncio.run(get()).json()
-    assert schema["openapi"].startswith("3.1")
-    with_body = {path for path, methods in schema["paths"].items() if "requestBody" in methods.get("post", {})}
-    assert with_body == set(REQUEST_BODIES)
-    assert {"/v1/models", "/debug/requests/{request_id}"} <= schema["paths"].keys() and "/" not in schema["paths"]
-    text = json.dumps(schema)
-    references = {part.split('"')[0] for part in text.split('"#/components/schemas/')[1:]}
-    assert references <= schema["components"]["schemas"].keys() and "CompletionBody" in references
+def test_every_path_and_reference_is_described(client: Client) -> None:
+    """Every body has its schema, its example is accepted, and every reference resolves."""
+    document = client.get("/openapi.json").json()
+    assert document["openapi"].startswith("3.1")
+    with_body = {
+        path: post for path, methods in document["paths"].items() if "requestBody" in (post := methods.get("post", {}))
+    }
+    found = {path: json_schema(operation["requestBody"])["$ref"] for path, operation in with_body.items()}
+    assert found == {path: f"#/components/schemas/{name}" for path, name in BODIES.items()}
+    assert {"/v1/models", "/debug/requests/{request_id}"} <= document["paths"].keys() and "/" not in document["paths"]
+    references = {part.split('"')[0] for part in json.dumps(document).split('"#/components/schemas/')[1:]}
+    assert references == document["components"]["schemas"].keys()
+    json_only: Any = {"headers": {"Content-Type": "application/json"}}
+    for path, operation in with_body.items():
+        for example in operation["requestBody"]["content"]["application/json"]["examples"].values():
+            answer = client.post(path.format(instance_id="p0"), example["value"], **json_only)
+            assert str(answer.status_code) in operation["responses"] and answer.status_code < 300, answer.text
+
+
+def test_answers_errors_and_the_served_model_are_described(client: Client) -> None:
+    document = client.get("/openapi.json").json()
+    chat = document["paths"]["/v1/chat/completions"]["post"]["responses"]
+    assert (
+        json_schema(chat["200"])["$ref"].endswith("/ChatCompletion") and "text/event-stream" in chat["200"]["content"]
+    )
+    assert json_schema(chat["429"])["$ref"].endswith("/Error") and "422" not in chat
+    assert document["paths"]["/metrics"]["get"]["responses"]["200"]["content"].keys() == {"text/plain"}
+    schemas = document["components"]["schemas"]
+    assert schemas["ChatBody"]["properties"]["model"] == {"enum": ["demo", None]}
+    assert (
+        schemas["ChatChoice"]["additionalProperties"] is False and "token_ids" not in schemas["ChatChoice"]["required"]
+    )
+
+
+def test_keys_are_described_where_they_are_required(
+    make_app: Callable[..., Starlette], make_client: type[Client], tokenizer: Tokenizer, client: Client
+) -> None:
+    keys: Any = {"headers": {"Authorization": "Bearer root"}}
+    document = (
+        make_client(make_app(tokenizer, api_key="one", admin_key="root")).request("GET", "/openapi.json", **keys).json()
+    )
+    assert document["components"]["securitySchemes"].keys() == {"api_key", "admin_key"}
+    security = {
+        path: method.get("security") for path, methods in document["paths"].items() for method in methods.values()
+    }
+    assert security["/v1/models"] == [{"api_key": []}] and security["/debug/instances"] == [{"admin_key": []}]
+    assert security["/health"] is None
+    assert "security" not in client.get("/openapi.json").text.lower()

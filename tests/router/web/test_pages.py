@@ -1,4 +1,4 @@
-"""The live page: its files, and its behaviour in a browser."""
+"""The live page and Swagger UI: their files, and their behaviour in a browser."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from starlette.applications import Starlette
 
-from pdserve.router.web.live_page import PAGE
+from pdserve import __version__
+from pdserve.router.web.pages import PAGE
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client
@@ -29,6 +30,15 @@ def test_the_page_loads_only_from_its_own_host(client: Client) -> None:
         hosts = set(re.findall(r"https?://([\w.]+)", answer.text))
         assert hosts <= {"www.w3.org"}, "XML namespaces, which are not fetched"
         assert "innerHTML" not in answer.text
+
+
+def test_swagger_ui_is_served_from_this_host(client: Client) -> None:
+    page = client.get("/docs")
+    assert page.headers["content-type"].startswith("text/html") and "://" not in page.text
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "connect-src 'self'" in policy and "unsafe" not in policy
+    for path in re.findall(r'(?:src|href)="(/[^"]+)"', page.text):
+        assert client.get(path).status_code == 200
 
 
 # ---- in a browser -------------------------------------------------------------------------------------------------
@@ -53,10 +63,10 @@ def browser() -> Iterator[Any]:
 def open_page(
     browser: Any, make_scene: Callable[..., Scene], serving: Callable[[Starlette], AbstractContextManager[str]]
 ) -> Iterator[Callable[..., Any]]:
-    """Factory: open_page(width, **settings) opens the page of a router that served a request and lost an instance."""
+    """Factory: open_page(width, path, **settings) opens a page of a router that served a request and lost an instance."""
     opened: list[Any] = []
 
-    def make(width: int = 1280, **settings: Any) -> Any:
+    def make(width: int = 1280, path: str = "/", **settings: Any) -> Any:
         scene = make_scene(**settings)
         prefill, decode = scene.join("prefill", "p"), scene.join("decode", EVIL)
         scene.serve("the-request", prefill, decode)
@@ -70,7 +80,7 @@ def open_page(
         page.on("pageerror", lambda error: page.problems.append(str(error)))
         page.on("request", lambda request: request.url.startswith(url) or page.problems.append(request.url))
         opened.extend([page, running])
-        page.goto(url)
+        page.goto(url + path)
         return page
 
     yield make
@@ -132,5 +142,21 @@ def test_the_page_resumes_when_its_router_answers_again(open_page: Callable[...,
     assert page.get_attribute("#pause", "aria-pressed") == "true"
 
 
-def test_the_package_has_the_page() -> None:
-    assert {path.name for path in PAGE.iterdir()} == {"page.html", "page.css", "page.js"}
+def test_swagger_ui_shows_and_calls_the_endpoints(open_page: Callable[..., Any]) -> None:
+    page = open_page(path="/docs")
+    page.wait_for_selector("#operations-operation-version")
+    document = page.evaluate("fetch('/openapi.json').then((answer) => answer.json())")
+    assert len(page.query_selector_all(".opblock")) == sum(map(len, document["paths"].values()))
+    page.click("#operations-generation-chat .opblock-summary-control")
+    page.wait_for_selector("#operations-generation-chat .opblock-section-request-body")
+    assert "Continue a conversation" in page.inner_text("#operations-generation-chat")
+    page.click("#operations-operation-version .opblock-summary-control")
+    page.click("#operations-operation-version .try-out__btn")
+    page.click("#operations-operation-version .execute")
+    page.wait_for_selector("#operations-operation-version .live-responses-table")
+    assert __version__ in page.inner_text("#operations-operation-version .live-responses-table")
+    assert not page.problems
+
+
+def test_the_package_has_the_pages() -> None:
+    assert {path.name for path in PAGE.iterdir()} == {"page.html", "page.css", "page.js", "docs.html", "docs.js"}

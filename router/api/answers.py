@@ -1,0 +1,194 @@
+"""Models of the answers. Endpoints that generate build theirs as dictionaries, and only declare the model.
+
+A field with a default may be missing from an answer.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Answer(BaseModel):
+    """Base of all answers: no fields beyond those listed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorFields(Answer):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Error(Answer):
+    """OpenAI's format of errors."""
+
+    error: ErrorFields
+
+
+# ---- generation ---------------------------------------------------------------------------------------------------
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class CachedTokens(Answer):
+    cached_tokens: int
+
+
+class Usage(Answer):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class Choice(Answer):
+    index: int
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason
+    token_ids: list[int] = []
+
+
+class CompletionChoice(Choice):
+    text: str
+
+
+class FunctionOfCall(Answer):
+    name: str
+    arguments: str
+
+
+class Call(Answer):
+    id: str
+    type: Literal["function"]
+    function: FunctionOfCall
+
+
+class ChatAnswer(Answer):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[Call] = []
+
+
+class ChatChoice(Choice):
+    message: ChatAnswer
+
+
+class Generated(Answer):
+    """What completions and chat completions have in common."""
+
+    id: str
+    created: int
+    model: str
+    usage: Usage
+    prompt_token_ids: list[int] | list[list[int]] = []
+
+
+class Completion(Generated):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class ChatCompletion(Generated):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+Status = Literal["completed", "incomplete"]
+
+
+class OutputText(Answer):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[dict[str, Any]]
+    logprobs: list[dict[str, Any]]
+
+
+class OutputMessage(Answer):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: Status
+    content: list[OutputText]
+
+
+class ResponseObject(Answer):
+    """An answer of /v1/responses, which also repeats fields of its request."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Status
+    model: str
+    output: list[OutputMessage]
+    usage: dict[str, Any]
+
+
+# ---- the served model ---------------------------------------------------------------------------------------------
+
+
+class ModelCard(Answer):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+
+
+class ModelList(Answer):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokens(Answer):
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(Answer):
+    prompt: str
+
+
+# ---- operators ----------------------------------------------------------------------------------------------------
+
+
+class Health(Answer):
+    status: Literal["alive"]
+
+
+class Readiness(Answer):
+    status: Literal["ready"]
+    instances: int
+
+
+class Version(Answer):
+    version: str
+
+
+class Timelines(Answer):
+    requests: list[dict[str, Any]]
+
+
+class TimelineOfRequest(Answer):
+    """The timeline of one request, or of each of its choices."""
+
+    model_config = ConfigDict(extra="allow")
+
+    request_id: str
+
+
+class Instances(Answer):
+    instances: list[dict[str, Any]]
+
+
+class DrainStarted(Answer):
+    instance_id: str
+    role: str | None

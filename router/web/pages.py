@@ -1,0 +1,50 @@
+"""Serves pages for browsers from this host alone: the live page, and Swagger UI for /openapi.json."""
+
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pdserve.router.web.auth import Access
+
+PAGE = Path(__file__).parent / "page"
+SWAGGER_UI = resources.files("fastapi_offline") / "static"
+TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+STRICT_POLICY = f"{POLICY}; require-trusted-types-for 'script'"  # Swagger UI inserts sanitized HTML as strings
+HEADERS = {"Cache-Control": "no-cache", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
+
+
+class PageFile(Route):
+    """The route of a static file, which holds no data."""
+
+    def __init__(self, path: str, file: Traversable, access: Access, policy: str) -> None:
+        content = file.read_bytes()
+        media_type = TYPES[file.name.rpartition(".")[2]]
+
+        async def serve(_: Request) -> Response:
+            return Response(content, headers={"Content-Security-Policy": policy, **HEADERS}, media_type=media_type)
+
+        self.access = access
+        super().__init__(path, serve)
+
+
+def page_routes() -> list[PageFile]:
+    """The live page is open: it asks for a key before it shows data. Swagger UI is as open as the document that it shows."""
+    live_page = {"/": PAGE / "page.html", "/page.css": PAGE / "page.css", "/page.js": PAGE / "page.js"}
+    swagger_ui = {
+        "/docs": PAGE / "docs.html",
+        "/docs/docs.js": PAGE / "docs.js",
+        "/docs/swagger-ui.css": SWAGGER_UI / "swagger-ui.css",
+        "/docs/swagger-ui.js": SWAGGER_UI / "swagger-ui-bundle.js",
+    }
+    return [
+        *(PageFile(path, file, Access.OPEN, STRICT_POLICY) for path, file in live_page.items()),
+        *(PageFile(path, file, Access.OPERATOR, POLICY) for path, file in swagger_ui.items()),
+    ]
