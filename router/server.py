@@ -11,9 +11,11 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import FrameType
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -51,7 +53,7 @@ def serve(config: RouterConfig) -> None:
     """Run a router in this process until SIGTERM or SIGINT.
 
     Raises:
-        SetupError: a port is taken; the tokenizer, a certificate or or the key file cannot be read.
+        SetupError: a port is taken; the tokenizer, a certificate or the key file cannot be read.
     """
     if config.ssl_certfile:
         check_key_pair("--ssl", config.ssl_certfile, config.ssl_keyfile)
@@ -74,60 +76,68 @@ async def _serve(
     """Build all parts of the router, serve until a signal, and shut down in reverse order."""
     fleet = Fleet(f"router-{secrets.token_hex(4)}", config.name, config.lease_seconds, time.monotonic)
     metrics = Metrics(fleet)
-    registry = None
-    if config.registry:
-        registry = Registry(config.registry, config.name, config.control_token, metrics.registry_failures.inc)
     seed = secrets.randbits(32)  # random, so that routers that start together do not rotate in step
     dispatcher = Dispatcher(config, fleet, metrics, seed)
-    tracer = Tracer(config.otlp_endpoint) if config.otlp_endpoint else None
-    if tracer is not None:
-        dispatcher.finish_listeners.append(tracer.export)
-    if config.log_requests:
-        dispatcher.finish_listeners.append(log_finished)
     events = EventLog()
     logging.getLogger("pdserve").addHandler(events)
     overview = Overview(dispatcher, metrics, events)
     admission = AdmissionController(keys, config, metrics, fleet.now)
-    grammars = _grammar_checker(config.model, metrics)
-    app = create_app(
-        config, tokenizer, dispatcher, admission, metrics.text, dispatcher.timelines.latest, overview.snapshot, grammars
-    )
-    control = ControlServer(fleet, config.control_token)
-    control_port = await control.listen(config.control_host, config.control_port, tls)
-    ports = f"clients on port {listening[0].getsockname()[1]}, instances on port {control_port}"
-    server = _DrainingServer(app, config, metrics, ports)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
-    loops = [
-        _repeat(fleet.expire_leases, fleet.lease_check_interval_s),
-        _repeat(dispatcher.check_progress, dispatcher.check_interval_s),
-    ]
-    if registry is not None:
-        loops.append(registry.announce(config.announce_host or config.control_host, control_port))
-        loops.append(SharedQuotas(registry, fleet.router_id, admission.queue.quotas).run())
-    elif config.quota_file:
-        loops.append(AccountFile(config.quota_file, fleet.router_id, admission.queue.quotas).run())
-    tasks = [asyncio.create_task(loop) for loop in loops]
-    for task in tasks:  # without them there are no timeouts and no leases, so the router stops if one of them ends
-        task.add_done_callback(lambda _: server.handle_exit(signal.SIGINT, None))
-    try:
+    async with AsyncExitStack() as stack:
+        if config.otlp_endpoint:
+            tracer = Tracer(config.otlp_endpoint)
+            stack.push_async_callback(asyncio.to_thread, tracer.close)
+            dispatcher.finish_listeners.append(tracer.export)
+        if config.log_requests:
+            dispatcher.finish_listeners.append(log_finished)
+        control = ControlServer(fleet, config.control_token)
+        stack.push_async_callback(control.close)
+        control_port = await control.listen(config.control_host, config.control_port, tls)
+        loops = [
+            _repeat(fleet.expire_leases, fleet.lease_check_interval_s),
+            _repeat(dispatcher.check_progress, dispatcher.check_interval_s),
+        ]
+        if config.registry:
+            registry = Registry(config.registry, config.name, config.control_token, metrics.registry_failures.inc)
+            stack.push_async_callback(registry.close)
+            loops.append(registry.announce(config.announce_host or config.control_host, control_port))
+            loops.append(SharedQuotas(registry, fleet.router_id, admission.queue.quotas).run())
+        elif config.quota_file:
+            loops.append(AccountFile(config.quota_file, fleet.router_id, admission.queue.quotas).run())
+        grammars = _grammar_checker(config.model, metrics)
+        if grammars is not None:
+            stack.callback(grammars.close)
+        recent = dispatcher.timelines.latest
+        app = create_app(config, tokenizer, dispatcher, admission, metrics.text, recent, overview.snapshot, grammars)
+        ports = f"clients on port {listening[0].getsockname()[1]}, instances on port {control_port}"
+        server = _DrainingServer(app, config, metrics, ports)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
+        # Without the loops there are no timeouts and no leases, so the router stops if one of them ends.
+        await stack.enter_async_context(_running(loops, on_end=lambda: server.handle_exit(signal.SIGINT, None)))
         if config.reuse_port:
             await _wait_for_instances(dispatcher, server)
         await server.serve(sockets=listening)
+
+
+@contextlib.asynccontextmanager
+async def _running(loops: list[Coroutine[Any, Any, None]], on_end: Callable[[], None]) -> AsyncIterator[None]:
+    """Run coroutines as tasks until the context ends, and call `on_end` if one of them ends earlier.
+
+    Raises:
+        Exception: at the end of the context, what one of them raised.
+    """
+    tasks = [asyncio.create_task(loop) for loop in loops]
+    for task in tasks:
+        task.add_done_callback(lambda _: on_end())
+    try:
+        yield
     finally:
-        if grammars is not None:
-            grammars.close()
         for task in tasks:
             task.cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
-        if registry is not None:
-            await registry.close()
-        await control.close()
-        if tracer is not None:
-            await asyncio.to_thread(tracer.close)
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
 
 
 def _grammar_checker(model: str, metrics: Metrics) -> GrammarChecker | None:
