@@ -40,7 +40,8 @@ _BATCH_OBJECTS = 64  # per call; batches of a few thousand fail
 _POLL_INTERVAL_S = 0.002
 _LOCAL_BUFFER_BYTES = 1 << 20  # for API calls that are not used here
 _NO_SPACE = -200  # Mooncake error codes, from mooncake-store/include/types.h
-_MISSING = (-703, -704, -707)  # being written; not found; read for longer than the lease, so the bytes may be others'
+_LEASE_EXPIRED = -707
+_MISSING = (-703, -704, _LEASE_EXPIRED)  # being written; not found
 
 T = TypeVar("T")
 
@@ -113,8 +114,7 @@ class MooncakeConnector(BatchedConnector):
         for group in self._groups(blocks):
             # Without duplicates: of two equal names, Mooncake fills only one buffer.
             names = list(dict.fromkeys(self._name(block.key) for block in group))
-            sizes = [self._value_bytes] * len(names)
-            lengths = self._store.batch_get_into(names, _addresses(staging, len(names)), sizes)
+            lengths = self._read(names, _addresses(staging, len(names)))
             found = dict(zip(names, zip(staging, lengths, strict=False), strict=True))
             for block in group:
                 value, length = found[self._name(block.key)]
@@ -124,6 +124,22 @@ class MooncakeConnector(BatchedConnector):
                     block.missing()
                 else:
                     self._log_code(length)
+
+    def _read(self, names: list[str], addresses: list[int]) -> list[int]:
+        """Read values to their addresses, and return the length or the error code of each.
+
+        Mooncake may replace a value that is read for longer than its lease of 5 s, so such a read is repeated once.
+        """
+        sizes = [self._value_bytes] * len(names)
+        lengths: list[int] = self._store.batch_get_into(names, addresses, sizes)
+        late = [i for i, length in enumerate(lengths) if length == _LEASE_EXPIRED]
+        if late:
+            again = self._store.batch_get_into(
+                [names[i] for i in late], [addresses[i] for i in late], sizes[: len(late)]
+            )
+            for i, length in zip(late, again, strict=True):
+                lengths[i] = length
+        return lengths
 
     def contains_many(self, keys: Sequence[bytes]) -> Iterator[bool]:
         for start in range(0, len(keys), _BATCH_OBJECTS):

@@ -74,20 +74,27 @@ def test_blocks_are_lost_with_the_process_that_holds_them(mooncake: Any, attach:
     assert set(instance.store(new_keys(3), range(3)).outcomes) <= {Outcome.FULL, Outcome.UNAVAILABLE}
 
 
-def test_a_read_that_outlasts_mooncakes_own_lease_finds_nothing(
-    mooncake: Any, attach: Attach, new_keys: NewKeys, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("num_late", "outcome"), [(1, Outcome.OK), (2, Outcome.MISSING)])
+def test_a_read_that_outlasts_mooncakes_own_lease_is_repeated_once(
+    mooncake: Any, attach: Attach, new_keys: NewKeys, monkeypatch: pytest.MonkeyPatch, num_late: int, outcome: Outcome
 ) -> None:
     """Mooncake may replace an object whose read lease has expired, so the bytes that a slow read got may be others'."""
     instance, keys = attach(mooncake.url), new_keys(2)
     assert instance.store(keys, [0, 1]).leading == 2
     real = instance.connector._store
-    expired = SimpleNamespace(
-        batch_get_into=lambda names, *_: [-707] * len(names), register_buffer=real.register_buffer
-    )
-    with monkeypatch.context() as patch:
-        patch.setattr(instance.connector, "_store", expired)
-        assert instance.load(keys, [8, 9]).outcomes == [Outcome.MISSING] * 2
+    reads: list[list[str]] = []
+
+    def read(names: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
+        reads.append(names)
+        lengths: list[int] = real.batch_get_into(names, addresses, sizes)
+        return [lengths[0], -707] if len(reads) == 1 else lengths if len(reads) > num_late else [-707]
+
+    store = SimpleNamespace(batch_get_into=read, register_buffer=real.register_buffer)
+    monkeypatch.setattr(instance.connector, "_store", store)
+    assert instance.load(keys, [8, 9]).outcomes == [Outcome.OK, outcome] and reads[1] == reads[0][1:]
+    monkeypatch.undo()
     assert instance.load(keys, [8, 9]).leading == 2
+    np.testing.assert_array_equal(instance.rows[8:10], instance.rows[:2])
 
 
 def test_a_master_that_dies_and_restarts(mooncake: Any, attach: Attach, new_keys: NewKeys) -> None:
