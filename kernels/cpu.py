@@ -3,7 +3,7 @@
 import torch
 
 from pdserve.kernels.batch import PagedBatch
-from pdserve.kernels.native import DTYPES, functions
+from pdserve.kernels.native import DTYPES, AttentionArguments, functions
 
 NAME = "cpu"
 
@@ -53,32 +53,36 @@ def attend(
     _, heads, size = q_THD.shape
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
     tables_SM, starts = batch.tables_SM.contiguous(), batch.starts
-    functions().pdserve_attend(
-        DTYPES.index(q_THD.dtype),
-        out_THD.data_ptr(),
-        out_THD.stride(0),
-        out_THD.stride(1),
-        q_THD.data_ptr(),
-        q_THD.stride(0),
-        q_THD.stride(1),
-        cache_N2GBD.data_ptr(),
-        *_strides(cache_N2GBD),
-        tables_SM.data_ptr(),
-        starts.data_ptr(),
-        batch.kv_lens_S.data_ptr(),
-        len(batch.query_lens),
-        heads,
-        cache_N2GBD.shape[2],
-        size,
-        cache_N2GBD.shape[3],
-        tables_SM.shape[1],
-        scale,
-        window or 0,
-        softcap or 0.0,
-        max_split,
-        use_amx,
-        torch.get_num_threads(),
+    block, half, head = _strides(cache_N2GBD)
+    arguments = AttentionArguments(
+        out=out_THD.data_ptr(),
+        q=q_THD.data_ptr(),
+        cache=cache_N2GBD.data_ptr(),
+        tables=tables_SM.data_ptr(),
+        starts=starts.data_ptr(),
+        kv_lens=batch.kv_lens_S.data_ptr(),
+        out_token=out_THD.stride(0),
+        out_head=out_THD.stride(1),
+        q_token=q_THD.stride(0),
+        q_head=q_THD.stride(1),
+        block=block,
+        half=half,
+        head=head,
+        S=len(batch.query_lens),
+        H=heads,
+        G=cache_N2GBD.shape[2],
+        D=size,
+        B=cache_N2GBD.shape[3],
+        M=tables_SM.shape[1],
+        scale=scale,
+        softcap=softcap or 0.0,
+        window=window or 0,
+        threads=torch.get_num_threads(),
+        dtype=DTYPES.index(q_THD.dtype),
+        max_split=max_split,
+        use_amx=use_amx,
     )
+    functions().pdserve_attend(arguments)
     return out_THD
 
 

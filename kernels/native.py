@@ -31,11 +31,22 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the index is the constant in the C++ sources
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class AttentionArguments(ctypes.Structure):
+    """The arguments of pdserve_attend: `Problem` in problem.h, which explains them."""
+
+    _fields_ = (
+        *((name, _P) for name in ("out", "q", "cache", "tables", "starts", "kv_lens")),
+        *((name, _I) for name in ("out_token", "out_head", "q_token", "q_head", "block", "half", "head")),
+        *((name, _I) for name in ("S", "H", "G", "D", "B", "M")),
+        *((name, _F) for name in ("scale", "softcap")),
+        *((name, _I) for name in ("window", "threads", "dtype", "max_split", "use_amx")),
+    )
+
+
 _ARGUMENT_TYPES = {
-    "pdserve_attend": (
-        *(_I, _P, _I, _I, _P, _I, _I, _P, _I, _I, _I, _P, _P, _P),
-        *(_I, _I, _I, _I, _I, _I, _F, _I, _F, _I, _I, _I),
-    ),
+    "pdserve_attend": (ctypes.POINTER(AttentionArguments),),
     "pdserve_write_kv": (_P, _I, _I, _I, _P, _I, _I, _P, _I, _I, _P, _I, _I, _I, _I, _I),
     "pdserve_copy_blocks": (_P, _I, _P, _P, _I, _P, _I, _I, _I),
     "pdserve_rms_norm": (_I, _P, _P, _P, _I, _I, _F, _I),
@@ -98,6 +109,8 @@ def library() -> ctypes.CDLL:
     for name, types in _ARGUMENT_TYPES.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = list(types), None
+    size = ctypes.sizeof(AttentionArguments)
+    assert loaded.pdserve_attend_arguments() == size, "AttentionArguments and Problem in problem.h differ"
     if "amx_bf16" in cpu_features() and not loaded.pdserve_amx():
         log.warning("bfloat16 is slower: the processor has AMX, but the compiler or the system does not allow its use")
     return loaded

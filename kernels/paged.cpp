@@ -378,17 +378,13 @@ extern "C" {
 // Whether the library has AMX and the system lets this process use it.
 i64 pdserve_amx() { return amx::is_permitted(); }
 
-// dtype of query, cache and output: 0 float32, 1 bfloat16, 2 float16. max_split: KV tokens of a split; 0 lets the kernel
-// choose. use_amx: prefill in bfloat16 uses AMX, if pdserve_amx().
-void pdserve_attend(i64 dtype, void* out, i64 out_token, i64 out_head, const void* q, i64 q_token, i64 q_head,
-                    const void* cache, i64 block, i64 half, i64 head, const i64* tables, const i64* starts,
-                    const i64* kv_lens, i64 S, i64 H, i64 G, i64 D, i64 B, i64 M, float scale, i64 window, float softcap,
-                    i64 max_split, i64 use_amx, i64 threads) {
-    const Problem a{out,  q, cache, tables, starts, kv_lens, out_token, out_head, q_token, q_head, block, half,
-                    head, S, H,     G,      D,      B,       M,         scale,    softcap, window, threads};
-    if (dtype == 0) attend<float>(a, max_split, false);
-    if (dtype == 1) attend<bf16>(a, max_split, use_amx && amx::is_permitted());
-    if (dtype == 2) attend<fp16>(a, max_split, false);
+// Bytes of the arguments of pdserve_attend, which the caller compares with its own.
+i64 pdserve_attend_arguments() { return sizeof(Problem); }
+
+void pdserve_attend(const Problem* a) {
+    if (a->dtype == 0) attend<float>(*a, a->max_split, false);
+    if (a->dtype == 1) attend<bf16>(*a, a->max_split, a->use_amx && amx::is_permitted());
+    if (a->dtype == 2) attend<fp16>(*a, a->max_split, false);
 }
 
 // Copy K and V rows of `row` bytes to their slots. All strides in bytes.

@@ -16,6 +16,7 @@ namespace {
 constexpr float MIN_SCORE = -1e30f;  // initial running maximum: finite, since -inf - -inf is NaN
 constexpr float MASKED = -std::numeric_limits<float>::infinity();
 
+// One call of the attention kernel. `AttentionArguments` in native.py has the same fields in the same order.
 struct Problem {
     void* out;
     const void* q;
@@ -28,6 +29,9 @@ struct Problem {
     float scale, softcap;  // softcap 0: none
     i64 window;            // 0: none
     i64 threads;
+    i64 dtype;      // of query, cache and output: 0 float32, 1 bfloat16, 2 float16
+    i64 max_split;  // KV tokens of a split; 0 lets the kernel choose
+    i64 use_amx;    // prefill in bfloat16 uses AMX, if pdserve_amx()
 };
 
 // Query rows [first, end) of one sequence and key/value head; row = new token × R + query head within the group.

@@ -1,5 +1,6 @@
 """Native library: build failures, the build cache, concurrent builds, the OpenMP runtime and AMX permission."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -84,3 +85,9 @@ print(cpu.attend(torch.ones((5, 2, 32), dtype=torch.bfloat16), batch.layer(0), b
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[1.0]\n"
     assert "does not allow its use" in done.stderr
+
+
+def test_arguments_that_differ_from_the_compiled_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "AttentionArguments", ctypes.c_int64)
+    with pytest.raises(AssertionError, match=r"AttentionArguments and Problem in problem\.h differ"):
+        native.library.__wrapped__()
