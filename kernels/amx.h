@@ -1,4 +1,4 @@
-// Prefill attention in bfloat16 on Intel AMX, after FlashAttention-2 (Dao 2023).
+// Attention in bfloat16 on Intel AMX, after FlashAttention-2 (Dao 2023), for prefill and decode.
 //
 // A matrix tile is 16 rows of 16 words; a word is a float32 or a pair of bfloat16. The product instruction adds
 // a (16 × 32, pairs along its rows) · b (32 × 16, pairs along its columns) to c (16 × 16, float32). A task is up to TILE_ROWS
@@ -9,6 +9,9 @@
 // Everything is transposed, so that K is an operand in its own layout, vector lanes run along the query rows, and the softmax
 // never sums across lanes. Matrices are stored tile by tile, the second index varying fastest. D is padded with zeros to Dp, a
 // multiple of 32. Sums are float32; p is rounded to bfloat16 for the second product.
+//
+// As in paged.cpp, a row has the same result in both phases and in any batch: a decoding token's rows take the same steps as a
+// tile of prefill. KV_TILE and SPLIT are counted from token 0, and a row's maximum and rescaling depend on no other row.
 
 #pragma once
 
@@ -22,6 +25,7 @@ namespace {
 
 constexpr i64 SIDE = 16, PAIRS = 2 * SIDE, FLOATS = SIDE * SIDE, HALVES = 2 * FLOATS;
 constexpr i64 TILE_ROWS = 1024, STRIP = 32, KV_TILE = 256;
+constexpr i64 SPLIT = 2048;  // KV tokens: combining is dearer than in paged.cpp, as the output of 1024 rows fills half an L2 cache
 constexpr float LOG2_E = 1.44269504f;
 constexpr float MAX_LOG2_WEIGHT = 8;  // log2 of the weight above which the output is rescaled
 
@@ -101,19 +105,19 @@ inline void transpose(__m512* r) {
 // Mask of the first `count` of 32 lanes.
 inline __mmask32 lane_mask(i64 count) { return count >= 32 ? ~0u : count <= 0 ? 0 : (1u << count) - 1; }
 
-// Load K and V of tokens [first, first + count), the last one repeated up to a multiple of PAIRS: K as k[token / 16][D / 32],
-// and V^T as v[D / 16][token / 32], pairs along the tokens.
-inline void load_kv(const PagedKV<bf16>& kv, i64 first, i64 count, i64 Dp, bf16* k, bf16* v) {
-    const i64 D = kv.a.D, end = (count + PAIRS - 1) / PAIRS * PAIRS;
+// Load K and V of tokens [first + skipped, first + count): K as k[token / 16][D / 32], and V^T as v[D / 16][token / 32], pairs
+// along the tokens. Up to multiples of PAIRS, the first and the last token are repeated.
+inline void load_kv(const PagedKV<bf16>& kv, i64 first, i64 skipped, i64 count, i64 Dp, bf16* k, bf16* v) {
+    const i64 D = kv.a.D, begin = skipped / PAIRS * PAIRS, end = (count + PAIRS - 1) / PAIRS * PAIRS;
     const bf16* rows[KV_TILE];
-    for (i64 t = 0; t < end; t++) {
-        const bf16* const source = kv.k(first + std::min(t, count - 1));
+    for (i64 t = begin; t < end; t++) {
+        const bf16* const source = kv.k(first + std::clamp(t, skipped, count - 1));
         bf16* const target = k + t / SIDE * Dp * SIDE + t % SIDE * PAIRS;
         for (i64 d = 0; d < Dp; d += PAIRS)
             _mm512_store_si512(target + d * SIDE, _mm512_maskz_loadu_epi16(lane_mask(D - d), source + d));
         rows[t] = source + kv.a.half;
     }
-    for (i64 t = 0; t < end; t += PAIRS)
+    for (i64 t = begin; t < end; t += PAIRS)
         for (i64 d = 0; d < Dp; d += SIDE) {
             __m512 words[SIDE];
             const auto load = [&](i64 token) {
@@ -158,7 +162,8 @@ inline void online_softmax(const float* s, i64 count, float factor, bf16* p, flo
     const __m512 m_new = _mm512_mask_mov_ps(m_old, raised, tile_max);
     __m512 sums[2] = {_mm512_load_ps(l), _mm512_setzero_ps()};
     if (raised) {
-        const __m512 rescale = exp2_(_mm512_sub_ps(m_old, m_new));
+        // exp2_(0) is not quite 1: rows whose maximum stays must not be touched because another row's grows.
+        const __m512 rescale = _mm512_mask_mov_ps(_mm512_set1_ps(1), raised, exp2_(_mm512_sub_ps(m_old, m_new)));
         sums[0] = _mm512_mul_ps(sums[0], rescale);
         // Where the factor is 0, o may be uninitialised.
         const __mmask16 nonzero = _mm512_cmp_ps_mask(rescale, _mm512_setzero_ps(), _CMP_GT_OQ);
@@ -180,15 +185,15 @@ inline void online_softmax(const float* s, i64 count, float factor, bf16* p, flo
     _mm512_store_ps(l, _mm512_add_ps(sums[0], sums[1]));
 }
 
-// Buffers of one thread.
+// Buffers of one thread for up to `rows` query rows. m, l and o are of the current split, the totals of those before it.
 struct Scratch {
     const i64 Dp;
-    const Buffer<float> o, s, m, l;
+    const Buffer<float> o, s, m, l, total_o, total_m, total_l;
     const Buffer<bf16> q, k, v, p;
     const Buffer<int32_t> positions;  // of each row's token in its sequence
-    explicit Scratch(i64 D)
-        : Dp((D + PAIRS - 1) / PAIRS * PAIRS), o(TILE_ROWS * Dp), s(KV_TILE * STRIP), m(TILE_ROWS), l(TILE_ROWS),
-          q(TILE_ROWS * Dp), k(KV_TILE * Dp), v(KV_TILE * Dp), p(KV_TILE * STRIP), positions(TILE_ROWS) {}
+    Scratch(i64 D, i64 rows)
+        : Dp((D + PAIRS - 1) / PAIRS * PAIRS), o(rows * Dp), s(KV_TILE * STRIP), m(rows), l(rows), total_o(rows * Dp),
+          total_m(rows), total_l(rows), q(rows * Dp), k(KV_TILE * Dp), v(KV_TILE * Dp), p(KV_TILE * STRIP), positions(rows) {}
 };
 
 // Load the query rows as q[row / 16][D / 32], pairs along the head. Rows beyond the tile repeat its last.
@@ -201,8 +206,8 @@ inline void load_queries(const Problem& a, const Tile& tile, i64 rows, Scratch& 
             const i64 row = std::min(tile.first + i + j, tile.end - 1);
             source[j] = query + row / R * a.q_token + row % R * a.q_head;
             x.positions[i + j] = (int32_t)(a.kv_lens[tile.s] - query_len + row / R);
-            x.m[i + j] = MIN_SCORE;
-            x.l[i + j] = 0;
+            x.total_m[i + j] = MIN_SCORE;
+            x.total_l[i + j] = 0;
         }
         for (i64 d = 0; d < x.Dp; d += PAIRS) {
             __m512 words[SIDE];
@@ -218,13 +223,13 @@ inline void write_out(const Problem& a, const Tile& tile, const Scratch& x) {
     const i64 R = a.H / a.G, start = a.starts[tile.s];
     for (i64 i = 0; i < tile.end - tile.first; i += SIDE) {
         const i64 rows = std::min(SIDE, tile.end - tile.first - i);
-        const __m512 inverse_l = _mm512_div_ps(_mm512_set1_ps(1), _mm512_load_ps(x.l + i));
+        const __m512 inverse_l = _mm512_div_ps(_mm512_set1_ps(1), _mm512_load_ps(x.total_l + i));
         bf16* target[SIDE];
         for (i64 j = 0, row = tile.first + i; j < rows; j++, row++)
             target[j] = (bf16*)a.out + (start + row / R) * a.out_token + (tile.g * R + row % R) * a.out_head;
         for (i64 d = 0; d < a.D; d += SIDE) {
             __m512 words[SIDE];
-            for (i64 j = 0; j < SIDE; j++) words[j] = _mm512_mul_ps(inverse_l, _mm512_load_ps(x.o + i * x.Dp + (d + j) * SIDE));
+            for (i64 j = 0; j < SIDE; j++) words[j] = _mm512_mul_ps(inverse_l, _mm512_load_ps(x.total_o + i * x.Dp + (d + j) * SIDE));
             transpose(words);
             for (i64 j = 0; j < rows; j++)
                 _mm256_mask_storeu_epi16(target[j] + d, (__mmask16)lane_mask(a.D - d), (__m256i)_mm512_cvtneps_pbh(words[j]));
@@ -262,23 +267,91 @@ inline void attend_strip(const Problem& a, i64 row, i64 first, i64 count, Scratc
              length / PAIRS, true);
 }
 
-// Attention of one tile of query rows over all their KV.
-inline void prefill(const Problem& a, const Tile& tile, Scratch& x) {
-    const PagedKV<bf16> kv(a, tile.s, tile.g);
-    const i64 rows = (tile.end - tile.first + STRIP - 1) / STRIP * STRIP;
-    load_queries(a, tile, rows, x);
-    const i64 stop = x.positions[rows - 1] + 1;
-    for (i64 first = a.window ? std::max<i64>(0, x.positions[0] + 1 - a.window) : 0, next; first < stop; first = next) {
+// Attend from `rows` loaded query rows to their visible ones of the tokens [begin, stop), which lie in one split.
+inline void attend_split(const Problem& a, const PagedKV<bf16>& kv, i64 rows, i64 begin, i64 stop, Scratch& x) {
+    std::fill_n((float*)x.m, rows, MIN_SCORE);
+    std::fill_n((float*)x.l, rows, 0.f);
+    for (i64 first = begin / KV_TILE * KV_TILE, next; first < stop; first = next) {
         next = std::min(first + KV_TILE, stop);
         const i64 next_count = std::min(KV_TILE, stop - next);
-        load_kv(kv, first, next - first, x.Dp, x.k, x.v);
+        load_kv(kv, first, std::max<i64>(0, begin - first), next - first, x.Dp, x.k, x.v);
         for (i64 row = 0; row < rows; row += STRIP) {
             prefetch(kv, next + row * next_count / rows, next + (row + STRIP) * next_count / rows);
             attend_strip(a, row, first, next - first, x);
         }
     }
-    write_out(a, tile, x);
 }
+
+// 2^(m - m_new), exactly 1 where they are equal.
+inline __m512 split_weight(__m512 m, __m512 m_new) {
+    const __m512 weight = exp2_(_mm512_sub_ps(m, m_new));
+    return _mm512_mask_mov_ps(weight, _mm512_cmp_ps_mask(m, m_new, _CMP_EQ_OQ), _mm512_set1_ps(1));
+}
+
+// Add a split's m, l and o of `rows` query rows to those of the splits before it.
+inline void add_split(const float* m, const float* l, const float* o, i64 rows, Scratch& x) {
+    for (i64 i = 0; i < rows; i += SIDE) {
+        const __m512 m_old = _mm512_load_ps(x.total_m + i), m_split = _mm512_load_ps(m + i);
+        const __m512 m_new = _mm512_max_ps(m_old, m_split);
+        const __m512 old_weight = split_weight(m_old, m_new), weight = split_weight(m_split, m_new);
+        const __m512 split_l = _mm512_mul_ps(_mm512_load_ps(l + i), weight);
+        // Rows that have seen no token yet: their o is uninitialised.
+        const __mmask16 old = _mm512_cmp_ps_mask(m_old, _mm512_set1_ps(MIN_SCORE), _CMP_GT_OQ);
+        const __mmask16 seen = _mm512_cmp_ps_mask(m_split, _mm512_set1_ps(MIN_SCORE), _CMP_GT_OQ);
+        _mm512_store_ps(x.total_m + i, m_new);
+        _mm512_store_ps(x.total_l + i, _mm512_fmadd_ps(_mm512_load_ps(x.total_l + i), old_weight, split_l));
+        for (i64 d = 0; d < x.Dp; d++) {
+            float* const total = x.total_o + i * x.Dp + d * SIDE;
+            const __m512 split_o = _mm512_maskz_mul_ps(seen, _mm512_load_ps(o + i * x.Dp + d * SIDE), weight);
+            _mm512_store_ps(total, _mm512_fmadd_ps(_mm512_maskz_loadu_ps(old, total), old_weight, split_o));
+        }
+    }
+}
+
+// The kernel of one thread.
+struct Kernel {
+    static constexpr i64 SPLIT = amx::SPLIT;
+    const TileConfig tile_config;
+    const Problem& a;
+    Scratch x;
+    Kernel(const Problem& a, bool prefills) : a(a), x(a.D, prefills ? TILE_ROWS : decode_rows(a)) {}
+    static i64 decode_rows(const Problem& a) { return (a.H / a.G + STRIP - 1) / STRIP * STRIP; }
+    static i64 tile_rows(i64 rows) { return amx::tile_rows(rows); }
+    static i64 partial_size(const Problem& a) { return decode_rows(a) * (2 + (a.D + PAIRS - 1) / PAIRS * PAIRS); }
+
+    void prefill(const Tile& tile) {
+        const PagedKV<bf16> kv(a, tile.s, tile.g);
+        const i64 rows = (tile.end - tile.first + STRIP - 1) / STRIP * STRIP;
+        load_queries(a, tile, rows, x);
+        const i64 begin = a.window ? std::max<i64>(0, x.positions[0] + 1 - a.window) : 0, stop = x.positions[rows - 1] + 1;
+        for (i64 split = begin / SPLIT * SPLIT; split < stop; split += SPLIT) {
+            attend_split(a, kv, rows, std::max(begin, split), std::min(split + SPLIT, stop), x);
+            add_split(x.m, x.l, x.o, rows, x);
+        }
+        write_out(a, tile, x);
+    }
+
+    // Attention of one decoding token's rows over one split. The partial result is m[rows], l[rows], o[rows × Dp].
+    void decode(const Split& split, float* partial) {
+        const i64 rows = decode_rows(a);
+        load_queries(a, {split.s, split.g, 0, a.H / a.G}, rows, x);
+        attend_split(a, PagedKV<bf16>(a, split.s, split.g), rows, split.first, split.end, x);
+        std::copy_n((const float*)x.m, rows, partial);
+        std::copy_n((const float*)x.l, rows, partial + rows);
+        std::copy_n((const float*)x.o, rows * x.Dp, partial + 2 * rows);
+    }
+
+    void combine(const Split& split, const float* partials) {
+        const i64 rows = decode_rows(a), size = partial_size(a);
+        std::fill_n((float*)x.total_m, rows, MIN_SCORE);
+        std::fill_n((float*)x.total_l, rows, 0.f);
+        for (i64 i = 0; i < split.count; i++) {
+            const float* const m = partials + i * size;
+            add_split(m, m + rows, m + 2 * rows, rows, x);
+        }
+        write_out(a, {split.s, split.g, 0, a.H / a.G}, x);
+    }
+};
 
 }  // namespace
 }  // namespace amx
@@ -288,10 +361,15 @@ inline void prefill(const Problem& a, const Tile& tile, Scratch& x) {
 namespace amx {
 namespace {
 
-inline i64 tile_rows(i64 rows) { return rows; }
-struct TileConfig {};
-struct Scratch { explicit Scratch(i64) {} };
-inline void prefill(const Problem&, const Tile&, Scratch&) {}
+struct Kernel {
+    static constexpr i64 SPLIT = 1;
+    Kernel(const Problem&, bool) {}
+    static i64 tile_rows(i64 rows) { return rows; }
+    static i64 partial_size(const Problem&) { return 0; }
+    void prefill(const Tile&) {}
+    void decode(const Split&, float*) {}
+    void combine(const Split&, const float*) {}
+};
 
 }  // namespace
 }  // namespace amx

@@ -39,14 +39,12 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None,
-    max_split: int = 0,
     use_amx: bool = True,
 ) -> torch.Tensor:
     """Return the attention of every new token over its own sequence, [T, H, D].
 
     Args:
-        max_split: KV tokens of a decoding sequence that one task reads at most; 0 lets the kernel choose.
-        use_amx: allow AMX for prefill in bfloat16, where available.
+        use_amx: allow AMX in bfloat16, where available.
     """
     assert q_THD.dtype == cache_N2GBD.dtype
     q_THD = _contiguous_rows(q_THD)
@@ -79,7 +77,6 @@ def attend(
         window=window or 0,
         threads=torch.get_num_threads(),
         dtype=DTYPES.index(q_THD.dtype),
-        max_split=max_split,
         use_amx=use_amx,
     )
     functions().pdserve_attend(arguments)

@@ -18,7 +18,7 @@ void rms_norm(T* y, const T* x, const T* w, i64 rows, i64 n, float eps, i64 thre
         vf squares{};
         for (i64 i = 0; i < n; i += W) {
             const vf v = load(source + i, n - i);
-            squares += v * v;
+            squares = mul_add(v, v, squares);
         }
         const float factor = 1 / std::sqrt(sum(squares) / n + eps);
         for (i64 i = 0; i < n; i += W)

@@ -4,13 +4,21 @@
 // Softmax is online (Milakov & Gimelshein 2018): a running maximum m, a running sum l, and an output o that is rescaled when m
 // grows. All sums are float32, whatever the type of the KV.
 //
-// Decode (one new token): a task is a range of KV of one sequence and key/value head, read once for all query heads that share
-// it. Vector lanes run along the head, so that K and V are read in the order of the pool. The next rows are prefetched, since
-// blocks are far apart in memory; a few lines with every product, because many at once would delay the products. Long ranges
-// are split into several tasks whose (m, l, o) are combined afterwards (flash-decoding, Dao et al. 2023).
+// Decode (one new token): a task is a split of the KV of one sequence and key/value head, read once for all query heads that
+// share it. Vector lanes run along the head, so that K and V are read in the order of the pool. The next rows are prefetched,
+// since blocks are far apart in memory; a few lines with every product, because many at once would delay the products. The
+// (m, l, o) of the splits are combined afterwards (flash-decoding, Dao et al. 2023).
 // Prefill (more new tokens): a task is a tile of query rows (token × query head) of one key/value head. Vector lanes run along
 // the query rows, so that neither the products nor the softmax sum across lanes (after FlashAttention-2, Dao 2023). bfloat16
-// uses amx.h where AMX is available.
+// uses amx.h where AMX is available, in both phases.
+//
+// A query row has the same result, bit for bit, in both phases, in any batch and with any number of threads: KV is content,
+// found by other requests under its key. So both phases round alike:
+//   - q · k is W sums, over the elements d ≡ j (mod W), which are then added by halves (`sum`);
+//   - m, l and o advance by tiles of KV_TILE tokens; l adds the weights of a tile as W sums over the tokens t ≡ j (mod W), by
+//     halves; o adds the products p · v token by token;
+//   - splits of SPLIT tokens begin with an empty (m, l, o), and are combined from the first to the last.
+// Tiles and splits are counted from token 0. Masked tokens have p = 0, which changes no sum.
 //
 // Shape legend: see problem.h.
 
@@ -26,50 +34,52 @@
 
 namespace {
 
-constexpr int KV_TILE = 64;      // KV tokens per update of the output
+constexpr int KV_TILE = 64;      // KV tokens per update of the output; a multiple of W
 constexpr int ROW_TILE = 4 * W;  // query rows of a prefill task
-constexpr i64 MIN_SPLIT = 256;   // KV tokens: combining shorter splits costs more than a thread gains
+constexpr i64 SPLIT = 512;       // KV tokens: combining shorter splits costs more than a thread gains
+
+inline i64 round_up(i64 x, i64 multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 // ---- decode -----------------------------------------------------------------------------------------------------------
-
-// KV tokens [first, end) of one sequence and head: split number `index` of `count`.
-struct Split { i64 s, g, first, end, index, count; };
 
 template <class T>
 inline void prefetch(const T* row, i64 D) {
     for (const char *p = (const char*)row, *e = (const char*)(row + D); p < e; p += 64) __builtin_prefetch(p, 0, 2);
 }
 
-// s[r][t] = q[r] · k[t] for N query rows and `count` contiguous tokens. Prefetches the V rows.
+// s[r][t] = q[r] · k[t] for N query rows, padded with zeros to whole vectors, and `count` contiguous tokens. Prefetches the V
+// rows.
 template <class T, int N>
 void qk_dot(const float* q, const T* k, const T* v, i64 count, i64 D, float* s) {
     constexpr int Z = 4;  // tokens per iteration: N × Z sums in registers
-    const i64 full = D / W * W;
+    const i64 full = D / W * W, Dp = round_up(D, W);
     i64 t = 0;
     for (; t + Z <= count; t += Z) {
         vf acc[N][Z] = {};
+        const auto add = [&](i64 d, const vf (&kd)[Z]) {
+            for (int r = 0; r < N; r++) {
+                const vf qd = load(q + r * Dp + d);
+                for (int z = 0; z < Z; z++) acc[r][z] = mul_add(qd, kd[z], acc[r][z]);
+            }
+        };
         for (i64 d = 0; d < full; d += W) {
             prefetch(v + t * D + Z * d, Z * W);
             vf kd[Z];
             for (int z = 0; z < Z; z++) kd[z] = load(k + (t + z) * D + d);
-            for (int r = 0; r < N; r++) {
-                const vf qd = load(q + r * D + d);
-                for (int z = 0; z < Z; z++) acc[r][z] += qd * kd[z];
-            }
+            add(d, kd);
         }
-        for (int r = 0; r < N; r++) {
-            sum4(acc[r], s + r * KV_TILE + t);
-            for (int z = 0; z < Z; z++)
-                for (i64 d = full; d < D; d++) s[r * KV_TILE + t + z] += q[r * D + d] * to_float(k[(t + z) * D + d]);
+        if (full < D) {
+            vf kd[Z];
+            for (int z = 0; z < Z; z++) kd[z] = load(k + (t + z) * D + full, D - full);
+            add(full, kd);
         }
+        for (int r = 0; r < N; r++) sum4(acc[r], s + r * KV_TILE + t);
     }
     for (; t < count; t++)
         for (int r = 0; r < N; r++) {
             vf acc = {};
-            for (i64 d = 0; d < full; d += W) acc += load(q + r * D + d) * load(k + t * D + d);
-            float x = sum(acc);
-            for (i64 d = full; d < D; d++) x += q[r * D + d] * to_float(k[t * D + d]);
-            s[r * KV_TILE + t] = x;
+            for (i64 d = 0; d < D; d += W) acc = mul_add(load(q + r * Dp + d), load(k + t * D + d, D - d), acc);
+            s[r * KV_TILE + t] = sum(acc);
         }
 }
 
@@ -87,7 +97,7 @@ void accumulate_pv(const float* p, const T* v, const T* next_k, i64 count, i64 D
             vf vd[Z];
             for (int z = 0; z < Z; z++) vd[z] = load(v + t * D + d + z * W);
             for (int r = 0; r < N; r++)
-                for (int z = 0; z < Z; z++) acc[r][z] += p[r * KV_TILE + t] * vd[z];
+                for (int z = 0; z < Z; z++) acc[r][z] = mul_add(splat(p[r * KV_TILE + t]), vd[z], acc[r][z]);
         }
         for (int r = 0; r < N; r++)
             for (int z = 0; z < Z; z++) store(o + r * D + d + z * W, acc[r][z]);
@@ -98,58 +108,62 @@ void accumulate_pv(const float* p, const T* v, const T* next_k, i64 count, i64 D
         for (i64 t = 0; t < count; t++) {
             if (next_k) prefetch(next_k + t * D + d, W);
             const vf vd = load(v + t * D + d);
-            for (int r = 0; r < N; r++) acc[r] += p[r * KV_TILE + t] * vd;
+            for (int r = 0; r < N; r++) acc[r] = mul_add(splat(p[r * KV_TILE + t]), vd, acc[r]);
         }
         for (int r = 0; r < N; r++) store(o + r * D + d, acc[r]);
     }
     for (; d < D; d++)
         for (i64 t = 0; t < count; t++)
-            for (int r = 0; r < N; r++) o[r * D + d] += p[r * KV_TILE + t] * to_float(v[t * D + d]);
+            for (int r = 0; r < N; r++) o[r * D + d] = mul_add(p[r * KV_TILE + t], to_float(v[t * D + d]), o[r * D + d]);
 }
 
-// Turn the scores of one tile and row into unnormalised probabilities and update m and l. Returns the rescaling factor of o.
-inline float online_softmax(float* s, i64 count, const Problem& a, float& m, float& l) {
-    for (i64 t = count; t < (count + W - 1) / W * W; t++) s[t] = MASKED;
+// Turn the scores of one tile and row, of which [first, end) are visible, into unnormalised probabilities, and update m and l.
+// Returns the rescaling factor of o.
+inline float online_softmax(float* s, i64 first, i64 end, const Problem& a, float& m, float& l) {
+    const i64 stop = round_up(end, W);
+    for (i64 t = first / W * W; t < stop; t += W) store(s + t, apply_softcap(load(s + t) * a.scale, a));
+    std::fill(s, s + first, MASKED);
+    std::fill(s + end, s + stop, MASKED);
     float m_new = m;
-    for (i64 t = 0; t < count; t += W) store(s + t, apply_softcap(load(s + t) * a.scale, a));
-    for (i64 t = count; t < (count + W - 1) / W * W; t++) s[t] = MASKED;
 #pragma omp simd reduction(max : m_new)
-    for (i64 t = 0; t < count; t++) m_new = std::max(m_new, s[t]);
+    for (i64 t = first; t < end; t++) m_new = std::max(m_new, s[t]);
     vf total = {};
-    for (i64 t = 0; t < count; t += W) {
+    for (i64 t = 0; t < stop; t += W) {
         const vf p = exp_(load(s + t) - m_new);
         store(s + t, p);
         total += p;
     }
-    const float rescale = std::exp(m - m_new);
+    const float rescale = exp_(splat(m - m_new))[0];
     m = m_new;
-    l = l * rescale + sum(total);
+    l = mul_add(l, rescale, sum(total));
     return rescale;
 }
 
+// Attention of one sequence's query rows over one split: q, s and o are scratch, m[R], l[R] and o[R × D] the result.
 template <class T>
 void decode(const Problem& a, const Split& split, float* q, float* s, float* m, float* l, float* o) {
-    const i64 R = a.H / a.G, D = a.D;
+    const i64 R = a.H / a.G, D = a.D, Dp = round_up(D, W);
     const PagedKV<T> kv(a, split.s, split.g);
     const T* query = (const T*)a.q + a.starts[split.s] * a.q_token + split.g * R * a.q_head;
     for (i64 r = 0; r < R; r++) {
-        for (i64 d = 0; d < D; d++) q[r * D + d] = to_float(query[r * a.q_head + d]);
+        for (i64 d = 0; d < Dp; d++) q[r * Dp + d] = d < D ? to_float(query[r * a.q_head + d]) : 0;
         m[r] = MIN_SCORE;
         l[r] = 0;
     }
     std::fill_n(o, R * D, 0.f);
-    for (i64 first = split.first; first < split.end; first += KV_TILE) {
-        const i64 end = std::min(first + KV_TILE, split.end);
+    for (i64 first = split.first, end; first < split.end; first = end) {
+        const i64 tile = first / KV_TILE * KV_TILE;
+        end = std::min(tile + KV_TILE, split.end);
         for (i64 t = first, n; t < end; t += n) {
             n = kv.contiguous(t, end);
             const T *k = kv.k(t), *v = kv.v(t);
             i64 r = 0;
-            for (; r + 4 <= R; r += 4) qk_dot<T, 4>(q + r * D, k, v, n, D, s + r * KV_TILE + t - first);
-            for (; r + 2 <= R; r += 2) qk_dot<T, 2>(q + r * D, k, v, n, D, s + r * KV_TILE + t - first);
-            for (; r < R; r++) qk_dot<T, 1>(q + r * D, k, v, n, D, s + r * KV_TILE + t - first);
+            for (; r + 4 <= R; r += 4) qk_dot<T, 4>(q + r * Dp, k, v, n, D, s + r * KV_TILE + t - tile);
+            for (; r + 2 <= R; r += 2) qk_dot<T, 2>(q + r * Dp, k, v, n, D, s + r * KV_TILE + t - tile);
+            for (; r < R; r++) qk_dot<T, 1>(q + r * Dp, k, v, n, D, s + r * KV_TILE + t - tile);
         }
         for (i64 r = 0; r < R; r++) {
-            const float rescale = online_softmax(s + r * KV_TILE, end - first, a, m[r], l[r]);
+            const float rescale = online_softmax(s + r * KV_TILE, first - tile, end - tile, a, m[r], l[r]);
             if (rescale != 1.f)
                 for (i64 d = 0; d < D; d++) o[r * D + d] *= rescale;
         }
@@ -158,13 +172,14 @@ void decode(const Problem& a, const Split& split, float* q, float* s, float* m, 
             const T* v = kv.v(t);
             const bool prefetches = t + KV_TILE + n <= split.end && kv.contiguous(t + KV_TILE, split.end) >= n;
             const T* next_k = prefetches ? kv.k(t + KV_TILE) : nullptr;
+            const float* p = s + t - tile;
             i64 r = 0;
             for (; r + 4 <= R; r += 4)
-                accumulate_pv<T, 4>(s + r * KV_TILE + t - first, v, r ? nullptr : next_k, n, D, o + r * D);
+                accumulate_pv<T, 4>(p + r * KV_TILE, v, r ? nullptr : next_k, n, D, o + r * D);
             for (; r + 2 <= R; r += 2)
-                accumulate_pv<T, 2>(s + r * KV_TILE + t - first, v, r ? nullptr : next_k, n, D, o + r * D);
+                accumulate_pv<T, 2>(p + r * KV_TILE, v, r ? nullptr : next_k, n, D, o + r * D);
             for (; r < R; r++)
-                accumulate_pv<T, 1>(s + r * KV_TILE + t - first, v, r ? nullptr : next_k, n, D, o + r * D);
+                accumulate_pv<T, 1>(p + r * KV_TILE, v, r ? nullptr : next_k, n, D, o + r * D);
         }
     }
 }
@@ -179,53 +194,97 @@ void write_out(const Problem& a, i64 token, i64 head, const float* o, float l) {
 template <class T>
 void combine(const Problem& a, const Split& split, const float* partial, i64 size) {
     const i64 R = a.H / a.G, D = a.D;
-    std::vector<float> o(D);
+    std::vector<float> total(D);
     for (i64 r = 0; r < R; r++) {
         float m = MIN_SCORE, l = 0;
-        for (i64 i = 0; i < split.count; i++) m = std::max(m, partial[i * size + r]);
-        std::fill(o.begin(), o.end(), 0.f);
+        std::fill(total.begin(), total.end(), 0.f);
         for (i64 i = 0; i < split.count; i++) {
-            const float* p = partial + i * size;
-            const float weight = std::exp(p[r] - m);
-            l += weight * p[R + r];
-            for (i64 d = 0; d < D; d++) o[d] += weight * p[2 * R + r * D + d];
+            const float *p = partial + i * size, *o = p + 2 * R + r * D;
+            const float m_new = std::max(m, p[r]);
+            const float old_weight = exp_(splat(m - m_new))[0], weight = exp_(splat(p[r] - m_new))[0];
+            l = mul_add(l, old_weight, p[R + r] * weight);
+            for (i64 d = 0; d < D; d++) total[d] = mul_add(total[d], old_weight, o[d] * weight);
+            m = m_new;
         }
-        write_out<T>(a, a.starts[split.s], split.g * R + r, o.data(), l);
+        write_out<T>(a, a.starts[split.s], split.g * R + r, total.data(), l);
     }
 }
 
 // ---- prefill ----------------------------------------------------------------------------------------------------------
 
-// c[i][x] += Σ_j a[i · ai + j · aj] · b[j][x] for I rows × V vectors, as outer products: no sum across lanes.
+constexpr int bit_reversed(int n) {  // of a number below W
+    int reversed = 0;
+    for (int bit = 1; bit < W; bit *= 2) reversed = 2 * reversed + (n & bit ? 1 : 0);
+    return reversed;
+}
+
+// s[t][x] = Σ_d k[t][d] · q[d][x] for I tokens × V vectors of query rows, rounded as in `qk_dot`. The W sums are made in the
+// order in which the fewest of them wait for their other half.
 template <int I, int V>
-inline void multiply(float* c, const float* a, i64 ai, i64 aj, const float* b, i64 J) {
+inline void scores(float* s, const float* k, const float* q, i64 D) {
+    vf waiting[5][I][V];
+#pragma GCC unroll 16
+    for (int n = 0; n < W; n++) {
+        vf acc[I][V] = {};
+        for (i64 d = bit_reversed(n); d < D; d += W) {
+            vf qd[V];
+            for (int x = 0; x < V; x++) qd[x] = load(q + d * ROW_TILE + x * W);
+            for (int i = 0; i < I; i++) {
+                const vf kd = splat(k[i * D + d]);
+                for (int x = 0; x < V; x++) acc[i][x] = mul_add(kd, qd[x], acc[i][x]);
+            }
+        }
+        int level = 0;
+        for (; n >> level & 1; level++)
+            for (int i = 0; i < I; i++)
+                for (int x = 0; x < V; x++) acc[i][x] = waiting[level][i][x] + acc[i][x];
+        std::memcpy(waiting[level], acc, sizeof acc);
+    }
+    constexpr int LAST = W == 16 ? 4 : W == 8 ? 3 : 2;
+    for (int i = 0; i < I; i++)
+        for (int x = 0; x < V; x++) store(s + i * ROW_TILE + x * W, waiting[LAST][i][x]);
+}
+
+// The scores of `count` tokens × `vectors` vectors of query rows.
+void all_scores(float* s, const float* k, const float* q, i64 D, i64 count, i64 vectors) {
+    for (i64 x = 0; x < vectors; x++) {
+        i64 t = 0;
+        for (; t + 8 <= count; t += 8) scores<8, 1>(s + t * ROW_TILE + x * W, k + t * D, q + x * W, D);
+        for (; t < count; t++) scores<1, 1>(s + t * ROW_TILE + x * W, k + t * D, q + x * W, D);
+    }
+}
+
+// o[d][x] = o[d][x] · rescale[x] + Σ_t v[t][d] · p[t][x] for I elements of the head × V vectors of query rows, as outer
+// products.
+template <int I, int V>
+inline void multiply(float* o, const float* rescale, const float* v, const float* p, i64 count, i64 D) {
     vf acc[I][V];
     for (int i = 0; i < I; i++)
-        for (int x = 0; x < V; x++) acc[i][x] = load(c + i * ROW_TILE + x * W);
-    for (i64 j = 0; j < J; j++) {
-        vf bj[V];
-        for (int x = 0; x < V; x++) bj[x] = load(b + j * ROW_TILE + x * W);
+        for (int x = 0; x < V; x++) acc[i][x] = load(o + i * ROW_TILE + x * W) * load(rescale + x * W);
+    for (i64 t = 0; t < count; t++) {
+        vf pt[V];
+        for (int x = 0; x < V; x++) pt[x] = load(p + t * ROW_TILE + x * W);
         for (int i = 0; i < I; i++) {
-            const vf aij = splat(a[i * ai + j * aj]);
-            for (int x = 0; x < V; x++) acc[i][x] += aij * bj[x];
+            const vf vt = splat(v[t * D + i]);
+            for (int x = 0; x < V; x++) acc[i][x] = mul_add(vt, pt[x], acc[i][x]);
         }
     }
     for (int i = 0; i < I; i++)
-        for (int x = 0; x < V; x++) store(c + i * ROW_TILE + x * W, acc[i][x]);
+        for (int x = 0; x < V; x++) store(o + i * ROW_TILE + x * W, acc[i][x]);
 }
 
 template <int V>
-void multiply_rows(float* c, const float* a, i64 ai, i64 aj, const float* b, i64 I, i64 J) {
+void multiply_rows(float* o, const float* rescale, const float* v, const float* p, i64 count, i64 D) {
     constexpr int N = W == 16 ? 8 : 4;  // N × V sums in registers, of which AVX-512 has 32, others 16
-    i64 i = 0;
-    for (; i + N <= I; i += N) multiply<N, V>(c + i * ROW_TILE, a + i * ai, ai, aj, b, J);
-    for (; i < I; i++) multiply<1, V>(c + i * ROW_TILE, a + i * ai, ai, aj, b, J);
+    i64 d = 0;
+    for (; d + N <= D; d += N) multiply<N, V>(o + d * ROW_TILE, rescale, v + d, p, count, D);
+    for (; d < D; d++) multiply<1, V>(o + d * ROW_TILE, rescale, v + d, p, count, D);
 }
 
-void multiply_all(float* c, const float* a, i64 ai, i64 aj, const float* b, i64 I, i64 J, i64 vectors) {
+void multiply_all(float* o, const float* rescale, const float* v, const float* p, i64 count, i64 D, i64 vectors) {
     i64 x = 0;
-    for (; x + 2 <= vectors; x += 2) multiply_rows<2>(c + x * W, a, ai, aj, b + x * W, I, J);
-    for (; x < vectors; x++) multiply_rows<1>(c + x * W, a, ai, aj, b + x * W, I, J);
+    for (; x + 2 <= vectors; x += 2) multiply_rows<2>(o + x * W, rescale + x * W, v, p + x * W, count, D);
+    for (; x < vectors; x++) multiply_rows<1>(o + x * W, rescale + x * W, v, p + x * W, count, D);
 }
 
 template <class T>
@@ -235,10 +294,56 @@ void widen(const T* source, float* target, i64 count) {
     for (; i < count; i++) target[i] = to_float(source[i]);
 }
 
+// Buffers of one thread. o is of the current split, total_o of those before it.
 struct Scratch {
-    std::vector<float> q, o, k, v, s;
-    explicit Scratch(i64 D) : q(D * ROW_TILE), o(D * ROW_TILE), k(D * KV_TILE), v(D * KV_TILE), s(KV_TILE * ROW_TILE) {}
+    std::vector<float> q, o, total_o, k, v, s;
+    float m[ROW_TILE], l[ROW_TILE], rescale[ROW_TILE], total_m[ROW_TILE], total_l[ROW_TILE];
+    int32_t positions[ROW_TILE];  // of each row's token in its sequence
+    explicit Scratch(i64 D)
+        : q(D * ROW_TILE), o(D * ROW_TILE), total_o(D * ROW_TILE), k(D * KV_TILE), v(D * KV_TILE), s(KV_TILE * ROW_TILE) {}
 };
+
+// Turn the scores of tokens [tile, tile + count) for W query rows, from row i on, into unnormalised probabilities. Updates m and
+// l, and sets the rescaling factor of o.
+inline void online_softmax(const Problem& a, Scratch& x, i64 i, i64 tile, i64 count) {
+    vi query_position;
+    std::memcpy(&query_position, x.positions + i, sizeof query_position);
+    const vf m_old = load(x.m + i);
+    vf m_new = m_old;
+    for (i64 t = 0; t < count; t++) {
+        float* s = x.s.data() + t * ROW_TILE + i;
+        const vi token = (int32_t)(tile + t) - vi{};
+        vf score = apply_softcap(load(s) * a.scale, a);
+        score = token <= query_position ? score : splat(MASKED);
+        if (a.window) score = token > query_position - (int32_t)a.window ? score : splat(MASKED);
+        store(s, score);
+        m_new = vmax(score, m_new);
+    }
+    vf totals[W] = {};
+    for (i64 t = 0; t < count; t++) {
+        const vf p = exp_(load(x.s.data() + t * ROW_TILE + i) - m_new);
+        store(x.s.data() + t * ROW_TILE + i, p);
+        totals[t % W] += p;
+    }
+    for (int n = W / 2; n; n /= 2)
+        for (int j = 0; j < n; j++) totals[j] += totals[j + n];
+    const vf rescale = exp_(m_old - m_new);
+    store(x.m + i, m_new);
+    store(x.l + i, mul_add(load(x.l + i), rescale, totals[0]));
+    store(x.rescale + i, rescale);
+}
+
+// Add the current split of W query rows, from row i on, to those before it.
+inline void add_split(const Problem& a, Scratch& x, i64 i) {
+    const vf m_old = load(x.total_m + i), m_split = load(x.m + i), m_new = vmax(m_old, m_split);
+    const vf old_weight = exp_(m_old - m_new), weight = exp_(m_split - m_new);
+    store(x.total_m + i, m_new);
+    store(x.total_l + i, mul_add(load(x.total_l + i), old_weight, load(x.l + i) * weight));
+    for (i64 d = 0; d < a.D; d++) {
+        float* const total = x.total_o.data() + d * ROW_TILE + i;
+        store(total, mul_add(load(total), old_weight, load(x.o.data() + d * ROW_TILE + i) * weight));
+    }
+}
 
 template <class T>
 void prefill(const Problem& a, const Tile& tile, Scratch& x) {
@@ -246,128 +351,102 @@ void prefill(const Problem& a, const Tile& tile, Scratch& x) {
     const i64 start = a.starts[tile.s], query_len = a.starts[tile.s + 1] - start, cached = a.kv_lens[tile.s] - query_len;
     const PagedKV<T> kv(a, tile.s, tile.g);
     const T* query = (const T*)a.q + start * a.q_token + tile.g * R * a.q_head;
-    float m[ROW_TILE], l[ROW_TILE];
-    int32_t position[ROW_TILE];  // position of the row's token in its sequence
     for (i64 i = 0; i < vectors * W; i++) {
         const i64 row = std::min(tile.first + i, tile.end - 1);  // lanes beyond the tile repeat its last row
         const T* source = query + row / R * a.q_token + row % R * a.q_head;
         for (i64 d = 0; d < D; d++) x.q[d * ROW_TILE + i] = to_float(source[d]);
-        position[i] = (int32_t)(cached + row / R);
-        m[i] = MIN_SCORE;
-        l[i] = 0;
+        x.positions[i] = (int32_t)(cached + row / R);
     }
-    std::fill(x.o.begin(), x.o.end(), 0.f);
-    const i64 stop = position[rows - 1] + 1;
-    for (i64 first = a.window ? std::max<i64>(0, position[0] + 1 - a.window) : 0; first < stop; first += KV_TILE) {
-        const i64 count = std::min<i64>(KV_TILE, stop - first);
-        for (i64 t = 0, n; t < count; t += n) {
-            n = kv.contiguous(first + t, first + count);
-            widen(kv.k(first + t), x.k.data() + t * D, n * D);
-            widen(kv.v(first + t), x.v.data() + t * D, n * D);
-        }
-        for (i64 t = 0; t < count; t++) std::fill_n(x.s.data() + t * ROW_TILE, vectors * W, 0.f);
-        multiply_all(x.s.data(), x.k.data(), D, 1, x.q.data(), count, D, vectors);
-        for (i64 i = 0; i < vectors * W; i += W) {
-            vi query_position;
-            std::memcpy(&query_position, position + i, sizeof query_position);
-            const vf m_old = load(m + i);
-            vf m_new = m_old;
-            for (i64 t = 0; t < count; t++) {
-                float* s = x.s.data() + t * ROW_TILE + i;
-                const vi token = (int32_t)(first + t) - vi{};
-                vf score = apply_softcap(load(s) * a.scale, a);
-                score = token <= query_position ? score : splat(MASKED);
-                if (a.window) score = token > query_position - (int32_t)a.window ? score : splat(MASKED);
-                store(s, score);
-                m_new = vmax(score, m_new);
+    std::fill_n(x.total_m, ROW_TILE, MIN_SCORE);
+    std::fill_n(x.total_l, ROW_TILE, 0.f);
+    std::fill(x.total_o.begin(), x.total_o.end(), 0.f);
+    const i64 begin = a.window ? std::max<i64>(0, x.positions[0] + 1 - a.window) : 0, stop = x.positions[rows - 1] + 1;
+    for (i64 split = begin / SPLIT * SPLIT; split < stop; split += SPLIT) {
+        std::fill_n(x.m, ROW_TILE, MIN_SCORE);
+        std::fill_n(x.l, ROW_TILE, 0.f);
+        std::fill(x.o.begin(), x.o.end(), 0.f);
+        const i64 split_end = std::min(split + SPLIT, stop);
+        for (i64 first = std::max(begin, split) / KV_TILE * KV_TILE; first < split_end; first += KV_TILE) {
+            const i64 count = std::min<i64>(KV_TILE, split_end - first), void_tokens = std::max<i64>(0, begin - first);
+            std::fill_n(x.k.data(), void_tokens * D, 0.f);  // outside of every row's window; their blocks may be others' now
+            std::fill_n(x.v.data(), void_tokens * D, 0.f);
+            for (i64 t = void_tokens, n; t < count; t += n) {
+                n = kv.contiguous(first + t, first + count);
+                widen(kv.k(first + t), x.k.data() + t * D, n * D);
+                widen(kv.v(first + t), x.v.data() + t * D, n * D);
             }
-            const vf rescale = exp_(m_old - m_new);
-            vf total = load(l + i) * rescale;
-            for (i64 t = 0; t < count; t++) {
-                const vf p = exp_(load(x.s.data() + t * ROW_TILE + i) - m_new);
-                store(x.s.data() + t * ROW_TILE + i, p);
-                total += p;
-            }
-            store(m + i, m_new);
-            store(l + i, total);
-            for (i64 d = 0; d < D; d++) store(x.o.data() + d * ROW_TILE + i, load(x.o.data() + d * ROW_TILE + i) * rescale);
+            all_scores(x.s.data(), x.k.data(), x.q.data(), D, count, vectors);
+            for (i64 i = 0; i < vectors * W; i += W) online_softmax(a, x, i, first, count);
+            multiply_all(x.o.data(), x.rescale, x.v.data(), x.s.data(), count, D, vectors);
         }
-        multiply_all(x.o.data(), x.v.data(), 1, D, x.s.data(), D, count, vectors);
+        for (i64 i = 0; i < vectors * W; i += W) add_split(a, x, i);
     }
     std::vector<float> row(D);
     for (i64 i = 0; i < rows; i++) {
-        for (i64 d = 0; d < D; d++) row[d] = x.o[d * ROW_TILE + i];
-        write_out<T>(a, start + (tile.first + i) / R, tile.g * R + (tile.first + i) % R, row.data(), l[i]);
+        for (i64 d = 0; d < D; d++) row[d] = x.total_o[d * ROW_TILE + i];
+        write_out<T>(a, start + (tile.first + i) / R, tile.g * R + (tile.first + i) % R, row.data(), x.total_l[i]);
     }
 }
 
 // ---- tasks ------------------------------------------------------------------------------------------------------------
 
+// The kernel of one thread on vector instructions; amx::Kernel is the other one.
 template <class T>
-void attend(const Problem& a, i64 max_split, bool use_amx) {
-    const i64 R = a.H / a.G, D = a.D;
-    i64 decode_tokens = 0, work = 0;
-    std::vector<i64> window_starts(a.S);
-    for (i64 s = 0; s < a.S; s++) {
-        const i64 query_len = a.starts[s + 1] - a.starts[s];
-        window_starts[s] = a.window ? std::max<i64>(0, a.kv_lens[s] - a.window) : 0;
-        if (query_len == 1) decode_tokens += (a.kv_lens[s] - window_starts[s]) * a.G;
-        work += (a.kv_lens[s] - window_starts[s]) * a.H * query_len;
+struct VectorKernel {
+    static constexpr i64 SPLIT = ::SPLIT;
+    const Problem& a;
+    Scratch scratch;
+    std::vector<float> q, s;
+    VectorKernel(const Problem& a, bool prefills)
+        : a(a), scratch(prefills ? a.D : 0), q(a.H / a.G * round_up(a.D, W)), s(a.H / a.G * KV_TILE) {}
+    static i64 tile_rows(i64) { return ROW_TILE; }
+    static i64 partial_size(const Problem& a) { return a.H / a.G * (2 + a.D); }
+    void prefill(const Tile& tile) { ::prefill<T>(a, tile, scratch); }
+    void decode(const Split& split, float* partial) {
+        const i64 R = a.H / a.G;
+        ::decode<T>(a, split, q.data(), s.data(), partial, partial + R, partial + 2 * R);
     }
+    void combine(const Split& split, const float* partials) { ::combine<T>(a, split, partials, partial_size(a)); }
+};
+
+template <class Kernel>
+void attend(const Problem& a) {
+    const i64 R = a.H / a.G;
     // Four tasks per thread balance the load if the system preempts a thread.
-    const i64 tile_rows = use_amx ? amx::tile_rows(a.starts[a.S] * a.H / (4 * a.threads)) : ROW_TILE;
-    i64 split_length = max_split ? max_split : std::max(MIN_SPLIT, decode_tokens / (4 * a.threads));
-    split_length = (split_length + KV_TILE - 1) / KV_TILE * KV_TILE;
+    const i64 tile_rows = Kernel::tile_rows(a.starts[a.S] * a.H / (4 * a.threads));
     std::vector<Split> splits;
     std::vector<Tile> tiles;
-    i64 num_partials = 0;
+    i64 work = 0;
     for (i64 s = 0; s < a.S; s++) {
-        const i64 query_len = a.starts[s + 1] - a.starts[s], first = window_starts[s], end = a.kv_lens[s];
-        const i64 num_pieces = (end - first + split_length - 1) / split_length;
+        const i64 query_len = a.starts[s + 1] - a.starts[s], end = a.kv_lens[s];
+        const i64 begin = a.window ? std::max<i64>(0, end - a.window) : 0;
+        work += (end - begin) * a.H * query_len;
         if (query_len == 1) {
+            const i64 first = begin / Kernel::SPLIT, count = (end + Kernel::SPLIT - 1) / Kernel::SPLIT - first;
             for (i64 g = 0; g < a.G; g++)
-                for (i64 i = 0; i < num_pieces; i++)
-                    splits.push_back({s, g, first + i * split_length, std::min(end, first + (i + 1) * split_length), i,
-                                      num_pieces});
+                for (i64 i = 0; i < count; i++)
+                    splits.push_back({s, g, std::max(begin, (first + i) * Kernel::SPLIT),
+                                      std::min(end, (first + i + 1) * Kernel::SPLIT), i, count});
         } else {
             for (i64 row = (query_len * R - 1) / tile_rows * tile_rows; row >= 0; row -= tile_rows)  // longest tasks first
                 for (i64 g = 0; g < a.G; g++) tiles.push_back({s, g, row, std::min(row + tile_rows, query_len * R)});
         }
-        if (query_len == 1 && num_pieces > 1) num_partials += num_pieces * a.G;
     }
-    const i64 size = 2 * R + R * D;
-    std::vector<float> partials(num_partials * size);
-    std::vector<float*> partial_of(splits.size());
-    float* next_partial = partials.data();
-    for (size_t i = 0; i < splits.size(); i++)
-        if (splits[i].count > 1) partial_of[i] = next_partial, next_partial += size;
-    const i64 num_splits = splits.size(), num_tiles = tiles.size();
-#pragma omp parallel num_threads((int)a.threads) if (work * D > 1 << 16)
+    const i64 num_splits = splits.size(), num_tiles = tiles.size(), size = Kernel::partial_size(a);
+    const amx::Buffer<float> partials(num_splits * size);
+#pragma omp parallel num_threads((int)a.threads) if (work * a.D > 1 << 16)
     {
-        if (num_tiles && use_amx) {
-            const amx::TileConfig tile_config;
-            amx::Scratch scratch(D);
+        Kernel kernel(a, num_tiles > 0);
 #pragma omp for schedule(dynamic, 1) nowait
-            for (i64 i = 0; i < num_tiles; i++) amx::prefill(a, tiles[i], scratch);
-        } else if (num_tiles) {
-            Scratch scratch(D);
-#pragma omp for schedule(dynamic, 1) nowait
-            for (i64 i = 0; i < num_tiles; i++) prefill<T>(a, tiles[i], scratch);
-        }
-        std::vector<float> q(R * D), s(R * KV_TILE), own(size);
+        for (i64 i = 0; i < num_tiles; i++) kernel.prefill(tiles[i]);
 #pragma omp for schedule(dynamic, 1)
         for (i64 i = 0; i < num_splits; i++) {
-            float* m = partial_of[i] ? partial_of[i] : own.data();
-            decode<T>(a, splits[i], q.data(), s.data(), m, m + R, m + 2 * R);
-            if (!partial_of[i])
-                for (i64 r = 0; r < R; r++)
-                    write_out<T>(a, a.starts[splits[i].s], splits[i].g * R + r, m + 2 * R + r * D, m[R + r]);
+            kernel.decode(splits[i], partials + i * size);
+            if (splits[i].count == 1) kernel.combine(splits[i], partials + i * size);
         }
-        if (num_partials) {
 #pragma omp for schedule(dynamic, 1)
-            for (i64 i = 0; i < num_splits; i++)
-                if (partial_of[i] && splits[i].index == 0) combine<T>(a, splits[i], partial_of[i], size);
-        }
+        for (i64 i = 0; i < num_splits; i++)
+            if (splits[i].count > 1 && splits[i].index == 0) kernel.combine(splits[i], partials + i * size);
     }
 }
 
@@ -382,9 +461,10 @@ i64 pdserve_amx() { return amx::is_permitted(); }
 i64 pdserve_attend_arguments() { return sizeof(Problem); }
 
 void pdserve_attend(const Problem* a) {
-    if (a->dtype == 0) attend<float>(*a, a->max_split, false);
-    if (a->dtype == 1) attend<bf16>(*a, a->max_split, a->use_amx && amx::is_permitted());
-    if (a->dtype == 2) attend<fp16>(*a, a->max_split, false);
+    if (a->dtype == 0) attend<VectorKernel<float>>(*a);
+    if (a->dtype == 1 && a->use_amx && amx::is_permitted()) attend<amx::Kernel>(*a);
+    else if (a->dtype == 1) attend<VectorKernel<bf16>>(*a);
+    if (a->dtype == 2) attend<VectorKernel<fp16>>(*a);
 }
 
 // Copy K and V rows of `row` bytes to their slots. All strides in bytes.

@@ -29,13 +29,15 @@ struct Problem {
     float scale, softcap;  // softcap 0: none
     i64 window;            // 0: none
     i64 threads;
-    i64 dtype;      // of query, cache and output: 0 float32, 1 bfloat16, 2 float16
-    i64 max_split;  // KV tokens of a split; 0 lets the kernel choose
-    i64 use_amx;    // prefill in bfloat16 uses AMX, if pdserve_amx()
+    i64 dtype;    // of query, cache and output: 0 float32, 1 bfloat16, 2 float16
+    i64 use_amx;  // bfloat16 uses AMX, if pdserve_amx()
 };
 
 // Query rows [first, end) of one sequence and key/value head; row = new token × R + query head within the group.
 struct Tile { i64 s, g, first, end; };
+
+// KV tokens [first, end) of one sequence and key/value head: split number `index` of `count`.
+struct Split { i64 s, g, first, end, index, count; };
 
 // Addresses of the K and V rows of one sequence and head. The tokens of a block are contiguous.
 template <class T>

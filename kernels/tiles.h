@@ -6,7 +6,11 @@
 
 #include "vectors.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__linux__)
+#if defined(PDSERVE_EMULATE_AMX) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define PDSERVE_AMX
+#include <immintrin.h>
+#include "amx_emulation.h"
+#elif defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__linux__)
 #define PDSERVE_AMX
 #include <immintrin.h>
 #include <sys/syscall.h>
@@ -18,7 +22,9 @@ namespace {
 
 // Whether this build has AMX and the system lets the process use it.
 inline bool is_permitted() {
-#ifdef PDSERVE_AMX
+#if defined(PDSERVE_EMULATE_AMX)
+    return true;
+#elif defined(PDSERVE_AMX)
     constexpr long REQUEST = 0x1023, TILES = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA; applies to the process
     static const bool granted = syscall(SYS_arch_prctl, REQUEST, TILES) == 0;
     return granted;

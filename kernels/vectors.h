@@ -117,15 +117,35 @@ inline vf round_to<bf16>(vf x) {
 }
 
 inline vf vmax(vf a, vf b) { return a > b ? a : b; }
-inline float sum(vf v) {
-    float x[W], total = 0;
-    store(x, v);
-#pragma omp simd reduction(+ : total)
-    for (int i = 0; i < W; i++) total += x[i];
-    return total;
+
+// a · b + c, rounded once where the processor can. Nothing else is: the compiler would choose by context (-ffp-contract=off).
+#if defined(__FMA__) || defined(__AVX512F__) || defined(__ARM_FEATURE_FMA)
+inline float mul_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#else
+inline float mul_add(float a, float b, float c) { return a * b + c; }
+#endif
+inline vf mul_add(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX__) && defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON) && defined(__ARM_FEATURE_FMA)
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
 }
 
-// to[i] = sum of the lanes of v[i], for four vectors at once, with a quarter of the shuffles.
+// Sum of the lanes, by halves: lane i + lane (i + W/2), and so on.
+inline float sum(vf v) {
+    float x[W];
+    store(x, v);
+    for (int n = W / 2; n; n /= 2)
+        for (int i = 0; i < n; i++) x[i] += x[i + n];
+    return x[0];
+}
+
+// to[i] = sum(v[i]), for four vectors at once, with a quarter of the shuffles.
 inline void sum4(const vf* v, float* to) {
 #if defined(__AVX512F__)
     const __m512 a = (__m512)v[0], b = (__m512)v[1], c = (__m512)v[2], d = (__m512)v[3];
@@ -137,30 +157,29 @@ inline void sum4(const vf* v, float* to) {
     const __m512i lanes = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
     _mm_storeu_ps(to, _mm512_castps512_ps128(_mm512_permutexvar_ps(lanes, s)));
 #elif defined(__AVX__)
-    const __m256 ab = _mm256_hadd_ps((__m256)v[0], (__m256)v[1]), cd = _mm256_hadd_ps((__m256)v[2], (__m256)v[3]);
-    const __m256 s = _mm256_hadd_ps(ab, cd);
-    _mm_storeu_ps(to, _mm256_castps256_ps128(s) + _mm256_extractf128_ps(s, 1));
+    const auto halves = [](vf x) { return _mm256_castps256_ps128((__m256)x) + _mm256_extractf128_ps((__m256)x, 1); };
+    const __m128 a = halves(v[0]), b = halves(v[1]), c = halves(v[2]), d = halves(v[3]);
+    const __m128 ab = _mm_movelh_ps(a, b) + _mm_movehl_ps(b, a), cd = _mm_movelh_ps(c, d) + _mm_movehl_ps(d, c);
+    _mm_storeu_ps(to, _mm_shuffle_ps(ab, cd, 0x88) + _mm_shuffle_ps(ab, cd, 0xdd));
 #elif defined(__ARM_NEON) && defined(__aarch64__)
-    const float32x4_t ab = vpaddq_f32((float32x4_t)v[0], (float32x4_t)v[1]);
-    vst1q_f32(to, vpaddq_f32(ab, vpaddq_f32((float32x4_t)v[2], (float32x4_t)v[3])));
+    const auto halves = [](vf x) { return vget_low_f32((float32x4_t)x) + vget_high_f32((float32x4_t)x); };
+    const float32x2_t ab = vpadd_f32(halves(v[0]), halves(v[1])), cd = vpadd_f32(halves(v[2]), halves(v[3]));
+    vst1q_f32(to, vcombine_f32(ab, cd));
 #else
     for (int i = 0; i < 4; i++) to[i] = sum(v[i]);
 #endif
 }
 
-// e^x for x <= 0 to 2 ulp (Cephes); 0 below -87.
+// e^x for x <= 0 to 2 ulp (Cephes); exactly 1 for 0, and 0 below -87.
 inline vf exp_(vf x) {
     const vf y = vmax(x, splat(-87.f));
     const vf magic = splat(12582912.f);  // 1.5 × 2^23: adding it rounds to an integer
-    const vf n = (y * 1.44269504f + magic) - magic;
-    const vf r = (y - n * 0.693359375f) + n * 2.12194440e-4f;
+    const vf n = mul_add(y, splat(1.44269504f), magic) - magic;
+    const vf r = mul_add(n, splat(2.12194440e-4f), mul_add(n, splat(-0.693359375f), y));
     vf p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.f;
+    for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        p = mul_add(p, r, splat(c));
+    p = mul_add(p * r, r, r) + 1.f;
     const vf scale = (vf)((__builtin_convertvector(n, vi) + 127) << 23);
     return x > splat(-87.f) ? p * scale : vf{};
 }
@@ -169,11 +188,9 @@ inline vf exp_(vf x) {
 inline vf tanh_(vf x) {
     const vf a = vmax(x, -x), z = x * x;
     vf p = splat(-5.70498872745e-3f);
-    p = p * z + 2.06390887954e-2f;
-    p = p * z - 5.37397155531e-2f;
-    p = p * z + 1.33314422036e-1f;
-    p = p * z - 3.33332819422e-1f;
-    const vf small = p * z * x + x;
+    for (const float c : {2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f})
+        p = mul_add(p, z, splat(c));
+    const vf small = mul_add(p * z, x, x);
     const vf e = exp_(-2.f * a), t = (1.f - e) / (1.f + e);
     return a < splat(0.625f) ? small : (x < vf{} ? -t : t);
 }

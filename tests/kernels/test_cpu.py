@@ -1,4 +1,7 @@
-"""CPU kernel: equals the reference kernel in float32."""
+"""CPU kernel: equals the reference kernel in float32, and a row's result depends on no other row.
+
+test_instruction_sets.py runs these tests for other instruction sets too.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,13 +24,13 @@ pytestmark = pytest.mark.usefixtures("cpu_kernel")
 
 
 def check(case: Any, window: int | None, softcap: float | None) -> None:
-    """Compare with the reference, unsplit and split over KV, with and without AMX."""
+    """Compare with the reference, with and without AMX."""
     scale, dtype = case.q_THD.shape[2] ** -0.5, case.q_THD.dtype
     expected = case.expected(scale, window, softcap)
     cpu.write_kv(case.cache_N2GBD, case.k_TGD, case.v_TGD, case.batch.slots_T)
     case.poison_out_of_window(window)
-    for max_split, use_amx in ((1 << 20, False), (64, True)):
-        got = cpu.attend(case.q_THD, case.cache_N2GBD, case.batch, scale, window, softcap, max_split, use_amx)
+    for use_amx in (False, True):
+        got = cpu.attend(case.q_THD, case.cache_N2GBD, case.batch, scale, window, softcap, use_amx)
         assert got.dtype == dtype
         torch.testing.assert_close(got.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     again = reference.attend(case.q_THD, case.cache_N2GBD, case.batch, scale, window, softcap)
@@ -76,15 +79,55 @@ def test_large_scores_stay_finite(dtype: torch.dtype, make_case: Callable[..., A
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_chunked_prefill_is_bit_identical(dtype: torch.dtype, make_case: Callable[..., Any]) -> None:
-    """A token's output does not depend on the rest of the batch."""
-    case = make_case(dtype, 6, 2, 64, 16, [(600, 600)], cpu)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "block_size", "window", "softcap"),
+    [
+        (6, 2, 64, 16, None, None),
+        (8, 1, 128, 16, None, 30.0),
+        (3, 3, 20, 16, None, None),
+        (6, 2, 80, 8, 300, None),
+        (14, 2, 32, 100, 100, 20.0),
+        (2, 1, 16, 16, 2300, None),
+    ],
+)
+def test_a_row_depends_on_its_own_history_only(
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    block_size: int,
+    window: int | None,
+    softcap: float | None,
+    make_case: Callable[..., Any],
+) -> None:
+    """Bit for bit the same in one prefill, in chunks, in decode alone and beside others, and with any number of threads."""
+    tokens = 2600 if window == 2300 else 1200  # beyond the splits and windows of each kernel
+    case = make_case(dtype, heads, kv_heads, size, block_size, [(tokens, tokens)], cpu)
+    case.q_THD.mul_(20)  # scores large enough that the maximum of a row changes often
     cpu.write_kv(case.cache_N2GBD, case.k_TGD, case.v_TGD, case.batch.slots_T)
-    whole = cpu.attend(case.q_THD, case.cache_N2GBD, case.batch, 0.125, None, None)
-    for first, end in ((0, 77), (77, 340), (340, 600)):
-        chunk = replace(case.batch, query_lens=[end - first], kv_lens=[end], kv_lens_S=torch.tensor([end]))
-        got = cpu.attend(case.q_THD[first:end], case.cache_N2GBD, chunk, 0.125, None, None)
-        assert torch.equal(got, whole[first:end])
+
+    def attend(*spans: tuple[int, int]) -> torch.Tensor:
+        """The rows [first, end) of the sequence for each span, as one batch of so many sequences."""
+        lengths, ends = [end - first for first, end in spans], [end for _, end in spans]
+        tables_SM = case.batch.tables_SM.expand(len(spans), -1)
+        batch = replace(case.batch, query_lens=lengths, kv_lens=ends, kv_lens_S=torch.tensor(ends), tables_SM=tables_SM)
+        q_THD = torch.cat([case.q_THD[first:end] for first, end in spans])
+        return cpu.attend(q_THD, case.cache_N2GBD, batch, size**-0.5, window, softcap)
+
+    whole = attend((0, tokens))
+    for first, end in ((0, 77), (77, 340), (340, 342), (342, tokens)):
+        assert torch.equal(attend((first, end)), whole[first:end]), "a chunk"
+    rows = [*range(0, tokens, 97), 63, 64, 511, 512, tokens - 1]
+    before = torch.get_num_threads()
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        try:
+            assert torch.equal(attend(*[(row, row + 1) for row in rows]), whole[rows]), "decode, in a batch"
+            assert torch.equal(attend((5, 90), (tokens - 1, tokens), (90, 170))[85], whole[-1]), "decode beside prefill"
+            assert torch.equal(attend((0, tokens)), whole)
+        finally:
+            torch.set_num_threads(before)
+    assert all(torch.equal(attend((row, row + 1))[0], whole[row]) for row in rows[::3]), "decode, alone"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
