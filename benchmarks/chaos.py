@@ -32,6 +32,7 @@ class Settings(report.Settings):
     pause: float = flag("seconds until a client asks again, on average", 0.0)
     deadline: float = flag("seconds that a request may take", 120.0)
     store: str = flag("where KV blocks go: redis, shm", "redis")
+    dtype: str = flag("of the model and its KV: bfloat16, float16, float32", "bfloat16")
     seed: int = flag("of the order of faults, and of the requests", 0)
 
 
@@ -64,7 +65,7 @@ def chaos(settings: Settings) -> None:
 
 def play(settings: Settings, make: Make = ChaosDeployment) -> dict[str, Any]:
     """Run the benchmark and return the content of its JSON report."""
-    with stage(settings.store, make) as at:
+    with stage(settings.store, settings.dtype, make) as at:
         traffic, monkey = Traffic(at.deployment.url, at.deployment.config.name, settings), FaultInjector(at, settings)
         before, left, after, seconds = asyncio.run(_play(at, traffic, monkey))
         metrics = {name: n for name, n in sorted(totals(at.deployment).items()) if any(one in name for one in COUNTED)}

@@ -95,7 +95,7 @@ class Stage:
 
 
 @contextmanager
-def stage(kind: str, make: Make) -> Iterator[Stage]:
+def stage(kind: str, dtype: str, make: Make) -> Iterator[Stage]:
     """`kind` of store: redis or shm."""
     left_out: dict[str, str] = {}
     with ExitStack() as stack:
@@ -115,7 +115,7 @@ def stage(kind: str, make: Make) -> Iterator[Stage]:
             left_out["store"] = f"--store {kind} has no server"
         config = UpConfig(
             model=str(checkpoints.make(checkpoints.TINY, Path(folder) / "model")),
-            dtype="float32",
+            dtype=dtype,
             port=free_port(),
             prefill=2,
             decode=2,

@@ -29,8 +29,10 @@ SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 COMPILERS = ("c++", "g++", "clang++")
 # Without contraction: the compiler would fuse products and sums in one kernel and not in another that must give the same.
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-fPIC", "-fopenmp")
-FLAGS += tuple(shlex.split(os.environ.get("PDSERVE_KERNEL_FLAGS", "")))  # for tests of other instruction sets
+FLAGS = [
+    *("-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-fPIC", "-fopenmp"),
+    *shlex.split(os.environ.get("PDSERVE_KERNEL_FLAGS", "")),  # for tests of other instruction sets
+]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the index is the constant in the C++ sources
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float

@@ -13,10 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from pdserve.config import EngineConfig
 from pdserve.engine import paged_model
+from pdserve.engine.cpu_fusion import experts
 from pdserve.engine.cpu_fusion.fused_mlp import fuse_mlps
 from pdserve.engine.cpu_fusion.fused_norm import fuse_norms
 from pdserve.engine.cpu_fusion.fused_rotary import fuse_rotary
 from pdserve.engine.cpu_fusion.prepack import prepack
+from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
 from pdserve.errors import SetupError
 from pdserve.kernels import memory, native
 from pdserve.keys import Layout
@@ -159,13 +161,15 @@ def _unsupported(hf_config: Any) -> str:
 
 def _load_model(path: Path, hf_config: Any, dtype: torch.dtype, device: torch.device, *, fuse: bool) -> torch.nn.Module:
     paged_model.register()
+    experts.register()
     transformers.utils.logging.disable_progress_bar()
     unsupported = _unsupported(hf_config)
     if type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise SetupError(f"{unsupported}: transformers {transformers.__version__} has no causal language model for it")
+    by_rows = {"experts_implementation": experts.NAME} if device.type == "cpu" and dtype in FUSED_DTYPES else {}
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=paged_model.NAME, use_safetensors=True
+            path, dtype=dtype, attn_implementation=paged_model.NAME, use_safetensors=True, **by_rows
         )
     except ValueError as error:
         raise SetupError(f"{unsupported}: {str(error).strip().splitlines()[0]}") from error

@@ -4,6 +4,7 @@ Shape legend: see kernels/batch.py; V vocabulary, A rows for which logprobs are 
 """
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,6 +13,7 @@ import torch
 
 from pdserve.config import EngineConfig, parse_size
 from pdserve.engine.checkpoint import Checkpoint, cpu_memory_available
+from pdserve.engine.cpu_fusion.row_products import RowProducts, needs_row_products
 from pdserve.engine.paged_model import UnsupportedAttention
 from pdserve.engine.sampler import model_logprobs, record_logprobs, sample
 from pdserve.engine.sequence import Sequence
@@ -47,6 +49,9 @@ class ModelRunner:
         except KernelUnavailable as error:
             raise SetupError(str(error)) from error
         self.graphs: StepGraphs | None = None
+        self._products: AbstractContextManager[Any] = (
+            RowProducts() if needs_row_products(checkpoint.model) else nullcontext()
+        )
         self.window = self._check_architecture()
         if self.device.type == "cuda":
             self._profile_memory(config)
@@ -150,9 +155,10 @@ class ModelRunner:
         self, ids_1T: torch.Tensor, positions_1T: torch.Tensor, batch: PagedBatch, keep: torch.Tensor | int = 0
     ) -> torch.Tensor:
         """Run the model and return the logits of the rows to keep, by default all."""
-        output = self.checkpoint.model(
-            input_ids=ids_1T, position_ids=positions_1T, logits_to_keep=keep, use_cache=False, paged=batch
-        )
+        with self._products:
+            output = self.checkpoint.model(
+                input_ids=ids_1T, position_ids=positions_1T, logits_to_keep=keep, use_cache=False, paged=batch
+            )
         logits_SV: torch.Tensor = output.logits[0]
         return logits_SV
 

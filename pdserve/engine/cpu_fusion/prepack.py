@@ -6,6 +6,7 @@ kernel on processors with AMX, which reads memory faster than oneDNN's; everythi
 
 import torch
 
+from pdserve.engine.cpu_fusion.row_products import pad_rows
 from pdserve.kernels import linear, memory
 
 # oneDNN chooses the order for a number of rows. This one is best for 1 to 128 rows, and as good as any for more.
@@ -30,8 +31,11 @@ class PackedLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] → [..., out_features]"""
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return y
+        rows = x.numel() // self.in_features
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            pad_rows(x) if rows == 1 else x, self._packed, self.bias, "none", [], ""
+        )
+        return y[:1].view(*x.shape[:-1], self.out_features) if rows == 1 else y
 
 
 class TiledLinear(torch.nn.Module):

@@ -1,0 +1,47 @@
+"""Matrix products whose rows do not depend on how many there are, for 16-bit types on CPUs.
+
+torch and oneDNN choose another kernel, which rounds otherwise, for one row and for small products. So one row is computed as
+two, which takes no longer (the weights are read once), and a small product with as many rows as the usual kernel needs.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
+
+_SMALL_PRODUCT = 16**3  # multiplications up to which torch does not use oneDNN
+
+
+def pad_rows(x: torch.Tensor, min_rows: int = 2) -> torch.Tensor:
+    """Return [..., K] as [rows, K] with at least `min_rows` rows; the added ones are 0."""
+    x_RK = x.reshape(-1, x.shape[-1])
+    return F.pad(x_RK, (0, 0, 0, missing)) if (missing := min_rows - len(x_RK)) > 0 else x_RK
+
+
+class RowProducts(TorchFunctionMode):
+    """Within this context, `torch.nn.functional.linear` of 16-bit tensors gives each row the same bits in any batch.
+
+    For layers that are no `torch.nn.Linear`, such as the experts and routers of a mixture.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and args[0].dtype in FUSED_DTYPES and args[0].numel():
+            x, weight_NK, *rest = args
+            rows_RK = pad_rows(x, max(2, _SMALL_PRODUCT // weight_NK.numel() + 1))
+            y_RN = func(rows_RK, weight_NK, *rest, **kwargs)[: x.numel() // x.shape[-1]]
+            return y_RN.reshape(*x.shape[:-1], len(weight_NK))
+        return func(*args, **kwargs)
+
+
+def needs_row_products(model: torch.nn.Module) -> bool:
+    """Return whether a model on the CPU has 16-bit products that `prepack` has not replaced."""
+    return any(
+        parameter.dim() > 1 and parameter.dtype in FUSED_DTYPES and parameter.device.type == "cpu"
+        for module in model.modules()
+        if not isinstance(module, torch.nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    )
