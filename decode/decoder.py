@@ -216,11 +216,12 @@ class Decoder:
             seq.reopen_prompt(self._engine.pool)  # prefill failed before the first token
         state.stored_blocks = seq.num_computed // seq.block_size
         if seq.num_loaded and state.converted is not None and not state.converted.exact:
-            # KV that was rounded to another dtype differs from what our own prefill would compute, and so does everything
-            # computed from it. It is good enough for this request, which asked for it, but other requests must not find
-            # it under its keys: it is neither cached in the pool nor stored back.
+            # KV that was rounded otherwise differs from what our own prefill would compute, and so does everything computed
+            # from it. It is good enough for this request, as the deployer allowed it, but other requests must not find it
+            # under its keys: it is neither cached in the pool nor stored back.
             seq.forbid_caching()
             state.store_limit = 0
+            self._context.count("inexact_prompts", 1)
         seq.register_full_blocks(self._engine.pool)
         self._release(state, state.tickets)
         self._context.count_prompt_sources(job)

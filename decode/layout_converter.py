@@ -1,4 +1,4 @@
-"""Loads KV that instances with another block size or dtype have stored, and converts it to this pool's layout.
+"""Loads KV that instances with another block size, dtype or numerics class have stored, as KV of this pool's layout.
 
     KV store ─► a second connector, attached to staging rows in the source layout ─► copied into blocks of the pool
 
@@ -56,7 +56,8 @@ class LayoutConverter:
         """
         source = Layout.from_message(message)
         if self._url is None:
-            raise ValueError("the KV is in another layout, and this instance was started without --convert-kv")
+            flags = "--convert-kv or --allow-inexact"
+            raise ValueError(f"the KV is in another layout, and this instance was started without {flags}")
         is_known = source.dtype in DTYPES and getattr(torch, source.dtype).itemsize == source.itemsize
         if not source.is_convertible_to(self._target) or not is_known or source.block_size < 1:
             raise ValueError("the KV is of another model, and cannot be converted")
@@ -79,7 +80,7 @@ class ConvertedPrompt:
     """One prompt as another instance stores it. Has the connector methods that a load needs.
 
     Attributes:
-        exact: the dtypes are equal, so values are copied bit for bit.
+        exact: the values are, bit for bit, those that this instance would compute.
     """
 
     def __init__(self, loader: "_SourceLoader", seq: TokenSequence, target: Layout, source: Layout) -> None:
@@ -89,7 +90,7 @@ class ConvertedPrompt:
         self._num_tokens = seq.num_initial
         self._block_index = {key: index for index, key in enumerate(seq.initial_keys())}
         self._source_keys = seq.prefix_keys(block_ends(seq.num_initial, source.block_size, partial=True))
-        self.exact = source.dtype == target.dtype
+        self.exact = source.is_exact_for(target)
 
     def num_complete_blocks(self, num_source_blocks: int) -> int:
         """Return the number of leading target blocks that the given number of leading source blocks covers."""

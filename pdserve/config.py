@@ -194,6 +194,9 @@ class InstanceConfig(ControlConfig, TransferConfig):
     control_token: str = flag(
         "secret shared with the routers; empty: none", "", secret=True, variable="PDSERVE_CONTROL_TOKEN"
     )
+    allow_inexact: bool = flag(
+        "as decode, accept 16-bit KV from prefill instances whose processors or kernels round otherwise", False
+    )
     convert_kv: bool = flag("as decode, accept KV from prefill instances with another block size or dtype", False)
     instance_id: str = flag("name of this instance in metrics and timelines; default: role, host and pid", "")
     metrics_port: int | None = flag(

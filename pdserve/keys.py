@@ -34,6 +34,7 @@ class Layout:
     block_size: int  # tokens
     dtype: str
     itemsize: int  # bytes
+    numerics: str = ""  # class within which equal tokens give equal bits; see engine/numerics.py
     version: int = LAYOUT_VERSION
 
     @property
@@ -51,8 +52,13 @@ class Layout:
         return _digest(self.model_fingerprint.encode())
 
     def is_convertible_to(self, other: "Layout") -> bool:
-        """Return whether both describe the same values, apart from the block size and the rounding to a dtype."""
-        return replace(self, block_size=other.block_size, dtype=other.dtype, itemsize=other.itemsize) == other
+        """Return whether both describe the same values, apart from the block size and rounding."""
+        rounded = replace(self, dtype=other.dtype, itemsize=other.itemsize, numerics=other.numerics)
+        return replace(rounded, block_size=other.block_size) == other
+
+    def is_exact_for(self, other: "Layout") -> bool:
+        """Return whether values of this layout are, bit for bit, those that a pool with the other one would compute."""
+        return self.dtype == other.dtype and self.numerics == other.numerics
 
     @classmethod
     def from_message(cls, message: object) -> "Layout":

@@ -117,6 +117,15 @@ if link_error := _load("links").link_error(Path(__file__).parent.parent):
     sys.exit(link_error)  # before an import fails with a less helpful message
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--dtype",
+        default="float32",
+        choices=["float32", "bfloat16", "float16"],
+        help="of the tests' models. 16-bit outputs are compared with an engine of our own, as transformers rounds otherwise",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if os.environ.get("CI"):
         config.pluginmanager.register(_load("skips"), "skips")
@@ -151,11 +160,12 @@ def small_certificate_bundle(tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Callable[..., Path]:
     """checkpoint("llama", seed=0, dtype="float32") → directory of a random model that transformers and pdserve can load."""
     made: dict[tuple[str, int, str], Path] = {}
+    default = str(request.config.option.dtype)
 
-    def make(architecture: str, seed: int = 0, dtype: str = "float32") -> Path:
+    def make(architecture: str, seed: int = 0, dtype: str = default) -> Path:
         key = (architecture, seed, dtype)
         if key not in made:
             name, extra = ARCHITECTURES[architecture]
@@ -182,9 +192,13 @@ def demo_text() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def generate() -> Callable[[Path, list[list[int]], int], list[list[int]]]:
-    """generate(path, prompts, new_tokens) → greedy continuations by transformers, ignoring EOS."""
+    """generate(path, prompts, new_tokens) → greedy continuations, ignoring EOS.
+
+    By transformers in float32; in 16 bits, where it rounds otherwise, by our engine with one prompt after the other.
+    """
 
     cache: dict[str, list[list[int]]] = {}
+    loaded: dict[Path, Any] = {}
 
     def run(path: Path, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
         key = f"{path} {new_tokens} {prompts}"
@@ -193,6 +207,8 @@ def generate() -> Callable[[Path, list[list[int]], int], list[list[int]]]:
         return cache[key]
 
     def compute(path: Path, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+        if json.loads((path / "config.json").read_text())["dtype"] != "float32":
+            return compute_here(path, prompts, new_tokens)
         model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
         outputs: dict[int, list[int]] = {}
         for length in {
@@ -211,6 +227,26 @@ def generate() -> Callable[[Path, list[list[int]], int], list[list[int]]]:
             )
             outputs |= dict(zip(rows, output[:, length:].tolist(), strict=True))
         return [outputs[i] for i in range(len(prompts))]
+
+    def compute_here(path: Path, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+        from pdserve.config import EngineConfig
+        from pdserve.engine.engine import Engine
+        from pdserve.request import SamplingParams
+
+        greedy = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
+        blocks = -(-(max(map(len, prompts)) + new_tokens) // 16)
+        outputs = []
+        for prompt in prompts:
+            engine = Engine(
+                EngineConfig(model=str(path), num_blocks=blocks, max_num_batched_tokens=CONTEXT), loaded.get(path)
+            )
+            loaded[path] = engine.checkpoint
+            seq = engine.new_sequence("", prompt, greedy)
+            engine.add(seq)
+            while seq.num_output < new_tokens:
+                engine.step()
+            outputs.append(seq.tokens[len(prompt) :])
+        return outputs
 
     return run
 

@@ -2,13 +2,14 @@
 
 import itertools
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdserve.config import EngineConfig
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.checkpoint import Checkpoint, load
 from pdserve.engine.grammar import GrammarBackend
 from pdserve.engine.model_runner import ModelRunner
+from pdserve.engine.numerics import numerics_class
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import SetupError
@@ -87,7 +88,8 @@ class Engine:
             refetch_preempted=refetch_preempted,
         )
         self.max_model_len = _max_model_len(self.checkpoint, config, self.runner.num_blocks)
-        self.layout = self.checkpoint.layout
+        numerics = numerics_class(self.runner.kernel, self.checkpoint.device, self.checkpoint.dtype)
+        self.layout = replace(self.checkpoint.layout, numerics=numerics)
         self._on_grammar_ready = on_grammar_ready
         self._arrivals = itertools.count()
         self._grammars = GrammarBackend(config.model, self.checkpoint.vocab_size, self.checkpoint.eos_token_ids)

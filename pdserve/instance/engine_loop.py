@@ -72,9 +72,8 @@ class Instance:
         )
         self.fetcher = fetcher = Fetcher(self.engine, self.connector, self.transfers, self)
         self.prefiller = Prefiller(self.engine, self.transfers, fetcher, self, config.lease_seconds)
-        self.layout_converter = LayoutConverter(
-            pool, self.engine.layout, config.connector if config.convert_kv else None
-        )
+        converts = config.convert_kv or config.allow_inexact
+        self.layout_converter = LayoutConverter(pool, self.engine.layout, config.connector if converts else None)
         self.decoder = Decoder(self.engine, self.connector, self.transfers, fetcher, self, config.store_generated)
         self.reporter = Reporter(self.engine, self.connector, self.transfers, self.layout_converter, self.now())
         self._jobs: dict[tuple[str, str], Job] = {}

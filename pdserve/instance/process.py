@@ -146,6 +146,7 @@ def _hello(role: str, config: InstanceConfig, instance: Instance) -> pb.Hello:
         protocol_version=PROTOCOL_VERSION,
         layout=pb.Layout(**asdict(engine.layout)),
         convert_kv=config.convert_kv,
+        allow_inexact=config.allow_inexact,
         scheduling_policy=config.scheduling_policy,
         grammars=importlib.util.find_spec("xgrammar") is not None,
     )

@@ -124,6 +124,7 @@ class InstanceHandle:
             "device": self.hello.device,
             "dtype": self.hello.dtype,
             "kernel": self.hello.kernel,
+            "numerics": self.hello.layout.numerics,
             "connector": self.hello.connector,
             "block_size": self.hello.block_size,
             "num_blocks": self.hello.num_blocks,
@@ -345,10 +346,23 @@ def _conflict(hello: pb.Hello, other: pb.Hello) -> str:
     if not Layout.from_message(hello.layout).is_convertible_to(Layout.from_message(other.layout)):
         return f"its weights or its KV layout differ from those of {other.instance_id}"
     for prefill, decode in ((hello, other), (other, hello)):
-        if prefill.role != "decode" and decode.role != "prefill" and not decode.convert_kv:
+        if prefill.role == "decode" or decode.role == "prefill":
+            continue
+        if _format(prefill) != _format(decode) and not decode.convert_kv:
             return (
                 f"{prefill.instance_id} has KV blocks of {prefill.layout.block_size} tokens in {prefill.layout.dtype}, "
                 f"{decode.instance_id} of {decode.layout.block_size} in {decode.layout.dtype}; make them the same, or start "
                 f"{decode.instance_id} with --convert-kv"
             )
+        kinds = prefill.layout.numerics, decode.layout.numerics
+        if kinds[0] != kinds[1] and prefill.layout.dtype == decode.layout.dtype and not decode.allow_inexact:
+            return (
+                f"{prefill.instance_id} computes KV as {kinds[0]} and {decode.instance_id} as {kinds[1]}, which round "
+                f"otherwise, so tokens would depend on the instance; use processors of one kind, or start "
+                f"{decode.instance_id} with --allow-inexact"
+            )
     return ""
+
+
+def _format(hello: pb.Hello) -> tuple[int, str]:
+    return hello.layout.block_size, hello.layout.dtype

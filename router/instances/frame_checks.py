@@ -67,6 +67,8 @@ def _layout_fault(hello: pb.Hello) -> str:
     layout = Layout.from_message(hello.layout)
     if not _is_name(layout.model_fingerprint) or not _is_name(layout.dtype):
         return "its layout names no model or dtype of printable characters"
+    if layout.numerics and not _is_name(layout.numerics):
+        return "its layout's numerics class is no name of printable characters"
     sizes = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.itemsize)
     if not all(1 <= size <= MAX_DIMENSION for size in sizes):
         return f"a dimension of its KV layout is not from 1 to {MAX_DIMENSION}"

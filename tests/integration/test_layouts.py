@@ -100,6 +100,31 @@ def test_router_reports_a_layout_mismatch_without_convert_kv(
         assert httpx.get(f"{deployment.url}/ready").status_code == 503
 
 
+@pytest.mark.parametrize("connector_url", ["shm"], indirect=True)
+def test_instances_of_two_numerics_classes_serve_together_only_if_allowed(
+    connector_url: str,
+    deploy: Callable[..., Any],
+    complete: Complete,
+    metric: Callable[..., float],
+    wait_until: Callable[..., None],
+) -> None:
+    """The demo model in bfloat16, with a kernel on prefill that rounds otherwise than decode's."""
+    log_lines: list[str] = []
+    flags = {"prefill": ["--kernel", "reference"], "decode": ["--kernel", "cpu"]}
+    with deploy(flags=flags, log_lines=log_lines, wait=False, connector=connector_url, num_blocks=64) as deployment:
+        wait_until(lambda: any("start decode-0 with --allow-inexact" in line for line in log_lines), log_lines)
+        assert httpx.get(f"{deployment.url}/ready").status_code == 503
+    flags["decode"].append("--allow-inexact")
+    with deploy(flags=flags, connector=connector_url, num_blocks=64) as deployment:
+        for _ in range(2):
+            assert (
+                "Paris" in complete(deployment, prompt="The capital of France is", max_tokens=8)["choices"][0]["text"]
+            )
+        wait_until(lambda: metric(deployment, "inexact_prompts_total", role="decode") == 2)
+        shown = httpx.get(f"{deployment.url}/debug/instances").json()["instances"]
+        assert len({instance["numerics"] for instance in shown}) == 2
+
+
 def test_layout_of_another_model_is_rejected(
     make_instance: Callable[..., Any], checkpoint: Callable[..., Path]
 ) -> None:

@@ -198,7 +198,7 @@ class FakeInstance:
 
 def _hello(name: str, role: str) -> pb.Hello:
     sizes = dict(num_layers=2, num_kv_heads=2, head_dim=8, block_size=BLOCK_SIZE, itemsize=2, version=1)
-    message = pb.Layout(model_fingerprint="m", dtype="bfloat16", **sizes)
+    message = pb.Layout(model_fingerprint="m", dtype="bfloat16", numerics="", **sizes)
     layout = Layout.from_message(message)
     return pb.Hello(
         instance_id=name,

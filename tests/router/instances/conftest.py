@@ -33,7 +33,13 @@ def make_hello() -> MakeHello:
     """make_hello(name, **fields of the layout) → the registration of an instance whose role is the name's first part."""
 
     def make(
-        name: str, *, block_size: int = 16, dtype: str = "bfloat16", convert: bool = False, **layout_fields: Any
+        name: str,
+        *,
+        block_size: int = 16,
+        dtype: str = "bfloat16",
+        convert: bool = False,
+        inexact: bool = False,
+        **layout_fields: Any,
     ) -> pb.Hello:
         layout = pb.Layout(
             model_fingerprint="m",
@@ -55,6 +61,7 @@ def make_hello() -> MakeHello:
             layout=layout,
             block_size=block_size,
             convert_kv=convert,
+            allow_inexact=inexact,
             max_model_len=100,
             vocab_size=50,
             num_blocks=99,

@@ -73,6 +73,29 @@ def test_rejection_names_the_instance_that_needs_convert_kv(
     assert f"{attached['name']} " in reason and f"{joining['name']} " in reason
 
 
+@pytest.mark.parametrize(
+    ("attached", "joining", "named"),
+    [
+        (dict(name="prefill-0", numerics="x"), dict(name="decode-0"), "decode-0"),
+        (dict(name="decode-0", numerics="x"), dict(name="prefill-0", inexact=True), "decode-0"),
+        (dict(name="prefill-0"), dict(name="decode-0", numerics="x", convert=True, block_size=32), "decode-0"),
+        (dict(name="prefill-0"), dict(name="decode-0", numerics="x", inexact=True), ""),
+        (dict(name="prefill-0"), dict(name="prefill-1", numerics="x"), ""),
+        (dict(name="prefill-0"), dict(name="decode-0", dtype="float32", numerics="x", convert=True), ""),
+    ],
+)
+def test_instances_of_two_numerics_classes_need_allow_inexact(
+    fleet: Fleet,
+    make_hello: MakeHello,
+    make_connection: type[SentFrames],
+    attached: dict[str, Any],
+    joining: dict[str, Any],
+    named: str,
+) -> None:
+    reason = rejection(fleet, make_hello(**attached), make_hello(**joining), make_connection())
+    assert reason.endswith(f"start {named} with --allow-inexact") if named else reason == ""
+
+
 @pytest.mark.parametrize("change", [{"model_fingerprint": "n"}, {"num_kv_heads": 1}, {"head_dim": 4}, {"version": 2}])
 def test_layouts_that_cannot_be_converted_are_rejected(
     fleet: Fleet, make_hello: MakeHello, make_connection: type[SentFrames], change: dict[str, Any]

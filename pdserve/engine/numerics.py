@@ -1,0 +1,23 @@
+"""Numerics class of an engine: the name of all that decides how 16-bit results are rounded.
+
+Within a class, equal tokens give equal bits of KV, whichever instance computes them, and in whatever batch and phase. The
+class is part of the KV's layout, so the KV of another class is never found under the same key.
+"""
+
+import torch
+
+from pdserve.kernels import cpu, linear
+from pdserve.kernels.batch import Kernel
+
+
+def numerics_class(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str:
+    """Return the class, such as `cpu-avx512-amx`; "" for float32, in which rounding decides no token."""
+    if dtype == torch.float32:
+        return ""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"cuda-sm{major}{minor}-{kernel.NAME}"
+    instructions = torch.backends.cpu.get_cpu_capability().lower()
+    if kernel is not cpu:
+        return f"cpu-{instructions}-{kernel.NAME}"
+    return f"cpu-{instructions}-amx" if linear.is_available() else f"cpu-{instructions}"
