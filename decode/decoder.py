@@ -213,7 +213,7 @@ class Decoder:
         if state.first_token is not None:
             seq.append(state.first_token)
         elif seq.num_computed == seq.num_initial:
-            seq.reopen_prompt(self._engine.pool)  # prefill failed before the first token
+            seq.reopen_prompt()  # prefill failed before the first token
         state.stored_blocks = seq.num_computed // seq.block_size
         if seq.num_loaded and state.converted is not None and not state.converted.exact:
             # KV that was rounded to another dtype differs from what our own prefill would compute, and so does everything
