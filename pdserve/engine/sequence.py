@@ -63,6 +63,7 @@ class Sequence:
         last_logprobs: of the last token, if the request asked for logprobs.
         num_local_hit: tokens whose KV came from this pool at first admission.
         num_loaded: tokens whose KV came from the KV store at first admission.
+        num_unneeded: leading tokens to which no later one attended at first admission, so that their KV came from nowhere.
         admitted: whether it has been in the running batch.
     """
 
@@ -81,6 +82,7 @@ class Sequence:
     num_registered: int = 0
     num_local_hit: int = 0
     num_loaded: int = 0
+    num_unneeded: int = 0
     num_preemptions: int = 0
     swapped: SwappedKV | None = None
     needs_refetch: bool = False
@@ -190,7 +192,7 @@ class Sequence:
         self.num_dropped, self.num_registered = first, first + len(hits)
         self.num_computed = self.num_registered * self.block_size
         if not self.admitted:
-            self.num_local_hit = self.num_computed
+            self.num_local_hit, self.num_unneeded = len(hits) * self.block_size, first * self.block_size
 
     def blocks_needed(self, pool: BlockPool) -> int:
         """Return how many new blocks it needs to compute all its tokens, the copy of a shared block included."""
@@ -228,6 +230,11 @@ class Sequence:
         self.block_ids = []
         self.num_computed = self.num_registered = self.num_dropped = 0
 
+    def give_up_blocks(self, pool: BlockPool) -> None:
+        """Release all its blocks before its first admission: it is computed from its first token on."""
+        self.release_blocks(pool)
+        self.num_local_hit = self.num_unneeded = 0
+
     def admit(self) -> None:
         """Record that it has joined the running batch."""
         self.admitted = True
@@ -240,7 +247,7 @@ class Sequence:
         """Record that its first `num_tokens` tokens have KV, found in the pool or loaded from the store."""
         self.num_computed = num_tokens
         if not self.admitted:
-            self.num_loaded = max(0, num_tokens - self.num_local_hit)
+            self.num_loaded = max(0, num_tokens - self.num_unneeded - self.num_local_hit)
         self.admitted = True
 
     def reopen_prompt(self) -> None:

@@ -102,6 +102,27 @@ def test_reopened_prompt_computes_its_last_token_in_a_block_that_nobody_finds() 
     assert seq.copy_on_write(pool) is None and seq.num_registered == 1
 
 
+def test_blocks_before_the_first_one_are_neither_held_nor_counted() -> None:
+    pool, seq = BlockPool(8, BLOCK), sequence(18)
+    seq.take_blocks(2, pool.allocate(1), pool.allocate(2))
+    assert (seq.num_computed, seq.num_registered, pool.num_held) == (12, 3, 3)
+    seq.mark_loaded(18)
+    assert (seq.num_unneeded, seq.num_local_hit, seq.num_loaded) == (8, 4, 6)
+    seq.reopen_prompt()
+    assert (seq.num_unneeded, seq.num_local_hit, seq.num_loaded) == (8, 4, 5)
+    seq.register_full_blocks(pool)
+    assert pool.match(seq.full_keys()[3:]) == seq.blocks(3, 4), "the hit, block 2, would be registered already"
+
+
+def test_blocks_that_are_given_up_count_as_nothing() -> None:
+    pool, seq = BlockPool(8, BLOCK), sequence(18)
+    seq.take_blocks(2, pool.allocate(1), pool.allocate(2))
+    seq.give_up_blocks(pool)
+    seq.mark_loaded(0)
+    assert (seq.num_unneeded, seq.num_local_hit, seq.num_loaded) == (0, 0, 0)
+    assert (seq.num_computed, seq.num_dropped, seq.block_ids, pool.num_held) == (0, 0, [], 0)
+
+
 def test_tokens_count_as_loaded_or_hit_only_at_first_admission() -> None:
     pool, seq = BlockPool(8, BLOCK), sequence(12)
     (hit,) = pool.allocate(1)
