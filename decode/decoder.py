@@ -2,15 +2,17 @@
 
 The life of one request (phase DECODE) on the decode instance:
 
-    submit ─► reserve blocks for the prompt and one more token, in order of rank; local prefix hits are kept
+    submit ─► reserve blocks for the prompt and one more token, in order of rank; local prefix hits are kept. If every
+              layer has an attention window: only the blocks that the window of the last prompt token reaches
     hand_over ─► the router reports blocks that prefill has stored: load them, chunk by chunk. Where the connector supports
                  it, follow: start to load blocks while prefill is still storing them
               ─► the router reports the first token, and finally that no more blocks will come
            ─► all blocks loaded, or no more to come: join the engine's running batch with the first token
     on_step ─► report one token per step, until the request finishes and its blocks are released
 
-If a block cannot be loaded, the engine computes it and everything after it. A request without a hand-over (phase BOTH) has
-no reservation: its prefix is fetched from the store and the rest computed here, as in the prefill role.
+If a block cannot be loaded, the engine computes it and everything after it, or the whole prompt if the block's own window
+reaches blocks that were not reserved. A request without a hand-over (phase BOTH) has no reservation: its prefix is fetched
+from the store and the rest computed here, as in the prefill role.
 
 Full blocks that were computed here and are worth it are stored back, so that the next turn of a conversation finds them: a
 few blocks at a time, and without a lease, since no instance waits for them. The engine never waits for these stores.
@@ -131,10 +133,12 @@ class Decoder:
         """Reserve blocks for waiting requests, in order of rank. To be called whenever blocks were freed."""
         while self._unreserved:
             state = self._unreserved[0]
-            seq = state.job.seq
+            seq, scheduler = state.job.seq, self._engine.scheduler
+            # The last token counts as not computed, because it is computed again if prefill fails before the first token.
+            first = scheduler.num_out_of_window(seq.num_initial - 1)
             # Respect the queue, or new requests would take every block that a preempted sequence waits for.
             usable = seq.num_initial // seq.block_size
-            if not self._engine.scheduler.reserve(seq, usable, seq.num_initial + 1, respect_queue=True):
+            if not scheduler.reserve(seq, usable, seq.num_initial + 1, first_block=first, respect_queue=True):
                 return
             self._unreserved.pop(0)
             state.job.stamp(Stage.RESERVED, self._context.now())
@@ -146,7 +150,7 @@ class Decoder:
         if job.phase == pb.BOTH:
             job.stamp(Stage.PREFILL_STARTED, step_started)
         # Blocks that are about to leave the attention window must be stored now, even one at a time.
-        is_urgent = self._engine.scheduler.num_out_of_window(seq) > state.stored_blocks
+        is_urgent = self._engine.scheduler.num_out_of_window(seq.num_computed) > state.stored_blocks
         self._store_back(state, 1 if is_urgent else STORE_BACK_BLOCKS)
         if not sampled:
             return
@@ -209,11 +213,15 @@ class Decoder:
     def _start(self, state: _DecodeState, start: Start) -> None:
         """Join the engine with the KV that was loaded. The engine computes what is missing, as for a preempted sequence."""
         job, seq = state.job, state.job.seq
-        seq.mark_loaded(min(start.num_blocks * seq.block_size, seq.num_initial))
+        num_tokens = min(start.num_blocks * seq.block_size, seq.num_initial)
+        if self._engine.scheduler.num_out_of_window(num_tokens) < seq.num_dropped:
+            num_tokens = 0  # the next token attends to blocks that were not reserved
+            seq.give_up_blocks(self._engine.pool)
+        seq.mark_loaded(num_tokens)
         if state.first_token is not None:
             seq.append(state.first_token)
         elif seq.num_computed == seq.num_initial:
-            seq.reopen_prompt(self._engine.pool)  # prefill failed before the first token
+            seq.reopen_prompt()  # prefill failed before the first token
         state.stored_blocks = seq.num_computed // seq.block_size
         if seq.num_loaded and state.converted is not None and not state.converted.exact:
             # KV that was rounded otherwise differs from what our own prefill would compute, and so does everything computed

@@ -11,7 +11,7 @@ storing. In REPEATING, a following load has missed blocks that were not stored i
 transfer is under way that may still write to their rows. In BROKEN, a block could not be loaded, so later ones are of no
 use. "Quiet" means that no load is under way; "no more to come" is prefill's final report.
 
-All numbers of blocks count leading blocks of the prompt.
+All numbers of blocks count leading blocks of the prompt, those outside of every later token's attention window included.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -119,7 +119,7 @@ class LoadMachine:
         self._max_blocks = max_blocks
         self._split = split
         self._has_first_token = False
-        self._requested = 0  # blocks that are in the pool or for which a load was started
+        self._requested = 0  # blocks that are in the pool, not needed, or for which a load was started
         self._bad_block = num_blocks  # the first block that could not be loaded
         self._under_way = 0  # loads
 
@@ -127,9 +127,9 @@ class LoadMachine:
         """Handle that there is no hand-over."""
         self._move(Event.SKIPPED)
 
-    def reserved(self, num_hits: int) -> list[Action]:
-        """Handle that the sequence has its blocks, of which the first `num_hits` hold their KV already."""
-        self._requested = num_hits
+    def reserved(self, first: int) -> list[Action]:
+        """Handle that the sequence has its blocks. Those before `first` hold their KV already or are not needed."""
+        self._requested = first
         return self._handle(Event.RESERVED)
 
     def reported(self, available: int, coming: int, *, is_final: bool, has_first_token: bool) -> list[Action]:

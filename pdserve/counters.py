@@ -7,7 +7,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 # Metric name (without `pdserve_` and `_total`) → help text. Names in GAUGES are gauges, all others counters.
 HELP = {
-    "prompt_tokens_by_source": "prompt tokens by where their KV came from: computed, found in the pool, or loaded",
+    "prompt_tokens_by_source": "prompt tokens by where their KV came from: computed, found in the pool, loaded, or "
+    "unneeded, because no later token attends to them",
     "inexact_prompts": "prompts decoded from KV of another dtype or numerics class, so that their tokens may differ",
     "store_hits": "prompts, new or preempted, of which the KV store had more than the pool, by decision",
     "generation_tokens": "output tokens sampled",

@@ -144,6 +144,7 @@ class Scheduler:
         max_hit_blocks: int,
         num_tokens: int,
         *,
+        first_block: int = 0,
         respect_queue: bool = False,
         watermark: int = 0,
     ) -> bool:
@@ -151,6 +152,7 @@ class Scheduler:
 
         Args:
             max_hit_blocks: only this many leading full blocks may be prefix hits.
+            first_block: index of the first block that it needs.
             respect_queue: leave the blocks that waiting sequences of lower or equal rank need.
             watermark: leave this many blocks free.
 
@@ -158,28 +160,30 @@ class Scheduler:
             False if the pool has too few blocks; nothing was taken.
         """
         assert not seq.block_ids
-        first = seq.swapped.first_block if seq.swapped is not None else 0
         ahead = [other for other in self.waiting if other.rank <= seq.rank] if respect_queue else []
         claimed = sum(self.pool.blocks_for(len(other)) for other in ahead)
         claimed += max((self._watermark(other) for other in ahead), default=0)
-        hits = self.pool.match(seq.full_keys()[first:max_hit_blocks])
+        hits = self.pool.match(seq.full_keys()[first_block:max_hit_blocks])
         self.pool.hold(hits)
-        needed = self.pool.blocks_for(num_tokens) - first - len(hits)
+        needed = self.pool.blocks_for(num_tokens) - first_block - len(hits)
         if needed > self.pool.num_free - claimed - watermark:
             self.pool.release(hits)
             return False
-        seq.take_blocks(first, hits, self.pool.allocate(needed))
-        self.prefix_queries += len(seq)
+        seq.take_blocks(first_block, hits, self.pool.allocate(needed))
+        self.prefix_queries += len(seq) - first_block * self.pool.block_size
         self.prefix_hits += len(hits) * self.pool.block_size
         return True
 
-    def num_out_of_window(self, seq: Sequence) -> int:
-        """Return how many leading blocks lie outside the window of all later tokens. The next step releases them."""
-        return 0 if self.window is None else max(0, seq.num_computed + 1 - self.window) // self.pool.block_size
+    def num_out_of_window(self, num_computed: int) -> int:
+        """Return how many leading blocks lie outside the windows of all tokens behind the first `num_computed`.
+
+        The next step of a running sequence releases them.
+        """
+        return 0 if self.window is None else max(0, num_computed + 1 - self.window) // self.pool.block_size
 
     def _schedule_running(self, output: SchedulerOutput) -> StepBudget:
         for seq in self.running:
-            seq.drop_blocks(self.pool, self.num_out_of_window(seq))
+            seq.drop_blocks(self.pool, self.num_out_of_window(seq.num_computed))
         for seq in list(self.running):
             if seq not in output.preempted:
                 self._ensure_blocks(seq, output)
@@ -258,7 +262,8 @@ class Scheduler:
         return first_loaded
 
     def _reserve_all(self, seq: Sequence) -> bool:
-        return self.reserve(seq, seq.num_usable_hits, len(seq), watermark=self._watermark(seq))
+        first = seq.swapped.first_block if seq.swapped is not None else 0
+        return self.reserve(seq, seq.num_usable_hits, len(seq), first_block=first, watermark=self._watermark(seq))
 
     def _watermark(self, seq: Sequence) -> int:
         """Return how many blocks must stay free when a sequence gets its own.

@@ -63,6 +63,7 @@ class Sequence:
         last_logprobs: of the last token, if the request asked for logprobs.
         num_local_hit: tokens whose KV came from this pool at first admission.
         num_loaded: tokens whose KV came from the KV store at first admission.
+        num_unneeded: leading tokens to which no later one attended at first admission, so that their KV came from nowhere.
         admitted: whether it has been in the running batch.
     """
 
@@ -81,6 +82,7 @@ class Sequence:
     num_registered: int = 0
     num_local_hit: int = 0
     num_loaded: int = 0
+    num_unneeded: int = 0
     num_preemptions: int = 0
     swapped: SwappedKV | None = None
     needs_refetch: bool = False
@@ -190,22 +192,23 @@ class Sequence:
         self.num_dropped, self.num_registered = first, first + len(hits)
         self.num_computed = self.num_registered * self.block_size
         if not self.admitted:
-            self.num_local_hit = self.num_computed
+            self.num_local_hit, self.num_unneeded = len(hits) * self.block_size, first * self.block_size
 
     def blocks_needed(self, pool: BlockPool) -> int:
         """Return how many new blocks it needs to compute all its tokens, the copy of a shared block included."""
-        is_copied = self._shared_block_index(pool) is not None
+        is_copied = self._block_to_copy(pool) is not None
         return max(0, pool.blocks_for(len(self)) - len(self.block_ids)) + is_copied
 
     def copy_on_write(self, pool: BlockPool) -> tuple[int, int] | None:
-        """Replace the block that the next token is written to if it has other holders.
+        """Replace the block that the next token is written to if others read it or may find it by its key.
 
         Returns:
             (source, target): the block whose content must be copied, and its replacement. None if nothing was replaced.
         """
-        index = self._shared_block_index(pool)
+        index = self._block_to_copy(pool)
         if index is None:
             return None
+        self.num_registered = min(self.num_registered, index)
         source, (target,) = self.block_ids[index], pool.allocate(1)
         pool.release([source])
         self.block_ids[index] = target
@@ -227,6 +230,11 @@ class Sequence:
         self.block_ids = []
         self.num_computed = self.num_registered = self.num_dropped = 0
 
+    def give_up_blocks(self, pool: BlockPool) -> None:
+        """Release all its blocks before its first admission: it is computed from its first token on."""
+        self.release_blocks(pool)
+        self.num_local_hit = self.num_unneeded = 0
+
     def admit(self) -> None:
         """Record that it has joined the running batch."""
         self.admitted = True
@@ -239,22 +247,14 @@ class Sequence:
         """Record that its first `num_tokens` tokens have KV, found in the pool or loaded from the store."""
         self.num_computed = num_tokens
         if not self.admitted:
-            self.num_loaded = max(0, num_tokens - self.num_local_hit)
+            self.num_loaded = max(0, num_tokens - self.num_unneeded - self.num_local_hit)
         self.admitted = True
 
-    def reopen_prompt(self, pool: BlockPool) -> None:
-        """Give up the KV of the last initial token, which has no successor yet: its logits are needed.
-
-        A last block that is full may be shared. It is given up as a whole; the block after it takes its place.
-        """
+    def reopen_prompt(self) -> None:
+        """Give up the KV of the last initial token, which has no successor yet: its logits are needed."""
         assert self.num_computed == self.num_initial == len(self.tokens)
-        if self.num_initial % self.block_size:
-            self.num_computed -= 1
-        else:
-            self.num_computed -= self.block_size
-            pool.release([self.block_ids.pop(self.num_initial // self.block_size - 1)])
-        self.num_registered = min(self.num_registered, self.num_computed // self.block_size)
-        self.num_loaded = max(0, min(self.num_loaded, self.num_computed - self.num_local_hit))
+        self.num_computed -= 1
+        self.num_loaded = max(0, self.num_loaded - 1)
 
     def register_full_blocks(self, pool: BlockPool) -> None:
         """Make its full blocks that have KV findable by key."""
@@ -294,7 +294,9 @@ class Sequence:
         needs_refetch, self.needs_refetch = self.needs_refetch, False
         return needs_refetch
 
-    def _shared_block_index(self, pool: BlockPool) -> int | None:
-        """Return the index of the block that the next token is written to if it has other holders, else None."""
+    def _block_to_copy(self, pool: BlockPool) -> int | None:
+        """Return the index of the block that the next token is written to if others read it or may find it, else None."""
         index = self.num_computed // self.block_size
+        if index < self.num_registered:  # of a reopened prompt
+            return index
         return index if index < len(self.block_ids) and pool.is_shared(self.block_ids[index]) else None

@@ -85,12 +85,15 @@ class Job:
 
     def prompt_sources(self) -> dict[str, int]:
         """Return the number of prompt tokens by the source of their KV."""
-        hit, loaded = self.seq.num_local_hit, self.seq.num_loaded
-        return {"computed": self.seq.num_initial - hit - loaded, "local_hit": hit, "loaded": loaded}
+        hit, loaded, unneeded = self.seq.num_local_hit, self.seq.num_loaded, self.seq.num_unneeded
+        computed = self.seq.num_initial - hit - loaded - unneeded
+        return {"computed": computed, "local_hit": hit, "loaded": loaded, "unneeded": unneeded}
 
     def report_prompt_sources(self) -> None:
         """Report the sources to the router. Only the instance that prefills the prompt does so."""
-        self.pending_output().tokens.CopyFrom(pb.Tokens(**self.prompt_sources()))
+        sources = self.prompt_sources()
+        sources["loaded"] += sources.pop("unneeded")  # to the router, both are cached tokens
+        self.pending_output().tokens.CopyFrom(pb.Tokens(**sources))
 
     def remaining_load(self) -> pb.Load:
         """Return the work that the request still needs on this instance."""

@@ -218,13 +218,41 @@ def test_warm_prefix_is_reused_except_for_the_last_token() -> None:
     assert sched.prefix_hits == 4 and sched.prefix_queries == 16
 
 
+def load(sched: Scheduler, seq: Sequence, memory: dict[int, list[int | None]], kv: str) -> None:
+    """Load the prompt of a sequence, as the decode role does: only the blocks that the window of its last token reaches."""
+    first = sched.num_out_of_window(seq.num_initial - 1)
+    if not sched.reserve(seq, seq.num_initial // BLOCK, seq.num_initial + 1, first_block=first, respect_queue=True):
+        return
+    assert len(seq.held_blocks) == sched.pool.blocks_for(seq.num_initial + 1) - first
+    for i in range(seq.num_registered, sched.pool.blocks_for(seq.num_initial)):
+        block = seq.tokens[i * BLOCK : (i + 1) * BLOCK]
+        memory[seq.block_ids[i]][: len(block)] = block
+    if kv == "lost":
+        seq.give_up_blocks(sched.pool)
+        seq.mark_loaded(0)
+        return
+    seq.mark_loaded(seq.num_initial)
+    if kv == "loaded" and seq.sampling.max_tokens > 1:
+        seq.append(7)
+    else:
+        seq.reopen_prompt()
+    seq.register_full_blocks(sched.pool)
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     num_blocks=st.integers(6, 30),
     max_num_seqs=st.integers(1, 6),
     budget=st.integers(1, 24),
     arrivals=st.lists(
-        st.tuples(st.integers(0, 12), st.integers(1, 14), st.integers(1, 9), st.integers(0, 2), st.integers(-1, 1)),
+        st.tuples(
+            st.integers(0, 12),
+            st.integers(1, 14),
+            st.integers(1, 9),
+            st.integers(0, 2),
+            st.integers(-1, 1),
+            st.sampled_from(["computed", "loaded", "loaded without a first token", "lost"]),
+        ),
         min_size=1,
         max_size=12,
     ),
@@ -238,7 +266,7 @@ def test_sequences_read_their_own_tokens_despite_shared_blocks(
     num_blocks: int,
     max_num_seqs: int,
     budget: int,
-    arrivals: list[tuple[int, int, int, int, int]],
+    arrivals: list[tuple[int, int, int, int, int, str]],
     forks: list[tuple[int, int]],
     aborts: list[tuple[int, int]],
     host_blocks: int,
@@ -247,8 +275,9 @@ def test_sequences_read_their_own_tokens_despite_shared_blocks(
 ) -> None:
     """Simulate the pool's memory: each slot holds the token that was written to it.
 
-    arrivals: (step, prompt length, output length, prefix family, priority); forks and aborts: (step, index of a sequence).
-    Preempted sequences are swapped while the host pool has room.
+    arrivals: (step, prompt length, output length, prefix family, priority, what happens to its KV in a store); forks and
+    aborts: (step, index of a sequence). A prompt without room at its arrival is computed, not loaded. Preempted sequences
+    are swapped while the host pool has room.
     """
     host = BlockPool(host_blocks, BLOCK) if host_blocks else None
     sched = scheduler(num_blocks, max_num_seqs, budget, window=window, host_pool=host)
@@ -258,10 +287,12 @@ def test_sequences_read_their_own_tokens_despite_shared_blocks(
     swapped: dict[int, list[int | None]] = {}
     live: list[Sequence] = []
     for step in range(2000):
-        for i, (at, prompt_len, output_len, family, priority) in enumerate(arrivals):
+        for i, (at, prompt_len, output_len, family, priority, kv) in enumerate(arrivals):
             if at == step:
                 live.append(sequence(str(i), [family] * prompt_len, output_len))
                 live[-1].rank = i + ARRIVALS_PER_PRIORITY * priority
+                if kv != "computed":
+                    load(sched, live[-1], memory, kv)
                 sched.add(live[-1])
         for i, (at, which) in enumerate(forks):
             if at == step and live:

@@ -73,20 +73,54 @@ def loaded(num_tokens: int, prompt: int) -> tuple[BlockPool, Sequence]:
 
 def test_reopened_prompt_computes_its_last_token_again() -> None:
     pool, seq = loaded(6, prompt=6)
-    seq.reopen_prompt(pool)
+    seq.reopen_prompt()
     assert (seq.num_computed, seq.num_loaded, seq.num_registered, seq.num_uncomputed) == (5, 5, 1, 1)
-    assert pool.num_held == len(seq.block_ids) == 2
+    assert seq.copy_on_write(pool) is None and pool.num_held == len(seq.block_ids) == 2
 
 
-def test_reopened_prompt_gives_up_a_full_last_block_and_keeps_the_spare_one() -> None:
-    """The full block is registered by its key, so another sequence may read it: it must not be written to."""
+def test_reopened_prompt_copies_a_full_last_block_that_is_registered() -> None:
+    """Another sequence may find it by its key and read it: it must not be written to."""
     pool, seq = loaded(8, prompt=8)
     first, full, spare = seq.block_ids
-    seq.reopen_prompt(pool)
-    assert seq.block_ids == [first, spare]
-    assert (seq.num_computed, seq.num_loaded, seq.num_registered) == (4, 4, 1)
-    assert pool.num_held == 2 and pool.match(seq.full_keys()) == [first, full]
+    seq.reopen_prompt()
+    assert (seq.num_computed, seq.num_loaded, seq.num_uncomputed, seq.blocks_needed(pool)) == (7, 7, 1, 1)
+    copied = seq.copy_on_write(pool)
+    assert copied == (full, seq.block_ids[1]) and full not in seq.block_ids and seq.num_registered == 1
+    assert seq.copy_on_write(pool) is None and pool.num_held == 3 and seq.block_ids[2] == spare
+    seq.mark_computed(1)
+    seq.register_full_blocks(pool)
+    assert pool.match(seq.full_keys()) == [first, full]
     pool.check_integrity()
+
+
+def test_reopened_prompt_computes_its_last_token_in_a_block_that_nobody_finds() -> None:
+    pool, seq = BlockPool(8, BLOCK), sequence(8)
+    seq.take_blocks(0, [], pool.allocate(3))
+    seq.mark_loaded(8)
+    seq.reopen_prompt()
+    seq.register_full_blocks(pool)
+    assert seq.copy_on_write(pool) is None and seq.num_registered == 1
+
+
+def test_blocks_before_the_first_one_are_neither_held_nor_counted() -> None:
+    pool, seq = BlockPool(8, BLOCK), sequence(18)
+    seq.take_blocks(2, pool.allocate(1), pool.allocate(2))
+    assert (seq.num_computed, seq.num_registered, pool.num_held) == (12, 3, 3)
+    seq.mark_loaded(18)
+    assert (seq.num_unneeded, seq.num_local_hit, seq.num_loaded) == (8, 4, 6)
+    seq.reopen_prompt()
+    assert (seq.num_unneeded, seq.num_local_hit, seq.num_loaded) == (8, 4, 5)
+    seq.register_full_blocks(pool)
+    assert pool.match(seq.full_keys()[3:]) == seq.blocks(3, 4), "the hit, block 2, would be registered already"
+
+
+def test_blocks_that_are_given_up_count_as_nothing() -> None:
+    pool, seq = BlockPool(8, BLOCK), sequence(18)
+    seq.take_blocks(2, pool.allocate(1), pool.allocate(2))
+    seq.give_up_blocks(pool)
+    seq.mark_loaded(0)
+    assert (seq.num_unneeded, seq.num_local_hit, seq.num_loaded) == (0, 0, 0)
+    assert (seq.num_computed, seq.num_dropped, seq.block_ids, pool.num_held) == (0, 0, [], 0)
 
 
 def test_tokens_count_as_loaded_or_hit_only_at_first_admission() -> None:

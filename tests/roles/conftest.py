@@ -133,8 +133,16 @@ class FakeContext:
 class RoleInstance:
     """Both roles of one instance, driven by the test."""
 
-    def __init__(self, model: Path, rows: dict[bytes, Any], *, follows: bool = False, store_generated: str = "off"):
-        self.engine = Engine(EngineConfig(model=str(model), num_blocks=64, max_num_batched_tokens=2 * BLOCK))
+    def __init__(
+        self,
+        model: Path,
+        rows: dict[bytes, Any],
+        *,
+        follows: bool = False,
+        store_generated: str = "off",
+        num_blocks: int = 64,
+    ) -> None:
+        self.engine = Engine(EngineConfig(model=str(model), num_blocks=num_blocks, max_num_batched_tokens=2 * BLOCK))
         self.store, self.context = FakeStore(rows, follows), FakeContext()
         attach_pool(self.store, self.engine.runner.pool_NL2GBD, self.engine.layout)
         self.transfers = Transfers(self.engine.pool, self.store, self.context, 16, self.engine.layout.block_bytes)
@@ -193,17 +201,23 @@ def rows() -> dict[bytes, Any]:
 
 
 @pytest.fixture
-def instance(checkpoint: Callable[..., Path], rows: dict[bytes, Any]) -> Callable[..., RoleInstance]:
-    """Return a function that makes an instance of the same tiny model over the same store."""
-    return lambda **options: RoleInstance(checkpoint("llama"), rows, **options)
+def architecture(request: pytest.FixtureRequest) -> str:
+    """Return the model's architecture: the parameter, if the test is parametrized indirectly."""
+    return getattr(request, "param", "llama")
 
 
 @pytest.fixture
-def expected(checkpoint: Callable[..., Path]) -> Callable[[list[int], int], list[int]]:
+def instance(checkpoint: Callable[..., Path], architecture: str, rows: dict[bytes, Any]) -> Callable[..., RoleInstance]:
+    """Return a function that makes an instance of the same tiny model over the same store."""
+    return lambda **options: RoleInstance(checkpoint(architecture), rows, **options)
+
+
+@pytest.fixture
+def expected(checkpoint: Callable[..., Path], architecture: str) -> Callable[[list[int], int], list[int]]:
     """Return a function that gives the output of a prompt that one engine computes alone."""
 
     def run(prompt: list[int], max_tokens: int) -> list[int]:
-        alone = RoleInstance(checkpoint("llama"), {})
+        alone = RoleInstance(checkpoint(architecture), {})
         job = alone.submit(pb.BOTH, prompt, max_tokens)
         alone.run()
         return job.seq.tokens[len(prompt) :]

@@ -50,12 +50,13 @@ def test_loads_what_prefill_reports_and_continues_after_its_first_token(
     assert decode.store.released == keys
     decode.run()
     assert job.seq.tokens[len(prompt) :] == tokens and job.output.finish_reason == "length"
-    assert job.prompt_sources() == {"computed": 0, "local_hit": 0, "loaded": len(prompt)}
+    assert job.prompt_sources() == {"computed": 0, "local_hit": 0, "loaded": len(prompt), "unneeded": 0}
     decode.check_nothing_is_held()
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, FULL_BLOCKS], ids=["partial last block", "full last block"])
 @pytest.mark.parametrize("stored", [0, 2, None], ids=["nothing", "two blocks", "everything"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral"], indirect=True)
 def test_computes_what_a_lost_prefill_did_not_store(
     instance: Instance, expected: Expected, prompt: list[int], stored: int | None
 ) -> None:
@@ -114,7 +115,7 @@ def test_local_blocks_are_not_loaded(instance: Instance, expected: Expected) -> 
     assert decode.end().keys == keys[2:]
     decode.run()
     assert job.seq.tokens[len(PROMPT) :] == tokens
-    assert job.prompt_sources() == {"computed": 0, "local_hit": 32, "loaded": 38}
+    assert job.prompt_sources() == {"computed": 0, "local_hit": 32, "loaded": 38, "unneeded": 0}
     decode.check_nothing_is_held()
 
 
@@ -171,3 +172,124 @@ def test_nothing_is_stored_back_after_a_gap(instance: Instance, rows: dict[bytes
     both.run()
     assert not both.store.active and list(rows) == job.seq.full_keys()[:2]
     both.check_nothing_is_held()
+
+
+LONG = [(i * i + 3 * i) % 250 for i in range(150)]  # 10 blocks, of which a window of 48 tokens needs the last 4
+LONG_FULL = [*LONG, *range(10)]  # its last block is full, so that a next token needs another one
+windowed = pytest.mark.parametrize("architecture", ["mistral"], indirect=True)
+
+
+@windowed
+@pytest.mark.parametrize(
+    ("prompt", "first"), [(LONG, 6), (LONG_FULL, 7)], ids=["partial last block", "full last block"]
+)
+def test_only_the_blocks_of_the_window_are_taken_and_loaded(
+    instance: Instance, expected: Expected, prompt: list[int], first: int
+) -> None:
+    keys, tokens = prefill(instance, prompt), expected(prompt, TOKENS)
+    decode = instance()
+    job = decode.submit(pb.DECODE, prompt, TOKENS)
+    assert decode.engine.pool.num_held == len(job.seq.held_blocks) == 4
+    report(decode, job, first)
+    assert not decode.store.active
+    report(decode, job, len(keys), first_token=tokens[0], final=True)
+    assert decode.end().keys == keys[first:]
+    decode.run()
+    assert job.seq.tokens[len(prompt) :] == tokens and decode.store.released == keys
+    assert job.prompt_sources() == {
+        "computed": 0,
+        "local_hit": 0,
+        "loaded": len(prompt) - 16 * first,
+        "unneeded": 16 * first,
+    }
+    decode.check_nothing_is_held()
+
+
+@windowed
+@pytest.mark.parametrize(
+    ("good", "computed", "stored"), [(0, 150, range(9)), (1, 150, range(9)), (2, 150, range(9)), (3, 6, range(0))]
+)
+def test_a_missing_block_of_the_window_means_computing_the_prompt(
+    instance: Instance, expected: Expected, rows: dict[bytes, Any], good: int, computed: int, stored: range
+) -> None:
+    """Except for a partial last block: the window of its first token reaches only blocks that were loaded."""
+    keys, tokens = prefill(instance, LONG), expected(LONG, TOKENS)
+    decode = instance(store_generated="on")
+    job = decode.submit(pb.DECODE, LONG, TOKENS)
+    report(decode, job, len(keys), first_token=tokens[0], final=True)
+    decode.end(good=good, then=Outcome.MISSING)
+    assert decode.context.counts["sources", "computed"] == computed
+    rows.clear()
+    decode.run()
+    assert job.seq.tokens[len(LONG) :] == tokens
+    decode.end_all()
+    assert list(rows) == [keys[i] for i in stored], "what was computed here is stored back, and nothing else"
+    decode.check_nothing_is_held()
+    both = instance()
+    again = both.submit(pb.BOTH, LONG, TOKENS)
+    both.end_all()
+    both.run()
+    assert again.seq.num_loaded == 16 * len(stored) and again.seq.tokens[len(LONG) :] == tokens
+
+
+@windowed
+@pytest.mark.parametrize("prompt", [LONG, LONG_FULL], ids=["partial last block", "full last block"])
+@pytest.mark.parametrize("has_first_token", [True, False])
+def test_blocks_of_the_window_that_the_pool_has_are_not_loaded(
+    instance: Instance, expected: Expected, prompt: list[int], has_first_token: bool
+) -> None:
+    """Without a first token, the last one of the prompt is computed again, beside a sequence that reads its block."""
+    tokens = expected(prompt, TOKENS)
+    decode = instance()
+    other = decode.submit(pb.BOTH, [*prompt, 7, 8, 9], 2 * TOKENS)
+    while not other.seq.num_output:
+        decode.step()
+    job = decode.submit(pb.DECODE, prompt, TOKENS)
+    hits = len(prompt) // 16 - job.seq.num_dropped
+    assert job.seq.num_local_hit == 16 * hits > 0 and job.seq.num_unneeded == 16 * job.seq.num_dropped > 0
+    if has_first_token:
+        report(decode, job, first_token=tokens[0])
+    report(decode, job, 0 if prompt is LONG_FULL else 10, final=True)
+    decode.end_all()
+    decode.run()
+    assert job.seq.tokens[len(prompt) :] == tokens
+    assert other.seq.tokens[len(prompt) + 3 :] == expected([*prompt, 7, 8, 9], 2 * TOKENS)
+    decode.check_nothing_is_held()
+
+
+@windowed
+def test_output_behind_blocks_that_were_not_needed_is_stored_back(
+    instance: Instance, expected: Expected, rows: dict[bytes, Any]
+) -> None:
+    keys, tokens = prefill(instance, LONG), expected(LONG, 40)
+    decode = instance(store_generated="on")
+    job = decode.submit(pb.DECODE, LONG, 40)
+    report(decode, job, len(keys), first_token=tokens[0], final=True)
+    decode.end_all()
+    rows.clear()
+    decode.run()
+    decode.end_all()
+    assert job.seq.tokens[len(LONG) :] == tokens and list(rows) == job.seq.full_keys()[9:11]
+    assert not decode.context.counts.get(("store_back_skipped_blocks", ""))
+    decode.check_nothing_is_held()
+
+
+@windowed
+@pytest.mark.parametrize("is_lost", [False, True], ids=["all blocks are stored", "the store has lost a block"])
+def test_a_pool_that_holds_one_prompt_holds_the_windows_of_three(
+    instance: Instance, expected: Expected, is_lost: bool
+) -> None:
+    """If a block is lost, each prompt is computed in turn: none holds a part of its blocks and waits for the others."""
+    prompts = [[(i * i + k * i) % 250 for i in range(150)] for k in (3, 4, 5)]
+    keys, tokens = [prefill(instance, prompt) for prompt in prompts], [expected(prompt, TOKENS) for prompt in prompts]
+    decode = instance(num_blocks=12)
+    jobs = [decode.submit(pb.DECODE, prompt, TOKENS) for prompt in prompts]
+    assert decode.decoder.num_waiting == 0 and decode.engine.pool.num_held == 12
+    for job, its_keys, its_tokens in zip(jobs, keys, tokens, strict=True):
+        report(decode, job, len(its_keys), first_token=its_tokens[0], final=True)
+    while decode.store.active:
+        decode.end(good=1 if is_lost else None, then=Outcome.MISSING)
+    decode.run()
+    assert [job.seq.tokens[150:] for job in jobs] == tokens
+    assert decode.engine.scheduler.num_preemptions == 0
+    decode.check_nothing_is_held()

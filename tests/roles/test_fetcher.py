@@ -37,7 +37,7 @@ def test_stored_blocks_are_loaded_and_the_rest_is_computed(instance: Instance, e
     assert both.end().keys == job.seq.full_keys()[:3]
     both.run()
     assert job.seq.tokens[70:] == expected(PROMPT, 3)
-    assert job.prompt_sources() == {"computed": 22, "local_hit": 0, "loaded": 48}
+    assert job.prompt_sources() == {"computed": 22, "local_hit": 0, "loaded": 48, "unneeded": 0}
     both.check_nothing_is_held()
 
 
@@ -58,7 +58,7 @@ def test_nothing_is_loaded_that_the_pool_has(instance: Instance) -> None:
     job = both.submit(pb.BOTH, PROMPT, 3)
     assert not both.store.active
     both.run()
-    assert job.prompt_sources() == {"computed": 6, "local_hit": 64, "loaded": 0}
+    assert job.prompt_sources() == {"computed": 6, "local_hit": 64, "loaded": 0, "unneeded": 0}
     both.check_nothing_is_held()
 
 
