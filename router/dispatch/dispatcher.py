@@ -408,9 +408,11 @@ class Dispatcher:
 
 def _common_model(name: str, hellos: list[pb.Hello]) -> ModelInfo:
     """Return what holds for all instances (at least one)."""
+    by_role = [[one.max_model_len for one in hellos if one.role in (role, "both")] for role in ("prefill", "decode")]
     return ModelInfo(
         name=name,
-        max_model_len=min(hello.max_model_len for hello in hellos),
+        max_model_len=min(max(lengths) for lengths in by_role if lengths),
+        common_model_len=min(hello.max_model_len for hello in hellos),
         vocab_size=hellos[0].vocab_size,
         eos_token_ids=frozenset(hellos[0].eos_token_ids),
         model_digest=Layout.from_message(hellos[0].layout).model_digest,
