@@ -12,6 +12,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from functools import reduce
 from typing import Final
 
@@ -22,6 +24,7 @@ from pdserve.engine.sequence import Sequence as TokenSequence
 from pdserve.errors import SetupError
 from pdserve.keys import Layout, block_ends
 from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats
+from pdserve.kv_transfer.guarded import guard
 from pdserve.kv_transfer.operation import Cancellation, submit
 from pdserve.kv_transfer.registry import connect
 from pdserve.kv_transfer.staging import host_rows
@@ -69,7 +72,7 @@ class LayoutConverter:
     def stats(self) -> Stats | None:
         """Return the summed statistics of all loaders, or None if there is none."""
         stats = [loader.stats() for loader in self._loaders.values()]
-        return reduce(Stats.plus, stats) if stats else None
+        return replace(reduce(Stats.plus, stats), is_out=any(each.is_out for each in stats)) if stats else None
 
     def close(self) -> None:
         for loader in self._loaders.values():
@@ -145,7 +148,10 @@ class _SourceLoader:
         self._thread.submit(self._with_connector, lambda connector: connector.release(keys, tickets=tickets))
 
     def stats(self) -> Stats:
-        return self._skipped if self._connector is None else self._connector.stats().plus(self._skipped)
+        if self._connector is None:
+            return self._skipped
+        stats = self._connector.stats()
+        return replace(stats.plus(self._skipped), is_out=stats.is_out)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
@@ -154,6 +160,10 @@ class _SourceLoader:
     def _with_connector(self, action: Callable[[Connector], None]) -> None:
         if self._connector is not None:
             action(self._connector)
+
+    def _post(self, work: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # closed
+            self._thread.submit(work)
 
     @torch.inference_mode()
     def _load_all(
@@ -204,7 +214,7 @@ class _SourceLoader:
             connector = connect(self._url)
             try:
                 connector.attach(PoolMemory(host_rows(self._rows), self._source))
-                self._connector = connector
+                self._connector = guard(connector, self._post)
                 log.info("converting KV from blocks of %d tokens in %s", self._source.block_size, self._source.dtype)
             except SetupError as error:
                 connector.close()

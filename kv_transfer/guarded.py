@@ -18,6 +18,18 @@ _UNANSWERED = {Outcome.UNAVAILABLE, Outcome.CANCELLED}
 T = TypeVar("T")
 
 
+def guard(
+    connector: Connector, post: Callable[[Callable[[], None]], None], now: Callable[[], float] = time.monotonic
+) -> Connector:
+    """Put a circuit breaker in front of a connector that does not skip a hanging store by itself.
+
+    Peers that read in place are many stores: one that hangs is no reason to give up the others.
+    """
+    if connector.in_place or connector.capabilities.skips_hanging:
+        return connector
+    return GuardedConnector(connector, post, now)
+
+
 class GuardedConnector(Connector):
     """Wraps the connector of one store that may hang.
 

@@ -23,7 +23,7 @@ DEFAULT_CONTROL_PORT = 8001
 LOCAL_PREFILL_HELP = (
     "decode computes a prompt itself if at most this many tokens are uncached; 0: never; default: by forecast"
 )
-CONNECTOR_VARIABLE = "PDSERVE_CONNECTOR"  # its URL may hold a password
+CONNECTOR_VARIABLE, REGISTRY_VARIABLE = "PDSERVE_CONNECTOR", "PDSERVE_REGISTRY"  # their URLs may hold a password
 SLO_HELP = "reject requests that would miss this SLO by forecast, such as ttft=500ms,itl=50ms; empty: none"
 OTLP_HELP = "OTLP/HTTP collector for traces of requests, such as http://collector:4318; empty: none"
 KEYS_FILE_HELP = "TOML file of further API keys, each with quotas and a weight; empty: none"
@@ -189,7 +189,9 @@ class InstanceConfig(ControlConfig, TransferConfig):
         "control addresses of the routers, host:port, comma separated", f"127.0.0.1:{DEFAULT_CONTROL_PORT}"
     )
     registry: str = flag(
-        "Redis in which routers register, such as redis://host:6379/0, in place of --router; empty: none", ""
+        "Redis in which routers register, such as redis://host:6379/0, in place of --router; empty: none",
+        "",
+        variable=REGISTRY_VARIABLE,
     )
     control_token: str = flag(
         "secret shared with the routers; empty: none", "", secret=True, variable="PDSERVE_CONTROL_TOKEN"
@@ -211,7 +213,8 @@ class InstanceConfig(ControlConfig, TransferConfig):
         """Raise `ValueError` for a setting that can never work."""
         super().__post_init__()
         if self.registry and self.router != InstanceConfig.router:
-            raise ValueError("--router and --registry both name the routers; give one of them")
+            message = "--router and --registry both name the routers; give one of them"
+            raise ValueError(f"{message} ({REGISTRY_VARIABLE} counts as --registry)")
         if not self.routers:
             raise ValueError("--router is empty; write host:port, several with commas between them")
         for address in self.routers:
@@ -232,7 +235,9 @@ class RouterConfig(ControlConfig):
     control_host: str = flag("listen address for instances", "127.0.0.1")
     control_port: int = flag("port for instances", DEFAULT_CONTROL_PORT, **PORTS)
     registry: str = flag(
-        "Redis in which this router registers and shares quotas, such as redis://host:6379/0; empty: none", ""
+        "Redis in which this router registers and shares quotas, such as redis://host:6379/0; empty: none",
+        "",
+        variable=REGISTRY_VARIABLE,
     )
     announce_host: str = flag(
         "address that instances with a --registry dial; default: --control-host or, if that is 0.0.0.0, as Redis sees it",

@@ -32,10 +32,16 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Properties of the served model that hold for all attached instances."""
+    """Properties of the served model that hold for all attached instances.
+
+    Attributes:
+        max_model_len: tokens of the longest request, prompt and answer, that both roles can serve.
+        common_model_len: tokens of the longest request that every instance can serve.
+    """
 
     name: str
     max_model_len: int
+    common_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
     model_digest: bytes  # digest of config and weights, the root of all block keys

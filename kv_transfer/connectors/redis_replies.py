@@ -1,7 +1,8 @@
 """RESP 2 parser for redis-py that reads large values from the socket directly into their destination.
 
 redis-py and hiredis copy each value three times, each time into newly allocated memory, which costs twice as much as the
-transport itself.
+transport itself. The names of redis-py that this takes are private ones, `redis._parsers.BaseParser`, `Connection._sock` and
+`Connection._parser`: test_redis_replies.py says which of them a new version has changed.
 """
 
 import os

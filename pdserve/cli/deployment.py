@@ -18,7 +18,7 @@ import httpx
 
 from pdserve.cli.supervisor import Child, Supervisor, child_of
 from pdserve.cli.workers import quota_file
-from pdserve.config import DEFAULT_CONNECTOR, InstanceConfig, RouterConfig, UpConfig, shared_settings
+from pdserve.config import DEFAULT_CONNECTOR, REGISTRY_VARIABLE, InstanceConfig, RouterConfig, UpConfig, shared_settings
 from pdserve.errors import SetupError
 
 # Fields of both UpConfig and RouterConfig that mean different things in the two, or that Deployment sets itself.
@@ -58,7 +58,10 @@ class Deployment(Supervisor):
         self._control_addresses = ",".join(f"127.0.0.1:{router.control_port}" for router in routers)
         names = ["router"] if len(routers) == 1 else [f"router-{i}" for i in range(len(routers))]
         children = [child_of(name, "router", router) for name, router in zip(names, routers, strict=True)]
-        super().__init__([*children, *self._instance_children()], on_line)
+        children += self._instance_children()
+        for child in children:
+            child.environment[REGISTRY_VARIABLE] = ""  # they know each other's addresses, and no registry is asked for
+        super().__init__(children, on_line)
 
     def wait_ready(self, timeout_s: float = 300.0) -> None:
         """Wait until all instances can serve requests from all routers.

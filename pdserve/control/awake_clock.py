@@ -1,4 +1,4 @@
-"""Clock for the leases of peers that does not count the time in which this process itself was stalled."""
+"""Clock for the leases and time-outs of peers that does not count the time in which this process itself was stalled."""
 
 
 class AwakeClock:
@@ -18,8 +18,12 @@ class AwakeClock:
         self._interval_s = interval_s
         self._ticked_at = now
 
+    def read(self, now: float) -> float:
+        """Return the time between two ticks, at `now` on the caller's clock."""
+        return self.time + min(now - self._ticked_at, self._interval_s)
+
     def tick(self, now: float) -> float:
         """Advance to `now` on the caller's clock, and return `time`."""
-        self.time += min(now - self._ticked_at, self._interval_s)
+        self.time = self.read(now)
         self._ticked_at = now
         return self.time

@@ -20,7 +20,7 @@ from pdserve.errors import RequestError
 from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.reporter import Reporter
 from pdserve.kv_transfer.connector import Connector
-from pdserve.kv_transfer.guarded import GuardedConnector
+from pdserve.kv_transfer.guarded import guard
 from pdserve.kv_transfer.registry import connect
 from pdserve.kv_transfer.staging import attach_pool
 from pdserve.lifetime import RELEASED
@@ -269,14 +269,8 @@ class Instance:
         self.reporter.update(self._by_sequence.values(), waiting, self.now())
 
     def _attach(self, connector: Connector) -> Connector:
-        """Attach the pool. A connector that does not skip a hanging store by itself gets a circuit breaker.
-
-        Peers that read in place are many stores: one that hangs is no reason to give up the others.
-        """
         attached = attach_pool(connector, self.engine.runner.pool_NL2GBD, self.engine.layout)
-        if attached.in_place or attached.capabilities.skips_hanging:
-            return attached
-        return GuardedConnector(attached, self._inbox.put, self.now)
+        return guard(attached, self._inbox.put, self.now)
 
     # ---- InstanceContext, the interface for the roles -------------------------------------------------------------
 

@@ -120,7 +120,9 @@ def parse_chat(
     prompt = tokenizer.render_chat(template_messages(body.messages), tools=tool_schemas)
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if max_tokens is None:
-        max_tokens = max(1, info.max_model_len - len(prompt))
+        # What the context leaves on every instance, so that any may be selected, unless the prompt fits on some only.
+        length = info.common_model_len if len(prompt) < info.common_model_len else info.max_model_len
+        max_tokens = max(1, length - len(prompt))
     sampling = _sampling_params(body, max_tokens, _chat_logprobs(body), _chat_grammar(body, tools, info), info)
     parsed = _build(body, context, [prompt], n, sampling, info, chat=True)
     return replace(parsed, tools=tools)

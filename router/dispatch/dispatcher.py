@@ -80,7 +80,9 @@ class Dispatcher:
         now = self._now()
         if request.request_id in self._open_ids:
             raise BadRequest(f"request id {request.request_id!r} is in use", kind="duplicate_request_id")
-        machine = HandOverMachine(now, self.config.handover_timeout_seconds, request.sampling.max_tokens)
+        machine = HandOverMachine(
+            self.fleet.awake_now(), self.config.handover_timeout_seconds, request.sampling.max_tokens
+        )
         state = RequestState(request, machine, on_cancel=lambda state: self.handle(state, Event.CANCELLED))
         if (earlier := self.timelines.get(request.request_id)) is not None:
             state.timeline.attempt = earlier.attempt + 1  # outputs of the earlier request may still arrive
@@ -164,7 +166,7 @@ class Dispatcher:
         if output.stamps and instance is state.decode and any(s.stage == Stage.KV_READY for s in output.stamps):
             self._record_handover(state, state.prefill, instance)
         if output.token_ids:
-            instance.last_token_at = now
+            instance.last_token_at = self.fleet.awake_now()
             self.fleet.breakers.record_success(instance.id)
         if output.HasField("error"):
             kind = BadRequest if output.error.kind == "invalid_grammar" else RequestError
@@ -198,19 +200,21 @@ class Dispatcher:
                 self.handle(state, Event.DRAINED, reason)
 
     def check_progress(self) -> None:
-        """Start the hedges that are due, and end the states and requests that are overdue."""
-        now = self._now()
+        """Start the hedges that are due, and end the states and requests that are overdue.
+
+        The time in which this router was stalled itself does not count.
+        """
+        now = self.fleet.awake_now()
         for state in list(self.states.values()):
             self._hedger.check(state, now)
             state.machine.record_progress(state.owner.last_token_at, state.owner.last_step_at)
             phase = state.machine.state
             if state.machine.is_overdue(now):
-                message = (
-                    f"the request has taken {now - state.timeline.stamps[Stage.ADMITTED]:.0f} s, and is still {phase}"
-                )
+                seconds = self._now() - state.timeline.stamps[Stage.ADMITTED]
+                message = f"the request has taken {seconds:.0f} s, and is still {phase}"
                 self.handle(state, Event.REJECTED, Unavailable(message, kind="timeout"))
             elif state.machine.is_timed_out(now):
-                self.fleet.record_fault(state.owner, now)
+                self.fleet.record_fault(state.owner, self._now())
                 message = f"no progress for {self.config.handover_timeout_seconds} s while {phase}"
                 self.handle(state, Event.TIMED_OUT, Unavailable(message, kind="timeout"))
 
@@ -222,7 +226,7 @@ class Dispatcher:
         Args:
             error: the cause of a failure; ends the client's stream if the machine decides so.
         """
-        for action in state.machine.handle(event, self._now()):
+        for action in state.machine.handle(event, self.fleet.awake_now()):
             match action:
                 case Action.MIGRATE:
                     assert error is not None
@@ -363,7 +367,7 @@ class Dispatcher:
         state.timeline.decode_instance = (decode or prefill).id
         state.timeline.stored, state.timeline.loaded = TransferStats(), TransferStats()
         state.machine.restart(is_split=decode is not None)
-        state.submitted_at, state.hedge_tried = self._now(), False
+        state.submitted_at, state.hedge_tried = self.fleet.awake_now(), False
         self.states[state.id] = state
         frame = state.submit_frame()
         if decode is not None:
@@ -408,9 +412,11 @@ class Dispatcher:
 
 def _common_model(name: str, hellos: list[pb.Hello]) -> ModelInfo:
     """Return what holds for all instances (at least one)."""
+    by_role = [[one.max_model_len for one in hellos if one.role in (role, "both")] for role in ("prefill", "decode")]
     return ModelInfo(
         name=name,
-        max_model_len=min(hello.max_model_len for hello in hellos),
+        max_model_len=min(max(lengths) for lengths in by_role if lengths),
+        common_model_len=min(hello.max_model_len for hello in hellos),
         vocab_size=hellos[0].vocab_size,
         eos_token_ids=frozenset(hellos[0].eos_token_ids),
         model_digest=Layout.from_message(hellos[0].layout).model_digest,

@@ -23,7 +23,7 @@ class RequestState:
         hedge: a second prefill instance; None unless the prefill was late.
         hedge_tried: a hedge was attempted since the last submission.
         hedge_outputs: buffered outputs of the hedge.
-        submitted_at: time of the last submission to instances.
+        submitted_at: time of the last submission to instances, on the fleet's `AwakeClock`.
         emitted: tokens passed to the client so far.
         cached: instance id → number of leading tokens in its pool at the time of selection.
     """

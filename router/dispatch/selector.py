@@ -62,10 +62,11 @@ class InstanceSelector:
         Raises:
             Unavailable: no instance of any role is eligible.
         """
-        eligible = {role: self._eligible(role, avoid) for role in ("prefill", "decode")}
+        eligible = {role: self._eligible(role, avoid, request.context) for role in ("prefill", "decode")}
         roles = [role for role, instances in eligible.items() if instances]
         if not roles:
-            raise Unavailable(f"{self.missing_roles(avoid)} is available", kind="no_instance", retry_after_s=1)
+            missing = self.missing_roles(avoid) or f"no instance for {request.context} tokens"
+            raise Unavailable(f"{missing} is available", kind="no_instance", retry_after_s=1)
         self._turn += 1
         prefills_itself = len(roles) == 1 or all(instance.role == "both" for instance in eligible["prefill"])
         cached = self._cached_tokens(request.tokens, keys)
@@ -81,7 +82,7 @@ class InstanceSelector:
         """Select a second instance for a prefill that `prefill` runs for `decode`; None if there is no other."""
         eligible = [
             instance
-            for instance in self._prefill_partners(decode, self._eligible("prefill", avoid=prefill))
+            for instance in self._prefill_partners(decode, self._eligible("prefill", prefill, request.context))
             if instance is not decode and instance.hello.namespace == prefill.hello.namespace
         ]
         if not eligible:
@@ -170,9 +171,10 @@ class InstanceSelector:
                 cached[name] = (blocks if blocks < max_blocks else max_blocks) * block_size
         return cached
 
-    def _eligible(self, role: str, avoid: InstanceHandle | None = None) -> list[InstanceHandle]:
-        """Return the instances for a role that accept requests and whose circuit breakers allow one more."""
-        instances = [instance for instance in self._fleet.serving(role, "both") if instance is not avoid]
+    def _eligible(self, role: str, avoid: InstanceHandle | None = None, context: int = 0) -> list[InstanceHandle]:
+        """Return the instances for a role that accept requests of this length and whose circuit breakers allow one more."""
+        serving = self._fleet.serving(role, "both")
+        instances = [one for one in serving if one is not avoid and one.hello.max_model_len >= context]
         breakers, now = self._fleet.breakers, self._fleet.now()
         if not breakers.any_faults:
             return instances

@@ -47,7 +47,7 @@ class InstanceHandle:
         hello: its registration; replaced when it changes its role.
         last_frame_at: arrival of its last frame, on the router's monotonic clock.
         lease_renewed_at: arrival of its last frame, on the fleet's `AwakeClock`.
-        last_step_at: when it last reported an engine step, on the router's monotonic clock.
+        last_step_at: when it last reported an engine step, on the fleet's `AwakeClock`.
         last_token_at: when it last sent a token of any request of this router, on the same clock.
         unpublished_blocks: number of block keys that it has not yet reported to the prefix index.
         unpublished_since: when `unpublished_blocks` became positive.
@@ -183,6 +183,10 @@ class Fleet:
         self._lease_seconds = lease_seconds
         self._clock = AwakeClock(self.lease_check_interval_s, now())
 
+    def awake_now(self) -> float:
+        """Return the time by which peers are judged: it leaves out the time in which this router was stalled itself."""
+        return self._clock.read(self.now())
+
     def serving(self, *roles: str) -> list[InstanceHandle]:
         """Return the instances of these roles that accept new requests."""
         return [instance for instance in self.instances.values() if instance.role in roles and not instance.is_draining]
@@ -294,7 +298,7 @@ class Fleet:
                 instance.update_other_load(frame.others)
             case "heartbeat":
                 if frame.heartbeat.counters["engine_steps"] != instance.heartbeat.counters["engine_steps"]:
-                    instance.last_step_at = instance.last_frame_at
+                    instance.last_step_at = self.awake_now()
                 instance.update_heartbeat(frame.heartbeat)
                 instance.send(HEARTBEAT_ACK)
             case "step":

@@ -52,6 +52,7 @@ class AdmissionQueue:
 
     Attributes:
         quotas: the limits and the use of each key, by its name.
+        weights: the share of each key, by its name.
     """
 
     def __init__(
@@ -60,7 +61,8 @@ class AdmissionQueue:
         """`now` is the router's clock, in seconds."""
         all_keys = [*keys, ApiKey(ANONYMOUS, b"")]
         self.quotas = {key.name: Quota(key.limits) for key in all_keys}
-        self._queue = FairQueue[AdmissionSlot]({key.name: key.weight for key in all_keys})
+        self.weights = {key.name: key.weight for key in all_keys}
+        self._queue = FairQueue[AdmissionSlot](self.weights)
         self._free = self._max_requests = config.max_requests
         self._max_queue = config.max_queue
         self._metrics = metrics

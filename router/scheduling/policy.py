@@ -138,6 +138,11 @@ class PlacementRequest(NamedTuple):
     prefills_itself: bool = False
 
     @property
+    def context(self) -> int:
+        """Number of tokens that an instance must have room for."""
+        return self.tokens + self.output_tokens
+
+    @property
     def wait_spread(self) -> int:
         """Number of tokens over which a wait before the second token is spread in an ITL forecast."""
         return max(1, min(WAIT_SPREAD_TOKENS, self.output_tokens))

@@ -28,7 +28,7 @@ class AdmissionController:
         """`now` is the router's clock, in seconds."""
         self.keys = keys
         self.queue = AdmissionQueue(keys, config, metrics, now)
-        self.parse_queue = ParseQueue(config.max_requests + config.max_queue, metrics)
+        self.parse_queue = ParseQueue(config.max_requests + config.max_queue, self.queue.weights, metrics)
 
     async def enter(self, key: str, parsed: ParsedRequest, receive: Receive) -> AdmissionSlot | None:
         """Wait until the request may start; return its slot, or None if the client disconnected while it was queued.

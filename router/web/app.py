@@ -70,7 +70,7 @@ def create_app(
     async def openapi() -> dict[str, object]:
         return document()
 
-    document_route = Endpoint(openapi, method="GET", path="/openapi.json", access=Access.OPERATOR)
+    document_route = Endpoint(openapi, method="GET", path="/openapi.json", access=Access.OPEN)
     routes: list[Endpoint | PageFile] = [*api_routes, document_route, *page_routes()]
     app = FastAPI(routes=[*routes], openapi_url=None, redirect_slashes=False, telemetry=NO_TELEMETRY)
     _add_error_handlers(app)

@@ -135,14 +135,15 @@ class GenerationEndpoints(Endpoints):
         session = request.headers.get(SESSION_HEADER, "")
         traceparent = tracing.traceparent(request.headers)
         context = RequestContext(request.state.request_id, time.monotonic(), session, traceparent)
-        parsed = await self._admission.parse_queue.run(body.raw, lambda: parse(body.parse(), context))
+        key = request.state.key
+        parsed = await self._admission.parse_queue.run(key, body.raw, lambda: parse(body.parse(), context))
         grammar = parsed.requests[0].sampling.grammar
         if grammar and self._grammars is not None:
-            await self._grammars.check(request.state.key, grammar, self._model())
+            await self._grammars.check(key, grammar, self._model())
         try:
-            slot = await self._admission.enter(request.state.key, parsed, request.receive)
+            slot = await self._admission.enter(key, parsed, request.receive)
         finally:
-            request.state.headers = self._admission.headers(request.state.key)
+            request.state.headers = self._admission.headers(key)
         if slot is None:
             return Response(status_code=CLIENT_GONE)
         generation = Generation(parsed, self._tokenizer, self._backend, slot.release)

@@ -62,10 +62,12 @@ class ModelEndpoints(Endpoints):
 
     @endpoint("POST", "/tokenize", Access.CLIENT, errors=[404])
     async def tokenize(
-        self, _: Request, body: Annotated[JsonBody[schemas.TokenizeBody], example(prompt="The capital of France is")]
+        self,
+        request: Request,
+        body: Annotated[JsonBody[schemas.TokenizeBody], example(prompt="The capital of France is")],
     ) -> answers.Tokens:
         """Convert a text, or a conversation in the model's chat template, to tokens."""
-        return await self._parse_queue.run(body.raw, lambda: self._tokens(body.parse()))
+        return await self._parse_queue.run(request.state.key, body.raw, lambda: self._tokens(body.parse()))
 
     def _tokens(self, body: schemas.TokenizeBody) -> answers.Tokens:
         requests.check_model(body.model, self._name)

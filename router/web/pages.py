@@ -24,19 +24,23 @@ HEADERS = {"Cache-Control": "no-cache", "Referrer-Policy": "no-referrer", "X-Con
 class PageFile(Route):
     """The route of a static file, which holds no data."""
 
-    def __init__(self, path: str, file: Traversable, access: Access, policy: str) -> None:
+    access = Access.OPEN
+
+    def __init__(self, path: str, file: Traversable, policy: str) -> None:
         content = file.read_bytes()
         media_type = TYPES[file.name.rpartition(".")[2]]
 
         async def serve(_: Request) -> Response:
             return Response(content, headers={"Content-Security-Policy": policy, **HEADERS}, media_type=media_type)
 
-        self.access = access
         super().__init__(path, serve)
 
 
 def page_routes() -> list[PageFile]:
-    """The live page is open: it asks for a key before it shows data. Swagger UI is as open as the document that it shows."""
+    """Return the routes of all files. They are open, since a browser sends no key when it opens a page.
+
+    The live page asks for a key before it shows data; in Swagger UI, "Authorize" takes the keys that "Execute" sends.
+    """
     live_page = {"/": PAGE / "page.html", "/page.css": PAGE / "page.css", "/page.js": PAGE / "page.js"}
     swagger_ui = {
         "/docs": PAGE / "docs.html",
@@ -45,6 +49,6 @@ def page_routes() -> list[PageFile]:
         "/docs/swagger-ui.js": SWAGGER_UI / "swagger-ui-bundle.js",
     }
     return [
-        *(PageFile(path, file, Access.OPEN, STRICT_POLICY) for path, file in live_page.items()),
-        *(PageFile(path, file, Access.OPERATOR, POLICY) for path, file in swagger_ui.items()),
+        *(PageFile(path, file, STRICT_POLICY) for path, file in live_page.items()),
+        *(PageFile(path, file, POLICY) for path, file in swagger_ui.items()),
     ]

@@ -14,7 +14,8 @@ def test_ticks_on_time_count_in_full() -> None:
 def test_a_stall_counts_one_interval() -> None:
     clock = AwakeClock(0.25, now=100.0)
     clock.tick(100.25)
-    assert clock.tick(160.0) == 0.5
+    assert clock.read(100.375) == 0.375
+    assert clock.read(160.0) == clock.tick(160.0) == 0.5
     assert clock.tick(160.125) == 0.625
 
 

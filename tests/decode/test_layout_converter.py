@@ -1,7 +1,10 @@
 """Conversion between layouts: every value at its place in the target pool, and nothing written elsewhere."""
 
+import time
 import uuid
+from collections import abc
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 from pdserve.decode.layout_converter import LayoutConverter
 from pdserve.engine.sequence import Sequence
 from pdserve.keys import Layout, root_key
-from pdserve.kv_transfer.connector import Outcome, PoolMemory
+from pdserve.kv_transfer.connector import Capabilities, Connector, Outcome, PoolMemory, Result, Stats
 from pdserve.kv_transfer.connectors import memory
 from pdserve.kv_transfer.registry import connect
 from pdserve.kv_transfer.staging import host_rows
@@ -22,6 +25,7 @@ from pdserve.request import SamplingParams
 
 LAYERS, HEADS, DIM = 2, 3, 4
 UNTOUCHED = -7.0
+TIMEOUT = 0.02  # of a store that hangs
 
 
 def layout_of(block_size: int, dtype: str = "float32") -> Layout:
@@ -170,6 +174,91 @@ def test_an_unreachable_store_fails_all_blocks(caplog: pytest.LogCaptureFixture)
     assert sum("is computed instead: No Redis answers" in record.getMessage() for record in caplog.records) == 1
     prompt.release(seq.initial_keys())
     converter.close()
+
+
+class TimedOut(Future[Result]):
+    """Times out in vain while a caller waits for it."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self._blocks = blocks
+
+    def result(self, timeout: float | None = None) -> Result:
+        if not self.done():
+            time.sleep(TIMEOUT)
+            self.set_result(Result([Outcome.UNAVAILABLE] * self._blocks, TIMEOUT))
+        return super().result(timeout)
+
+
+class HangingConnector(Connector):
+    """Its loads time out, and its matches, the probes of the breaker, wait for the test."""
+
+    scheme = "hanging"
+    capabilities = Capabilities(timeout_s=TIMEOUT)
+
+    def __init__(self) -> None:
+        self.hangs = True
+        self.num_loads = 0
+        self.probes: list[Future[int]] = []
+
+    def attach(self, memory: PoolMemory) -> None: ...
+
+    def load(self, keys: abc.Sequence[bytes], block_ids: abc.Sequence[int], *, tickets: Any = ()) -> Future[Result]:
+        self.num_loads += 1
+        future = TimedOut(len(keys))
+        if not self.hangs:
+            future.set_result(Result([Outcome.OK] * len(keys), 0.0))
+        return future
+
+    def match(self, keys: abc.Sequence[bytes]) -> Future[int]:
+        self.probes.append(Future())
+        return self.probes[-1]
+
+    def store(self, *_: Any, **__: Any) -> Future[Result]:
+        raise NotImplementedError
+
+    def release(self, keys: abc.Sequence[bytes], *, tickets: Any = ()) -> None: ...
+
+    def stats(self) -> Stats:
+        return Stats()
+
+    def close(self) -> None:
+        time.sleep(TIMEOUT)
+        for probe in self.probes:
+            if not probe.done():
+                probe.set_result(0)
+
+
+def test_a_hanging_store_delays_the_first_two_loads_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = HangingConnector()
+    monkeypatch.setattr("pdserve.decode.layout_converter.connect", lambda url: store)
+    target, seq = layout_of(32), sequence_of(40, 32)
+    converter = LayoutConverter(pool_of(target, 2), target, "hanging://")
+    prompt = converter.open_prompt(seq, pb.Layout(**asdict(layout_of(16))))
+
+    def load() -> list[Outcome]:
+        return prompt.load(seq.initial_keys(), [0, 1]).result(600).outcomes
+
+    def is_out() -> bool:
+        stats = converter.stats()
+        return stats is not None and stats.is_out
+
+    for _ in range(5):
+        assert load() == [Outcome.UNAVAILABLE] * 2
+    assert store.num_loads == 2
+    assert is_out()
+    store.probes[0].set_result(1)
+    store.hangs = False
+    assert load() == [Outcome.OK] * 2
+    assert not is_out()
+
+    store.hangs = True
+    load(), load()
+    converter.close()  # which ends the probe in vain, and must not begin another
+    assert len(store.probes) == 2
+    assert not [record for record in caplog.records if record.name == "concurrent.futures"]
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ class ScriptedBackend:
     def __init__(self, vocab_size: int) -> None:
         self.script = Script()
         self.info: ModelInfo | None = ModelInfo(
-            "demo", CONTEXT, vocab_size, frozenset([0]), b"digest", frozenset([16]), supports_grammars=True
+            "demo", CONTEXT, CONTEXT, vocab_size, frozenset([0]), b"digest", frozenset([16]), supports_grammars=True
         )
         self.not_ready = ""
         self.requests: list[Request] = []

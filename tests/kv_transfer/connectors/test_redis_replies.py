@@ -1,14 +1,17 @@
-"""Tests of the RESP parser, with streams split at random positions."""
+"""Tests of the RESP parser, with streams split at random positions, and of what it takes from redis-py."""
 
 import random
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import redis
+from redis._parsers import BaseParser
+from redis.exceptions import AskError, MovedError
 
 from pdserve.kv_transfer.blocks import StreamedPart
 from pdserve.kv_transfer.connectors.redis_replies import ReplyParser
@@ -95,3 +98,46 @@ def test_an_unread_value_is_skipped() -> None:
         server.sendall(b"\r\n")
         parser.finish()
         assert not parser.can_read()
+
+
+# What follows is no public interface of redis-py: pyproject.toml pins the versions for which these tests have passed.
+
+
+def test_redis_py_hands_its_connection_to_the_parser(start_redis: Callable[..., Any]) -> None:
+    """`parser_class=`, `on_connect`, `_sock`, `_parser`, and replies that pass through the parser unchanged."""
+    server = start_redis()
+    pool = redis.ConnectionPool.from_url(server.url, protocol=2, parser_class=ReplyParser)
+    connection: Any = pool.get_connection()
+    version = f"redis-py {redis.__version__}"
+    try:
+        assert isinstance(getattr(connection, "_sock", None), socket.socket), (
+            f"{version}: no socket in Connection._sock"
+        )
+        parser = getattr(connection, "_parser", None)
+        assert isinstance(parser, ReplyParser), f"{version}: Connection._parser is {parser!r}, not of parser_class="
+        assert parser._sock is connection._sock, f"{version} did not call on_connect of the parser"
+        connection.send_packed_command(connection.pack_commands([("SET", "name", "x" * 5000), ("GET", "name")]))
+        replies = [to_plain(parser.read_response()) for _ in range(2)]
+        assert replies == [b"OK", b"x" * 5000], f"{version} read from the socket past the parser: {replies!r}"
+        connection.disconnect()
+        assert parser._sock is None, f"{version} did not call on_disconnect of the parser"
+    finally:
+        pool.disconnect()
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ("OOM command not allowed", redis.OutOfMemoryError),
+        ("ERR max number of clients reached", redis.ConnectionError),
+        ("ERR anything", redis.ResponseError),
+        ("ASK 3999 10.0.0.1:6381", AskError),
+        ("MOVED 3999 10.0.0.1:6381", MovedError),
+    ],
+)
+def test_redis_py_parses_errors(reply: str, expected: type[Exception]) -> None:
+    """`BaseParser.parse_error`, called on the class."""
+    error = BaseParser.parse_error(reply)
+    assert type(error) is expected, f"redis-py {redis.__version__} makes {error!r} of the reply {reply!r}"
+    if isinstance(error, AskError):
+        assert (error.host, error.port) == ("10.0.0.1", 6381), f"redis-py {redis.__version__}: {vars(error)}"

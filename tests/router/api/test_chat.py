@@ -115,7 +115,7 @@ def tool_app(request: Any, make_app: Callable[..., Starlette], tool_tokenizers: 
 
 def generates_text(backend: ScriptedBackend, tokenizer: Tokenizer, text: str) -> None:
     assert backend.info is not None
-    backend.info = replace(backend.info, max_model_len=2000)
+    backend.info = replace(backend.info, max_model_len=2000, common_model_len=2000)
     backend.generates([*tokenizer.encode(text), 0], "stop")
 
 

@@ -52,7 +52,7 @@ def test_tools_and_structured_output(
 ) -> None:
     tokenizer = tool_tokenizers[kind]
     assert backend.info is not None
-    backend.info = replace(backend.info, max_model_len=4000)
+    backend.info = replace(backend.info, max_model_len=4000, common_model_len=4000)
 
     def generates(text: str) -> None:
         backend.generates([*tokenizer.encode(text), 0], "stop")

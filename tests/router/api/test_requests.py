@@ -298,8 +298,21 @@ def test_a_chat_takes_either_name_of_max_tokens(
     assert [request.sampling.max_tokens for request in backend.requests] == [5, 5, 5]
 
 
+def test_a_chat_by_default_leaves_the_choice_among_all_instances(client: Client, backend: ScriptedBackend) -> None:
+    assert backend.info is not None
+    for common, length in (
+        (200, 200),
+        (2, 256),
+    ):  # tokens for which every instance has room; the prompt has more than 2
+        backend.info = replace(backend.info, common_model_len=common)
+        assert client.post(CHAT, CHATTING).status_code == 200
+        request = backend.requests[-1]
+        assert len(request.prompt) + request.sampling.max_tokens == length
+    assert client.post(CHAT, {**CHATTING, "max_tokens": 220}).status_code == 200
+
+
 def test_ids_beyond_the_tokenizer_but_within_the_model_are_accepted(client: Client, backend: ScriptedBackend) -> None:
-    backend.info = ModelInfo("demo", 256, 400, frozenset([0]), b"digest", frozenset([16]))
+    backend.info = ModelInfo("demo", 256, 256, 400, frozenset([0]), b"digest", frozenset([16]))
     assert client.post(COMPLETIONS, {"prompt": [399]}).status_code == 200
 
 

@@ -31,9 +31,10 @@ class Cluster:
         now: the time on the router's clock, which stands still unless a test sets it.
     """
 
-    def __init__(self, *roles: str, **settings: Any) -> None:
+    def __init__(self, *roles: str, lease_seconds: float = 1e9, **settings: Any) -> None:
+        """With the default lease, the router counts as awake however long a test lets it wait between two checks."""
         self.now = 1000.0
-        self.fleet = Fleet("router", "model", 1.0, lambda: self.now)
+        self.fleet = Fleet("router", "model", lease_seconds, lambda: self.now)
         config = RouterConfig(model="model", **{"local_prefill_tokens": 0, **settings})
         self.dispatcher = Dispatcher(config, self.fleet, Metrics(self.fleet), seed=0)
         self.instances = [self.join(f"{role}-{i}", role) for i, role in enumerate(roles)]

@@ -222,7 +222,7 @@ def test_owner_without_progress_times_out_but_a_busy_one_does_not(make_cluster: 
     state = cluster.open()
     cluster.sent(decode)
     for _ in range(8):  # prefill works on other requests
-        prefill.last_step_at = cluster.now
+        prefill.last_step_at = cluster.fleet.awake_now()
         cluster.advance(0.15)
     assert not cluster.sent(decode)
     cluster.advance(0.1)  # prefill makes no progress
@@ -235,6 +235,23 @@ def test_owner_without_progress_times_out_but_a_busy_one_does_not(make_cluster: 
         cluster.tokens(state)
 
 
+def test_time_in_which_the_router_was_stalled_is_not_the_instances(make_cluster: type[Cluster]) -> None:
+    cluster = make_cluster("both", handover_timeout_seconds=20.0, hedge_prefill_after=20.0, lease_seconds=60.0)
+    state = cluster.open()
+    cluster.advance(5.0)
+    cluster.advance(1000.0)  # after which the frames of its instances are still unread
+    assert not state.machine.is_over
+    cluster.deliver(cluster.instances[0], token_ids=[7])
+    for seconds in range(0, 20, 5):
+        assert not state.machine.is_over, seconds
+        cluster.fleet.expire_leases()
+        cluster.advance(5.0)
+    cluster.fleet.expire_leases()
+    cluster.advance(5.0)
+    with pytest.raises(Unavailable, match=r"no progress for 20\.0 s while"):
+        cluster.tokens(state)
+
+
 def test_engine_steps_without_tokens_hold_a_request_for_a_limited_time(make_cluster: type[Cluster]) -> None:
     """An instance that always reports steps and never answers; in a long queue, it answers other requests meanwhile."""
 
@@ -244,7 +261,7 @@ def test_engine_steps_without_tokens_hold_a_request_for_a_limited_time(make_clus
 
     def pass_time(steps: int) -> None:
         for _ in range(steps):
-            both.last_step_at = cluster.now
+            both.last_step_at = cluster.fleet.awake_now()
             cluster.advance(0.5)
 
     for token in range(40):
@@ -262,7 +279,7 @@ def test_a_request_ends_even_if_its_instance_works_for_ever(make_cluster: type[C
     (both,) = cluster.instances
     state = cluster.open(max_tokens=4)
     for _ in range(104):
-        both.last_token_at = cluster.now
+        both.last_token_at = cluster.fleet.awake_now()
         cluster.advance(1.0)
     assert not state.machine.is_over
     cluster.advance(1.0)

@@ -38,6 +38,21 @@ def test_last_role_does_everything_and_without_instances_the_request_fails(
         cluster.open()
 
 
+def test_an_instance_gets_the_requests_that_it_has_room_for(make_cluster: type[Cluster]) -> None:
+    cluster = make_cluster("prefill", "prefill", "decode", "decode", policy="round_robin")
+    short = [cluster.instances[0], cluster.instances[2]]
+    for instance in short:
+        instance.hello.max_model_len = 5
+    states = [cluster.open(f"long-{i}", max_tokens=4) for i in range(4)]  # 7 tokens
+    assert not {state.prefill for state in states} & set(short) and not {state.decode for state in states} & set(short)
+    states = [cluster.open(f"short-{i}", max_tokens=2) for i in range(4)]
+    assert set(short) <= {state.prefill for state in states} | {state.decode for state in states}
+    info = cluster.dispatcher.model()
+    assert info is not None and (info.max_model_len, info.common_model_len) == (100, 5)
+    with pytest.raises(Unavailable, match="no instance for 103 tokens is available"):
+        cluster.open("too-long", max_tokens=100)
+
+
 def test_each_role_has_its_own_policy_explained_in_the_timeline(make_cluster: type[Cluster]) -> None:
     roles = ["prefill"] * 2 + ["decode"] * 2
     cluster = make_cluster(*roles, prefill_policy="round_robin", decode_policy="session")

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from tests.router.conftest import Client
 
 PUBLIC = ["/health", "/ready", "/metrics", "/version", "/", "/page.css", "/page.js"]
+PUBLIC += ["/openapi.json", "/docs", "/docs/docs.js", "/docs/swagger-ui.js", "/docs/swagger-ui.css"]
 CLIENT_PATHS = ["/v1/models", "/v1/models/a/b", "/v1/completions", "/tokenize", "/v1/nothing"]
 OPERATOR_PATHS = ["/debug/requests", "/debug/overview", "/admin/instances/decode-0/drain", "/nothing", "/v1"]
-OPERATOR_PATHS += ["/openapi.json", "/docs", "/docs/swagger-ui.js", "/docs/nothing", "/health/nothing"]
+OPERATOR_PATHS += ["/docs/nothing", "/health/nothing"]
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pdserve.router.text.tokenizer import Tokenizer
     from tests.router.conftest import Client, ScriptedBackend
 
-INFO = ModelInfo("demo", 100, 256, frozenset([0]), b"digest", frozenset([16]), supports_grammars=True)
+INFO = ModelInfo("demo", 100, 100, 256, frozenset([0]), b"digest", frozenset([16]), supports_grammars=True)
 
 
 @dataclass

@@ -158,5 +158,28 @@ def test_swagger_ui_shows_and_calls_the_endpoints(open_page: Callable[..., Any])
     assert not page.problems
 
 
+def test_swagger_ui_opens_without_a_key_and_sends_the_one_it_is_given(open_page: Callable[..., Any]) -> None:
+    page = open_page(path="/docs", api_key="of clients", admin_key="of operators")
+
+    def list_models() -> str:
+        page.click("#operations-model-models .execute")
+        page.wait_for_selector("#operations-model-models .live-responses-table")
+        return str(page.inner_text("#operations-model-models .live-responses-table tr.response .response-col_status"))
+
+    page.wait_for_selector("#operations-model-models")
+    page.click("#operations-model-models .opblock-summary-control")
+    page.click("#operations-model-models .try-out__btn")
+    assert list_models().startswith("401")
+    page.click(".btn.authorize")
+    form = page.locator(".auth-container", has_text="api_key")
+    form.locator("input").fill("of clients")
+    form.locator("button.authorize").click()
+    page.click(".modal-ux .close-modal")
+    page.click("#operations-model-models .btn-clear")
+    assert list_models().startswith("200")
+    assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""], "a key stays in its tab"
+    assert [problem for problem in page.problems if "401" not in problem] == []
+
+
 def test_the_package_has_the_pages() -> None:
     assert {path.name for path in PAGE.iterdir()} == {"page.html", "page.css", "page.js", "docs.html", "docs.js"}

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from pdserve.errors import Overloaded
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.web import parse_queue
 from pdserve.router.web.parse_queue import ParseQueue
+
+WEIGHTS = {"a": 1.0, "b": 1.0}
 
 
 def run(scenario: Callable[[], Any]) -> None:
@@ -26,12 +29,35 @@ def slow_parse() -> int:
 
 def test_a_burst_leaves_the_event_loop_after_the_budget_of_a_turn(metrics: Metrics) -> None:
     async def scenario() -> None:
-        queue, here = ParseQueue(1000, metrics), threading.get_ident()
-        threads = await asyncio.gather(*(queue.run(b"{}", slow_parse) for _ in range(40)))
+        queue, here = ParseQueue(1000, WEIGHTS, metrics), threading.get_ident()
+        threads = await asyncio.gather(*(queue.run("a", b"{}", slow_parse) for _ in range(40)))
         assert threads.count(here) <= 2 and len(set(threads) - {here}) <= parse_queue.NUM_THREADS
-        assert await queue.run(b"{}", threading.get_ident) == here, "a later turn has its own budget"
+        assert await queue.run("a", b"{}", threading.get_ident) == here, "a later turn has its own budget"
 
     run(scenario)
+
+
+def test_keys_take_turns_at_the_threads(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parse_queue, "LARGE_BODY", 1)
+    monkeypatch.setattr(parse_queue, "NUM_THREADS", 1)
+    gate, order = threading.Event(), list[str]()
+
+    def parse(name: str) -> None:
+        gate.wait(600)
+        order.append(name)
+
+    async def scenario() -> None:
+        queue = ParseQueue(1000, WEIGHTS, metrics)
+        names = ["a-0", "a-1", "a-2", "a-3", "b-0", "b-1"]
+        tasks = [asyncio.create_task(queue.run(name[0], bytes(9), partial(parse, name))) for name in names]
+        await asyncio.sleep(0)
+        tasks[2].cancel()  # its turn passes to the next
+        gate.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await queue.run("a", bytes(9), partial(parse, "later"))
+
+    run(scenario)
+    assert order == ["a-0", "b-0", "a-1", "b-1", "a-3", "later"]
 
 
 def test_bodies_beyond_the_limit_are_rejected_and_counted(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,14 +65,14 @@ def test_bodies_beyond_the_limit_are_rejected_and_counted(metrics: Metrics, monk
     gate = threading.Event()
 
     async def scenario() -> None:
-        queue = ParseQueue(5, metrics)
-        waiting = [asyncio.create_task(queue.run(b"{}", lambda: gate.wait(600))) for _ in range(5)]
+        queue = ParseQueue(5, WEIGHTS, metrics)
+        waiting = [asyncio.create_task(queue.run("a", b"{}", lambda: gate.wait(600))) for _ in range(5)]
         await asyncio.sleep(0)
         with pytest.raises(Overloaded, match="5 requests wait to be tokenized"):
-            await queue.run(b"{}", slow_parse)
+            await queue.run("a", b"{}", slow_parse)
         gate.set()
         assert all(await asyncio.gather(*waiting))
-        await queue.run(b"{}", slow_parse)
+        await queue.run("a", b"{}", slow_parse)
 
     run(scenario)
     assert metrics.refusals.labels(reason="max_requests")._value.get() == 1
@@ -58,6 +84,6 @@ def test_bytes_that_wait_are_bounded(metrics: Metrics, monkeypatch: pytest.Monke
 
     async def scenario() -> None:
         with pytest.raises(Overloaded):
-            await ParseQueue(5, metrics).run(bytes(101), slow_parse)
+            await ParseQueue(5, WEIGHTS, metrics).run("a", bytes(101), slow_parse)
 
     run(scenario)
