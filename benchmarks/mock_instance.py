@@ -18,7 +18,7 @@ from typing import cast
 import uvloop
 
 from pdserve.control.frame_connection import NONCE_BYTES, PROTOCOL_VERSION
-from pdserve.instance.engine_loop import Instance
+from pdserve.instance.instance import Instance
 from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.router_link import RouterLinks
 from pdserve.keys import Layout

@@ -114,8 +114,8 @@ class Decoder:
         if state is None:
             return
         converted, loading = state.converted, state.loading
-        has_blocks = loading.has_started
-        if not has_blocks:
+        has_started = loading.has_started
+        if not has_started:
             state.tickets += message.tickets
         if message.HasField("first_token"):
             state.first_token = message.first_token
@@ -125,7 +125,7 @@ class Decoder:
             is_final=message.final,
             has_first_token=message.HasField("first_token"),
         )
-        if has_blocks:
+        if has_started:
             self._release(state, message.tickets)
         self._carry_out(state, actions)
 

@@ -153,18 +153,18 @@ class BatchedConnector(Connector):
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
         lease_s = min(lease_s, MAX_LEASE_S)
         operation = self._new_transfer("store", keys, block_ids)
-        blocks = partial(self._blocks, Outgoing, operation, list(zip(keys, block_ids, strict=True)))
-        return self._submit(operation, lambda: self.put_many(blocks(), lease_s))
+        make_blocks = partial(self._blocks, Outgoing, operation, list(zip(keys, block_ids, strict=True)))
+        return self._submit(operation, lambda: self.put_many(make_blocks(), lease_s))
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
         operation = self._new_transfer("load", keys, block_ids)
-        blocks = partial(self._blocks, Incoming, operation, list(zip(keys, block_ids, strict=True)))
-        return self._submit(operation, lambda: self._get_and_delete_corrupt(blocks()))
+        make_blocks = partial(self._blocks, Incoming, operation, list(zip(keys, block_ids, strict=True)))
+        return self._submit(operation, lambda: self._get_and_delete_corrupt(make_blocks()))
 
     def follow(self, keys: Sequence[bytes], block_ids: Sequence[int], *, patience_s: float) -> Future[Result]:
         operation = self._new_transfer("load", keys, block_ids, {Outcome.MISSING})
-        blocks = partial(self._blocks, Incoming, operation, list(zip(keys, block_ids, strict=True)))
-        return self._submit(operation, lambda: self._poll_and_get(operation, blocks(), patience_s))
+        make_blocks = partial(self._blocks, Incoming, operation, list(zip(keys, block_ids, strict=True)))
+        return self._submit(operation, lambda: self._poll_and_get(operation, make_blocks(), patience_s))
 
     def match(self, keys: Sequence[bytes]) -> Future[int]:
         operation: Operation[int] = Operation("match", 0, self._deadline(0), lambda done: done.matched)

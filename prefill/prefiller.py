@@ -42,6 +42,8 @@ class _StorePart:
 class _PrefillState:
     """State of one job in the prefill role.
 
+    Until the job ends, `stored_blocks` <= `announced_blocks` <= `submitted_blocks`.
+
     Attributes:
         lease_s: lease of the stored blocks; 0 if no decode instance will load them.
         submitted_blocks: leading blocks of the prompt that were passed to the connector.

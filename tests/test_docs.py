@@ -141,10 +141,21 @@ def test_error_table_lists_every_code() -> None:
 def test_every_function_of_the_ten_steps_exists() -> None:
     text = section("docs/architecture.md", "One request in ten steps")
     assert [int(number) for number in re.findall(r"^(\d+)\. ", text, re.MULTILINE)] == list(range(1, 11))
-    named = re.findall(r"`([\w/]+\.py):(\w+)`", text)
+    named = re.findall(r"`([\w/]+\.py):(?:(\w+)\.)?(\w+)`", text)
     assert len(named) >= 20
-    missing = [f"{file}:{name}" for file, name in named if not re.search(rf"def {name}\(", read(file))]
+    missing = []
+    for file, owner, name in named:
+        code = read(file)
+        if not re.search(rf"def {name}\(", code) or (owner and not re.search(rf"^class {owner}\b", code, re.MULTILINE)):
+            missing.append(f"{file}:{name}")
     assert not missing
+
+
+def test_the_ten_steps_take_at_most_15_files_to_read() -> None:
+    text = section("docs/architecture.md", "One request in ten steps")
+    to_open = re.findall(r"▸ (`.*?)(?=\(|\n\d+\. |\Z)", text, re.DOTALL)
+    assert len(to_open) == 10
+    assert len({file for functions in to_open for file in re.findall(r"`([\w/]+\.py):", functions)}) <= 15
 
 
 def test_package_table_lists_every_package() -> None:

@@ -25,7 +25,8 @@ class StepResult:
         advanced: sequences whose KV grew.
         sampled: new token of each sequence that got one (already appended to its tokens).
         preempted: number of sequences that lost their blocks.
-        resumed: preempted sequences that have blocks again, and whose KV may be in the store; `add` queues them again.
+        resumed: preempted sequences that have blocks again, and whose KV may be in the store. Their role loads it
+            (`on_resumed`), and adds them again.
         swapped_out, swapped_in: blocks copied to host memory, and from there.
         swap_seconds: duration of these copies.
         work: (tokens computed, tokens before them) of each advanced sequence.

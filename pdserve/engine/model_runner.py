@@ -156,6 +156,7 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Run the model and return the logits of the rows to keep, by default all."""
         with self._products:
+            # `paged` reaches `paged_model.attention_forward` in every layer: transformers passes unknown arguments on.
             output = self.checkpoint.model(
                 input_ids=ids_1T, position_ids=positions_1T, logits_to_keep=keep, use_cache=False, paged=batch
             )

@@ -25,7 +25,7 @@ from pdserve.control.frame_connection import NONCE_BYTES, PROTOCOL_VERSION
 from pdserve.control.registry import Registry
 from pdserve.counters import metric_families
 from pdserve.errors import SetupError
-from pdserve.instance.engine_loop import Instance
+from pdserve.instance.instance import Instance
 from pdserve.instance.router_link import RouterLinks
 from pdserve.kv_transfer.threaded import SWITCH_INTERVAL_S
 from pdserve.proto import pdserve_pb2 as pb

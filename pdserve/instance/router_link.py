@@ -15,7 +15,7 @@ from pdserve.control.awake_clock import AwakeClock
 from pdserve.control.certificates import describe_failure
 from pdserve.control.frame_connection import FrameConnection
 from pdserve.control.registry import POLL_INTERVAL_S, Registry
-from pdserve.instance.engine_loop import Instance
+from pdserve.instance.instance import Instance
 from pdserve.instance.kv_events import PendingKVEvents
 from pdserve.proto import pdserve_pb2 as pb
 

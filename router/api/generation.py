@@ -96,29 +96,30 @@ class Choice:
 
 
 class Generation:
-    """The choices of one request, once the backend has accepted all of them."""
+    """The choices of one request. They run on the backend once `start` has returned."""
 
     def __init__(
         self, parsed: ParsedRequest, tokenizer: Tokenizer, backend: Backend, release: Callable[[int], None]
     ) -> None:
-        """Start all choices.
-
-        `release` is called at least once when the generation is over, with the number of tokens used (prompts and outputs),
-        or 0 if the backend refused it.
-
-        Raises:
-            RequestError: the backend refuses a choice; the others have been cancelled.
-        """
+        """`release` is called at least once when the generation is over, with the number of tokens used (prompts and
+        outputs), or 0 if the backend refused it."""
         self.parsed = parsed
         self.tokenizer = tokenizer
         self.choices: list[Choice] = []
         self._backend = backend
         self._release = release
+
+    def start(self) -> None:
+        """Open the token stream of each choice. The backend selects instances, checks the SLO and submits the request.
+
+        Raises:
+            RequestError: the backend refuses a choice; the others have been cancelled.
+        """
         try:
-            for index, request in enumerate(parsed.requests):
+            for index, request in enumerate(self.parsed.requests):
                 self.choices.append(self._open(index, request))
         except BaseException:
-            release(0)
+            self._release(0)
             self.close()
             raise
 

@@ -30,6 +30,7 @@ from pdserve.slo import Slo
 log = logging.getLogger(__name__)
 
 MAX_ERROR_CHARS = 4000  # of an instance's error message
+NO_WORK_LEFT = Load()  # prefill has sampled; the request stays on its instance until the last store has ended
 
 
 class Dispatcher:
@@ -142,7 +143,7 @@ class Dispatcher:
                 raise InvalidFrame(reason)
             self._record_late_output(instance, output)
             return  # the request has finished, or was cancelled on this instance
-        is_final = instance is (state.decode or state.prefill)
+        is_final = instance is state.final_instance
         max_tokens = state.remaining_tokens if is_final else 1
         logprobs = state.request.sampling.logprobs is not None
         if reason := output_fault(output, instance.hello, max_tokens, state.num_tokens, logprobs):
@@ -270,7 +271,7 @@ class Dispatcher:
         )
         if output.token_ids:
             message.first_token = output.token_ids[0]
-            instance.assign(state.id, Load())
+            instance.assign(state.id, NO_WORK_LEFT)
         elif output.stored.num_blocks and instance.requests[state.id].prefills:
             num_computed = max(state.cached.get(instance.id, 0), output.stored.num_blocks * instance.hello.block_size)
             instance.assign(state.id, state.remaining_load(pb.PREFILL, num_computed))

@@ -18,8 +18,8 @@ class RequestState:
     """One running request. Implements `TokenStream` for the HTTP side; the dispatcher feeds it.
 
     Attributes:
-        prefill: the instance that computes the prompt, or does everything.
-        decode: the decode instance; None if `prefill` does everything.
+        prefill: the instance that computes the prompt. If `decode` is None, it does everything.
+        decode: the decode instance, or None.
         hedge: a second prefill instance; None unless the prefill was late.
         hedge_tried: a hedge was attempted since the last submission.
         hedge_outputs: buffered outputs of the hedge.

@@ -147,4 +147,5 @@ class GenerationEndpoints(Endpoints):
         if slot is None:
             return Response(status_code=CLIENT_GONE)
         generation = Generation(parsed, self._tokenizer, self._backend, slot.release)
+        generation.start()
         return stream(generation) if parsed.stream else await whole_response(generation, request.receive, build_body)

@@ -17,7 +17,7 @@ import torch
 
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.config import InstanceConfig, UpConfig
-from pdserve.instance.engine_loop import Instance
+from pdserve.instance.instance import Instance
 from pdserve.kv_transfer.connector import Connector
 from pdserve.kv_transfer.connectors.shm import unlink
 from pdserve.kv_transfer.header import Buffer

@@ -17,7 +17,7 @@ import pytest
 from pdserve.config import InstanceConfig, RouterConfig
 from pdserve.errors import Unavailable
 from pdserve.instance import process
-from pdserve.instance.engine_loop import Instance
+from pdserve.instance.instance import Instance
 from pdserve.keys import block_keys, root_key
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams

@@ -17,7 +17,7 @@ import pytest
 
 from pdserve.config import InstanceConfig
 from pdserve.costs import Costs
-from pdserve.instance.engine_loop import Instance
+from pdserve.instance.instance import Instance
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.scheduling.policy import POLICIES
 
