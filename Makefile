@@ -1,5 +1,5 @@
 # make demo: see it work · make test: the suite · make check: lint, types, tests · make slow: the tests that `make test`
-# leaves out. All set up .venv first. .ci/run is `make check` where nothing is missing that a test needs.
+# leaves out, and the integration tests in 16 bits. All set up .venv first. .ci/run is `make check` where nothing is missing that a test needs.
 PY ?= python3
 BIN := .venv/bin
 
@@ -24,6 +24,8 @@ test: setup
 
 slow: setup
 	$(BIN)/pytest -m slow
+	$(BIN)/pytest -n 3 --dist worksteal -m 'integration and not slow' --dtype bfloat16
+	$(BIN)/pytest -n 3 --dist worksteal -m 'integration and not slow' --dtype float16
 
 lint: setup
 	$(BIN)/ruff check .

@@ -21,7 +21,7 @@ def test_slow_store_slows_only_prefill(
     make_instance: Callable[..., Any],
     controlled_store: Callable[..., Any],
 ) -> None:
-    path, stores_queued = checkpoint("llama"), threading.Event()
+    path, stores_queued = checkpoint("llama", dtype="float32"), threading.Event()
 
     def put() -> None:
         stores_queued.wait(600)  # the store starts only after prefill has filled its limit, on any machine
@@ -65,7 +65,7 @@ def test_decoding_continues_while_prefill_is_throttled(
     make_instance: Callable[..., Any],
     controlled_store: Callable[..., Any],
 ) -> None:
-    path, resume = checkpoint("llama"), threading.Event()
+    path, resume = checkpoint("llama", dtype="float32"), threading.Event()
     both = make_instance(
         controlled_store(before_put=lambda: resume.wait(600)),
         model=str(path),
@@ -99,7 +99,7 @@ def test_hanging_store_fails_only_its_own_operations(
     controlled_store: Callable[..., Any],
 ) -> None:
     """Stores time out, the stores queued behind them are dropped, and the hand-over reports 0 stored blocks."""
-    path, closing = checkpoint("llama"), threading.Event()
+    path, closing = checkpoint("llama", dtype="float32"), threading.Event()
     store = controlled_store(before_put=lambda: closing.wait(600))
     prefill = make_instance(
         store,

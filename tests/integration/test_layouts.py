@@ -91,7 +91,7 @@ def test_router_reports_a_layout_mismatch_without_convert_kv(
     connector_url: str, checkpoint: Callable[..., Path], deploy: Callable[..., Any], wait_until: Callable[..., None]
 ) -> None:
     log_lines: list[str] = []
-    settings = {"model": str(checkpoint("llama")), "connector": connector_url, "num_blocks": 64}
+    settings = {"model": str(checkpoint("llama", dtype="float32")), "connector": connector_url, "num_blocks": 64}
     flags = {"prefill": ["--block-size", "16"], "decode": ["--block-size", "32"]}
     with deploy(flags=flags, log_lines=log_lines, wait=False, **settings) as deployment:
         sentence = "prefill-0 has KV blocks of 16 tokens in float32, decode-0 of 32 in float32; make them the same, or"
