@@ -1,5 +1,6 @@
 # make demo: see it work · make test: the suite · make check: lint, types, tests · make slow: the tests that `make test`
-# leaves out, and the integration tests in 16 bits. All set up .venv first. .ci/run is `make check` where nothing is missing that a test needs.
+# leaves out, and the integration tests in 16 bits. All set up .venv first. .ci/run is `make check` where nothing is missing that
+# a test needs.
 PY ?= python3
 BIN := .venv/bin
 

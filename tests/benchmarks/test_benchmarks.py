@@ -78,6 +78,13 @@ def test_store_faults(run: Callable[..., Any]) -> None:
     assert all(row["answers"] == 4 and 0 < int(row["p50 ms"]) <= int(row["max ms"]) for row in rows)
 
 
+@pytest.mark.slow
+def test_exactness(run: Callable[..., Any]) -> None:
+    content = run("exactness.py")
+    assert [row["requests"] for row in content["rows"]] == [8] * 10 + [32]
+    assert not any(row["differ in tokens"] or row["differ in log probabilities only"] for row in content["rows"])
+
+
 def test_a_burst_is_answered_and_loses_no_instance(pdserve: Callable[..., Any]) -> None:
     done = pdserve(str(BENCHMARKS / "burst.py"), "300")
     assert done.returncode == 0, done.stdout + done.stderr
