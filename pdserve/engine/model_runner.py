@@ -13,6 +13,7 @@ import torch
 
 from pdserve.config import EngineConfig, parse_size
 from pdserve.engine.checkpoint import Checkpoint, cpu_memory_available
+from pdserve.engine.cpu_fusion.prepack import min_rows
 from pdserve.engine.cpu_fusion.row_products import RowProducts, needs_row_products
 from pdserve.engine.paged_model import UnsupportedAttention
 from pdserve.engine.sampler import model_logprobs, record_logprobs, sample
@@ -49,6 +50,7 @@ class ModelRunner:
         except KernelUnavailable as error:
             raise SetupError(str(error)) from error
         self.graphs: StepGraphs | None = None
+        self._min_rows = min_rows(checkpoint.model)
         self._products: AbstractContextManager[Any] = (
             RowProducts() if needs_row_products(checkpoint.model) else nullcontext()
         )
@@ -155,12 +157,17 @@ class ModelRunner:
         self, ids_1T: torch.Tensor, positions_1T: torch.Tensor, batch: PagedBatch, keep: torch.Tensor | int = 0
     ) -> torch.Tensor:
         """Run the model and return the logits of the rows to keep, by default all."""
+        num_logits = len(keep) if isinstance(keep, torch.Tensor) else ids_1T.shape[1]
+        if (
+            ids_1T.shape[1] < self._min_rows
+        ):  # the token twice, here rather than in each layer, which costs 4 % of a step
+            ids_1T, positions_1T = (x.expand(-1, self._min_rows) for x in (ids_1T, positions_1T))
         with self._products:
             # `paged` reaches `paged_model.attention_forward` in every layer: transformers passes unknown arguments on.
             output = self.checkpoint.model(
                 input_ids=ids_1T, position_ids=positions_1T, logits_to_keep=keep, use_cache=False, paged=batch
             )
-        logits_SV: torch.Tensor = output.logits[0]
+        logits_SV: torch.Tensor = output.logits[0, :num_logits]
         return logits_SV
 
     def _build_batch(self, seqs: list[Sequence], counts: list[int], positions: list[int]) -> PagedBatch:

@@ -40,6 +40,8 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Return the attention output [1, T, H, D] and no weights. The signature is the one that transformers calls.
 
+    Where the batch has one token and T is larger, the other rows are the same token again (`ModelRunner._compute_logits`).
+
     Raises:
         UnsupportedAttention: attention sinks, or layers whose KV does not fit the pool's shape.
     """
@@ -52,8 +54,10 @@ def attention_forward(
     options = AttentionOptions(
         scale=scaling if scaling is not None else q_1HTD.shape[-1] ** -0.5, window=sliding_window, softcap=softcap
     )
-    q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (q_1HTD, k_1GTD, v_1GTD))
-    return paged_attention(q_THD, k_TGD, v_TGD, layer, paged, options)[None], None
+    num_tokens = len(paged.slots_T)
+    q_THD, k_TGD, v_TGD = (x[0, :, :num_tokens].transpose(0, 1) for x in (q_1HTD, k_1GTD, v_1GTD))
+    y_THD = paged_attention(q_THD, k_TGD, v_TGD, layer, paged, options)
+    return y_THD.expand(q_1HTD.shape[2], -1, -1)[None], None
 
 
 def _no_mask(*args: object, **kwargs: object) -> None:

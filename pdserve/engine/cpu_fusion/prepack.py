@@ -85,6 +85,11 @@ def prepack(model: torch.nn.Module, *, tiled: bool) -> int:
     return len(packed)
 
 
+def min_rows(model: torch.nn.Module) -> int:
+    """Return the number of rows from which on products of a model round the same: see row_products.py."""
+    return 2 if any(isinstance(module, PackedLinear) for module in model.modules()) else 1
+
+
 def _has_onednn_kernel(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available():
         return False
