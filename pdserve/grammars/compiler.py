@@ -94,13 +94,21 @@ class GrammarCompiler:
                 raise Unavailable("the process is shutting down", kind="drained")
             if self._server is None or not self._server.is_running:
                 self._server = _CompileServer(self._arguments)
-            return self._server
+            server = self._server
+        server.wait_until_ready()  # not under the lock: `close` must not wait for it
+        return server
 
 
 class _CompileServer:
-    """A compile server, in a process group of its own. It is killed with this object."""
+    """A compile server, in a process group of its own. It is killed with this object.
+
+    Attributes:
+        tokenizer_info: as xgrammar's JSON; empty until the server is ready.
+    """
 
     def __init__(self, arguments: list[str]) -> None:
+        self.tokenizer_info = ""
+        self._starting = threading.Lock()
         self._control, theirs = socket.socketpair()
         with theirs:
             descriptor = theirs.fileno()
@@ -108,9 +116,19 @@ class _CompileServer:
             self._process = subprocess.Popen(command, pass_fds=[descriptor], start_new_session=True)
         self.kill = weakref.finalize(self, _kill, self._process, self._control)
         self.pid = self._process.pid
-        self._control.settimeout(START_TIMEOUT_S)
-        with self._control.makefile("rb") as stream, suppress(OSError):
-            self.tokenizer_info = stream.read(int.from_bytes(stream.read(8), "big")).decode()
+
+    def wait_until_ready(self) -> None:
+        """Return once the server has loaded xgrammar and the tokenizer.
+
+        Raises:
+            RequestError: it has ended or hangs.
+        """
+        with self._starting:
+            if self.tokenizer_info:
+                return
+            with suppress(OSError), self._control.makefile("rb") as stream:
+                self._control.settimeout(START_TIMEOUT_S)
+                self.tokenizer_info = stream.read(int.from_bytes(stream.read(8), "big")).decode()
             if self.tokenizer_info:
                 return
         self.kill()

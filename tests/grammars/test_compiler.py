@@ -4,14 +4,16 @@ import json
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pdserve.errors import BadRequest, Unavailable
+from pdserve.errors import BadRequest, RequestError, Unavailable
 from pdserve.grammars.compiler import GrammarCompiler
 from pdserve.grammars.limits import CompileLimits, GrammarTooComplex
 from pdserve.grammars.specification import build_grammar
@@ -124,6 +126,25 @@ def test_a_compile_server_that_died_is_replaced_until_the_compiler_is_closed(mod
     assert group_of(compiler) == set()
     with pytest.raises(Unavailable):
         compiler.compile(GOOD)
+
+
+def test_closing_does_not_wait_for_a_compile_server_that_is_starting(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, program = tmp_path / "started", tmp_path / "hanging-python"
+    os.mkfifo(started)
+    program.write_text(f"#!/bin/sh\necho > {started}\nexec sleep 3600\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    compiler = GrammarCompiler(str(model), VOCAB_SIZE, [0], LIMITS)
+    with ThreadPoolExecutor(2) as threads:
+        compiling = [threads.submit(compiler.compile, GOOD) for _ in range(2)]
+        started.read_text()
+        compiler.close()
+        for one in compiling:
+            with pytest.raises(RequestError, match=r"did not start|is shutting down"):
+                one.result(600)
+    assert group_of(compiler) == set()
 
 
 def assert_only_the_server_is_left(compiler: GrammarCompiler) -> None:

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 
-Connect = Callable[[], socket.socket]
+Connect = Callable[..., socket.socket]
 
 
 @pytest.fixture(params=["tcp", "tls"])
 def serve(
     request: pytest.FixtureRequest, serving: Callable[..., Any], tmp_path: Path
 ) -> Callable[..., AbstractContextManager[Connect]]:
-    """Context manager: `with serve(app, **settings) as connect`, where connect() returns a new connection."""
+    """Context manager: `with serve(app, **settings) as connect`, where connect(receive_buffer) returns a new connection."""
     settings: dict[str, Any] = {}
     context: ssl.SSLContext | None = None
     if request.param == "tls":
@@ -53,8 +53,8 @@ def serve(
         opened: list[socket.socket] = []
         with serving(app, listener, **settings, **more) as url:
 
-            def connect() -> socket.socket:
-                connection = _connect(url)
+            def connect(receive_buffer: int | None = None) -> socket.socket:
+                connection = _connect(url, receive_buffer)
                 opened.append(connection)
                 if context is not None:
                     connection = context.wrap_socket(connection, server_hostname="127.0.0.1")
@@ -68,10 +68,12 @@ def serve(
     return run
 
 
-def _connect(url: str) -> socket.socket:
-    address = urlsplit(url)
-    connection = socket.create_connection((address.hostname, address.port))
+def _connect(url: str, receive_buffer: int | None = None) -> socket.socket:
+    address, connection = urlsplit(url), socket.socket()
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     connection.settimeout(600)
+    connection.connect((address.hostname, address.port))
     return connection
 
 
@@ -251,6 +253,21 @@ def test_what_a_client_does_not_read_stays_with_its_source(serve: Callable[..., 
         connection.sendall(HEALTH + b"\r\n")
         assert is_over.wait(600), "the client is cut off"
     assert 0 < sent < 50_000_000
+
+
+def test_a_client_that_does_not_read_its_stream_is_cut_off(
+    app: Starlette, backend: ScriptedBackend, serve: Callable[..., Any], eventually: Callable[..., None]
+) -> None:
+    backend.generates([5] * 2000, finish_reason=None, hang=True)
+    body = b'{"prompt": "hello", "stream": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with serve(app, listen(RouterConfig(port=0, client_timeout_seconds=1))) as connect:
+        connection = connect(4096)
+        connection.sendall(head + body)
+        eventually(lambda: [stream.cancelled for stream in backend.streams] == [True])
+        other = connect()
+        other.sendall(HEALTH + b"\r\n")
+        assert other.recv(100).startswith(b"HTTP/1.1 200")
 
 
 def test_pipelined_requests_are_limited(
