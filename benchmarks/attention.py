@@ -38,7 +38,7 @@ BLOCK = 16
 class Settings(report.EngineSettings):
     batches: str = flag("sequences, comma separated", "1,8,32")
     contexts: str = flag("KV tokens of each sequence, comma separated", "160,1024,4096")
-    kernels: str = flag("kernels to compare, comma separated", "reference,cpu")
+    kernels: str = flag("kernels to compare, comma separated; also triton-invariant", "reference,cpu")
     dtype: str = flag("of queries and KV: bfloat16, float16, float32", "bfloat16")
     seconds: float = flag("for each row, over all kernels", 3.0)
 
@@ -51,7 +51,7 @@ def benchmark(settings: Settings) -> None:
     settings = settings.sized(QUICK).threaded()
     device = torch.device(settings.device)
     try:
-        kernels = {name: select_kernel(name, device) for name in settings.kernels.split(",")}
+        kernels = {name: _kernel(name, device) for name in settings.kernels.split(",")}
     except KernelUnavailable as error:
         raise SetupError(str(error)) from error
     read = _read_rate(device, settings.quick)
@@ -65,6 +65,11 @@ def benchmark(settings: Settings) -> None:
         row["ratio"] = round(row["roofline_us"] / row["us"], 4)
     _print(rows, read)
     print(report.write("attention", settings, {"read_gb_per_s": round(read / 1e9, 1), "rows": rows}))
+
+
+def _kernel(name: str, device: torch.device) -> Kernel:
+    batch_invariant = "on" if name.endswith("-invariant") else "off"
+    return select_kernel(name.removesuffix("-invariant"), device, batch_invariant)
 
 
 @torch.inference_mode()

@@ -45,6 +45,7 @@ class Settings(peer_process.Settings):
     dtype: str = flag("of weights and KV: bfloat16, float32", "bfloat16")
     device: str = flag("cpu or cuda", "cpu")
     kernel: str = flag("attention kernel of ours", EngineConfig.kernel)
+    batch_invariant: str = flag("of ours: auto, on, off", EngineConfig.batch_invariant)
     temperature: float = flag("of our requests; 0 is greedy", 0.0)
     top_p: float = flag("of our requests", 1.0)
     threads: int | None = flag("CPU threads; default: all cores", None)
@@ -174,6 +175,7 @@ class OurEngine:
             dtype=settings.dtype,
             device=settings.device,
             kernel=settings.kernel,
+            batch_invariant=settings.batch_invariant,
             num_blocks=blocks,
             max_num_seqs=settings.requests,
             max_num_batched_tokens=settings.max_num_batched_tokens,

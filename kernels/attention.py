@@ -14,6 +14,10 @@ from pdserve.kernels.batch import Kernel, PagedBatch
 
 log = logging.getLogger(__name__)
 
+# Whether a row has the same bits in any batch and phase, unless the flag --batch-invariant says so. By kind of device:
+# the CPU kernel has no other way, and on GPUs it costs time.
+BATCH_INVARIANT = {"cpu": True, "cuda": False}
+
 
 class KernelUnavailable(Exception):
     """The requested kernel cannot run on this machine; the message gives the reason."""
@@ -48,27 +52,36 @@ def paged_attention(
     return batch.kernel.attend(q_THD, cache_N2GBD, batch, options.scale, options.window, options.softcap)
 
 
-def select_kernel(name: str, device: torch.device) -> Kernel:
+def is_batch_invariant(setting: str, device: torch.device) -> bool:
+    """Return what the flag `--batch-invariant` means on a device."""
+    return BATCH_INVARIANT[device.type] if setting == "auto" else setting == "on"
+
+
+def select_kernel(name: str, device: torch.device, batch_invariant: str = "auto") -> Kernel:
     """Return the kernel of a name: reference, cpu, triton, or auto, the fastest that runs on `device`.
 
     With auto, a fallback to the reference kernel is logged with its reason.
 
     Raises:
-        KernelUnavailable: a kernel requested by name cannot run here.
+        KernelUnavailable: a kernel requested by name cannot run here, or none that is batch-invariant if that is "on".
     """
     if name == "reference":
+        if batch_invariant == "on":
+            raise KernelUnavailable(
+                "--batch-invariant on: not with the reference kernel, whose rounding depends on the batch"
+            )
         return reference
     requested = name if name != "auto" else "cpu" if device.type == "cpu" else "triton"
     try:
-        return _LOADERS[requested](device)
+        return _LOADERS[requested](device, is_batch_invariant(batch_invariant, device))
     except KernelUnavailable as error:
-        if name != "auto":
+        if name != "auto" or batch_invariant == "on":
             raise
         log.warning("attention falls back to the slower reference kernel: %s", error)
         return reference
 
 
-def _cpu_kernel(device: torch.device) -> Kernel:
+def _cpu_kernel(device: torch.device, batch_invariant: bool) -> Kernel:
     if device.type != "cpu":
         raise KernelUnavailable(f"the cpu kernel needs its pool on the CPU, not on {device}")
     try:
@@ -78,14 +91,14 @@ def _cpu_kernel(device: torch.device) -> Kernel:
     return cpu
 
 
-def _triton_kernel(device: torch.device) -> Kernel:
+def _triton_kernel(device: torch.device, batch_invariant: bool) -> Kernel:
     try:
-        from pdserve.kernels.gpu import triton_kernels
+        from pdserve.kernels.gpu import launch, triton_kernels
     except ImportError as error:
         raise KernelUnavailable(f"the triton kernel needs triton: {error}") from error
-    if device.type == "cpu" and not triton_kernels.INTERPRETED:
+    if device.type == "cpu" and not launch.INTERPRETED:
         raise KernelUnavailable("on the CPU the triton kernel runs only with TRITON_INTERPRET=1")
-    return triton_kernels
+    return triton_kernels.INVARIANT if batch_invariant else triton_kernels
 
 
 _LOADERS = {"cpu": _cpu_kernel, "triton": _triton_kernel}

@@ -18,7 +18,7 @@ KERNELS = ("reference", "cpu", "triton")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 LOG_FORMATS = ("text", "json")
 LOG_HELP = "format of log lines; json: one object per line"
-STORE_GENERATED = ("auto", "on", "off")
+AUTO_ON_OFF = ("auto", "on", "off")
 DEFAULT_CONTROL_PORT = 8001
 LOCAL_PREFILL_HELP = (
     "decode computes a prompt itself if at most this many tokens are uncached; 0: never; default: by forecast"
@@ -136,6 +136,11 @@ class EngineConfig(ModelConfig):
         choices=SCHEDULING_POLICIES,
     )
     kernel: str = flag("attention kernel", "auto", choices=("auto", *KERNELS))
+    batch_invariant: str = flag(
+        "in 16 bits, give a token the same bits in any batch and phase; auto: on CPUs, where it costs next to nothing",
+        "auto",
+        choices=AUTO_ON_OFF,
+    )
     threads: int | None = flag("CPU threads of this instance; default: torch's own", None, least=1)
     seed: int = flag("seed of the instance; requests have seeds of their own", 0)
 
@@ -163,7 +168,7 @@ class TransferConfig(EngineConfig):
         None,
     )
     store_generated: str = flag(
-        "store generated KV for the next turn of a chat; auto: of chats only", "auto", choices=STORE_GENERATED
+        "store generated KV for the next turn of a chat; auto: of chats only", "auto", choices=AUTO_ON_OFF
     )
 
     def __post_init__(self) -> None:

@@ -3,24 +3,33 @@
 One attention kernel serves decode and prefill. A program computes a tile of query rows over a range of KV. A row is a new
 token × a query head of one key/value head, so that heads that share KV read it once. Decode tiles hold the rows of one token.
 If there are too few decode tiles for the GPU, their KV is split over several programs (flash-decoding, Dao et al. 2023) and a
-second kernel combines the partial results. Softmax is online (Milakov & Gimelshein 2018), in float32 and in powers of two.
+second kernel merges the partial results. Softmax is online (Milakov & Gimelshein 2018), in float32 and in powers of two.
+
+With `invariant`, a row has the same bits in any batch, chunk and phase:
+    - Tiles and splits of KV are counted from token 0 and have fixed lengths. Decode computes splits in different programs,
+      prefill one after the other; both merge them in order. What other rows of a tile see and a row does not adds zeros.
+    - Both phases have one shape of tile and number of warps, hence the same tensor core instructions: the order in which
+      these add up the products of a row is not documented, and may differ between shapes.
+    - Multiplications and additions are not fused, since the compiler may choose differently in each variant of the kernel.
 
 Shape legend: see batch.py; R query heads per key/value head.
 """
 
-import os
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 import triton
 import triton.language as tl
 
-from pdserve.kernels.batch import PagedBatch
+from pdserve.kernels.batch import Kernel, PagedBatch
+from pdserve.kernels.gpu.launch import INTERPRETED, device_of, processors
 
 NAME = "triton"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-INTERPRETER_PROCESSORS = 4  # assumed by the split in the interpreter, so that tests cover both paths
 MIN_SPLIT_TOKENS = 256  # KV tokens: shorter splits do not pay for the second kernel
+INVARIANT_SPLIT_TOKENS = 512
+UNSPLIT = 1 << 30  # KV tokens: more than any sequence has
 COPY_WORDS = 4096  # words of 8 bytes per program
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -53,6 +62,90 @@ def _write_kv(
 
 
 @triton.jit
+def _num_splits(kv_len, split_length, window, WINDOWED: tl.constexpr):
+    """Return how many splits the last token of a sequence attends to, and the first of them."""
+    first = kv_len * 0
+    if WINDOWED:
+        first = tl.maximum(kv_len - window, 0) // split_length
+    return (kv_len - 1) // split_length - first + 1, first
+
+
+@triton.jit
+def _first_slot(kv_lens, s, split_length, window, WINDOWED: tl.constexpr, SEQS: tl.constexpr):
+    """Return the index of a sequence's first partial result: the sequences before it have one for each of their splits."""
+    i = tl.arange(0, SEQS)
+    splits, _ = _num_splits(tl.load(kv_lens + i, mask=i < s, other=1), split_length, window, WINDOWED)
+    return tl.sum(tl.where(i < s, splits, 0), 0)
+
+
+@triton.jit
+def _merge(o, m, l, o_split, m_split, l_split):  # noqa: E741
+    m_new = tl.maximum(m, m_split)
+    weight, weight_split = tl.exp2(m - m_new), tl.exp2(m_split - m_new)
+    o_new = o * weight[:, None] + o_split * weight_split[:, None]
+    return o_new, m_new, l * weight + l_split * weight_split
+
+
+@triton.jit
+def _attend_split(
+    split,
+    split_length,
+    kv_start,
+    kv_end,
+    q_tile,
+    position,
+    k_head,
+    table,
+    stride_block,
+    stride_half,
+    scale,
+    softcap,
+    window,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    WIDEN: tl.constexpr,
+    B: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Return o, m, l of a tile of rows over one split of KV. Nothing outside of kv_start and kv_end is loaded."""
+    d = tl.arange(0, D_PAD)
+    m = tl.full([ROWS], MIN_SCORE, tl.float32)
+    l = tl.zeros([ROWS], tl.float32)  # noqa: E741
+    o = tl.zeros([ROWS, D_PAD], tl.float32)
+    begin = tl.maximum(split * split_length, kv_start // TOKENS * TOKENS)
+    for n in range(begin, tl.minimum((split + 1) * split_length, kv_end), TOKENS):
+        kv_position = n + tl.arange(0, TOKENS)
+        inside = kv_position < kv_end
+        if WINDOWED:
+            inside = inside & (kv_position >= kv_start)
+        block = tl.load(table + kv_position // B, mask=inside, other=0)
+        k_rows = k_head + block * stride_block + kv_position % B * D
+        inside_elements = inside[:, None] & (d < D)[None, :]
+        k_tile = tl.load(k_rows[:, None] + d[None, :], mask=inside_elements, other=0.0)
+        v_tile = tl.load(k_rows[:, None] + stride_half + d[None, :], mask=inside_elements, other=0.0)
+        if WIDEN:
+            k_tile = k_tile.to(tl.float32)
+            v_tile = v_tile.to(tl.float32)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+        if CAPPED:
+            scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))  # softcap × tanh
+        visible = inside[None, :] & (kv_position[None, :] <= position[:, None])
+        if WINDOWED:
+            visible = visible & (kv_position[None, :] > position[:, None] - window)
+        scores = tl.where(visible, scores * LOG2E, float("-inf"))
+        m_new = tl.maximum(m, tl.max(scores, 1))
+        p = tl.exp2(scores - m_new[:, None])
+        rescale = tl.exp2(m - m_new)
+        l = l * rescale + tl.sum(p, 1)  # noqa: E741
+        o = o * rescale[:, None] + tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
+        m = m_new
+    return o, m, l
+
+
+@triton.jit
 def _attend(
     out,
     part_o,
@@ -74,11 +167,15 @@ def _attend(
     scale,
     softcap,
     window,
+    split_length,
+    tiles,
+    splits_per_seq,
     DECODE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
     WIDEN: tl.constexpr,
+    SEQS: tl.constexpr,
     R: tl.constexpr,
     B: tl.constexpr,
     D: tl.constexpr,
@@ -86,14 +183,18 @@ def _attend(
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    tile, g = tl.program_id(0), tl.program_id(1)
-    s, split = tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
+    # One axis for three, as the length of the others is limited to 65535.
+    tile, g = tl.program_id(0) % tiles, tl.program_id(1)
+    s, split = tl.program_id(0) // tiles // splits_per_seq, tl.program_id(0) // tiles % splits_per_seq
     start = tl.load(starts + s)
     query_len = tl.load(starts + s + 1) - start
     kv_len = tl.load(kv_lens + s)
     if (query_len == 1) != DECODE:
         return
     if tile * ROWS >= query_len * R:
+        return
+    splits, first = _num_splits(kv_len, split_length, window, WINDOWED)
+    if DECODE and split >= splits:
         return
 
     row = tile * ROWS + tl.arange(0, ROWS)
@@ -113,41 +214,26 @@ def _attend(
     if WINDOWED:
         kv_start = tl.maximum(cached + tile * ROWS // R + 1 - window, 0)
     kv_end = tl.minimum(cached + (tile * ROWS + ROWS - 1) // R + 1, kv_len)
-    if SPLITS > 1:
-        split_length = tl.cdiv(tl.cdiv(kv_end - kv_start, SPLITS), TOKENS) * TOKENS
-        kv_start = kv_start + split * split_length
-        kv_end = tl.minimum(kv_start + split_length, kv_end)
+    if SPLIT and not DECODE:
+        m = tl.full([ROWS], MIN_SCORE, tl.float32)
+        l = tl.zeros([ROWS], tl.float32)  # noqa: E741
+        o = tl.zeros([ROWS, D_PAD], tl.float32)
+        for i in range(kv_start // split_length, (kv_end - 1) // split_length + 1):
+            o_split, m_split, l_split = _attend_split(
+                i, split_length, kv_start, kv_end, q_tile, position, cache + g * stride_head, tables + s * table_length,
+                stride_block, stride_half, scale, softcap, window, CAPPED, WINDOWED, WIDEN, B, D, D_PAD, ROWS, TOKENS,
+            )  # fmt: skip
+            o, m, l = _merge(o, m, l, o_split, m_split, l_split)  # noqa: E741
+    else:
+        o, m, l = _attend_split(  # noqa: E741
+            first + split, split_length, kv_start, kv_end, q_tile, position, cache + g * stride_head,
+            tables + s * table_length, stride_block, stride_half, scale, softcap, window,
+            CAPPED, WINDOWED, WIDEN, B, D, D_PAD, ROWS, TOKENS,
+        )  # fmt: skip
 
-    m = tl.full([ROWS], MIN_SCORE, tl.float32)
-    l = tl.zeros([ROWS], tl.float32)  # noqa: E741
-    o = tl.zeros([ROWS, D_PAD], tl.float32)
-    for n in range(kv_start, kv_end, TOKENS):
-        kv_position = n + tl.arange(0, TOKENS)
-        inside = kv_position < kv_end
-        block = tl.load(tables + s * table_length + kv_position // B, mask=inside, other=0)
-        k_rows = cache + block * stride_block + g * stride_head + kv_position % B * D
-        inside_elements = inside[:, None] & (d < D)[None, :]
-        k_tile = tl.load(k_rows[:, None] + d[None, :], mask=inside_elements, other=0.0)
-        v_tile = tl.load(k_rows[:, None] + stride_half + d[None, :], mask=inside_elements, other=0.0)
-        if WIDEN:
-            k_tile = k_tile.to(tl.float32)
-            v_tile = v_tile.to(tl.float32)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
-        if CAPPED:
-            scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))  # softcap × tanh
-        visible = inside[None, :] & (kv_position[None, :] <= position[:, None])
-        if WINDOWED:
-            visible = visible & (kv_position[None, :] > position[:, None] - window)
-        scores = tl.where(visible, scores * LOG2E, float("-inf"))
-        m_new = tl.maximum(m, tl.max(scores, 1))
-        p = tl.exp2(scores - m_new[:, None])
-        rescale = tl.exp2(m - m_new)
-        l = l * rescale + tl.sum(p, 1)  # noqa: E741
-        o = o * rescale[:, None] + tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
-        m = m_new
-
-    if SPLITS > 1:
-        slot = (s * tl.num_programs(1) * R + head) * SPLITS + split
+    if SPLIT and DECODE:
+        slot = _first_slot(kv_lens, s, split_length, window, WINDOWED, SEQS) + split
+        slot = slot * tl.num_programs(1) * R + head
         tl.store(part_m + slot, m, mask=valid)
         tl.store(part_l + slot, l, mask=valid)
         tl.store(part_o + slot[:, None] * D + d[None, :], o, mask=valid_elements)
@@ -163,10 +249,13 @@ def _combine(
     part_m,
     part_l,
     starts,
+    kv_lens,
     out_token,
     out_head,
-    SPLITS: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
+    split_length,
+    window,
+    WINDOWED: tl.constexpr,
+    SEQS: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
 ):
@@ -174,15 +263,17 @@ def _combine(
     start = tl.load(starts + s)
     if tl.load(starts + s + 1) - start != 1:
         return
-    i, d = tl.arange(0, SPLITS_PAD), tl.arange(0, D_PAD)
-    slot = (s * tl.num_programs(1) + h) * SPLITS + i
-    m = tl.load(part_m + slot, mask=i < SPLITS, other=MIN_SCORE)
-    l = tl.load(part_l + slot, mask=i < SPLITS, other=0.0)  # noqa: E741
-    valid = (i < SPLITS)[:, None] & (d < D)[None, :]
-    o = tl.load(part_o + slot[:, None] * D + d[None, :], mask=valid, other=0.0)
-    weight = tl.exp2(m - tl.max(m, 0))
-    total = tl.sum(o * weight[:, None], 0) / tl.sum(l * weight, 0)
-    tl.store(out + start * out_token + h * out_head + d, total.to(out.dtype.element_ty), mask=d < D)
+    splits, _ = _num_splits(tl.load(kv_lens + s), split_length, window, WINDOWED)
+    slot = _first_slot(kv_lens, s, split_length, window, WINDOWED, SEQS) * tl.num_programs(1) + h + tl.arange(0, 1)
+    d = tl.arange(0, D_PAD)
+    o = tl.load(part_o + slot[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
+    m, l = tl.load(part_m + slot), tl.load(part_l + slot)  # noqa: E741
+    for _ in range(1, splits):
+        slot += tl.num_programs(1)
+        o_split = tl.load(part_o + slot[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
+        o, m, l = _merge(o, m, l, o_split, tl.load(part_m + slot), tl.load(part_l + slot))  # noqa: E741
+    target = out + start * out_token + h * out_head + d[None, :]
+    tl.store(target, (o / l[:, None]).to(out.dtype.element_ty), mask=(d < D)[None, :])
 
 
 @triton.jit
@@ -217,7 +308,7 @@ def write_kv(cache_N2GBD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor
     """Write the K and V of each new token into its slot of one layer's cache."""
     k_TGD, v_TGD = _contiguous_rows(k_TGD), _contiguous_rows(v_TGD)
     tokens, heads, size = k_TGD.shape
-    with _device_of(cache_N2GBD):
+    with device_of(cache_N2GBD):
         _write_kv[(tokens, heads)](
             cache_N2GBD,
             k_TGD,
@@ -240,17 +331,33 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    *,
+    invariant: bool = False,
 ) -> torch.Tensor:
-    """Return the attention of every new token over its own sequence, [T, H, D]."""
+    """Return the attention of every new token over its own sequence, [T, H, D].
+
+    Args:
+        invariant: give a row the same bits in any batch, chunk and phase; see above.
+    """
     q_THD = _contiguous_rows(q_THD)
     tokens, heads, size = q_THD.shape
     kv_heads, block_size = cache_N2GBD.shape[2:4]
     seqs, repeats, padded = len(batch.query_lens), heads // kv_heads, max(16, triton.next_power_of_2(size))
     out_THD = q_THD.new_empty((tokens, heads, size))
     tables_SM = batch.tables_SM.contiguous()
+    windowed, seqs_padded = window is not None, triton.next_power_of_2(seqs)
 
-    def launch(decode: bool, tiles: int, splits: int, parts: list[torch.Tensor], **tuning: int) -> None:
-        _attend[(tiles, kv_heads, seqs * splits)](
+    def launch(decode: bool, split_length: int) -> None:
+        kv_lens = [kv for new, kv in zip(batch.query_lens, batch.kv_lens, strict=True) if (new == 1) == decode]
+        splits = max(_count_splits(kv, split_length, window if decode else None) for kv in kv_lens)
+        parts = [out_THD] * 3
+        if decode and splits > 1:
+            shape = (sum(_count_splits(kv, split_length, window) for kv in batch.kv_lens), heads)
+            parts = [q_THD.new_empty(s, dtype=torch.float32) for s in ((*shape, size), shape, shape)]
+        tuning = _tuning(decode, invariant, repeats, padded * q_THD.itemsize)
+        tiles = triton.cdiv(max(batch.query_lens) * repeats if not decode else repeats, tuning["ROWS"])
+        splits_per_seq = splits if decode else 1  # that have programs of their own
+        _attend[(tiles * seqs * splits_per_seq, kv_heads)](
             out_THD,
             *parts,
             q_THD,
@@ -265,48 +372,46 @@ def attend(
             scale,
             softcap or 0.0,
             window or 0,
+            split_length,
+            tiles,
+            splits_per_seq,
             DECODE=decode,
-            SPLITS=splits,
+            SPLIT=splits > 1,
             CAPPED=softcap is not None,
-            WINDOWED=window is not None,
+            WINDOWED=windowed,
             WIDEN=INTERPRETED and q_THD.dtype == torch.bfloat16,
+            SEQS=seqs_padded,
             R=repeats,
             B=block_size,
             D=size,
             D_PAD=padded,
             **tuning,
         )
+        if decode and splits > 1:
+            _combine[(seqs, heads)](
+                out_THD,
+                *parts,
+                batch.starts,
+                batch.kv_lens_S,
+                *out_THD.stride()[:2],
+                split_length,
+                window or 0,
+                WINDOWED=windowed,
+                SEQS=seqs_padded,
+                D=size,
+                D_PAD=padded,
+                num_warps=1,
+                enable_fp_fusion=tuning["enable_fp_fusion"],
+            )
 
-    with _device_of(q_THD):
-        max_query_len = max(batch.query_lens)
-        if max_query_len > 1:
-            rows = 128 if padded * q_THD.itemsize <= 256 else 64 if padded * q_THD.itemsize <= 512 else 32
-            tiles = triton.cdiv(max_query_len * repeats, rows)
-            tuning = {"num_warps": 8 if rows == 128 else 4, "num_stages": 2}
-            launch(False, tiles, 1, [out_THD] * 3, ROWS=rows, TOKENS=64 if rows > 32 else 32, **tuning)
-        decode_kv_lens = [kv for new, kv in zip(batch.query_lens, batch.kv_lens, strict=True) if new == 1]
-        if decode_kv_lens:
-            max_kv_len = max(decode_kv_lens) if window is None else min(window, max(decode_kv_lens))
-            splits = _num_splits(len(decode_kv_lens) * kv_heads, max_kv_len, q_THD.device)
-            parts = [out_THD] * 3
-            if splits > 1:
-                shape = (seqs, heads, splits)
-                parts = [q_THD.new_empty(s, dtype=torch.float32) for s in ((*shape, size), shape, shape)]
-            rows = max(16, triton.next_power_of_2(repeats))
-            kv_tile = 64 if padded * q_THD.itemsize <= 512 else 32
-            launch(True, 1, splits, parts, ROWS=rows, TOKENS=kv_tile, num_warps=4, num_stages=3)
-            if splits > 1:
-                _combine[(seqs, heads)](
-                    out_THD,
-                    *parts,
-                    batch.starts,
-                    *out_THD.stride()[:2],
-                    SPLITS=splits,
-                    SPLITS_PAD=triton.next_power_of_2(splits),
-                    D=size,
-                    D_PAD=padded,
-                    num_warps=4,
-                )
+    with device_of(q_THD):
+        decoding = [kv for new, kv in zip(batch.query_lens, batch.kv_lens, strict=True) if new == 1]
+        if len(decoding) < seqs:
+            launch(False, INVARIANT_SPLIT_TOKENS if invariant else UNSPLIT)
+        if decoding:
+            max_kv_len = min(window or UNSPLIT, max(decoding))
+            by_load = _split_length(len(decoding) * kv_heads, max_kv_len, q_THD.device)
+            launch(True, INVARIANT_SPLIT_TOKENS if invariant else by_load)
     return out_THD
 
 
@@ -339,7 +444,7 @@ def _copy_words(
     word = torch.int64 if target[0].nbytes % 8 == 0 else torch.int16 if target[0].nbytes % 2 == 0 else torch.int8
     target_words, source_words = (x.view(len(x), -1).view(word) for x in (target, source))
     words = target_words.shape[1]
-    with _device_of(target):
+    with device_of(target):
         _copy[(count, triton.cdiv(words, COPY_WORDS))](
             target_words,
             target_ids,
@@ -355,20 +460,49 @@ def _copy_words(
         )
 
 
-def _num_splits(programs: int, kv_tokens: int, device: torch.device) -> int:
-    """Return the number of KV splits of each decoding sequence: enough for two programs on each multiprocessor."""
-    processors = (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else INTERPRETER_PROCESSORS
-    )
-    target = min(2 * processors // programs, kv_tokens // MIN_SPLIT_TOKENS)
-    return 1 << (target.bit_length() - 1) if target > 1 else 1  # a power of two: each value compiles its own kernel
+def _tuning(decode: bool, invariant: bool, repeats: int, row_bytes: int) -> dict[str, Any]:
+    """Return tile shape and compiler options; `row_bytes` is the size of a row of the query."""
+    tokens = 64 if row_bytes <= 512 else 32
+    if invariant:  # no argument but the model's: one shape for both phases
+        return {
+            "ROWS": 64 if row_bytes <= 256 else 32,
+            "TOKENS": tokens,
+            "num_warps": 4,
+            "num_stages": 2,
+            "enable_fp_fusion": False,
+        }
+    if decode:
+        rows = max(16, triton.next_power_of_2(repeats))
+        return {"ROWS": rows, "TOKENS": tokens, "num_warps": 4, "num_stages": 3, "enable_fp_fusion": True}
+    rows = 128 if row_bytes <= 256 else 64 if row_bytes <= 512 else 32
+    warps = 8 if rows == 128 else 4
+    return {"ROWS": rows, "TOKENS": tokens, "num_warps": warps, "num_stages": 2, "enable_fp_fusion": True}
 
 
-def _device_of(x: torch.Tensor) -> AbstractContextManager[object]:
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+def _split_length(programs: int, kv_tokens: int, device: torch.device) -> int:
+    """Return the KV tokens of a split of decoding sequences: such that each multiprocessor has two programs."""
+    splits = min(2 * processors(device) // programs, kv_tokens // MIN_SPLIT_TOKENS)
+    return triton.cdiv(kv_tokens, splits * 64) * 64 if splits > 1 else UNSPLIT  # whole tiles
+
+
+def _count_splits(kv_len: int, split_length: int, window: int | None) -> int:
+    """Return what the kernel's `_num_splits` does; without a window, at least as much as with one."""
+    first = max(kv_len - window, 0) // split_length if window is not None else 0
+    return (kv_len - 1) // split_length - first + 1
 
 
 def _contiguous_rows(x_THD: torch.Tensor) -> torch.Tensor:
     return x_THD if x_THD.stride(2) == 1 else x_THD.contiguous()
+
+
+INVARIANT = cast(
+    Kernel,
+    SimpleNamespace(
+        NAME="triton-invariant",
+        write_kv=write_kv,
+        attend=partial(attend, invariant=True),
+        copy_blocks=copy_blocks,
+        gather_blocks=gather_blocks,
+        scatter_blocks=scatter_blocks,
+    ),
+)

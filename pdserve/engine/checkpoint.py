@@ -21,6 +21,7 @@ from pdserve.engine.cpu_fusion.prepack import prepack
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
 from pdserve.errors import SetupError
 from pdserve.kernels import memory, native
+from pdserve.kernels.attention import is_batch_invariant
 from pdserve.keys import Layout
 from pdserve.model_path import resolve_model
 
@@ -59,7 +60,7 @@ def load(config: EngineConfig) -> Checkpoint:
     device = _device(config.device)
     hf_config = _hf_config(path)
     dtype = _dtype(config.dtype, hf_config)
-    model = _load_model(path, hf_config, dtype, device, fuse=config.kernel != "reference")
+    model = _load_model(path, hf_config, dtype, device, config)
     text_config = hf_config.get_text_config()
     if not getattr(text_config, "num_attention_heads", None):
         raise SetupError(f"{_unsupported(hf_config)}: it has no attention heads, hence no KV")
@@ -159,23 +160,27 @@ def _unsupported(hf_config: Any) -> str:
     return f"architecture {architecture} is not supported"
 
 
-def _load_model(path: Path, hf_config: Any, dtype: torch.dtype, device: torch.device, *, fuse: bool) -> torch.nn.Module:
+def _load_model(
+    path: Path, hf_config: Any, dtype: torch.dtype, device: torch.device, config: EngineConfig
+) -> torch.nn.Module:
     paged_model.register()
     experts.register()
     transformers.utils.logging.disable_progress_bar()
     unsupported = _unsupported(hf_config)
     if type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise SetupError(f"{unsupported}: transformers {transformers.__version__} has no causal language model for it")
-    by_rows = {"experts_implementation": experts.NAME} if device.type == "cpu" and dtype in FUSED_DTYPES else {}
+    by_rows = dtype in FUSED_DTYPES and (device.type == "cpu" or is_batch_invariant(config.batch_invariant, device))
+    experts_by_rows = {"experts_implementation": experts.NAME} if by_rows else {}
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=paged_model.NAME, use_safetensors=True, **by_rows
+            path, dtype=dtype, attn_implementation=paged_model.NAME, use_safetensors=True, **experts_by_rows
         )
     except ValueError as error:
         raise SetupError(f"{unsupported}: {str(error).strip().splitlines()[0]}") from error
     loaded: torch.nn.Module = model.eval().requires_grad_(False)
     loaded = loaded.to(device)
-    if device.type == "cpu":
+    if device.type == "cpu" and config.kernel != "triton":  # in Triton's interpreter, the model runs as on a GPU
+        fuse = config.kernel != "reference"
         prepack(loaded, tiled=fuse)
         if fuse and native.is_available():
             fuse_norms(loaded)

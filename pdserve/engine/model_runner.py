@@ -15,6 +15,7 @@ from pdserve.config import EngineConfig, parse_size
 from pdserve.engine.checkpoint import Checkpoint, cpu_memory_available
 from pdserve.engine.cpu_fusion.prepack import min_rows
 from pdserve.engine.cpu_fusion.row_products import RowProducts, needs_row_products
+from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
 from pdserve.engine.paged_model import UnsupportedAttention
 from pdserve.engine.sampler import model_logprobs, record_logprobs, sample
 from pdserve.engine.sequence import Sequence
@@ -46,14 +47,13 @@ class ModelRunner:
         self.device = checkpoint.device
         self.block_size = config.block_size
         try:
-            self.kernel = select_kernel(config.kernel, self.device)
+            batch_invariant = config.batch_invariant if checkpoint.dtype in FUSED_DTYPES else "off"
+            self.kernel = select_kernel(config.kernel, self.device, batch_invariant)
         except KernelUnavailable as error:
             raise SetupError(str(error)) from error
         self.graphs: StepGraphs | None = None
         self._min_rows = min_rows(checkpoint.model)
-        self._products: AbstractContextManager[Any] = (
-            RowProducts() if needs_row_products(checkpoint.model) else nullcontext()
-        )
+        self._row_functions = _row_functions(checkpoint.model, self.kernel)
         self.window = self._check_architecture()
         if self.device.type == "cuda":
             self._profile_memory(config)
@@ -158,11 +158,9 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Run the model and return the logits of the rows to keep, by default all."""
         num_logits = len(keep) if isinstance(keep, torch.Tensor) else ids_1T.shape[1]
-        if (
-            ids_1T.shape[1] < self._min_rows
-        ):  # the token twice, here rather than in each layer, which costs 4 % of a step
+        if ids_1T.shape[1] < self._min_rows:  # the token twice here costs less than a second row in each layer
             ids_1T, positions_1T = (x.expand(-1, self._min_rows) for x in (ids_1T, positions_1T))
-        with self._products:
+        with self._row_functions:
             # `paged` reaches `paged_model.attention_forward` in every layer: transformers passes unknown arguments on.
             output = self.checkpoint.model(
                 input_ids=ids_1T, position_ids=positions_1T, logits_to_keep=keep, use_cache=False, paged=batch
@@ -233,6 +231,15 @@ class ModelRunner:
         probe = Sequence("probe", [0] * count, count, count, _GREEDY, b"", self.block_size, block_ids=blocks)
         self.step({probe: count})
         del self.pool_NL2GBD
+
+
+def _row_functions(model: torch.nn.Module, kernel: Kernel) -> AbstractContextManager[Any]:
+    """Return the context in which the model runs, so that it rounds a row as in any other batch."""
+    if kernel.NAME == "triton-invariant":
+        from pdserve.kernels.gpu.row_functions import RowFunctions
+
+        return RowFunctions()
+    return RowProducts() if needs_row_products(model) else nullcontext()
 
 
 def _num_blocks(checkpoint: Checkpoint, config: EngineConfig) -> int:

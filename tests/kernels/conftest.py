@@ -1,7 +1,7 @@
 """Fixtures for kernel tests: pools in which every slot that no sequence has written is NaN."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,21 @@ class Case:
         cache_N2GBD = self.cache_N2GBD.float()
         reference.write_kv(cache_N2GBD, self.k_TGD.float(), self.v_TGD.float(), self.batch.slots_T)
         return reference.attend(self.q_THD.float(), cache_N2GBD, self.batch, scale, window, softcap)
+
+    def attend_spans(
+        self, spans: list[tuple[int, int]], scale: float, window: int | None, softcap: float | None
+    ) -> torch.Tensor:
+        """The tokens [first, end) of the only sequence for each span, as a batch of so many sequences."""
+        ends = [end for _, end in spans]
+        batch = replace(
+            self.batch,
+            query_lens=[end - first for first, end in spans],
+            kv_lens=ends,
+            kv_lens_S=torch.tensor(ends, device=self.q_THD.device),
+            tables_SM=self.batch.tables_SM.expand(len(spans), -1),
+        )
+        q_THD = torch.cat([self.q_THD[first:end] for first, end in spans])
+        return batch.kernel.attend(q_THD, self.cache_N2GBD, batch, scale, window, softcap)
 
     def poison_out_of_window(self, window: int | None) -> None:
         """Overwrite KV outside of every new token's window with NaN, as if the blocks had been reused."""

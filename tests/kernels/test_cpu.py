@@ -4,7 +4,6 @@ test_instruction_sets.py runs these tests for other instruction sets too.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,12 +106,8 @@ def test_a_row_depends_on_its_own_history_only(
     cpu.write_kv(case.cache_N2GBD, case.k_TGD, case.v_TGD, case.batch.slots_T)
 
     def attend(*spans: tuple[int, int]) -> torch.Tensor:
-        """The rows [first, end) of the sequence for each span, as one batch of so many sequences."""
-        lengths, ends = [end - first for first, end in spans], [end for _, end in spans]
-        tables_SM = case.batch.tables_SM.expand(len(spans), -1)
-        batch = replace(case.batch, query_lens=lengths, kv_lens=ends, kv_lens_S=torch.tensor(ends), tables_SM=tables_SM)
-        q_THD = torch.cat([case.q_THD[first:end] for first, end in spans])
-        return cpu.attend(q_THD, case.cache_N2GBD, batch, size**-0.5, window, softcap)
+        rows_THD: torch.Tensor = case.attend_spans(list(spans), size**-0.5, window, softcap)
+        return rows_THD
 
     whole = attend((0, tokens))
     for first, end in ((0, 77), (77, 340), (340, 342), (342, tokens)):

@@ -1,4 +1,4 @@
-"""Experts of a mixture as one torch operator, for 16-bit types on CPUs.
+"""Experts of a mixture as one torch operator, for 16-bit types on CPUs, and on GPUs with --batch-invariant.
 
 transformers' grouped products choose a kernel by the number of rows of each expert (see row_products.py), and its loop over
 the experts depends on values of tensors, which recorded steps (step_graph.py) cannot repeat. So the loop runs within an
@@ -8,6 +8,7 @@ operator.
 from weakref import WeakValueDictionary
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from pdserve.engine.cpu_fusion.row_products import RowProducts
@@ -29,12 +30,20 @@ def _forward(
     return output_TN
 
 
+def _row_functions(device: torch.device) -> TorchFunctionMode:
+    if device.type == "cpu":
+        return RowProducts()
+    from pdserve.kernels.gpu.row_functions import RowFunctions
+
+    return RowFunctions()
+
+
 @torch.library.custom_op("pdserve::experts", mutates_args=())
 def _experts(
     hidden_TN: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, module_id: int
 ) -> torch.Tensor:
     module = _modules[module_id]
     loop_over_experts = type(module).forward.__wrapped__  # type: ignore[attr-defined]
-    with RowProducts():
+    with _row_functions(hidden_TN.device):
         output_TN: torch.Tensor = loop_over_experts(module, hidden_TN, top_k_index, top_k_weights)
     return output_TN

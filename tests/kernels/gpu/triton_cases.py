@@ -1,14 +1,23 @@
 """Cases of test_triton_kernels.py, run in a new process. Shapes are small: the interpreter is 200 times slower than torch."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
+from pdserve.config import EngineConfig
+from pdserve.engine.engine import Engine
 from pdserve.kernels import reference
 from pdserve.kernels.attention import select_kernel
 from pdserve.kernels.batch import Kernel
+from pdserve.kernels.gpu import triton_kernels
+from pdserve.kernels.gpu.matmul import linear
+from pdserve.kernels.gpu.row_functions import RowFunctions
+from pdserve.request import SamplingParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -19,9 +28,31 @@ LONG = [(1, 600), (1, 20)]  # long enough to be split
 TILES = [(150, 170)]  # more rows than one tile
 
 
+INVARIANT = select_kernel("triton", DEVICE, batch_invariant="on")
+CUDA = DEVICE.type == "cuda"
+
+
 @pytest.fixture
-def kernel() -> Kernel:
-    return select_kernel("triton", DEVICE)
+def exact_dot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `tl.dot` of the interpreter round once: NumPy's rounds a row by its place in the tile, which tensor cores do not.
+
+    Equal bits of rows then prove what our code decides (the order of tiles and splits, and the masks), but nothing about
+    the order within an instruction of a GPU.
+    """
+    if CUDA:
+        return
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(self: object, a: Any, b: Any, d: Any, *precision: object) -> object:
+        product = np.matmul(a.data, b.data, dtype=np.float64).astype(d.data.dtype)
+        return TensorHandle(product + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.fixture(params=["off", "on"])
+def kernel(request: pytest.FixtureRequest) -> Kernel:
+    return select_kernel("triton", DEVICE, batch_invariant=request.param)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +91,114 @@ def test_attention(
     got = kernel.attend(case.q_THD, case.cache_N2GBD, case.batch, size**-0.5, window, softcap)
     assert got.dtype == dtype
     torch.testing.assert_close(got.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.usefixtures("exact_dot")
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "size", "window", "softcap"),
+    [
+        (torch.bfloat16, 6, 2, 32, None, None),
+        (torch.float16, 2, 1, 64, 150, 20.0),
+        (torch.float16, 3, 1, 20, 200, None),
+        (torch.float16, 1, 1, 256, None, None),
+    ],
+)
+def test_a_row_depends_on_its_own_history_only(
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    window: int | None,
+    softcap: float | None,
+    make_case: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bit for bit the same in one prefill, in chunks, in decode alone and beside others."""
+    monkeypatch.setattr(triton_kernels, "INVARIANT_SPLIT_TOKENS", 128)
+    monkeypatch.setattr(triton_kernels, "MIN_SPLIT_TOKENS", 64)  # without invariance, a lone row would be split by it
+    tokens = 300
+    case = make_case(dtype, heads, kv_heads, size, 16, [(tokens, tokens)], INVARIANT, DEVICE)
+    case.q_THD.mul_(2)  # so that the maximum of a row changes often, yet many tokens count
+    INVARIANT.write_kv(case.cache_N2GBD, case.k_TGD, case.v_TGD, case.batch.slots_T)
+
+    def attend(*spans: tuple[int, int]) -> torch.Tensor:
+        rows_THD: torch.Tensor = case.attend_spans(list(spans), size**-0.5, window, softcap)
+        return rows_THD
+
+    whole = attend((0, tokens))
+    for first, end in ((0, 77), (77, 140), (140, 142), (142, tokens)):
+        assert torch.equal(attend((first, end)), whole[first:end]), "a chunk"
+    rows = [0, 63, 64, 127, 128, 200, tokens - 1]
+    assert torch.equal(attend(*[(row, row + 1) for row in rows]), whole[rows]), "decode, in a batch"
+    assert torch.equal(attend((5, 90), (tokens - 1, tokens), (90, 100))[85], whole[-1]), "decode beside prefill"
+    assert all(torch.equal(attend((row, row + 1))[0], whole[row]) for row in rows), "decode, alone"
+
+
+@pytest.mark.usefixtures("exact_dot")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("features", "outputs"), [(64, 40), (200, 130), *([(4096, 8200)] if CUDA else [])])
+def test_linear(dtype: torch.dtype, features: int, outputs: int) -> None:
+    """A row of a product is the same alone, in a batch of any size, and anywhere in it."""
+    random = torch.Generator().manual_seed(1)
+    x_RK, weight_NK, bias_N = (
+        torch.randn(*shape, generator=random).to(dtype).to(DEVICE)
+        for shape in ((150, features), (outputs, features), (outputs,))
+    )
+    whole_RN = linear(x_RK, weight_NK, bias_N)
+    expected = F.linear(x_RK.double(), weight_NK.double(), bias_N.double())
+    torch.testing.assert_close(
+        whole_RN.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * features**0.5
+    )
+    assert torch.equal(linear(x_RK, weight_NK), linear(x_RK, weight_NK, torch.zeros_like(bias_N)))
+    for rows in ([0], [149], [70, 3], list(range(5, 80)), list(range(149, 0, -1))):
+        assert torch.equal(linear(x_RK[rows], weight_NK, bias_N), whole_RN[rows])
+    assert torch.equal(linear(x_RK.view(3, 50, -1), weight_NK, bias_N).view(150, -1), whole_RN)
+
+
+def test_means_and_sums_of_rows() -> None:
+    x = torch.randn(3, 50, 1500, device=DEVICE)
+    with RowFunctions():
+        mean, total = x.mean(-1, keepdim=True), x.bfloat16().sum(dim=-1, keepdim=True)
+        assert all(torch.equal(x[1, i : i + 1].mean(-1, keepdim=True), mean[1, i : i + 1]) for i in range(0, 50, 7))
+        assert torch.equal(x.mean(0), x.sum(0) / 3), "other dimensions are left to torch"
+    torch.testing.assert_close(mean, x.double().mean(-1, keepdim=True).float())
+    assert total.dtype == torch.bfloat16
+    torch.testing.assert_close(total, x.bfloat16().sum(-1, keepdim=True), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.usefixtures("exact_dot")
+@pytest.mark.parametrize("architecture", ["gemma2", *(["llama", "qwen3_moe"] if CUDA else [])])
+def test_kv_depends_on_its_own_history_only(architecture: str, checkpoint: Callable[..., Path]) -> None:
+    """The whole engine: prompts alone, in chunks beside others, and what decode has generated as a prompt."""
+    path = str(checkpoint(architecture, dtype="bfloat16"))
+    prompts = [list(range(3, 20)), [5, 4, 3]]
+    together = generate(path, prompts, 3, max_num_batched_tokens=6)
+    for prompt, (tokens, kv) in zip(prompts, together, strict=True):
+        ((again, kv_alone),) = generate(path, [prompt], 3)
+        assert again == tokens and torch.equal(kv_alone, kv), "alone"
+        ((_, kv_prefilled),) = generate(path, [tokens[:-1]], 1)
+        assert torch.equal(kv_prefilled, kv), "by prefill"
+
+
+def generate(
+    path: str, prompts: list[list[int]], new_tokens: int, **settings: Any
+) -> list[tuple[list[int], torch.Tensor]]:
+    """Return the tokens of each prompt and its continuation, and their KV, of all tokens but the last."""
+    config = EngineConfig(model=path, kernel="triton", batch_invariant="on", num_blocks=20, block_size=4, **settings)
+    engine = Engine(config)
+    assert engine.layout.numerics.endswith("-triton-invariant")
+    greedy = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
+    seqs = [engine.new_sequence(str(i), prompt, greedy) for i, prompt in enumerate(prompts)]
+    for seq in seqs:
+        engine.add(seq)
+    kv: dict[str, torch.Tensor] = {}
+    while engine.has_work:
+        for seq in engine.step().sampled:
+            if seq.finish_reason():
+                blocks = engine.runner.pool_NL2GBD[seq.block_ids].movedim(4, 1).flatten(0, 1)
+                kv[seq.request_id] = blocks[: seq.num_computed].clone()
+                engine.remove(seq)
+    return [(seq.tokens, kv[seq.request_id]) for seq in seqs]
 
 
 def test_write_kv(make_case: Callable[..., Any], kernel: Kernel) -> None:

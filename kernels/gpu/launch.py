@@ -1,0 +1,21 @@
+"""How Triton kernels are started: on which device, and with how many programs at a time."""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETER_PROCESSORS = 4  # assumed in the interpreter, so that tests cover split KV and persistent programs
+
+
+def processors(device: torch.device) -> int:
+    """Return the number of multiprocessors."""
+    if device.type != "cuda":
+        return INTERPRETER_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def device_of(x: torch.Tensor) -> AbstractContextManager[object]:
+    """Return the context in which kernels start on the device of a tensor."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
