@@ -137,7 +137,7 @@ class EngineConfig(ModelConfig):
     )
     kernel: str = flag("attention kernel", "auto", choices=("auto", *KERNELS))
     batch_invariant: str = flag(
-        "in 16 bits, give a token the same bits in any batch and phase; auto: on CPUs, where it costs next to nothing",
+        "in 16 bits, give a token the same bits in any batch and phase; auto: on CPUs",
         "auto",
         choices=AUTO_ON_OFF,
     )

@@ -4,6 +4,8 @@ Within a class, equal tokens give equal bits of KV, whichever instance computes 
 class is part of the KV's layout, so the KV of another class is never found under the same key.
 """
 
+from importlib.metadata import version
+
 import torch
 
 from pdserve.kernels import cpu, linear
@@ -11,13 +13,21 @@ from pdserve.kernels.batch import Kernel
 
 
 def numerics_class(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str:
-    """Return the class, such as `cpu-avx512-amx`; "" for float32, in which rounding decides no token."""
+    """Return the class, such as `cpu-avx512-amx-torch2.13.0-transformers5.23.0`.
+
+    "" for float32, in which rounding decides no token.
+    """
     if dtype == torch.float32:
         return ""
+    versions = (f"{package}{version(package).split('+')[0]}" for package in ("torch", "transformers"))
+    return "-".join((*_hardware(kernel, device), *versions))
+
+
+def _hardware(kernel: Kernel, device: torch.device) -> tuple[str, ...]:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        return f"cuda-sm{major}{minor}-{kernel.NAME}"
+        return "cuda", f"sm{major}{minor}", kernel.NAME
     instructions = torch.backends.cpu.get_cpu_capability().lower()
     if kernel is not cpu:
-        return f"cpu-{instructions}-{kernel.NAME}"
-    return f"cpu-{instructions}-amx" if linear.is_available() else f"cpu-{instructions}"
+        return "cpu", instructions, kernel.NAME
+    return ("cpu", instructions, "amx") if linear.is_available() else ("cpu", instructions)

@@ -362,7 +362,7 @@ def _conflict(hello: pb.Hello, other: pb.Hello) -> str:
         if kinds[0] != kinds[1] and prefill.layout.dtype == decode.layout.dtype and not decode.allow_inexact:
             return (
                 f"{prefill.instance_id} computes KV as {kinds[0]} and {decode.instance_id} as {kinds[1]}, which round "
-                f"otherwise, so tokens would depend on the instance; use processors of one kind, or start "
+                f"otherwise, so tokens would depend on the instance; use processors and versions of one kind, or start "
                 f"{decode.instance_id} with --allow-inexact"
             )
     return ""
