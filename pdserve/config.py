@@ -4,6 +4,7 @@
 `max_num_seqs` into `--max-num-seqs`.
 """
 
+import math
 import re
 from dataclasses import MISSING, Field, dataclass, field, fields
 from itertools import combinations
@@ -418,3 +419,70 @@ def parse_size(text: str) -> int:
     if size <= 0:
         raise ValueError(f"{text!r} must be more than 0 bytes")
     return size
+
+
+DATASETS = ("random", "prefix_repetition", "sharegpt", "custom", "mooncake", "azure", "burstgpt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchServeConfig(Settings):
+    base_url: str = flag("URL of the server; empty: from --host and --port", "")
+    host: str = flag("host of the server", "127.0.0.1")
+    port: int = flag("port of the server", DEFAULT_PORT, **PORTS)
+    backend: str = flag("API: completions (openai) or chat (openai-chat)", "openai", choices=("openai", "openai-chat"))
+    endpoint: str = flag("path of the API; empty: that of --backend", "")
+    model: str = flag("name of the model; empty: the first of /v1/models", "")
+    tokenizer: str = flag(
+        "directory or hub id, for prompts of exact lengths; empty: the model's directory if it is on this machine,"
+        " else common words",
+        "",
+    )
+    api_key: str = flag("API key", "", secret=True, variable="OPENAI_API_KEY")
+    temperature: float = flag("of sampling", 0.0, least=0)
+    ignore_eos: bool = flag("ask for answers of full length; not every server can", False)
+    extra_body: str = flag("JSON object of further fields of each request", "")
+    dataset_name: str = flag("data set", "random", choices=DATASETS)
+    dataset_path: str = flag("file of the data set", "")
+    num_prompts: int = flag("requests; of a file, at most", 1000, least=1)
+    num_warmups: int = flag("requests before the run, which do not count", 1, least=0)
+    request_rate: float = flag(
+        "mean requests per second; inf: all at once, or the trace's own times", math.inf, above=0
+    )
+    burstiness: float = flag("1: Poisson; less: bursts; more: more regular; inf: constant", 1.0, above=0)
+    max_concurrency: int | None = flag("maximum requests in flight; default: unlimited", None, least=1)
+    ramp_up_strategy: str | None = flag(
+        "how the rate changes over the run, in place of --request-rate; default: not",
+        None,
+        choices=("linear", "exponential"),
+    )
+    ramp_up_start_rps: float | None = flag("first rate of the ramp; no default", None, above=0)
+    ramp_up_end_rps: float | None = flag("last rate of the ramp; no default", None, above=0)
+    random_input_len: int = flag("random: prompt tokens after the prefix", 1024, least=1)
+    random_output_len: int = flag("random: output tokens", 128, least=1)
+    random_range_ratio: float = flag("random: lengths differ by up to this share of them", 0.0, least=0, most=1)
+    random_prefix_len: int = flag("random: tokens of the prefix that all prompts share", 0, least=0)
+    prefix_repetition_prefix_len: int = flag("prefix_repetition: tokens of a prefix", 256, least=1)
+    prefix_repetition_suffix_len: int = flag("prefix_repetition: tokens after it", 256, least=1)
+    prefix_repetition_num_prefixes: int = flag("prefix_repetition: number of prefixes", 10, least=1)
+    prefix_repetition_output_len: int = flag("prefix_repetition: output tokens", 128, least=1)
+    output_len: int | None = flag("sharegpt, custom: output tokens; default: those of the file", None, least=1)
+    multi_turn: bool = flag("sharegpt, custom, mooncake: later turns wait for the answer to the previous one", False)
+    think_time: float = flag("seconds between an answer and the next turn", 0.0, least=0)
+    trace_speed: float = flag("mooncake, azure, burstgpt: 2 replays in half the time", 1.0, above=0)
+    trace_length_scale: float = flag("mooncake, azure, burstgpt: factor of all lengths", 1.0, above=0)
+    seed: int = flag("of lengths, prompts and arrivals", 0)
+    goodput: str = flag("SLO of a request in ms, such as ttft:500,tpot:50,itl:50,e2el:5000; empty: none", "")
+    percentile_metrics: str = flag("metrics to report", "ttft,tpot,itl,e2el")
+    metric_percentiles: str = flag("percentiles to report", "50,90,99")
+    slo_sweep: bool = flag("search the highest rates that meet --goodput, from --request-rate or 1", False)
+    sweep_attainment: str = flag("percentages of requests that must meet it", "90,95,99")
+    sweep_tolerance: float = flag("relative precision of the rates", 0.1, above=0)
+    sweep_repetitions: int = flag("searches, for a confidence interval", 3, least=1)
+    client_processes: int = flag("processes that send requests", 1, least=1)
+    label: str = flag("begins the name of the result file; empty: the value of --backend", "")
+    save_result: bool = flag("write the figures as JSON", False)
+    save_detailed: bool = flag("with lists of the times, texts and errors of all requests", False)
+    result_dir: str = flag("directory of the JSON file", ".")
+    result_filename: str = flag("name of the JSON file; empty: from rate, model and time", "")
+    csv: str = flag("CSV file with a row per request; empty: none", "")
+    html: str = flag("HTML report in one file; needs pdserve[bench]; empty: none", "")

@@ -9,8 +9,16 @@ from typing import Any
 
 import pytest
 
-from pdserve.cli.commands import app, connector_app
-from pdserve.config import EngineConfig, InstanceConfig, RouterConfig, TransferConfig, UpConfig, describe
+from pdserve.cli.commands import app, bench_app, connector_app
+from pdserve.config import (
+    BenchServeConfig,
+    EngineConfig,
+    InstanceConfig,
+    RouterConfig,
+    TransferConfig,
+    UpConfig,
+    describe,
+)
 from pdserve.counters import GAUGES, HELP
 from pdserve.lifetime import Stage
 from pdserve.router.api import schemas
@@ -74,9 +82,17 @@ def flag_row(field: "Field[Any]") -> str:
     ],
 )
 def test_flag_tables_match_the_config_classes(heading: str, config: type, base: type | None) -> None:
+    assert_flags_listed("docs/operations.md", heading, config, base)
+
+
+def test_flag_table_of_the_benchmark_matches() -> None:
+    assert_flags_listed("docs/bench.md", "Flags", BenchServeConfig, None)
+
+
+def assert_flags_listed(document: str, heading: str, config: type, base: type | None) -> None:
     inherited = {field.name for field in fields(base)} if base else set()
     expected = [flag_row(field) for field in fields(config) if field.name not in inherited]
-    rows = [line for line in section("docs/operations.md", heading).splitlines() if line.startswith("| `--")]
+    rows = [line for line in section(document, heading).splitlines() if line.startswith("| `--")]
     assert rows == expected, "the table should be:\n" + "\n".join(expected)
 
 
@@ -184,11 +200,13 @@ def test_relative_links_exist(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_commands_exist(document: Path) -> None:
-    commands = {str(command.name) for command in app.registered_commands} | {"connector"}
+    commands = {str(command.name) for command in app.registered_commands} | {"connector", "bench"}
     used = set(re.findall(r"(?:`|^|^\s+|bin/)pdserve ([a-z]+)\b", document.read_text(), re.MULTILINE))
     assert used <= commands
     subcommands = set(re.findall(r"(?:`|^|^\s+|bin/)pdserve connector ([a-z]+)\b", document.read_text(), re.MULTILINE))
     assert subcommands <= {str(command.name) for command in connector_app.registered_commands}
+    benchmarks = set(re.findall(r"(?:`|^|^\s+|bin/)pdserve bench ([a-z]+)\b", document.read_text(), re.MULTILINE))
+    assert benchmarks <= {str(command.name) for command in bench_app.registered_commands}
 
 
 def test_make_targets_exist() -> None:

@@ -70,10 +70,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "grammars",
         "core",
     },
+    "bench": {"core"},
     "cli": {"core"},
 }
 # Allowed only inside functions, so that `--help` and usage errors respond without delay.
-MAY_IMPORT_LATE = {"cli": {"router.server", "router.web", "instance", "kv_transfer", "kv_transfer.connectors"}}
+MAY_IMPORT_LATE = {
+    "cli": {"router.server", "router.web", "instance", "kv_transfer", "kv_transfer.connectors", "bench"},
+}
 MAX_FILES = 18  # Python files in a folder
 
 # Decision logic: plain Python on plain data. The time, random numbers and connections come from the caller.
@@ -93,6 +96,7 @@ DECISION_FILES = (
     "kv_transfer/breaker",
 )
 DECISION_FOLDERS = {  # folder → the only files in it that do I/O
+    "pdserve/bench": {"command", "http_client", "load", "server", "traces", "workers"},
     "router/dispatch": set[str](),
     "router/instances": {"control_server"},
     "router/limits": {"account_file", "shared_quota"},

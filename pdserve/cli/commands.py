@@ -16,7 +16,7 @@ from pdserve import __version__
 from pdserve.cli import logs
 from pdserve.cli.flags import command_from_config
 from pdserve.cli.supervisor import end_with_supervisor
-from pdserve.config import DEFAULT_PORT, InstanceConfig, RouterConfig, UpConfig
+from pdserve.config import DEFAULT_PORT, BenchServeConfig, InstanceConfig, RouterConfig, UpConfig
 from pdserve.errors import SetupError
 
 app = typer.Typer(
@@ -30,6 +30,8 @@ ROUTER_OPTION = typer.Option(
 )
 connector_app = typer.Typer(help="List, check and benchmark KV connectors.", no_args_is_help=True)
 app.add_typer(connector_app, name="connector")
+bench_app = typer.Typer(help="Measure a server from outside.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 
 
 def up(config: UpConfig) -> None:
@@ -159,6 +161,15 @@ def connector_bench(
         raise typer.Exit(1)
 
 
+def bench_serve(config: BenchServeConfig) -> None:
+    """Send a load to an OpenAI-compatible server and report what clients see. Exit code 1: no request succeeded."""
+    from pdserve.bench.command import run
+
+    if not run(config):
+        raise typer.Exit(1)
+
+
+bench_app.command("serve")(command_from_config(BenchServeConfig, bench_serve))
 app.command("up")(command_from_config(UpConfig, up))
 app.command("demo")(command_from_config(UpConfig, demo))
 app.command("router")(command_from_config(RouterConfig, router))

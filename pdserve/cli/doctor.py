@@ -74,6 +74,7 @@ def _packages() -> list[Finding]:
         "lz4": ("lz4", "?codec=lz4 of connectors"),
         "zstandard": ("zstandard", "?codec=zstd"),
         "ml_dtypes": ("ml_dtypes", "?codec=fp8 and ?codec=int8"),
+        "plotly": ("plotly", "pdserve bench serve --html"),
     }
     rows = []
     for module, (package, use) in optional.items():

@@ -1,0 +1,9 @@
+"""`pdserve bench serve`: what a client of any OpenAI-compatible server sees under a given load.
+
+    datasets, traces ──► Request ──► arrivals ──► workers (one process each: load, http_client) ──► Sample
+                                                                                                      │
+                     report, page ◄── metrics, breakdown ◄────────────────────────────────────────────┤
+                                  ◄── sweep (many runs, each at one rate) ◄───────────────────────────┘
+
+What decides (arrivals, datasets, vocabulary, events, metrics, slo, sweep) reads no clock and opens no socket.
+"""
