@@ -169,7 +169,8 @@ def _load_model(
     unsupported = _unsupported(hf_config)
     if type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise SetupError(f"{unsupported}: transformers {transformers.__version__} has no causal language model for it")
-    by_rows = dtype in FUSED_DTYPES and (device.type == "cpu" or is_batch_invariant(config.batch_invariant, device))
+    invariant = is_batch_invariant(config.batch_invariant, device)
+    by_rows = dtype in FUSED_DTYPES and (device.type == "cpu" or invariant)
     experts_by_rows = {"experts_implementation": experts.NAME} if by_rows else {}
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -181,7 +182,7 @@ def _load_model(
     loaded = loaded.to(device)
     if device.type == "cpu" and config.kernel != "triton":  # in Triton's interpreter, the model runs as on a GPU
         fuse = config.kernel != "reference"
-        prepack(loaded, tiled=fuse)
+        prepack(loaded, tiled=fuse, min_rows=2 if invariant else 1)
         if fuse and native.is_available():
             fuse_norms(loaded)
             fuse_rotary(loaded)

@@ -13,6 +13,7 @@ from pdserve.engine.numerics import numerics_class
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import SetupError
+from pdserve.kernels.attention import is_batch_invariant
 from pdserve.keys import root_key
 from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams
 
@@ -89,7 +90,9 @@ class Engine:
             refetch_preempted=refetch_preempted,
         )
         self.max_model_len = _max_model_len(self.checkpoint, config, self.runner.num_blocks)
-        numerics = numerics_class(self.runner.kernel, self.checkpoint.device, self.checkpoint.dtype)
+        device, dtype = self.checkpoint.device, self.checkpoint.dtype
+        invariant = is_batch_invariant(config.batch_invariant, device)
+        numerics = numerics_class(self.runner.kernel, device, dtype, invariant)
         self.layout = replace(self.checkpoint.layout, numerics=numerics)
         self._on_grammar_ready = on_grammar_ready
         self._arrivals = itertools.count()

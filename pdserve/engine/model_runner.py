@@ -13,7 +13,7 @@ import torch
 
 from pdserve.config import EngineConfig, parse_size
 from pdserve.engine.checkpoint import Checkpoint, cpu_memory_available
-from pdserve.engine.cpu_fusion.prepack import min_rows
+from pdserve.engine.cpu_fusion.prepack import largest_min_rows
 from pdserve.engine.cpu_fusion.row_products import RowProducts, needs_row_products
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
 from pdserve.engine.paged_model import UnsupportedAttention
@@ -52,7 +52,7 @@ class ModelRunner:
         except KernelUnavailable as error:
             raise SetupError(str(error)) from error
         self.graphs: StepGraphs | None = None
-        self._min_rows = min_rows(checkpoint.model)
+        self._min_rows = largest_min_rows(checkpoint.model)
         self._row_functions = _row_functions(checkpoint.model, self.kernel)
         self.window = self._check_architecture()
         if self.device.type == "cuda":

@@ -100,17 +100,19 @@ def test_router_reports_a_layout_mismatch_without_convert_kv(
         assert httpx.get(f"{deployment.url}/ready").status_code == 503
 
 
+@pytest.mark.parametrize("prefill_flags", [["--kernel", "reference"], ["--batch-invariant", "off"]])
 @pytest.mark.parametrize("connector_url", ["shm"], indirect=True)
 def test_instances_of_two_numerics_classes_serve_together_only_if_allowed(
     connector_url: str,
+    prefill_flags: list[str],
     deploy: Callable[..., Any],
     complete: Complete,
     metric: Callable[..., float],
     wait_until: Callable[..., None],
 ) -> None:
-    """The demo model in bfloat16, with a kernel on prefill that rounds otherwise than decode's."""
+    """The demo model in bfloat16, with a prefill instance that rounds otherwise than decode."""
     log_lines: list[str] = []
-    flags = {"prefill": ["--kernel", "reference"], "decode": ["--kernel", "cpu"]}
+    flags = {"prefill": prefill_flags, "decode": ["--kernel", "cpu"]}
     with deploy(flags=flags, log_lines=log_lines, wait=False, connector=connector_url, num_blocks=64) as deployment:
         wait_until(lambda: any("start decode-0 with --allow-inexact" in line for line in log_lines), log_lines)
         assert httpx.get(f"{deployment.url}/ready").status_code == 503

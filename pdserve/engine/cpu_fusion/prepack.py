@@ -14,10 +14,15 @@ _PACKED_FOR_ROWS = 128
 
 
 class PackedLinear(torch.nn.Module):
-    """Replacement of a `torch.nn.Linear` on oneDNN. The original weight can be freed."""
+    """Replacement of a `torch.nn.Linear` on oneDNN. The original weight can be freed.
 
-    def __init__(self, linear: torch.nn.Linear) -> None:
+    Attributes:
+        min_rows: inputs of fewer rows are padded; 2 gives a row the same bits in any batch (row_products.py).
+    """
+
+    def __init__(self, linear: torch.nn.Linear, min_rows: int = 2) -> None:
         super().__init__()
+        self.min_rows = min_rows
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.bias = linear.bias
@@ -33,9 +38,9 @@ class PackedLinear(torch.nn.Module):
         """[..., in_features] → [..., out_features]"""
         rows = x.numel() // self.in_features
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            pad_rows(x) if rows == 1 else x, self._packed, self.bias, "none", [], ""
+            pad_rows(x, self.min_rows) if rows < self.min_rows else x, self._packed, self.bias, "none", [], ""
         )
-        return y[:1].view(*x.shape[:-1], self.out_features) if rows == 1 else y
+        return y[:rows].view(*x.shape[:-1], self.out_features) if rows < self.min_rows else y
 
 
 class TiledLinear(torch.nn.Module):
@@ -57,13 +62,14 @@ class TiledLinear(torch.nn.Module):
         memory.huge_pages(self.tiles.data, written=True)
 
 
-def prepack(model: torch.nn.Module, *, tiled: bool) -> int:
+def prepack(model: torch.nn.Module, *, tiled: bool, min_rows: int = 2) -> int:
     """Replace in place the linear layers of a model on the CPU for whose dtype this processor has kernels.
 
     A weight shared with the embedding is kept twice.
 
     Args:
         tiled: allow our own kernel, not only oneDNN's.
+        min_rows: of oneDNN's kernels, see PackedLinear.
 
     Returns:
         The number of layers replaced.
@@ -76,7 +82,7 @@ def prepack(model: torch.nn.Module, *, tiled: bool) -> int:
             if tiled and child.weight.dtype == torch.bfloat16 and linear.is_available():
                 packed.append(TiledLinear(child))
             elif _has_onednn_kernel(child.weight.dtype):
-                packed.append(PackedLinear(child))
+                packed.append(PackedLinear(child, min_rows))
             else:
                 continue
             setattr(parent, name, packed[-1])
@@ -85,9 +91,9 @@ def prepack(model: torch.nn.Module, *, tiled: bool) -> int:
     return len(packed)
 
 
-def min_rows(model: torch.nn.Module) -> int:
-    """Return the number of rows from which on products of a model round the same: see row_products.py."""
-    return 2 if any(isinstance(module, PackedLinear) for module in model.modules()) else 1
+def largest_min_rows(model: torch.nn.Module) -> int:
+    """Return the number of rows below which layers of a model pad their inputs."""
+    return max((module.min_rows for module in model.modules() if isinstance(module, PackedLinear)), default=1)
 
 
 def _has_onednn_kernel(dtype: torch.dtype) -> bool:

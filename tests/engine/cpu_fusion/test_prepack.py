@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pdserve.config import EngineConfig
-from pdserve.engine import checkpoint
-from pdserve.engine.cpu_fusion.prepack import PackedLinear, TiledLinear, prepack
+from pdserve.engine import checkpoint as checkpoint_module
+from pdserve.engine.cpu_fusion.prepack import PackedLinear, TiledLinear, largest_min_rows, prepack
 from pdserve.kernels import linear
 
 needs_bf16 = pytest.mark.skipif(
@@ -52,6 +52,16 @@ def test_huge_pages_keep_weights_and_their_neighbours() -> None:
     assert all(torch.equal(y, torch.arange(1 << 17)) for y in neighbours)
 
 
+@needs_bf16
+@pytest.mark.parametrize(("setting", "rows"), [("auto", 2), ("off", 1)])
+def test_layers_pad_to_two_rows_unless_batch_invariance_is_off(
+    checkpoint: Callable[..., Path], setting: str, rows: int
+) -> None:
+    config = EngineConfig(model=str(checkpoint("llama", dtype="bfloat16")), batch_invariant=setting)
+    model = checkpoint_module.load(config).model
+    assert largest_min_rows(model) == (1 if linear.is_available() else rows), "AMX needs no padding"
+
+
 def test_float32_is_not_replaced() -> None:
     plain = torch.nn.Sequential(torch.nn.Linear(8, 8))
     assert prepack(plain, tiled=True) == 0 and type(plain[0]) is torch.nn.Linear
@@ -60,7 +70,7 @@ def test_float32_is_not_replaced() -> None:
 @needs_bf16
 @torch.inference_mode()
 def test_loaded_model_is_packed_and_keeps_its_embedding(checkpoint_path: Path) -> None:
-    loaded = checkpoint.load(EngineConfig(model=str(checkpoint_path), dtype="bfloat16", device="cpu"))
+    loaded = checkpoint_module.load(EngineConfig(model=str(checkpoint_path), dtype="bfloat16", device="cpu"))
     kinds = [type(module) for module in loaded.model.modules()]
     assert (TiledLinear if linear.is_available() else PackedLinear) in kinds and torch.nn.Linear not in kinds
     embedding = loaded.model.get_input_embeddings()  # type: ignore[operator]  # a method, not a tensor
