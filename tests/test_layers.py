@@ -71,6 +71,19 @@ MAY_IMPORT: dict[str, set[str]] = {
         "core",
     },
     "bench": {"core"},
+    "simulator": {
+        "router.dispatch",
+        "router.instances",
+        "router.limits",
+        "router.telemetry",
+        "instance",
+        "engine",
+        "kv_transfer",
+        "control",
+        "proto",
+        "bench",
+        "core",
+    },
     "cli": {"core"},
 }
 # Allowed only inside functions, so that `--help` and usage errors respond without delay.
