@@ -82,13 +82,16 @@ MAY_IMPORT: dict[str, set[str]] = {
         "control",
         "proto",
         "bench",
+        "profile",
         "core",
     },
+    "profile": {"core"},
     "cli": {"core"},
 }
 # Allowed only inside functions, so that `--help` and usage errors respond without delay.
 MAY_IMPORT_LATE = {
-    "cli": {"router.server", "router.web", "instance", "kv_transfer", "kv_transfer.connectors", "bench"},
+    "cli": {"router.server", "router.web", "instance", "kv_transfer", "kv_transfer.connectors", "bench", "profile"},
+    "profile": {"engine", "kv_transfer", "kv_transfer.connectors"},
 }
 MAX_FILES = 18  # Python files in a folder
 
@@ -104,6 +107,7 @@ DECISION_FILES = (
     "pdserve/grammars/cache",
     "pdserve/grammars/limits",
     "pdserve/keys",
+    "pdserve/profile/profile",
     "pdserve/roles/break_even",
     "decode/load_machine",
     "kv_transfer/breaker",
