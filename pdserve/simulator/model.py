@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 from pdserve.costs import Work
 from pdserve.keys import Layout
+from pdserve.profile.profile import Profile
 from pdserve.simulator.store import Link
+
+FOLLOWING_SCHEMES = ("shm",)  # whose blocks can be loaded while later ones are still being stored
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,6 @@ class InstanceModel:
         frame_latency_s: of a frame between router and instance, in either direction.
         router_request_s: time of the router's thread for a request, until it is submitted.
         router_token_s: time of the router's thread for a token.
-        start_up_s: from the start of a process to its first request.
     """
 
     layout: Layout
@@ -37,4 +39,54 @@ class InstanceModel:
     frame_latency_s: float = 2e-4
     router_request_s: float = 0.0
     router_token_s: float = 0.0
-    start_up_s: float = 0.0
+
+    @classmethod
+    def from_profile(
+        cls, profile: Profile, scheme: str, *, num_blocks: int | None = None, block_size: int | None = None
+    ) -> "InstanceModel":
+        """Return the model of an instance of a profile.
+
+        Args:
+            scheme: of the connector.
+            num_blocks: of `block_size` tokens in the pool; default: as many tokens as when it was measured.
+            block_size: tokens per block; default: as when it was measured.
+        """
+        engine, step, overheads = profile.engine, profile.step, profile.overheads
+        size = block_size or engine.block_size
+        num_blocks = num_blocks or engine.num_blocks * engine.block_size // size
+        fixed_s, sequence_s = overheads.engine_step_s, overheads.engine_sequence_s
+        swap_a, swap_b = profile.swap
+        transfer = profile.transfer(scheme)
+        return cls(
+            layout=paced_layout(profile, size),
+            num_blocks=num_blocks,
+            max_model_len=engine.max_model_len or num_blocks * size,
+            step_seconds=lambda work: step.seconds(work) + fixed_s + sequence_s * len(work),
+            decode_seconds=lambda count, context: step.decode_seconds(count, context) + fixed_s + sequence_s * count,
+            swap_seconds=lambda blocks: swap_a + swap_b * blocks,
+            link=Link(
+                latency_s=transfer.latency_s,
+                bytes_per_s=transfer.bytes_per_s,
+                total_bytes_per_s=transfer.link_bytes_per_s,
+                store_latency_s=transfer.store_latency_s,
+                store_bytes_per_s=transfer.store_bytes_per_s,
+                follows=scheme in FOLLOWING_SCHEMES,
+            ),
+            frame_latency_s=overheads.frame_s,
+            router_request_s=overheads.router_request_s,
+            router_token_s=overheads.router_token_s,
+        )
+
+
+def paced_layout(profile: Profile, block_size: int) -> Layout:
+    """Return a layout whose blocks have the bytes of the profiled ones."""
+    bytes_per_token = max(2, profile.engine.block_bytes // profile.engine.block_size)
+    return Layout(
+        model_fingerprint=profile.model_fingerprint or profile.model,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=bytes_per_token // 2,
+        block_size=block_size,
+        dtype="uint8",
+        itemsize=1,
+    )

@@ -18,8 +18,8 @@ class Link:
     """How fast a connector moves blocks.
 
     Attributes:
-        latency_s: of one operation, whatever its size.
-        bytes_per_s: of one operation alone.
+        latency_s, store_latency_s: of one load or store, whatever its size.
+        bytes_per_s, store_bytes_per_s: of one load or store alone.
         total_bytes_per_s: of all operations of all instances together.
         streams: operations that one instance has under way at a time; further ones wait.
         follows: blocks can be loaded while later ones of the same prompt are still being stored.
@@ -28,8 +28,10 @@ class Link:
     latency_s: float
     bytes_per_s: float
     total_bytes_per_s: float
-    streams: int = 4
+    streams: int = 2
     follows: bool = False
+    store_latency_s: float | None = None
+    store_bytes_per_s: float | None = None
 
 
 class Lanes:
@@ -125,7 +127,9 @@ class SimulatedConnector(Connector):
     def attach(self, memory: PoolMemory) -> None: ...
 
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
-        now, (begin, each) = self._now(), self._begin(len(keys))
+        link, now = self._store.link, self._now()
+        latency = link.latency_s if link.store_latency_s is None else link.store_latency_s
+        begin, each = self._begin(latency, link.store_bytes_per_s or link.bytes_per_s)
         outcomes = [
             Outcome.OK if self._store.put(key, now, begin + each * (i + 1), lease_s) else Outcome.FULL
             for i, key in enumerate(keys)
@@ -133,13 +137,13 @@ class SimulatedConnector(Connector):
         return self._complete("store", begin, begin + each * len(keys), outcomes)
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
-        begin, each = self._begin(len(keys))
+        begin, each = self._begin(self._store.link.latency_s, self._store.link.bytes_per_s)
         stored = [self._store.stored_at(key) for key in keys]
         outcomes = [Outcome.OK if at is not None and at <= begin else Outcome.MISSING for at in stored]
         return self._complete("load", begin, begin + each * outcomes.count(Outcome.OK), outcomes)
 
     def follow(self, keys: Sequence[bytes], block_ids: Sequence[int], *, patience_s: float) -> Future[Result]:
-        begin, each = self._begin(len(keys))
+        begin, each = self._begin(self._store.link.latency_s, self._store.link.bytes_per_s)
         end, outcomes = begin, list[Outcome]()
         for key in keys:
             at = self._store.stored_at(key)
@@ -169,11 +173,10 @@ class SimulatedConnector(Connector):
 
     def close(self) -> None: ...
 
-    def _begin(self, blocks: int) -> tuple[float, float]:
+    def _begin(self, latency_s: float, bytes_per_s: float) -> tuple[float, float]:
         """Return when an operation begins to move bytes, and the seconds per block."""
-        link = self._store.link
         now = max(self._lanes.begin(self._now()), self._store.lanes.begin(self._now()))
-        return now + link.latency_s, self._block_bytes / link.bytes_per_s
+        return now + latency_s, self._block_bytes / bytes_per_s
 
     def _complete(self, direction: str, begin: float, end: float, outcomes: list[Outcome]) -> Future[Result]:
         link, called_at = self._store.link, self._now()
