@@ -142,6 +142,11 @@ class EngineConfig(ModelConfig):
         "auto",
         choices=AUTO_ON_OFF,
     )
+    paced: str = flag(
+        "profile by whose times the instance sleeps instead of computing, to try out fleets; its answers are nonsense;"
+        " empty: compute",
+        "",
+    )
     threads: int | None = flag("CPU threads of this instance; default: torch's own", None, least=1)
     seed: int = flag("seed of the instance; requests have seeds of their own", 0)
 

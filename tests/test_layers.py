@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "control": {"core"},
     "grammars": {"core"},
     "engine.cpu_fusion": {"kernels"},
-    "engine": {"engine.cpu_fusion", "kernels", "grammars", "core"},
+    "engine": {"engine.cpu_fusion", "kernels", "grammars", "profile", "core"},
     "kv_transfer": {"core"},
     "kv_transfer.connectors": {"kv_transfer", "core"},
     "roles": {"engine", "kv_transfer", "proto", "core"},
@@ -90,7 +90,16 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # Allowed only inside functions, so that `--help` and usage errors respond without delay.
 MAY_IMPORT_LATE = {
-    "cli": {"router.server", "router.web", "instance", "kv_transfer", "kv_transfer.connectors", "bench", "profile"},
+    "cli": {
+        "router.server",
+        "router.web",
+        "instance",
+        "kv_transfer",
+        "kv_transfer.connectors",
+        "bench",
+        "profile",
+        "simulator",
+    },
     "profile": {"engine", "kv_transfer", "kv_transfer.connectors"},
 }
 MAX_FILES = 18  # Python files in a folder

@@ -4,7 +4,9 @@ The rest of the instance is real: scheduler, block pool, roles, connector and ro
 does that has more processors than this machine, and a simulation runs them on a virtual clock.
 """
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -12,7 +14,9 @@ from pdserve.config import EngineConfig
 from pdserve.costs import Work
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.sequence import Sequence
+from pdserve.errors import SetupError
 from pdserve.keys import Layout
+from pdserve.profile.profile import Profile
 
 FIRST_TOKEN_ID = 100  # of the tokens that it "samples": behind the special tokens of most vocabularies
 NUM_TOKEN_IDS = 50
@@ -27,6 +31,20 @@ class PacedKernel:
     """Stands in for the attention kernel, of which an instance reports the name."""
 
     NAME = "paced"
+
+
+def paced_layout(profile: Profile, block_size: int) -> Layout:
+    """Return a layout whose blocks have the bytes of the profiled ones."""
+    bytes_per_token = max(2, profile.engine.block_bytes // profile.engine.block_size)
+    return Layout(
+        model_fingerprint=profile.model_fingerprint or profile.model,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=bytes_per_token // 2,
+        block_size=block_size,
+        dtype="uint8",
+        itemsize=1,
+    )
 
 
 class PacedRunner:
@@ -75,6 +93,28 @@ class PacedRunner:
         self._swap_seconds = swap_seconds
         self._sleep = sleep
         self._slept = 0.0
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> "PacedRunner":
+        """Return a runner that sleeps as long as the steps of the profile `config.paced` take.
+
+        Raises:
+            SetupError: the profile cannot be read.
+        """
+        try:
+            profile = Profile.load(config.paced)
+        except (OSError, ValueError) as error:
+            raise SetupError(f"--paced {config.paced}: {error}") from None
+        size, (a, b) = config.block_size, profile.swap
+        num_blocks = config.num_blocks or profile.engine.num_blocks * profile.engine.block_size // size
+        return cls(
+            replace(config, num_blocks=num_blocks),
+            paced_layout(profile, size),
+            profile.engine.max_model_len or num_blocks * size,
+            profile.step.seconds,
+            lambda blocks: a + b * blocks,
+            time.sleep,
+        )
 
     def clock(self) -> float:
         """Return the seconds that its steps have taken."""

@@ -19,6 +19,7 @@ from pdserve.config import InstanceConfig
 from pdserve.control.certificates import client_context
 from pdserve.control.registry import Registry
 from pdserve.counters import metric_families
+from pdserve.engine.paced_runner import PacedRunner
 from pdserve.errors import SetupError
 from pdserve.instance.hello import make_hello
 from pdserve.instance.instance import Instance
@@ -59,7 +60,7 @@ async def _serve(role: str, config: InstanceConfig) -> None:
         )
     links = RouterLinks([] if registry else config.routers, token, registry, client_context(config))
     started = time.monotonic()
-    instance = Instance(config, links.send)
+    instance = Instance(config, links.send, runner=PacedRunner.load(config) if config.paced else None)
     if config.metrics_port is not None:
         _serve_metrics(config.metrics_port, instance)
     hello = make_hello(role, config, instance)

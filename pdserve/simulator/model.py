@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdserve.costs import Work
+from pdserve.engine.paced_runner import paced_layout
 from pdserve.keys import Layout
 from pdserve.profile.profile import Profile
 from pdserve.simulator.store import Link
@@ -76,17 +77,3 @@ class InstanceModel:
             router_request_s=overheads.router_request_s,
             router_token_s=overheads.router_token_s,
         )
-
-
-def paced_layout(profile: Profile, block_size: int) -> Layout:
-    """Return a layout whose blocks have the bytes of the profiled ones."""
-    bytes_per_token = max(2, profile.engine.block_bytes // profile.engine.block_size)
-    return Layout(
-        model_fingerprint=profile.model_fingerprint or profile.model,
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=bytes_per_token // 2,
-        block_size=block_size,
-        dtype="uint8",
-        itemsize=1,
-    )
