@@ -95,7 +95,7 @@ class Prefiller:
     def submit(self, job: Job) -> None:
         """Start a request: fetch stored blocks, then queue the sequence in the engine."""
         job.keys = job.seq.initial_keys()
-        job.seq.store_as_computed()
+        job.seq.mark_for_storing()  # the scheduler pauses it while stores are queued
         # A request for a single token has no decode phase, so its blocks need no lease.
         is_last_token = job.seq.sampling.max_tokens - job.seq.num_output == 1
         state = self._states[job] = _PrefillState(job, 0.0 if is_last_token else self._lease_seconds)
