@@ -343,7 +343,7 @@ class Dispatcher:
                 timeline.stored = TransferStats(output.moved.blocks, output.moved.bytes, output.moved.seconds)
 
     def _finish(self, state: RequestState) -> None:
-        """Remove a request whose machine is in a final state. Every request passes here exactly once."""
+        """Remove a request whose machine is in a final state. No effect if it was removed before."""
         timeline = state.timeline
         if self.states.pop(state.id, None) is None:
             return
