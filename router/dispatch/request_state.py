@@ -125,7 +125,7 @@ class RequestState:
         """Cancel the request on one instance, unless that has already finished it."""
         if self.id in instance.requests:
             instance.send(pb.RouterFrame(cancel=pb.Cancel(request_id=self.id)))
-            instance.release(self.id)
+            instance.unassign(self.id)
 
     def emit_tokens(self, output: pb.Output, now: float) -> None:
         """Pass an output's tokens to the client."""
