@@ -172,6 +172,12 @@ class Decoder:
         state = self._states[job]
         self._fetcher.fetch(job, on_cancelled=lambda: self._end(state))
 
+    def steps_until_store(self, job: Job) -> float:
+        """Return how many more tokens a decoding job computes before it stores blocks back; infinite if only at its end."""
+        state, size = self._states[job], job.seq.block_size
+        due = (state.submitted_blocks + STORE_BACK_BLOCKS) * size
+        return due - job.seq.num_computed if due <= state.store_limit else math.inf
+
     def cancel(self, job: Job) -> None:
         """Stop the request. Blocks that a load is writing to are released when it ends."""
         state = self._states.get(job)

@@ -65,6 +65,11 @@ class _PrefillState:
         return any(part.stored is not None and part.stored < part.blocks for part in self.parts)
 
     @property
+    def stores_are_over(self) -> bool:
+        """True if the prompt is computed, and every store of it has ended."""
+        return self.has_sampled and all(part.stored is not None for part in self.parts)
+
+    @property
     def stored_blocks(self) -> int:
         """Leading blocks of the prompt that are in the store."""
         total = 0
@@ -162,11 +167,14 @@ class Prefiller:
             self._transfers.end_leases(keys[: result.leading], result.ticket)
         if state.has_gap:
             self._transfers.cancel(job)
+        job.record_transfer(result, self._context.now())
         if not job.ended:
-            job.record_transfer(result, self._context.now())
             if result.ticket:
                 job.pending_output().stored.tickets.append(result.ticket)
             self._announce(state)
+        elif state.stores_are_over and not state.has_gap:  # decode followed, and finished before this
+            job.report_transfers(self._engine.layout.block_bytes)
+            job.stamp(Stage.KV_STORED, self._context.now())
         self._end_if_done(state)
 
     def _report_first_token(self, state: _PrefillState) -> None:
@@ -189,7 +197,7 @@ class Prefiller:
         job = state.job
         stored = state.stored_blocks
         coming = state.submitted_blocks if self._transfers.follows and not state.has_gap else stored
-        final = state.has_sampled and all(part.stored is not None for part in state.parts)
+        final = state.stores_are_over
         if job.ended or (coming <= state.announced_blocks and not final):
             return
         state.announced_blocks = coming
