@@ -135,14 +135,16 @@ class ModelRunner:
         seqs, counts = list(num_scheduled_tokens), list(num_scheduled_tokens.values())
         ids: list[int] = []
         positions: list[int] = []
+        complete: list[Sequence] = []
+        last_rows: list[int] = []  # of the complete sequences
         for seq, count in num_scheduled_tokens.items():
             ids += seq.tokens[seq.num_computed : seq.num_computed + count]
             positions += range(seq.num_computed, seq.num_computed + count)
-        complete = [seq for seq in seqs if num_scheduled_tokens[seq] == seq.num_uncomputed]
-        ends = dict(zip(seqs, torch.tensor(counts).cumsum(0).tolist(), strict=True))
-        logit_rows = torch.tensor([ends[seq] - 1 for seq in complete], dtype=torch.long, device=self.device)
+            if count == seq.num_uncomputed:
+                complete.append(seq)
+                last_rows.append(len(ids) - 1)
         batch = self._build_batch(seqs, counts, positions)
-        logits_SV = self.forward(ids, positions, batch, logit_rows)
+        logits_SV = self.forward(ids, positions, batch, torch.tensor(last_rows, dtype=torch.long, device=self.device))
         if not complete:
             return {}
         logprob_rows = [i for i, seq in enumerate(complete) if seq.sampling.logprobs is not None]

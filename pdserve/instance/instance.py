@@ -159,7 +159,7 @@ class Instance:
         self.connector.close()
 
     def run_once(self, *, wait: bool) -> bool:
-        """Handle the inbox, run one engine step, and send the outputs of both.
+        """Handle the inbox, reserve blocks, run one engine step, pass its results to the roles, and send all outputs.
 
         Args:
             wait: block until the inbox has an entry.
