@@ -18,7 +18,7 @@ from pdserve.errors import SetupError
 from pdserve.keys import Layout
 from pdserve.profile.profile import Profile
 
-FIRST_TOKEN_ID = 100  # of the tokens that it "samples": behind the special tokens of most vocabularies
+FIRST_TOKEN_ID = 40  # of the tokens that it "samples": letters in most vocabularies, so that each of them has text
 NUM_TOKEN_IDS = 50
 
 
