@@ -113,7 +113,14 @@ def deployed(fleet: Fleet, profile: Path) -> Iterator[str]:
 
 def measure(url: str, config: FleetConfig, rate: float, folder: Path) -> dict[str, Any]:
     """Play the load from outside, and return its figures."""
-    names = ("num_prompts", "seed", "random_input_len", "random_output_len", "random_range_ratio", "dataset_name")
+    names: tuple[str, ...] = (
+        "num_prompts",
+        "seed",
+        "random_input_len",
+        "random_output_len",
+        "random_range_ratio",
+        "dataset_name",
+    )
     names += ("dataset_path", "trace_length_scale") if config.dataset_path else ()
     flags = [word for name in names for word in (f"--{name.replace('_', '-')}", str(getattr(config, name)))]
     flags += ["--multi-turn"] if config.multi_turn else []

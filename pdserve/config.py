@@ -487,6 +487,8 @@ class FleetConfig(LoadConfig):
     local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None, least=0)
     routers: int = flag("router processes", 1, least=1)
     store_size: str = flag("bytes of the KV store", "64GiB")
+    stretch_prompts: float = flag("factor of all prompt lengths", 1.0, above=0)
+    stretch_answers: float = flag("factor of all answer lengths", 1.0, above=0)
     chat: bool = flag("the requests are chats, whose generated KV is stored for the next turn", False)
     jobs: int | None = flag("processes that simulate; default: the number of cores", None, least=1)
 
@@ -494,6 +496,20 @@ class FleetConfig(LoadConfig):
         """Raise `ValueError` for a setting that can never work."""
         super().__post_init__()
         parse_size(self.store_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(FleetConfig):
+    slo: str = flag("targets by percentile, such as ttft.p90=500ms,itl.p99=50ms", "")
+    instances: int | None = flag("find the best fleet of this size; default: the smallest that suffices", None, least=1)
+    max_instances: int = flag("the largest fleet to try", 16, least=1)
+    itl_target_ms: str = flag(
+        "values of --itl-target-ms to try on colocated instances, such as off,20; auto: off, and parts of the ITL target",
+        "auto",
+    )
+    price: float = flag("of one instance per hour; 0: unknown", 0.0, least=0)
+    json: str = flag("JSON file with all figures; empty: none", "")
+    html: str = flag("HTML report in one file; needs pdserve[bench]; empty: none", "")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,15 @@ from pdserve import __version__
 from pdserve.cli import logs
 from pdserve.cli.flags import command_from_config
 from pdserve.cli.supervisor import end_with_supervisor
-from pdserve.config import DEFAULT_PORT, BenchServeConfig, InstanceConfig, RouterConfig, SimulateConfig, UpConfig
+from pdserve.config import (
+    DEFAULT_PORT,
+    BenchServeConfig,
+    InstanceConfig,
+    PlanConfig,
+    RouterConfig,
+    SimulateConfig,
+    UpConfig,
+)
 from pdserve.errors import SetupError
 
 app = typer.Typer(
@@ -176,7 +184,16 @@ def simulate(config: SimulateConfig) -> None:
     run(config)
 
 
+def plan(config: PlanConfig) -> None:
+    """Find the smallest fleet that meets an SLO, and tell whether disaggregation pays. Exit code 3: none meets it."""
+    from pdserve.planner.command import run
+
+    if not run(config):
+        raise typer.Exit(3)
+
+
 bench_app.command("serve")(command_from_config(BenchServeConfig, bench_serve))
+app.command("plan")(command_from_config(PlanConfig, plan))
 app.command("simulate")(command_from_config(SimulateConfig, simulate))
 app.command("up")(command_from_config(UpConfig, up))
 app.command("demo")(command_from_config(UpConfig, demo))

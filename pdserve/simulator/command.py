@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.bench.report import write_csv
+from pdserve.bench.report import write_csv, write_file
 from pdserve.bench.slo import parse_goodput
 from pdserve.config import SimulateConfig
 from pdserve.errors import SetupError
@@ -38,7 +38,7 @@ def run(config: SimulateConfig) -> None:
             status.update(f"simulated {len(forecasts)} of {len(fleets)} fleets, {time.monotonic() - started:.0f} s")
     Console().print(as_table(forecasts))
     if config.json:
-        _write(Path(config.json), [as_dict(forecast) for forecast in forecasts])
+        write_file(Path(config.json), json.dumps([as_dict(forecast) for forecast in forecasts], indent=2) + "\n")
     if config.csv:
         write_csv(config.csv, forecasts[-1].samples, objectives)
 
@@ -99,10 +99,3 @@ def as_dict(forecast: Forecast) -> dict[str, Any]:
     """Return the figures of a forecast, for JSON."""
     own = {"fleet": str(forecast.fleet), **vars(forecast.fleet), "saturated": forecast.saturated}
     return own | {"busy": forecast.busy, "preemptions": forecast.preemptions} | forecast.figures
-
-
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    try:
-        path.write_text(json.dumps(rows, indent=2) + "\n")
-    except OSError as error:
-        raise SetupError(f"{path} cannot be written: {error.strerror}") from None

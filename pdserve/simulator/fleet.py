@@ -1,10 +1,11 @@
 """Fleets to compare, and the simulation of one of them by the settings of `pdserve simulate` and `pdserve plan`."""
 
+import math
 import random
 import re
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from typing import Any
@@ -123,7 +124,30 @@ def load_profile(config: FleetConfig) -> Profile:
 
 def draw_requests(config: FleetConfig, rate: float) -> list[Request]:
     """Return the requests of a run."""
-    return draw_load(config, rate, random.Random(config.seed), lambda text: max(1, len(text) // CHARS_PER_TOKEN))
+    requests = draw_load(config, rate, random.Random(config.seed), lambda text: max(1, len(text) // CHARS_PER_TOKEN))
+    return [_stretch(request, config) for request in requests]
+
+
+def mean_rate(config: FleetConfig) -> float:
+    """Return the mean rate of the load in requests per second.
+
+    Raises:
+        SetupError: there is none, because all requests come at once.
+    """
+    if math.isfinite(config.request_rate):
+        return config.request_rate
+    times = [request.at or 0.0 for request in draw_requests(config, math.inf)]
+    if not max(times) > min(times):
+        raise SetupError("give the load a --request-rate, or a data set with times")
+    return len(times) / (max(times) - min(times))
+
+
+def _stretch(request: Request, config: FleetConfig) -> Request:
+    """Return the request with the lengths that the settings ask for; texts count by their characters."""
+    blocks = request.blocks or ((f"text-{request.index}", max(1, len(request.text) // CHARS_PER_TOKEN)),)
+    blocks = tuple((name, max(1, round(size * config.stretch_prompts))) for name, size in blocks)
+    output = max(1, round(request.output_tokens * config.stretch_answers))
+    return replace(request, blocks=blocks, output_tokens=output, input_tokens=sum(size for _, size in blocks))
 
 
 def simulate(

@@ -143,8 +143,6 @@ class _Player:
         prompt = list(self._prompts.get(load.after, ())) if load.continues and load.after is not None else []
         for name, size in load.blocks:
             prompt += [self._ids.setdefault(name, len(self._ids))] * size
-        if not load.blocks:
-            prompt += [self._ids.setdefault(f"text-{load.index}", len(self._ids))] * max(1, load.input_tokens)
         keys = {self._block_size: block_keys(self._root, prompt, self._block_size)}
         router = self._routers[next(self._turn) % len(self._routers)]
         sample = Sample(load.index, self._clock.time)

@@ -5,12 +5,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
 
 from pdserve.kv_transfer.connector import Capabilities, Connector, Outcome, PoolMemory, Result, Stats
 from pdserve.simulator.virtual_clock import VirtualClock
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -127,42 +125,18 @@ class SimulatedConnector(Connector):
     def attach(self, memory: PoolMemory) -> None: ...
 
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
-        link, now = self._store.link, self._now()
-        latency = link.latency_s if link.store_latency_s is None else link.store_latency_s
-        begin, each = self._begin(latency, link.store_bytes_per_s or link.bytes_per_s)
-        outcomes = [
-            Outcome.OK if self._store.put(key, now, begin + each * (i + 1), lease_s) else Outcome.FULL
-            for i, key in enumerate(keys)
-        ]
-        return self._complete("store", begin, begin + each * len(keys), outcomes)
+        return self._start("store", partial(self._store_now, keys, lease_s))
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
-        begin, each = self._begin(self._store.link.latency_s, self._store.link.bytes_per_s)
-        stored = [self._store.stored_at(key) for key in keys]
-        outcomes = [Outcome.OK if at is not None and at <= begin else Outcome.MISSING for at in stored]
-        return self._complete("load", begin, begin + each * outcomes.count(Outcome.OK), outcomes)
+        return self._start("load", partial(self._load_now, keys))
 
     def follow(self, keys: Sequence[bytes], block_ids: Sequence[int], *, patience_s: float) -> Future[Result]:
-        begin, each = self._begin(self._store.link.latency_s, self._store.link.bytes_per_s)
-        end, outcomes = begin, list[Outcome]()
-        for key in keys:
-            at = self._store.stored_at(key)
-            if at is None or at > end + patience_s:
-                end += patience_s
-                outcomes += [Outcome.MISSING] * (len(keys) - len(outcomes))
-                break
-            end = max(end, at) + each
-            outcomes.append(Outcome.OK)
-        return self._complete("load", begin, end, outcomes)
+        return self._start("load", partial(self._follow_now, keys, patience_s))
 
     def match(self, keys: Sequence[bytes]) -> Future[int]:
-        now, count = self._now(), 0
-        for key in keys:
-            at = self._store.stored_at(key)
-            if at is None or at > now:
-                break
-            count += 1
-        return self._at(now + self._store.link.latency_s, count)
+        future: Future[int] = Future()
+        self._clock.at(self._now() + self._store.link.latency_s, lambda: future.set_result(self._match_now(keys)))
+        return future
 
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
         for key in keys:
@@ -173,20 +147,59 @@ class SimulatedConnector(Connector):
 
     def close(self) -> None: ...
 
-    def _begin(self, latency_s: float, bytes_per_s: float) -> tuple[float, float]:
-        """Return when an operation begins to move bytes, and the seconds per block."""
-        now = max(self._lanes.begin(self._now()), self._store.lanes.begin(self._now()))
-        return now + latency_s, self._block_bytes / bytes_per_s
+    def _start(self, direction: str, operation: Callable[[], tuple[float, list[Outcome]]]) -> Future[Result]:
+        """Start an operation once the clock has reached the instance's time, so that operations queue in order of time."""
+        future: Future[Result] = Future()
+        called_at = self._now()
 
-    def _complete(self, direction: str, begin: float, end: float, outcomes: list[Outcome]) -> Future[Result]:
-        link, called_at = self._store.link, self._now()
-        self._lanes.take(end)
-        self._store.lanes.take(begin + outcomes.count(Outcome.OK) * self._block_bytes / link.bytes_per_s)
-        result = Result(outcomes, end - called_at)
-        self._stats.count(direction, result)
-        return self._at(end, result)
+        def begin() -> None:
+            end, outcomes = operation()
+            self._lanes.take(end)
+            result = Result(outcomes, end - called_at)
+            self._stats.count(direction, result)
+            self._clock.at(end, lambda: future.set_result(result))
 
-    def _at(self, time: float, result: T) -> Future[T]:
-        future: Future[T] = Future()
-        self._clock.at(time, lambda: future.set_result(result))
+        self._clock.at(called_at, begin)
         return future
+
+    def _store_now(self, keys: Sequence[bytes], lease_s: float) -> tuple[float, list[Outcome]]:
+        link, now = self._store.link, self._clock.time
+        latency_s = link.latency_s if link.store_latency_s is None else link.store_latency_s
+        begin, each_s = self._book(len(keys), latency_s, link.store_bytes_per_s or link.bytes_per_s)
+        outcomes = [
+            Outcome.OK if self._store.put(key, now, begin + each_s * (i + 1), lease_s) else Outcome.FULL
+            for i, key in enumerate(keys)
+        ]
+        return begin + each_s * len(keys), outcomes
+
+    def _load_now(self, keys: Sequence[bytes]) -> tuple[float, list[Outcome]]:
+        begin, each_s = self._book(len(keys), self._store.link.latency_s, self._store.link.bytes_per_s)
+        stored = [self._store.stored_at(key) for key in keys]
+        outcomes = [Outcome.OK if at is not None and at <= begin else Outcome.MISSING for at in stored]
+        return begin + each_s * outcomes.count(Outcome.OK), outcomes
+
+    def _follow_now(self, keys: Sequence[bytes], patience_s: float) -> tuple[float, list[Outcome]]:
+        begin, each_s = self._book(len(keys), self._store.link.latency_s, self._store.link.bytes_per_s)
+        end, outcomes = begin, list[Outcome]()
+        for key in keys:
+            at = self._store.stored_at(key)
+            if at is None or at > end + patience_s:
+                end += patience_s
+                outcomes += [Outcome.MISSING] * (len(keys) - len(outcomes))
+                break
+            end = max(end, at) + each_s
+            outcomes.append(Outcome.OK)
+        return end, outcomes
+
+    def _match_now(self, keys: Sequence[bytes]) -> int:
+        """Return the number of leading blocks that the store has."""
+        now = self._clock.time
+        times = (self._store.stored_at(key) for key in keys)
+        return next((i for i, at in enumerate(times) if at is None or at > now), len(keys))
+
+    def _book(self, blocks: int, latency_s: float, bytes_per_s: float) -> tuple[float, float]:
+        """Reserve the shared link. Returns when the operation begins to move bytes, and the seconds per block."""
+        now, each_s = self._clock.time, self._block_bytes / bytes_per_s
+        begin = max(self._lanes.begin(now), self._store.lanes.begin(now)) + latency_s
+        self._store.lanes.take(begin + blocks * each_s)
+        return begin, each_s
