@@ -113,7 +113,7 @@ def run(config: PlanConfig) -> bool:
         planner = Planner(config, profile, targets, status)
         plan = planner.plan()
     console = Console()
-    console.print(as_table([trial.forecast for trials in plan.trials for trial in trials]))
+    console.print(as_table([trial.forecast for trials in plan.trials for trial in notable(trials)]))
     lines = sentences(plan, targets, planner.rate, config)
     print("\n" + "\n".join(lines))
     if config.json:
@@ -122,6 +122,12 @@ def run(config: PlanConfig) -> bool:
         title = f"Plan for {config.slo} at {planner.rate:.3g} requests/s"
         write_file(Path(config.html), page.page(title, "\n".join(lines), [], charts(plan.trials, targets), plotly))
     return plan.chosen is not None
+
+
+def notable(trials: Sequence[Trial]) -> list[Trial]:
+    """Return the best colocated fleet and the best split of a size."""
+    kinds = [[trial for trial in trials if trial.is_colocated is colocated] for colocated in (True, False)]
+    return [best(kind) for kind in kinds if kind]
 
 
 def sentences(plan: Plan, targets: Sequence[Target], rate: float, config: PlanConfig) -> list[str]:

@@ -3,6 +3,7 @@
 import json
 import logging
 import time
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -61,36 +62,24 @@ def parse_fleets(config: SimulateConfig) -> list[Fleet]:
     return sorted(fleets, key=lambda fleet: (fleet.size, fleet.both, fleet.prefill))
 
 
-def as_table(forecasts: list[Forecast]) -> Table:
-    """Return a table with a row per fleet."""
-    table = Table(box=None, header_style="bold")
+def as_table(forecasts: Sequence[Forecast]) -> Table:
+    """Return a table with a row per fleet, times in ms."""
+    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
     good = any(forecast.figures["good_request_fraction"] is not None for forecast in forecasts)
-    columns = [
-        "fleet",
-        *(["good"] if good else []),
-        "req/s",
-        "tok/s",
-        "TTFT ms p50",
-        "p90",
-        "p99",
-        "ITL ms p50",
-        "p90",
-        "p99",
-    ]
-    for name in [*columns, "busy", "failed"]:
-        table.add_column(name, justify="left" if name == "fleet" else "right")
+    columns = ["fleet", *(["good"] if good else []), "req/s", "TTFT p50", "p90", "p99", "ITL p50", "p90", "p99", "busy"]
+    for name in columns:
+        table.add_column(name, justify="left" if name == "fleet" else "right", no_wrap=True)
     for forecast in forecasts:
         figures = forecast.figures
         times = [figures[f"p{p}_{metric}_ms"] for metric in ("ttft", "itl") for p in (50, 90, 99)]
-        busy = " ".join(f"{role[0].upper()} {share:.0%}" for role, share in forecast.busy.items())
+        remarks = [f"{figures['failed']} failed"] if figures["failed"] else []
+        remarks += ["saturated"] if forecast.saturated else []
         table.add_row(
-            str(forecast.fleet) + (", saturated" if forecast.saturated else ""),
+            ", ".join([str(forecast.fleet), *remarks]),
             *([f"{figures['good_request_fraction']:.1%}"] if good else []),
             f"{figures['request_throughput']:.2f}",
-            f"{figures['output_throughput']:.0f}",
-            *(f"{one:.1f}" for one in times),
-            busy,
-            str(figures["failed"]),
+            *(f"{one:.0f}" for one in times),
+            " ".join(f"{role[0].upper()} {share:.0%}" for role, share in forecast.busy.items()),
         )
     return table
 

@@ -48,7 +48,7 @@ class Fleet:
     def __str__(self) -> str:
         parts = [f"{count}{letter}" for count, letter in ((self.prefill, "P"), (self.decode, "D")) if count]
         parts += [f"{self.both} both"] if self.both else []
-        target = "" if self.itl_target_ms is None else f", ITL target {self.itl_target_ms:g} ms"
+        target = "" if self.itl_target_ms is None else f" --itl-target-ms {self.itl_target_ms:g}"
         return "+".join(parts) + target
 
 

@@ -1,0 +1,188 @@
+"""Planner: targets, the search over fleets, and what it says, on made-up forecasts; and the command on a tiny profile."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.planner.advice import advise, env_lines
+from pdserve.planner.search import Trial, best, headroom, judge, smallest, try_size
+from pdserve.planner.targets import FAILED, Target, parse_targets
+from pdserve.profile.profile import EngineFacts, Profile, TransferModel
+from pdserve.simulator.fleet import Fleet, Forecast
+
+Run = Callable[..., Any]
+TARGETS = parse_targets("ttft.p90=500ms,itl.p99=0.05s")
+
+
+def make_forecast(fleet: Fleet, ttft_ms: float, itl_ms: float, failed: int = 0) -> Forecast:
+    figures = {"p90_ttft_ms": ttft_ms, "p99_itl_ms": itl_ms, "failed": failed}
+    return Forecast(fleet, figures, {}, 0, False, [])
+
+
+def machine(
+    tried: list[Fleet], prompts: float, streams: float, colocated: float = 1.5
+) -> Callable[..., Iterator[Trial]]:
+    """Return a simulation in which `prompts` prefill and `streams` decode instances just meet the SLO, and a colocated
+    fleet needs `colocated` times their sum."""
+
+    def simulate(fleets: Sequence[Fleet]) -> Iterator[Trial]:
+        for fleet in fleets:
+            tried.append(fleet)
+            if fleet.both:
+                ratio = colocated * (prompts + streams) / fleet.both
+                yield judge(TARGETS, make_forecast(fleet, 400, 50 * ratio))
+            else:
+                yield judge(TARGETS, make_forecast(fleet, 500 * prompts / fleet.prefill, 50 * streams / fleet.decode))
+
+    return simulate
+
+
+def test_targets_are_parsed_with_their_units() -> None:
+    assert [Target("ttft", 90, 0.5), Target("itl", 99, 0.05)] == TARGETS
+    assert parse_targets("tpot=30ms") == [Target("tpot", 99, 0.03)]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "ttft.p90", "ttft.p42=1s", "speed=1s", "ttft=0ms", "ttft=-1s", "ttft=1s,ttft.p99=2s"]
+)
+def test_malformed_targets_are_named(text: str) -> None:
+    with pytest.raises(ValueError, match="--slo"):
+        parse_targets(text)
+
+
+def test_a_fleet_that_loses_requests_never_meets_the_slo() -> None:
+    trial = judge(TARGETS, make_forecast(Fleet(1, 1), 10, 1, failed=1))
+    assert trial.ratio == FAILED and not trial.meets
+
+
+@pytest.mark.parametrize(("prompts", "streams", "size"), [(1, 1, 2), (3, 2, 5), (2, 5, 7), (1, 12, 13), (9, 7, 16)])
+def test_the_smallest_fleet_is_found_with_few_trials(prompts: int, streams: int, size: int) -> None:
+    tried: list[Fleet] = []
+    trials = smallest(16, [None], machine(tried, prompts, streams))
+    chosen = best(trials[-1])
+    assert chosen.meets and chosen.fleet == Fleet(prompts, streams) and chosen.fleet.size == size
+    assert len(tried) == len(set(tried)) <= 2 * sum(range(1, 13))
+
+
+def test_a_fleet_that_would_be_too_large_is_not_chosen() -> None:
+    trials = smallest(4, [None], machine([], 3, 3))
+    assert not any(trial.meets for one in trials for trial in one)
+    assert best(trials[-1]).fleet == Fleet(2, 2)
+
+
+def test_splits_of_large_fleets_are_bisected() -> None:
+    tried: list[Fleet] = []
+    trials = try_size(64, [None], machine(tried, 40, 24))
+    assert best(trials).fleet == Fleet(40, 24) and len(tried) < 10
+
+
+def test_headroom_is_the_rate_at_which_a_target_breaks() -> None:
+    def meets(rate: float) -> Trial:
+        return judge(TARGETS, make_forecast(Fleet(1, 1), 200, 50 * rate / 3.3))
+
+    rate, broken = headroom(2.0, meets)
+    assert 3.3 / 1.06 < rate <= 3.3 and broken is not None and broken.binding.metric == "itl"
+    assert headroom(0.1, lambda rate: meets(0.1)) == (pytest.approx(0.759, rel=0.01), None)
+
+
+def trial(fleet: Fleet, ttft_ms: float, itl_ms: float) -> Trial:
+    return judge(TARGETS, make_forecast(fleet, ttft_ms, itl_ms))
+
+
+@pytest.mark.parametrize(
+    ("split", "colocated", "expected"),
+    [
+        ((300, 40), (300, 90), "Disaggregation pays: 1P+1D: TTFT p90 300 of 500 ms"),
+        ((700, 40), (300, 30), "Disaggregation does not pay: 2 both: TTFT p90 300"),
+        ((700, 40), (300, 90), "Neither suffices: the nearest is 1P+1D has TTFT p90 700 of 500 ms"),
+        ((400, 40), (404, 40), "Both suffice alike"),
+        ((200, 20), (400, 40), "Both suffice; Disaggregation has more margin"),
+        ((400, 40), (200, 20), "Both suffice; Colocated instances have more margin"),
+    ],
+)
+def test_advice_names_the_winner(split: tuple[int, int], colocated: tuple[int, int], expected: str) -> None:
+    trials = [trial(Fleet(1, 1), *split), trial(Fleet(both=2), *colocated)]
+    assert advise(trials, TARGETS).startswith(expected)
+
+
+def test_lines_for_compose_deploy_the_fleet() -> None:
+    lines = env_lines(trial(Fleet(2, 1), 1, 1))
+    assert lines == ["PREFILL=2", "PREFILL_GPUS=0,1", "DECODE=1", "DECODE_GPUS=2"]
+    assert "pdserve up --both 3 --itl-target-ms 20" in env_lines(trial(Fleet(both=3, itl_target_ms=20), 1, 1))[0]
+
+
+# ---- the commands -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(pdserve: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments: pdserve(*map(str, arguments))
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    engine = EngineFacts(block_bytes=4096, num_blocks=1000, max_model_len=4096)
+    path = tmp_path / "profile.json"
+    Profile(model="m", engine=engine, transfers={"shm": TransferModel(1e-3, 1e9, 1e-3, 1e9, 2e9)}).save(path)
+    return path
+
+
+LOAD = ["--num-prompts", 30, "--random-input-len", 200, "--random-output-len", 20, "--jobs", 1]
+
+
+def test_a_plan_names_a_fleet_and_exits_with_3_if_there_is_none(profile: Path, tmp_path: Path, run: Run) -> None:
+    slo, out = "ttft.p90=100ms,itl.p99=100ms", tmp_path / "plan.json"
+    done = run("plan", "--profile", profile, *LOAD, "--request-rate", 20, "--slo", slo, "--json", out)
+    assert done.returncode == 0 and "Smallest fleet for 20 requests/s" in done.stdout, done.stderr
+    plan = json.loads(out.read_text())
+    assert plan["chosen"]["meets"] and plan["chosen"]["p90_ttft_ms"] <= 100
+    smaller = [
+        row for row in plan["trials"] if row["prefill"] + row["decode"] + row["both"] < len(plan["chosen"]["busy"])
+    ]
+    assert not any(row["meets"] for row in smaller) and plan["highest_rate"] >= 20
+    impossible = run(
+        "plan", "--profile", profile, *LOAD, "--request-rate", 5, "--slo", "ttft=1ms", "--max-instances", 2
+    )
+    assert impossible.returncode == 3 and "What binds is TTFT p99" in impossible.stdout
+
+
+def test_simulate_prints_a_row_per_fleet(profile: Path, tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "out.json"
+    fleets = ["--prefill", "1..2", "--decode", 1, "--itl-target-ms", "off,30", "--json", out, "--goodput", "ttft:500"]
+    done = run("simulate", "--profile", profile, *LOAD, "--request-rate", 10, *fleets)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())
+    assert [row["fleet"] for row in rows] == ["1P+1D", "1P+1D --itl-target-ms 30", "2P+1D", "2P+1D --itl-target-ms 30"]
+    assert all(row["completed"] == 30 for row in rows) and done.stdout.count("P+1D") == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["simulate", "--profile", "nowhere.json"], "--profile nowhere.json cannot be read"),
+        (["simulate", "--prefill", "0"], "no such fleet can serve"),
+        (["simulate", "--decode", "two"], "--decode: 'two' is no number of instances"),
+        (["simulate", "--request-rate", "-1"], "--request-rate must be more than 0"),
+        (["simulate", "--connector", "redis"], "--connector redis: the profile has shm"),
+        (["simulate", "--goodput", "ttft"], "--goodput: 'ttft' is not such as"),
+        (["simulate", "--itl-target-ms", "0"], "--itl-target-ms: '0' is not such as"),
+        (["plan", "--slo", "ttft"], "--slo: 'ttft' is no target"),
+        (["plan", "--slo", "ttft=1s"], "give the load a --request-rate"),
+        (["plan", "--slo", "ttft=1s", "--instances", "0"], "--instances must be at least 1"),
+    ],
+)
+def test_mistakes_are_one_line(profile: Path, run: Run, arguments: list[str], expected: str) -> None:
+    given = arguments if "--profile" in arguments else [*arguments, "--profile", profile]
+    done = run(*given)
+    assert done.returncode == 2 and expected in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, run: Run) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text('{"model": 3}')
+    done = run("simulate", "--profile", path)
+    assert done.returncode == 2 and f"{path} is not a profile: model" in done.stderr
