@@ -72,12 +72,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "bench": {"core"},
     "profile": {"core"},
+    "profile.steps": {"profile", "instance", "engine", "proto", "core"},
     "cli": {"core"},
 }
 # Allowed only inside functions, so that `--help` and usage errors respond without delay.
 MAY_IMPORT_LATE = {
     "cli": {"router.server", "router.web", "instance", "kv_transfer", "kv_transfer.connectors", "bench", "profile"},
-    "profile": {"engine", "kv_transfer", "kv_transfer.connectors"},
+    "profile": {"profile.steps", "instance", "engine", "kv_transfer", "kv_transfer.connectors"},
 }
 MAX_FILES = 18  # Python files in a folder
 

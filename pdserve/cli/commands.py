@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from types import ModuleType
 from typing import cast
 
@@ -16,7 +17,7 @@ from pdserve import __version__
 from pdserve.cli import logs
 from pdserve.cli.flags import command_from_config
 from pdserve.cli.supervisor import end_with_supervisor
-from pdserve.config import DEFAULT_PORT, BenchServeConfig, InstanceConfig, RouterConfig, UpConfig
+from pdserve.config import DEFAULT_PORT, BenchServeConfig, InstanceConfig, ProfileConfig, RouterConfig, UpConfig
 from pdserve.errors import SetupError
 
 app = typer.Typer(
@@ -169,7 +170,16 @@ def bench_serve(config: BenchServeConfig) -> None:
         raise typer.Exit(1)
 
 
+def profile(config: ProfileConfig) -> None:
+    """Measure what a model costs on this machine, for simulations and plans, and write it to a file."""
+    from pdserve.cli.deployment import Deployment, free_port
+    from pdserve.profile.command import run
+
+    run(config, lambda settings: Deployment(replace(settings, port=free_port()), on_line=lambda line: None))
+
+
 bench_app.command("serve")(command_from_config(BenchServeConfig, bench_serve))
+app.command("profile")(command_from_config(ProfileConfig, profile))
 app.command("up")(command_from_config(UpConfig, up))
 app.command("demo")(command_from_config(UpConfig, demo))
 app.command("router")(command_from_config(RouterConfig, router))
