@@ -14,6 +14,7 @@ from pdserve.config import (
     BenchServeConfig,
     EngineConfig,
     InstanceConfig,
+    ProfileConfig,
     RouterConfig,
     TransferConfig,
     UpConfig,
@@ -87,6 +88,10 @@ def test_flag_tables_match_the_config_classes(heading: str, config: type, base: 
 
 def test_flag_table_of_the_benchmark_matches() -> None:
     assert_flags_listed("docs/bench.md", "Flags", BenchServeConfig, None)
+
+
+def test_flag_table_of_the_profile_matches() -> None:
+    assert_flags_listed("docs/profile.md", "Flags", ProfileConfig, TransferConfig)
 
 
 def assert_flags_listed(document: str, heading: str, config: type, base: type | None) -> None:

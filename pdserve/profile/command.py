@@ -37,7 +37,7 @@ def run(config: ProfileConfig, start: Start) -> None:
     """
     if config.from_fleet:
         profile = imports.from_fleet(config.from_fleet)
-    elif config.import_source:
+    elif config.import_source is not None:
         profile = imports.import_file(config.import_source, config.import_file, config.import_entry)
     else:
         try:
