@@ -153,11 +153,12 @@ def run(settings: Settings) -> None:
         PROFILE.save(folder / "profile.json")
         for fleet in map(parse_fleet, settings.fleets.split(",")):
             with deployed(fleet, folder / "profile.json") as url:
-                for mixed in settings.mixes.split(","):
+                for kind, mixed in enumerate(settings.mixes.split(",")):
                     config = mix(mixed, settings, folder)
                     highest = saturation(config, fleet)
                     for number, load in enumerate(map(float, settings.loads.split(","))):
-                        one = replace(config, seed=settings.seed + 100 * number)  # of random prompts: new to the caches
+                        # Random prompts that are in no cache yet.
+                        one = replace(config, seed=settings.seed + 100 * number + 1000 * kind)
                         rate = load * highest
                         predicted = forecast(one, fleet, rate)
                         measured = measure(url, one, rate, folder)

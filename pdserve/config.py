@@ -557,3 +557,16 @@ class BenchServeConfig(LoadConfig):
     result_filename: str = flag("name of the JSON file; empty: from rate, model and time", "")
     csv: str = flag("CSV file with a row per request; empty: none", "")
     html: str = flag("HTML report in one file; needs pdserve[bench]; empty: none", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig(TransferConfig):
+    output: str = flag("file of the profile", "profile.json")
+    quick: bool = flag("fewer steps, and no deployment for start-up and router", False)
+    repeat: int = flag("rounds over all steps, of which the medians count", 3, least=1)
+    from_fleet: str = flag("URL of a router: take what its instances report, and measure nothing; empty: measure", "")
+    import_source: str | None = flag(
+        "read published timings, and measure nothing; default: measure", None, choices=("distserve", "splitwise")
+    )
+    import_file: str = flag("file of --import-source", "")
+    import_entry: str = flag("what of the file, such as facebook/opt-13b,1; empty: its only one", "")

@@ -15,6 +15,7 @@ from pdserve.config import (
     EngineConfig,
     InstanceConfig,
     LoadConfig,
+    ProfileConfig,
     RouterConfig,
     TransferConfig,
     UpConfig,
@@ -89,6 +90,10 @@ def test_flag_tables_match_the_config_classes(heading: str, config: type, base: 
 def test_flag_table_of_the_benchmark_matches() -> None:
     assert_flags_listed("docs/bench.md", "Flags of the load", LoadConfig, None)
     assert_flags_listed("docs/bench.md", "Flags", BenchServeConfig, LoadConfig)
+
+
+def test_flag_table_of_the_profile_matches() -> None:
+    assert_flags_listed("docs/profile.md", "Flags", ProfileConfig, TransferConfig)
 
 
 def assert_flags_listed(document: str, heading: str, config: type, base: type | None) -> None:

@@ -86,6 +86,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "core",
     },
     "profile": {"core"},
+    "planner": {"simulator", "profile", "bench", "core"},
+    "profile.steps": {"profile", "instance", "engine", "proto", "core"},
     "cli": {"core"},
 }
 # Allowed only inside functions, so that `--help` and usage errors respond without delay.
@@ -99,6 +101,7 @@ MAY_IMPORT_LATE = {
         "bench",
         "profile",
         "simulator",
+        "planner",
     },
     "profile": {"engine", "kv_transfer", "kv_transfer.connectors"},
 }

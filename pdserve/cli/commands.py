@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from types import ModuleType
 from typing import cast
 
@@ -21,6 +22,7 @@ from pdserve.config import (
     BenchServeConfig,
     InstanceConfig,
     PlanConfig,
+    ProfileConfig,
     RouterConfig,
     SimulateConfig,
     UpConfig,
@@ -192,9 +194,18 @@ def plan(config: PlanConfig) -> None:
         raise typer.Exit(3)
 
 
+def profile(config: ProfileConfig) -> None:
+    """Measure what a model costs on this machine, for simulations and plans, and write it to a file."""
+    from pdserve.cli.deployment import Deployment, free_port
+    from pdserve.profile.command import run
+
+    run(config, lambda settings: Deployment(replace(settings, port=free_port()), on_line=lambda line: None))
+
+
 bench_app.command("serve")(command_from_config(BenchServeConfig, bench_serve))
 app.command("plan")(command_from_config(PlanConfig, plan))
 app.command("simulate")(command_from_config(SimulateConfig, simulate))
+app.command("profile")(command_from_config(ProfileConfig, profile))
 app.command("up")(command_from_config(UpConfig, up))
 app.command("demo")(command_from_config(UpConfig, demo))
 app.command("router")(command_from_config(RouterConfig, router))

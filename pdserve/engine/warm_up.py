@@ -25,7 +25,7 @@ def warm_up(engine: Engine) -> Iterator[tuple[Work, float]]:
             return
         for _ in range(2):
             step_started = clock()
-            engine.runner.step({_dummy_sequence(engine, count, before): count for count, before in work})
+            engine.runner.step({dummy_sequence(engine, count, before): count for count, before in work})
             seconds = clock() - step_started
         yield work, seconds
 
@@ -56,10 +56,13 @@ def _probes(longest: int, max_tokens: int, max_seqs: int) -> Iterator[Work]:
         yield from pair
 
 
-def _dummy_sequence(engine: Engine, count: int, before: int) -> Sequence:
-    """Return a sequence of `count` tokens to compute behind `before` others. All dummies write to the same blocks."""
+def dummy_sequence(engine: Engine, count: int, before: int, first_block: int = 0) -> Sequence:
+    """Return a sequence of `count` tokens to compute behind `before` others, in blocks from `first_block`, which wrap around.
+
+    Dummies may share blocks: what they write there does not matter.
+    """
     length = before + count
-    blocks = list(range(engine.pool.blocks_for(length)))
+    blocks = [(first_block + i) % engine.pool.num_blocks for i in range(engine.pool.blocks_for(length))]
     return Sequence(
         "warm-up",
         [0] * length,

@@ -4,7 +4,7 @@
 otherwise. The step model is finer than `pdserve.costs`, which instances fit online:
 
     decode     d(sequences) + context_s × context tokens
-    prefill    p(tokens) + pair_s × pairs + prompt_s × (prompts - 1)
+    prefill    p(tokens) + pair_s × pairs + cached_s × cached tokens + prompt_s × (prompts - 1)
     mixed      m0 + m1 × decode + m2 × prefill, and at least the longer of the two
 
 d and p are linear between measured points ("knots") and go on straight beyond the last ones. Pairs are the (new token,
@@ -57,6 +57,7 @@ class StepModel:
     context_s: float = 0.0
     prefill: Knots = ((1, 0.0101), (2048, 0.2148))
     pair_s: float = 0.0
+    cached_s: float = 0.0
     prompt_s: float = 0.0
     mixed: tuple[float, float, float] = (0.0, 1.0, 1.0)
 
@@ -68,7 +69,7 @@ class StepModel:
 
     def seconds(self, work: Sequence[tuple[int, int]]) -> float:
         """Return the seconds of a step, given (tokens computed, cached tokens before them) of each sequence."""
-        sequences = context = prompts = tokens = 0
+        sequences = context = prompts = tokens = cached = 0
         pairs = 0.0
         for count, before in work:
             if count == 1:
@@ -77,15 +78,18 @@ class StepModel:
             else:
                 prompts += 1
                 tokens += count
+                cached += before
                 pairs += count * (before + count / 2)
-        return self.step_seconds(sequences, context, tokens, pairs, prompts)
+        return self.step_seconds(sequences, context, tokens, pairs, prompts, cached)
 
-    def step_seconds(self, sequences: int, context: float, tokens: float, pairs: float, prompts: int = 1) -> float:
+    def step_seconds(
+        self, sequences: int, context: float, tokens: float, pairs: float, prompts: int = 1, cached: float = 0
+    ) -> float:
         """Return the seconds of a step, given sums: of the decoding sequences, and of the prompts' chunks."""
         decode = self.decode_seconds(sequences, context)
         if not tokens:
             return decode
-        prefill = self.prefill_seconds(tokens, pairs, prompts)
+        prefill = self.prefill_seconds(tokens, pairs, prompts, cached)
         if not sequences:
             return prefill
         fixed, decode_share, prefill_share = self.mixed
@@ -98,9 +102,10 @@ class StepModel:
             return table[sequences] + self.context_s * context
         return _interpolate(self.decode, sequences) + self.context_s * context
 
-    def prefill_seconds(self, tokens: float, pairs: float, prompts: int = 1) -> float:
+    def prefill_seconds(self, tokens: float, pairs: float, prompts: int = 1, cached: float = 0) -> float:
         """Return the seconds of a step that computes parts of prompts only."""
-        return _interpolate(self.prefill, tokens) + self.pair_s * pairs + self.prompt_s * (prompts - 1)
+        attention = self.pair_s * pairs + self.cached_s * cached
+        return _interpolate(self.prefill, tokens) + attention + self.prompt_s * (prompts - 1)
 
     @cached_property
     def _decode_table(self) -> list[float]:

@@ -85,7 +85,8 @@ def test_headroom_is_the_rate_at_which_a_target_breaks() -> None:
 
     rate, broken = headroom(2.0, meets)
     assert 3.3 / 1.06 < rate <= 3.3 and broken is not None and broken.binding.metric == "itl"
-    assert headroom(0.1, lambda rate: meets(0.1)) == (pytest.approx(0.759, rel=0.01), None)
+    rate, broken = headroom(0.1, lambda rate: meets(0.1))
+    assert rate == pytest.approx(0.759, rel=0.01) and broken is None
 
 
 def trial(fleet: Fleet, ttft_ms: float, itl_ms: float) -> Trial:

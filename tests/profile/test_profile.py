@@ -15,7 +15,9 @@ PROFILE = Profile(
     model="demo",
     model_fingerprint="abc",
     machine=MACHINE,
-    step=StepModel(((1, 0.01), (4, 0.04), (8, 0.05)), 1e-6, ((16, 0.02), (512, 0.2)), 1e-8, 0.001, (-0.01, 1.0, 0.9)),
+    step=StepModel(
+        ((1, 0.01), (4, 0.04), (8, 0.05)), 1e-6, ((16, 0.02), (512, 0.2)), 1e-8, 0.0, 0.001, (-0.01, 1.0, 0.9)
+    ),
     transfers={"shm": TransferModel(0.001, 1e9, 0.002, 2e9, 3e9)},
     residuals={"decode": Residuals(3, 0.1, 0.2, 0.3, 0.01)},
     assumed=("swap",),

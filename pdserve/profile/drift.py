@@ -1,0 +1,30 @@
+"""Compares a profile with steps observed live, and says where it no longer holds."""
+
+import statistics
+from collections.abc import Sequence
+
+from pdserve.profile.fit import Timing, kind_of
+from pdserve.profile.profile import Profile
+
+MIN_STEPS = 8  # of a kind
+LEAST_DRIFT = 0.15  # of the median, below which the differences between runs on a machine are too
+
+
+def drift(profile: Profile, observed: Sequence[Timing]) -> list[str]:
+    """Return a sentence for each kind of step whose median duration is not what the profile says.
+
+    What counts is more than `LEAST_DRIFT`, and more than 90 % of the steps missed by when the profile was made. Too few steps
+    of a kind say nothing about it.
+    """
+    ratios: dict[str, list[float]] = {}
+    for work, seconds in observed:
+        if (forecast := profile.step.seconds(work)) > 0:
+            ratios.setdefault(kind_of(work), []).append(seconds / forecast)
+    sentences = []
+    for kind, values in ratios.items():
+        known = profile.residuals.get(kind)
+        allowed = max(LEAST_DRIFT, known.p90 if known else 0.0)
+        ratio = statistics.median(values)
+        if len(values) >= MIN_STEPS and not 1 / (1 + allowed) <= ratio <= 1 + allowed:
+            sentences.append(f"The profile has drifted: {kind} steps take {ratio:.2f} times as long as it says.")
+    return sentences

@@ -1,0 +1,53 @@
+"""`pdserve profile` on the bundled model."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pdserve.profile.profile import Profile
+
+COMMAND = [sys.executable, "-m", "pdserve", "profile"]
+
+
+@pytest.mark.integration
+def test_a_quick_profile_of_the_demo_model(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    arguments = ["--quick", "--repeat", "1", "--threads", "1", "--max-model-len", "256", "--max-num-seqs", "16"]
+    result = subprocess.run([*COMMAND, *arguments, "--output", str(file)], capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stderr
+    assert "mixed, not fitted" in result.stdout and f"written to {file}" in result.stdout.replace("\n", "")
+    profile = Profile.load(file)
+    assert profile.machine.threads == 1 and profile.machine.device == "cpu" and profile.model_fingerprint
+    assert profile.engine.max_model_len == 256 and profile.engine.block_bytes == 32768
+    assert profile.step.seconds([(200, 0)]) > profile.step.seconds([(16, 0)]) > 0
+    assert profile.step.decode_seconds(16, 1600) > 0 and profile.transfers["shm"].bytes_per_s > 0
+    assert {"start_up_s", "overheads.router_token_s"} < set(profile.assumed)
+    assert profile.overheads.engine_step_s > 0
+
+
+@pytest.mark.integration
+def test_ctrl_c_ends_it_with_a_sentence(tmp_path: Path) -> None:
+    arguments = [*COMMAND, "--output", str(tmp_path / "profile.json"), "--repeat", "1000"]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "steps: round" not in (line := process.stderr.readline()):
+            assert line or process.poll() is None
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=300)
+    assert (
+        process.returncode == 2 and "pdserve: stopped; no profile was written" in errors and "Traceback" not in errors
+    )
+    assert not (tmp_path / "profile.json").exists()
+
+
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    arguments = ["--import-source", "distserve", "--import-file", str(tmp_path / "none.json")]
+    result = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=600)
+    assert result.returncode == 2
+    assert result.stderr == f"pdserve: {tmp_path / 'none.json'} cannot be read: No such file or directory\n"
