@@ -13,10 +13,13 @@ from pdserve.cli.commands import app, bench_app, connector_app
 from pdserve.config import (
     BenchServeConfig,
     EngineConfig,
+    FleetConfig,
     InstanceConfig,
     LoadConfig,
+    PlanConfig,
     ProfileConfig,
     RouterConfig,
+    SimulateConfig,
     TransferConfig,
     UpConfig,
     describe,
@@ -90,6 +93,12 @@ def test_flag_tables_match_the_config_classes(heading: str, config: type, base: 
 def test_flag_table_of_the_benchmark_matches() -> None:
     assert_flags_listed("docs/bench.md", "Flags of the load", LoadConfig, None)
     assert_flags_listed("docs/bench.md", "Flags", BenchServeConfig, LoadConfig)
+
+
+def test_flag_tables_of_simulate_and_plan_match() -> None:
+    assert_flags_listed("docs/slo.md", "Flags of fleets", FleetConfig, LoadConfig)
+    assert_flags_listed("docs/slo.md", "Flags of `simulate`", SimulateConfig, FleetConfig)
+    assert_flags_listed("docs/slo.md", "Flags of `plan`", PlanConfig, FleetConfig)
 
 
 def test_flag_table_of_the_profile_matches() -> None:

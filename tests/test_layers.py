@@ -103,7 +103,7 @@ MAY_IMPORT_LATE = {
         "simulator",
         "planner",
     },
-    "profile": {"engine", "kv_transfer", "kv_transfer.connectors"},
+    "profile": {"profile.steps", "instance", "engine", "kv_transfer", "kv_transfer.connectors"},
 }
 MAX_FILES = 18  # Python files in a folder
 

@@ -21,7 +21,7 @@ from pdserve.planner.charts import charts
 from pdserve.planner.search import Trial, best, headroom, judge, smallest, try_size
 from pdserve.planner.targets import Target, parse_targets
 from pdserve.profile.profile import Profile
-from pdserve.simulator.command import as_dict, as_table
+from pdserve.simulator.command import as_dict, as_table, console_for_tables
 from pdserve.simulator.fleet import Fleet, load_profile, mean_rate, parse_itl_targets, simulate_all
 
 CHANGE = 0.2  # of rate and lengths, whose effect is reported
@@ -112,8 +112,7 @@ def run(config: PlanConfig) -> bool:
     with Console(stderr=True).status("simulating") as status:
         planner = Planner(config, profile, targets, status)
         plan = planner.plan()
-    console = Console()
-    console.print(as_table([trial.forecast for trials in plan.trials for trial in notable(trials)]))
+    console_for_tables().print(as_table([trial.forecast for trials in plan.trials for trial in notable(trials)]))
     lines = sentences(plan, targets, planner.rate, config)
     print("\n" + "\n".join(lines))
     if config.json:

@@ -17,6 +17,8 @@ from pdserve.config import SimulateConfig
 from pdserve.errors import SetupError
 from pdserve.simulator.fleet import Fleet, Forecast, load_profile, parse_itl_targets, parse_numbers, simulate_all
 
+WIDTH = 140  # columns of a table in a file
+
 
 def run(config: SimulateConfig) -> None:
     """Simulate each fleet that the settings name, and print a row for each.
@@ -37,11 +39,17 @@ def run(config: SimulateConfig) -> None:
         for forecast in simulate_all(config, profile, objectives, [(fleet, config.request_rate) for fleet in fleets]):
             forecasts.append(forecast)
             status.update(f"simulated {len(forecasts)} of {len(fleets)} fleets, {time.monotonic() - started:.0f} s")
-    Console().print(as_table(forecasts))
+    console_for_tables().print(as_table(forecasts))
     if config.json:
         write_file(Path(config.json), json.dumps([as_dict(forecast) for forecast in forecasts], indent=2) + "\n")
     if config.csv:
         write_csv(config.csv, forecasts[-1].samples, objectives)
+
+
+def console_for_tables() -> Console:
+    """Return a console that does not cut tables that go to a file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH)
 
 
 def parse_fleets(config: SimulateConfig) -> list[Fleet]:
