@@ -27,6 +27,7 @@ from rich.table import Table
 from pdserve.cli.flags import command_from_config
 from pdserve.config import EngineConfig, flag
 from pdserve.engine.engine import Engine
+from pdserve.engine.model_runner import ModelRunner
 from pdserve.errors import SetupError
 from pdserve.kernels import linear
 from pdserve.request import SamplingParams
@@ -184,6 +185,7 @@ class OurEngine:
         self._sampling = SamplingParams(temperature=settings.temperature, top_p=settings.top_p, ignore_eos=True)
         self._forward = 0.0
         runner = self._engine.runner
+        assert isinstance(runner, ModelRunner)
         forward = runner.forward
 
         def timed(*args: Any) -> torch.Tensor:

@@ -126,7 +126,7 @@ class MockInstance:
             self._running[submit.request_id] = Answer(tokens, submit.whole)
             self._say(submit.request_id, Stage.RESERVED, Stage.PREFILL_STARTED)
         else:
-            output = self._say(submit.request_id, Stage.PREFILL_STARTED, Stage.FIRST_TOKEN, Stage.KV_STORED)
+            output = self._say(submit.request_id, Stage.PREFILL_STARTED, Stage.KV_STORED)
             output.token_ids.append(TOKEN)
             output.tokens.computed = len(submit.prompt)
             output.stored.num_blocks, output.stored.final = -(-len(submit.prompt) // BLOCK_SIZE), True

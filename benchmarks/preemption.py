@@ -23,7 +23,8 @@ from rich.table import Table
 from pdserve.cli.flags import command_from_config
 from pdserve.config import EngineConfig, flag
 from pdserve.costs import CostMeter, Costs
-from pdserve.engine.checkpoint import Checkpoint, load
+from pdserve.engine.checkpoint import Checkpoint
+from pdserve.engine.checkpoint_loader import load
 from pdserve.engine.engine import Engine
 from pdserve.engine.warm_up import measure_swaps, warm_up
 from pdserve.request import SamplingParams

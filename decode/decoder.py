@@ -46,7 +46,7 @@ class _DecodeState:
         first_token: sampled by prefill; None until it is reported.
         tickets: of the blocks to load, from prefill's connector.
         store_limit: leading tokens, of prompt and output, that are worth storing back.
-        stored_blocks: blocks of prompt and output that are in the store or being stored.
+        submitted_blocks: leading blocks of prompt and output that came from the store or were passed to the connector.
         converted: source of the blocks if prefill's layout differs.
     """
 
@@ -55,7 +55,7 @@ class _DecodeState:
     first_token: int | None = None
     tickets: list[bytes] = field(default_factory=list)
     store_limit: float = 0
-    stored_blocks: int = 0
+    submitted_blocks: int = 0
     converted: ConvertedPrompt | None = None
 
 
@@ -126,7 +126,7 @@ class Decoder:
             has_first_token=message.HasField("first_token"),
         )
         if has_started:
-            self._release(state, message.tickets)
+            self._end_leases(state, message.tickets)
         self._carry_out(state, actions)
 
     def reserve(self) -> None:
@@ -137,8 +137,8 @@ class Decoder:
             # The last token counts as not computed, because it is computed again if prefill fails before the first token.
             first = scheduler.num_out_of_window(seq.num_initial - 1)
             # Respect the queue, or new requests would take every block that a preempted sequence waits for.
-            usable = seq.num_initial // seq.block_size
-            if not scheduler.reserve(seq, usable, seq.num_initial + 1, first_block=first, respect_queue=True):
+            max_hit_blocks = seq.num_initial // seq.block_size
+            if not scheduler.reserve(seq, max_hit_blocks, seq.num_initial + 1, first_block=first, respect_queue=True):
                 return
             self._unreserved.pop(0)
             state.job.stamp(Stage.RESERVED, self._context.now())
@@ -150,12 +150,11 @@ class Decoder:
         if job.phase == pb.BOTH:
             job.stamp(Stage.PREFILL_STARTED, step_started)
         # Blocks that are about to leave the attention window must be stored now, even one at a time.
-        is_urgent = self._engine.scheduler.num_out_of_window(seq.num_computed) > state.stored_blocks
+        is_urgent = self._engine.scheduler.num_out_of_window(seq.num_computed) > state.submitted_blocks
         self._store_back(state, 1 if is_urgent else STORE_BACK_BLOCKS)
         if not sampled:
             return
         if len(seq) - seq.num_initial == 1:
-            job.stamp(Stage.FIRST_TOKEN, now)
             job.report_prompt_sources()
             if job.phase == pb.BOTH:
                 self._context.count_prompt_sources(job)
@@ -172,6 +171,12 @@ class Decoder:
         """Reload a preempted sequence that has blocks again, as far as the store has it."""
         state = self._states[job]
         self._fetcher.fetch(job, on_cancelled=lambda: self._end(state))
+
+    def steps_until_store(self, job: Job) -> float:
+        """Return how many more tokens a decoding job computes before it stores blocks back; infinite if only at its end."""
+        state, size = self._states[job], job.seq.block_size
+        due = (state.submitted_blocks + STORE_BACK_BLOCKS) * size
+        return due - job.seq.num_computed if due <= state.store_limit else math.inf
 
     def cancel(self, job: Job) -> None:
         """Stop the request. Blocks that a load is writing to are released when it ends."""
@@ -222,7 +227,7 @@ class Decoder:
             seq.append(state.first_token)
         elif seq.num_computed == seq.num_initial:
             seq.reopen_prompt()  # prefill failed before the first token
-        state.stored_blocks = seq.num_computed // seq.block_size
+        state.submitted_blocks = seq.num_computed // seq.block_size
         if seq.num_loaded and state.converted is not None and not state.converted.exact:
             # KV that was rounded otherwise differs from what our own prefill would compute, and so does everything computed
             # from it. It is good enough for this request, as the deployer allowed it, but other requests must not find it
@@ -231,15 +236,15 @@ class Decoder:
             state.store_limit = 0
             self._context.count("inexact_prompts", 1)
         seq.register_full_blocks(self._engine.pool)
-        self._release(state, state.tickets)
+        self._end_leases(state, state.tickets)
         self._context.count_prompt_sources(job)
         job.report_transfers(self._engine.layout.block_bytes)
         job.stamp(Stage.KV_READY, self._context.now())
         self._engine.add(seq)
 
-    def _release(self, state: _DecodeState, tickets: SequenceABC[bytes]) -> None:
-        """End the leases of tickets, and of keys once everything is stored. A prefill that is cancelled before that ends the
-        leases of its keys itself."""
+    def _end_leases(self, state: _DecodeState, tickets: SequenceABC[bytes]) -> None:
+        """End the leases of tickets, and of all keys after prefill's final report. A prefill that is cancelled before that
+        ends the leases of its keys itself."""
         keys = state.job.keys[: state.loading.available] if state.loading.is_final else ()
         if keys or tickets:
             (state.converted or self._connector).release(keys, tickets=tuple(tickets))
@@ -255,7 +260,7 @@ class Decoder:
 
         Blocks for which the transfer queue has no room are skipped rather than delaying transfers that requests wait for.
         """
-        job, seq, first = state.job, state.job.seq, state.stored_blocks
+        job, seq, first = state.job, state.job.seq, state.submitted_blocks
         if state.store_limit and seq.num_dropped > first:  # there was no room while the sequence held these blocks
             self._context.count("store_back_skipped_blocks", seq.num_dropped - first)
             state.store_limit = 0
@@ -265,7 +270,7 @@ class Decoder:
             self._context.count("store_back_skipped_blocks", max(0, ready - stop))
         if stop - first < min_blocks:
             return
-        state.stored_blocks = stop
+        state.submitted_blocks = stop
         keys, blocks = seq.full_keys()[first:stop], seq.blocks(first, stop)
         self._transfers.store(job, keys, blocks, 0.0, lambda result: self._on_stored_back(state, result))
 
@@ -288,7 +293,7 @@ class Decoder:
             self._engine.remove(job.seq)
         if job.open_transfers == 0:
             if not loading.has_started:
-                self._release(state, state.tickets)  # no instance will load what was stored for this request
+                self._end_leases(state, state.tickets)  # no instance will load what was stored for this request
             elif loading.coming and not loading.is_final:  # it followed, and finished before prefill's final report
                 self._connector.release(job.keys)
             del self._states[job]

@@ -182,7 +182,7 @@ class LoadMachine:
                 yield load
         if self._is_ready():
             self._move(Event.READY)
-            # Blocks that a following load missed may precede the first bad block: then these are missing too.
+            # `_requested` is the lower one if prefill stored less, or if a following load missed earlier blocks.
             yield Start(min(self._bad_block, self._requested))
 
     def _next_loads(self) -> Iterator[Load]:

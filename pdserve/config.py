@@ -143,6 +143,11 @@ class EngineConfig(ModelConfig):
         "auto",
         choices=AUTO_ON_OFF,
     )
+    paced: str = flag(
+        "profile by whose times the instance sleeps instead of computing, to try out fleets; its answers are nonsense;"
+        " empty: compute",
+        "",
+    )
     threads: int | None = flag("CPU threads of this instance; default: torch's own", None, least=1)
     seed: int = flag("seed of the instance; requests have seeds of their own", 0)
 
@@ -426,31 +431,14 @@ DATASETS = ("random", "prefix_repetition", "sharegpt", "custom", "mooncake", "az
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchServeConfig(Settings):
-    base_url: str = flag("URL of the server; empty: from --host and --port", "")
-    host: str = flag("host of the server", "127.0.0.1")
-    port: int = flag("port of the server", DEFAULT_PORT, **PORTS)
-    backend: str = flag("API: completions (openai) or chat (openai-chat)", "openai", choices=("openai", "openai-chat"))
-    endpoint: str = flag("path of the API; empty: that of --backend", "")
-    model: str = flag("name of the model; empty: the first of /v1/models", "")
-    tokenizer: str = flag(
-        "directory or hub id, for prompts of exact lengths; empty: the model's directory if it is on this machine,"
-        " else common words",
-        "",
-    )
-    api_key: str = flag("API key", "", secret=True, variable="OPENAI_API_KEY")
-    temperature: float = flag("of sampling", 0.0, least=0)
-    ignore_eos: bool = flag("ask for answers of full length; not every server can", False)
-    extra_body: str = flag("JSON object of further fields of each request", "")
+class LoadConfig(Settings):
     dataset_name: str = flag("data set", "random", choices=DATASETS)
     dataset_path: str = flag("file of the data set", "")
     num_prompts: int = flag("requests; of a file, at most", 1000, least=1)
-    num_warmups: int = flag("requests before the run, which do not count", 1, least=0)
     request_rate: float = flag(
         "mean requests per second; inf: all at once, or the trace's own times", math.inf, above=0
     )
     burstiness: float = flag("1: Poisson; less: bursts; more: more regular; inf: constant", 1.0, above=0)
-    max_concurrency: int | None = flag("maximum requests in flight; default: unlimited", None, least=1)
     ramp_up_strategy: str | None = flag(
         "how the rate changes over the run, in place of --request-rate; default: not",
         None,
@@ -472,6 +460,89 @@ class BenchServeConfig(Settings):
     trace_speed: float = flag("mooncake, azure, burstgpt: 2 replays in half the time", 1.0, above=0)
     trace_length_scale: float = flag("mooncake, azure, burstgpt: factor of all lengths", 1.0, above=0)
     seed: int = flag("of lengths, prompts and arrivals", 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetConfig(LoadConfig):
+    profile: str = flag("profile of the model on the machine, from `pdserve profile`", "profile.json")
+    connector: str = flag("scheme of a connector of the profile; empty: its first", "")
+    num_blocks: int | None = flag("KV blocks per instance; default: as in the profile", None, least=1)
+    block_size: int | None = flag(
+        "tokens per KV block; default: as in the profile, or 512 for a mooncake trace, whose ids stand for as many",
+        None,
+        least=1,
+    )
+    max_num_seqs: int | None = flag(
+        "maximum sequences in an instance's running batch; default: as in the profile", None, least=1
+    )
+    max_num_batched_tokens: int | None = flag(
+        "maximum tokens per step of an instance; default: as in the profile", None, least=1
+    )
+    policy: str = flag("routing policy for P and D", "auto", choices=POLICY_NAMES)
+    prefill_policy: str | None = flag(
+        "routing policy for prefill instances; default: --policy", None, choices=POLICY_NAMES
+    )
+    decode_policy: str | None = flag(
+        "routing policy for decode instances; default: --policy", None, choices=POLICY_NAMES
+    )
+    local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None, least=0)
+    routers: int = flag("router processes", 1, least=1)
+    store_size: str = flag("bytes of the KV store", "64GiB")
+    stretch_prompts: float = flag("factor of all prompt lengths", 1.0, above=0)
+    stretch_answers: float = flag("factor of all answer lengths", 1.0, above=0)
+    chat: bool = flag("the requests are chats, whose generated KV is stored for the next turn", False)
+    jobs: int | None = flag("processes that simulate; default: the number of cores", None, least=1)
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for a setting that can never work."""
+        super().__post_init__()
+        parse_size(self.store_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(FleetConfig):
+    slo: str = flag("targets by percentile, such as ttft.p90=500ms,itl.p99=50ms", "")
+    instances: int | None = flag("find the best fleet of this size; default: the smallest that suffices", None, least=1)
+    max_instances: int = flag("the largest fleet to try", 16, least=1)
+    itl_target_ms: str = flag(
+        "values of --itl-target-ms to try on colocated instances, such as off,20; auto: off, and parts of the ITL target",
+        "auto",
+    )
+    price: float = flag("of one instance per hour; 0: unknown", 0.0, least=0)
+    json: str = flag("JSON file with all figures; empty: none", "")
+    html: str = flag("HTML report in one file; needs pdserve[bench]; empty: none", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateConfig(FleetConfig):
+    prefill: str = flag("numbers of prefill instances, such as 1, 1..4 or 1,2,4", "1")
+    decode: str = flag("numbers of decode instances", "1")
+    both: str = flag("numbers of instances with the role both", "0")
+    itl_target_ms: str = flag("values of the instances' --itl-target-ms, such as 30 or off,20,50", "off")
+    goodput: str = flag("SLO of a request in ms, such as ttft:500,tpot:50,itl:50,e2el:5000; empty: none", "")
+    json: str = flag("JSON file with all figures; empty: none", "")
+    csv: str = flag("CSV file with a row per request of the last fleet; empty: none", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchServeConfig(LoadConfig):
+    base_url: str = flag("URL of the server; empty: from --host and --port", "")
+    host: str = flag("host of the server", "127.0.0.1")
+    port: int = flag("port of the server", DEFAULT_PORT, **PORTS)
+    backend: str = flag("API: completions (openai) or chat (openai-chat)", "openai", choices=("openai", "openai-chat"))
+    endpoint: str = flag("path of the API; empty: that of --backend", "")
+    model: str = flag("name of the model; empty: the first of /v1/models", "")
+    tokenizer: str = flag(
+        "directory or hub id, for prompts of exact lengths; empty: the model's directory if it is on this machine,"
+        " else common words",
+        "",
+    )
+    api_key: str = flag("API key", "", secret=True, variable="OPENAI_API_KEY")
+    temperature: float = flag("of sampling", 0.0, least=0)
+    ignore_eos: bool = flag("ask for answers of full length; not every server can", False)
+    extra_body: str = flag("JSON object of further fields of each request", "")
+    num_warmups: int = flag("requests before the run, which do not count", 1, least=0)
+    max_concurrency: int | None = flag("maximum requests in flight; default: unlimited", None, least=1)
     goodput: str = flag("SLO of a request in ms, such as ttft:500,tpot:50,itl:50,e2el:5000; empty: none", "")
     percentile_metrics: str = flag("metrics to report", "ttft,tpot,itl,e2el")
     metric_percentiles: str = flag("percentiles to report", "50,90,99")

@@ -5,12 +5,13 @@
                │ ADMITTED
                │ ROUTED ───────────────────► │ PREFILL_STARTED                    │ RESERVED
                │                             │ (chunks computed and stored) ────► │ (chunks loaded)
-    token 1 ◄──│ ◄─────────────────────────── │ FIRST_TOKEN                        │
+    token 1 ◄──│ FIRST_TOKEN ◄────────────── │                                    │
                │                             │ KV_STORED ───────────────────────► │ KV_READY
     token 2 ◄──│ ◄────────────────────────────┼────────────────────────────────── │ DECODE_STARTED
     token n ◄──│ ◄────────────────────────────┼────────────────────────────────── │ FINISHED
 
-A request served by a single instance has no RESERVED, KV_STORED and KV_READY; its DECODE_STARTED equals FIRST_TOKEN.
+A request served by a single instance has no RESERVED, KV_STORED and KV_READY; its DECODE_STARTED is when it samples
+the first token.
 """
 
 from enum import StrEnum

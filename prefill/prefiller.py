@@ -4,10 +4,10 @@ The life of one request (phase PREFILL) on the prefill instance:
 
     submit ─► fetch: load the leading blocks that the KV store already has, if that is cheaper than computing them
            ─► queue in the engine, which computes the rest of the prompt in chunks, one per step
-    on_step ─► after each chunk: store the blocks that it filled, while the engine computes the next chunk;
-               report the number of stored blocks to the router, which hands it over to the decode instance
-           ─► after the last chunk: report the first token, store the partial last block, leave the engine
-    last store done ─► report "final" to the router; the job ends and its blocks are released
+    on_step ─► after each chunk: store the blocks that it filled, while the engine computes the next chunk; announce to the
+               router how many leading blocks are stored or under way, which it passes on to the decode instance
+           ─► after the last chunk: store the partial last block too, report the first token, leave the engine
+    last store done ─► announce that no more will come ("final"); the job ends and its blocks are released
 
 The decode instance loads stored blocks while later ones are still computed. Stores have a lease, which decode ends once it
 has loaded them. If a block cannot be stored, later blocks are not stored either, since a load needs all preceding ones;
@@ -65,6 +65,11 @@ class _PrefillState:
         return any(part.stored is not None and part.stored < part.blocks for part in self.parts)
 
     @property
+    def stores_are_over(self) -> bool:
+        """True if the prompt is computed, and every store of it has ended."""
+        return self.has_sampled and all(part.stored is not None for part in self.parts)
+
+    @property
     def stored_blocks(self) -> int:
         """Leading blocks of the prompt that are in the store."""
         total = 0
@@ -95,7 +100,7 @@ class Prefiller:
     def submit(self, job: Job) -> None:
         """Start a request: fetch stored blocks, then queue the sequence in the engine."""
         job.keys = job.seq.initial_keys()
-        job.seq.store_as_computed()
+        job.seq.mark_for_storing()  # the scheduler pauses it while stores are queued
         # A request for a single token has no decode phase, so its blocks need no lease.
         is_last_token = job.seq.sampling.max_tokens - job.seq.num_output == 1
         state = self._states[job] = _PrefillState(job, 0.0 if is_last_token else self._lease_seconds)
@@ -124,12 +129,15 @@ class Prefiller:
         if job in self._states:
             job.ended, state = True, self._states[job]
             if not self._transfers.in_place and state.lease_s:  # in place, decode may still be reading
-                self._transfers.release(job.keys[: state.stored_blocks], b"")
+                self._transfers.end_leases(job.keys[: state.stored_blocks], b"")
             self._engine.remove(job.seq)
             self._end_if_done(state)
 
     def _store_computed(self, state: _PrefillState) -> None:
-        """Store the newly computed full blocks, and the partial last one once the prompt is complete."""
+        """Store the full blocks that have KV by now, and the partial last one once the prompt is complete.
+
+        Prefix hits and loaded blocks too: decode may lack them, and the store knows what it has.
+        """
         job, seq = state.job, state.job.seq
         is_complete = seq.num_computed >= seq.num_initial
         ready = len(job.keys) if is_complete else seq.num_computed // seq.block_size
@@ -156,28 +164,30 @@ class Prefiller:
         job = state.job
         part.stored = result.leading
         if job.ended and state.lease_s:  # too late: decode will not be told of these blocks
-            self._transfers.release(keys[: result.leading], result.ticket)
+            self._transfers.end_leases(keys[: result.leading], result.ticket)
         if state.has_gap:
             self._transfers.cancel(job)
+        job.record_transfer(result, self._context.now())
         if not job.ended:
-            job.record_transfer(result, self._context.now())
             if result.ticket:
                 job.pending_output().stored.tickets.append(result.ticket)
             self._announce(state)
+        elif state.stores_are_over and not state.has_gap:  # decode followed, and finished before this
+            job.report_transfers(self._engine.layout.block_bytes)
+            job.stamp(Stage.KV_STORED, self._context.now())
         self._end_if_done(state)
 
     def _report_first_token(self, state: _PrefillState) -> None:
         """Report the first token at once and remove the sequence from the engine. Its stores continue."""
-        job, seq, now = state.job, state.job.seq, self._context.now()
+        job, seq = state.job, state.job.seq
         state.has_sampled = True
-        job.stamp(Stage.FIRST_TOKEN, now)
         job.report_token()
         self._context.count("generation_tokens", 1)
         job.report_prompt_sources()
         self._context.count_prompt_sources(job)
         reason = seq.finish_reason()
         if reason is not None:
-            job.finish(reason, now)
+            job.finish(reason, self._context.now())
         self._engine.remove(seq)
         self._announce(state)
         self._end_if_done(state)
@@ -187,7 +197,7 @@ class Prefiller:
         job = state.job
         stored = state.stored_blocks
         coming = state.submitted_blocks if self._transfers.follows and not state.has_gap else stored
-        final = state.has_sampled and all(part.stored is not None for part in state.parts)
+        final = state.stores_are_over
         if job.ended or (coming <= state.announced_blocks and not final):
             return
         state.announced_blocks = coming

@@ -14,6 +14,7 @@ from pdserve.config import (
     BenchServeConfig,
     EngineConfig,
     InstanceConfig,
+    LoadConfig,
     RouterConfig,
     TransferConfig,
     UpConfig,
@@ -86,7 +87,8 @@ def test_flag_tables_match_the_config_classes(heading: str, config: type, base: 
 
 
 def test_flag_table_of_the_benchmark_matches() -> None:
-    assert_flags_listed("docs/bench.md", "Flags", BenchServeConfig, None)
+    assert_flags_listed("docs/bench.md", "Flags of the load", LoadConfig, None)
+    assert_flags_listed("docs/bench.md", "Flags", BenchServeConfig, LoadConfig)
 
 
 def assert_flags_listed(document: str, heading: str, config: type, base: type | None) -> None:

@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "control": {"core"},
     "grammars": {"core"},
     "engine.cpu_fusion": {"kernels"},
-    "engine": {"engine.cpu_fusion", "kernels", "grammars", "core"},
+    "engine": {"engine.cpu_fusion", "kernels", "grammars", "profile", "core"},
     "kv_transfer": {"core"},
     "kv_transfer.connectors": {"kv_transfer", "core"},
     "roles": {"engine", "kv_transfer", "proto", "core"},
@@ -71,11 +71,36 @@ MAY_IMPORT: dict[str, set[str]] = {
         "core",
     },
     "bench": {"core"},
+    "simulator": {
+        "router.dispatch",
+        "router.instances",
+        "router.limits",
+        "router.telemetry",
+        "instance",
+        "engine",
+        "kv_transfer",
+        "control",
+        "proto",
+        "bench",
+        "profile",
+        "core",
+    },
+    "profile": {"core"},
     "cli": {"core"},
 }
 # Allowed only inside functions, so that `--help` and usage errors respond without delay.
 MAY_IMPORT_LATE = {
-    "cli": {"router.server", "router.web", "instance", "kv_transfer", "kv_transfer.connectors", "bench"},
+    "cli": {
+        "router.server",
+        "router.web",
+        "instance",
+        "kv_transfer",
+        "kv_transfer.connectors",
+        "bench",
+        "profile",
+        "simulator",
+    },
+    "profile": {"engine", "kv_transfer", "kv_transfer.connectors"},
 }
 MAX_FILES = 18  # Python files in a folder
 
@@ -91,6 +116,7 @@ DECISION_FILES = (
     "pdserve/grammars/cache",
     "pdserve/grammars/limits",
     "pdserve/keys",
+    "pdserve/profile/profile",
     "pdserve/roles/break_even",
     "decode/load_machine",
     "kv_transfer/breaker",

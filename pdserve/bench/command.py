@@ -16,8 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from pdserve.bench import page, report
-from pdserve.bench.arrivals import arrival_times, ramp_times, replay, schedule
-from pdserve.bench.datasets import TRACES, load_requests
+from pdserve.bench.datasets import draw_load
 from pdserve.bench.load import Target
 from pdserve.bench.metrics import summarize
 from pdserve.bench.requests import Request
@@ -107,18 +106,7 @@ def prepare(config: BenchServeConfig) -> Benchmark:
 
 def requests_of(benchmark: Benchmark, rate: float, seed: int) -> list[Request]:
     """Return the requests of one run with their times."""
-    config, drawn = benchmark.config, random.Random(seed)
-    requests = load_requests(config, drawn.randint, benchmark.vocabulary.count)
-    if config.dataset_name in TRACES:
-        return replay(requests, config.trace_speed, rate)
-    count = sum(one.after is None for one in requests)
-    if config.ramp_up_strategy is None:
-        return schedule(requests, arrival_times(count, rate, config.burstiness, drawn.gammavariate))
-    start, end = config.ramp_up_start_rps, config.ramp_up_end_rps
-    if start is None or end is None:
-        raise SetupError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps")
-    exponential = config.ramp_up_strategy == "exponential"
-    return schedule(requests, ramp_times(count, start, end, exponential, config.burstiness, drawn.gammavariate))
+    return draw_load(benchmark.config, rate, random.Random(seed), benchmark.vocabulary.count)
 
 
 def warm_up(benchmark: Benchmark) -> None:

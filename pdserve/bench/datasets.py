@@ -1,17 +1,50 @@
 """The requests of a run: synthetic ones, or those of a file."""
 
 from collections.abc import Callable
+from typing import Protocol
 
 from pdserve.bench import traces
+from pdserve.bench.arrivals import arrival_times, ramp_times, replay, schedule
 from pdserve.bench.requests import Request
-from pdserve.config import BenchServeConfig
+from pdserve.config import LoadConfig
 from pdserve.errors import SetupError
 
 TRACES = ("mooncake", "azure", "burstgpt")  # data sets with times of arrival
 Randint = Callable[[int, int], int]  # a draw between two numbers, both included
 
 
-def load_requests(config: BenchServeConfig, randint: Randint, count_tokens: Callable[[str], int]) -> list[Request]:
+class Draws(Protocol):
+    """A source of random numbers, as `random.Random`."""
+
+    def randint(self, a: int, b: int) -> int: ...
+
+    def gammavariate(self, alpha: float, beta: float) -> float: ...
+
+
+def draw_load(config: LoadConfig, rate: float, drawn: Draws, count_tokens: Callable[[str], int]) -> list[Request]:
+    """Return the requests of one run with their times.
+
+    Args:
+        rate: requests per second in the mean; infinite for all at once, or for a trace's own times.
+        count_tokens: of a text.
+
+    Raises:
+        SetupError: the file is missing, malformed or empty, or settings contradict each other.
+    """
+    requests = load_requests(config, drawn.randint, count_tokens)
+    if config.dataset_name in TRACES:
+        return replay(requests, config.trace_speed, rate)
+    count = sum(one.after is None for one in requests)
+    if config.ramp_up_strategy is None:
+        return schedule(requests, arrival_times(count, rate, config.burstiness, drawn.gammavariate))
+    start, end = config.ramp_up_start_rps, config.ramp_up_end_rps
+    if start is None or end is None:
+        raise SetupError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps")
+    exponential = config.ramp_up_strategy == "exponential"
+    return schedule(requests, ramp_times(count, start, end, exponential, config.burstiness, drawn.gammavariate))
+
+
+def load_requests(config: LoadConfig, randint: Randint, count_tokens: Callable[[str], int]) -> list[Request]:
     """Return the requests of the data set that the settings name.
 
     Raises:
@@ -40,7 +73,7 @@ def load_requests(config: BenchServeConfig, randint: Randint, count_tokens: Call
     return requests
 
 
-def random_requests(config: BenchServeConfig, randint: Randint) -> list[Request]:
+def random_requests(config: LoadConfig, randint: Randint) -> list[Request]:
     """Return prompts of random words after a common prefix, with lengths within `--random-range-ratio` of the given."""
 
     def draw(length: int) -> int:
@@ -55,7 +88,7 @@ def random_requests(config: BenchServeConfig, randint: Randint) -> list[Request]
     return requests
 
 
-def prefix_requests(config: BenchServeConfig, randint: Randint) -> list[Request]:
+def prefix_requests(config: LoadConfig, randint: Randint) -> list[Request]:
     """Return prompts that begin with one of a few prefixes, in random order."""
     prefix, suffix = config.prefix_repetition_prefix_len, config.prefix_repetition_suffix_len
     requests = []

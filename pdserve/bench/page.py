@@ -55,11 +55,11 @@ def run_charts(samples: Sequence[Sample], objectives: dict[str, float]) -> list[
         *([_percentiles("ITL, ms by percentile", gaps, objectives.get("itl"))] if gaps else []),
     ]
     over_time = {"x": [one.sent for one in done], "y": ttft, "mode": "markers", "marker": {"size": 4}}
-    charts.append(_chart("TTFT, ms by second of sending", [over_time], rangemode="tozero"))
+    charts.append(chart("TTFT, ms by second of sending", [over_time], rangemode="tozero"))
     changes = sorted([(sample.sent, 1) for sample in done] + [(sample.ended, -1) for sample in done])
     level = np.cumsum([change for _, change in changes]).tolist()
     flight = {"x": [at for at, _ in changes], "y": level, "mode": "lines", "line": {"shape": "hv"}}
-    charts.append(_chart("requests in flight by second", [flight], rangemode="tozero"))
+    charts.append(chart("requests in flight by second", [flight], rangemode="tozero"))
     return charts
 
 
@@ -72,20 +72,21 @@ def sweep_chart(trials: Sequence[Trial], shares: Sequence[float]) -> Chart:
         x, y = [rate for rate, _ in chosen], [share for _, share in chosen]
         points.append({"x": x, "y": y, "mode": "markers", "name": name, "marker": {"color": colour, "size": 8}})
     lines = [_line(share) for share in shares]
-    return _chart("share of requests within the SLO by rate (req/s)", points, shapes=lines, range=[0, 1.03])
+    return chart("share of requests within the SLO by rate (req/s)", points, shapes=lines, range=[0, 1.03])
 
 
 def _percentiles(title: str, values: Sequence[float], limit: float | None) -> Chart:
     x = np.linspace(0, 100, POINTS)
     curve = {"x": x.tolist(), "y": np.percentile(values, x).tolist(), "mode": "lines"}
-    return _chart(title, [curve], shapes=[_line(limit * 1e3)] if limit else [], rangemode="tozero")
+    return chart(title, [curve], shapes=[_line(limit * 1e3)] if limit else [], rangemode="tozero")
 
 
 def _line(y: float) -> Chart:
     return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y, "line": {"dash": "dot", "width": 1}}
 
 
-def _chart(title: str, data: list[Chart], shapes: Sequence[Chart] = (), **axis: Any) -> Chart:
+def chart(title: str, data: list[Chart], shapes: Sequence[Chart] = (), **axis: Any) -> Chart:
+    """Return a chart for `page`. `axis` are settings of its vertical axis."""
     margin = {"l": 45, "r": 10, "t": 40, "b": 35}
     legend = {"orientation": "h"}
     head = {"text": title, "font": {"size": 15}}

@@ -16,7 +16,15 @@ from pdserve import __version__
 from pdserve.cli import logs
 from pdserve.cli.flags import command_from_config
 from pdserve.cli.supervisor import end_with_supervisor
-from pdserve.config import DEFAULT_PORT, BenchServeConfig, InstanceConfig, RouterConfig, UpConfig
+from pdserve.config import (
+    DEFAULT_PORT,
+    BenchServeConfig,
+    InstanceConfig,
+    PlanConfig,
+    RouterConfig,
+    SimulateConfig,
+    UpConfig,
+)
 from pdserve.errors import SetupError
 
 app = typer.Typer(
@@ -169,7 +177,24 @@ def bench_serve(config: BenchServeConfig) -> None:
         raise typer.Exit(1)
 
 
+def simulate(config: SimulateConfig) -> None:
+    """Forecast what fleets would do with a load, from a profile, by simulating them."""
+    from pdserve.simulator.command import run
+
+    run(config)
+
+
+def plan(config: PlanConfig) -> None:
+    """Find the smallest fleet that meets an SLO, and tell whether disaggregation pays. Exit code 3: none meets it."""
+    from pdserve.planner.command import run
+
+    if not run(config):
+        raise typer.Exit(3)
+
+
 bench_app.command("serve")(command_from_config(BenchServeConfig, bench_serve))
+app.command("plan")(command_from_config(PlanConfig, plan))
+app.command("simulate")(command_from_config(SimulateConfig, simulate))
 app.command("up")(command_from_config(UpConfig, up))
 app.command("demo")(command_from_config(UpConfig, demo))
 app.command("router")(command_from_config(RouterConfig, router))

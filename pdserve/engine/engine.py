@@ -3,19 +3,21 @@
 import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from pdserve.config import EngineConfig
 from pdserve.engine.block_pool import BlockPool
-from pdserve.engine.checkpoint import Checkpoint, load
+from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.grammar import GrammarBackend
-from pdserve.engine.model_runner import ModelRunner
-from pdserve.engine.numerics import numerics_class
+from pdserve.engine.paced_runner import PacedRunner
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import SetupError
-from pdserve.kernels.attention import is_batch_invariant
 from pdserve.keys import root_key
 from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams
+
+if TYPE_CHECKING:
+    from pdserve.engine.model_runner import ModelRunner
 
 
 @dataclass
@@ -62,6 +64,7 @@ class Engine:
         config: EngineConfig,
         checkpoint: Checkpoint | None = None,
         *,
+        runner: PacedRunner | None = None,
         refetch_preempted: bool = False,
         on_grammar_ready: Callable[[], None] = lambda: None,
         on_key_change: Callable[[bytes, bool], None] = lambda key, cached: None,
@@ -69,6 +72,7 @@ class Engine:
         """Load `config.model` unless a checkpoint is given, and allocate the pool.
 
         Args:
+            runner: stands in for the model.
             refetch_preempted: see `Scheduler`.
             on_grammar_ready: called in another thread when a sequence may have become schedulable.
             on_key_change: see `BlockPool.on_change`. The warm-up of the engine changes keys too.
@@ -76,8 +80,8 @@ class Engine:
         Raises:
             SetupError: the model cannot be loaded, or there is no room for its KV.
         """
-        self.checkpoint = checkpoint or load(config)
-        self.runner = ModelRunner(self.checkpoint, config)
+        self.runner: ModelRunner | PacedRunner = runner or _load_runner(config, checkpoint)
+        self.checkpoint = self.runner.checkpoint
         self.pool = BlockPool(self.runner.num_blocks, config.block_size, on_key_change)
         host_blocks = self.runner.num_host_blocks
         self.scheduler = Scheduler(
@@ -90,10 +94,7 @@ class Engine:
             refetch_preempted=refetch_preempted,
         )
         self.max_model_len = _max_model_len(self.checkpoint, config, self.runner.num_blocks)
-        device, dtype = self.checkpoint.device, self.checkpoint.dtype
-        invariant = is_batch_invariant(config.batch_invariant, device)
-        numerics = numerics_class(self.runner.kernel, device, dtype, invariant)
-        self.layout = replace(self.checkpoint.layout, numerics=numerics)
+        self.layout = replace(self.checkpoint.layout, numerics=self.runner.numerics)
         self._on_grammar_ready = on_grammar_ready
         self._arrivals = itertools.count()
         self._grammars = GrammarBackend(config.model, self.checkpoint.vocab_size, self.checkpoint.eos_token_ids)
@@ -196,6 +197,14 @@ class Engine:
             work=work,
             storing_paused=schedule.storing_paused,
         )
+
+
+def _load_runner(config: EngineConfig, checkpoint: Checkpoint | None) -> "ModelRunner":
+    # Imported here, because a paced runner needs no transformers, whose import takes seconds.
+    from pdserve.engine.checkpoint_loader import load
+    from pdserve.engine.model_runner import ModelRunner
+
+    return ModelRunner(checkpoint or load(config), config)
 
 
 def _max_model_len(checkpoint: Checkpoint, config: EngineConfig, num_blocks: int) -> int:

@@ -12,17 +12,19 @@ from typing import Any, cast
 import torch
 
 from pdserve.config import EngineConfig, parse_size
-from pdserve.engine.checkpoint import Checkpoint, cpu_memory_available
+from pdserve.engine.checkpoint import Checkpoint
+from pdserve.engine.checkpoint_loader import cpu_memory_available
 from pdserve.engine.cpu_fusion.prepack import largest_min_rows
 from pdserve.engine.cpu_fusion.row_products import RowProducts, needs_row_products
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
+from pdserve.engine.numerics import numerics_class
 from pdserve.engine.paged_model import UnsupportedAttention
 from pdserve.engine.sampler import model_logprobs, record_logprobs, sample
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step_graph import StepGraphs
 from pdserve.errors import SetupError
 from pdserve.kernels import cpu
-from pdserve.kernels.attention import KernelUnavailable, select_kernel
+from pdserve.kernels.attention import KernelUnavailable, is_batch_invariant, select_kernel
 from pdserve.kernels.batch import Kernel, PagedBatch
 from pdserve.kernels.memory import huge_pages, keep_freed_memory
 from pdserve.request import SamplingParams
@@ -37,6 +39,9 @@ class ModelRunner:
     Attributes:
         num_blocks: blocks in the pool, set once the memory has been measured.
         num_host_blocks: blocks in host memory, for swapping.
+        clock: seconds by which steps are measured in the warm-up. On CPUs these are seconds of this thread's CPU time: the
+            instances of a machine often start together, and wall-clock time would make each of them appear slow for good.
+        numerics: see `numerics.py`.
         graphs: recorded decode steps; None runs the model's Python in every step.
         window: attention window in tokens, the token itself included, that holds for every layer; None if some layer
             attends to all tokens.
@@ -45,12 +50,15 @@ class ModelRunner:
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
         self.checkpoint = checkpoint
         self.device = checkpoint.device
+        self.clock = time.thread_time if self.device.type == "cpu" else time.monotonic
         self.block_size = config.block_size
         try:
             batch_invariant = config.batch_invariant if checkpoint.dtype in FUSED_DTYPES else "off"
             self.kernel = select_kernel(config.kernel, self.device, batch_invariant)
         except KernelUnavailable as error:
             raise SetupError(str(error)) from error
+        is_invariant = is_batch_invariant(config.batch_invariant, self.device)
+        self.numerics = numerics_class(self.kernel, self.device, checkpoint.dtype, is_invariant)
         self.graphs: StepGraphs | None = None
         self._min_rows = largest_min_rows(checkpoint.model)
         self._row_functions = _row_functions(checkpoint.model, self.kernel)
@@ -127,14 +135,16 @@ class ModelRunner:
         seqs, counts = list(num_scheduled_tokens), list(num_scheduled_tokens.values())
         ids: list[int] = []
         positions: list[int] = []
+        complete: list[Sequence] = []
+        last_rows: list[int] = []  # of the complete sequences
         for seq, count in num_scheduled_tokens.items():
             ids += seq.tokens[seq.num_computed : seq.num_computed + count]
             positions += range(seq.num_computed, seq.num_computed + count)
-        complete = [seq for seq in seqs if num_scheduled_tokens[seq] == seq.num_uncomputed]
-        ends = dict(zip(seqs, torch.tensor(counts).cumsum(0).tolist(), strict=True))
-        logit_rows = torch.tensor([ends[seq] - 1 for seq in complete], dtype=torch.long, device=self.device)
+            if count == seq.num_uncomputed:
+                complete.append(seq)
+                last_rows.append(len(ids) - 1)
         batch = self._build_batch(seqs, counts, positions)
-        logits_SV = self.forward(ids, positions, batch, logit_rows)
+        logits_SV = self.forward(ids, positions, batch, torch.tensor(last_rows, dtype=torch.long, device=self.device))
         if not complete:
             return {}
         logprob_rows = [i for i, seq in enumerate(complete) if seq.sampling.logprobs is not None]

@@ -47,7 +47,8 @@ def attention_forward(
     """
     if kwargs.get("s_aux") is not None:
         raise UnsupportedAttention("attention sinks")
-    if k_1GTD.shape[1:2] + k_1GTD.shape[3:] != paged.pool_NL2GBD.shape[3:6:2] or k_1GTD.shape != v_1GTD.shape:
+    _, _, _, num_kv_heads, _, head_dim = paged.pool_NL2GBD.shape
+    if (k_1GTD.shape[1], k_1GTD.shape[3]) != (num_kv_heads, head_dim) or k_1GTD.shape != v_1GTD.shape:
         raise UnsupportedAttention("layers whose key and value heads differ in number or size")
     layer = module.layer_idx
     assert isinstance(layer, int)

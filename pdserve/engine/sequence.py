@@ -58,7 +58,7 @@ class Sequence:
         needs_refetch: set on preemption if the KV may be in the store; once the sequence has blocks again, its owner
             looks there before anything is recomputed.
         rank: scheduling order, lowest first.
-        stores_kv: its KV goes to the store as it is computed; the scheduler may pause it while the store is behind.
+        stores_kv: its role stores its KV as it is computed; the scheduler pauses it while the store is behind.
         cacheable: its KV is exactly what this pool would compute, so its blocks may be registered for prefix hits.
         constraint: grammar of its output, if any.
         last_logprobs: of the last token, if the request asked for logprobs.
@@ -158,8 +158,8 @@ class Sequence:
         """Set the log probabilities of the token that is about to be appended."""
         self.last_logprobs = logprobs
 
-    def store_as_computed(self) -> None:
-        """Mark its KV as going to the store as it is computed."""
+    def mark_for_storing(self) -> None:
+        """Record that its role stores its KV as it is computed, so that the scheduler may pause it."""
         self.stores_kv = True
 
     def forbid_caching(self) -> None:

@@ -1,6 +1,5 @@
 """Warm-up: steps over dummy tokens in an unused pool, which prime caches and calibrate the cost model."""
 
-import time
 from collections.abc import Iterator
 
 from pdserve.engine.engine import Engine
@@ -16,17 +15,13 @@ _GREEDY = SamplingParams(temperature=0)
 
 
 def warm_up(engine: Engine) -> Iterator[tuple[Work, float]]:
-    """Run probe steps, each twice, and yield the work of each with the seconds that its second run took.
-
-    On CPUs these are seconds of this thread's CPU time: the instances of a machine often start together, and wall-clock
-    time would make each of them appear slow for good.
-    """
-    clock = time.thread_time if engine.checkpoint.device.type == "cpu" else time.monotonic
+    """Run probe steps, each twice, and yield the work of each with the seconds that its second run took."""
+    clock = engine.runner.clock
     longest = engine.max_model_len - 1
-    started = time.monotonic()
+    started = clock()
     probes = _probes(longest, engine.scheduler.max_num_batched_tokens, engine.scheduler.max_num_seqs)
     for i, work in enumerate(probes):
-        if i >= MIN_PROBES and time.monotonic() - started > EXTRA_PROBES_S:
+        if i >= MIN_PROBES and clock() - started > EXTRA_PROBES_S:
             return
         for _ in range(2):
             step_started = clock()

@@ -16,6 +16,7 @@ from pdserve.config import InstanceConfig, parse_size
 from pdserve.decode.decoder import Decoder
 from pdserve.decode.layout_converter import LayoutConverter
 from pdserve.engine.engine import Engine
+from pdserve.engine.paced_runner import PacedRunner
 from pdserve.errors import RequestError
 from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.reporter import Reporter
@@ -48,19 +49,33 @@ class Instance:
     Args:
         send: called on the engine thread with (link, frame); must not block.
         connector: replaces the connector that `config.connector` names.
+        runner: stands in for the model that `config` names.
+        inbox: replaces the queue of work for the engine thread.
+        now: monotonic clock in seconds.
 
     Attributes:
         kv_events: changes of the pool's block keys, which the router links send on.
         reporter: counters, heartbeat and costs.
     """
 
-    def __init__(self, config: InstanceConfig, send: Send, connector: Connector | None = None) -> None:
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+    def __init__(
+        self,
+        config: InstanceConfig,
+        send: Send,
+        connector: Connector | None = None,
+        *,
+        runner: PacedRunner | None = None,
+        inbox: "SimpleQueue[Callable[[], None]] | None" = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._inbox = inbox or SimpleQueue[Callable[[], None]]()
         self._send = send
+        self.now = now
         self.kv_events = KVEventPublisher()
         connector = connector or connect(config.connector)
         self.engine = Engine(
             config,
+            runner=runner,
             refetch_preempted=not connector.in_place,
             on_grammar_ready=lambda: self._inbox.put(lambda: None),
             on_key_change=self.kv_events.publish,
@@ -144,7 +159,7 @@ class Instance:
         self.connector.close()
 
     def run_once(self, *, wait: bool) -> bool:
-        """Handle the inbox, run one engine step, and send the outputs of both.
+        """Handle the inbox, reserve blocks, run one engine step, pass its results to the roles, and send all outputs.
 
         Args:
             wait: block until the inbox has an entry.
@@ -241,7 +256,7 @@ class Instance:
             action(job)
 
     def _cancel(self, job: Job) -> None:
-        job.output, job.cancelled = None, True
+        job.mark_cancelled()
         self._role_of(job).cancel(job)
         self.transfers.cancel(job)
 
@@ -273,9 +288,6 @@ class Instance:
         return guard(attached, self._inbox.put, self.now)
 
     # ---- InstanceContext, the interface for the roles -------------------------------------------------------------
-
-    def now(self) -> float:
-        return time.monotonic()
 
     def add_done_callback(self, future: Future[T], callback: Callable[[T], None]) -> None:
         future.add_done_callback(lambda done: self._inbox.put(lambda: callback(done.result())))

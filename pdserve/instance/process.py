@@ -2,16 +2,12 @@
 
 import asyncio
 import gc
-import importlib.util
 import logging
 import os
-import secrets
 import signal
-import socket
 import sys
 import threading
 import time
-from dataclasses import asdict
 
 import torch
 import uvloop
@@ -21,10 +17,11 @@ from prometheus_client.registry import Collector
 
 from pdserve.config import InstanceConfig
 from pdserve.control.certificates import client_context
-from pdserve.control.frame_connection import NONCE_BYTES, PROTOCOL_VERSION
 from pdserve.control.registry import Registry
 from pdserve.counters import metric_families
+from pdserve.engine.paced_runner import PacedRunner
 from pdserve.errors import SetupError
+from pdserve.instance.hello import make_hello
 from pdserve.instance.instance import Instance
 from pdserve.instance.router_link import RouterLinks
 from pdserve.kv_transfer.threaded import SWITCH_INTERVAL_S
@@ -63,10 +60,10 @@ async def _serve(role: str, config: InstanceConfig) -> None:
         )
     links = RouterLinks([] if registry else config.routers, token, registry, client_context(config))
     started = time.monotonic()
-    instance = Instance(config, links.send)
+    instance = Instance(config, links.send, runner=PacedRunner.load(config) if config.paced else None)
     if config.metrics_port is not None:
         _serve_metrics(config.metrics_port, instance)
-    hello = _hello(role, config, instance)
+    hello = make_hello(role, config, instance)
     gc.freeze()  # loaded objects stay: a full collection would pause token generation for 0.1 s
     log.info("%s", describe(hello, time.monotonic() - started))
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -122,34 +119,6 @@ def _run_engine(instance: Instance) -> None:
         log.exception("the engine failed; the instance exits")
         logging.shutdown()
         os._exit(70)
-
-
-def _hello(role: str, config: InstanceConfig, instance: Instance) -> pb.Hello:
-    engine = instance.engine
-    return pb.Hello(
-        instance_id=config.instance_id or f"{role}-{socket.gethostname()}-{os.getpid()}",
-        role=role,
-        model=config.name,
-        namespace=engine.layout.namespace,
-        epoch=time.time_ns(),
-        nonce=secrets.token_bytes(NONCE_BYTES),
-        block_size=engine.layout.block_size,
-        num_blocks=engine.pool.num_blocks,
-        block_bytes=engine.layout.block_bytes,
-        max_model_len=engine.max_model_len,
-        vocab_size=engine.checkpoint.vocab_size,
-        connector=instance.connector.scheme,
-        device=str(engine.checkpoint.device),
-        dtype=engine.layout.dtype,
-        kernel=engine.runner.kernel.NAME,
-        eos_token_ids=sorted(engine.checkpoint.eos_token_ids),
-        protocol_version=PROTOCOL_VERSION,
-        layout=pb.Layout(**asdict(engine.layout)),
-        convert_kv=config.convert_kv,
-        allow_inexact=config.allow_inexact,
-        scheduling_policy=config.scheduling_policy,
-        grammars=importlib.util.find_spec("xgrammar") is not None,
-    )
 
 
 def describe(hello: pb.Hello, seconds: float) -> str:

@@ -61,6 +61,13 @@ class Job:
             self.output = pb.Output(request_id=self.seq.request_id)
         return self.output
 
+    def mark_cancelled(self) -> None:
+        """Drop unsent tokens. Unsent stamps, as of a store that ended just before, still complete the timeline."""
+        self.cancelled = True
+        if self.output is not None:
+            for field_name in ("token_ids", "logprobs", "stored", "finish_reason"):
+                self.output.ClearField(field_name)
+
     def stamp(self, stage: Stage, now: float) -> None:
         """Report when a stage was reached. Only the first stamp of a stage counts."""
         if stage not in self.stamped:

@@ -128,7 +128,7 @@ class Transfers:
         start = lambda: self._connector.follow(keys, blocks, patience_s=FOLLOW_PATIENCE_S)  # noqa: E731
         self._add(_Transfer(job, blocks, False, start, on_done, True, self._context.now()))
 
-    def release(self, keys: Sequence[bytes], ticket: bytes) -> None:
+    def end_leases(self, keys: Sequence[bytes], ticket: bytes) -> None:
         """End the leases of a finished store that no instance will load."""
         if keys:
             self._connector.release(keys, tickets=[ticket] if ticket else [])

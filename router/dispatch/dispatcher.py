@@ -282,10 +282,10 @@ class Dispatcher:
             self.handle(state, Event.FIRST_TOKEN)
             self._emit_tokens(state, output)
         if output.finish_reason:
-            instance.release(state.id)
+            instance.unassign(state.id)
             self.handle(state, Event.FINISHED)
         elif output.stored.final:
-            instance.release(state.id)
+            instance.unassign(state.id)
             self.handle(state, Event.STORED)
 
     def _on_decode_output(self, state: RequestState, instance: InstanceHandle, output: pb.Output) -> None:
@@ -294,13 +294,13 @@ class Dispatcher:
             self._emit_tokens(state, output)
             instance.assign(state.id, state.remaining_load(pb.DECODE))
         if output.finish_reason:
-            instance.release(state.id)
+            instance.unassign(state.id)
             self.handle(state, Event.FINISHED)
 
     def _instance_failed(self, state: RequestState, instance: InstanceHandle, error: RequestError) -> None:
         """Handle the loss of one of the request's instances."""
         is_split_prefill = state.decode is not None and instance is state.prefill
-        instance.release(state.id)
+        instance.unassign(state.id)
         if instance is state.hedge:
             state.hedge = None
         elif is_split_prefill and state.hedge is not None:
@@ -343,13 +343,13 @@ class Dispatcher:
                 timeline.stored = TransferStats(output.moved.blocks, output.moved.bytes, output.moved.seconds)
 
     def _finish(self, state: RequestState) -> None:
-        """Remove a request whose machine is in a final state. Every request passes here exactly once."""
+        """Remove a request whose machine is in a final state. No effect if it was removed before."""
         timeline = state.timeline
         if self.states.pop(state.id, None) is None:
             return
         for instance in (state.prefill, state.decode):
             if instance is not None:
-                instance.release(state.id)
+                instance.unassign(state.id)
         self._open_ids.discard(state.request.request_id)
         timeline.stamp(Stage.FINISHED, self._now())
         if state.machine.state is State.FAILED:

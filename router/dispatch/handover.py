@@ -1,22 +1,26 @@
 """Hand-over state machine of one request. Sans-IO: events go in, actions come out.
 
-                        ┌───────── prefill lost, failed or timed out ─────────┐
-                        │                                  │                  ▼
-    PREFILLING ── first token ──► TRANSFERRING ── all stored ──► LOADING ── first decoded token ──► DECODING ──► FINISHED
-        │  ▲ owner: prefill           owner: prefill               owner: decode                  owner: decode
-        ▲  └── cancelled by the client, in any state ──► CANCELLED
-        │└──── decode drained, in any state
-        └───── decode lost, failed or timed out, in any state, up to MAX_MIGRATIONS times; then, or if there is no other
-               instance ──► FAILED
+        ┌─── prefill failed ─────────┬─── prefill failed ───────┐
+        │                            │                          ▼
+    PREFILLING ─ first token ─► TRANSFERRING ─ all stored ─► LOADING ─ decoded token ─► DECODING ─ last token ─► FINISHED
+    owner: prefill              owner: prefill               owner: decode              owner: decode
+                                     │                                                     ▲
+                                     └─ decoded token, before prefill's final report ──────┘
+    In any state:
+        last token ──► FINISHED
+        cancelled by the client ──► CANCELLED
+        decode drained ──► PREFILLING, on other instances
+        decode failed ──► PREFILLING, on other instances, up to MAX_MIGRATIONS times; then, or if there are none ──► FAILED
 
-The owner of a state is the instance that must act next. When the state's timeout expires, the owner counts as failed. The
-timeout starts again with each event, and with each token that the owner produces for any request of this router: a long queue
-is not a fault. The engine steps that the owner reports are only its word, and it may be working for other routers, so they
-prolong a state to at most `STEPS_LIMIT` timeouts. A request as a whole ends after `REQUEST_LIMIT` timeouts and a second for
-each of its tokens. A
-failed prefill only costs time: decode is told that no more KV will come, computes the missing KV, and samples the first token
-itself if necessary, so the tokens are the same. A failed decode also only costs time as long as other instances can take
-over: prompt plus emitted tokens are prefilled again, and the stream continues after the last emitted token.
+The owner of a state is the instance that must act next. An instance has failed if it is lost, or if the timeout of a state
+that it owns expires. The timeout starts again with each event, and with each token that the owner produces for any request of
+this router: a long queue is not a fault. The engine steps that the owner reports are only its word, and it may be working for
+other routers, so they prolong a state to at most `STEPS_LIMIT` timeouts. A request as a whole ends after `REQUEST_LIMIT`
+timeouts and a second for each of its tokens.
+
+A failed prefill only costs time: decode is told that no more KV will come, computes the missing KV, and samples the first
+token itself if necessary, so the tokens are the same. A failed decode also only costs time as long as other instances can
+take over: prompt plus emitted tokens are prefilled again, and the stream continues after the last emitted token.
 
 On every exit, each instance that still holds blocks of the request is told to release them. CANCEL_PREFILL and CANCEL_DECODE
 have no effect on an instance that has finished.

@@ -54,7 +54,7 @@ class PrefillHedger:
         """Buffer an output of the hedge. With its first token it wins; with an error it is dropped."""
         state.hedge_outputs.append(output)
         if output.HasField("error"):
-            instance.release(state.id)
+            instance.unassign(state.id)
             state.hedge = None
         elif output.token_ids:
             state.cancel_on(state.prefill)

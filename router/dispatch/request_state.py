@@ -125,11 +125,11 @@ class RequestState:
         """Cancel the request on one instance, unless that has already finished it."""
         if self.id in instance.requests:
             instance.send(pb.RouterFrame(cancel=pb.Cancel(request_id=self.id)))
-            instance.release(self.id)
+            instance.unassign(self.id)
 
     def emit_tokens(self, output: pb.Output, now: float) -> None:
         """Pass an output's tokens to the client."""
-        if self.last_token_at is None:
+        if self.last_token_at is None:  # the stamp is the router's own, because the client waits for it
             self.timeline.stamp(Stage.FIRST_TOKEN, now)
         self.last_token_at = now
         token_ids, finish_reason = list(output.token_ids), output.finish_reason
@@ -152,15 +152,14 @@ class RequestState:
     def record_output(self, instance: InstanceHandle, output: pb.Output, now: float) -> None:
         """Record an output's stamps and counts in the timeline.
 
-        Instances send a stamp as its age when the frame left. So the effect of another instance's message is never stamped
-        before its cause: a delayed frame makes its stamps late, not early.
+        An instance sends each stamp as its age, which is subtracted from the frame's time of arrival. So a delayed frame
+        makes its stamps late, never early: what an instance does on a message is not stamped before the router sent that.
         """
         for stamp in output.stamps:
             if stamp.stage == RELEASED:
                 continue  # of an earlier request with the same id
             stage = Stage(stamp.stage)
-            # FIRST_TOKEN is stamped when the client gets it, in `emit_tokens`.
-            if stage is not Stage.FIRST_TOKEN and (stage is not Stage.FINISHED or instance is self.final_instance):
+            if stage is not Stage.FINISHED or instance is self.final_instance:
                 self.timeline.stamp(stage, now - stamp.seconds)
         if output.HasField("tokens") and not self.timeline.migrations:
             self.timeline.computed_tokens = output.tokens.computed
@@ -176,9 +175,9 @@ class RequestState:
     @property
     def _has_items(self) -> bool:
         """There is an error or a chunk to read; for a request with `whole`, an error or the last chunk."""
-        if self._error is not None or not self._chunks:
-            return self._error is not None
-        return not self.request.whole or self._chunks[-1].finish_reason is not None
+        if self._error is not None:
+            return True
+        return bool(self._chunks) and (not self.request.whole or self._chunks[-1].finish_reason is not None)
 
     def take(self) -> list[Chunk]:
         if not self._has_items:

@@ -87,7 +87,7 @@ class InstanceHandle:
         self.candidate.replace_load(self.requests.get(request_id, NO_LOAD), remaining)
         self.requests[request_id] = remaining
 
-    def release(self, request_id: str) -> None:
+    def unassign(self, request_id: str) -> None:
         """Remove a request, if it is assigned."""
         self.candidate.replace_load(self.requests.pop(request_id, NO_LOAD), NO_LOAD)
 

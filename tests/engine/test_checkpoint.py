@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pdserve.config import EngineConfig
-from pdserve.engine.checkpoint import fingerprint, load
+from pdserve.engine.checkpoint_loader import fingerprint, load
 from pdserve.errors import SetupError
 
 

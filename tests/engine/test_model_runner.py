@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pdserve.config import EngineConfig
-from pdserve.engine.checkpoint import load
+from pdserve.engine.checkpoint_loader import load
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.errors import SetupError
 

@@ -16,6 +16,7 @@ from pdserve.config import EngineConfig
 from pdserve.engine.cpu_fusion.prepack import prepack
 from pdserve.engine.cpu_fusion.row_products import RowProducts
 from pdserve.engine.engine import Engine
+from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.sequence import Sequence
 from pdserve.request import SamplingParams
 
@@ -49,6 +50,7 @@ def mixed_steps() -> Steps:
 def compute(engine: Engine, steps: Steps) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits of all tokens, [ROWS, TOKENS, V], and the pool with their KV."""
     runner, blocks = engine.runner, engine.pool.blocks_for(TOKENS)
+    assert isinstance(runner, ModelRunner)
     runner.pool_NL2GBD.zero_()
     seqs = [
         Sequence(str(i), prompt, TOKENS, TOKENS, GREEDY, b"", runner.block_size) for i, prompt in enumerate(prompts())

@@ -195,7 +195,7 @@ def test_sequences_that_are_stored_can_be_left_out_and_nothing_else() -> None:
         sched.add(seq)
     sched.add(waiting)
     for seq in (running, loaded, waiting):
-        seq.store_as_computed()
+        seq.mark_for_storing()
     decoding.mark_loaded(19)  # its KV was loaded; it ranks behind a paused one
     output = sched.schedule(pause_storing=True)
     assert output.num_scheduled_tokens == {decoding: 1} and output.storing_paused

@@ -11,6 +11,7 @@ import torch
 from pdserve.config import EngineConfig
 from pdserve.engine import step_graph
 from pdserve.engine.engine import Engine
+from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.step_graph import RECORD_AT_STEP, StepGraphs
 from pdserve.kernels import cpu, native
 from pdserve.kernels.batch import PagedBatch
@@ -23,6 +24,7 @@ if not native.is_available():
 def decode_logits(engine: Engine, counts: list[int]) -> list[torch.Tensor]:
     """Return the logits of all steps of sequences that end one after the other."""
     logits: list[torch.Tensor] = []
+    assert isinstance(engine.runner, ModelRunner)
     forward = engine.runner.forward
 
     def record(*args: Any) -> torch.Tensor:

@@ -2,14 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pdserve.config import EngineConfig
 from pdserve.costs import CostMeter
-from pdserve.engine import warm_up as warming
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.warm_up import MIN_PROBES, warm_up
@@ -50,7 +48,7 @@ def test_probes_calibrate_the_cost_model(checkpoint: Callable[..., Path], monkey
         return step(num_scheduled_tokens)
 
     monkeypatch.setattr(engine.runner, "step", timed)
-    monkeypatch.setattr(warming, "time", SimpleNamespace(thread_time=lambda: now, monotonic=lambda: now))
+    monkeypatch.setattr(engine.runner, "clock", lambda: now)
     for work, seconds in warm_up(engine):
         meter.calibrate_step(work, seconds)
     costs = meter.costs(0.0)

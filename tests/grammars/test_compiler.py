@@ -86,12 +86,23 @@ def test_a_compile_server_that_died_is_replaced_until_the_compiler_is_closed(mod
         compiler.compile(GOOD)
 
 
+SLOW_PROGRAM = """#!{python}
+import time
+from pathlib import Path
+
+if not Path("{ended}").exists():  # then it is the first one
+    Path("{started}").write_text("")
+    time.sleep(60)
+    Path("{ended}").touch()
+"""
+
+
 def test_closing_does_not_wait_for_a_compile_server_that_is_starting(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started, program = tmp_path / "started", tmp_path / "hanging-python"
+    started, ended, program = tmp_path / "started", tmp_path / "ended", tmp_path / "hanging-python"
     os.mkfifo(started)
-    program.write_text(f"#!/bin/sh\necho > {started}\nexec sleep 3600\n")
+    program.write_text(SLOW_PROGRAM.format(python=sys.executable, started=started, ended=ended))
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
     compiler = GrammarCompiler(str(model), VOCAB_SIZE, [0], LIMITS)
@@ -99,6 +110,7 @@ def test_closing_does_not_wait_for_a_compile_server_that_is_starting(
         compiling = [threads.submit(compiler.compile, GOOD) for _ in range(2)]
         started.read_text()
         compiler.close()
+        assert not ended.exists()
         for one in compiling:
             with pytest.raises(RequestError, match=r"did not start|is shutting down"):
                 one.result(600)

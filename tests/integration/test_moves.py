@@ -16,7 +16,7 @@ import pytest
 
 from pdserve.config import InstanceConfig, RouterConfig
 from pdserve.errors import Unavailable
-from pdserve.instance import process
+from pdserve.instance.hello import make_hello
 from pdserve.instance.instance import Instance
 from pdserve.keys import block_keys, root_key
 from pdserve.proto import pdserve_pb2 as pb
@@ -41,7 +41,7 @@ class LocalInstance:
         )
         self.frames: list[pb.InstanceFrame] = []
         self.instance = Instance(config, lambda _, frame: self.frames.append(frame))
-        self.hello = process._hello(name.partition("-")[0], config, self.instance)
+        self.hello = make_hello(name.partition("-")[0], config, self.instance)
 
     def connect(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher

@@ -283,7 +283,8 @@ def _wait_for_timeline(url: str, request_id: str) -> dict[str, Any]:
     deadline = time.monotonic() + 600
     while True:
         timeline: dict[str, Any] = httpx.get(f"{url}/debug/requests/{request_id}").json()
-        if "finished" in timeline["stages_ms"] or time.monotonic() > deadline:
+        # Decode may finish before prefill reports that all is stored.
+        if {"finished", "kv_stored"} <= timeline["stages_ms"].keys() or time.monotonic() > deadline:
             return timeline
         time.sleep(0.02)
 

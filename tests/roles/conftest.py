@@ -167,7 +167,7 @@ class RoleInstance:
         """Run one engine step as the engine thread does. Return whether it did anything."""
         self.run_callbacks()
         self.decoder.reserve()
-        result = self.engine.step()
+        result = self.engine.step(pause_storing=self.transfers.has_waiting_stores)
         for seq in result.advanced:
             job = self.jobs[seq]
             role = self.prefiller if job.phase == pb.PREFILL else self.decoder

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from pdserve.kv_transfer.connector import Outcome
+from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
 
 PROMPT = [i % 90 for i in range(70)]  # 5 blocks, the last one partial; a step computes 2
@@ -54,6 +55,32 @@ def test_cancelled_prompt_ends_the_leases_of_what_is_stored_and_of_what_will_be(
     prefill.end()
     assert prefill.store.released == job.keys[:4] and not prefill.step()
     prefill.check_nothing_is_held()
+
+
+def test_prompt_whose_request_has_ended_still_reports_that_all_of_it_is_stored(instance: Instance) -> None:
+    """Decode that follows may finish first, and the router then cancels what is left here."""
+    prefill = instance(follows=True)
+    job = prefill.submit(pb.PREFILL, PROMPT, 4)
+    prefill.run()
+    for _ in prefill.store.active[1:]:
+        prefill.end()
+    job.mark_cancelled()
+    prefill.prefiller.cancel(job)
+    assert Stage.KV_STORED not in job.stamped
+    prefill.end()
+    assert Stage.KV_STORED in {stamp.stage for stamp in job.output.stamps}
+    assert job.output.moved.blocks == 5 and not job.output.token_ids
+    prefill.check_nothing_is_held()
+
+
+def test_stamp_that_was_not_sent_before_the_request_ended_is_sent_after_it(instance: Instance) -> None:
+    prefill = instance(follows=True)
+    job = prefill.submit(pb.PREFILL, PROMPT, 4)
+    prefill.run()
+    prefill.end_all()
+    job.mark_cancelled()
+    assert Stage.KV_STORED in {stamp.stage for stamp in job.output.stamps}
+    assert not job.output.token_ids and not job.output.HasField("stored")
 
 
 def test_request_for_one_token_ends_here_and_its_blocks_get_no_lease(instance: Instance, expected: Expected) -> None:

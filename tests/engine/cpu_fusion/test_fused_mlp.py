@@ -10,7 +10,7 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from pdserve.config import EngineConfig
-from pdserve.engine.checkpoint import load
+from pdserve.engine.checkpoint_loader import load
 from pdserve.engine.cpu_fusion.fused_mlp import FusedMLP, fuse_mlps
 from pdserve.kernels import native
 

@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from pdserve.config import EngineConfig
-from pdserve.engine.checkpoint import load
+from pdserve.engine.checkpoint_loader import load
 from pdserve.engine.cpu_fusion.fused_norm import FusedNorm, fuse_norms
 from pdserve.kernels import native
 

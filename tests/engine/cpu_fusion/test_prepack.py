@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pdserve.config import EngineConfig
-from pdserve.engine import checkpoint as checkpoint_module
+from pdserve.engine import checkpoint_loader as checkpoint_module
 from pdserve.engine.cpu_fusion.prepack import PackedLinear, TiledLinear, largest_min_rows, prepack
 from pdserve.kernels import linear
 

@@ -122,8 +122,8 @@ def test_load_is_that_of_own_and_other_routers_requests(
     instance.update_other_load(pb.Load(requests=1))
     instance.assign("ours", Load(output_tokens=6))
     assert (instance.candidate.requests, instance.candidate.output_tokens) == (2, 6)
-    instance.release("ours")
-    instance.release("ours")
+    instance.unassign("ours")
+    instance.unassign("ours")
     assert (instance.candidate.requests, instance.candidate.output_tokens) == (1, 0)
 
 

@@ -1,0 +1,196 @@
+"""Forecasts of `pdserve simulate` against real deployments: `python benchmarks/forecast.py [--fleets …] [--loads …]`.
+
+The deployments are real but for the model: their instances are paced by the same profile (`--paced`), so a fleet may have
+more instances than this machine has cores. Each row is one fleet, mix of requests, and rate, as a share of the rate at which
+the fleet is saturated by forecast. `pdserve bench serve` measures the same requests, at the same times, as were simulated.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import report
+import stores
+from rich.table import Table
+
+from pdserve.cli.deployment import Deployment, free_port
+from pdserve.cli.flags import command_from_config
+from pdserve.config import FleetConfig, UpConfig, flag, parse_size
+from pdserve.profile.profile import EngineFacts, Overheads, Profile, StepModel, TransferModel
+from pdserve.simulator.fleet import Fleet, Forecast, simulate
+
+GOALS = {"ttft": 0.5, "itl": 0.06}  # seconds, of a request
+FIGURES = [f"p{p}_{metric}_ms" for metric in ("ttft", "itl") for p in (50, 90, 99)] + ["good_request_fraction"]
+TURNS, TURN_BLOCKS = 4, 3  # of a conversation; blocks of 512 tokens, scaled, by which a turn lengthens its prompt
+BURST = 200  # requests at once, which show the rate of saturation
+# As slow as a middling GPU with a large model, so that this machine's own delays are small beside the steps.
+PROFILE = Profile(
+    model="paced",
+    model_fingerprint="paced",
+    engine=EngineFacts(16, 16384, 1500, 1024, 48, 4096),
+    step=StepModel(
+        decode=((1, 0.024), (16, 0.032), (48, 0.054)),
+        context_s=1e-7,
+        prefill=((1, 0.024), (128, 0.045), (1024, 0.22)),
+        pair_s=2e-8,
+        mixed=(0.0, 1.0, 0.95),
+    ),
+    transfers={"shm": TransferModel(2e-3, 5e8, 2e-3, 5e8, 1e9)},
+    overheads=Overheads(4e-3, 1e-4, 1e-3, 5e-5, 8e-4),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(report.Settings):
+    fleets: str = flag("such as 1P+1D,2P+1D,2B", "1P+1D,2B,2P+2D")
+    mixes: str = flag("of long, short and chat", "long,short,chat")
+    loads: str = flag("shares of the rate of saturation", "0.2,0.5,0.8,0.95")
+    requests: int = flag("per row", 150, least=1)
+    seed: int = flag("of the requests", 0)
+
+
+def parse_fleet(text: str) -> Fleet:
+    """Parse text such as 2P+1D."""
+    names = {"P": "prefill", "D": "decode", "B": "both"}
+    return Fleet(**{names[part[-1]]: int(part[:-1]) for part in text.split("+")})
+
+
+def mix(name: str, settings: Settings, folder: Path) -> FleetConfig:
+    """Return the load of a mix."""
+    config = FleetConfig(num_prompts=settings.requests, seed=settings.seed, random_range_ratio=0.6, block_size=16)
+    if name == "long":
+        return replace(config, random_input_len=1000, random_output_len=16)
+    if name == "short":
+        return replace(config, random_input_len=150, random_output_len=100)
+    path = folder / f"chat-{settings.seed}-{settings.requests}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in conversations(settings)))
+    trace: dict[str, Any] = {"dataset_name": "mooncake", "dataset_path": str(path), "trace_length_scale": 0.125}
+    return replace(config, multi_turn=True, **trace)
+
+
+def conversations(settings: Settings) -> Iterator[dict[str, Any]]:
+    """Yield a trace of conversations that overlap, in the form of Mooncake's."""
+    random = Random(settings.seed)
+    for number in range(settings.requests):
+        talk, turn = number % (settings.requests // TURNS + 1), number // (settings.requests // TURNS + 1)
+        blocks = TURN_BLOCKS * (turn + 1)
+        yield {
+            "timestamp": int(1000 * (number + random.random())),
+            "input_length": 512 * blocks,
+            "output_length": 8 * random.randrange(20, 60),
+            "hash_ids": [1000 * talk + block for block in range(blocks)],
+        }
+
+
+@contextmanager
+def deployed(fleet: Fleet, profile: Path) -> Iterator[str]:
+    """Start a deployment of paced instances and yield its URL."""
+    engine = PROFILE.engine
+    with stores.shm(parse_size("256MiB")) as url:
+        config = UpConfig(
+            model="demo",
+            paced=str(profile),
+            port=free_port(),
+            prefill=fleet.prefill,
+            decode=fleet.decode,
+            both=fleet.both,
+            connector=url,
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            threads=1,
+        )
+        with Deployment(config, lambda _: None) as deployment:
+            deployment.wait_ready()
+            yield deployment.url
+
+
+def measure(url: str, config: FleetConfig, rate: float, folder: Path) -> dict[str, Any]:
+    """Play the load from outside, and return its figures."""
+    names: tuple[str, ...] = (
+        "num_prompts",
+        "seed",
+        "random_input_len",
+        "random_output_len",
+        "random_range_ratio",
+        "dataset_name",
+    )
+    names += ("dataset_path", "trace_length_scale") if config.dataset_path else ()
+    flags = [word for name in names for word in (f"--{name.replace('_', '-')}", str(getattr(config, name)))]
+    flags += ["--multi-turn"] if config.multi_turn else []
+    goals = ",".join(f"{name}:{seconds * 1e3:g}" for name, seconds in GOALS.items())
+    command = [sys.executable, "-m", "pdserve", "bench", "serve", "--base-url", url, *flags, "--ignore-eos"]
+    command += ["--request-rate", str(rate), "--goodput", goals, "--num-warmups", "3", "--save-result"]
+    command += ["--result-dir", str(folder), "--result-filename", "measured.json"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    figures: dict[str, Any] = json.loads((folder / "measured.json").read_text())
+    return figures
+
+
+def forecast(config: FleetConfig, fleet: Fleet, rate: float) -> Forecast:
+    return simulate(config, PROFILE, GOALS, fleet, rate)
+
+
+def saturation(config: FleetConfig, fleet: Fleet) -> float:
+    """Return the requests per second of a fleet that is never idle."""
+    burst = replace(config, num_prompts=max(BURST, config.num_prompts))
+    rate: float = forecast(burst, fleet, 1e3).figures["request_throughput"]
+    return rate
+
+
+def run(settings: Settings) -> None:
+    """Compare forecasts with measurements."""
+    settings = settings.sized({"fleets": "1P+1D", "mixes": "short", "loads": "0.5", "requests": 12})
+    rows = list[dict[str, Any]]()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        PROFILE.save(folder / "profile.json")
+        for fleet in map(parse_fleet, settings.fleets.split(",")):
+            with deployed(fleet, folder / "profile.json") as url:
+                for mixed in settings.mixes.split(","):
+                    config = mix(mixed, settings, folder)
+                    highest = saturation(config, fleet)
+                    for number, load in enumerate(map(float, settings.loads.split(","))):
+                        one = replace(config, seed=settings.seed + 100 * number)  # of random prompts: new to the caches
+                        rate = load * highest
+                        predicted = forecast(one, fleet, rate)
+                        measured = measure(url, one, rate, folder)
+                        row = {"fleet": str(fleet), "mix": mixed, "load": load, "rate": rate}
+                        row |= {"saturated": predicted.saturated, "bottleneck": measured["client_bottleneck"]}
+                        row |= {f"predicted_{key}": predicted.figures[key] for key in FIGURES}
+                        row |= {f"measured_{key}": measured[key] for key in FIGURES}
+                        rows.append(row)
+                        print(json.dumps(row), flush=True)
+    report.show(as_table(rows))
+    print(report.write("forecast", settings, {"rows": rows, "errors": errors(rows)}))
+
+
+def errors(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return, for each figure, the median and the mean of its relative errors; of shares of good requests, differences."""
+    summary = {}
+    for key in FIGURES:
+        pairs = [(row[f"predicted_{key}"], row[f"measured_{key}"]) for row in rows]
+        off = [p - m if key == "good_request_fraction" else p / m - 1 for p, m in pairs]
+        absolute = sorted(map(abs, off))
+        summary[key] = {"median_error": absolute[len(absolute) // 2], "bias": sum(off) / len(off)}
+    return summary
+
+
+def as_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("fleet", "mix", "load", *(f"{key.removesuffix('_ms')}" for key in FIGURES))
+    for row in rows:
+        cells = [f"{row[f'predicted_{key}']:.3g} / {row[f'measured_{key}']:.3g}" for key in FIGURES]
+        table.add_row(row["fleet"], row["mix"], f"{row['load']:.0%}", *cells)
+    for key, what in (("median_error", "median error"), ("bias", "bias")):
+        table.add_row("", what, "", *(f"{one[key]:+.1%}" for one in errors(rows).values()))
+    return table
+
+
+if __name__ == "__main__":
+    report.main(command_from_config(Settings, run))

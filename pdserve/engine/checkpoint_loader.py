@@ -1,0 +1,193 @@
+"""Loading of checkpoints: any decoder that transformers supports, with paged attention and fused CPU layers in place."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import xxhash
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from pdserve.config import EngineConfig
+from pdserve.engine import paged_model
+from pdserve.engine.checkpoint import Checkpoint
+from pdserve.engine.cpu_fusion import experts
+from pdserve.engine.cpu_fusion.fused_mlp import fuse_mlps
+from pdserve.engine.cpu_fusion.fused_norm import fuse_norms
+from pdserve.engine.cpu_fusion.fused_rotary import fuse_rotary
+from pdserve.engine.cpu_fusion.prepack import prepack
+from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
+from pdserve.errors import SetupError
+from pdserve.kernels import memory, native
+from pdserve.kernels.attention import is_batch_invariant
+from pdserve.keys import Layout
+from pdserve.model_path import resolve_model
+
+log = logging.getLogger(__name__)
+
+DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+
+
+def load(config: EngineConfig) -> Checkpoint:
+    """Load `config.model`, a local directory or a hub id, onto its device.
+
+    Raises:
+        SetupError: the model or the device does not exist, or the architecture is not supported.
+    """
+    path = _local_directory(config.model)
+    device = _device(config.device)
+    hf_config = _hf_config(path)
+    dtype = _dtype(config.dtype, hf_config)
+    model = _load_model(path, hf_config, dtype, device, config)
+    text_config = hf_config.get_text_config()
+    if not getattr(text_config, "num_attention_heads", None):
+        raise SetupError(f"{_unsupported(hf_config)}: it has no attention heads, hence no KV")
+    layout = Layout(
+        model_fingerprint=fingerprint(path),
+        num_layers=text_config.num_hidden_layers,
+        num_kv_heads=getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads,
+        head_dim=getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads,
+        block_size=config.block_size,
+        dtype=str(dtype).removeprefix("torch."),
+        itemsize=dtype.itemsize,
+    )
+    return Checkpoint(
+        model=model,
+        layout=layout,
+        context_length=_context_length(text_config),
+        vocab_size=text_config.vocab_size,
+        eos_token_ids=_eos_token_ids(path, text_config),
+        device=device,
+        dtype=dtype,
+    )
+
+
+def _context_length(text_config: Any) -> int:
+    """Return the context of the model, limited to the original positions of longrope rotary embeddings.
+
+    Once one position in a step exceeds them, longrope changes the embeddings of the whole step: tokens would depend on the
+    other sequences in the batch and on the chunking of the prompt.
+    """
+    context: int = text_config.max_position_embeddings
+    ropes = getattr(text_config, "rope_parameters", None) or {}
+    for rope in (ropes, *(nested for nested in ropes.values() if isinstance(nested, dict))):
+        if rope.get("rope_type") == "longrope" and (original := rope["original_max_position_embeddings"]) < context:
+            log.warning("the context is %d of the model's %d: longrope beyond it is not supported", original, context)
+            context = original
+    return context
+
+
+def fingerprint(path: Path) -> str:
+    """Return a digest of config.json and all weights. Instances with different digests never exchange KV."""
+    digest = xxhash.xxh3_128()
+    for file in [path / "config.json", *sorted(path.glob("*.safetensors"))]:
+        with file.open("rb") as handle:
+            while chunk := handle.read(1 << 24):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _local_directory(name: str) -> Path:
+    resolved = resolve_model(name)
+    if isinstance(resolved, Path):
+        path = resolved
+    else:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+        try:
+            path = Path(snapshot_download(resolved, allow_patterns=DOWNLOAD_PATTERNS))
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise SetupError(
+                f"model {name!r} is not a local directory, and the hub download failed: {reason}"
+            ) from error
+    if not (path / "config.json").is_file():
+        raise SetupError(f"{path} is not a checkpoint: config.json is missing")
+    if not any(path.glob("*.safetensors")):
+        raise SetupError(f"{path} has no *.safetensors: other formats are not supported")
+    return path
+
+
+def _device(name: str) -> torch.device:
+    cuda = torch.cuda.is_available()
+    device = torch.device(("cuda" if cuda else "cpu") if name == "auto" else name)
+    if device.type == "cuda" and not cuda:
+        raise SetupError(f"device {name!r} requested, but torch {torch.__version__} finds no GPU; use --device cpu")
+    return device
+
+
+def _dtype(name: str, hf_config: Any) -> torch.dtype:
+    if name == "auto":
+        dtype = getattr(hf_config.get_text_config(), "dtype", None)
+        return dtype if isinstance(dtype, torch.dtype) else torch.float32
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _hf_config(path: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (ValueError, OSError, KeyError) as error:
+        raise SetupError(f"{path}/config.json: {str(error).strip().splitlines()[0]}") from error
+
+
+def _unsupported(hf_config: Any) -> str:
+    architecture = (hf_config.architectures or [hf_config.model_type])[0]
+    return f"architecture {architecture} is not supported"
+
+
+def _load_model(
+    path: Path, hf_config: Any, dtype: torch.dtype, device: torch.device, config: EngineConfig
+) -> torch.nn.Module:
+    paged_model.register()
+    experts.register()
+    transformers.utils.logging.disable_progress_bar()
+    unsupported = _unsupported(hf_config)
+    if type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise SetupError(f"{unsupported}: transformers {transformers.__version__} has no causal language model for it")
+    invariant = is_batch_invariant(config.batch_invariant, device)
+    by_rows = dtype in FUSED_DTYPES and (device.type == "cpu" or invariant)
+    experts_by_rows = {"experts_implementation": experts.NAME} if by_rows else {}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=paged_model.NAME, use_safetensors=True, **experts_by_rows
+        )
+    except ValueError as error:
+        raise SetupError(f"{unsupported}: {str(error).strip().splitlines()[0]}") from error
+    loaded: torch.nn.Module = model.eval().requires_grad_(False)
+    loaded = loaded.to(device)
+    if device.type == "cpu" and config.kernel != "triton":  # in Triton's interpreter, the model runs as on a GPU
+        fuse = config.kernel != "reference"
+        prepack(loaded, tiled=fuse, min_rows=2 if invariant else 1)
+        if fuse and native.is_available():
+            fuse_norms(loaded)
+            fuse_rotary(loaded)
+            fuse_mlps(loaded)
+        for parameter in loaded.parameters():  # each step reads them all: fewer page walks save a tenth of its time
+            memory.huge_pages(parameter.data, written=True)
+    return loaded
+
+
+def _eos_token_ids(path: Path, text_config: Any) -> frozenset[int]:
+    ids = text_config.eos_token_id
+    if (path / "generation_config.json").is_file():
+        ids = GenerationConfig.from_pretrained(path).eos_token_id
+    return frozenset([ids] if isinstance(ids, int) else ids or [])
+
+
+def cpu_memory_available() -> int:
+    """Return the bytes that this process may still allocate: the minimum of the machine's and its container's."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []:
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+        cache = int(stat.get("inactive_file", 0))  # counted as used, reclaimed on demand
+        available = min(available, int(limit.read_text()) - int(used.read_text()) + cache)
+    return max(available, 0)

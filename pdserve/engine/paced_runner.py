@@ -1,0 +1,145 @@
+"""Paced runner: stands in for the model runner, takes as long as a profile says, and computes nothing.
+
+The rest of the instance is real: scheduler, block pool, roles, connector and router links. Paced instances show what a fleet
+does that has more processors than this machine, and a simulation runs them on a virtual clock.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from pdserve.config import EngineConfig
+from pdserve.costs import Work
+from pdserve.engine.checkpoint import Checkpoint
+from pdserve.engine.sequence import Sequence
+from pdserve.errors import SetupError
+from pdserve.keys import Layout
+from pdserve.profile.profile import Profile
+
+FIRST_TOKEN_ID = 40  # of the tokens that it "samples": letters in most vocabularies, so that each of them has text
+NUM_TOKEN_IDS = 50
+
+
+def next_token(num_tokens: int) -> int:
+    """Return the token that follows `num_tokens` others."""
+    return FIRST_TOKEN_ID + num_tokens % NUM_TOKEN_IDS
+
+
+class PacedKernel:
+    """Stands in for the attention kernel, of which an instance reports the name."""
+
+    NAME = "paced"
+
+
+def paced_layout(profile: Profile, block_size: int) -> Layout:
+    """Return a layout whose blocks have the bytes of the profiled ones."""
+    bytes_per_token = max(2, profile.engine.block_bytes // profile.engine.block_size)
+    return Layout(
+        model_fingerprint=profile.model_fingerprint or profile.model,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=bytes_per_token // 2,
+        block_size=block_size,
+        dtype="uint8",
+        itemsize=1,
+    )
+
+
+class PacedRunner:
+    """A runner whose steps only take time. Its attributes are those of `ModelRunner`.
+
+    Args:
+        layout: of one block.
+        max_model_len: tokens of the longest request.
+        step_seconds: duration of a step, by the (tokens to compute, tokens before them) of each sequence.
+        swap_seconds: duration of copying a number of blocks to host memory, or back.
+        sleep: lets a duration pass.
+        block_bytes: bytes of a block in this process's memory, if they are not those of the layout.
+    """
+
+    window = None
+    graphs = None
+    numerics = ""
+    kernel = PacedKernel()
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: Layout,
+        max_model_len: int,
+        step_seconds: Callable[[Work], float],
+        swap_seconds: Callable[[float], float],
+        sleep: Callable[[float], None],
+        *,
+        vocab_size: int = 2**31 - 1,
+        block_bytes: int | None = None,
+    ) -> None:
+        assert config.num_blocks is not None
+        self.checkpoint = Checkpoint(
+            model=torch.nn.Module(),
+            layout=layout,
+            context_length=max_model_len,
+            vocab_size=vocab_size,
+            eos_token_ids=frozenset(),
+            device=torch.device("cpu"),
+            dtype=torch.uint8,
+        )
+        self.num_blocks = config.num_blocks
+        self.num_host_blocks = int(config.swap_space * 2**30) // layout.block_bytes
+        self.pool_NL2GBD = torch.zeros((self.num_blocks, block_bytes or layout.block_bytes), dtype=torch.uint8)
+        self._step_seconds = step_seconds
+        self._swap_seconds = swap_seconds
+        self._sleep = sleep
+        self._slept = 0.0
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> "PacedRunner":
+        """Return a runner that sleeps as long as the steps of the profile `config.paced` take.
+
+        Raises:
+            SetupError: the profile cannot be read.
+        """
+        try:
+            profile = Profile.load(config.paced)
+        except (OSError, ValueError) as error:
+            raise SetupError(f"--paced {config.paced}: {error}") from None
+        size, (a, b) = config.block_size, profile.swap
+        num_blocks = config.num_blocks or profile.engine.num_blocks * profile.engine.block_size // size
+        return cls(
+            replace(config, num_blocks=num_blocks),
+            paced_layout(profile, size),
+            profile.engine.max_model_len or num_blocks * size,
+            profile.step.seconds,
+            lambda blocks: a + b * blocks,
+            time.sleep,
+        )
+
+    def clock(self) -> float:
+        """Return the seconds that its steps have taken."""
+        return self._slept
+
+    def step(self, num_scheduled_tokens: dict[Sequence, int]) -> dict[Sequence, int]:
+        """Take the time of a step. Returns a token for each sequence whose KV is complete afterwards."""
+        if not num_scheduled_tokens:
+            return {}
+        self._take(self._step_seconds([(count, seq.num_computed) for seq, count in num_scheduled_tokens.items()]))
+        return {seq: next_token(len(seq)) for seq, count in num_scheduled_tokens.items() if count == seq.num_uncomputed}
+
+    def swap(self, swap_out: list[tuple[int, int]], swap_in: list[tuple[int, int]]) -> float:
+        """Take the time of copying blocks, and return it in seconds."""
+        blocks = len(swap_out) + len(swap_in)
+        seconds = self._swap_seconds(blocks) if blocks else 0.0
+        self._take(seconds)
+        return seconds
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Do nothing: there is no KV."""
+
+    def clear_tail(self, block: int, used: int) -> None:
+        """Do nothing: there is no KV."""
+
+    def _take(self, seconds: float) -> None:
+        self._slept += seconds
+        self._sleep(seconds)

@@ -1,0 +1,42 @@
+"""The Hello of an instance: its first frame to a router, which tells what it is and can do."""
+
+import importlib.util
+import os
+import secrets
+import socket
+import time
+from dataclasses import asdict
+
+from pdserve.config import InstanceConfig
+from pdserve.control.frame_connection import NONCE_BYTES, PROTOCOL_VERSION
+from pdserve.instance.instance import Instance
+from pdserve.proto import pdserve_pb2 as pb
+
+
+def make_hello(role: str, config: InstanceConfig, instance: Instance) -> pb.Hello:
+    """Return the Hello of a new incarnation of the instance."""
+    engine = instance.engine
+    return pb.Hello(
+        instance_id=config.instance_id or f"{role}-{socket.gethostname()}-{os.getpid()}",
+        role=role,
+        model=config.name,
+        namespace=engine.layout.namespace,
+        epoch=time.time_ns(),
+        nonce=secrets.token_bytes(NONCE_BYTES),
+        block_size=engine.layout.block_size,
+        num_blocks=engine.pool.num_blocks,
+        block_bytes=engine.layout.block_bytes,
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.checkpoint.vocab_size,
+        connector=instance.connector.scheme,
+        device=str(engine.checkpoint.device),
+        dtype=engine.layout.dtype,
+        kernel=engine.runner.kernel.NAME,
+        eos_token_ids=sorted(engine.checkpoint.eos_token_ids),
+        protocol_version=PROTOCOL_VERSION,
+        layout=pb.Layout(**asdict(engine.layout)),
+        convert_kv=config.convert_kv,
+        allow_inexact=config.allow_inexact,
+        scheduling_policy=config.scheduling_policy,
+        grammars=importlib.util.find_spec("xgrammar") is not None,
+    )

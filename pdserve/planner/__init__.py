@@ -1,0 +1,1 @@
+"""`pdserve plan`: the smallest fleet that meets an SLO, the best split of a fixed one, and whether disaggregation pays."""

@@ -1,0 +1,62 @@
+"""Sentences of `pdserve plan`: which fleet, how far from the SLO, and whether disaggregation pays."""
+
+from collections.abc import Sequence
+
+from pdserve.planner.search import Trial, best
+from pdserve.planner.targets import FAILED, Target
+
+TIE = 0.02  # difference of two ratios that decides nothing
+
+
+def describe(trial: Trial, targets: Sequence[Target]) -> str:
+    """Return a fleet with its figures, such as `2P+1D: TTFT p90 310 of 500 ms, ITL p99 41 of 50 ms`."""
+    figures = trial.forecast.figures
+    parts = [f"{target} {figures[target.figure]:.0f} of {target.seconds * 1e3:g} ms" for target in targets]
+    parts += [f"{figures['failed']} requests refused or lost"] if figures["failed"] else []
+    return f"{trial.fleet}: {', '.join(parts)}"
+
+
+def advise(trials: Sequence[Trial], targets: Sequence[Target]) -> str:
+    """Compare the best disaggregated fleet with the best colocated one of the same size, in one sentence."""
+    colocated = [trial for trial in trials if trial.is_colocated]
+    split = [trial for trial in trials if not trial.is_colocated]
+    if not colocated or not split:
+        return "One instance cannot be split: it serves both phases."
+    ours, theirs = best(split), best(colocated)
+    if ours.meets and not theirs.meets:
+        return f"Disaggregation pays: {describe(ours, targets)}; colocated, {_miss(theirs)}."
+    if theirs.meets and not ours.meets:
+        return f"Disaggregation does not pay: {describe(theirs, targets)}; the best split, {_miss(ours)}."
+    if not ours.meets:
+        nearer, other = (ours, theirs) if ours.ratio <= theirs.ratio else (theirs, ours)
+        return f"Neither suffices: the nearest is {_miss(nearer)}; otherwise, {_miss(other)}."
+    if abs(ours.ratio - theirs.ratio) <= TIE:
+        return f"Both suffice alike: {describe(ours, targets)}; {describe(theirs, targets)}. Colocated is simpler."
+    winner, other = (ours, theirs) if ours.ratio < theirs.ratio else (theirs, ours)
+    kind = "Disaggregation has" if winner is ours else "Colocated instances have"
+    return f"Both suffice; {kind} more margin: {describe(winner, targets)}; {describe(other, targets)}."
+
+
+def _miss(trial: Trial) -> str:
+    """Return a fleet with the target that it misses by the most."""
+    if trial.ratio >= FAILED:
+        return f"{trial.fleet} refuses or loses {trial.forecast.figures['failed']} requests"
+    value = trial.forecast.figures[trial.binding.figure]
+    return f"{trial.fleet} has {trial.binding} {value:.0f} of {trial.binding.seconds * 1e3:g} ms"
+
+
+def env_lines(trial: Trial) -> list[str]:
+    """Return the lines for `.env` of docker-compose.yml that deploy a fleet; the GPUs are numbered from 0."""
+    fleet = trial.fleet
+    if not fleet.prefill:
+        target = "" if fleet.itl_target_ms is None else f" --itl-target-ms {fleet.itl_target_ms:g}"
+        return [
+            f"# docker-compose.yml has no colocated instances; start them by `pdserve up --both {fleet.both}{target}`"
+        ]
+    gpus = [str(number) for number in range(fleet.size)]
+    return [
+        f"PREFILL={fleet.prefill}",
+        f"PREFILL_GPUS={','.join(gpus[: fleet.prefill])}",
+        f"DECODE={fleet.decode}",
+        f"DECODE_GPUS={','.join(gpus[fleet.prefill :])}",
+    ]

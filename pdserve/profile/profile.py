@@ -1,0 +1,270 @@
+"""What a model costs on a machine: the seconds of steps, transfers and everything around them. Plain data, in a JSON file.
+
+`pdserve profile` writes it, and simulations and plans read it. All times are seconds, all sizes bytes, unless a name says
+otherwise. The step model is finer than `pdserve.costs`, which instances fit online:
+
+    decode     d(sequences) + context_s × context tokens
+    prefill    p(tokens) + pair_s × pairs + prompt_s × (prompts - 1)
+    mixed      m0 + m1 × decode + m2 × prefill, and at least the longer of the two
+
+d and p are linear between measured points ("knots") and go on straight beyond the last ones. Pairs are the (new token,
+earlier token) pairs that attention computes. A sequence with one token to compute counts as decoding.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from pdserve.costs import Costs, OnlineFit
+
+SCHEMA = 1
+Knots = tuple[tuple[int, float], ...]  # (amount, seconds), in ascending order of the amount
+TABLE_SIZE = 4096  # batch sizes looked up at once
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the profile holds: as far as any of this differs, so may the times."""
+
+    processor: str = ""
+    threads: int = 0  # cores that an instance uses
+    device: str = ""
+    torch: str = ""
+    numerics: str = ""  # class of `pdserve.engine.numerics`; empty for float32
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """The engine that was measured."""
+
+    block_size: int = 16  # tokens
+    block_bytes: int = 0
+    num_blocks: int = 0
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 64
+    max_model_len: int = 0
+    dtype: str = ""
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """Seconds of one forward pass; see the module for the formulas."""
+
+    decode: Knots = ((1, 0.0101), (64, 0.0164))
+    context_s: float = 0.0
+    prefill: Knots = ((1, 0.0101), (2048, 0.2148))
+    pair_s: float = 0.0
+    prompt_s: float = 0.0
+    mixed: tuple[float, float, float] = (0.0, 1.0, 1.0)
+
+    def __post_init__(self) -> None:
+        for name, knots in (("decode", self.decode), ("prefill", self.prefill)):
+            amounts = [amount for amount, _ in knots]
+            if not knots or amounts != sorted(set(amounts)) or amounts[0] < 0:
+                raise ValueError(f"the knots of {name} must have ascending amounts, not {amounts}")
+
+    def seconds(self, work: Sequence[tuple[int, int]]) -> float:
+        """Return the seconds of a step, given (tokens computed, cached tokens before them) of each sequence."""
+        sequences = context = prompts = tokens = 0
+        pairs = 0.0
+        for count, before in work:
+            if count == 1:
+                sequences += 1
+                context += before + 1
+            else:
+                prompts += 1
+                tokens += count
+                pairs += count * (before + count / 2)
+        return self.step_seconds(sequences, context, tokens, pairs, prompts)
+
+    def step_seconds(self, sequences: int, context: float, tokens: float, pairs: float, prompts: int = 1) -> float:
+        """Return the seconds of a step, given sums: of the decoding sequences, and of the prompts' chunks."""
+        decode = self.decode_seconds(sequences, context)
+        if not tokens:
+            return decode
+        prefill = self.prefill_seconds(tokens, pairs, prompts)
+        if not sequences:
+            return prefill
+        fixed, decode_share, prefill_share = self.mixed
+        return max(decode, prefill, fixed + decode_share * decode + prefill_share * prefill)
+
+    def decode_seconds(self, sequences: int, context: float) -> float:
+        """Return the seconds of a step in which all sequences decode. Linear in the context; 0 without sequences."""
+        table = self._decode_table
+        if sequences < TABLE_SIZE:
+            return table[sequences] + self.context_s * context
+        return _interpolate(self.decode, sequences) + self.context_s * context
+
+    def prefill_seconds(self, tokens: float, pairs: float, prompts: int = 1) -> float:
+        """Return the seconds of a step that computes parts of prompts only."""
+        return _interpolate(self.prefill, tokens) + self.pair_s * pairs + self.prompt_s * (prompts - 1)
+
+    @cached_property
+    def _decode_table(self) -> list[float]:
+        return [0.0, *(_interpolate(self.decode, count) for count in range(1, TABLE_SIZE))]
+
+
+@dataclass(frozen=True)
+class TransferModel:
+    """Seconds to move KV between a pool and a store, of one operation, and the limit of all together."""
+
+    latency_s: float = Costs.transfer[0]  # of a load
+    bytes_per_s: float = 1 / Costs.transfer[1]  # of one load that has the link for itself
+    store_latency_s: float = Costs.transfer[0]
+    store_bytes_per_s: float = 1 / Costs.transfer[1]
+    link_bytes_per_s: float = 1 / Costs.transfer[1]  # of all concurrent loads of a link
+
+    def seconds(self, nbytes: float) -> float:
+        """Return the seconds of one load alone; 0 for no bytes."""
+        return self.latency_s + nbytes / self.bytes_per_s if nbytes else 0.0
+
+    def store_seconds(self, nbytes: float) -> float:
+        """Return the seconds of one store alone; 0 for no bytes."""
+        return self.store_latency_s + nbytes / self.store_bytes_per_s if nbytes else 0.0
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Seconds that pass outside of forward passes and transfers."""
+
+    router_request_s: float = 1e-3  # from the request's arrival until it is sent to its instances
+    router_token_s: float = 3e-5  # of the router's thread for each token of an answer
+    engine_step_s: float = 2e-4  # of the engine thread, for each step
+    engine_sequence_s: float = 1e-5  # and for each sequence of the step
+    frame_s: float = 2e-4  # a frame's way between router and instance
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """Relative errors of a model on the measurements that it was fitted to."""
+
+    n: int
+    p50: float  # of |forecast / measured - 1|
+    p90: float
+    p99: float
+    bias: float  # mean of forecast / measured - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A model on a machine.
+
+    Attributes:
+        source: where the times come from.
+        transfers: by the connector's scheme, such as "shm".
+        swap: (a, b) of a + b × blocks, in one direction.
+        residuals: by the name of the model.
+        assumed: names of the fields that are defaults and were not measured.
+    """
+
+    schema: int = SCHEMA
+    model: str
+    model_fingerprint: str = ""
+    source: str = ""
+    machine: Machine = Machine()
+    engine: EngineFacts = EngineFacts()
+    step: StepModel = StepModel()
+    transfers: dict[str, TransferModel] = field(default_factory=dict)
+    swap: tuple[float, float] = Costs.swap
+    start_up_s: float = 10.0
+    role_flip_s: float = 0.5
+    overheads: Overheads = Overheads()
+    residuals: dict[str, Residuals] = field(default_factory=dict)
+    assumed: tuple[str, ...] = ()
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Profile":
+        """Read a profile.
+
+        Raises:
+            ValueError: the file is not a profile of this schema. The text is a sentence.
+            OSError: it cannot be read.
+        """
+        text = Path(path).read_bytes()
+        try:
+            profile: Profile = _json().validate_json(text)
+        except ValueError as error:
+            raise ValueError(f"{path} is not a profile: {_sentence(error)}") from None
+        return profile
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        Path(path).write_bytes(_json().dump_json(self, indent=2) + b"\n")
+
+    def __post_init__(self) -> None:
+        if self.schema != SCHEMA:
+            raise ValueError(f"its schema is {self.schema}, and this version reads schema {SCHEMA}")
+
+    def check(self, *, model_fingerprint: str | None = None, machine: Machine | None = None) -> None:
+        """Raise ValueError, with a sentence on what differs, if this profile is of another model or machine."""
+        if model_fingerprint is not None and model_fingerprint != self.model_fingerprint:
+            raise ValueError(
+                f"The profile is of another model: {self.model} ({self.model_fingerprint[:12] or 'unknown'})."
+            )
+        if machine is not None and machine != self.machine:
+            names = [
+                one.name for one in fields(Machine) if getattr(machine, one.name) != getattr(self.machine, one.name)
+            ]
+            pairs = (f"{name} {getattr(self.machine, name)!r}, here {getattr(machine, name)!r}" for name in names)
+            raise ValueError(f"The profile is of another machine: {'; '.join(pairs)}.")
+
+    def transfer(self, scheme: str) -> TransferModel:
+        """Return the model of a connector, or the default if it was not measured."""
+        return self.transfers.get(scheme, TransferModel())
+
+    @property
+    def costs(self) -> Costs:
+        """What an instance on this machine would report: the lines that are nearest to this profile.
+
+        Its transfers are those of the first connector.
+        """
+        a, b = _line(self.step.prefill)
+        decode_a, decode_b = _line(self.step.decode)
+        transfer = next(iter(self.transfers.values()), TransferModel())
+        return Costs(
+            prefill=(a, b, self.step.pair_s),
+            decode=(decode_a, decode_b, self.step.context_s),
+            transfer=(transfer.latency_s, 1 / transfer.bytes_per_s),
+            swap=self.swap,
+        )
+
+
+def _interpolate(knots: Knots, amount: float) -> float:
+    """Return the value at `amount`: linear between knots, and beyond the last ones as between them and their neighbours."""
+    if len(knots) == 1:
+        return knots[0][1]
+    right = min(max(bisect_right(knots, (amount,)), 1), len(knots) - 1)
+    (x0, y0), (x1, y1) = knots[right - 1], knots[right]
+    return max(0.0, y0 + (y1 - y0) * (amount - x0) / (x1 - x0))
+
+
+def _line(knots: Knots) -> tuple[float, float]:
+    """Return (a, b) ≥ 0 of the line a + b × amount with the least relative errors."""
+    fit = OnlineFit(1, 0)
+    for amount, seconds in knots:
+        fit.calibrate((1, amount), seconds)
+    a, b = fit.coefficients(0.0) or (0.0, 0.0)
+    return a, b
+
+
+def _sentence(error: ValueError) -> str:
+    """Return the first complaint of pydantic about a file, with the place in it."""
+    complaints: list[dict[str, Any]] = getattr(error, "errors", list)()
+    if not complaints:
+        return str(error)
+    place = ".".join(map(str, complaints[0]["loc"]))
+    return f"{place}: {complaints[0]['msg']}".removeprefix(": ")
+
+
+@cache
+def _json() -> Any:
+    from pydantic import TypeAdapter  # late, because a simulation needs only the data
+
+    return TypeAdapter(Profile)

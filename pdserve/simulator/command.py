@@ -1,0 +1,101 @@
+"""The command `pdserve simulate`."""
+
+import json
+import logging
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pdserve.bench.report import write_csv, write_file
+from pdserve.bench.slo import parse_goodput
+from pdserve.config import SimulateConfig
+from pdserve.errors import SetupError
+from pdserve.simulator.fleet import Fleet, Forecast, load_profile, parse_itl_targets, parse_numbers, simulate_all
+
+
+def run(config: SimulateConfig) -> None:
+    """Simulate each fleet that the settings name, and print a row for each.
+
+    Raises:
+        SetupError: a setting is wrong, or a file cannot be read.
+    """
+    try:
+        objectives = parse_goodput(config.goodput)
+    except ValueError as error:
+        raise SetupError(str(error)) from None
+    profile, fleets = load_profile(config), parse_fleets(config)
+    logging.getLogger("pdserve").setLevel(logging.ERROR)  # simulated instances are real ones, and say as much
+    console, started = Console(stderr=True), time.monotonic()
+    forecasts = list[Forecast]()
+    with console.status("") as status:
+        status.update(f"simulating {len(fleets)} fleets")
+        for forecast in simulate_all(config, profile, objectives, [(fleet, config.request_rate) for fleet in fleets]):
+            forecasts.append(forecast)
+            status.update(f"simulated {len(forecasts)} of {len(fleets)} fleets, {time.monotonic() - started:.0f} s")
+    Console().print(as_table(forecasts))
+    if config.json:
+        write_file(Path(config.json), json.dumps([as_dict(forecast) for forecast in forecasts], indent=2) + "\n")
+    if config.csv:
+        write_csv(config.csv, forecasts[-1].samples, objectives)
+
+
+def parse_fleets(config: SimulateConfig) -> list[Fleet]:
+    """Return all combinations of the numbers that can serve requests, smallest first.
+
+    Raises:
+        SetupError: a text has the wrong form, or there is none.
+    """
+    prefill, decode, both = (
+        parse_numbers(f"--{role}", getattr(config, role)) for role in ("prefill", "decode", "both")
+    )
+    fleets = [Fleet(*one) for one in product(prefill, decode, both, parse_itl_targets(config.itl_target_ms))]
+    fleets = [fleet for fleet in dict.fromkeys(fleets) if fleet.is_complete]
+    if not fleets:
+        raise SetupError(
+            "no such fleet can serve: it needs prefill and decode instances, or instances with the role both"
+        )
+    return sorted(fleets, key=lambda fleet: (fleet.size, fleet.both, fleet.prefill))
+
+
+def as_table(forecasts: list[Forecast]) -> Table:
+    """Return a table with a row per fleet."""
+    table = Table(box=None, header_style="bold")
+    good = any(forecast.figures["good_request_fraction"] is not None for forecast in forecasts)
+    columns = [
+        "fleet",
+        *(["good"] if good else []),
+        "req/s",
+        "tok/s",
+        "TTFT ms p50",
+        "p90",
+        "p99",
+        "ITL ms p50",
+        "p90",
+        "p99",
+    ]
+    for name in [*columns, "busy", "failed"]:
+        table.add_column(name, justify="left" if name == "fleet" else "right")
+    for forecast in forecasts:
+        figures = forecast.figures
+        times = [figures[f"p{p}_{metric}_ms"] for metric in ("ttft", "itl") for p in (50, 90, 99)]
+        busy = " ".join(f"{role[0].upper()} {share:.0%}" for role, share in forecast.busy.items())
+        table.add_row(
+            str(forecast.fleet) + (", saturated" if forecast.saturated else ""),
+            *([f"{figures['good_request_fraction']:.1%}"] if good else []),
+            f"{figures['request_throughput']:.2f}",
+            f"{figures['output_throughput']:.0f}",
+            *(f"{one:.1f}" for one in times),
+            busy,
+            str(figures["failed"]),
+        )
+    return table
+
+
+def as_dict(forecast: Forecast) -> dict[str, Any]:
+    """Return the figures of a forecast, for JSON."""
+    own = {"fleet": str(forecast.fleet), **vars(forecast.fleet), "saturated": forecast.saturated}
+    return own | {"busy": forecast.busy, "preemptions": forecast.preemptions} | forecast.figures

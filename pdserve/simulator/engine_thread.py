@@ -1,0 +1,62 @@
+"""Engine thread of a simulated instance: the real `Instance`, which can also take many identical decode steps at once."""
+
+import math
+
+from pdserve.engine.paced_runner import next_token
+from pdserve.instance.instance import Instance
+from pdserve.lifetime import Stage
+from pdserve.proto import pdserve_pb2 as pb
+
+
+class EngineThread(Instance):
+    """An instance whose plain decode steps can be skipped: those in which each sequence of the batch gets a token, and
+    nothing else happens. Skipping them leaves it in the same state as taking them.
+    """
+
+    def num_plain_steps(self, most: int) -> int:
+        """Return how many of the next steps are plain, at most `most`, if nothing arrives in the meantime."""
+        scheduler, pool = self.engine.scheduler, self.engine.pool
+        if scheduler.waiting or scheduler.loaded or self.decoder.num_waiting or not scheduler.running:
+            return 0
+        count: float = most
+        for seq in scheduler.running:
+            job = self._by_sequence[seq]
+            if seq.num_uncomputed != 1 or job.phase == pb.PREFILL or Stage.DECODE_STARTED not in job.stamped:
+                return 0
+            if seq.blocks_needed(pool) and pool.blocks_for(len(seq)) == len(seq.block_ids):
+                return 0  # a shared block is about to be copied
+            count = min(count, seq.sampling.max_tokens - seq.num_output - 1, self.decoder.steps_until_store(job) - 1)
+        while count > 0 and self._blocks_for(int(count)) > pool.num_free:
+            count = math.floor(count / 2)
+        return max(0, int(count))
+
+    def skip(self, steps: int) -> None:
+        """Take plain steps at once."""
+        pool = self.engine.pool
+        for seq in self.engine.scheduler.running:
+            job, tokens = self._by_sequence[seq], list[int]()
+            for step in range(steps):
+                if step == steps - 1:
+                    seq.grow(pool)
+                tokens.append(next_token(len(seq)))
+                seq.append(tokens[-1])
+            seq.mark_computed(steps)
+            seq.register_full_blocks(pool)
+            job.pending_output().token_ids.extend(tokens)
+        self.count("generation_tokens", steps * len(self.engine.scheduler.running))
+        self.count("engine_steps", steps)
+        self._send_outputs()
+
+    def update_heartbeat(self) -> None:
+        """Replace the heartbeat by one of now."""
+        self._update_heartbeat()
+
+    def _blocks_for(self, steps: int) -> int:
+        """Return how many new blocks these plain steps take."""
+        size = self.engine.pool.block_size
+        running = self.engine.scheduler.running
+        return sum(max(0, -(-(len(seq) + steps - 1) // size) - len(seq.block_ids)) for seq in running)
+
+    def _check_idle(self, now: float) -> None:
+        """Assert that nothing is held. The whole pool is not checked, which takes too long for every simulated second."""
+        assert self.engine.pool.num_held == 0

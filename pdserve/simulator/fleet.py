@@ -1,0 +1,218 @@
+"""Fleets to compare, and the simulation of one of them by the settings of `pdserve simulate` and `pdserve plan`."""
+
+import math
+import random
+import re
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from typing import Any
+
+from pdserve.bench.datasets import draw_load
+from pdserve.bench.metrics import summarize
+from pdserve.bench.requests import Request, Sample
+from pdserve.bench.slo import METRICS
+from pdserve.bench.sweep import is_saturated
+from pdserve.bench.traces import BLOCK
+from pdserve.config import FleetConfig, InstanceConfig, RouterConfig, parse_size
+from pdserve.errors import SetupError
+from pdserve.profile.profile import Profile
+from pdserve.simulator.model import InstanceModel
+from pdserve.simulator.simulation import MODEL, Deployment, Simulation
+
+PERCENTILES = (50, 90, 99)
+CHARS_PER_TOKEN = 4  # of texts, which are not tokenized
+MAX_NUMBERS = 1000
+
+
+@dataclass(frozen=True, order=True)
+class Fleet:
+    """Numbers of instances, and their setting --itl-target-ms (None: off)."""
+
+    prefill: int = 0
+    decode: int = 0
+    both: int = 0
+    itl_target_ms: float | None = None
+
+    @property
+    def size(self) -> int:
+        return self.prefill + self.decode + self.both
+
+    @property
+    def is_complete(self) -> bool:
+        """There are instances for both phases."""
+        return self.both > 0 or (self.prefill > 0 and self.decode > 0)
+
+    def __str__(self) -> str:
+        parts = [f"{count}{letter}" for count, letter in ((self.prefill, "P"), (self.decode, "D")) if count]
+        parts += [f"{self.both} both"] if self.both else []
+        target = "" if self.itl_target_ms is None else f", ITL target {self.itl_target_ms:g} ms"
+        return "+".join(parts) + target
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a simulation says of a fleet.
+
+    Attributes:
+        figures: those of `pdserve bench serve`, of the simulated run.
+        busy: mean share of the time in which the instances of each role were in a step.
+        saturated: the requests in flight kept growing while requests arrived.
+        samples: one per request.
+    """
+
+    fleet: Fleet
+    figures: dict[str, Any]
+    busy: dict[str, float]
+    preemptions: int
+    saturated: bool
+    samples: list[Sample]
+
+
+def parse_numbers(flag: str, text: str) -> list[int]:
+    """Parse numbers such as `1`, `1..4` or `1,2,4`.
+
+    Raises:
+        SetupError: the text has another form.
+    """
+    numbers = list[int]()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?", part)
+        if match is None or len(span := range(int(match[1]), int(match[2] or match[1]) + 1)) not in range(
+            1, MAX_NUMBERS
+        ):
+            raise SetupError(f"{flag}: {part!r} is no number of instances; write such as 2, 1..4 or 1,2,4")
+        numbers += span
+    return numbers
+
+
+def parse_itl_targets(text: str) -> list[float | None]:
+    """Parse milliseconds such as `30` or `off,20,50`.
+
+    Raises:
+        SetupError: the text has another form.
+    """
+    try:
+        targets = [None if part.strip() == "off" else float(part) for part in text.split(",")]
+    except ValueError:
+        targets = [0.0]
+    if not all(target is None or target > 0 for target in targets):
+        raise SetupError(f"--itl-target-ms: {text!r} is not such as 30 or off,20,50")
+    return targets
+
+
+def load_profile(config: FleetConfig) -> Profile:
+    """Read the profile that the settings name.
+
+    Raises:
+        SetupError: it cannot be read, or lacks the connector.
+    """
+    try:
+        profile = Profile.load(config.profile)
+    except OSError as error:
+        reason = f"--profile {config.profile} cannot be read: {error.strerror}"
+        raise SetupError(f"{reason}; `pdserve profile` writes one") from None
+    except ValueError as error:
+        raise SetupError(str(error)) from None
+    if config.connector and config.connector not in profile.transfers:
+        known = ", ".join(profile.transfers) or "none"
+        raise SetupError(f"--connector {config.connector}: the profile has {known}")
+    return profile
+
+
+def draw_requests(config: FleetConfig, rate: float) -> list[Request]:
+    """Return the requests of a run."""
+    requests = draw_load(config, rate, random.Random(config.seed), lambda text: max(1, len(text) // CHARS_PER_TOKEN))
+    return [_stretch(request, config) for request in requests]
+
+
+def mean_rate(config: FleetConfig) -> float:
+    """Return the mean rate of the load in requests per second.
+
+    Raises:
+        SetupError: there is none, because all requests come at once.
+    """
+    if math.isfinite(config.request_rate):
+        return config.request_rate
+    times = [request.at or 0.0 for request in draw_requests(config, math.inf)]
+    if not max(times) > min(times):
+        raise SetupError("give the load a --request-rate, or a data set with times")
+    return len(times) / (max(times) - min(times))
+
+
+def _stretch(request: Request, config: FleetConfig) -> Request:
+    """Return the request with the lengths that the settings ask for; texts count by their characters."""
+    blocks = request.blocks or ((f"text-{request.index}", max(1, len(request.text) // CHARS_PER_TOKEN)),)
+    blocks = tuple((name, max(1, round(size * config.stretch_prompts))) for name, size in blocks)
+    output = max(1, round(request.output_tokens * config.stretch_answers))
+    return replace(request, blocks=blocks, output_tokens=output, input_tokens=sum(size for _, size in blocks))
+
+
+def simulate(
+    config: FleetConfig, profile: Profile, objectives: dict[str, float], fleet: Fleet, rate: float
+) -> Forecast:
+    """Simulate a fleet under the load that the settings describe, at a mean rate."""
+    requests = draw_requests(config, rate)
+    block_size = config.block_size or (BLOCK if config.dataset_name == "mooncake" else None)
+    scheme = config.connector or next(iter(profile.transfers), "shm")
+    model = InstanceModel.from_profile(profile, scheme, num_blocks=config.num_blocks, block_size=block_size)
+    instance = InstanceConfig(
+        model=MODEL,
+        max_num_seqs=config.max_num_seqs or profile.engine.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or profile.engine.max_num_batched_tokens,
+        itl_target_ms=fleet.itl_target_ms,
+    )
+    router = RouterConfig(
+        model=MODEL,
+        policy=config.policy,
+        prefill_policy=config.prefill_policy,
+        decode_policy=config.decode_policy,
+        local_prefill_tokens=config.local_prefill_tokens,
+    )
+    deployment = Deployment(
+        prefill=fleet.prefill,
+        decode=fleet.decode,
+        both=fleet.both,
+        routers=config.routers,
+        store_blocks=max(1, parse_size(config.store_size) // model.layout.block_bytes),
+        instance=instance,
+        router=router,
+    )
+    outcome = Simulation(deployment, model, config.seed).play(requests, is_chat=config.chat, think_s=config.think_time)
+    figures = summarize(outcome.samples, objectives, METRICS, PERCENTILES, [])
+    busy = {
+        role: [share for name, share in outcome.busy.items() if name.startswith(role)] for role in fleet_roles(fleet)
+    }
+    return Forecast(
+        fleet,
+        figures,
+        {role: sum(shares) / len(shares) for role, shares in busy.items()},
+        outcome.preemptions,
+        is_saturated(outcome.samples),
+        outcome.samples,
+    )
+
+
+def fleet_roles(fleet: Fleet) -> list[str]:
+    """Return the roles of which a fleet has instances."""
+    return [role for role in ("prefill", "decode", "both") if getattr(fleet, role)]
+
+
+def simulate_all(
+    config: FleetConfig, profile: Profile, objectives: dict[str, float], runs: list[tuple[Fleet, float]]
+) -> Iterator[Forecast]:
+    """Simulate (fleet, rate) pairs side by side, and yield the forecasts in order."""
+    one = partial(_simulate_pair, config, profile, objectives)
+    if config.jobs == 1 or len(runs) == 1:
+        yield from map(one, runs)
+        return
+    with ProcessPoolExecutor(config.jobs, get_context("forkserver")) as pool:
+        yield from pool.map(one, runs)
+
+
+def _simulate_pair(
+    config: FleetConfig, profile: Profile, objectives: dict[str, float], run: tuple[Fleet, float]
+) -> Forecast:
+    return simulate(config, profile, objectives, *run)

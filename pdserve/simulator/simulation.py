@@ -1,0 +1,158 @@
+"""Simulation of a deployment: routers, prefill, decode and `both` instances, and clients that play a load."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from pdserve.bench.requests import Request as Load
+from pdserve.bench.requests import Sample
+from pdserve.config import InstanceConfig, RouterConfig
+from pdserve.keys import block_keys, root_key
+from pdserve.simulator.instance import SimulatedInstance
+from pdserve.simulator.model import InstanceModel
+from pdserve.simulator.router import SimulatedClient, SimulatedRouter
+from pdserve.simulator.store import SimulatedStore
+from pdserve.simulator.virtual_clock import VirtualClock
+
+MODEL = "model"
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A fleet and its settings.
+
+    Attributes:
+        prefill, decode, both: numbers of instances.
+        routers: number of router processes; requests go to them in turn.
+        store_blocks: capacity of the KV store.
+        instance, router: settings, as on the command line.
+    """
+
+    prefill: int = 1
+    decode: int = 1
+    both: int = 0
+    routers: int = 1
+    store_blocks: int = 1 << 20
+    instance: InstanceConfig = field(default_factory=lambda: InstanceConfig(model=MODEL))
+    router: RouterConfig = field(default_factory=lambda: RouterConfig(model=MODEL))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a simulation.
+
+    Attributes:
+        samples: one per request, as `pdserve bench serve` measures them.
+        seconds: simulated.
+        busy: share of the time in which each instance was in a step.
+        preemptions: over all instances.
+    """
+
+    samples: list[Sample]
+    seconds: float
+    busy: dict[str, float]
+    preemptions: int
+
+
+class Simulation:
+    """One deployment on a virtual clock."""
+
+    def __init__(self, deployment: Deployment, model: InstanceModel, seed: int = 0, *, can_skip: bool = True) -> None:
+        self.clock = VirtualClock()
+        store = SimulatedStore(model.link, deployment.store_blocks)
+        self.routers = [
+            SimulatedRouter(self.clock, f"router-{i}", deployment.router, model, seed + i)
+            for i in range(deployment.routers)
+        ]
+        self.instances: dict[str, SimulatedInstance] = {}
+        for role in ("prefill", "decode", "both"):
+            for i in range(getattr(deployment, role)):
+                config = replace(
+                    deployment.instance,
+                    instance_id=f"{role}-{i}",
+                    num_blocks=model.num_blocks,
+                    block_size=model.layout.block_size,
+                )
+                instance = SimulatedInstance(self.clock, model, store, config, role, can_skip=can_skip)
+                self.instances[instance.hello.instance_id] = instance
+                for router in self.routers:
+                    router.attach(instance)
+        self._model = model
+
+    def freeze(self, name: str) -> None:
+        """Stop an instance without a word; routers learn of it when its lease expires."""
+        self.instances[name].stop()
+
+    def kill(self, name: str) -> None:
+        """End the process of an instance, and with it its connections."""
+        self.freeze(name)
+        for router in self.routers:
+            router.lose(name)
+
+    def play(self, loads: Sequence[Load], *, is_chat: bool = False, think_s: float = 0.0) -> Outcome:
+        """Send all requests at their times and wait for the answers. A later turn waits for the previous one.
+
+        Args:
+            is_chat: the requests are chats, whose generated KV is stored for the next turn.
+            think_s: between an answer and the next turn.
+        """
+        player = _Player(self.clock, self.routers, self._model, loads, is_chat, think_s)
+        self.clock.run(until=lambda: player.num_ended == len(loads))
+        seconds = self.clock.time
+        busy = {name: one.busy_s / seconds if seconds else 0.0 for name, one in self.instances.items()}
+        preemptions = sum(one.thread.engine.scheduler.num_preemptions for one in self.instances.values())
+        return Outcome(player.samples, seconds, busy, preemptions)
+
+
+class _Player:
+    """Sends the requests of a load."""
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        routers: Sequence[SimulatedRouter],
+        model: InstanceModel,
+        loads: Sequence[Load],
+        is_chat: bool,
+        think_s: float,
+    ) -> None:
+        self.samples: list[Sample] = []
+        self.num_ended = 0
+        self._clock = clock
+        self._routers = routers
+        self._is_chat = is_chat
+        self._think_s = think_s
+        self._block_size = model.layout.block_size
+        self._root = root_key(model_digest=model.layout.model_digest)
+        self._ids: dict[str, int] = {}  # of the names of which prompts consist
+        self._prompts: dict[int, list[int]] = {}  # prompt and answer of turns that have a successor
+        self._next_turns: dict[int, list[Load]] = {}
+        self._turn = count()
+        previous = {load.after for load in loads}
+        self._has_next = {load.index for load in loads if load.index in previous}
+        for load in loads:
+            if load.after is None:
+                clock.at(load.at or 0.0, self._sender(load))
+            else:
+                self._next_turns.setdefault(load.after, []).append(load)
+
+    def _sender(self, load: Load) -> Callable[[], None]:
+        return lambda: self._send(load)
+
+    def _send(self, load: Load) -> None:
+        prompt = list(self._prompts.get(load.after, ())) if load.continues and load.after is not None else []
+        for name, size in load.blocks:
+            prompt += [self._ids.setdefault(name, len(self._ids))] * size
+        keys = {self._block_size: block_keys(self._root, prompt, self._block_size)}
+        router = self._routers[next(self._turn) % len(self._routers)]
+        sample = Sample(load.index, self._clock.time)
+        SimulatedClient(router, load, prompt, keys, sample, self._on_end, self._is_chat).send()
+
+    def _on_end(self, client: SimulatedClient) -> None:
+        self.samples.append(client.sample)
+        self.num_ended += 1
+        index = client.load.index
+        if client.state is not None and index in self._has_next:
+            self._prompts[index] = client.prompt + client.state.emitted
+        for load in self._next_turns.pop(index, ()):
+            self._clock.at(max(self._clock.time + self._think_s, load.at or 0.0), self._sender(load))

@@ -1,0 +1,205 @@
+"""Simulated KV store: remembers keys and times in place of bytes, and the connector through which instances reach it."""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+from pdserve.kv_transfer.connector import Capabilities, Connector, Outcome, PoolMemory, Result, Stats
+from pdserve.simulator.virtual_clock import VirtualClock
+
+
+@dataclass(frozen=True)
+class Link:
+    """How fast a connector moves blocks.
+
+    Attributes:
+        latency_s, store_latency_s: of one load or store, whatever its size.
+        bytes_per_s, store_bytes_per_s: of one load or store alone.
+        total_bytes_per_s: of all operations of all instances together.
+        streams: operations that one instance has under way at a time; further ones wait.
+        follows: blocks can be loaded while later ones of the same prompt are still being stored.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    total_bytes_per_s: float
+    streams: int = 2
+    follows: bool = False
+    store_latency_s: float | None = None
+    store_bytes_per_s: float | None = None
+
+
+class Lanes:
+    """A number of servers with one queue in order of arrival."""
+
+    def __init__(self, count: int) -> None:
+        self._free_at = [0.0] * count
+
+    def begin(self, now: float) -> float:
+        """Return when the first of them is free."""
+        return max(now, self._free_at[0])
+
+    def take(self, end: float) -> None:
+        """Occupy the first of them until `end`."""
+        heapq.heapreplace(self._free_at, end)
+
+
+@dataclass(slots=True)
+class _Block:
+    stored_at: float
+    leased_until: float
+
+
+class SimulatedStore:
+    """The KV store that the instances of a deployment share.
+
+    Args:
+        capacity: in blocks; the least recently used ones without a lease are evicted.
+    """
+
+    def __init__(self, link: Link, capacity: int) -> None:
+        self.link = link
+        self.capacity = capacity
+        # As many operations at full speed as the shared link allows; the same for both directions.
+        self.lanes = Lanes(max(1, round(link.total_bytes_per_s / link.bytes_per_s)))
+        self._blocks: OrderedDict[bytes, _Block] = OrderedDict()  # least recently used first
+
+    def put(self, key: bytes, now: float, stored_at: float, lease_s: float) -> bool:
+        """Store a block that will be complete at `stored_at`. Returns False if there is no room."""
+        block = self._blocks.get(key)
+        if block is not None:
+            block.leased_until = max(block.leased_until, stored_at + lease_s)
+            self._blocks.move_to_end(key)
+            return True
+        if len(self._blocks) >= self.capacity and not self._evict(now):
+            return False
+        self._blocks[key] = _Block(stored_at, stored_at + lease_s)
+        return True
+
+    def stored_at(self, key: bytes) -> float | None:
+        """Return when a block is, or was, complete; None if the store does not have it."""
+        block = self._blocks.get(key)
+        if block is None:
+            return None
+        self._blocks.move_to_end(key)
+        return block.stored_at
+
+    def release(self, key: bytes) -> None:
+        """End the lease of a block."""
+        if (block := self._blocks.get(key)) is not None:
+            block.leased_until = 0.0
+
+    def _evict(self, now: float) -> bool:
+        for key, block in self._blocks.items():
+            if block.leased_until <= now:
+                del self._blocks[key]
+                return True
+        return False
+
+
+class SimulatedConnector(Connector):
+    """One instance's connector to a simulated store. Its futures complete on the virtual clock.
+
+    Args:
+        now: time of the instance, which may be ahead of the clock's: it does not stop in the middle of a step.
+        block_bytes: of a block in the store.
+    """
+
+    scheme = "simulated"
+
+    def __init__(self, clock: VirtualClock, now: Callable[[], float], store: SimulatedStore, block_bytes: int) -> None:
+        self._clock = clock
+        self._now = now
+        self._store = store
+        self._block_bytes = block_bytes
+        self._lanes = Lanes(store.link.streams)
+        self._stats = Stats()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(follows=self._store.link.follows, skips_hanging=True)
+
+    def attach(self, memory: PoolMemory) -> None: ...
+
+    def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
+        return self._start("store", partial(self._store_now, keys, lease_s))
+
+    def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
+        return self._start("load", partial(self._load_now, keys))
+
+    def follow(self, keys: Sequence[bytes], block_ids: Sequence[int], *, patience_s: float) -> Future[Result]:
+        return self._start("load", partial(self._follow_now, keys, patience_s))
+
+    def match(self, keys: Sequence[bytes]) -> Future[int]:
+        future: Future[int] = Future()
+        self._clock.at(self._now() + self._store.link.latency_s, lambda: future.set_result(self._match_now(keys)))
+        return future
+
+    def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
+        for key in keys:
+            self._store.release(key)
+
+    def stats(self) -> Stats:
+        return self._stats
+
+    def close(self) -> None: ...
+
+    def _start(self, direction: str, operation: Callable[[], tuple[float, list[Outcome]]]) -> Future[Result]:
+        """Start an operation once the clock has reached the instance's time, so that operations queue in order of time."""
+        future: Future[Result] = Future()
+        called_at = self._now()
+
+        def begin() -> None:
+            end, outcomes = operation()
+            self._lanes.take(end)
+            result = Result(outcomes, end - called_at)
+            self._stats.count(direction, result)
+            self._clock.at(end, lambda: future.set_result(result))
+
+        self._clock.at(called_at, begin)
+        return future
+
+    def _store_now(self, keys: Sequence[bytes], lease_s: float) -> tuple[float, list[Outcome]]:
+        link, now = self._store.link, self._clock.time
+        latency_s = link.latency_s if link.store_latency_s is None else link.store_latency_s
+        begin, each_s = self._book(len(keys), latency_s, link.store_bytes_per_s or link.bytes_per_s)
+        outcomes = [
+            Outcome.OK if self._store.put(key, now, begin + each_s * (i + 1), lease_s) else Outcome.FULL
+            for i, key in enumerate(keys)
+        ]
+        return begin + each_s * len(keys), outcomes
+
+    def _load_now(self, keys: Sequence[bytes]) -> tuple[float, list[Outcome]]:
+        begin, each_s = self._book(len(keys), self._store.link.latency_s, self._store.link.bytes_per_s)
+        stored = [self._store.stored_at(key) for key in keys]
+        outcomes = [Outcome.OK if at is not None and at <= begin else Outcome.MISSING for at in stored]
+        return begin + each_s * outcomes.count(Outcome.OK), outcomes
+
+    def _follow_now(self, keys: Sequence[bytes], patience_s: float) -> tuple[float, list[Outcome]]:
+        begin, each_s = self._book(len(keys), self._store.link.latency_s, self._store.link.bytes_per_s)
+        end, outcomes = begin, list[Outcome]()
+        for key in keys:
+            at = self._store.stored_at(key)
+            if at is None or at > end + patience_s:
+                end += patience_s
+                outcomes += [Outcome.MISSING] * (len(keys) - len(outcomes))
+                break
+            end = max(end, at) + each_s
+            outcomes.append(Outcome.OK)
+        return end, outcomes
+
+    def _match_now(self, keys: Sequence[bytes]) -> int:
+        """Return the number of leading blocks that the store has."""
+        now = self._clock.time
+        times = (self._store.stored_at(key) for key in keys)
+        return next((i for i, at in enumerate(times) if at is None or at > now), len(keys))
+
+    def _book(self, blocks: int, latency_s: float, bytes_per_s: float) -> tuple[float, float]:
+        """Reserve the shared link. Returns when the operation begins to move bytes, and the seconds per block."""
+        now, each_s = self._clock.time, self._block_bytes / bytes_per_s
+        begin = max(self._lanes.begin(now), self._store.lanes.begin(now)) + latency_s
+        self._store.lanes.take(begin + blocks * each_s)
+        return begin, each_s

@@ -1,0 +1,89 @@
+"""The data of a profile: its file, its formulas, and what it refuses."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdserve.profile.profile import Machine, Profile, Residuals, StepModel, TransferModel
+
+MACHINE = Machine("EPYC", 1, "cpu", "2.13.0", "cpu-avx512")
+PROFILE = Profile(
+    model="demo",
+    model_fingerprint="abc",
+    machine=MACHINE,
+    step=StepModel(((1, 0.01), (4, 0.04), (8, 0.05)), 1e-6, ((16, 0.02), (512, 0.2)), 1e-8, 0.001, (-0.01, 1.0, 0.9)),
+    transfers={"shm": TransferModel(0.001, 1e9, 0.002, 2e9, 3e9)},
+    residuals={"decode": Residuals(3, 0.1, 0.2, 0.3, 0.01)},
+    assumed=("swap",),
+)
+
+
+def test_a_profile_survives_its_file(tmp_path: Path) -> None:
+    PROFILE.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == PROFILE
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"schema": 2}, "its schema is 2, and this version reads schema 1"),
+        ({"step": {"context_s": "much"}}, "step.context_s: Input should be a valid number"),
+        ({"step": {"decode": []}}, "the knots of decode must have ascending amounts"),
+        ({"model": None}, "model: Input should be a valid string"),
+    ],
+)
+def test_another_file_is_refused_in_a_sentence(tmp_path: Path, change: dict[str, object], reason: str) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps({"model": "demo"} | change))
+    with pytest.raises(ValueError, match=r"profile.json is not a profile: .*") as error:
+        Profile.load(file)
+    assert reason in str(error.value) and "\n" not in str(error.value)
+
+
+def test_another_model_or_machine_is_refused_in_a_sentence() -> None:
+    PROFILE.check(model_fingerprint="abc", machine=MACHINE)
+    with pytest.raises(ValueError, match=r"^The profile is of another model: demo \(abc\)\.$"):
+        PROFILE.check(model_fingerprint="abd")
+    other = replace(MACHINE, threads=2, torch="2.14.0")
+    with pytest.raises(ValueError, match=r"another machine: threads 1, here 2; torch '2.13.0', here '2.14.0'\.$"):
+        PROFILE.check(machine=other)
+
+
+def test_steps_follow_the_formulas() -> None:
+    step = PROFILE.step
+    assert step.seconds([(1, 99)]) == pytest.approx(0.01 + 100e-6)
+    assert step.seconds([(1, 99)] * 6) == step.decode_seconds(6, 600) == pytest.approx(0.045 + 600e-6)
+    assert step.decode_seconds(12, 0) == pytest.approx(0.06), "straight on beyond the last knot"
+    assert step.decode_seconds(8192, 0) == pytest.approx(0.05 + (8192 - 8) * 0.0025)
+    assert step.decode_seconds(0, 0) == step.seconds([]) == 0
+    assert step.seconds([(264, 100)]) == pytest.approx(0.11 + 264 * 232e-8)
+    assert step.seconds([(132, 100)] * 2) == pytest.approx(0.11 + 264 * 166e-8 + 0.001)
+    mixed = -0.01 + 0.04 + 4e-6 + 0.9 * step.prefill_seconds(264, 264 * 232)
+    assert step.seconds([(264, 100), *[(1, 0)] * 4]) == pytest.approx(mixed)
+    cheap = replace(step, mixed=(0.0, 0.0, 0.0))
+    assert cheap.seconds([(264, 100), (1, 0)]) == cheap.seconds([(264, 100)]), "a mixed step has no less to do"
+
+
+def test_transfers_have_a_latency_and_a_bandwidth() -> None:
+    model = PROFILE.transfer("shm")
+    assert model.seconds(0) == model.store_seconds(0) == 0
+    assert model.seconds(10**9) == pytest.approx(1.001) and model.store_seconds(10**9) == pytest.approx(0.502)
+    assert PROFILE.transfer("redis") == TransferModel()
+
+
+def test_costs_are_the_nearest_lines() -> None:
+    straight = replace(PROFILE, step=StepModel(((1, 0.011), (11, 0.021)), 1e-6, ((10, 0.03), (20, 0.05)), 1e-8))
+    costs = straight.costs
+    assert costs.decode == pytest.approx((0.01, 0.001, 1e-6), rel=1e-6)
+    assert costs.prefill == pytest.approx((0.01, 0.002, 1e-8), rel=1e-6)
+    assert costs.transfer == pytest.approx((0.001, 1e-9))
+
+
+def test_the_data_need_no_torch() -> None:
+    code = "import sys, pdserve.profile.profile; print({'torch', 'pydantic', 'scipy'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
+    assert result.stdout.strip() == "set()"

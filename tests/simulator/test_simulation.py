@@ -1,0 +1,179 @@
+"""Simulation: the real objects on a virtual clock, which end every request, the same each time, and read no real clock."""
+
+import itertools
+import time
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+
+from pdserve.bench.requests import Request as Load
+from pdserve.bench.requests import Sample
+from pdserve.config import RouterConfig
+from pdserve.costs import Costs, Work, attention_pairs
+from pdserve.keys import Layout
+from pdserve.simulator.model import InstanceModel
+from pdserve.simulator.simulation import Deployment, Outcome, Simulation
+from pdserve.simulator.store import Link
+
+COSTS = Costs(prefill=(0.01, 1e-3, 1e-7), decode=(0.02, 2e-3, 1e-6))
+LAYOUT = Layout(
+    model_fingerprint="m", num_layers=2, num_kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16", itemsize=2
+)
+Times = list[tuple[int, list[float]]]
+
+
+def step_seconds(work: Work) -> float:
+    decoding = [before + 1 for count, before in work if count == 1]
+    prompts = [(count, before) for count, before in work if count > 1]
+    _, b, c = COSTS.prefill
+    added = sum(b * count + c * attention_pairs(count, before) for count, before in prompts)
+    return added + (COSTS.step_seconds(len(decoding), sum(decoding)) or COSTS.prefill[0])
+
+
+def make_model(**changes: Any) -> InstanceModel:
+    values: dict[str, Any] = {
+        "layout": LAYOUT,
+        "num_blocks": 400,
+        "max_model_len": 2000,
+        "step_seconds": step_seconds,
+        "decode_seconds": COSTS.step_seconds,
+        "swap_seconds": lambda blocks: 1e-4 * blocks,
+        "link": Link(1e-3, 1e8, 4e8, follows=True),
+    }
+    return InstanceModel(**values | changes)
+
+
+def draw_loads(count: int, rate: float, seed: int = 0) -> list[Load]:
+    """Return requests of which every third continues the conversation of an earlier one."""
+    random, at, loads = Random(seed), 0.0, list[Load]()
+    for index in range(count):
+        at += random.expovariate(rate)
+        blocks = (("shared", 40), (f"own-{index}", random.randrange(10, 400)))
+        after = index - 2 if index % 3 == 2 else None
+        loads.append(Load(index, random.randrange(1, 60), blocks, at=at, after=after, continues=after is not None))
+    return loads
+
+
+def times(outcome: Outcome) -> Times:
+    samples = sorted(outcome.samples, key=lambda sample: sample.index)
+    return [(sample.index, [round(at, 9) for at in sample.token_times]) for sample in samples]
+
+
+def check_complete(outcome: Outcome, loads: list[Load]) -> None:
+    assert sorted(sample.index for sample in outcome.samples) == [load.index for load in loads]
+    for sample in outcome.samples:
+        assert sample.ok, sample.error
+        assert len(sample.token_times) == sample.output_tokens == loads[sample.index].output_tokens
+        assert sample.token_times == sorted(sample.token_times) and sample.sent < sample.token_times[0]
+
+
+def check_released(simulation: Simulation) -> None:
+    """Check that, once the last messages have arrived, nothing of the requests remains."""
+    end = simulation.clock.time + 1
+    simulation.clock.run(until=lambda: simulation.clock.time > end)
+    for instance in simulation.instances.values():
+        assert instance.thread.num_jobs == 0 and instance.thread.engine.pool.num_held == 0
+        instance.thread.engine.pool.check_integrity()
+    for router in simulation.routers:
+        assert not router.dispatcher.states
+        assert {quota.choices for quota in router.admission.quotas.values()} == {0}
+
+
+def test_every_request_ends_with_all_its_tokens_and_no_real_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> float:
+        raise AssertionError("the simulation reads a real clock")
+
+    loads = draw_loads(150, 2.0)
+    router = RouterConfig(model="model", max_requests=12)
+    simulation = Simulation(Deployment(prefill=2, decode=2, router=router), make_model())
+    with monkeypatch.context() as patch:
+        for name in ("monotonic", "perf_counter", "sleep", "thread_time"):
+            patch.setattr(time, name, fail)
+        outcome = simulation.play(loads, is_chat=True)
+    check_complete(outcome, loads)
+    check_released(simulation)
+    assert outcome.seconds > 60 and all(0.02 < share <= 1 for share in outcome.busy.values())
+    timelines = [simulation.routers[0].dispatcher.timelines.get(f"r{load.index}") for load in loads]
+    ways = {timeline.placement.way for timeline in timelines if timeline is not None and timeline.placement}
+    assert len(ways) > 1, "short prompts skip prefill"
+
+
+@pytest.mark.parametrize(
+    "deployment",
+    [Deployment(prefill=1, decode=1), Deployment(prefill=0, decode=0, both=2), Deployment(prefill=2, decode=1)],
+    ids=["1P+1D", "2 both", "2P+1D"],
+)
+@pytest.mark.parametrize("num_blocks", [400, 75])
+def test_skipping_plain_decode_steps_changes_no_time(deployment: Deployment, num_blocks: int) -> None:
+    loads, model = draw_loads(60, 3.0), make_model(num_blocks=num_blocks)
+    skipping, stepping = (Simulation(deployment, model, can_skip=can_skip) for can_skip in (True, False))
+    outcomes = [simulation.play(loads, is_chat=True) for simulation in (skipping, stepping)]
+    assert times(outcomes[0]) == times(outcomes[1])
+    assert outcomes[0].preemptions == outcomes[1].preemptions
+    steps = [
+        {name: one.thread.reporter.counts["engine_steps"] for name, one in simulation.instances.items()}
+        for simulation in (skipping, stepping)
+    ]
+    assert steps[0] == steps[1]
+
+
+def test_seed_determines_all_times() -> None:
+    loads, deployment = draw_loads(60, 3.0), Deployment(prefill=2, decode=2)
+    runs = [times(Simulation(deployment, make_model(), seed).play(loads)) for seed in (1, 1)]
+    assert runs[0] == runs[1]
+
+
+def test_conversations_wait_and_find_their_earlier_turns_in_the_cache() -> None:
+    loads = [
+        Load(index, 32, ((f"turn-{index}", 320),), at=0.0, after=index - 1 if index else None, continues=index > 0)
+        for index in range(3)
+    ]
+    simulation = Simulation(Deployment(prefill=0, decode=0, both=1), make_model())
+    samples = sorted(simulation.play(loads, is_chat=True, think_s=1.0).samples, key=lambda sample: sample.index)
+    for earlier, later in itertools.pairwise(samples):
+        assert later.sent == pytest.approx(earlier.ended + 1.0)
+    assert [sample.input_tokens for sample in samples] == [320, 672, 1024]
+    (instance,) = simulation.instances.values()
+    assert instance.thread.engine.scheduler.prefix_hits == 336 + 688  # all that is computed but the last, partial block
+
+
+@pytest.mark.parametrize("way", ["kill", "freeze"])
+def test_decode_instance_that_dies_costs_no_request(way: str) -> None:
+    loads = draw_loads(60, 3.0)
+    simulation = Simulation(Deployment(prefill=1, decode=2), make_model())
+    end: Callable[[str], None] = getattr(simulation, way)
+    simulation.clock.at(8.0, lambda: end("decode-0"))
+    outcome = simulation.play(loads)
+    check_complete(outcome, loads)
+    timelines = [simulation.routers[0].dispatcher.timelines.get(f"r{load.index}") for load in loads]
+    moved = [one for one in timelines if one is not None and one.migrations]
+    assert moved and all(8.0 < one.migrations[0].at < 10.5 for one in moved)
+
+
+def test_full_admission_queue_refuses_with_429() -> None:
+    router = RouterConfig(model="model", max_requests=1, max_queue=1)
+    loads = [Load(index, 20, ((f"own-{index}", 100),), at=0.0) for index in range(5)]
+    outcome = Simulation(Deployment(router=router), make_model()).play(loads)
+    assert sorted(sample.status for sample in outcome.samples) == [200, 200, 429, 429, 429]
+    assert all(isinstance(sample, Sample) and sample.rejected for sample in outcome.samples if not sample.ok)
+
+
+def test_slower_link_delays_the_first_token_by_a_lookup_and_the_second_by_the_hand_over() -> None:
+    loads = [Load(0, 8, (("own", 800),), at=0.0)]
+    fast, slow = [
+        Simulation(Deployment(), make_model(link=Link(latency, 1e8, 4e8))).play(loads).samples[0].token_times
+        for latency in (0.001, 0.301)
+    ]
+    assert slow[0] - fast[0] == pytest.approx(0.3)
+    assert 0.55 < (slow[1] - slow[0]) - (fast[1] - fast[0]) < 0.65, "once to store and once to load"
+
+
+def test_several_routers_share_the_instances() -> None:
+    loads = draw_loads(60, 3.0)
+    simulation = Simulation(Deployment(prefill=2, decode=1, routers=2), make_model())
+    outcome = simulation.play(loads)
+    check_complete(outcome, loads)
+    check_released(simulation)
+    assert all(router.dispatcher.timelines.get(f"r{number}") for number, router in enumerate(simulation.routers))
