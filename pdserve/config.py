@@ -13,6 +13,7 @@ from typing import Any
 from pdserve.slo import Slo
 
 DEFAULT_CONNECTOR = "shm://default"
+INTERRUPT_GRACE_S = 5  # for a router's requests to finish after Ctrl-C
 DEFAULT_PORT = 8000
 DTYPES = ("float32", "bfloat16", "float16")
 KERNELS = ("reference", "cpu", "triton")

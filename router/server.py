@@ -21,7 +21,7 @@ import uvicorn
 import uvloop
 from starlette.applications import Starlette
 
-from pdserve.config import RouterConfig
+from pdserve.config import INTERRUPT_GRACE_S, RouterConfig
 from pdserve.control.certificates import check_key_pair, server_context
 from pdserve.control.registry import Registry
 from pdserve.grammars.compiler import GrammarCompiler
@@ -45,7 +45,6 @@ from pdserve.router.web.overview import Overview
 
 log = logging.getLogger(__name__)
 
-INTERRUPT_GRACE_S = 5  # for requests to finish after Ctrl-C
 ATTACH_TIMEOUT_S = 5.0  # for which a router that shares its port waits for instances before it accepts connections
 
 

@@ -3,6 +3,7 @@
 import json
 import random
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -17,6 +18,7 @@ TIMEOUT_S = 300
 SILENT_CONNECTIONS = 50
 BURST = 100
 ENDLESS = 1 << 20  # bytes
+ENDED = (ConnectionError, ssl.SSLError)  # how a refused connection may end
 INJECTION = "\x1b[2J\r\nWARNING pdserve: forged"
 NESTED: dict[str, Any] = {"type": "string"}
 for _ in range(850):
@@ -32,7 +34,12 @@ class Attacks:
     """
 
     def __init__(self, deployment: Deployment) -> None:
-        self._address = "127.0.0.1", urlsplit(deployment.url).port
+        url = urlsplit(deployment.url)
+        self._address = "127.0.0.1", url.port
+        self._tls: ssl.SSLContext | None = None
+        if url.scheme == "https":
+            self._tls = ssl.create_default_context()
+            self._tls.check_hostname, self._tls.verify_mode = False, ssl.CERT_NONE
         arguments = deployment.child("router").arguments
         self._control = "127.0.0.1", int(arguments[arguments.index("--control-port") + 1])
         self.stopped = threading.Event()
@@ -63,7 +70,7 @@ class Attacks:
 
     def _endless_header(self) -> None:
         with self._connect() as connection:
-            with suppress(ConnectionError):
+            with suppress(*ENDED):
                 connection.sendall(b"GET /health HTTP/1.1\r\nX: " + b"a" * ENDLESS)
             self._expect(connection, {431})
 
@@ -74,9 +81,11 @@ class Attacks:
 
     def _silent_connections(self) -> None:
         with ExitStack() as stack:
-            silent = [stack.enter_context(self._connect()) for _ in range(SILENT_CONNECTIONS)]
-            for connection in silent[::2]:
+            silent = [stack.enter_context(self._connect()) for _ in range(SILENT_CONNECTIONS // 2)]
+            for connection in silent:
                 connection.sendall(b"GET /hea")
+            # Over TLS, these do not even begin the handshake.
+            silent += [stack.enter_context(self._connect_tcp()) for _ in range(SILENT_CONNECTIONS // 2)]
             for connection in silent:
                 self._expect(connection, {408, None})
 
@@ -132,6 +141,10 @@ class Attacks:
     # ---- HTTP -------------------------------------------------------------------------------------------------------
 
     def _connect(self) -> socket.socket:
+        connection = self._connect_tcp()
+        return self._tls.wrap_socket(connection) if self._tls else connection
+
+    def _connect_tcp(self) -> socket.socket:
         return socket.create_connection(self._address, TIMEOUT_S)
 
     def _request(self, *headers: str, **fields: Any) -> bytes:
@@ -148,7 +161,7 @@ class Attacks:
     def _expect(self, connection: socket.socket, expected: set[int | None]) -> None:
         """Read to the end of the connection. Status None: it ended without an answer."""
         answer = b""
-        with suppress(ConnectionError):
+        with suppress(*ENDED):
             while data := connection.recv(1 << 16):
                 answer += data
         status = int(answer[9:12]) if answer else None

@@ -3,7 +3,7 @@
 Every response must conform to the schema and none may be a server error; every attack must be refused or served; the
 processes must not grow in memory.
 
-schema_fuzz.py [SECONDS]   duration of each of two runs (default 60); memory growth is measured over the second
+schema_fuzz.py [SECONDS [--tls]]   duration of each of two runs (default 60); memory growth is measured over the second
 """
 
 import importlib.util
@@ -11,8 +11,10 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
+import trustme
 from attacks import Attacks
 
 from pdserve.cli.deployment import Deployment, free_port
@@ -32,12 +34,16 @@ MAX_GROWTH_MIB = 24  # allows for the router's request log and allocator noise; 
 REQUEST_TIMEOUT_S = 300
 
 
-def main(seconds: int) -> None:
+def main(seconds: int, tls: bool) -> None:
     if importlib.util.find_spec("schemathesis") is None:
         sys.exit("Schemathesis is not installed: pip install schemathesis")
     # A short context limits the length of answers to requests that are valid by chance.
     config = UpConfig(model="demo", port=free_port(), max_model_len=96, num_blocks=512, threads=1)
-    with Deployment(config, on_line=lambda line: print(line, file=sys.stderr)) as deployment:
+    deployment = Deployment(config, on_line=lambda line: print(line, file=sys.stderr))
+    with ExitStack() as stack:
+        if tls:
+            serve_over_tls(deployment, Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        stack.enter_context(deployment)
         deployment.wait_ready()
         attacks = Attacks(deployment)
         with ThreadPoolExecutor(1) as thread:
@@ -58,6 +64,15 @@ def main(seconds: int) -> None:
         sys.exit(f"a process grew by more than {MAX_GROWTH_MIB} MiB")
 
 
+def serve_over_tls(deployment: Deployment, folder: Path) -> None:
+    """Have the router of a deployment, which has no flags for this, serve clients over TLS."""
+    issued, router = trustme.CA().issue_cert("127.0.0.1"), deployment.child("router")
+    issued.private_key_and_cert_chain_pem.write_to_path(folder / "all.pem")
+    router.arguments += ["--ssl-certfile", f"{folder}/all.pem", "--ssl-keyfile", f"{folder}/all.pem"]
+    deployment.url = deployment.url.replace("http:", "https:")
+    deployment.routers = [deployment.url]
+
+
 def run(url: str, seconds: int) -> None:
     """Run Schemathesis; exit with its code if it found a failure."""
     command = [
@@ -71,7 +86,7 @@ def run(url: str, seconds: int) -> None:
         "--max-time",
         str(seconds),
     ]
-    command += ["--continue-on-failure", "--request-timeout", str(REQUEST_TIMEOUT_S)]
+    command += ["--tls-verify", "false", "--continue-on-failure", "--request-timeout", str(REQUEST_TIMEOUT_S)]
     command += ["--generation-database", "none", "--warnings", "off", "--suppress-health-check", "all"]
     with tempfile.TemporaryDirectory() as folder:
         code = subprocess.run(command, cwd=folder).returncode
@@ -91,4 +106,5 @@ def resident_mib(deployment: Deployment) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 60)
+    arguments = [one for one in sys.argv[1:] if one != "--tls"]
+    main(int(arguments[0]) if arguments else 60, tls="--tls" in sys.argv)

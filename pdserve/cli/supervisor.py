@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, fields
 from types import TracebackType
 from typing import Self
 
-from pdserve.config import Settings
+from pdserve.config import INTERRUPT_GRACE_S, Settings
 from pdserve.errors import SetupError
 
 RESTART_BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # the last one repeats
 STABLE_AFTER_S = 60.0  # a child that ran this long restarts with the first back-off again
-STOP_TIMEOUT_S = 10.0  # from SIGTERM to SIGKILL
+STOP_TIMEOUT_S = 30.0  # to SIGKILL, once requests have had their time; only ends a hang, also on a busy machine
 SETUP_ERROR_EXIT_CODE = 2  # a start-up error, which a restart would repeat
 PARENT_VARIABLE = "PDSERVE_PARENT_PID"  # of a child, which ends when the process with this id does
 PR_SET_PDEATHSIG = 1
@@ -106,7 +106,7 @@ class Supervisor:
 
     def stop(self) -> None:
         """Stop all children at once, signalling them in reverse order."""
-        self._terminate(signal.SIGINT, STOP_TIMEOUT_S)
+        self._terminate(signal.SIGINT, INTERRUPT_GRACE_S + STOP_TIMEOUT_S)
 
     def drain(self, seconds: float) -> None:
         """Stop all children after their running requests have finished, which may take up to `seconds`."""

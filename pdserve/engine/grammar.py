@@ -1,17 +1,16 @@
 """Structured output through xgrammar (`pip install 'pdserve[structured]'`): tokens that would break a grammar are masked.
 
 A grammar arrives as a specification (`grammars/specification.py`) and is compiled in another process, within limits; its
-sequence joins the batch afterwards. Compiled grammars are cached, within bounds. The allowed tokens are a function of the
-output alone, so a sequence may be preempted or migrate to another instance.
+sequence joins the batch afterwards. Compiled grammars are cached, within bounds. Masks are computed in another process, too
+(`grammars/mask_worker.py`), because one that takes too long can only be stopped there. The allowed tokens are a function of
+the output alone, so a sequence may be preempted or migrate to another instance.
 
 Shape legend: S sequences, V vocabulary, W 32-bit words of a bit mask over the vocabulary.
 """
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import torch
 
@@ -19,59 +18,47 @@ from pdserve.engine.sequence import Sequence
 from pdserve.errors import RequestError
 from pdserve.grammars.cache import BoundedCache
 from pdserve.grammars.compiler import GrammarCompiler
-from pdserve.grammars.limits import GrammarTooComplex, mask_budget_s
+from pdserve.grammars.mask_client import Follower, LoadedGrammar, MaskRow, fill_masks
 
 COMPILE_THREADS = 2
 CACHE_ENTRIES = 1024  # compiled grammars
 CACHE_BYTES = 128 * 2**20
+LOADED_ENTRIES = 16  # mask workers that wait for another sequence with their grammar
+LOADED_BYTES = 32 * 2**20
 
 
 class GrammarConstraint:
-    """The grammar of one sequence and its matcher state.
+    """The grammar of one sequence."""
 
-    Attributes:
-        failure: why the grammar cannot be compiled or followed any further, if so.
-    """
-
-    def __init__(self, compiled: "Future[Any]") -> None:
-        self.failure: RequestError | None = None
+    def __init__(self, compiled: "Future[LoadedGrammar]") -> None:
         self._compiled = compiled
-        self._matcher: Any = None
-        self._num_accepted = 0
-        self._cpu_s = 0.0
+        self._compile_error: RequestError | None = None
+        self._follower: Follower | None = None
 
     @property
     def is_ready(self) -> bool:
         """True once compilation has ended."""
         return self._compiled.done()
 
-    def fill_bitmask(self, output: list[int], mask_SW: torch.Tensor, row: int) -> None:
-        """Set one row of xgrammar's bit mask to the tokens that may follow `output`, or set `failure`."""
-        started = time.thread_time()
-        if self._matcher is None:
-            self.failure = self._create_matcher()
-        for token in output[self._num_accepted :]:
-            if self.failure is None and (self._matcher.is_terminated() or not self._matcher.accept_token(token)):
-                self.failure = RequestError("the output does not follow the grammar", kind="grammar_broken")
-        self._num_accepted = len(output)
-        if self.failure is None and not self._matcher.is_terminated():
-            self._matcher.fill_next_token_bitmask(mask_SW, row)
-        self._cpu_s += time.thread_time() - started
-        if self.failure is None and self._cpu_s > mask_budget_s(len(output) + 1):
-            message = f"the grammar took {self._cpu_s:.1f} s of CPU time for {len(output) + 1} tokens; simplify it"
-            self.failure = GrammarTooComplex(message, kind="invalid_grammar")
+    @property
+    def failure(self) -> RequestError | None:
+        """Why the grammar cannot be compiled or followed any further, if so."""
+        return self._follower.failure if self._follower else self._compile_error
 
-    def _create_matcher(self) -> RequestError | None:
-        from xgrammar import GrammarMatcher
-
-        assert self._compiled.done()
-        error = self._compiled.exception()
-        if error is None:
-            self._matcher = GrammarMatcher(self._compiled.result())
+    def mask_row(self, output: list[int], mask_W: torch.Tensor) -> MaskRow | None:
+        """Return what `fill_masks` fills with the tokens that may follow `output`; None if there is a failure."""
+        if self._follower is None and self._compile_error is None:
+            assert self._compiled.done()
+            error = self._compiled.exception()
+            if error is None:
+                self._follower = Follower(self._compiled.result())
+            elif isinstance(error, RequestError):
+                self._compile_error = error
+            else:
+                self._compile_error = RequestError(f"the grammar cannot be compiled: {error}", kind="rejected")
+        if self._follower is None or self._follower.failure is not None:
             return None
-        if isinstance(error, RequestError):
-            return error
-        return RequestError(f"the compiled grammar cannot be read: {error}", kind="rejected")
+        return MaskRow(self._follower, output, mask_W)
 
 
 class GrammarBackend:
@@ -81,14 +68,14 @@ class GrammarBackend:
         self._compiler = GrammarCompiler(model, vocab_size, eos_token_ids)
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, "grammar")
         self._lock = threading.Lock()
-        self._running: dict[str, Future[Any]] = {}  # compilations by specification
-        self._compiled = BoundedCache[Future[Any]](CACHE_ENTRIES, CACHE_BYTES)
-        self._tokenizer_info: Any = None
+        self._running: dict[str, Future[LoadedGrammar]] = {}  # compilations by specification
+        self._loaded = BoundedCache[Future[LoadedGrammar]](LOADED_ENTRIES, LOADED_BYTES)
+        self._compiled = BoundedCache[bytes](CACHE_ENTRIES, CACHE_BYTES)
 
     def compile(self, spec: str, on_ready: Callable[[], None]) -> GrammarConstraint:
         """Start compiling a specification, unless it is cached. `on_ready` is called, in any thread, once that has ended."""
         with self._lock:
-            compiled = self._compiled.get(spec) or self._running.get(spec)
+            compiled = self._loaded.get(spec) or self._running.get(spec)
             is_new = compiled is None
             if compiled is None:
                 compiled = self._running[spec] = self._threads.submit(self._compile, spec)
@@ -97,20 +84,21 @@ class GrammarBackend:
         compiled.add_done_callback(lambda _: on_ready())
         return GrammarConstraint(compiled)
 
-    def _keep(self, spec: str, compiled: "Future[Any]") -> None:
+    def _keep(self, spec: str, compiled: "Future[LoadedGrammar]") -> None:
         """Cache a compilation that has ended well."""
         with self._lock:
             del self._running[spec]
             if compiled.exception() is None:
-                self._compiled.put(spec, compiled, compiled.result().memory_size_bytes)
+                self._loaded.put(spec, compiled, len(compiled.result().serialized))
 
-    def _compile(self, spec: str) -> Any:
-        from xgrammar import CompiledGrammar, TokenizerInfo
-
-        serialized = self._compiler.compile(spec).decode()
-        if self._tokenizer_info is None:
-            self._tokenizer_info = TokenizerInfo.deserialize_json(self._compiler.tokenizer_info())
-        return CompiledGrammar.deserialize_json(serialized, self._tokenizer_info)
+    def _compile(self, spec: str) -> LoadedGrammar:
+        with self._lock:
+            serialized = self._compiled.get(spec)
+        if serialized is None:
+            serialized = self._compiler.compile(spec)
+            with self._lock:
+                self._compiled.put(spec, serialized, len(serialized))
+        return LoadedGrammar(self._compiler, serialized)
 
 
 def apply_grammars(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
@@ -121,8 +109,12 @@ def apply_grammars(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
     from xgrammar import allocate_token_bitmask, apply_token_bitmask_inplace
 
     mask_SW = allocate_token_bitmask(len(seqs), logits_SV.shape[1])
+    wanted = []
     for row in rows:
         seq = seqs[row]
         assert seq.constraint is not None
-        seq.constraint.fill_bitmask(seq.tokens[seq.num_prompt :], mask_SW, row)
+        mask_row = seq.constraint.mask_row(seq.tokens[seq.num_prompt :], mask_SW[row])
+        if mask_row is not None:
+            wanted.append(mask_row)
+    fill_masks(wanted)
     apply_token_bitmask_inplace(logits_SV, mask_SW.to(logits_SV.device), indices=rows)

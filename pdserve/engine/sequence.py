@@ -16,12 +16,13 @@ from pdserve.request import SamplingParams, TokenLogprobs
 class Constraint(Protocol):
     """Restricts the next token of a sequence. Implemented by `GrammarConstraint` in `engine/grammar.py`."""
 
-    failure: RequestError | None
+    @property
+    def failure(self) -> RequestError | None: ...
 
     @property
     def is_ready(self) -> bool: ...
 
-    def fill_bitmask(self, output: list[int], mask_SW: Any, row: int) -> None: ...
+    def mask_row(self, output: list[int], mask_W: Any) -> Any: ...
 
 
 @dataclass(frozen=True)

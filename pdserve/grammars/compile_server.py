@@ -1,17 +1,20 @@
 """The compile server: loads xgrammar and a tokenizer once, and then forks a process with limits for each grammar.
 
+It also forks mask workers (`mask_worker.py`).
+
     python -m pdserve.grammars.compile_server SOCKET MODEL VOCAB_SIZE EOS_TOKEN_IDS LIMITS
 
-SOCKET is the descriptor of a Unix stream socket; the last two arguments are JSON. The server first sends the length of its
-tokenizer information in 8 bytes, and the information as xgrammar's JSON. Then it receives one descriptor per grammar, each
-with one byte. Behind a descriptor is a socket, from which the forked process reads the specification up to its end, and to
-which it writes STARTED, and then OK and the compiled grammar as JSON, or ERROR and xgrammar's message. A process that exceeds
-a limit is killed and writes nothing more. What it had allocated goes with it, so a grammar cannot leave anything behind.
+SOCKET is the descriptor of a Unix stream socket; the last two arguments are JSON. The server first sends READY. Then it
+receives descriptors of sockets, each with one byte: MASKS for a mask worker's connection, or COMPILE. From the latter, the
+forked process reads the specification of a grammar up to its end, and it writes STARTED, and then OK and the compiled grammar
+as JSON, or ERROR and xgrammar's message. A process that exceeds a limit is killed and writes nothing more. What it had
+allocated goes with it, so a grammar cannot leave anything behind.
 
 The server has one thread, so forking is safe. It ends when the other end of its socket is closed.
 """
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -25,12 +28,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from pdserve.grammars.limits import CompileLimits, mask_budget_s
+from pdserve.grammars.limits import MAX_MASK_CPU_S, CompileLimits, mask_budget_s
+from pdserve.grammars.mask_worker import serve_masks
 from pdserve.grammars.specification import build_grammar
 from pdserve.model_path import resolve_model
 
+READY, COMPILE, MASKS = b"r", b"c", b"m"
 STARTED, OK, ERROR = b".", b"+", b"-"
-NICENESS = 10  # running requests come first
+NICENESS = 10  # of compiling: running requests come first
 MAX_MESSAGE_CHARS = 1000
 TRIAL_TOKENS = 64
 
@@ -40,24 +45,37 @@ def main(arguments: list[str]) -> None:
     descriptor, model, vocab_size, eos_token_ids, limits = arguments
     control = socket.socket(fileno=int(descriptor))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended processes are reaped by the kernel
-    os.nice(NICENESS)
     info = _tokenizer_info(model, int(vocab_size), json.loads(eos_token_ids))
-    ready = info.serialize_json().encode()
+    gc.freeze()  # what is loaded stays shared with the forked processes
     with contextlib.suppress(ConnectionError):
-        control.sendall(len(ready).to_bytes(8, "big") + ready)
+        control.sendall(READY)
         while True:
-            _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+            kind, descriptors, _, _ = socket.recv_fds(control, 1, 1)
             if not descriptors:
                 return
             with socket.socket(fileno=descriptors[0]) as job:
                 if os.fork() == 0:
                     control.close()
-                    _run(job, info, CompileLimits(**json.loads(limits)))
+                    if kind == MASKS:
+                        _run_mask_worker(job, info)
+                    else:
+                        _run(job, info, CompileLimits(**json.loads(limits)))
+
+
+def _run_mask_worker(connection: socket.socket, info: Any) -> None:
+    """Serve masks until the connection is closed, and exit. This does not end with the compile server."""
+    try:
+        os.setpgid(0, 0)
+        with contextlib.suppress(ConnectionError):
+            serve_masks(connection, info)
+    finally:
+        os._exit(0)
 
 
 def _run(job: socket.socket, info: Any, limits: CompileLimits) -> None:
     """Answer one job, and exit."""
     try:
+        os.nice(NICENESS)
         _limit_resources(limits)
         job.sendall(STARTED)
         with job.makefile("rb") as stream:
@@ -101,7 +119,10 @@ def _follows_within_budget(compiled: Any, vocab_size: int) -> bool:
     choose = random.Random(0).choice  # always the same output, so that every instance comes to the same result
     started = time.process_time()
     for num_tokens in range(TRIAL_TOKENS):
+        mask_started = time.process_time()
         matcher.fill_next_token_bitmask(mask_1W, 0)
+        if time.process_time() - mask_started > MAX_MASK_CPU_S:
+            return False
         words = mask_1W.view(torch.uint8).numpy()
         allowed = np.flatnonzero(np.unpackbits(words, bitorder="little", count=vocab_size))
         if not allowed.size or not matcher.accept_token(int(choose(allowed))) or matcher.is_terminated():

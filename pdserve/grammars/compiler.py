@@ -19,7 +19,8 @@ from pdserve.grammars.limits import CompileLimits, GrammarTooComplex, check_gram
 
 START_TIMEOUT_S = 600.0  # for loading xgrammar and the tokenizer; only ends a hang
 GRACE_S = 30.0  # for the answer, after the elapsed time at which the compile server's process is killed
-STARTED, OK, ERROR = b".", b"+", b"-"  # as in `compile_server.py`
+READY, COMPILE, MASKS = b"r", b"c", b"m"  # as in `compile_server.py`
+STARTED, OK, ERROR = b".", b"+", b"-"
 SOURCE_LOCATION = re.compile(r"^\[[\d:]+\] \S+: ")  # prefix of xgrammar's error messages
 
 log = logging.getLogger(__name__)
@@ -60,9 +61,18 @@ class GrammarCompiler:
         message = f"the grammar is too expensive to compile; simplify it. The limits are {self._limits}"
         raise GrammarTooComplex(message, kind="invalid_grammar")
 
-    def tokenizer_info(self) -> str:
-        """Return the tokenizer information as xgrammar's JSON; start the compile server if necessary."""
-        return self._running_server().tokenizer_info
+    def fork_mask_worker(self) -> socket.socket:
+        """Return the connection of a new mask worker, which ends when the connection is closed.
+
+        Raises:
+            RequestError: the compile server does not start.
+        """
+        for _ in range(2):  # the second time if the server has died since the last grammar
+            server = self._running_server()
+            with suppress(OSError):
+                return server.connect(MASKS)
+            server.kill()
+        raise RequestError("the compile server for grammars does not answer", kind="internal_error")
 
     def _answer(self, spec: str) -> bytes:
         for _ in range(2):  # the second time if the server has died since the last grammar
@@ -100,14 +110,10 @@ class GrammarCompiler:
 
 
 class _CompileServer:
-    """A compile server, in a process group of its own. It is killed with this object.
-
-    Attributes:
-        tokenizer_info: as xgrammar's JSON; empty until the server is ready.
-    """
+    """A compile server, in a process group of its own. It is killed with this object."""
 
     def __init__(self, arguments: list[str]) -> None:
-        self.tokenizer_info = ""
+        self._is_ready = False
         self._starting = threading.Lock()
         self._control, theirs = socket.socketpair()
         with theirs:
@@ -124,12 +130,12 @@ class _CompileServer:
             RequestError: it has ended or hangs.
         """
         with self._starting:
-            if self.tokenizer_info:
+            if self._is_ready:
                 return
-            with suppress(OSError), self._control.makefile("rb") as stream:
+            with suppress(OSError):
                 self._control.settimeout(START_TIMEOUT_S)
-                self.tokenizer_info = stream.read(int.from_bytes(stream.read(8), "big")).decode()
-            if self.tokenizer_info:
+                self._is_ready = self._control.recv(1) == READY
+            if self._is_ready:
                 return
         self.kill()
         raise RequestError("the compile server for grammars did not start; see the log", kind="internal_error")
@@ -138,16 +144,28 @@ class _CompileServer:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
+    def connect(self, kind: bytes) -> socket.socket:
+        """Return a socket whose other end a process has that the server forks.
+
+        Raises:
+            ConnectionError: the server has died.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [kind], [theirs.fileno()])
+            except OSError:
+                ours.close()
+                raise
+        return ours
+
     def answer(self, spec: str, timeout_s: float) -> bytes:
         """Have a grammar compiled, and return the answer. It starts with STARTED unless the server has died.
 
         Raises:
             ConnectionError: the server has died.
         """
-        ours, theirs = socket.socketpair()
-        with ours:
-            with theirs:
-                socket.send_fds(self._control, [b" "], [theirs.fileno()])
+        with self.connect(COMPILE) as ours:
             ours.settimeout(timeout_s)
             ours.sendall(spec.encode())
             ours.shutdown(socket.SHUT_WR)

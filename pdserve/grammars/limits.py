@@ -10,6 +10,7 @@ MAX_CHARS = 65536  # of the specification as JSON
 MAX_DEPTH = 64  # levels of objects and arrays in a JSON schema, or of parentheses in a regular expression or EBNF
 MASK_CPU_S = 1.0  # CPU time for the masks of one sequence, plus
 MASK_CPU_S_PER_TOKEN = 0.02  # this much for each of its tokens
+MAX_MASK_CPU_S = 0.25  # CPU time for one of them, for which the engine waits
 
 
 class GrammarTooComplex(BadRequest):

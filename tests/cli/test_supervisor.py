@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from pdserve.cli.supervisor import RESTART_BACKOFF_S, SETUP_ERROR_EXIT_CODE, Child, Supervisor
+from pdserve.cli.supervisor import RESTART_BACKOFF_S, SETUP_ERROR_EXIT_CODE, STOP_TIMEOUT_S, Child, Supervisor
+from pdserve.config import INTERRUPT_GRACE_S
 from pdserve.errors import SetupError
 
 
@@ -43,3 +44,12 @@ def test_start_up_error_is_raised() -> None:
         wait_for_exit(child)
         with pytest.raises(SetupError, match="child could not start; see its error above"):
             supervisor.check_children()
+
+
+def test_the_time_of_requests_is_not_taken_from_that_for_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+    monkeypatch.setattr(Supervisor, "_terminate", lambda self, signum, timeout_s: limits.append(timeout_s))
+    supervisor = Supervisor([], print)
+    supervisor.stop()
+    supervisor.drain(7.0)
+    assert limits == [INTERRUPT_GRACE_S + STOP_TIMEOUT_S, 7.0 + STOP_TIMEOUT_S]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from pdserve.config import EngineConfig
-from pdserve.engine import grammar
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
+from pdserve.grammars import mask_client
 from pdserve.grammars.compiler import GrammarCompiler
 from pdserve.grammars.limits import GrammarTooComplex
 from pdserve.request import SamplingParams
@@ -152,7 +152,7 @@ def test_slow_compilation_does_not_delay_others(engine: Engine, monkeypatch: pyt
 def test_a_grammar_whose_masks_are_too_expensive_fails_its_sequence(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar, "mask_budget_s", lambda num_tokens: -1.0 if num_tokens > 2 else 1e9)
+    monkeypatch.setattr(mask_client, "mask_budget_s", lambda num_tokens: -1.0 if num_tokens > 2 else 1e9)
     seq = engine.new_sequence("r", [7], sampling(0, SPECS[1]))
     run(engine, [seq])
     assert seq.constraint is not None and isinstance(seq.constraint.failure, GrammarTooComplex)
