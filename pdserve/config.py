@@ -566,6 +566,10 @@ class ProfileConfig(TransferConfig):
     quick: bool = flag("fewer steps, and no deployment for start-up and router", False)
     repeat: int = flag("rounds over all steps, of which the medians count", 3, least=1)
     from_fleet: str = flag("URL of a router: take what its instances report, and measure nothing; empty: measure", "")
+    compare: str = flag(
+        "with --from-fleet: say whether the instance has drifted from this profile, and write none; empty: write one",
+        "",
+    )
     import_source: str | None = flag(
         "read published timings, and measure nothing; default: measure", None, choices=("distserve", "splitwise")
     )

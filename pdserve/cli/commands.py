@@ -195,11 +195,12 @@ def plan(config: PlanConfig) -> None:
 
 
 def profile(config: ProfileConfig) -> None:
-    """Measure what a model costs on this machine, for simulations and plans, and write it to a file."""
+    """Measure what a model costs on this machine, and write it to a file. Exit code 1: --compare found a drift."""
     from pdserve.cli.deployment import Deployment, free_port
     from pdserve.profile.command import run
 
-    run(config, lambda settings: Deployment(replace(settings, port=free_port()), on_line=lambda line: None))
+    if not run(config, lambda settings: Deployment(replace(settings, port=free_port()), on_line=lambda line: None)):
+        raise typer.Exit(1)
 
 
 bench_app.command("serve")(command_from_config(BenchServeConfig, bench_serve))

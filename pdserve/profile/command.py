@@ -9,12 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 from rich.console import Console
 from rich.table import Table
 
 from pdserve.config import InstanceConfig, ProfileConfig, UpConfig, shared_settings
 from pdserve.errors import SetupError
 from pdserve.profile import deployment, imports
+from pdserve.profile.drift import drift_of
 from pdserve.profile.fit import fit_steps, fit_transfer, step_residuals
 from pdserve.profile.profile import EngineFacts, Machine, Overheads, Profile, Residuals, TransferModel
 
@@ -26,15 +28,20 @@ CONCURRENCY = (1, 4)
 TRANSFER_S = 0.5  # of each size and concurrency
 
 
-def run(config: ProfileConfig, start: Start) -> None:
+def run(config: ProfileConfig, start: Start) -> bool:
     """Measure, read or import a profile, print it, and write it to its file.
 
     Args:
         start: returns a deployment with these settings.
 
+    Returns:
+        False if an instance has drifted from the profile that it is compared with.
+
     Raises:
         SetupError: something cannot be measured, read or written.
     """
+    if config.compare and not config.from_fleet:
+        raise SetupError("--compare needs --from-fleet")
     if config.from_fleet:
         profile = imports.from_fleet(config.from_fleet)
     elif config.import_source is not None:
@@ -45,11 +52,31 @@ def run(config: ProfileConfig, start: Start) -> None:
         except KeyboardInterrupt:
             raise SetupError("stopped; no profile was written") from None
     _print(profile)
+    if config.compare:
+        return _compare(_load(config.compare), profile)
     try:
         profile.save(config.output)
     except OSError as error:
         raise SetupError(f"{config.output} cannot be written: {error.strerror}") from None
     print(f"written to {config.output}")
+    return True
+
+
+def _load(file: str) -> Profile:
+    try:
+        return Profile.load(file)
+    except OSError as error:
+        raise SetupError(f"{file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise SetupError(str(error)) from None
+
+
+def _compare(profile: Profile, live: Profile) -> bool:
+    if live.model != profile.model:
+        raise SetupError(f"the profile is of {profile.model}, and the instance serves {live.model}")
+    sentences = drift_of(profile, live.step)
+    print("\n".join(sentences) or "The profile holds.")
+    return not sentences
 
 
 def _measure(config: ProfileConfig, start: Start) -> Profile:
@@ -65,8 +92,17 @@ def _measure(config: ProfileConfig, start: Start) -> Profile:
             "connector": UpConfig.connector,
             "threads": profile.machine.threads,
         }
+        for name in ("PDSERVE_API_KEY", "PDSERVE_ADMIN_KEY"):
+            os.environ.pop(
+                name, None
+            )  # the router that is measured must not require the keys of a permanent deployment
         alone = UpConfig(**settings, prefill=0, decode=0)
-        start_up_s, role_flip_s, around = deployment.measure(lambda both: start(replace(alone, both=both)), config.name)
+        try:
+            start_up_s, role_flip_s, around = deployment.measure(
+                lambda both: start(replace(alone, both=both)), config.name
+            )
+        except httpx.HTTPError as error:
+            raise SetupError(f"the deployment that was started to be measured does not answer: {error}") from None
         overheads = replace(profile.overheads, **around)
         measured = ("start_up_s", "role_flip_s", "overheads")
         assumed = tuple(name for name in profile.assumed if name.split(".")[0] not in measured)
@@ -173,9 +209,8 @@ def _print(profile: Profile) -> None:
     console = Console(width=None if sys.stdout.isatty() else 110)
     costs = profile.costs
     (a, b, c), (decode_a, decode_b, decode_c) = costs.prefill, costs.decode
-    console.print(
-        f"{profile.model} on {profile.machine.processor} {profile.machine.device}: {profile.source}", markup=False
-    )
+    machine = f"{profile.machine.processor} {profile.machine.device}".strip()
+    console.print(f"{profile.model} on {machine}: {profile.source}", markup=False)
     console.print(f"prefill  {a * 1e3:.2f} ms + {b * 1e6:.2f} µs × tokens + {c * 1e9:.2f} ns × pairs")
     console.print(
         f"decode   {decode_a * 1e3:.2f} ms + {decode_b * 1e6:.1f} µs × sequences + {decode_c * 1e9:.0f} ns × context tokens"
@@ -183,6 +218,10 @@ def _print(profile: Profile) -> None:
     for scheme, one in profile.transfers.items():
         speeds = f"{one.bytes_per_s / 1e9:.2f} GB/s alone, {one.link_bytes_per_s / 1e9:.2f} GB/s together"
         console.print(f"{scheme}://  {one.latency_s * 1e3:.2f} ms per load, {speeds}", markup=False)
+    if profile.assumed:
+        console.print(f"not measured, so the defaults: {', '.join(profile.assumed)}")
+    if not profile.residuals:
+        return
     table = Table(box=None, header_style="bold")
     for column in ("model", "points", "error p50", "p90", "p99", "bias"):
         table.add_column(column, justify="left" if column == "model" else "right")
@@ -190,8 +229,6 @@ def _print(profile: Profile) -> None:
         errors = (residuals.p50, residuals.p90, residuals.p99)
         table.add_row(name, str(residuals.n), *(f"{error:.1%}" for error in errors), f"{residuals.bias:+.1%}")
     console.print(table)
-    if profile.assumed:
-        console.print(f"not measured, so the defaults: {', '.join(profile.assumed)}")
 
 
 @contextmanager

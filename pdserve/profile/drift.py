@@ -4,8 +4,12 @@ import statistics
 from collections.abc import Sequence
 
 from pdserve.profile.fit import Timing, kind_of
-from pdserve.profile.profile import Profile
+from pdserve.profile.profile import Profile, StepModel
 
+USUAL_STEPS = (
+    *([(1, past)] * batch for batch in (1, 4, 16, 48) for past in (64, 512)),
+    *([(tokens, past)] for tokens in (32, 128, 512, 1024) for past in (0, 512)),
+)
 MIN_STEPS = 8  # of a kind
 LEAST_DRIFT = 0.15  # of the median, below which the differences between runs on a machine are too
 
@@ -28,3 +32,8 @@ def drift(profile: Profile, observed: Sequence[Timing]) -> list[str]:
         if len(values) >= MIN_STEPS and not 1 / (1 + allowed) <= ratio <= 1 + allowed:
             sentences.append(f"The profile has drifted: {kind} steps take {ratio:.2f} times as long as it says.")
     return sentences
+
+
+def drift_of(profile: Profile, live: StepModel) -> list[str]:
+    """Return the same for the step model that a live instance has fitted to its own steps."""
+    return drift(profile, [(work, live.seconds(work)) for work in USUAL_STEPS])

@@ -51,3 +51,8 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     result = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=600)
     assert result.returncode == 2
     assert result.stderr == f"pdserve: {tmp_path / 'none.json'} cannot be read: No such file or directory\n"
+
+
+def test_a_comparison_needs_a_fleet() -> None:
+    result = subprocess.run([*COMMAND, "--compare", "x.json"], capture_output=True, text=True, timeout=600)
+    assert result.returncode == 2 and result.stderr == "pdserve: --compare needs --from-fleet\n"

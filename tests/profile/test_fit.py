@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdserve.profile.drift import MIN_STEPS, drift
+from pdserve.profile.drift import MIN_STEPS, drift, drift_of
 from pdserve.profile.fit import Timing, fit_steps, fit_transfer, least_squares
 from pdserve.profile.profile import Profile, StepModel
 from pdserve.profile.steps import grid, random_steps
@@ -70,9 +70,10 @@ def test_drift_is_said_in_a_sentence_and_noise_is_not() -> None:
     steady = timings(TRUE)
     assert drift(profile, steady) == []
     assert drift(profile, [(work, seconds * 1.1) for work, seconds in steady]) == []
-    slower = timings(replace(TRUE, decode=tuple((n, 2 * seconds) for n, seconds in TRUE.decode), context_s=4e-7))
-    sentences = drift(profile, [timing for timing in slower if all(count == 1 for count, _ in timing[0])])
+    slow = replace(TRUE, decode=tuple((n, 2 * seconds) for n, seconds in TRUE.decode), context_s=4e-7)
+    sentences = drift(profile, [timing for timing in timings(slow) if all(count == 1 for count, _ in timing[0])])
     assert sentences == ["The profile has drifted: decode steps take 2.00 times as long as it says."]
+    assert drift_of(profile, TRUE) == [] and drift_of(profile, slow) == sentences
     assert drift(profile, [(work, seconds / 2) for work, seconds in steady][: MIN_STEPS - 1]) == []
 
 
