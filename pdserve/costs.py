@@ -9,6 +9,7 @@ An instance calibrates its models when it starts, refines them while it works, a
 forecasts (routing, break-even of a hand-over, SLO admission) use these models.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -118,19 +119,37 @@ def _least_squares(matrix: Array, right: Array, order: Sequence[int]) -> tuple[f
     The result is the best unconstrained solution, over all subsets of the unknowns, that has no negative value. A subset
     with fewer unknowns, or with unknowns earlier in `order`, is preferred unless another is better by more than rounding.
     """
-    scale = np.sqrt(np.diag(matrix))
-    scale[scale == 0] = 1.0
-    matrix = matrix / np.outer(scale, scale) + EPSILON * np.eye(len(scale))
-    right = right / scale
-    best = np.zeros(len(scale))
+    # Plain Python: the matrices are at most 3 × 3, for which a call of numpy costs more than the arithmetic.
+    indices = range(len(order))
+    scale = [math.sqrt(matrix[i, i]) or 1.0 for i in indices]
+    rows = [
+        [float(matrix[i, j]) / (scale[i] * scale[j]) + (EPSILON if i == j else 0.0) for j in indices] for i in indices
+    ]
+    sides = [float(right[i]) / scale[i] for i in indices]
+    best: dict[int, float] = {}
     best_loss = 0.0
-    for subset in (list(indices) for count in range(len(order)) for indices in combinations(order, count + 1)):
-        solution = np.zeros(len(scale))
-        solution[subset] = np.linalg.solve(matrix[np.ix_(subset, subset)], right[subset])
-        loss = float(solution @ matrix @ solution - 2 * solution @ right)
-        if loss < best_loss * (1 + EPSILON) - EPSILON and solution.min() >= 0:
-            best, best_loss = solution, loss
-    return tuple(float(value) for value in best / scale)
+    for subset in (some for count in indices for some in combinations(order, count + 1)):
+        values = _solve([[rows[i][j] for j in subset] for i in subset], [sides[i] for i in subset])
+        loss = -sum(
+            value * sides[i] for i, value in zip(subset, values, strict=True)
+        )  # of a solution of these equations
+        if loss < best_loss * (1 + EPSILON) - EPSILON and min(values) >= 0:
+            best, best_loss = dict(zip(subset, values, strict=True)), loss
+    return tuple(best.get(i, 0.0) / scale[i] for i in indices)
+
+
+def _solve(rows: list[list[float]], right: list[float]) -> list[float]:
+    """Solve linear equations with a positive definite matrix, by elimination. Both arguments are used up."""
+    size = len(right)
+    for i in range(size):
+        for j in range(i + 1, size):
+            factor = rows[j][i] / rows[i][i]
+            for k in range(i + 1, size):
+                rows[j][k] -= factor * rows[i][k]
+            right[j] -= factor * right[i]
+    for i in reversed(range(size)):
+        right[i] = (right[i] - sum(rows[i][k] * right[k] for k in range(i + 1, size))) / rows[i][i]
+    return right
 
 
 class CostMeter:

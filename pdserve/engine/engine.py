@@ -1,7 +1,7 @@
 """Inference engine of one instance: schedule, run the model, postprocess. The roles decide what happens around it."""
 
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from pdserve.engine.paced_runner import PacedRunner
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import SetupError
-from pdserve.keys import root_key
+from pdserve.keys import KeyChain, root_key
 from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class Engine:
 
     Attributes:
         max_model_len: tokens of the longest request, prompt and output.
+        chains: request id → the key chain of the same tokens on another instance in this process, if there is one.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Engine:
         )
         self.max_model_len = _max_model_len(self.checkpoint, config, self.runner.num_blocks)
         self.layout = replace(self.checkpoint.layout, numerics=self.runner.numerics)
+        self.chains: Mapping[str, KeyChain] = {}
         self._on_grammar_ready = on_grammar_ready
         self._arrivals = itertools.count()
         self._grammars = GrammarBackend(config.model, self.checkpoint.vocab_size, self.checkpoint.eos_token_ids)
@@ -141,6 +143,7 @@ class Engine:
             sampling=sampling,
             root=root_key(model_digest=self.layout.model_digest, salt=salt),
             block_size=self.layout.block_size,
+            chain=self.chains.get(request_id),
             stop_token_ids=stops if sampling.ignore_eos else stops | self.checkpoint.eos_token_ids,
         )
 

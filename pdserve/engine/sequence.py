@@ -66,6 +66,7 @@ class Sequence:
         num_loaded: tokens whose KV came from the KV store at first admission.
         num_unneeded: leading tokens to which no later one attended at first admission, so that their KV came from nowhere.
         admitted: whether it has been in the running batch.
+        chain: computes its keys; None for one of its own.
     """
 
     request_id: str
@@ -94,8 +95,10 @@ class Sequence:
     stores_kv: bool = False
     admitted: bool = False
 
+    chain: KeyChain | None = None
+
     def __post_init__(self) -> None:
-        self._chain = KeyChain(self.root)
+        self._chain = self.chain or KeyChain(self.root)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -178,6 +181,7 @@ class Sequence:
             keys=[*self.keys],
             block_ids=block_ids,
             swapped=None,
+            chain=None,
         )
 
     def take_blocks(self, first: int, hits: list[int], fresh: list[int]) -> None:

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -13,6 +13,7 @@ from pdserve.engine.paced_runner import PacedRunner
 from pdserve.instance.hello import make_hello
 from pdserve.instance.kv_events import PendingKVEvents
 from pdserve.instance.router_link import HEARTBEAT_INTERVAL_S, MAX_KEYS_PER_FRAME, UPDATE_INTERVAL_S
+from pdserve.keys import KeyChain
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.simulator.engine_thread import EngineThread
 from pdserve.simulator.model import InstanceModel
@@ -62,6 +63,7 @@ class SimulatedInstance:
     late then, but each at its own time by the clients' measure.
 
     Args:
+        chains: request id → key chain, which the instances share to compute keys once.
         can_skip: skip plain decode steps.
 
     Attributes:
@@ -76,6 +78,7 @@ class SimulatedInstance:
         store: SimulatedStore,
         config: InstanceConfig,
         role: str,
+        chains: Mapping[str, KeyChain],
         *,
         can_skip: bool = True,
     ) -> None:
@@ -104,6 +107,7 @@ class SimulatedInstance:
         self._time, self.busy_s = clock.time, 0.0  # the warm-up is part of the start-up time
         self.hello = make_hello(role, config, self.thread)
         self.hello.epoch, self.hello.nonce = 0, bytes(NONCE_BYTES)
+        self.thread.engine.chains = chains
         self._links: dict[str, _Link] = {}
         self._inbox.on_put = self._wake
 
@@ -213,7 +217,7 @@ class SimulatedInstance:
         if self._skipped_ends and len(self._links) > 1:  # one router needs no news of its own load
             self.catch_up()
             self.thread.update_heartbeat()
-        if (load := self.thread.other_load(name)) != link.last_load:
+        if len(self._links) > 1 and (load := self.thread.other_load(name)) != link.last_load:
             link.last_load = load
             self._send_later(link, pb.InstanceFrame(others=load))
         while link.pending:

@@ -110,6 +110,7 @@ class SimulatedClient:
     """
 
     router: SimulatedRouter
+    request_id: str
     load: Load
     prompt: list[int]
     keys: dict[int, list[bytes]]
@@ -143,7 +144,7 @@ class SimulatedClient:
             return
         sampling = SamplingParams(max_tokens=self.load.output_tokens, temperature=0.0, ignore_eos=True)
         request = Request(
-            request_id=f"r{self.load.index}",
+            request_id=self.request_id,
             prompt=self.prompt,
             sampling=sampling,
             keys=self.keys,

@@ -1,13 +1,15 @@
 """Simulation of a deployment: routers, prefill, decode and `both` instances, and clients that play a load."""
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 
 from pdserve.bench.requests import Request as Load
 from pdserve.bench.requests import Sample
 from pdserve.config import InstanceConfig, RouterConfig
-from pdserve.keys import block_keys, root_key
+from pdserve.keys import KeyChain, block_ends, root_key
 from pdserve.simulator.instance import SimulatedInstance
 from pdserve.simulator.model import InstanceModel
 from pdserve.simulator.router import SimulatedClient, SimulatedRouter
@@ -15,6 +17,7 @@ from pdserve.simulator.store import SimulatedStore
 from pdserve.simulator.virtual_clock import VirtualClock
 
 MODEL = "model"
+COLLECTION_OBJECTS = 200_000
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Simulation:
             for i in range(deployment.routers)
         ]
         self.instances: dict[str, SimulatedInstance] = {}
+        self._chains: dict[str, KeyChain] = {}
         for role in ("prefill", "decode", "both"):
             for i in range(getattr(deployment, role)):
                 config = replace(
@@ -73,7 +77,7 @@ class Simulation:
                     num_blocks=model.num_blocks,
                     block_size=model.layout.block_size,
                 )
-                instance = SimulatedInstance(self.clock, model, store, config, role, can_skip=can_skip)
+                instance = SimulatedInstance(self.clock, model, store, config, role, self._chains, can_skip=can_skip)
                 self.instances[instance.hello.instance_id] = instance
                 for router in self.routers:
                     router.attach(instance)
@@ -96,12 +100,24 @@ class Simulation:
             is_chat: the requests are chats, whose generated KV is stored for the next turn.
             think_s: between an answer and the next turn.
         """
-        player = _Player(self.clock, self.routers, self._model, loads, is_chat, think_s)
-        self.clock.run(until=lambda: player.num_ended == len(loads))
+        player = _Player(self.clock, self.routers, self._model, self._chains, loads, is_chat, think_s)
+        with _rare_collections():
+            self.clock.run(until=lambda: player.num_ended == len(loads))
         seconds = self.clock.time
         busy = {name: one.busy_s / seconds if seconds else 0.0 for name, one in self.instances.items()}
         preemptions = sum(one.thread.engine.scheduler.num_preemptions for one in self.instances.values())
         return Outcome(player.samples, seconds, busy, preemptions)
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Let Python look for cycles rarely: there are few among the many objects that a simulation makes, and it takes a sixth."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(COLLECTION_OBJECTS, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 class _Player:
@@ -112,6 +128,7 @@ class _Player:
         clock: VirtualClock,
         routers: Sequence[SimulatedRouter],
         model: InstanceModel,
+        chains: dict[str, KeyChain],
         loads: Sequence[Load],
         is_chat: bool,
         think_s: float,
@@ -120,6 +137,7 @@ class _Player:
         self.num_ended = 0
         self._clock = clock
         self._routers = routers
+        self._chains = chains
         self._is_chat = is_chat
         self._think_s = think_s
         self._block_size = model.layout.block_size
@@ -143,15 +161,18 @@ class _Player:
         prompt = list(self._prompts.get(load.after, ())) if load.continues and load.after is not None else []
         for name, size in load.blocks:
             prompt += [self._ids.setdefault(name, len(self._ids))] * size
-        keys = {self._block_size: block_keys(self._root, prompt, self._block_size)}
+        request_id = f"r{load.index}"
+        chain = self._chains[request_id] = KeyChain(self._root)
+        keys = {self._block_size: chain.keys(prompt, block_ends(len(prompt), self._block_size))}
         router = self._routers[next(self._turn) % len(self._routers)]
         sample = Sample(load.index, self._clock.time)
-        SimulatedClient(router, load, prompt, keys, sample, self._on_end, self._is_chat).send()
+        SimulatedClient(router, request_id, load, prompt, keys, sample, self._on_end, self._is_chat).send()
 
     def _on_end(self, client: SimulatedClient) -> None:
         self.samples.append(client.sample)
         self.num_ended += 1
         index = client.load.index
+        del self._chains[client.request_id]
         if client.state is not None and index in self._has_next:
             self._prompts[index] = client.prompt + client.state.emitted
         for load in self._next_turns.pop(index, ()):
