@@ -111,7 +111,7 @@ class Simulation:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Let Python look for cycles rarely: there are few among the many objects that a simulation makes, and it takes a sixth."""
+    """Let Python look for cycles rarely: there are few among the objects of a simulation, and looking takes a sixth of it."""
     thresholds = gc.get_threshold()
     gc.set_threshold(COLLECTION_OBJECTS, *thresholds[1:])
     try:

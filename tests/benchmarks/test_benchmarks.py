@@ -91,6 +91,20 @@ def test_a_burst_is_answered_and_loses_no_instance(pdserve: Callable[..., Any]) 
     assert done.stdout.startswith("300 requests: {") and done.stdout.endswith("instances lost: 0.0\n")
 
 
+def test_forecast(run: Callable[..., Any]) -> None:
+    """Paced instances answer the same requests that were simulated."""
+    content = run("forecast.py")
+    (row,) = content["rows"]
+    assert row["fleet"] == "1P+1D" and row["measured_p50_itl_ms"] > 24, "a step of the profile takes as long"
+    assert all(row[f"{kind}_p50_ttft_ms"] > 24 for kind in ("predicted", "measured"))
+    assert content["errors"]["p50_ttft_ms"].keys() == {"median_error", "bias"}
+
+
+def test_simulation(run: Callable[..., Any]) -> None:
+    (row,) = run("simulation.py")["rows"]
+    assert row["requests"] == 30 and row["simulated_per_cpu"] > 0
+
+
 def test_memory(run: Callable[..., Any]) -> None:
     content = run("memory.py")
     rows = {row["reservation"]: row for row in content["rows"]}
