@@ -6,12 +6,14 @@ the fleet is saturated by forecast. `pdserve bench serve` measures the same requ
 """
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,6 +31,7 @@ from pdserve.simulator.fleet import Fleet, Forecast, simulate
 GOALS = {"ttft": 0.5, "itl": 0.06}  # seconds, of a request
 FIGURES = [f"p{p}_{metric}_ms" for metric in ("ttft", "itl") for p in (50, 90, 99)] + ["good_request_fraction"]
 TURNS, TURN_BLOCKS = 4, 3  # of a conversation; blocks of 512 tokens, scaled, by which a turn lengthens its prompt
+WAVE_REQUESTS = 40  # of one wave, in the mean
 BURST = 200  # requests at once, which show the rate of saturation
 # As slow as a middling GPU with a large model, so that this machine's own delays are small beside the steps.
 PROFILE = Profile(
@@ -50,8 +53,9 @@ PROFILE = Profile(
 @dataclass(frozen=True, kw_only=True)
 class Settings(report.Settings):
     fleets: str = flag("such as 1P+1D,2P+1D,2B", "1P+1D,2B,2P+2D")
-    mixes: str = flag("of long, short and chat", "long,short,chat")
+    mixes: str = flag("of long, short, chat and wave", "long,short,chat")
     loads: str = flag("shares of the rate of saturation", "0.2,0.5,0.8,0.95")
+    rates: str = flag("requests per second, in place of --loads; empty: --loads", "")
     requests: int = flag("per row", 150, least=1)
     seed: int = flag("of the requests", 0)
 
@@ -69,6 +73,10 @@ def mix(name: str, settings: Settings, folder: Path) -> FleetConfig:
         return replace(config, random_input_len=1000, random_output_len=16)
     if name == "short":
         return replace(config, random_input_len=150, random_output_len=100)
+    if name == "wave":
+        path = folder / f"wave-{settings.seed}-{settings.requests}.csv"
+        path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *wave(settings)]) + "\n")
+        return replace(config, dataset_name="azure", dataset_path=str(path))
     path = folder / f"chat-{settings.seed}-{settings.requests}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in conversations(settings)))
     trace: dict[str, Any] = {"dataset_name": "mooncake", "dataset_path": str(path), "trace_length_scale": 0.125}
@@ -87,6 +95,17 @@ def conversations(settings: Settings) -> Iterator[dict[str, Any]]:
             "output_length": 8 * random.randrange(20, 60),
             "hash_ids": [1000 * talk + block for block in range(blocks)],
         }
+
+
+def wave(settings: Settings) -> Iterator[str]:
+    """Yield a trace whose rate is a sinusoid from 1 to 24 parts, as in ai-dynamo/dynamo#10528, with a tenth of its lengths.
+
+    There, prompts have 8,000 tokens and answers 1,000, and the waves 150 s.
+    """
+    random, at = Random(settings.seed), 0.0
+    for _ in range(settings.requests):
+        at += random.expovariate(1 + 0.92 * math.sin(2 * math.pi * at / WAVE_REQUESTS))
+        yield f"{datetime.fromtimestamp(at, UTC).isoformat(sep=' ').removesuffix('+00:00')},800,100"
 
 
 @contextmanager
@@ -155,14 +174,14 @@ def run(settings: Settings) -> None:
             with deployed(fleet, folder / "profile.json") as url:
                 for kind, mixed in enumerate(settings.mixes.split(",")):
                     config = mix(mixed, settings, folder)
-                    highest = saturation(config, fleet)
-                    for number, load in enumerate(map(float, settings.loads.split(","))):
+                    highest = 1.0 if settings.rates else saturation(config, fleet)
+                    for number, load in enumerate(map(float, (settings.rates or settings.loads).split(","))):
                         # Random prompts that are in no cache yet.
                         one = replace(config, seed=settings.seed + 100 * number + 1000 * kind)
                         rate = load * highest
                         predicted = forecast(one, fleet, rate)
                         measured = measure(url, one, rate, folder)
-                        row = {"fleet": str(fleet), "mix": mixed, "load": load, "rate": rate}
+                        row: dict[str, Any] = {"fleet": str(fleet), "mix": mixed, "load": load, "rate": rate}
                         row |= {"saturated": predicted.saturated, "bottleneck": measured["client_bottleneck"]}
                         row |= {f"predicted_{key}": predicted.figures[key] for key in FIGURES}
                         row |= {f"measured_{key}": measured[key] for key in FIGURES}
@@ -187,7 +206,7 @@ def as_table(rows: list[dict[str, Any]]) -> Table:
     table = Table("fleet", "mix", "load", *(f"{key.removesuffix('_ms')}" for key in FIGURES))
     for row in rows:
         cells = [f"{row[f'predicted_{key}']:.3g} / {row[f'measured_{key}']:.3g}" for key in FIGURES]
-        table.add_row(row["fleet"], row["mix"], f"{row['load']:.0%}", *cells)
+        table.add_row(row["fleet"], row["mix"], f"{row['rate']:.3g} req/s, {row['load']:.0%}", *cells)
     for key, what in (("median_error", "median error"), ("bias", "bias")):
         table.add_row("", what, "", *(f"{one[key]:+.1%}" for one in errors(rows).values()))
     return table
