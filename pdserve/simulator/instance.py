@@ -52,6 +52,7 @@ class _Link:
     receive: Receive
     pending: PendingKVEvents
     last_load: pb.Load = field(default_factory=pb.Load)
+    last_heartbeat: pb.Heartbeat | None = None
 
 
 class SimulatedInstance:
@@ -211,7 +212,11 @@ class SimulatedInstance:
         if self._skipped_ends:
             self.catch_up()
             self.thread.update_heartbeat()
-        self._send_later(link, pb.InstanceFrame(heartbeat=self.thread.heartbeat))
+        if (heartbeat := self.thread.heartbeat) is link.last_heartbeat:
+            self._send_later(link, pb.InstanceFrame(others=link.last_load))  # renews the lease for less
+        else:
+            link.last_heartbeat = heartbeat
+            self._send_later(link, pb.InstanceFrame(heartbeat=heartbeat))
 
     def _send_updates(self, name: str, link: _Link) -> None:
         if self._skipped_ends and len(self._links) > 1:  # one router needs no news of its own load
