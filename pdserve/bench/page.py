@@ -14,8 +14,8 @@ from pdserve.errors import SetupError
 
 Chart = dict[str, Any]
 POINTS = 200  # of a curve
-STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:0 auto;padding:.5rem;color:#222}
-pre{overflow-x:auto;font-size:.8rem;background:#f6f6f6;padding:.5rem}.chart{height:22rem}
+STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:0 auto;padding:.5rem;color:#222;
+overflow-wrap:anywhere}pre{overflow-x:auto;font-size:.8rem;background:#f6f6f6;padding:.5rem}.chart{height:22rem}
 .warning{background:#fff3cd;padding:.5rem}"""
 DRAW = "for(const c of CHARTS){Plotly.newPlot(c.id,c.data,c.layout,{responsive:true,displayModeBar:false})}"
 
