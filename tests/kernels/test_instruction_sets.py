@@ -36,6 +36,7 @@ def test_vector_widths(march: str) -> None:
     assert "passed" in summary and "skipped" not in summary
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("avx512_bf16" not in native.cpu_features(), reason="this processor has no AVX-512 with bfloat16")
 @pytest.mark.usefixtures("cpu_kernel")
 def test_amx() -> None:

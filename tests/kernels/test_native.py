@@ -36,6 +36,7 @@ def test_unwritable_cache_is_reported(
     assert len(caplog.records) == 1 and "file" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cpu_kernel")
 def test_concurrent_builds(unbuilt_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = (*native.FLAGS, "-O0")  # unoptimised code compiles faster

@@ -23,6 +23,7 @@ Attach = Callable[..., Any]
 NewKeys = Callable[[int], list[bytes]]
 
 
+@pytest.mark.slow
 def test_conformance(mooncake: Any) -> None:
     reports = {one.rule: one for one in check(mooncake.url, seconds=0.5)}
     exceptions = {rule: one.detail for rule, one in reports.items() if one.verdict is not Verdict.HOLDS}
