@@ -1,8 +1,9 @@
 """Cost and gain of disaggregation on this machine: `python benchmarks/pd.py`.
 
-Two deployments of one model side by side: 1P+1D with a share of the cores each, and one `both` instance with all cores. A
-closed loop of streaming clients sends the same requests to each of them in turn, round after round. With --peers, vLLM takes
-turns too: as one server, and in its disaggregated mode.
+Deployments of one model side by side on the same cores: 1P+1D, and the colocated arrangements that one would run instead: one
+`both` instance with all threads, or two with half of them, also with values of --itl-target-ms. A closed loop of streaming
+clients sends the same requests to each of them in turn, round after round. For each figure, 1P+1D is compared with the best
+colocated arrangement. With --peers, vLLM takes turns too: as one server, and in its disaggregated mode.
 """
 
 import asyncio
@@ -36,20 +37,33 @@ from pdserve.lifetime import Stage
 class Settings(peer_process.Settings):
     requests: int = flag("requests of a round", 96)
     concurrency: int = flag("requests under way at a time", 16)
-    prompt_tokens: int = flag("tokens of each prompt", 128)
-    output_tokens: int = flag("tokens of each answer", 64)
+    mix: str = flag("long-prompts: 1,500 tokens in, 64 out; long-answers: 200 in, 128 out", "long-answers")
+    prompt_tokens: int = flag("mean length of a prompt, which is half to one and a half of it; default: of the mix", 0)
+    output_tokens: int = flag("tokens of each answer; default: of the mix", 0)
+    itl_targets: str = flag("--itl-target-ms of two colocated instances, as multiples of 1P+1D's ITL p50", "1.5,3")
     connector: str = flag("of the 1P+1D deployment; default: a segment of shared memory", "")
     repeat: int = flag("rounds of each deployment, in turn", 3)
     dtype: str = flag("of weights and KV", "bfloat16")
     peers: str = flag("also measure, in its own environment: vllm", "")
 
 
-QUICK = {"requests": 4, "concurrency": 2, "prompt_tokens": 20, "output_tokens": 5, "repeat": 1}
+QUICK = {"requests": 4, "concurrency": 2, "prompt_tokens": 20, "output_tokens": 5, "itl_targets": "3", "repeat": 1}
+MIXES = {
+    "long-prompts": {"prompt_tokens": 1500, "output_tokens": 64},
+    "long-answers": {"prompt_tokens": 200, "output_tokens": 128},
+}
 # Hidden 256, 4 layers, a vocabulary of 4,096: small enough for two cores, which all processes share.
 SMALL = checkpoints.Shape(
-    layers=4, hidden=256, heads=8, kv_heads=4, head_dim=32, intermediate=688, context=2048, vocabulary=4096
+    layers=4, hidden=256, heads=8, kv_heads=4, head_dim=32, intermediate=688, context=4096, vocabulary=4096
 )
-COLOCATED, SPLIT = "1 both", "1P+1D"
+SPLIT = "1P+1D"
+FIGURES = {  # key in the JSON: name in the table
+    "output_tok_per_s": "output tok/s",
+    "ttft_ms_p50": "TTFT p50 ms",
+    "ttft_ms_p99": "TTFT p99 ms",
+    "itl_ms_p50": "ITL p50 ms",
+    "itl_ms_p99": "ITL p99 ms",
+}
 TIMEOUT_S = 300.0
 PEER_ROUND_S = 25.0  # limit of a peer's round: vLLM's pair may stall
 
@@ -86,9 +100,15 @@ class Round:
     handovers: list[float]
     unfinished: int
 
-    @property
-    def tokens_per_s(self) -> float:
-        return sum(len(reply.arrivals) for reply in self.replies) / self.seconds
+    def figures(self) -> dict[str, float]:
+        ttfts, gaps = [one.ttft for one in self.replies], [gap for one in self.replies for gap in one.gaps]
+        return {
+            "output_tok_per_s": round(sum(len(one.arrivals) for one in self.replies) / self.seconds, 1),
+            "ttft_ms_p50": milliseconds(ttfts, 50),
+            "ttft_ms_p99": milliseconds(ttfts, 99),
+            "itl_ms_p50": milliseconds(gaps, 50),
+            "itl_ms_p99": milliseconds(gaps, 99),
+        }
 
 
 class Ours:
@@ -126,7 +146,7 @@ class Vllm:
         threads = max(1, len(os.sched_getaffinity(0)) // len(roles))
         self._servers: list[Server] = []
         for role in roles:
-            context = settings.prompt_tokens + settings.output_tokens
+            context = 3 * settings.prompt_tokens // 2 + settings.output_tokens
             server = Server("vllm", settings.peers_folder, model, threads, settings.dtype, context, role)
             stack.callback(server.close)
             self._servers.append(server)
@@ -161,17 +181,28 @@ class Vllm:
 
 
 def benchmark(settings: Settings) -> None:
-    """Compare 1P+1D with one colocated instance: throughput, TTFT, ITL, hand-over."""
+    """Compare 1P+1D with the best colocated arrangement of the same cores: throughput, TTFT, ITL."""
     peers = settings.named(("vllm",))
     shape = checkpoints.TINY if settings.quick else replace(SMALL, dtype=settings.dtype)
-    settings = settings.sized(QUICK)
+    if settings.mix not in MIXES:
+        raise SetupError(f"--mix {settings.mix} is not known; there is: {', '.join(MIXES)}")
+    settings = report.with_defaults_replaced(settings.sized(QUICK), MIXES[settings.mix])
     with ExitStack() as stack:
         status = stack.enter_context(Console(stderr=True).status("making the checkpoint"))
         model = stack.enter_context(peer_process.checkpoint(shape, settings.peers_folder))
-        status.update("starting")
-        candidates: dict[str, Ours | Vllm] = {
-            name: Ours(config, stack) for name, config in _configs(model, settings).items()
-        }
+        common = UpConfig(model=str(model), dtype=settings.dtype, max_num_seqs=settings.concurrency)
+        if settings.connector:
+            common = replace(common, connector=settings.connector)
+        status.update(f"starting {SPLIT}")
+        split = Ours(replace(common, port=free_port(), local_prefill_tokens=0), stack)
+        split.wait_ready()
+        first = [asyncio.run(_round(split, settings, shape.vocabulary, seed=-turn)) for turn in (1, 2)]
+        itl_p50 = first[-1].figures()["itl_ms_p50"]  # the round before it warms up
+        status.update("starting the colocated instances")
+        candidates: dict[str, Ours | Vllm] = {SPLIT: split}
+        for name, config in _colocated(common, settings.itl_targets, itl_p50).items():
+            candidates[name] = Ours(config, stack)
+        colocated = list(candidates)[1:]
         if peers:
             status.update("starting vLLM, which compiles the first time")
             vllm = {"vLLM, 1 server": [""], "vLLM, 1P+1D": ["kv_producer", "kv_consumer"]}
@@ -186,26 +217,34 @@ def benchmark(settings: Settings) -> None:
                     measured = asyncio.run(_round(candidate, settings, shape.vocabulary, seed=turn))
                 if turn:
                     rounds[name].append(measured)
-    rows = [_row(name, each, rounds[COLOCATED]) for name, each in rounds.items()]
-    _print(rows)
-    for row in rows:
+    rows = {name: _row(name, each) for name, each in rounds.items()}
+    against = [_against_best(key, rows, colocated) for key in FIGURES]
+    _print(rows, against)
+    for row in rows.values():
         if row["unfinished"]:
             print(
                 f"{row['deployment']}: {row['unfinished']} requests were cut off, after {PEER_ROUND_S:g} s of their rounds"
             )
-    print(report.write("pd", replace(settings, peers_folder=""), {"rows": rows}))
+    print(report.write("pd", replace(settings, peers_folder=""), {"rows": [*rows.values()], "against_best": against}))
 
 
-def _configs(model: Path, settings: Settings) -> dict[str, UpConfig]:
-    common = UpConfig(model=str(model), dtype=settings.dtype, max_num_seqs=settings.concurrency)
-    split = replace(common, port=free_port(), prefill=1, decode=1, local_prefill_tokens=0)
-    colocated = replace(common, port=free_port(), prefill=0, decode=0, both=1)
-    return {COLOCATED: colocated, SPLIT: replace(split, connector=settings.connector) if settings.connector else split}
+def _colocated(common: UpConfig, itl_targets: str, itl_p50: float) -> dict[str, UpConfig]:
+    """Return the arrangements that do not disaggregate, by name. Instances divide the threads."""
+    targets = [max(0.1, round(float(factor) * itl_p50, 1)) for factor in itl_targets.split(",") if factor]
+    arrangements: list[tuple[int, float | None]] = [(1, None), (2, None), *((2, target) for target in targets)]
+    return {
+        f"{both} both" + (f", ITL {target:g} ms" if target else ""): replace(
+            common, port=free_port(), prefill=0, decode=0, both=both, itl_target_ms=target
+        )
+        for both, target in arrangements
+    }
 
 
 async def _round(candidate: Ours | Vllm, settings: Settings, vocabulary: int, seed: int) -> Round:
     chosen = random.Random(seed)
-    prompts = [[chosen.randrange(vocabulary) for _ in range(settings.prompt_tokens)] for _ in range(settings.requests)]
+    mean = settings.prompt_tokens
+    lengths = [chosen.randint(mean - mean // 2, mean + mean // 2) for _ in range(settings.requests)]
+    prompts = [[chosen.randrange(vocabulary) for _ in range(length)] for length in lengths]
     waiting = iter(enumerate(prompts))
     replies: list[Reply] = []
     names: list[str] = []
@@ -247,33 +286,33 @@ async def ask(http: httpx.AsyncClient, model: str, name: str, prompt: list[int],
     return reply
 
 
-def _row(name: str, rounds: list[Round], colocated: list[Round]) -> dict[str, Any]:
-    """Medians over rounds; the ratios are medians of each round's ratio to the colocated round beside it."""
-
-    replies = [reply for each in rounds for reply in each.replies]
-    ttfts, gaps = [reply.ttft for reply in replies], [gap for reply in replies for gap in reply.gaps]
+def _row(name: str, rounds: list[Round]) -> dict[str, Any]:
+    """Each figure is the median over rounds; `rounds` has all of them."""
+    figures = [each.figures() for each in rounds]
     handovers = [one for each in rounds for one in each.handovers]
-    pairs = [(one, beside) for one, beside in zip(rounds, colocated, strict=True) if one.replies]
     return {
         "deployment": name,
-        "requests": len(replies),
+        "requests": sum(len(each.replies) for each in rounds),
         "unfinished": sum(each.unfinished for each in rounds),
-        "output_tok_per_s": round(statistics.median(each.tokens_per_s for each in rounds), 1),
-        "output_tok_per_s_all": [round(each.tokens_per_s, 1) for each in rounds],
-        "ttft_ms_p50": milliseconds(ttfts, 50),
-        "ttft_ms_p99": milliseconds(ttfts, 99),
-        "itl_ms_p50": milliseconds(gaps, 50),
-        "itl_ms_p99": milliseconds(gaps, 99),
+        **{key: round(statistics.median(each[key] for each in figures), 2) for key in FIGURES},
         "handover_ms_p50": milliseconds(handovers, 50),
         "handed_over": len(handovers),
-        "throughput_ratio": _median([a.tokens_per_s / b.tokens_per_s for a, b in pairs]),
-        "ttft_p50_ratio": _median([_ttft_p50(a) / _ttft_p50(b) for a, b in pairs]),
+        "rounds": figures,
     }
 
 
-def _median(ratios: list[float]) -> float:
-    """Return the median, or 0 if empty."""
-    return round(statistics.median(ratios), 2) if ratios else 0.0
+def _against_best(key: str, rows: dict[str, dict[str, Any]], colocated: list[str]) -> dict[str, Any]:
+    """Compare 1P+1D with the colocated arrangement that is best in this figure, each round with the one beside it."""
+    choose = max if key == "output_tok_per_s" else min
+    best = choose(colocated, key=lambda name: rows[name][key])
+    pairs = zip(rows[SPLIT]["rounds"], rows[best]["rounds"], strict=True)
+    ratios = [round(one[key] / beside[key], 3) for one, beside in pairs if beside[key]]
+    return {
+        "figure": key,
+        "best_colocated": best,
+        "ratio": round(statistics.median(ratios or [0]), 2),
+        "ratios": ratios,
+    }
 
 
 def milliseconds(seconds: list[float], percent: int) -> float:
@@ -281,36 +320,20 @@ def milliseconds(seconds: list[float], percent: int) -> float:
     return round(statistics.quantiles(seconds, n=100, method="inclusive")[percent - 1] * 1e3, 2) if seconds else 0.0
 
 
-def _ttft_p50(one: Round) -> float:
-    return statistics.median(reply.ttft for reply in one.replies)
-
-
-def _print(rows: list[dict[str, Any]]) -> None:
+def _print(rows: dict[str, dict[str, Any]], against: list[dict[str, Any]]) -> None:
     table = Table(show_edge=False, pad_edge=False)
-    table.add_column("deployment")
-    for column in (
-        "output tok/s",
-        "ratio",
-        "TTFT p50 ms",
-        "ratio",
-        "TTFT p99",
-        "ITL p50 ms",
-        "ITL p99",
+    table.add_column("")
+    for name in rows:
+        table.add_column(name, justify="right")
+    table.add_column("best colocated")
+    table.add_column(f"{SPLIT} / best", justify="right")
+    for one in against:
+        values = [f"{row[one['figure']]:,.{0 if one['figure'] == 'output_tok_per_s' else 1}f}" for row in rows.values()]
+        table.add_row(FIGURES[one["figure"]], *values, one["best_colocated"], f"{one['ratio']:.2f}")
+    table.add_row(
         "hand-over p50 ms",
-    ):
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(
-            row["deployment"],
-            f"{row['output_tok_per_s']:,.0f}",
-            f"{row['throughput_ratio']:.2f}",
-            f"{row['ttft_ms_p50']:.1f}",
-            f"{row['ttft_p50_ratio']:.2f}",
-            f"{row['ttft_ms_p99']:.1f}",
-            f"{row['itl_ms_p50']:.1f}",
-            f"{row['itl_ms_p99']:.1f}",
-            f"{row['handover_ms_p50']:.1f}" if row["handed_over"] else "–",
-        )
+        *(f"{row['handover_ms_p50']:.1f}" if row["handed_over"] else "–" for row in rows.values()),
+    )
     report.show(table)
 
 
