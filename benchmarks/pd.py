@@ -129,7 +129,8 @@ class Ours:
         yield
 
     async def ask(self, http: httpx.AsyncClient, name: str, prompt: list[int], count: int) -> Reply:
-        return await ask(http, self.model, name, prompt, count)
+        # Deployments of this process share a store, in which one would find the KV that another has computed.
+        return await ask(http, self.model, name, prompt, count, cache_salt=self.url)
 
     async def handovers(self, http: httpx.AsyncClient, names: list[str]) -> list[float]:
         """Return the hand-over seconds of the requests that had one."""
