@@ -57,6 +57,7 @@ class Settings(report.Settings):
     loads: str = flag("shares of the rate of saturation", "0.2,0.5,0.8,0.95")
     rates: str = flag("requests per second, in place of --loads; empty: --loads", "")
     requests: int = flag("per row", 150, least=1)
+    profile: str = flag("of the demo model with one thread: its instances compute; empty: they are paced", "")
     seed: int = flag("of the requests", 0)
 
 
@@ -109,13 +110,14 @@ def wave(settings: Settings) -> Iterator[str]:
 
 
 @contextmanager
-def deployed(fleet: Fleet, profile: Path) -> Iterator[str]:
-    """Start a deployment of paced instances and yield its URL."""
-    engine = PROFILE.engine
+def deployed(fleet: Fleet, profile: Profile, paced: str) -> Iterator[str]:
+    """Start a deployment and yield its URL. `paced` is the file of the profile, or empty for instances that compute."""
+    engine = profile.engine
     with stores.shm(parse_size("256MiB")) as url:
         config = UpConfig(
             model="demo",
-            paced=str(profile),
+            paced=paced,
+            num_blocks=engine.num_blocks,
             port=free_port(),
             prefill=fleet.prefill,
             decode=fleet.decode,
@@ -152,14 +154,10 @@ def measure(url: str, config: FleetConfig, rate: float, folder: Path) -> dict[st
     return figures
 
 
-def forecast(config: FleetConfig, fleet: Fleet, rate: float) -> Forecast:
-    return simulate(config, PROFILE, GOALS, fleet, rate)
-
-
-def saturation(config: FleetConfig, fleet: Fleet) -> float:
+def saturation(config: FleetConfig, profile: Profile, fleet: Fleet) -> float:
     """Return the requests per second of a fleet that is never idle."""
     burst = replace(config, num_prompts=max(BURST, config.num_prompts))
-    rate: float = forecast(burst, fleet, 1e3).figures["request_throughput"]
+    rate: float = simulate(burst, profile, GOALS, fleet, 1e3).figures["request_throughput"]
     return rate
 
 
@@ -169,17 +167,19 @@ def run(settings: Settings) -> None:
     rows = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        profile = Profile.load(settings.profile) if settings.profile else PROFILE
         PROFILE.save(folder / "profile.json")
+        paced = "" if settings.profile else str(folder / "profile.json")
         for fleet in map(parse_fleet, settings.fleets.split(",")):
-            with deployed(fleet, folder / "profile.json") as url:
+            with deployed(fleet, profile, paced) as url:
                 for kind, mixed in enumerate(settings.mixes.split(",")):
                     config = mix(mixed, settings, folder)
-                    highest = 1.0 if settings.rates else saturation(config, fleet)
+                    highest = 1.0 if settings.rates else saturation(config, profile, fleet)
                     for number, load in enumerate(map(float, (settings.rates or settings.loads).split(","))):
                         # Random prompts that are in no cache yet.
                         one = replace(config, seed=settings.seed + 100 * number + 1000 * kind)
                         rate = load * highest
-                        predicted = forecast(one, fleet, rate)
+                        predicted: Forecast = simulate(one, profile, GOALS, fleet, rate)
                         measured = measure(url, one, rate, folder)
                         row: dict[str, Any] = {"fleet": str(fleet), "mix": mixed, "load": load, "rate": rate}
                         row |= {"saturated": predicted.saturated, "bottleneck": measured["client_bottleneck"]}
