@@ -8,7 +8,8 @@ import logging
 import math
 import resource
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import report
 from rich.table import Table
@@ -60,7 +61,7 @@ def run(settings: Settings) -> None:
     table = Table(*row)
     table.add_row(*(f"{value:,.0f}" for value in row.values()))
     report.show(table)
-    print(report.write("simulation", settings, {"rows": [row]}))
+    print(report.write("simulation", replace(settings, trace=Path(settings.trace).name), {"rows": [row]}))
 
 
 if __name__ == "__main__":
