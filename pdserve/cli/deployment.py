@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import httpx
@@ -25,6 +26,8 @@ from pdserve.errors import SetupError
 NOT_SHARED = ("served_model_name", "control_port", "workers", "lease_seconds")
 # Below the ephemeral ports of the system: an outgoing connection could take one of those before a child listens on it.
 PORT_RANGE = range(10_000, 22_000)
+# URLs that are private to one deployment, so that `stop` may unlink the segment: one process may have several deployments.
+_private_stores = (f"shm://up-{os.getpid()}" + (f"-{number}" if number else "") for number in count())
 
 
 class Deployment(Supervisor):
@@ -49,7 +52,7 @@ class Deployment(Supervisor):
         self.config = config
         self.connector = config.connector
         if self.connector == DEFAULT_CONNECTOR:
-            self.connector = f"shm://up-{os.getpid()}"  # private to this deployment, so stop() may unlink it
+            self.connector = next(_private_stores)
         self._cleanup = contextlib.ExitStack()
         self._quota_file = self._cleanup.enter_context(quota_file(config))
         self.url = f"http://{config.host}:{config.port}"

@@ -157,7 +157,10 @@ def simulate(
     requests = draw_requests(config, rate)
     block_size = config.block_size or (BLOCK if config.dataset_name == "mooncake" else None)
     scheme = config.connector or next(iter(profile.transfers), "shm")
-    model = InstanceModel.from_profile(profile, scheme, num_blocks=config.num_blocks, block_size=block_size)
+    try:
+        model = InstanceModel.from_profile(profile, scheme, num_blocks=config.num_blocks, block_size=block_size)
+    except ValueError as error:
+        raise SetupError(str(error)) from None
     instance = InstanceConfig(
         model=MODEL,
         max_num_seqs=config.max_num_seqs or profile.engine.max_num_seqs,

@@ -51,10 +51,15 @@ class InstanceModel:
             scheme: of the connector.
             num_blocks: of `block_size` tokens in the pool; default: as many tokens as when it was measured.
             block_size: tokens per block; default: as when it was measured.
+
+        Raises:
+            ValueError: the profile does not tell how many blocks there are.
         """
         engine, step, overheads = profile.engine, profile.step, profile.overheads
         size = block_size or engine.block_size
         num_blocks = num_blocks or engine.num_blocks * engine.block_size // size
+        if num_blocks < 2:
+            raise ValueError(f"the profile says {engine.num_blocks} blocks; give --num-blocks")
         fixed_s, sequence_s = overheads.engine_step_s, overheads.engine_sequence_s
         swap_a, swap_b = profile.swap
         transfer = profile.transfer(scheme)

@@ -176,4 +176,15 @@ class _Player:
         if client.state is not None and index in self._has_next:
             self._prompts[index] = client.prompt + client.state.emitted
         for load in self._next_turns.pop(index, ()):
-            self._clock.at(max(self._clock.time + self._think_s, load.at or 0.0), self._sender(load))
+            if client.sample.ok:
+                self._clock.at(max(self._clock.time + self._think_s, load.at or 0.0), self._sender(load))
+            else:
+                self._fail(load)
+
+    def _fail(self, load: Load) -> None:
+        """Count a turn whose conversation has ended, and those after it, as failed."""
+        now = self._clock.time
+        self.samples.append(Sample(load.index, now, sent=now, ended=now, error="the previous turn failed"))
+        self.num_ended += 1
+        for later in self._next_turns.pop(load.index, ()):
+            self._fail(later)

@@ -1,5 +1,7 @@
 """Port selection of a deployment; tests/integration covers its processes."""
 
+import os
+
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -46,3 +48,9 @@ def test_a_registry_in_the_environment_is_not_that_of_up(monkeypatch: pytest.Mon
     result = CliRunner().invoke(app, child.arguments[1:], env=child.environment)
     assert result.exit_code == 0, result.output
     assert (configs[0].registry, configs[0].router) == ("", "127.0.0.1:7777")
+
+
+def test_deployments_of_one_process_have_stores_of_their_own() -> None:
+    with Deployment(UpConfig()) as first, Deployment(UpConfig()) as second:
+        assert first.connector != second.connector
+        assert all(str(os.getpid()) in one.connector for one in (first, second))

@@ -182,6 +182,14 @@ def test_mistakes_are_one_line(profile: Path, run: Run, arguments: list[str], ex
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
+def test_a_profile_without_the_number_of_blocks_needs_the_flag(tmp_path: Path, run: Run) -> None:
+    Profile(model="m", engine=EngineFacts(block_bytes=4096)).save(tmp_path / "profile.json")
+    arguments = ["simulate", "--profile", tmp_path / "profile.json", *LOAD, "--request-rate", 10]
+    done = run(*arguments)
+    assert done.returncode == 2 and "give --num-blocks" in done.stderr and "Traceback" not in done.stderr
+    assert run(*arguments, "--num-blocks", 1000).returncode == 0
+
+
 def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "profile.json"
     path.write_text('{"model": 3}')

@@ -139,6 +139,17 @@ def test_conversations_wait_and_find_their_earlier_turns_in_the_cache() -> None:
     assert instance.thread.engine.scheduler.prefix_hits == 336 + 688  # all that is computed but the last, partial block
 
 
+def test_turns_after_a_failed_one_count_as_failed() -> None:
+    turns = [
+        Load(index, 8, ((f"turn-{index}", 100),), at=0.0, after=index - 1 if index else None) for index in range(3)
+    ]
+    turns[0] = Load(0, 8, (("too-long", 5000),), at=0.0)
+    other = Load(3, 8, (("other", 100),), at=0.0)
+    samples = Simulation(Deployment(), make_model()).play([*turns, other]).samples
+    failed = {sample.index: sample.error for sample in samples if not sample.ok}
+    assert failed.keys() == {0, 1, 2} and failed[1] == failed[2] == "the previous turn failed"
+
+
 @pytest.mark.parametrize("way", ["kill", "freeze"])
 def test_decode_instance_that_dies_costs_no_request(way: str) -> None:
     loads = draw_loads(60, 3.0)
