@@ -13,7 +13,7 @@ earlier token) pairs that attention computes. A sequence with one token to compu
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -206,19 +206,6 @@ class Profile:
     def __post_init__(self) -> None:
         if self.schema != SCHEMA:
             raise ValueError(f"its schema is {self.schema}, and this version reads schema {SCHEMA}")
-
-    def check(self, *, model_fingerprint: str | None = None, machine: Machine | None = None) -> None:
-        """Raise ValueError, with a sentence on what differs, if this profile is of another model or machine."""
-        if model_fingerprint is not None and model_fingerprint != self.model_fingerprint:
-            raise ValueError(
-                f"The profile is of another model: {self.model} ({self.model_fingerprint[:12] or 'unknown'})."
-            )
-        if machine is not None and machine != self.machine:
-            names = [
-                one.name for one in fields(Machine) if getattr(machine, one.name) != getattr(self.machine, one.name)
-            ]
-            pairs = (f"{name} {getattr(self.machine, name)!r}, here {getattr(machine, name)!r}" for name in names)
-            raise ValueError(f"The profile is of another machine: {'; '.join(pairs)}.")
 
     def transfer(self, scheme: str) -> TransferModel:
         """Return the model of a connector, or the default if it was not measured."""

@@ -46,15 +46,6 @@ def test_another_file_is_refused_in_a_sentence(tmp_path: Path, change: dict[str,
     assert reason in str(error.value) and "\n" not in str(error.value)
 
 
-def test_another_model_or_machine_is_refused_in_a_sentence() -> None:
-    PROFILE.check(model_fingerprint="abc", machine=MACHINE)
-    with pytest.raises(ValueError, match=r"^The profile is of another model: demo \(abc\)\.$"):
-        PROFILE.check(model_fingerprint="abd")
-    other = replace(MACHINE, threads=2, torch="2.14.0")
-    with pytest.raises(ValueError, match=r"another machine: threads 1, here 2; torch '2.13.0', here '2.14.0'\.$"):
-        PROFILE.check(machine=other)
-
-
 def test_steps_follow_the_formulas() -> None:
     step = PROFILE.step
     assert step.seconds([(1, 99)]) == pytest.approx(0.01 + 100e-6)
