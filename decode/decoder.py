@@ -125,7 +125,7 @@ class Decoder:
             is_final=message.final,
             has_first_token=message.HasField("first_token"),
         )
-        if has_started:
+        if has_started:  # otherwise `_start` ends them, when the loads no longer need them
             self._end_leases(state, message.tickets)
         self._carry_out(state, actions)
 

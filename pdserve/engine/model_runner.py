@@ -158,7 +158,8 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Return the logits [S, V] of the tokens at `logit_rows`; one row if that is empty, which models do not accept."""
         ids_1T, positions_1T = (torch.tensor([values], device=self.device) for values in (ids, positions))
-        if self.graphs is not None and len(logit_rows) == len(ids):
+        is_decode_step = len(logit_rows) == len(ids)  # every position is sampled
+        if self.graphs is not None and is_decode_step:
             return self.graphs.logits(ids_1T, positions_1T, batch)
         keep = logit_rows if len(logit_rows) else torch.zeros(1, dtype=torch.long, device=self.device)
         return self._compute_logits(ids_1T, positions_1T, batch, keep)

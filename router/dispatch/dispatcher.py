@@ -265,6 +265,8 @@ class Dispatcher:
             log.warning("%s failed: %s", state.id, error, extra=extra)
 
     def _on_prefill_output(self, state: RequestState, instance: InstanceHandle, output: pb.Output) -> None:
+        if output.token_ids:
+            self.handle(state, Event.FIRST_TOKEN)  # first, because decode must not be told of a second one
         stored = output.stored
         message = pb.HandOver(
             num_blocks=stored.num_blocks, coming=stored.coming, final=stored.final, tickets=stored.tickets
@@ -279,7 +281,6 @@ class Dispatcher:
             state.send_handover(message)
         if output.token_ids:
             self._hedger.cancel(state)
-            self.handle(state, Event.FIRST_TOKEN)
             self._emit_tokens(state, output)
         if output.finish_reason:
             instance.unassign(state.id)

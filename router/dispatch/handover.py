@@ -91,6 +91,7 @@ _FROM_ANY_STATE: dict[Event, _Transition] = {
     Event.REJECTED: (State.FAILED, (Action.FAIL, *_CANCEL_BOTH)),
     Event.CANCELLED: (State.CANCELLED, _CANCEL_BOTH),
 }
+# Prefill reports nothing in LOADING: its final report has arrived, or it is cancelled. No row accepts a second first token.
 _TRANSITIONS: dict[tuple[State, Event], _Transition] = {
     (State.PREFILLING, Event.FIRST_TOKEN): (State.TRANSFERRING, ()),
     (State.PREFILLING, Event.PREFILL_FAILED): (State.LOADING, (Action.FINALIZE, Action.CANCEL_PREFILL)),
@@ -99,11 +100,7 @@ _TRANSITIONS: dict[tuple[State, Event], _Transition] = {
     (State.TRANSFERRING, Event.DECODED): (State.DECODING, ()),
     (State.TRANSFERRING, Event.PREFILL_FAILED): (State.LOADING, (Action.FINALIZE, Action.CANCEL_PREFILL)),
     (State.LOADING, Event.DECODED): (State.DECODING, ()),
-    # Prefill has no work left that could fail, or its frame crossed with the cancellation.
-    (State.LOADING, Event.FIRST_TOKEN): (State.LOADING, ()),
-    (State.LOADING, Event.STORED): (State.LOADING, ()),
-    (State.LOADING, Event.PREFILL_FAILED): (State.LOADING, ()),
-    (State.DECODING, Event.FIRST_TOKEN): (State.DECODING, ()),
+    # Decode may outrun prefill's final report, and then needs nothing more of it.
     (State.DECODING, Event.STORED): (State.DECODING, ()),
     (State.DECODING, Event.PREFILL_FAILED): (State.DECODING, ()),
     (State.DECODING, Event.DECODED): (State.DECODING, ()),

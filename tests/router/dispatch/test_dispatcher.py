@@ -331,6 +331,25 @@ def test_an_output_that_is_impossible_in_the_state_of_the_handover_is_a_fault(ma
     assert cluster.tokens(state) == [7, 8, 9, 10]
 
 
+@pytest.mark.parametrize("decoded", [(), (8,)])
+def test_a_second_first_token_is_a_fault_and_reaches_neither_client_nor_decode(
+    make_cluster: type[Cluster], decoded: tuple[int, ...]
+) -> None:
+    cluster = make_cluster("prefill", "decode")
+    prefill, decode = cluster.instances
+    state = cluster.open()
+    cluster.deliver(prefill, token_ids=[7])
+    if decoded:
+        cluster.deliver(decode, token_ids=decoded)
+    cluster.sent(decode)
+    frame = pb.InstanceFrame(step=pb.Step(outputs=[pb.Output(request_id="r", token_ids=[9])]))
+    cluster.fleet.handle_frame(prefill, frame)
+    assert list(cluster.fleet.instances) == [decode.id]
+    assert not any(getattr(message, "first_token", 0) == 9 for _, message in cluster.sent(decode))
+    cluster.deliver(decode, token_ids=[8, 9, 10][len(decoded) :], finish_reason="length")
+    assert cluster.tokens(state) == [7, 8, 9, 10]
+
+
 NUMBERS = st.floats(width=64) | st.sampled_from([0.0, 1e-300, 1e300])
 OUTPUTS = st.fixed_dictionaries(
     {},
