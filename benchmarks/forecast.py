@@ -32,6 +32,12 @@ GOALS = {"ttft": 0.5, "itl": 0.06}  # seconds, of a request
 FIGURES = [f"p{p}_{metric}_ms" for metric in ("ttft", "itl") for p in (50, 90, 99)] + ["good_request_fraction"]
 TURNS, TURN_BLOCKS = 4, 3  # of a conversation; blocks of 512 tokens, scaled, by which a turn lengthens its prompt
 WAVE_REQUESTS = 40  # of one wave, in the mean
+# Of the folder --traces: file, name of its format, and factor of its lengths, with which most requests fit.
+TRACES = {
+    "mooncake": ("mooncake_fast25_conversation_trace.jsonl", "mooncake", 0.05),
+    "azure-conv": ("AzureLLMInferenceTrace_conv_2023.csv", "azure", 0.5),
+    "azure-code": ("AzureLLMInferenceTrace_code_2023.csv", "azure", 0.5),
+}
 BURST = 200  # requests at once, which show the rate of saturation
 # As slow as a middling GPU with a large model, so that this machine's own delays are small beside the steps.
 PROFILE = Profile(
@@ -53,7 +59,8 @@ PROFILE = Profile(
 @dataclass(frozen=True, kw_only=True)
 class Settings(report.Settings):
     fleets: str = flag("such as 1P+1D,2P+1D,2B", "1P+1D,2B,2P+2D")
-    mixes: str = flag("of long, short, chat and wave", "long,short,chat")
+    mixes: str = flag("of long, short, chat, wave, mooncake, azure-conv and azure-code", "long,short,chat")
+    traces: str = flag("folder of the traces, of which `seed` draws a window", "../shared/traces")
     loads: str = flag("shares of the rate of saturation", "0.2,0.5,0.8,0.95")
     rates: str = flag("requests per second, in place of --loads; empty: --loads", "")
     requests: int = flag("per row", 150, least=1)
@@ -78,6 +85,11 @@ def mix(name: str, settings: Settings, folder: Path) -> FleetConfig:
         path = folder / f"wave-{settings.seed}-{settings.requests}.csv"
         path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *wave(settings)]) + "\n")
         return replace(config, dataset_name="azure", dataset_path=str(path))
+    if name in TRACES:
+        file, dataset, scale = TRACES[name]
+        path = folder / f"{settings.seed}-{settings.requests}-{file}"
+        path.write_text("".join(window(Path(settings.traces, file), scale, settings)))
+        return replace(config, dataset_name=dataset, dataset_path=str(path), trace_length_scale=scale)
     path = folder / f"chat-{settings.seed}-{settings.requests}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in conversations(settings)))
     trace: dict[str, Any] = {"dataset_name": "mooncake", "dataset_path": str(path), "trace_length_scale": 0.125}
@@ -96,6 +108,23 @@ def conversations(settings: Settings) -> Iterator[dict[str, Any]]:
             "output_length": 8 * random.randrange(20, 60),
             "hash_ids": [1000 * talk + block for block in range(blocks)],
         }
+
+
+def window(path: Path, scale: float, settings: Settings) -> list[str]:
+    """Return so many successive lines of a trace that the model can serve, from a place that the seed draws."""
+    lines = path.read_text().splitlines(keepends=True)
+    head, rows = (lines[:1], lines[1:]) if path.suffix == ".csv" else ([], lines)
+    rows = [row for row in rows if scale * num_tokens(row) < PROFILE.engine.max_model_len]
+    first = Random(settings.seed).randrange(len(rows) - settings.requests)
+    return head + rows[first : first + settings.requests]
+
+
+def num_tokens(row: str) -> int:
+    """Return the tokens of prompt and answer of a line of a trace."""
+    if row.startswith("{"):
+        fields = json.loads(row)
+        return int(fields["input_length"] + fields["output_length"])
+    return sum(map(int, row.split(",")[1:]))
 
 
 def wave(settings: Settings) -> Iterator[str]:
