@@ -60,7 +60,7 @@ PROFILE = Profile(
 class Settings(report.Settings):
     fleets: str = flag("such as 1P+1D,2P+1D,2B", "1P+1D,2B,2P+2D")
     mixes: str = flag("of long, short, chat, wave, mooncake, azure-conv and azure-code", "long,short,chat")
-    traces: str = flag("folder of the traces, of which `seed` draws a window", "../shared/traces")
+    traces: str = flag("folder of the traces, of which the seed draws a window", "")
     loads: str = flag("shares of the rate of saturation", "0.2,0.5,0.8,0.95")
     rates: str = flag("requests per second, in place of --loads; empty: --loads", "")
     requests: int = flag("per row", 150, least=1)
