@@ -101,6 +101,13 @@ def test_forecast(run: Callable[..., Any]) -> None:
     assert content["errors"]["p50_ttft_ms"].keys() == {"median_error", "bias"}
 
 
+def test_clients(run: Callable[..., Any]) -> None:
+    """Two clients without common code measure the same paced instances."""
+    ours, plain = run("clients.py")["rows"]
+    assert (ours["client"], plain["client"]) == ("pdserve", "plain") and ours.keys() == plain.keys()
+    assert min(ours["p50_itl_ms"], plain["p50_itl_ms"]) > 24, "a step of the profile takes as long"
+
+
 def test_simulation(run: Callable[..., Any]) -> None:
     (row,) = run("simulation.py")["rows"]
     assert row["requests"] == 30 and row["simulated_per_cpu"] > 0
