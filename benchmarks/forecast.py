@@ -63,6 +63,7 @@ class Settings(report.Settings):
     traces: str = flag("folder of the traces, of which the seed draws a window", "")
     loads: str = flag("shares of the rate of saturation", "0.2,0.5,0.8,0.95")
     rates: str = flag("requests per second, in place of --loads; empty: --loads", "")
+    same_rates: bool = flag("loads are shares of the best fleet's saturation: all get the same rates", False)
     requests: int = flag("per row", 150, least=1)
     profile: str = flag("of the demo model with one thread: its instances compute; empty: they are paced", "")
     seed: int = flag("of the requests", 0)
@@ -199,11 +200,17 @@ def run(settings: Settings) -> None:
         profile = Profile.load(settings.profile) if settings.profile else PROFILE
         PROFILE.save(folder / "profile.json")
         paced = "" if settings.profile else str(folder / "profile.json")
-        for fleet in map(parse_fleet, settings.fleets.split(",")):
+        fleets = [parse_fleet(fleet) for fleet in settings.fleets.split(",")]
+        best = dict[str, float]()  # rate of saturation by mix
+        if settings.same_rates:
+            for mixed in settings.mixes.split(","):
+                config = mix(mixed, settings, folder)
+                best[mixed] = max(saturation(config, profile, fleet) for fleet in fleets)
+        for fleet in fleets:
             with deployed(fleet, profile, paced) as url:
                 for kind, mixed in enumerate(settings.mixes.split(",")):
                     config = mix(mixed, settings, folder)
-                    highest = 1.0 if settings.rates else saturation(config, profile, fleet)
+                    highest = 1.0 if settings.rates else best.get(mixed) or saturation(config, profile, fleet)
                     for number, load in enumerate(map(float, (settings.rates or settings.loads).split(","))):
                         # Random prompts that are in no cache yet.
                         one = replace(config, seed=settings.seed + 100 * number + 1000 * kind)
@@ -217,6 +224,8 @@ def run(settings: Settings) -> None:
                         rows.append(row)
                         print(json.dumps(row), flush=True)
     report.show(as_table(rows))
+    for mixed, load in dict.fromkeys((row["mix"], row["load"]) for row in rows) if settings.same_rates else ():
+        print(choice([row for row in rows if (row["mix"], row["load"]) == (mixed, load)]))
     print(report.write("forecast", settings, {"rows": rows, "errors": errors(rows)}))
 
 
@@ -229,6 +238,15 @@ def errors(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
         absolute = sorted(map(abs, off))
         summary[key] = {"median_error": absolute[len(absolute) // 2], "bias": sum(off) / len(off)}
     return summary
+
+
+def choice(rows: list[dict[str, Any]]) -> str:
+    """Return which fleet is best under one load by forecast and by measurement, by the share of good requests."""
+    shares = [f"{kind}_good_request_fraction" for kind in ("predicted", "measured")]
+    forecast, measured = (max(rows, key=lambda row: row[share]) for share in shares)
+    theirs, best = forecast[shares[1]], measured[shares[1]]
+    head = f"{rows[0]['mix']}, {rows[0]['rate']:.3g} requests/s: best by forecast {forecast['fleet']}"
+    return f"{head}, measured {theirs:.2f}; best by measurement {measured['fleet']}, {best:.2f}"
 
 
 def as_table(rows: list[dict[str, Any]]) -> Table:
