@@ -7,11 +7,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pdserve.bench.requests import Request as Load
 from pdserve.bench.requests import Sample
@@ -90,10 +93,10 @@ def check_complete(outcome: Outcome, loads: list[Load]) -> None:
 
 
 def check_released(simulation: Simulation) -> None:
-    """Check that, once the last messages have arrived, nothing of the requests remains."""
+    """Check that, once the last messages have arrived, nothing of the requests remains, but on instances that died."""
     end = simulation.clock.time + 1
     simulation.clock.run(until=lambda: simulation.clock.time > end)
-    for instance in simulation.instances.values():
+    for instance in filter(lambda one: one.is_alive, simulation.instances.values()):
         assert instance.thread.num_jobs == 0 and instance.thread.engine.pool.num_held == 0
         instance.thread.engine.pool.check_integrity()
     for router in simulation.routers:
@@ -306,3 +309,88 @@ def test_several_routers_share_the_instances() -> None:
     check_complete(outcome, loads)
     check_released(simulation)
     assert all(router.dispatcher.timelines.get(f"r{number}") for number, router in enumerate(simulation.routers))
+
+
+# ---- random fleets, pools, loads, cancellations and failures ------------------------------------------------------------
+
+LIMIT_S = 2000.0  # of a simulation: no request may take that long
+counts = st.integers(0, 3)
+fleets = st.builds(
+    Deployment,
+    prefill=counts,
+    decode=counts,
+    both=counts,
+    routers=st.integers(1, 2),
+    store_blocks=st.sampled_from([8, 1000]),
+    instance=st.builds(
+        InstanceConfig,
+        model=st.just("model"),
+        itl_target_ms=st.sampled_from([None, 40.0]),
+        max_num_seqs=st.sampled_from([2, 64]),
+        max_num_batched_tokens=st.sampled_from([24, 2048]),
+    ),
+    router=st.builds(
+        RouterConfig, model=st.just("model"), max_requests=st.sampled_from([3, 1000]), max_queue=st.just(4)
+    ),
+)
+loads = st.lists(
+    st.tuples(st.integers(1, 700), st.integers(1, 60), st.floats(0, 0.5), st.booleans(), st.booleans()), max_size=14
+)
+events = st.lists(st.tuples(st.floats(0.01, 6), st.sampled_from(["cancel", "kill"]), st.integers(0, 8)), max_size=3)
+
+
+def as_loads(drawn: list[tuple[int, int, float, bool, bool]]) -> list[Load]:
+    requests, at = list[Load](), 0.0
+    for index, (prompt, output, gap, is_shared, continues) in enumerate(drawn):
+        at += gap
+        blocks = (("shared", prompt // 2 + 1), (f"own-{index}", prompt)) if is_shared else ((f"own-{index}", prompt),)
+        after = index - 1 if continues and index else None
+        requests.append(Load(index, output, blocks, at=at, after=after, continues=after is not None))
+    return requests
+
+
+def play(
+    deployment: Deployment,
+    requests: list[Load],
+    num_blocks: int,
+    happens: list[tuple[float, str, int]],
+    *,
+    can_skip: bool,
+) -> tuple[Simulation, Outcome]:
+    simulation = Simulation(deployment, make_model(num_blocks=num_blocks, **BENT_STEPS), can_skip=can_skip)
+    names = list(simulation.instances)
+    for at, what, number in happens:
+        action: Callable[[], object] = partial(cancel_first, simulation.routers[number % len(simulation.routers)])
+        if what == "kill" and names:
+            action = partial(simulation.kill, names[number % len(names)])
+        simulation.clock.at(at, action)
+    simulation.clock.at(LIMIT_S, partial(pytest.fail, "a request never ends"))
+    return simulation, simulation.play(requests, is_chat=True)
+
+
+@settings(max_examples=25, deadline=None)
+@given(deployment=fleets, drawn=loads, num_blocks=st.sampled_from([12, 30, 400]), happens=events)
+def test_requests_end_once_and_leave_nothing(
+    deployment: Deployment,
+    drawn: list[tuple[int, int, float, bool, bool]],
+    num_blocks: int,
+    happens: list[tuple[float, str, int]],
+) -> None:
+    requests = as_loads(drawn)
+    simulation, outcome = play(deployment, requests, num_blocks, happens, can_skip=True)
+    assert sorted(sample.index for sample in outcome.samples) == [load.index for load in requests]
+    for sample in outcome.samples:
+        assert sample.token_times == sorted(sample.token_times) and sample.scheduled <= sample.sent <= sample.ended
+        assert all(sample.sent < at <= sample.ended for at in sample.token_times)
+        if sample.ok:
+            assert len(sample.token_times) == sample.output_tokens == requests[sample.index].output_tokens
+        else:
+            assert sample.error and sample.status in (0, 200, 400, 429, 500, 503)
+    check_released(simulation)
+    assert all(0 <= share <= 1 for share in outcome.busy.values())
+    if not happens:
+        assert max(simulation.store.leases.values(), default=0.0) <= simulation.clock.time, (
+            "leases end with their requests"
+        )
+    _, stepping = play(deployment, requests, num_blocks, happens, can_skip=False)
+    assert times(outcome) == times(stepping) and outcome.preemptions == stepping.preemptions
