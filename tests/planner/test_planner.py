@@ -260,6 +260,6 @@ def test_a_profile_without_the_number_of_blocks_needs_the_flag(tmp_path: Path, r
 
 def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "profile.json"
-    path.write_text('{"model": 3}')
+    path.write_text('{"schema": 1, "model": 3}')
     done = run("simulate", "--profile", path)
     assert done.returncode == 2 and f"{path} is not a profile: model" in done.stderr

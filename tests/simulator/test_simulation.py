@@ -388,7 +388,7 @@ def test_requests_end_once_and_leave_nothing(
             assert sample.error and sample.status in (0, 200, 400, 429, 500, 503)
     check_released(simulation)
     assert all(0 <= share <= 1 for share in outcome.busy.values())
-    if not happens:
+    if not happens and deployment.store_blocks > 100:  # in a full store, some end by their time only
         assert max(simulation.store.leases.values(), default=0.0) <= simulation.clock.time, (
             "leases end with their requests"
         )
