@@ -41,7 +41,7 @@ TRACES = {
 BURST = 200  # requests at once, which show the rate of saturation
 # As slow as a middling GPU with a large model, so that this machine's own delays are small beside the steps.
 PROFILE = Profile(
-    model="paced",
+    model="demo",
     model_fingerprint="paced",
     engine=EngineFacts(16, 16384, 1500, 1024, 48, 4096),
     step=StepModel(

@@ -185,6 +185,10 @@ class CostMeter:
             if len({count == 1 for step in steps for count, _ in step}) == 1:
                 self._fit(work).observe(_amounts(steps), seconds, now)
 
+    def record_decode_step(self, sequences: int, context: int, seconds: float, now: float) -> None:
+        """Record a step in which all sequences decoded, by their number and the sum of their contexts."""
+        self._decode.observe((1, sequences, context), seconds, now)
+
     def record_transfer(self, nbytes: int, seconds: float, now: float) -> None:
         self._transfer.observe((1, nbytes), seconds, now)
 

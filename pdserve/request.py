@@ -121,3 +121,18 @@ def _between(value: float, low: float, high: float) -> bool:
 def _require(condition: bool, name: str, expected: str, value: object) -> None:
     if not condition:
         raise BadRequest(f"{name} must be {expected}, not {value}", kind="invalid_parameter", param=name)
+
+
+def check_length(prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:
+    """Raise BadRequest if the prompt is empty, or prompt and answer do not fit into the model's context."""
+    if prompt_tokens == 0:
+        raise BadRequest("the prompt is empty: it has no tokens", kind="invalid_prompt", param="prompt")
+    if prompt_tokens + max_tokens <= max_model_len:
+        return
+    problem, param = f"the prompt has {prompt_tokens}, which leaves no room for an answer", "prompt"
+    if prompt_tokens < max_model_len:
+        total = prompt_tokens + max_tokens
+        problem = f"you asked for {total} ({prompt_tokens} in the prompt, {max_tokens} for the answer)"
+        param = "max_tokens"
+    message = f"this model's context is {max_model_len} tokens; {problem}"
+    raise BadRequest(message, kind="context_length_exceeded", param=param)

@@ -4,6 +4,7 @@ The rest of the instance is real: scheduler, block pool, roles, connector and ro
 does that has more processors than this machine, and a simulation runs them on a virtual clock.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,7 @@ from pdserve.errors import SetupError
 from pdserve.keys import Layout
 from pdserve.profile.profile import Profile
 
+log = logging.getLogger(__name__)
 FIRST_TOKEN_ID = 40  # of the tokens that it "samples": letters in most vocabularies, so that each of them has text
 NUM_TOKEN_IDS = 50
 
@@ -99,14 +101,23 @@ class PacedRunner:
         """Return a runner that sleeps as long as the steps of the profile `config.paced` take.
 
         Raises:
-            SetupError: the profile cannot be read.
+            SetupError: the profile cannot be read, is of another model, or does not say how many blocks there are.
         """
         try:
             profile = Profile.load(config.paced)
-        except (OSError, ValueError) as error:
-            raise SetupError(f"--paced {config.paced}: {error}") from None
+        except OSError as error:
+            raise SetupError(f"--paced {config.paced} cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise SetupError(f"--paced: {error}") from None
+        if profile.model not in (config.name, config.model):  # the machine may be another one: that is the purpose
+            reason = f"--paced {config.paced} is a profile of {profile.model}, and this instance serves {config.name}"
+            if not config.force:
+                raise SetupError(f"{reason}; --force uses it nevertheless")
+            log.warning("%s", reason)
         size, (a, b) = config.block_size, profile.swap
         num_blocks = config.num_blocks or profile.engine.num_blocks * profile.engine.block_size // size
+        if num_blocks < 2:
+            raise SetupError(f"--paced {config.paced} says {num_blocks} blocks; give --num-blocks")
         return cls(
             replace(config, num_blocks=num_blocks),
             paced_layout(profile, size),

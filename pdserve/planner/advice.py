@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from pdserve.planner.search import Trial, best
-from pdserve.planner.targets import FAILED, Target
+from pdserve.planner.targets import Target
 
 TIE = 0.02  # difference of two ratios that decides nothing
 
@@ -11,8 +11,8 @@ TIE = 0.02  # difference of two ratios that decides nothing
 def describe(trial: Trial, targets: Sequence[Target]) -> str:
     """Return a fleet with its figures, such as `2P+1D: TTFT p90 310 of 500 ms, ITL p99 41 of 50 ms`."""
     figures = trial.forecast.figures
-    parts = [f"{target} {figures[target.figure]:.0f} of {target.seconds * 1e3:g} ms" for target in targets]
-    parts += [f"{figures['failed']} requests refused or lost"] if figures["failed"] else []
+    parts = [_compare(target, figures[target.figure]) for target in targets]
+    parts += [trial.failure] if trial.failure else []
     return f"{trial.fleet}: {', '.join(parts)}"
 
 
@@ -29,7 +29,7 @@ def advise(trials: Sequence[Trial], targets: Sequence[Target]) -> str:
         return f"Disaggregation does not pay: {describe(theirs, targets)}; the best split, {_miss(ours)}."
     if not ours.meets:
         nearer, other = (ours, theirs) if ours.ratio <= theirs.ratio else (theirs, ours)
-        return f"Neither suffices: the nearest is {_miss(nearer)}; otherwise, {_miss(other)}."
+        return f"Neither suffices: the nearest, {_miss(nearer)}; otherwise, {_miss(other)}."
     if abs(ours.ratio - theirs.ratio) <= TIE:
         return f"Both suffice alike: {describe(ours, targets)}; {describe(theirs, targets)}. Colocated is simpler."
     winner, other = (ours, theirs) if ours.ratio < theirs.ratio else (theirs, ours)
@@ -39,10 +39,13 @@ def advise(trials: Sequence[Trial], targets: Sequence[Target]) -> str:
 
 def _miss(trial: Trial) -> str:
     """Return a fleet with the target that it misses by the most."""
-    if trial.ratio >= FAILED:
-        return f"{trial.fleet} refuses or loses {trial.forecast.figures['failed']} requests"
-    value = trial.forecast.figures[trial.binding.figure]
-    return f"{trial.fleet} has {trial.binding} {value:.0f} of {trial.binding.seconds * 1e3:g} ms"
+    if trial.failure:
+        return f"{trial.fleet} {trial.failure}"
+    return f"{trial.fleet} has {_compare(trial.binding, trial.forecast.figures[trial.binding.figure])}"
+
+
+def _compare(target: Target, ms: float) -> str:
+    return f"{target} {f'{ms:.0f}' if ms >= 10 else f'{ms:.2g}'} of {target.seconds * 1e3:g} ms"
 
 
 def env_lines(trial: Trial) -> list[str]:

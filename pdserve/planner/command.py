@@ -1,7 +1,6 @@
 """The command `pdserve plan`."""
 
 import json
-import logging
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -19,12 +18,21 @@ from pdserve.errors import SetupError
 from pdserve.planner.advice import advise, describe, env_lines
 from pdserve.planner.charts import charts
 from pdserve.planner.search import Trial, best, headroom, judge, smallest, try_size
-from pdserve.planner.targets import Target, parse_targets
+from pdserve.planner.targets import Target, parse_targets, thin_sentences
 from pdserve.profile.profile import Profile
 from pdserve.simulator.command import as_dict, as_table, console_for_tables
-from pdserve.simulator.fleet import Fleet, load_profile, mean_rate, parse_itl_targets, simulate_all
+from pdserve.simulator.fleet import (
+    Fleet,
+    check_fits,
+    load_profile,
+    mean_rate,
+    notes,
+    parse_itl_targets,
+    simulate_all,
+)
 
 CHANGE = 0.2  # of rate and lengths, whose effect is reported
+OTHER_SEEDS = 4  # with which the chosen fleet is simulated again
 ITL_SHARES = (0.5, 0.75, 1.0)  # of the ITL target, tried as --itl-target-ms of colocated instances
 
 
@@ -37,6 +45,7 @@ class Plan:
         chosen: the fleet, or None if none meets the SLO.
         highest_rate, breaks: of the chosen fleet, the highest rate that meets the SLO, and the trial above it.
         sensitivity: a change of the load → the trial of the chosen fleet.
+        repetitions: trials of the chosen fleet with other seeds.
     """
 
     trials: list[list[Trial]]
@@ -44,6 +53,7 @@ class Plan:
     highest_rate: float = math.nan
     breaks: Trial | None = None
     sensitivity: dict[str, Trial] | None = None
+    repetitions: Sequence[Trial] = ()
 
 
 class Planner:
@@ -57,6 +67,7 @@ class Planner:
         self._started = time.monotonic()
         self._count = 0
         self.rate = mean_rate(config)
+        check_fits(config, profile)
 
     def simulate(self, fleets: Sequence[Fleet], config: PlanConfig | None = None, rate: float = 0.0) -> Iterable[Trial]:
         """Simulate fleets under the load of the settings, or of other ones, at a rate."""
@@ -78,7 +89,9 @@ class Planner:
         if not chosen.meets:
             return Plan(trials)
         highest, breaks = headroom(self.rate, lambda rate: self._one(chosen.fleet, config, rate))
-        return Plan(trials, chosen, highest, breaks, self._sensitivity(chosen.fleet))
+        seeds = (config.seed + number for number in range(1, 1 + OTHER_SEEDS))
+        repetitions = [self._one(chosen.fleet, replace(config, seed=seed), self.rate) for seed in seeds]
+        return Plan(trials, chosen, highest, breaks, self._sensitivity(chosen.fleet), repetitions)
 
     def _itl_targets(self) -> list[float | None]:
         if self._config.itl_target_ms != "auto":
@@ -91,8 +104,12 @@ class Planner:
         for sign, factor in (("+", 1 + CHANGE), ("-", 1 - CHANGE)):
             percent = f"{sign}{CHANGE:.0%}"
             trials[f"rate {percent}"] = self._one(fleet, config, self.rate * factor)
-            trials[f"prompts {percent}"] = self._one(fleet, replace(config, stretch_prompts=factor), self.rate)
-            trials[f"answers {percent}"] = self._one(fleet, replace(config, stretch_answers=factor), self.rate)
+            longer = {
+                "prompts": replace(config, stretch_prompts=config.stretch_prompts * factor),
+                "answers": replace(config, stretch_answers=config.stretch_answers * factor),
+            }
+            for name, changed in longer.items():
+                trials[f"{name} {percent}"] = self._one(fleet, changed, self.rate)
         return trials
 
     def _one(self, fleet: Fleet, config: PlanConfig, rate: float) -> Trial:
@@ -108,12 +125,11 @@ def run(config: PlanConfig) -> bool:
         raise SetupError(str(error)) from None
     plotly = page.load_plotly() if config.html else ""
     profile = load_profile(config)
-    logging.getLogger("pdserve").setLevel(logging.ERROR)  # simulated instances are real ones, and say as much
     with Console(stderr=True).status("simulating") as status:
         planner = Planner(config, profile, targets, status)
         plan = planner.plan()
     console_for_tables().print(as_table([trial.forecast for trials in plan.trials for trial in notable(trials)]))
-    lines = sentences(plan, targets, planner.rate, config)
+    lines = [*sentences(plan, targets, planner.rate, config), *notes(config, profile)]
     print("\n" + "\n".join(lines))
     if config.json:
         write_file(Path(config.json), json.dumps(to_json(plan, lines), indent=2) + "\n")
@@ -137,8 +153,9 @@ def sentences(plan: Plan, targets: Sequence[Target], rate: float, config: PlanCo
         return [
             f"No fleet of up to {nearest.fleet.size if config.instances else config.max_instances} instances meets the SLO "
             f"at {rate:.3g} requests/s.",
-            f"The nearest is {describe(nearest, targets)}. What binds is {nearest.binding}.",
+            f"The nearest is {describe(nearest, targets)}. What binds is {nearest.breaks}.",
             advise(last, targets),
+            *thin_sentences(targets, nearest.forecast.figures),
         ]
     fleet = plan.chosen.fleet
     lines = [
@@ -147,28 +164,38 @@ def sentences(plan: Plan, targets: Sequence[Target], rate: float, config: PlanCo
     if plan.breaks is None:
         lines.append(f"It holds beyond {plan.highest_rate:.3g} requests/s.")
     else:
-        lines.append(f"It holds up to {plan.highest_rate:.3g} requests/s; above, {plan.breaks.binding} breaks first.")
+        lines.append(f"It holds up to {plan.highest_rate:.3g} requests/s; above, {_above(plan.breaks)}.")
     broken = [change for change, trial in (plan.sensitivity or {}).items() if not trial.meets]
     lines.append(
         f"It does not survive: {', '.join(broken)}." if broken else f"It survives ±{CHANGE:.0%} of rate and lengths."
     )
+    lines += thin_sentences(targets, plan.chosen.forecast.figures)
+    if plan.repetitions:
+        met = sum(trial.meets for trial in plan.repetitions)
+        lines.append(f"With {len(plan.repetitions)} other seeds, the SLO is met {met} times.")
     lines.append(advise(last, targets))
     if config.price:
         lines.append(f"It costs {fleet.size * config.price:.2f} per hour.")
     return [*lines, "", *env_lines(plan.chosen)]
 
 
+def _above(breaks: Trial) -> str:
+    return breaks.breaks if breaks.failure else f"{breaks.binding} breaks first"
+
+
 def to_json(plan: Plan, lines: Sequence[str]) -> dict[str, Any]:
     """Return the plan with all trials."""
 
     def row(trial: Trial) -> dict[str, Any]:
-        ratio = {"worst_ratio": trial.ratio, "binding": trial.binding.figure, "meets": trial.meets}
+        ratio = {"worst_ratio": trial.ratio, "binding": trial.binding.figure, "failure": trial.failure}
+        ratio |= {"meets": trial.meets}
         return as_dict(trial.forecast) | ratio
 
     return {
         "chosen": None if plan.chosen is None else row(plan.chosen),
         "highest_rate": None if plan.chosen is None else plan.highest_rate,
         "sensitivity": {change: row(trial) for change, trial in (plan.sensitivity or {}).items()},
+        "repetitions": [row(trial) for trial in plan.repetitions],
         "trials": [row(trial) for trials in plan.trials for trial in trials],
         "text": list(lines),
     }

@@ -8,6 +8,7 @@ from pdserve.simulator.fleet import Fleet, Forecast
 
 EXHAUSTIVE = 12  # instances up to which all splits are tried
 RATE_PRECISION = 0.05
+SATURATED_SHARE = 0.9  # of the time in steps, below which requests in flight grow because more arrive
 MAX_FACTOR = 8.0  # of the rate, up to which headroom is searched
 
 
@@ -16,13 +17,20 @@ class Trial:
     """A simulated fleet, and how far it is from the SLO.
 
     Attributes:
-        ratio: of the worst figure to its target; at most 1 if the SLO is met, `FAILED` if requests were refused or lost.
+        ratio: of the worst figure to its target; at most 1 if the SLO is met, at least `FAILED` if the fleet failed.
         binding: the target of the worst figure.
+        failure: how the fleet failed whatever the figures are, such as "refuses or loses 3 requests"; empty if it did not.
     """
 
     forecast: Forecast
     ratio: float
     binding: Target
+    failure: str = ""
+
+    @property
+    def breaks(self) -> str:
+        """What is wrong with the fleet, or would be first: its failure, or the target of the worst figure."""
+        return f"it {self.failure}" if self.failure else str(self.binding)
 
     @property
     def fleet(self) -> Fleet:
@@ -38,9 +46,18 @@ class Trial:
 
 
 def judge(targets: Sequence[Target], forecast: Forecast) -> Trial:
-    """Compare a forecast with the targets."""
+    """Compare a forecast with the targets.
+
+    A fleet fails if requests are refused or lost, or if it does not keep up: figures of a run that ends would look better
+    than those of a longer one.
+    """
     ratio, binding = worst(targets, forecast.figures)
-    return Trial(forecast, max(ratio, FAILED) if forecast.figures["failed"] else ratio, binding)
+    if failed := forecast.figures["failed"]:
+        share = failed / (failed + forecast.figures["completed"])
+        return Trial(forecast, max(ratio, FAILED * (1 + share)), binding, f"refuses or loses {failed} requests")
+    if forecast.saturated and max(forecast.busy.values(), default=1.0) >= SATURATED_SHARE:
+        return Trial(forecast, max(ratio, FAILED), binding, "does not keep up")
+    return Trial(forecast, ratio, binding)
 
 
 Simulate = Callable[[Sequence[Fleet]], Iterable[Trial]]
@@ -67,17 +84,26 @@ def try_size(size: int, itl_targets: Sequence[float | None], simulate: Simulate)
         middle = (low + high) // 2
         (trial,) = simulate([Fleet(middle, size - middle)])
         trials.append(trial)
-        if trial.binding.metric == "ttft":
+        if _needs_prefill(trial):
             low = middle + 1
         else:
             high = middle - 1
     return trials
 
 
-def smallest(most: int, itl_targets: Sequence[float | None], simulate: Simulate) -> list[list[Trial]]:
-    """Return the trials by size: each size up to the first at which a fleet meets the SLO, or up to `most`.
+def _needs_prefill(trial: Trial) -> bool:
+    """Return whether a split fleet is nearer to the SLO with one more prefill instance, and one fewer for decode."""
+    if not trial.failure and trial.binding.metric in ("ttft", "itl", "tpot"):
+        return trial.binding.metric == "ttft"
+    busy = trial.forecast.busy
+    return busy.get("prefill", 0.0) > busy.get("decode", 0.0)
 
-    Sizes are doubled until one suffices, and the ones between are bisected, so some may be missing.
+
+def smallest(most: int, itl_targets: Sequence[float | None], simulate: Simulate) -> list[list[Trial]]:
+    """Return the trials by size, up to one at which a fleet meets the SLO, and with one instance fewer none does.
+
+    Sizes are doubled until one suffices, and those in between are bisected, so some are missing. That finds the smallest
+    size if more instances never do worse. If none suffices, they end with `most`.
     """
     tried: dict[int, list[Trial]] = {}
 

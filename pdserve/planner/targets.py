@@ -1,5 +1,6 @@
 """Targets of an SLO by percentile, such as `ttft.p90=500ms,itl.p99=50ms`, and how far a forecast is from them."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pdserve.slo import UNITS
 
 METRICS = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2el": "E2E latency"}
 PERCENTILES = (50, 90, 99)
+MIN_BEYOND = 5  # values above a percentile, with which it is steady
 FAILED = 100.0  # ratio of a fleet that refuses or loses requests, or does not keep up
 
 
@@ -54,3 +56,22 @@ def parse_targets(text: str) -> list[Target]:
 def worst(targets: Sequence[Target], figures: Mapping[str, Any]) -> tuple[float, Target]:
     """Return the largest ratio of a figure to its target, and the target. At most 1: the SLO is met."""
     return max(((figures[one.figure] / 1e3 / one.seconds, one) for one in targets), key=lambda pair: pair[0])
+
+
+def thin_sentences(targets: Sequence[Target], figures: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each target whose percentile rests on too few values to be steady."""
+    completed = figures["completed"]
+    gaps = figures["total_output_tokens"] - completed
+    sentences = []
+    for target in targets:
+        count, values = (gaps, "gaps") if target.metric == "itl" else (completed, "requests")
+        beyond = count * (100 - target.percentile) / 100
+        if not count:
+            sentences.append(f"{target} says nothing: there are no {values}.")
+        elif beyond < MIN_BEYOND:
+            slowest = max(1, math.ceil(beyond))
+            needed = math.ceil(MIN_BEYOND * 100 / (100 - target.percentile))
+            sentences.append(
+                f"{target} rests on the slowest {slowest} of {count} {values}: it varies by chance with fewer than {needed}."
+            )
+    return sentences

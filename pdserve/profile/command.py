@@ -53,7 +53,7 @@ def run(config: ProfileConfig, start: Start) -> bool:
             raise SetupError("stopped; no profile was written") from None
     _print(profile)
     if config.compare:
-        return _compare(_load(config.compare), profile)
+        return _compare(_load(config.compare), profile, force=config.force)
     try:
         profile.save(config.output)
     except OSError as error:
@@ -71,9 +71,18 @@ def _load(file: str) -> Profile:
         raise SetupError(str(error)) from None
 
 
-def _compare(profile: Profile, live: Profile) -> bool:
-    if live.model != profile.model:
-        raise SetupError(f"the profile is of {profile.model}, and the instance serves {live.model}")
+def _compare(profile: Profile, live: Profile, *, force: bool) -> bool:
+    pairs = {
+        "model": (profile.model, live.model),
+        "device": (profile.machine.device, live.machine.device),
+        "class of numerics": (profile.machine.numerics, live.machine.numerics),
+        "dtype": (profile.engine.dtype, live.engine.dtype),
+    }
+    if differences := [f"{name} {one}, not {other}" for name, (one, other) in pairs.items() if one != other]:
+        reason = f"the profile is of another model or machine than the instance: {'; '.join(differences)}"
+        if not force:
+            raise SetupError(f"{reason}; --force compares them nevertheless")
+        print(f"{reason[0].upper()}{reason[1:]}.")
     sentences = drift_of(profile, live.step)
     print("\n".join(sentences) or "The profile holds.")
     return not sentences

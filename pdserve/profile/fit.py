@@ -1,5 +1,6 @@
 """Fits a step model to timings, by relative least squares, and says how well it describes them."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -20,8 +21,10 @@ def fit_steps(timings: Sequence[Timing]) -> tuple[StepModel, dict[str, Residuals
     """Return the model of these steps, and its residuals by kind of step.
 
     Raises:
-        ValueError: there are no decode steps, or no prefill steps.
+        ValueError: there are no decode steps, or no prefill steps, or a time that cannot be.
     """
+    if not all(0 < seconds < math.inf for _, seconds in timings):
+        raise ValueError("a time that is not a positive number")
     kinds: dict[str, list[tuple[_Sums, float]]] = {"decode": [], "prefill": [], "mixed": []}
     for work, seconds in timings:
         sums = _Sums(work)

@@ -11,6 +11,8 @@ d and p are linear between measured points ("knots") and go on straight beyond t
 earlier token) pairs that attention computes. A sequence with one token to compute counts as decoding.
 """
 
+import json
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +25,12 @@ from pdserve.costs import Costs, OnlineFit
 SCHEMA = 1
 Knots = tuple[tuple[int, float], ...]  # (amount, seconds), in ascending order of the amount
 TABLE_SIZE = 4096  # batch sizes looked up at once
+
+
+def _check_times(what: str, *times: float) -> None:
+    """Raise ValueError if a time is not a number, infinite, or negative."""
+    if not all(0 <= time < math.inf for time in times):
+        raise ValueError(f"{what} must be finite numbers, and not negative")
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,12 @@ class EngineFacts:
     max_model_len: int = 0
     dtype: str = ""
 
+    def __post_init__(self) -> None:
+        if min(self.block_size, self.max_num_batched_tokens, self.max_num_seqs) < 1:
+            raise ValueError("block_size, max_num_batched_tokens and max_num_seqs must be at least 1")
+        if min(self.block_bytes, self.num_blocks, self.max_model_len) < 0:
+            raise ValueError("block_bytes, num_blocks and max_model_len must not be negative")
+
 
 @dataclass(frozen=True)
 class StepModel:
@@ -66,6 +80,11 @@ class StepModel:
             amounts = [amount for amount, _ in knots]
             if not knots or amounts != sorted(set(amounts)) or amounts[0] < 0:
                 raise ValueError(f"the knots of {name} must have ascending amounts, not {amounts}")
+            _check_times(f"the seconds of {name}", *(seconds for _, seconds in knots))
+        _check_times(
+            "the coefficients of a step", self.context_s, self.pair_s, self.cached_s, self.prompt_s, *self.mixed[1:]
+        )
+        _check_times("the fixed part of a mixed step", abs(self.mixed[0]))
 
     def seconds(self, work: Sequence[tuple[int, int]]) -> float:
         """Return the seconds of a step, given (tokens computed, cached tokens before them) of each sequence."""
@@ -122,6 +141,12 @@ class TransferModel:
     store_bytes_per_s: float = 1 / Costs.transfer[1]
     link_bytes_per_s: float = 1 / Costs.transfer[1]  # of all concurrent loads of a link
 
+    def __post_init__(self) -> None:
+        _check_times("the latencies of a transfer", self.latency_s, self.store_latency_s)
+        speeds = (self.bytes_per_s, self.store_bytes_per_s, self.link_bytes_per_s)
+        if not all(0 < speed < math.inf for speed in speeds):
+            raise ValueError("the bytes per second of a transfer must be more than 0, and finite")
+
     def seconds(self, nbytes: float) -> float:
         """Return the seconds of one load alone; 0 for no bytes."""
         return self.latency_s + nbytes / self.bytes_per_s if nbytes else 0.0
@@ -140,6 +165,9 @@ class Overheads:
     engine_step_s: float = 2e-4  # of the engine thread, for each step
     engine_sequence_s: float = 1e-5  # and for each sequence of the step
     frame_s: float = 2e-4  # a frame's way between router and instance
+
+    def __post_init__(self) -> None:
+        _check_times("the overheads", *vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -190,7 +218,12 @@ class Profile:
         """
         text = Path(path).read_bytes()
         try:
-            profile: Profile = _json().validate_json(text)
+            raw = json.loads(text)
+            if not isinstance(raw, dict) or "schema" not in raw:
+                raise ValueError("it has no schema")
+            if raw["schema"] != SCHEMA:
+                raise ValueError(f"its schema is {raw['schema']}, and this version reads schema {SCHEMA}")
+            profile: Profile = _json().validate_python(raw)
         except ValueError as error:
             raise ValueError(f"{path} is not a profile: {_sentence(error)}") from None
         return profile
@@ -204,8 +237,7 @@ class Profile:
         Path(path).write_bytes(_json().dump_json(self, indent=2) + b"\n")
 
     def __post_init__(self) -> None:
-        if self.schema != SCHEMA:
-            raise ValueError(f"its schema is {self.schema}, and this version reads schema {SCHEMA}")
+        _check_times("the seconds of swap, start-up and role change", *self.swap, self.start_up_s, self.role_flip_s)
 
     def transfer(self, scheme: str) -> TransferModel:
         """Return the model of a connector, or the default if it was not measured."""
@@ -229,11 +261,16 @@ class Profile:
 
 
 def _interpolate(knots: Knots, amount: float) -> float:
-    """Return the value at `amount`: linear between knots, and beyond the last ones as between them and their neighbours."""
+    """Return the value at `amount`: linear between knots, and beyond the last ones as between them and their neighbours.
+
+    More never takes less time than the last knot: a slope downwards there is noise. With one knot there is no slope.
+    """
     if len(knots) == 1:
         return knots[0][1]
     right = min(max(bisect_right(knots, (amount,)), 1), len(knots) - 1)
     (x0, y0), (x1, y1) = knots[right - 1], knots[right]
+    if amount > x1:
+        return y1 + max(0.0, y1 - y0) * (amount - x1) / (x1 - x0)
     return max(0.0, y0 + (y1 - y0) * (amount - x0) / (x1 - x0))
 
 

@@ -1,7 +1,7 @@
 """The command `pdserve simulate`."""
 
 import json
-import logging
+import math
 import time
 from collections.abc import Sequence
 from itertools import product
@@ -15,7 +15,15 @@ from pdserve.bench.report import write_csv, write_file
 from pdserve.bench.slo import parse_goodput
 from pdserve.config import SimulateConfig
 from pdserve.errors import SetupError
-from pdserve.simulator.fleet import Fleet, Forecast, load_profile, parse_itl_targets, parse_numbers, simulate_all
+from pdserve.simulator.fleet import (
+    Fleet,
+    Forecast,
+    load_profile,
+    notes,
+    parse_itl_targets,
+    parse_numbers,
+    simulate_all,
+)
 
 WIDTH = 140  # columns of a table in a file
 
@@ -31,15 +39,17 @@ def run(config: SimulateConfig) -> None:
     except ValueError as error:
         raise SetupError(str(error)) from None
     profile, fleets = load_profile(config), parse_fleets(config)
-    logging.getLogger("pdserve").setLevel(logging.ERROR)  # simulated instances are real ones, and say as much
     console, started = Console(stderr=True), time.monotonic()
     forecasts = list[Forecast]()
     with console.status("") as status:
         status.update(f"simulating {len(fleets)} fleets")
-        for forecast in simulate_all(config, profile, objectives, [(fleet, config.request_rate) for fleet in fleets]):
+        rate = config.request_rate if config.ramp_up_strategy is None else math.inf
+        for forecast in simulate_all(config, profile, objectives, [(fleet, rate) for fleet in fleets]):
             forecasts.append(forecast)
             status.update(f"simulated {len(forecasts)} of {len(fleets)} fleets, {time.monotonic() - started:.0f} s")
     console_for_tables().print(as_table(forecasts))
+    for note in notes(config, profile):
+        print(note)
     if config.json:
         write_file(Path(config.json), json.dumps([as_dict(forecast) for forecast in forecasts], indent=2) + "\n")
     if config.csv:

@@ -1,9 +1,10 @@
 """Engine thread of a simulated instance: the real `Instance`, which can also take many identical decode steps at once."""
 
 import math
+from collections.abc import Sequence
 
 from pdserve.engine.paced_runner import next_token
-from pdserve.instance.instance import Instance
+from pdserve.instance.instance import HEARTBEAT_UPDATE_S, Instance
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
 
@@ -30,26 +31,35 @@ class EngineThread(Instance):
             count = math.floor(count / 2)
         return max(0, int(count))
 
-    def skip(self, steps: int) -> None:
-        """Take plain steps at once."""
-        pool = self.engine.pool
-        for seq in self.engine.scheduler.running:
-            job, tokens = self._by_sequence[seq], list[int]()
+    def skip(self, began_at: float, ends: Sequence[float]) -> None:
+        """Take plain steps at once, of which the first began at `began_at`, and each ends when the next one begins."""
+        first, starts = 0, [began_at, *ends[:-1]]
+        for step, started in enumerate(starts):
+            if started - self._heartbeat_updated_at > HEARTBEAT_UPDATE_S:
+                self._advance(starts[first : step + 1], ends[first : step + 1])
+                first, self._heartbeat_updated_at = step + 1, started
+                self.reporter.update(self._by_sequence.values(), 0, ends[step])
+        self._advance(starts[first:], ends[first:])
+        self._send_outputs()
+
+    def _advance(self, starts: Sequence[float], ends: Sequence[float]) -> None:
+        """Do what plain steps do to sequences, counters and cost models."""
+        running, pool, steps = self.engine.scheduler.running, self.engine.pool, len(ends)
+        if not steps:
+            return
+        context, batch = sum(map(len, running)), len(running)
+        for step, (started, ended) in enumerate(zip(starts, ends, strict=True)):
+            self.reporter.meter.record_decode_step(batch, context + step * batch, ended - started, ended)
+        for seq in running:
             for step in range(steps):
                 if step == steps - 1:
                     seq.grow(pool)
-                tokens.append(next_token(len(seq)))
-                seq.append(tokens[-1])
+                seq.append(next_token(len(seq)))
             seq.mark_computed(steps)
             seq.register_full_blocks(pool)
-            job.pending_output().token_ids.extend(tokens)
-        self.count("generation_tokens", steps * len(self.engine.scheduler.running))
+            self._by_sequence[seq].pending_output().token_ids.extend(seq.tokens[-steps:])
+        self.count("generation_tokens", steps * batch)
         self.count("engine_steps", steps)
-        self._send_outputs()
-
-    def update_heartbeat(self) -> None:
-        """Replace the heartbeat by one of now."""
-        self._update_heartbeat()
 
     def _blocks_for(self, steps: int) -> int:
         """Return how many new blocks these plain steps take."""

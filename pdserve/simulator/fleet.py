@@ -1,5 +1,6 @@
 """Fleets to compare, and the simulation of one of them by the settings of `pdserve simulate` and `pdserve plan`."""
 
+import logging
 import math
 import random
 import re
@@ -123,8 +124,13 @@ def load_profile(config: FleetConfig) -> Profile:
 
 
 def draw_requests(config: FleetConfig, rate: float) -> list[Request]:
-    """Return the requests of a run."""
+    """Return the requests of a run at a mean rate; infinite: as the settings say."""
     requests = draw_load(config, rate, random.Random(config.seed), lambda text: max(1, len(text) // CHARS_PER_TOKEN))
+    if config.ramp_up_strategy is not None and math.isfinite(
+        rate
+    ):  # a ramp has its own rates: it is slowed or hastened
+        factor = _rate_of(requests) / rate
+        requests = [replace(request, at=(request.at or 0.0) * factor) for request in requests]
     return [_stretch(request, config) for request in requests]
 
 
@@ -134,12 +140,43 @@ def mean_rate(config: FleetConfig) -> float:
     Raises:
         SetupError: there is none, because all requests come at once.
     """
-    if math.isfinite(config.request_rate):
+    if math.isfinite(config.request_rate) and config.ramp_up_strategy is None:
         return config.request_rate
-    times = [request.at or 0.0 for request in draw_requests(config, math.inf)]
+    return _rate_of(draw_requests(config, math.inf))
+
+
+def _rate_of(requests: list[Request]) -> float:
+    times = [request.at or 0.0 for request in requests]
     if not max(times) > min(times):
         raise SetupError("give the load a --request-rate, or a data set with times")
     return len(times) / (max(times) - min(times))
+
+
+def check_fits(config: FleetConfig, profile: Profile) -> None:
+    """Raise SetupError if there are requests that no instance takes, so that no fleet could serve all of them."""
+    most = instance_model(config, profile).max_model_len
+    sizes = [one.input_tokens + one.output_tokens for one in draw_requests(config, math.inf)]
+    if too_long := [size for size in sizes if size > most]:
+        raise SetupError(
+            f"{len(too_long)} of {len(sizes)} requests need up to {max(too_long)} tokens, and an instance takes {most}: "
+            "shorten them (--stretch-prompts, --trace-length-scale), or give a profile with a longer context or a larger pool"
+        )
+
+
+def notes(config: FleetConfig, profile: Profile) -> list[str]:
+    """Return sentences on what a forecast takes from the profile that was not measured."""
+    limits = {
+        "sequences": (config.max_num_seqs or profile.engine.max_num_seqs, profile.step.decode),
+        "prompt tokens": (config.max_num_batched_tokens or profile.engine.max_num_batched_tokens, profile.step.prefill),
+    }
+    sentences = [
+        f"Steps may have up to {limit} {name}, and were measured with up to {knots[-1][0]}: beyond, times are extrapolated."
+        for name, (limit, knots) in limits.items()
+        if limit > knots[-1][0]
+    ]
+    used = ("step", "transfers", "overheads")
+    assumed = [name for name in profile.assumed if name.partition(".")[0] in used]
+    return [*sentences, *([f"Not measured but assumed: {', '.join(assumed)}."] if assumed else [])]
 
 
 def _stretch(request: Request, config: FleetConfig) -> Request:
@@ -150,17 +187,25 @@ def _stretch(request: Request, config: FleetConfig) -> Request:
     return replace(request, blocks=blocks, output_tokens=output, input_tokens=sum(size for _, size in blocks))
 
 
+def instance_model(config: FleetConfig, profile: Profile) -> InstanceModel:
+    """Return the model of the instances.
+
+    Raises:
+        SetupError: the number of blocks is unknown.
+    """
+    block_size = config.block_size or (BLOCK if config.dataset_name == "mooncake" else None)
+    scheme = config.connector or next(iter(profile.transfers), "shm")
+    try:
+        return InstanceModel.from_profile(profile, scheme, num_blocks=config.num_blocks, block_size=block_size)
+    except ValueError as error:
+        raise SetupError(str(error)) from None
+
+
 def simulate(
     config: FleetConfig, profile: Profile, objectives: dict[str, float], fleet: Fleet, rate: float
 ) -> Forecast:
     """Simulate a fleet under the load that the settings describe, at a mean rate."""
-    requests = draw_requests(config, rate)
-    block_size = config.block_size or (BLOCK if config.dataset_name == "mooncake" else None)
-    scheme = config.connector or next(iter(profile.transfers), "shm")
-    try:
-        model = InstanceModel.from_profile(profile, scheme, num_blocks=config.num_blocks, block_size=block_size)
-    except ValueError as error:
-        raise SetupError(str(error)) from None
+    requests, model = draw_requests(config, rate), instance_model(config, profile)
     instance = InstanceConfig(
         model=MODEL,
         max_num_seqs=config.max_num_seqs or profile.engine.max_num_seqs,
@@ -209,10 +254,16 @@ def simulate_all(
     """Simulate (fleet, rate) pairs side by side, and yield the forecasts in order."""
     one = partial(_simulate_pair, config, profile, objectives)
     if config.jobs == 1 or len(runs) == 1:
+        _silence()
         yield from map(one, runs)
         return
-    with ProcessPoolExecutor(config.jobs, get_context("forkserver")) as pool:
+    with ProcessPoolExecutor(config.jobs, get_context("forkserver"), _silence) as pool:
         yield from pool.map(one, runs)
+
+
+def _silence() -> None:
+    """Let simulated routers and instances log errors only: they are real ones, and say as much."""
+    logging.getLogger("pdserve").setLevel(logging.ERROR)
 
 
 def _simulate_pair(

@@ -1,6 +1,7 @@
 """Simulated instance: the real `Instance` with a paced runner, whose steps take virtual time."""
 
-from bisect import bisect_left, bisect_right
+import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -47,10 +48,14 @@ class _Link:
 
     Attributes:
         receive: passes a frame to the router, with the times at which the tokens of skipped steps arrived, if it has such.
+        pending: changes of the pool's keys that the router has not been told.
+        load: work of other routers' requests, as of the newest heartbeat that the instance shows.
+        last_load, last_heartbeat: what was sent last.
     """
 
     receive: Receive
     pending: PendingKVEvents
+    load: pb.Load = field(default_factory=pb.Load)
     last_load: pb.Load = field(default_factory=pb.Load)
     last_heartbeat: pb.Heartbeat | None = None
 
@@ -62,6 +67,9 @@ class SimulatedInstance:
 
     Plain decode steps are skipped and caught up with when something needs their result. To the router their tokens arrive
     late then, but each at its own time by the clients' measure.
+
+    What routers see of it is what it was after the last step that has ended: its heartbeat, load and keys do not show a step
+    that is under way. Once it has stopped, nothing that it would have sent or stored later happens.
 
     Args:
         chains: request id → key chain, which the instances share to compute keys once.
@@ -88,11 +96,11 @@ class SimulatedInstance:
         self._time = clock.time
         self._inbox = Inbox()
         self._is_scheduled = False
-        self._is_alive = True
         self._can_skip = can_skip
+        self._stopped_at = math.inf
         self._skipped_ends: list[float] = []  # of the steps that have not been taken yet
-        self._times: list[float] = []  # when the tokens that are being sent arrive, if those of several steps
-        self._delivers_now = False
+        self._times: list[float] = []  # when the tokens that are being sent arrive, if those of skipped steps
+        self._owed: list[_Link] = []  # that get their KV events when the step under way has ended
         self.busy_s = 0.0
         runner = PacedRunner(
             config,
@@ -103,8 +111,9 @@ class SimulatedInstance:
             self._pass,
             block_bytes=1,
         )
-        connector = SimulatedConnector(clock, self.now, store, model.layout.block_bytes)
-        self.thread = EngineThread(config, self._send, connector, runner=runner, inbox=self._inbox, now=self.now)
+        self._connector = SimulatedConnector(clock, self.now, store, model.layout.block_bytes)
+        self.thread = EngineThread(config, self._send, self._connector, runner=runner, inbox=self._inbox, now=self.now)
+        self._heartbeat = self._shown = self.thread.heartbeat
         self._time, self.busy_s = clock.time, 0.0  # the warm-up is part of the start-up time
         self.hello = make_hello(role, config, self.thread)
         self.hello.epoch, self.hello.nonce = 0, bytes(NONCE_BYTES)
@@ -121,11 +130,11 @@ class SimulatedInstance:
         one = self._links[link] = _Link(receive, self.thread.kv_events.subscribe())
         self._send_heartbeat(one)
         self._clock.every(HEARTBEAT_INTERVAL_S, partial(self._send_heartbeat, one))
-        self._clock.every(UPDATE_INTERVAL_S, partial(self._send_updates, link, one))
+        self._clock.every(UPDATE_INTERVAL_S, partial(self._send_updates, one))
 
     def receive(self, link: str, frame: pb.RouterFrame) -> None:
         """Handle a frame of a router, as `RouterLink.receive`."""
-        if not self._is_alive:
+        if not self.is_alive:
             return
         match frame.WhichOneof("frame"):
             case "submit":
@@ -135,24 +144,46 @@ class SimulatedInstance:
             case "cancel":
                 self.thread.cancel(link, frame.cancel.request_id)
 
+    @property
+    def is_alive(self) -> bool:
+        return math.isinf(self._stopped_at)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time spent in steps until now."""
+        since_step = self._clock.time - self._time  # negative in the middle of a step that is counted already
+        return self.busy_s + (since_step if self._skipped_ends else min(0.0, since_step))
+
     def stop(self) -> None:
-        """Stop without a word."""
-        self._is_alive = False
+        """Stop without a word, in the middle of a step if one is under way. What it has sent still arrives."""
+        if self.is_alive:
+            self.catch_up()
+            self.busy_s = self.busy_seconds
+            self._time, self._skipped_ends = self._clock.time, []
+            self._stopped_at = self._clock.time
+            self._connector.stop()
+
+    def catch_up(self) -> None:
+        """Take the skipped steps that have ended by now. Their tokens that have arrived by now are delivered at once."""
+        if self._skipped_ends and self._skipped_ends[0] <= (now := self._clock.time):
+            ended = bisect_right(self._skipped_ends, now)
+            arrived = bisect_right(self._skipped_ends, now, key=self._arrival)
+            self._skip(arrived)
+            for _ in range(ended - arrived):
+                self._skip(1)
 
     def _pass(self, seconds: float) -> None:
         self._time = self.now() + seconds
         self.busy_s += seconds
 
-    def catch_up(self) -> None:
-        """Deliver the tokens of skipped steps that have reached the routers by now."""
-        arrived = bisect_right(self._skipped_ends, self._clock.time - self._model.frame_latency_s)
-        self._skip(arrived, delivers_now=True)
+    def _arrival(self, sent_at: float) -> float:
+        return sent_at + self._model.frame_latency_s
 
     def _wake(self) -> None:
-        if self._skipped_ends:  # the step under way ends first
+        if self._skipped_ends:
             self.catch_up()
             if self._clock.time > self._time:
-                self._skip(bisect_left(self._skipped_ends, self._clock.time) + 1)
+                self._skip(1)  # the step under way ends first
             self._skipped_ends = []
             self._is_scheduled = False
         if not self._is_scheduled:
@@ -161,10 +192,12 @@ class SimulatedInstance:
 
     def _run_once(self) -> None:
         """Do one turn of the engine thread."""
-        if not self._is_alive:
+        if not self.is_alive:
             return
+        self._send_owed()
         self._time = self._clock.time
         idle = self.thread.run_once(wait=False)
+        self._show_heartbeat()
         self._is_scheduled = not idle or bool(self._inbox.items)
         if self._is_scheduled and not (self._can_skip and self._plan_skip()):
             self._clock.at(self._time, self._run_once)
@@ -174,8 +207,8 @@ class SimulatedInstance:
         steps = 0 if self._inbox.items else self.thread.num_plain_steps(MAX_SKIPPED)
         if steps < MIN_SKIPPED:
             return False
-        time, work = self._time, [(1, seq.num_computed) for seq in self.thread.engine.scheduler.running]
-        sequences, context = len(work), sum(before + 1 for _, before in work)
+        time, running = self._time, self.thread.engine.scheduler.running
+        sequences, context = len(running), sum(map(len, running))
         for step in range(steps):
             time += self._model.decode_seconds(sequences, context + step * sequences)
             self._skipped_ends.append(time)
@@ -186,51 +219,82 @@ class SimulatedInstance:
     def _end_skip(self, ends: list[float]) -> None:
         """End the skipped steps, unless something has interrupted them."""
         if self._skipped_ends is ends:
-            self._skip(len(ends))
+            self.catch_up()
             self._skipped_ends = []
             self._clock.at(self._time, self._run_once)
 
-    def _skip(self, steps: int, *, delivers_now: bool = False) -> None:
+    def _skip(self, steps: int) -> None:
         """Take the next skipped steps and send their tokens."""
-        if self._skipped_ends[:steps] and self._is_alive:
-            ends, self._skipped_ends[:steps] = self._skipped_ends[:steps], []
-            self.busy_s += ends[-1] - self._time
-            self._time = ends[-1]
-            self._times, self._delivers_now = [end + self._model.frame_latency_s for end in ends], delivers_now
-            self.thread.skip(len(ends))
-            self._times, self._delivers_now = [], False
+        ends, self._skipped_ends[:steps] = self._skipped_ends[:steps], []
+        if ends:
+            began_at, self._time = self._time, ends[-1]
+            self.busy_s += self._time - began_at
+            self._times = [self._arrival(end) for end in ends]
+            self.thread.skip(began_at, ends)
+            self._times = []
+            self._show_heartbeat()
 
     def _send(self, link: str, frame: pb.InstanceFrame) -> None:
-        if link in self._links and self._is_alive:
-            receive = partial(self._links[link].receive, frame, self._times)
-            if self._delivers_now:
+        """Send a frame of the engine thread when the step that it follows has ended."""
+        if link in self._links:
+            sent_at = self._time if self._times else self.now()
+            receive = partial(self._deliver, sent_at, self._links[link], frame, self._times)
+            if self._times and self._times[-1] <= self._clock.time:
                 receive()
             else:
-                self._clock.at(self.now() + self._model.frame_latency_s, receive)
+                self._clock.at(self._arrival(sent_at), receive)
+
+    def _deliver(self, sent_at: float, link: _Link, frame: pb.InstanceFrame, times: list[float]) -> None:
+        if sent_at <= self._stopped_at:
+            link.receive(frame, times)
+
+    def _show_heartbeat(self) -> None:
+        """Show routers the newest heartbeat and load once the step that they follow has ended."""
+        if self.thread.heartbeat is self._heartbeat:
+            return
+        self._heartbeat = heartbeat = self.thread.heartbeat
+        several = len(self._links) > 1  # one router needs no news of its own load
+        loads = [(link, self.thread.other_load(name)) for name, link in self._links.items()] if several else []
+
+        def show() -> None:
+            self._shown = heartbeat
+            for link, load in loads:
+                link.load = load
+
+        if self._time > self._clock.time:
+            self._clock.at(self._time, show)
+        else:
+            show()
 
     def _send_heartbeat(self, link: _Link) -> None:
-        if self._skipped_ends:
-            self.catch_up()
-            self.thread.update_heartbeat()
-        if (heartbeat := self.thread.heartbeat) is link.last_heartbeat:
+        self.catch_up()
+        if self._shown is link.last_heartbeat:
             self._send_later(link, pb.InstanceFrame(others=link.last_load))  # renews the lease for less
         else:
-            link.last_heartbeat = heartbeat
-            self._send_later(link, pb.InstanceFrame(heartbeat=heartbeat))
+            link.last_heartbeat = self._shown
+            self._send_later(link, pb.InstanceFrame(heartbeat=self._shown))
 
-    def _send_updates(self, name: str, link: _Link) -> None:
-        if self._skipped_ends and len(self._links) > 1:  # one router needs no news of its own load
+    def _send_updates(self, link: _Link) -> None:
+        if len(self._links) > 1:
             self.catch_up()
-            self.thread.update_heartbeat()
-        if len(self._links) > 1 and (load := self.thread.other_load(name)) != link.last_load:
-            link.last_load = load
-            self._send_later(link, pb.InstanceFrame(others=load))
-        while link.pending:
-            removed, added = link.pending.pop_batch(MAX_KEYS_PER_FRAME)
-            blocks = pb.Blocks(removed=b"".join(removed), added=b"".join(added), untold=len(link.pending))
-            self._send_later(link, pb.InstanceFrame(blocks=blocks))
+            if link.load != link.last_load:
+                link.last_load = link.load
+                self._send_later(link, pb.InstanceFrame(others=link.load))
+        if link.pending:
+            self._owed.append(link)
+            if self._time <= self._clock.time:
+                self._send_owed()
+
+    def _send_owed(self) -> None:
+        """Send the KV events that are due."""
+        owed, self._owed = self._owed, []
+        for link in owed:
+            while link.pending:
+                removed, added = link.pending.pop_batch(MAX_KEYS_PER_FRAME)
+                blocks = pb.Blocks(removed=b"".join(removed), added=b"".join(added), untold=len(link.pending))
+                self._send_later(link, pb.InstanceFrame(blocks=blocks))
 
     def _send_later(self, link: _Link, frame: pb.InstanceFrame) -> None:
         """Send a frame of the other thread, which does not wait for the engine."""
-        if self._is_alive:
+        if self.is_alive:
             self._clock.after(self._model.frame_latency_s, partial(link.receive, frame, []))

@@ -1,7 +1,7 @@
 """Simulated router: what decides in a router process, on the virtual clock; and clients that measure as real ones do."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from pdserve.bench.requests import Request as Load
@@ -9,7 +9,7 @@ from pdserve.bench.requests import Sample
 from pdserve.config import RouterConfig
 from pdserve.errors import RequestError
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import Request, SamplingParams
+from pdserve.request import Request, SamplingParams, check_length
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
@@ -18,28 +18,31 @@ from pdserve.router.limits.key_file import ANONYMOUS
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.simulator.instance import SimulatedInstance
 from pdserve.simulator.model import InstanceModel
+from pdserve.simulator.router_thread import RouterThread
 from pdserve.simulator.virtual_clock import VirtualClock
 
 
 @dataclass(eq=False)
 class _Connection:
-    """Connection to an instance. Frames arrive after the latency, in order."""
+    """Connection to an instance. Frames arrive after the latency, in order, and those from the instance are handled in order.
+
+    Attributes:
+        handled_until: when the newest frame from the instance is, or was, handled.
+    """
 
     clock: VirtualClock
     instance: SimulatedInstance
     link: str
     latency_s: float
-    is_open: bool = True
+    handled_until: float = 0.0
 
     def send(self, frame: pb.RouterFrame) -> None:
         if frame.WhichOneof("frame") != "heard":
             self.clock.after(self.latency_s, partial(self.instance.receive, self.link, frame))
 
-    def close(self) -> None:
-        self.is_open = False
+    def close(self) -> None: ...
 
-    def abort(self) -> None:
-        self.is_open = False
+    def abort(self) -> None: ...
 
 
 class SimulatedRouter:
@@ -48,8 +51,7 @@ class SimulatedRouter:
     Attributes:
         fleet, dispatcher, admission: those of a real router.
         model: durations.
-        instances: those attached.
-        token_times: when the latest tokens of a request arrived, if not now.
+        token_times: when the thread was done with the tokens of the frame that it handles, one for each step.
     """
 
     def __init__(self, clock: VirtualClock, name: str, config: RouterConfig, model: InstanceModel, seed: int) -> None:
@@ -60,11 +62,11 @@ class SimulatedRouter:
         self.dispatcher = Dispatcher(config, self.fleet, metrics, seed)
         self.admission = AdmissionQueue([], config, metrics, clock.now)
         self.model = model
-        self.instances: list[SimulatedInstance] = []
-        self.token_times: dict[str, list[float]] = {}
-        self._free_at = 0.0
-        clock.every(self.fleet.lease_check_interval_s, self.fleet.expire_leases)
-        clock.every(self.dispatcher.check_interval_s, self.dispatcher.check_progress)
+        self.token_times: list[float] = []
+        self._instances: list[SimulatedInstance] = []
+        self._thread = RouterThread()
+        clock.every(self.fleet.lease_check_interval_s, self._up_to_date(self.fleet.expire_leases))
+        clock.every(self.dispatcher.check_interval_s, self._up_to_date(self.dispatcher.check_progress))
 
     def attach(self, instance: SimulatedInstance) -> InstanceHandle:
         """Register an instance."""
@@ -72,31 +74,51 @@ class SimulatedRouter:
         assert not reason, reason
         connection = _Connection(self.clock, instance, self.name, self.model.frame_latency_s)
         handle = self.fleet.register(instance.hello, connection)
-        self.instances.append(instance)
-        instance.attach(self.name, partial(self._receive, handle))
+        self._instances.append(instance)
+        instance.attach(self.name, partial(self._receive, handle, connection))
         return handle
 
     def lose(self, name: str) -> None:
         """Notice soon that the connection to an instance has ended."""
-        handle = self.fleet.instances[name]
-        self.clock.after(self.model.frame_latency_s, lambda: self.fleet.deregister(handle, "the connection was lost"))
+        if (handle := self.fleet.instances.get(name)) is not None:
+            deregister = self._up_to_date(lambda: self.fleet.deregister(handle, "the connection was lost"))
+            self.clock.after(self.model.frame_latency_s, deregister)
 
     def spend(self, seconds: float) -> float:
         """Occupy the router's thread, and return when it is done with this."""
-        self._free_at = max(self._free_at, self.clock.time) + seconds
-        return self._free_at
+        return self._thread.add(self.clock.time, seconds)
 
-    def _receive(self, handle: InstanceHandle, frame: pb.InstanceFrame, times: list[float]) -> None:
-        """Handle a frame. If it has the tokens of several steps, `times` tells when each of them arrived."""
-        done_at = self.clock.time
+    def catch_up(self) -> None:
+        """Take over the tokens of skipped steps that have arrived, before something is decided."""
+        for instance in self._instances:
+            instance.catch_up()
+
+    def _up_to_date(self, action: Callable[[], object]) -> Callable[[], object]:
+        def act() -> None:
+            self.catch_up()
+            action()
+
+        return act
+
+    def _receive(
+        self, handle: InstanceHandle, connection: _Connection, frame: pb.InstanceFrame, times: list[float]
+    ) -> None:
+        """Handle a frame when the thread is done with it. If it has the tokens of several steps, `times` tells when each of
+        them arrived."""
+        times, now = times or [self.clock.time], self.clock.time
         if frame.WhichOneof("frame") == "step":
-            done_at = self.spend(sum(len(one.token_ids) for one in frame.step.outputs) * self.model.router_token_s)
-        if times:
-            self.token_times.update({output.request_id: times for output in frame.step.outputs})
-        if done_at > self.clock.time and not times:
-            self.clock.at(done_at, partial(self.fleet.handle_frame, handle, frame))
+            seconds = sum(len(one.token_ids) for one in frame.step.outputs) * self.model.router_token_s
+            times = [self._thread.add(at, seconds / len(times)) for at in times] if seconds else times
+        handled_at = connection.handled_until = max(now, times[-1], connection.handled_until)
+        if handled_at > now:
+            self.clock.at(handled_at, partial(self._handle, handle, frame, times))
         else:
-            self.fleet.handle_frame(handle, frame)
+            self._handle(handle, frame, times)
+
+    def _handle(self, handle: InstanceHandle, frame: pb.InstanceFrame, times: list[float]) -> None:
+        self.token_times = times
+        self.fleet.handle_frame(handle, frame)
+        self.token_times = []
 
 
 @dataclass
@@ -117,7 +139,7 @@ class SimulatedClient:
     sample: Sample
     on_end: Callable[["SimulatedClient"], None]
     is_chat: bool
-    slot: AdmissionSlot = field(init=False)
+    slot: AdmissionSlot | None = None
     state: RequestState | None = None
 
     def send(self) -> None:
@@ -127,20 +149,22 @@ class SimulatedClient:
         router.clock.at(router.spend(router.model.router_request_s), self._enter)
 
     def _enter(self) -> None:
-        num_prompt, router = len(self.prompt), self.router
+        num_prompt, num_output, router = len(self.prompt), self.load.output_tokens, self.router
         try:
-            self.slot = router.admission.enter(ANONYMOUS, num_prompt, num_prompt + self.load.output_tokens)
+            if (info := router.dispatcher.model()) is not None:
+                check_length(num_prompt, num_output, info.max_model_len)
+            slot = self.slot = router.admission.enter(ANONYMOUS, num_prompt, num_prompt + num_output)
         except RequestError as error:
             self._end(error)
             return
-        if self.slot.is_admitted:
-            self._open()
+        if slot.is_admitted:
+            self._open(slot)
         else:
-            self.slot.on_decision = lambda: router.clock.after(0, self._open)
+            slot.on_decision = lambda: router.clock.after(0, partial(self._open, slot))
 
-    def _open(self) -> None:
-        if self.slot.refusal is not None:
-            self._end(self.slot.refusal)
+    def _open(self, slot: AdmissionSlot) -> None:
+        if slot.refusal is not None:
+            self._end(slot.refusal)
             return
         sampling = SamplingParams(max_tokens=self.load.output_tokens, temperature=0.0, ignore_eos=True)
         request = Request(
@@ -151,28 +175,28 @@ class SimulatedClient:
             multi_turn=self.is_chat,
             received=self.sample.sent,
         )
-        for instance in self.router.instances:
-            instance.catch_up()  # what the selection knows
+        self.router.catch_up()
         try:
             self.state = self.router.dispatcher.open(request)
         except RequestError as error:
             self._end(error)
             return
-        self.state.on_readable = lambda: self.router.clock.after(0, self._read)
+        self.state.on_readable = self._read
 
     def _read(self) -> None:
+        """Take the tokens that have just arrived. The end of the answer is handled after the router has finished with it."""
         assert self.state is not None
+        clock, times = self.router.clock, self.router.token_times
         try:
             chunks = self.state.take()
         except RequestError as error:
-            self._end(error)
+            clock.after(0, partial(self._end, error))
             return
-        times = self.router.token_times.pop(self.state.id, [])
         for chunk in chunks:
             count = len(chunk.token_ids)
-            self.sample.token_times += times if len(times) == count else [self.router.clock.time] * count
+            self.sample.token_times += times if len(times) == count else [clock.time] * count
         if chunks and chunks[-1].finish_reason is not None:
-            self._end(None)
+            clock.after(0, partial(self._end, None))
 
     def _end(self, error: RequestError | None) -> None:
         sample = self.sample
@@ -183,6 +207,6 @@ class SimulatedClient:
             sample.error = str(error)
             if not sample.token_times:
                 sample.status = error.status
-        if hasattr(self, "slot"):
+        if self.slot is not None:
             self.slot.release(len(self.prompt) + sample.output_tokens)
         self.on_end(self)

@@ -62,7 +62,7 @@ class Simulation:
 
     def __init__(self, deployment: Deployment, model: InstanceModel, seed: int = 0, *, can_skip: bool = True) -> None:
         self.clock = VirtualClock()
-        store = SimulatedStore(model.link, deployment.store_blocks)
+        self.store = SimulatedStore(model.link, deployment.store_blocks)
         self.routers = [
             SimulatedRouter(self.clock, f"router-{i}", deployment.router, model, seed + i)
             for i in range(deployment.routers)
@@ -77,14 +77,16 @@ class Simulation:
                     num_blocks=model.num_blocks,
                     block_size=model.layout.block_size,
                 )
-                instance = SimulatedInstance(self.clock, model, store, config, role, self._chains, can_skip=can_skip)
+                instance = SimulatedInstance(
+                    self.clock, model, self.store, config, role, self._chains, can_skip=can_skip
+                )
                 self.instances[instance.hello.instance_id] = instance
                 for router in self.routers:
                     router.attach(instance)
         self._model = model
 
     def freeze(self, name: str) -> None:
-        """Stop an instance without a word; routers learn of it when its lease expires."""
+        """Stop an instance without a word; routers learn of it when its lease expires. It does not come back."""
         self.instances[name].stop()
 
     def kill(self, name: str) -> None:
@@ -104,7 +106,7 @@ class Simulation:
         with _rare_collections():
             self.clock.run(until=lambda: player.num_ended == len(loads))
         seconds = self.clock.time
-        busy = {name: one.busy_s / seconds if seconds else 0.0 for name, one in self.instances.items()}
+        busy = {name: one.busy_seconds / seconds if seconds else 0.0 for name, one in self.instances.items()}
         preemptions = sum(one.thread.engine.scheduler.num_preemptions for one in self.instances.values())
         return Outcome(player.samples, seconds, busy, preemptions)
 

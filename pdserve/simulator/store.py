@@ -1,7 +1,7 @@
 """Simulated KV store: remembers keys and times in place of bytes, and the connector through which instances reach it."""
 
 import heapq
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -67,13 +67,22 @@ class SimulatedStore:
         self.lanes = Lanes(max(1, round(link.total_bytes_per_s / link.bytes_per_s)))
         self._blocks: OrderedDict[bytes, _Block] = OrderedDict()  # least recently used first
 
-    def put(self, key: bytes, now: float, stored_at: float, lease_s: float) -> bool:
-        """Store a block that will be complete at `stored_at`. Returns False if there is no room."""
+    @property
+    def leases(self) -> dict[bytes, float]:
+        """The end of each block's lease, by its key."""
+        return {key: block.leased_until for key, block in self._blocks.items()}
+
+    def renew(self, key: bytes, until: float) -> bool:
+        """Prolong the lease of a block that the store has, or is being given. Returns False if it is neither."""
         block = self._blocks.get(key)
-        if block is not None:
-            block.leased_until = max(block.leased_until, stored_at + lease_s)
-            self._blocks.move_to_end(key)
-            return True
+        if block is None:
+            return False
+        block.leased_until = max(block.leased_until, until)
+        self._blocks.move_to_end(key)
+        return True
+
+    def put(self, key: bytes, now: float, stored_at: float, lease_s: float) -> bool:
+        """Store a new block that will be complete at `stored_at`. Returns False if there is no room."""
         if len(self._blocks) >= self.capacity and not self._evict(now):
             return False
         self._blocks[key] = _Block(stored_at, stored_at + lease_s)
@@ -91,6 +100,10 @@ class SimulatedStore:
         """End the lease of a block."""
         if (block := self._blocks.get(key)) is not None:
             block.leased_until = 0.0
+
+    def discard(self, key: bytes) -> None:
+        """Forget a block whose writer has stopped in the middle of it."""
+        self._blocks.pop(key, None)
 
     def _evict(self, now: float) -> bool:
         for key, block in self._blocks.items():
@@ -117,6 +130,8 @@ class SimulatedConnector(Connector):
         self._block_bytes = block_bytes
         self._lanes = Lanes(store.link.streams)
         self._stats = Stats()
+        self._writes: deque[tuple[float, bytes]] = deque()  # when each block that it writes is complete
+        self._has_stopped = False
 
     @property
     def capabilities(self) -> Capabilities:
@@ -135,17 +150,33 @@ class SimulatedConnector(Connector):
 
     def match(self, keys: Sequence[bytes]) -> Future[int]:
         future: Future[int] = Future()
-        self._clock.at(self._now() + self._store.link.latency_s, lambda: future.set_result(self._match_now(keys)))
+        self._at(self._now() + self._store.link.latency_s, lambda: future.set_result(self._match_now(keys)))
         return future
 
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
-        for key in keys:
-            self._store.release(key)
+        """End leases once the clock has reached the instance's time."""
+
+        def end() -> None:
+            for key in keys:
+                self._store.release(key)
+
+        self._at(self._now(), end)
 
     def stats(self) -> Stats:
         return self._stats
 
     def close(self) -> None: ...
+
+    def stop(self) -> None:
+        """End with the instance's process: nothing begins any more, and blocks that are half written never appear."""
+        self._has_stopped = True
+        for stored_at, key in self._writes:
+            if stored_at > self._clock.time:
+                self._store.discard(key)
+
+    def _at(self, time: float, action: Callable[[], object]) -> None:
+        """Call the action at this time, if the instance is alive then."""
+        self._clock.at(time, lambda: None if self._has_stopped else action())
 
     def _start(self, direction: str, operation: Callable[[], tuple[float, list[Outcome]]]) -> Future[Result]:
         """Start an operation once the clock has reached the instance's time, so that operations queue in order of time."""
@@ -157,20 +188,31 @@ class SimulatedConnector(Connector):
             self._lanes.take(end)
             result = Result(outcomes, end - called_at)
             self._stats.count(direction, result)
-            self._clock.at(end, lambda: future.set_result(result))
+            self._at(end, lambda: future.set_result(result))
 
-        self._clock.at(called_at, begin)
+        self._at(called_at, begin)
         return future
 
     def _store_now(self, keys: Sequence[bytes], lease_s: float) -> tuple[float, list[Outcome]]:
-        link, now = self._store.link, self._clock.time
+        """Store the blocks that the store does not have; the leases of the others are prolonged."""
+        store, link, now = self._store, self._store.link, self._clock.time
+        while self._writes and self._writes[0][0] <= now:
+            self._writes.popleft()
         latency_s = link.latency_s if link.store_latency_s is None else link.store_latency_s
-        begin, each_s = self._book(len(keys), latency_s, link.store_bytes_per_s or link.bytes_per_s)
-        outcomes = [
-            Outcome.OK if self._store.put(key, now, begin + each_s * (i + 1), lease_s) else Outcome.FULL
-            for i, key in enumerate(keys)
-        ]
-        return begin + each_s * len(keys), outcomes
+        known = [store.renew(key, now + latency_s + lease_s) for key in keys]
+        begin, each_s = self._book(known.count(False), latency_s, link.store_bytes_per_s or link.bytes_per_s)
+        end, outcomes = begin, list[Outcome]()
+        for key, is_known in zip(keys, known, strict=True):
+            if is_known:
+                outcomes.append(Outcome.OK)
+                continue
+            end += each_s
+            if store.put(key, now, end, lease_s):
+                outcomes.append(Outcome.OK)
+                self._writes.append((end, key))
+            else:
+                outcomes.append(Outcome.FULL)
+        return end, outcomes
 
     def _load_now(self, keys: Sequence[bytes]) -> tuple[float, list[Outcome]]:
         begin, each_s = self._book(len(keys), self._store.link.latency_s, self._store.link.bytes_per_s)

@@ -9,7 +9,7 @@ from typing import Any
 from pdserve.errors import BadRequest, NotFound
 from pdserve.grammars.limits import check_grammar
 from pdserve.keys import block_keys, root_key
-from pdserve.request import MAX_LOGPROBS, Request, SamplingParams
+from pdserve.request import MAX_LOGPROBS, Request, SamplingParams, check_length
 from pdserve.router.api.chat import AllowedTools, parse_tools, template_messages
 from pdserve.router.api.grammars import check_grammar_support, parse_grammar
 from pdserve.router.api.parsing import or_default, quote
@@ -168,7 +168,7 @@ def _build(
     chat: bool,
 ) -> ParsedRequest:
     for prompt in prompts:
-        _check_length(len(prompt), sampling.max_tokens, info.max_model_len)
+        check_length(len(prompt), sampling.max_tokens, info.max_model_len)
     options = _stream_options(body)
     return ParsedRequest(
         id=context.request_id,
@@ -313,20 +313,6 @@ def _num_choices(n: int | None, num_prompts: int, max_n: int) -> int:
         message = f"{requested} exceed the limit of {max_n} choices per request"
         raise BadRequest(message, kind="too_many_choices", param="n")
     return n
-
-
-def _check_length(prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:
-    if prompt_tokens == 0:
-        raise BadRequest("the prompt is empty: it has no tokens", kind="invalid_prompt", param="prompt")
-    if prompt_tokens + max_tokens <= max_model_len:
-        return
-    problem, param = f"the prompt has {prompt_tokens}, which leaves no room for an answer", "prompt"
-    if prompt_tokens < max_model_len:
-        total = prompt_tokens + max_tokens
-        problem = f"you asked for {total} ({prompt_tokens} in the prompt, {max_tokens} for the answer)"
-        param = "max_tokens"
-    message = f"this model's context is {max_model_len} tokens; {problem}"
-    raise BadRequest(message, kind="context_length_exceeded", param=param)
 
 
 def _stream_options(body: SamplingBody) -> StreamOptions:

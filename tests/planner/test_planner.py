@@ -1,17 +1,23 @@
 """Planner: targets, the search over fleets, and what it says, on made-up forecasts; and the command on a tiny profile."""
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from pdserve.bench.requests import Request
+from pdserve.config import PlanConfig
 from pdserve.planner.advice import advise, env_lines
+from pdserve.planner.command import Planner
 from pdserve.planner.search import Trial, best, headroom, judge, smallest, try_size
-from pdserve.planner.targets import FAILED, Target, parse_targets
+from pdserve.planner.targets import FAILED, Target, parse_targets, thin_sentences
 from pdserve.profile.profile import EngineFacts, Profile, TransferModel
-from pdserve.simulator.fleet import Fleet, Forecast
+from pdserve.simulator.fleet import Fleet, Forecast, draw_requests, mean_rate
 
 Run = Callable[..., Any]
 TARGETS = parse_targets("ttft.p90=500ms,itl.p99=0.05s")
@@ -19,6 +25,7 @@ TARGETS = parse_targets("ttft.p90=500ms,itl.p99=0.05s")
 
 def make_forecast(fleet: Fleet, ttft_ms: float, itl_ms: float, failed: int = 0) -> Forecast:
     figures = {"p90_ttft_ms": ttft_ms, "p99_itl_ms": itl_ms, "failed": failed}
+    figures |= {"completed": 100 - failed, "total_output_tokens": 5000}
     return Forecast(fleet, figures, {}, 0, False, [])
 
 
@@ -54,8 +61,29 @@ def test_malformed_targets_are_named(text: str) -> None:
 
 
 def test_a_fleet_that_loses_requests_never_meets_the_slo() -> None:
-    trial = judge(TARGETS, make_forecast(Fleet(1, 1), 10, 1, failed=1))
-    assert trial.ratio == FAILED and not trial.meets
+    trials = [judge(TARGETS, make_forecast(Fleet(1, 1), 10, 1, failed=failed)) for failed in (10, 1)]
+    assert not any(trial.meets for trial in trials) and best(trials) is trials[1]
+    assert trials[1].ratio >= FAILED and trials[1].breaks == "it refuses or loses 1 requests"
+
+
+@pytest.mark.parametrize(("busy", "keeps_up"), [(0.99, False), (0.5, True)])
+def test_a_saturated_fleet_never_meets_the_slo(busy: float, keeps_up: bool) -> None:
+    forecast = replace(make_forecast(Fleet(1, 1), 10, 1), saturated=True, busy={"prefill": busy, "decode": 0.1})
+    trial = judge(TARGETS, forecast)
+    assert trial.meets is keeps_up
+    assert (
+        "1P+1D does not keep up" in advise([trial, judge(TARGETS, make_forecast(Fleet(both=2), 1, 1))], TARGETS)
+    ) is not keeps_up
+
+
+def test_percentiles_of_few_values_are_named() -> None:
+    figures = {"completed": 20, "total_output_tokens": 20}
+    targets = parse_targets("ttft.p99=1s,ttft.p50=1s,e2el.p90=9s,itl=1s")
+    assert thin_sentences(targets, figures) == [
+        "TTFT p99 rests on the slowest 1 of 20 requests: it varies by chance with fewer than 500.",
+        "E2E latency p90 rests on the slowest 2 of 20 requests: it varies by chance with fewer than 50.",
+        "ITL p99 says nothing: there are no gaps.",
+    ]
 
 
 @pytest.mark.parametrize(("prompts", "streams", "size"), [(1, 1, 2), (3, 2, 5), (2, 5, 7), (1, 12, 13), (9, 7, 16)])
@@ -79,6 +107,19 @@ def test_splits_of_large_fleets_are_bisected() -> None:
     assert best(trials).fleet == Fleet(40, 24) and len(tried) < 10
 
 
+@pytest.mark.parametrize("prompts", [8, 40])
+def test_large_splits_follow_the_busier_role_where_the_target_does_not_tell(prompts: int) -> None:
+    targets = parse_targets("e2el.p99=1s")
+
+    def simulate(fleets: Sequence[Fleet]) -> Iterator[Trial]:
+        for fleet in fleets:
+            prefill, decode = prompts / max(1, fleet.prefill), (48 - prompts) / max(1, fleet.decode)
+            figures = make_forecast(fleet, 1, 1).figures | {"p99_e2el_ms": 999 * max(prefill, decode)}
+            yield judge(targets, Forecast(fleet, figures, {"prefill": prefill, "decode": decode}, 0, False, []))
+
+    assert best(trial for trial in try_size(48, [None], simulate) if not trial.is_colocated).fleet.prefill == prompts
+
+
 def test_headroom_is_the_rate_at_which_a_target_breaks() -> None:
     def meets(rate: float) -> Trial:
         return judge(TARGETS, make_forecast(Fleet(1, 1), 200, 50 * rate / 3.3))
@@ -98,7 +139,7 @@ def trial(fleet: Fleet, ttft_ms: float, itl_ms: float) -> Trial:
     [
         ((300, 40), (300, 90), "Disaggregation pays: 1P+1D: TTFT p90 300 of 500 ms"),
         ((700, 40), (300, 30), "Disaggregation does not pay: 2 both: TTFT p90 300"),
-        ((700, 40), (300, 90), "Neither suffices: the nearest is 1P+1D has TTFT p90 700 of 500 ms"),
+        ((700, 40), (300, 90), "Neither suffices: the nearest, 1P+1D has TTFT p90 700 of 500 ms"),
         ((400, 40), (404, 40), "Both suffice alike"),
         ((200, 20), (400, 40), "Both suffice; Disaggregation has more margin"),
         ((400, 40), (200, 20), "Both suffice; Colocated instances have more margin"),
@@ -139,6 +180,8 @@ def test_a_plan_names_a_fleet_and_exits_with_3_if_there_is_none(profile: Path, t
     done = run("plan", "--profile", profile, *LOAD, "--request-rate", 20, "--slo", slo, "--json", out)
     assert done.returncode == 0 and "Smallest fleet for 20 requests/s" in done.stdout, done.stderr
     plan = json.loads(out.read_text())
+    assert len(plan["repetitions"]) == 4 and "With 4 other seeds, the SLO is met" in done.stdout
+    assert "TTFT p90 rests on the slowest 3 of 30 requests" in done.stdout
     assert plan["chosen"]["meets"] and plan["chosen"]["p90_ttft_ms"] <= 100
     smaller = [
         row for row in plan["trials"] if row["prefill"] + row["decode"] + row["both"] < len(plan["chosen"]["busy"])
@@ -148,6 +191,27 @@ def test_a_plan_names_a_fleet_and_exits_with_3_if_there_is_none(profile: Path, t
         "plan", "--profile", profile, *LOAD, "--request-rate", 5, "--slo", "ttft=1ms", "--max-instances", 2
     )
     assert impossible.returncode == 3 and "What binds is TTFT p99" in impossible.stdout
+
+
+def test_a_plan_changes_the_lengths_and_the_ramp_that_it_was_given(profile: Path) -> None:
+    def draw(rate: float, **changes: Any) -> list[Request]:
+        return draw_requests(PlanConfig(profile=str(profile), num_prompts=40, random_output_len=20, **changes), rate)
+
+    ramp: dict[str, Any] = {"ramp_up_strategy": "linear", "ramp_up_start_rps": 1.0, "ramp_up_end_rps": 9.0}
+    natural, twice = draw(math.inf, **ramp), draw(2 * mean_rate(PlanConfig(num_prompts=40, **ramp)), **ramp)
+    assert (natural[-1].at or 0) - (natural[0].at or 0) == pytest.approx(
+        2 * ((twice[-1].at or 0) - (twice[0].at or 0)), rel=0.2
+    )
+    seen = list[float]()
+
+    class Recorder(Planner):
+        def _one(self, fleet: Fleet, config: PlanConfig, rate: float) -> Trial:
+            seen.append(config.stretch_prompts)
+            return judge(TARGETS, make_forecast(fleet, 1, 1))
+
+    config = PlanConfig(profile=str(profile), request_rate=5, stretch_prompts=2, num_prompts=10, random_input_len=100)
+    Recorder(config, Profile.load(profile), TARGETS, Console().status(""))._sensitivity(Fleet(1, 1))
+    assert sorted(set(seen)) == [1.6, 2, 2.4]
 
 
 def test_simulate_prints_a_row_per_fleet(profile: Path, tmp_path: Path, run: Run) -> None:
@@ -172,6 +236,10 @@ def test_simulate_prints_a_row_per_fleet(profile: Path, tmp_path: Path, run: Run
         (["simulate", "--itl-target-ms", "0"], "--itl-target-ms: '0' is not such as"),
         (["plan", "--slo", "ttft"], "--slo: 'ttft' is no target"),
         (["plan", "--slo", "ttft=1s"], "give the load a --request-rate"),
+        (
+            ["plan", "--slo", "ttft=1s", "--request-rate", 5, "--random-input-len", 4090, "--num-prompts", 7],
+            "7 of 7 requests need up to 4218 tokens, and an instance takes 4096",
+        ),
         (["plan", "--slo", "ttft=1s", "--instances", "0"], "--instances must be at least 1"),
     ],
 )
@@ -192,6 +260,6 @@ def test_a_profile_without_the_number_of_blocks_needs_the_flag(tmp_path: Path, r
 
 def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "profile.json"
-    path.write_text('{"model": 3}')
+    path.write_text('{"schema": 1, "model": 3}')
     done = run("simulate", "--profile", path)
     assert done.returncode == 2 and f"{path} is not a profile: model" in done.stderr

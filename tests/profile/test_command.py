@@ -5,11 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pdserve.profile.profile import Profile
+from pdserve.errors import SetupError
+from pdserve.profile.command import _compare
+from pdserve.profile.profile import Machine, Profile
 
 COMMAND = [sys.executable, "-m", "pdserve", "profile"]
 
@@ -56,3 +59,12 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
 def test_a_comparison_needs_a_fleet() -> None:
     result = subprocess.run([*COMMAND, "--compare", "x.json"], capture_output=True, text=True, timeout=600)
     assert result.returncode == 2 and result.stderr == "pdserve: --compare needs --from-fleet\n"
+
+
+def test_a_profile_of_another_machine_is_compared_only_if_forced(capsys: pytest.CaptureFixture[str]) -> None:
+    profile = Profile(model="demo", machine=Machine(device="cpu"))
+    live = replace(profile, machine=Machine(device="cuda"))
+    with pytest.raises(SetupError, match="another model or machine than the instance: device cpu, not cuda; --force"):
+        _compare(profile, live, force=False)
+    assert _compare(profile, live, force=True)
+    assert "device cpu, not cuda." in capsys.readouterr().out

@@ -50,6 +50,18 @@ def test_steps_of_one_kind_only_are_not_enough() -> None:
         fit_steps([([(1, 10)], 0.01)])
 
 
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_time_that_cannot_be_is_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match="not a positive number"):
+        fit_steps([([(1, 10)], 0.01), ([(100, 0)], seconds)])
+
+
+def test_single_points_are_constant() -> None:
+    step, residuals = fit_steps([([(1, 10)], 0.01), ([(100, 0)], 0.1)])
+    assert step.seconds([(1, 10)]) == pytest.approx(0.01) and step.seconds([(100, 0)]) == pytest.approx(0.1)
+    assert residuals["decode"].n == 1
+
+
 def test_transfers_are_a_latency_and_a_bandwidth() -> None:
     loads = [(float(size), 1e-3 + size / 2e9) for size in (1e5, 1e6, 1e7)]
     stores = [(float(size), 2e-3 + size / 1e9) for size in (1e5, 1e6, 1e7)]

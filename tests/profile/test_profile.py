@@ -1,6 +1,7 @@
 """The data of a profile: its file, its formulas, and what it refuses."""
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -32,6 +33,16 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        ({"schema": None}, "its schema is None"),
+        ({"step": {"pair_s": math.nan}}, "the coefficients of a step must be finite numbers, and not negative"),
+        ({"step": {"decode": [[1, -0.1]]}}, "the seconds of decode must be finite"),
+        ({"step": {"mixed": [math.inf, 1, 1]}}, "the fixed part of a mixed step must be finite"),
+        ({"engine": {"block_size": 0}}, "block_size, max_num_batched_tokens and max_num_seqs must be at least 1"),
+        ({"engine": {"num_blocks": -1}}, "block_bytes, num_blocks and max_model_len must not be negative"),
+        ({"transfers": {"shm": {"bytes_per_s": 0}}}, "the bytes per second of a transfer must be more than 0"),
+        ({"overheads": {"frame_s": -1}}, "the overheads must be finite"),
+        ({"swap": [0, math.nan]}, "the seconds of swap, start-up and role change must be finite"),
+        ({"schema": 2, "step": "other"}, "its schema is 2, and this version reads schema 1"),
         ({"schema": 2}, "its schema is 2, and this version reads schema 1"),
         ({"step": {"context_s": "much"}}, "step.context_s: Input should be a valid number"),
         ({"step": {"decode": []}}, "the knots of decode must have ascending amounts"),
@@ -40,10 +51,23 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
 )
 def test_another_file_is_refused_in_a_sentence(tmp_path: Path, change: dict[str, object], reason: str) -> None:
     file = tmp_path / "profile.json"
-    file.write_text(json.dumps({"model": "demo"} | change))
+    file.write_text(json.dumps({"schema": 1, "model": "demo"} | change))
     with pytest.raises(ValueError, match=r"profile.json is not a profile: .*") as error:
         Profile.load(file)
     assert reason in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_file_without_a_schema_is_no_profile(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text('{"model": "demo"}')
+    with pytest.raises(ValueError, match="it has no schema"):
+        Profile.load(file)
+
+
+def test_more_never_takes_less_time_than_the_largest_measured_step() -> None:
+    noisy = StepModel(decode=((1, 0.01),), prefill=((16, 0.02), (512, 0.2), (1024, 0.19)))
+    assert noisy.prefill_seconds(100_000, 0) == 0.19 and noisy.decode_seconds(5000, 0) == 0.01
+    assert noisy.prefill_seconds(768, 0) == pytest.approx(0.195)
 
 
 def test_steps_follow_the_formulas() -> None:

@@ -1,19 +1,30 @@
 """Simulation: the real objects on a virtual clock, which end every request, the same each time, and read no real clock."""
 
 import itertools
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pdserve.bench.requests import Request as Load
 from pdserve.bench.requests import Sample
-from pdserve.config import RouterConfig
+from pdserve.config import InstanceConfig, RouterConfig
 from pdserve.costs import Costs, Work, attention_pairs
+from pdserve.errors import RequestError
 from pdserve.keys import Layout
+from pdserve.profile.profile import StepModel
 from pdserve.simulator.model import InstanceModel
+from pdserve.simulator.router import SimulatedRouter
 from pdserve.simulator.simulation import Deployment, Outcome, Simulation
 from pdserve.simulator.store import Link
 
@@ -56,8 +67,20 @@ def draw_loads(count: int, rate: float, seed: int = 0) -> list[Load]:
     return loads
 
 
+def index(sample: Sample) -> int:
+    return sample.index
+
+
+def cancel_first(router: SimulatedRouter) -> None:
+    """Let the client of the oldest running request disconnect."""
+    router.catch_up()
+    for state in list(router.dispatcher.states.values())[:1]:
+        state.cancel()
+        state.emit_error(RequestError("cancelled", kind="cancelled"))
+
+
 def times(outcome: Outcome) -> Times:
-    samples = sorted(outcome.samples, key=lambda sample: sample.index)
+    samples = sorted(outcome.samples, key=index)
     return [(sample.index, [round(at, 9) for at in sample.token_times]) for sample in samples]
 
 
@@ -70,10 +93,10 @@ def check_complete(outcome: Outcome, loads: list[Load]) -> None:
 
 
 def check_released(simulation: Simulation) -> None:
-    """Check that, once the last messages have arrived, nothing of the requests remains."""
+    """Check that, once the last messages have arrived, nothing of the requests remains, but on instances that died."""
     end = simulation.clock.time + 1
     simulation.clock.run(until=lambda: simulation.clock.time > end)
-    for instance in simulation.instances.values():
+    for instance in filter(lambda one: one.is_alive, simulation.instances.values()):
         assert instance.thread.num_jobs == 0 and instance.thread.engine.pool.num_held == 0
         instance.thread.engine.pool.check_integrity()
     for router in simulation.routers:
@@ -100,29 +123,127 @@ def test_every_request_ends_with_all_its_tokens_and_no_real_time_passes(monkeypa
     assert len(ways) > 1, "short prompts skip prefill"
 
 
-@pytest.mark.parametrize(
-    "deployment",
-    [Deployment(prefill=1, decode=1), Deployment(prefill=0, decode=0, both=2), Deployment(prefill=2, decode=1)],
-    ids=["1P+1D", "2 both", "2P+1D"],
+COLOCATED, SPLIT = Deployment(prefill=0, decode=0, both=2), Deployment(prefill=2, decode=2)
+BENT = StepModel(
+    decode=((1, 0.02), (3, 0.021), (12, 0.04), (64, 0.06)),
+    context_s=2e-6,
+    prefill=((4, 0.03), (64, 0.04), (1024, 0.3)),
+    pair_s=3e-8,
+    mixed=(-0.01, 0.95, 1.05),
 )
-@pytest.mark.parametrize("num_blocks", [400, 75])
-def test_skipping_plain_decode_steps_changes_no_time(deployment: Deployment, num_blocks: int) -> None:
-    loads, model = draw_loads(60, 3.0), make_model(num_blocks=num_blocks)
-    skipping, stepping = (Simulation(deployment, model, can_skip=can_skip) for can_skip in (True, False))
-    outcomes = [simulation.play(loads, is_chat=True) for simulation in (skipping, stepping)]
+BENT_STEPS = {"step_seconds": BENT.seconds, "decode_seconds": BENT.decode_seconds}
+ITL_TARGET = InstanceConfig(model="model", itl_target_ms=40)
+
+
+def play_both_ways(
+    deployment: Deployment, model: InstanceModel, prepare: Callable[[Simulation], object] = lambda simulation: None
+) -> tuple[list[Simulation], list[Outcome]]:
+    """Play a load with and without skipping plain decode steps."""
+    simulations = [Simulation(deployment, model, can_skip=can_skip) for can_skip in (True, False)]
+    for simulation in simulations:
+        prepare(simulation)
+    return simulations, [simulation.play(draw_loads(60, 3.0), is_chat=True) for simulation in simulations]
+
+
+@pytest.mark.parametrize(
+    ("deployment", "changes"),
+    [
+        *((one, {"num_blocks": blocks}) for one in (Deployment(), COLOCATED, SPLIT) for blocks in (400, 75)),
+        (COLOCATED, BENT_STEPS),
+        (replace(COLOCATED, instance=ITL_TARGET), BENT_STEPS),
+        (replace(SPLIT, routers=2), {"frame_latency_s": 5e-3}),
+    ],
+)
+def test_skipping_plain_decode_steps_changes_no_time(deployment: Deployment, changes: dict[str, Any]) -> None:
+    simulations, outcomes = play_both_ways(deployment, make_model(**changes))
     assert times(outcomes[0]) == times(outcomes[1])
     assert outcomes[0].preemptions == outcomes[1].preemptions
     steps = [
         {name: one.thread.reporter.counts["engine_steps"] for name, one in simulation.instances.items()}
-        for simulation in (skipping, stepping)
+        for simulation in simulations
     ]
     assert steps[0] == steps[1]
+    costs = [[one.thread.engine.scheduler.costs for one in simulation.instances.values()] for simulation in simulations]
+    assert costs[0] == costs[1], "the cost models have seen the same steps"
+
+
+@pytest.mark.parametrize("way", ["kill", "freeze", "cancel"])
+def test_skipped_steps_that_are_cut_change_no_time(way: str) -> None:
+    def prepare(simulation: Simulation) -> None:
+        if way == "cancel":
+            simulation.clock.at(8.1, lambda: cancel_first(simulation.routers[0]))
+        else:
+            simulation.clock.at(8.1, lambda: getattr(simulation, way)("decode-0"))
+
+    _, outcomes = play_both_ways(Deployment(prefill=1, decode=2), make_model(), prepare)
+    assert times(outcomes[0]) == times(outcomes[1])
+
+
+def test_tokens_of_skipped_steps_delay_no_request() -> None:
+    """The router learns late of the tokens of skipped steps, and served them when they arrived."""
+    model = make_model(router_token_s=1e-3, router_request_s=1e-3)
+    _, outcomes = play_both_ways(Deployment(prefill=2, decode=3), model)
+    skipping, stepping = ([sample.ttft for sample in sorted(one.samples, key=index)] for one in outcomes)
+    assert sum(abs(a - b) for a, b in zip(skipping, stepping, strict=True)) / len(skipping) < 2e-4
+    assert all(sample.token_times == sorted(sample.token_times) for one in outcomes for sample in one.samples)
+
+
+def test_an_instance_that_stops_in_a_step_sends_and_stores_nothing_of_it() -> None:
+    loads = [Load(0, 8, (("own", 800),), at=0.0)]
+    simulation = Simulation(Deployment(prefill=0, decode=0, both=1), make_model())
+    simulation.clock.at(0.4, lambda: simulation.freeze("both-0"))  # the prompt takes 0.8 s
+    (sample,) = simulation.play(loads).samples
+    assert not sample.token_times and sample.status == 503 and not simulation.store.leases
+    assert simulation.instances["both-0"].busy_seconds == pytest.approx(0.4, abs=0.01)
+
+
+def test_routers_do_not_see_the_end_of_a_step_that_is_under_way() -> None:
+    simulation = Simulation(Deployment(prefill=0, decode=0, both=1), make_model())
+    seen: list[tuple[int, float]] = []
+
+    def look() -> None:
+        router = simulation.routers[0].fleet
+        counters = router.instances["both-0"].heartbeat.counters
+        seen.append((router.index.num_blocks("both-0"), counters.get("engine_steps", 0)))
+
+    for at in (0.75, 1.3):
+        simulation.clock.at(at, look)
+    simulation.play([Load(0, 30, (("own", 800),), at=0.0)])  # 800 tokens are one step
+    assert seen[0] == (0, 0) and seen[1][0] >= 50 and seen[1][1] > 1
+
+
+def test_a_request_that_does_not_fit_gets_the_error_of_a_live_router() -> None:
+    loads = [Load(0, 100, (("own", 1950),), at=0.0), Load(1, 8, (("short", 100),), at=0.0)]
+    samples = Simulation(Deployment(), make_model()).play(loads).samples
+    (failed,) = [sample for sample in samples if not sample.ok]
+    message = "this model's context is 2000 tokens; you asked for 2050 (1950 in the prompt, 100 for the answer)"
+    assert (failed.status, failed.error) == (400, message)
 
 
 def test_seed_determines_all_times() -> None:
     loads, deployment = draw_loads(60, 3.0), Deployment(prefill=2, decode=2)
     runs = [times(Simulation(deployment, make_model(), seed).play(loads)) for seed in (1, 1)]
     assert runs[0] == runs[1]
+
+
+def test_no_hash_of_a_text_determines_a_time() -> None:
+    script = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_simulation import SPLIT, Simulation, draw_loads, make_model, times
+print(times(Simulation(SPLIT, make_model(num_blocks=75)).play(draw_loads(40, 4.0), is_chat=True)))
+"""
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert outputs[0] == outputs[1] and len(outputs[0]) > 1000
 
 
 def test_conversations_wait_and_find_their_earlier_turns_in_the_cache() -> None:
@@ -188,3 +309,88 @@ def test_several_routers_share_the_instances() -> None:
     check_complete(outcome, loads)
     check_released(simulation)
     assert all(router.dispatcher.timelines.get(f"r{number}") for number, router in enumerate(simulation.routers))
+
+
+# ---- random fleets, pools, loads, cancellations and failures ------------------------------------------------------------
+
+LIMIT_S = 2000.0  # of a simulation: no request may take that long
+counts = st.integers(0, 3)
+fleets = st.builds(
+    Deployment,
+    prefill=counts,
+    decode=counts,
+    both=counts,
+    routers=st.integers(1, 2),
+    store_blocks=st.sampled_from([8, 1000]),
+    instance=st.builds(
+        InstanceConfig,
+        model=st.just("model"),
+        itl_target_ms=st.sampled_from([None, 40.0]),
+        max_num_seqs=st.sampled_from([2, 64]),
+        max_num_batched_tokens=st.sampled_from([24, 2048]),
+    ),
+    router=st.builds(
+        RouterConfig, model=st.just("model"), max_requests=st.sampled_from([3, 1000]), max_queue=st.just(4)
+    ),
+)
+loads = st.lists(
+    st.tuples(st.integers(1, 700), st.integers(1, 60), st.floats(0, 0.5), st.booleans(), st.booleans()), max_size=14
+)
+events = st.lists(st.tuples(st.floats(0.01, 6), st.sampled_from(["cancel", "kill"]), st.integers(0, 8)), max_size=3)
+
+
+def as_loads(drawn: list[tuple[int, int, float, bool, bool]]) -> list[Load]:
+    requests, at = list[Load](), 0.0
+    for index, (prompt, output, gap, is_shared, continues) in enumerate(drawn):
+        at += gap
+        blocks = (("shared", prompt // 2 + 1), (f"own-{index}", prompt)) if is_shared else ((f"own-{index}", prompt),)
+        after = index - 1 if continues and index else None
+        requests.append(Load(index, output, blocks, at=at, after=after, continues=after is not None))
+    return requests
+
+
+def play(
+    deployment: Deployment,
+    requests: list[Load],
+    num_blocks: int,
+    happens: list[tuple[float, str, int]],
+    *,
+    can_skip: bool,
+) -> tuple[Simulation, Outcome]:
+    simulation = Simulation(deployment, make_model(num_blocks=num_blocks, **BENT_STEPS), can_skip=can_skip)
+    names = list(simulation.instances)
+    for at, what, number in happens:
+        action: Callable[[], object] = partial(cancel_first, simulation.routers[number % len(simulation.routers)])
+        if what == "kill" and names:
+            action = partial(simulation.kill, names[number % len(names)])
+        simulation.clock.at(at, action)
+    simulation.clock.at(LIMIT_S, partial(pytest.fail, "a request never ends"))
+    return simulation, simulation.play(requests, is_chat=True)
+
+
+@settings(max_examples=25, deadline=None)
+@given(deployment=fleets, drawn=loads, num_blocks=st.sampled_from([12, 30, 400]), happens=events)
+def test_requests_end_once_and_leave_nothing(
+    deployment: Deployment,
+    drawn: list[tuple[int, int, float, bool, bool]],
+    num_blocks: int,
+    happens: list[tuple[float, str, int]],
+) -> None:
+    requests = as_loads(drawn)
+    simulation, outcome = play(deployment, requests, num_blocks, happens, can_skip=True)
+    assert sorted(sample.index for sample in outcome.samples) == [load.index for load in requests]
+    for sample in outcome.samples:
+        assert sample.token_times == sorted(sample.token_times) and sample.scheduled <= sample.sent <= sample.ended
+        assert all(sample.sent < at <= sample.ended for at in sample.token_times)
+        if sample.ok:
+            assert len(sample.token_times) == sample.output_tokens == requests[sample.index].output_tokens
+        else:
+            assert sample.error and sample.status in (0, 200, 400, 429, 500, 503)
+    check_released(simulation)
+    assert all(0 <= share <= 1 for share in outcome.busy.values())
+    if not happens and deployment.store_blocks > 100:  # in a full store, some end by their time only
+        assert max(simulation.store.leases.values(), default=0.0) <= simulation.clock.time, (
+            "leases end with their requests"
+        )
+    _, stepping = play(deployment, requests, num_blocks, happens, can_skip=False)
+    assert times(outcome) == times(stepping) and outcome.preemptions == stepping.preemptions
