@@ -1,6 +1,6 @@
 """Forecasts beside what DistServe and Splitwise have published: `python benchmarks/literature.py --timings FOLDER`.
 
-The folder holds their timings: `distserve_profile_a100_80g.json` with `distserve_max_num_tokens.csv`, `splitwise_perf_model.csv`.
+The folder holds their timings: `distserve_profile_a100_80g.json` and `splitwise_perf_model.csv`.
 A term is a setting or a cost in which the forecast differs from what was published; each is changed alone.
 """
 
@@ -23,7 +23,7 @@ from pdserve.bench.requests import Request, Sample
 from pdserve.cli.flags import command_from_config
 from pdserve.config import InstanceConfig, RouterConfig, flag
 from pdserve.profile.imports import import_file
-from pdserve.profile.profile import Overheads, Profile, StepModel, TransferModel
+from pdserve.profile.profile import Overheads, Profile, TransferModel
 from pdserve.simulator.model import InstanceModel
 from pdserve.simulator.simulation import MODEL, Deployment, Simulation
 
@@ -32,7 +32,7 @@ FREE = TransferModel(1e-5, 1e12, 1e-5, 1e12, 1e12)  # routers exclude instances 
 SLO_RUNS, SLO_SIMULATOR = (250, 100), (200, 100)  # ms of TTFT and TPOT
 TARGET = 0.9
 GPUS = (A100, H100) = ("a100-80gb", "h100-80gb")
-# LLMServe/DistServe@0bba6065, simdistserve/benchmarks/figure11-abalation/figure, by requests/s per GPU and by scale of the SLO.
+# LLMServe/DistServe@0bba6065, simdistserve/benchmarks/figure11-abalation/figure: by requests/s per GPU, by scale of the SLO.
 FIGURE_RATES, FIGURE_SCALES, FIGURE_RATE = (1, 2, 3, 4, 5), (1.2, 1.0, 0.8, 0.6, 0.4), 2
 FIGURE_11A = {
     "dist": (0.983, 0.897, 0.813, 0.653, 0.490),
@@ -61,6 +61,8 @@ VLLM = {
 class Settings(report.Settings):
     timings: str = flag("folder of the published timings", "../shared/traces")
     systems: str = flag("of distserve and splitwise", "distserve,splitwise")
+    requests: int = flag("of DistServe's runs, at most", 300, least=1)
+    terms: str = flag("of those in the table, separated by semicolons; empty: all", "")
     seconds: int = flag("of Splitwise's traces", 60, least=1)
 
 
@@ -103,6 +105,12 @@ class Setup:
         """The same with other costs of steps."""
         return replace(self, profile=replace(self.profile, step=replace(self.profile.step, **changes)))
 
+    def scaled(self, phase: str, factor: float) -> "Setup":
+        """The same with longer or shorter steps of a phase."""
+        step, names = self.profile.step, {"prefill": ("pair_s", "prompt_s"), "decode": ("context_s",)}
+        changes: dict[str, Any] = {name: getattr(step, name) * factor for name in names[phase]}
+        return self.with_step(**changes | {phase: tuple((x, y * factor) for x, y in getattr(step, phase))})
+
 
 Change = Callable[[Setup], Setup]
 
@@ -139,7 +147,8 @@ def row(system: str, figure: str, published: float, forecast: float, unit: str =
 class DistServe:
     """OPT-13B on A100: prefill on two GPUs and decode on one, beside vLLM on one or two."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, most: int) -> None:
+        self.most = most  # requests of a run
         self.data = json.loads((TRACES / "distserve-opt-13b.json").read_text())
         one, two = (_opt(folder / "distserve_profile_a100_80g.json", gpus) for gpus in (1, 2))
         # Each instance computes one phase only, so one model holds the prefill steps of two GPUs and the decode steps of one.
@@ -161,11 +170,21 @@ class DistServe:
             "no time around steps": lambda setup: _with(setup, overheads=Overheads(0, 0, 0, 0, 0)),
             "KV over 25 Gbit/s": lambda setup: _with(setup, engine=large, transfers={"link": network}),
             "four times the pool": lambda setup: replace(setup, pool=4 * setup.pool),
+            "decode steps x 1.25": lambda setup: setup.scaled("decode", 1.25),
+            "prefill steps / 1.1": lambda setup: setup.scaled("prefill", 1 / 1.1),
+            "prefill steps / 1.1, four times the pool": lambda setup: replace(
+                setup.scaled("prefill", 1 / 1.1), pool=4 * setup.pool
+            ),
+        }
+        self.vllm_changes: dict[str, Change] = {
+            "pdserve": lambda setup: setup,
+            "prompts alone in their steps": lambda setup: setup.with_step(mixed=(0.0, 0.0, 1.0)),
+            "prefill steps / 1.16": lambda setup: setup.scaled("prefill", 1 / 1.16),
         }
 
     def requests(self, rate: float, count: int = 300) -> list[Request]:
         """Return the requests of the runs; their times are those at 3 requests/s, scaled."""
-        rows = self.data["requests"][:count]
+        rows = self.data["requests"][: min(count, self.most)]
         return requests_of([(prompt, output) for prompt, output, _ in rows], [at * 3 / rate for *_, at in rows])
 
     def runs(self, setup: Setup) -> list[dict[str, Any]]:
@@ -176,7 +195,9 @@ class DistServe:
         for rate in rates:
             for name, column in (("TTFT", 0), ("TPOT", 1)):
                 for p in (50, 90):
-                    values = [float(np.percentile([one[column] for one in both[rate]], p)) for both in (measured, forecast)]
+                    values = [
+                        float(np.percentile([one[column] for one in both[rate]], p)) for both in (measured, forecast)
+                    ]
                     rows.append(row("DistServe, runs", f"{name} p{p} at {rate:g} requests/s", *values, "ms"))
         for slo in (SLO_RUNS, SLO_SIMULATOR):
             title = f"TTFT {slo[0]} ms, TPOT {slo[1]} ms"
@@ -187,7 +208,9 @@ class DistServe:
             rows.append(row("DistServe, runs", f"{title}: rate per GPU at 90 %", *(one / setup.gpus for one in limits)))
             scales = np.arange(1.6, 0.4, -0.05)
             for rate in rates:
-                limits = [crossing(scales, [attainment(both[rate], slo, s) for s in scales]) for both in (measured, forecast)]
+                limits = [
+                    crossing(scales, [attainment(both[rate], slo, s) for s in scales]) for both in (measured, forecast)
+                ]
                 rows.append(row("DistServe, runs", f"{title}: scale at 90 %, {rate:g} requests/s", *limits))
         return rows
 
@@ -208,15 +231,16 @@ class DistServe:
         rows.append(row(name, "scale at 90 %, 2 requests/s per GPU", *limits))
         return rows
 
-    def baselines(self) -> list[dict[str, Any]]:
+    def baselines(self, change: Change) -> list[dict[str, Any]]:
         """Compare colocated instances with vLLM, as it ran and as DistServe's simulator has it."""
         rows, ran = list[dict[str, Any]](), self.data["vllm"]["1"]
-        for name, setup in (("its own", self.vllm["vllm"]), ("DistServe's", self.colocated)):
+        for name, setup in (("its own", change(self.vllm["vllm"])), ("DistServe's", change(self.colocated))):
             times = times_of(setup.play(self.requests(1, 100)))
             for slo in (SLO_RUNS, SLO_SIMULATOR):
                 shares = [attainment(one, slo) for one in (ran, times)]
                 rows.append(row(f"vLLM, run, {name} timings", f"attainment at 1 request/s, TTFT {slo[0]} ms", *shares))
-        for name, setup in self.vllm.items():
+        for name, original in self.vllm.items():
+            setup = change(original)
             plays = [times_of(setup.play(self.requests(rate * setup.gpus, 100 * setup.gpus))) for rate in FIGURE_RATES]
             curve = [attainment(one, SLO_SIMULATOR) for one in plays]
             for rate, *pair in zip(FIGURE_RATES, FIGURE_11A[name], curve, strict=True):
@@ -230,7 +254,9 @@ class Splitwise:
     def __init__(self, folder: Path, seconds: int) -> None:
         self.seconds = seconds
         file = folder / "splitwise_perf_model.csv"
-        self.curves = {(gpu, column): _curve(file, gpu, column) for gpu in GPUS for column in ("prompt_time", "token_time")}
+        self.curves = {
+            (gpu, column): _curve(file, gpu, column) for gpu in GPUS for column in ("prompt_time", "token_time")
+        }
         self.setups = {gpu: self._setup(file, gpu) for gpu in GPUS}
         self.changes: dict[str, Callable[[str, Setup], Setup]] = {
             "pdserve": lambda gpu, setup: setup,
@@ -254,7 +280,9 @@ class Splitwise:
     def requests(self, trace: str, rate: float) -> list[Request]:
         """Return requests whose lengths are drawn independently from the trace's, as its simulator's traces are."""
         with (TRACES / f"azure-{trace}-2023.csv").open(newline="") as file:
-            prompts, outputs = zip(*((int(one[0]), int(one[1])) for one in csv.reader(file) if one[0].isdigit()), strict=True)
+            prompts, outputs = zip(
+                *((int(one[0]), int(one[1])) for one in csv.reader(file) if one[0].isdigit()), strict=True
+            )
         draw, count = random.Random(0), round(rate * self.seconds)
         times = list(accumulate(draw.expovariate(rate) for _ in range(count)))
         return requests_of([(draw.choice(prompts), draw.choice(outputs)) for _ in range(count)], times)
@@ -265,7 +293,9 @@ class Splitwise:
         slowdowns: dict[str, list[float]] = {"ttft": [], "tbt": [], "e2e": []}
         for sample in setup.play(requests):
             one = requests[sample.index]
-            ttft, tbt = (_extrapolated(one.input_tokens, *self.curves[A100, f"{kind}_time"]) for kind in ("prompt", "token"))
+            ttft, tbt = (
+                _extrapolated(one.input_tokens, *self.curves[A100, f"{kind}_time"]) for kind in ("prompt", "token")
+            )
             slowdowns["ttft"].append(sample.ttft / ttft)
             slowdowns["e2e"].append(sample.latency / (ttft + tbt * (one.output_tokens - 1)))
             if one.output_tokens > 1:
@@ -277,48 +307,41 @@ class Splitwise:
             for p, limit in zip((50, 90, 99), limits[kind], strict=True)
         )
 
-    def highest_rate(self, setup: Setup, trace: str, start: float) -> float:
-        """Return the highest rate that meets all SLOs, to 8 %."""
-        met, missed = 0.0, 0.0
-        rate = start
-        while not met or not missed or missed / met > 1.08:
-            if self.worst(setup, trace, rate) <= 1:
+    def highest_rate(self, setup: Setup, start: float) -> float:
+        """Return the highest rate that meets all SLOs with the conversation trace, to 10 %."""
+        met, missed, rate = 0.0, 0.0, start
+        while not met or not missed or missed / met > 1.1:
+            if self.worst(setup, "conv", rate) <= 1:
                 met = rate
             else:
                 missed = rate
-            rate = (met * missed) ** 0.5 if met and missed else rate * 1.5 if met else rate / 1.5
+            rate = (met * missed) ** 0.5 if met and missed else rate * 1.4 if met else rate / 1.4
         return met
 
     def cheapest(self, setup: Setup, rate: float) -> tuple[int, int]:
         """Return the smallest numbers of prompt and token machines that meet all SLOs with the coding trace."""
-        for size in range(6, 40):
-            for token in range(1, size // 2 + 1):
+        for size in range(8, 14):
+            for token in (1, 2):
                 if self.worst(replace(setup, prefill=size - token, decode=token), "code", rate) <= 1:
                     return size - token, token
         return 0, 0
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Compare the published designs, at a third and at a fifth of their size."""
-        rows = list[dict[str, Any]]()
-        for term, change in self.changes.items():
-            a100, h100 = (change(gpu, self.setups[gpu]) for gpu in GPUS)
-            prompt, token = self.cheapest(h100, 70 / 3)
-            designs = {
-                "70 A100": replace(a100, both=14),
-                "AA (45P, 25T)": replace(a100, prefill=9, decode=5),
-                "40 H100": replace(h100, both=8),
-                "AA (51P, 35T)": replace(a100, prefill=10, decode=7),
-            }
-            rates = {name: self.highest_rate(design, "conv", 16.0) for name, design in designs.items()}
-            found = [
-                row("Splitwise-HH, coding, 70 requests/s", "a third of the prompt machines", 9, prompt),
-                row("Splitwise-HH, coding, 70 requests/s", "a third of the token machines", 1, token),
-                row("Splitwise, conversation", "AA (45P, 25T) / 70 A100", 2.15, rates["AA (45P, 25T)"] / rates["70 A100"]),
-                row("Splitwise, conversation", "AA (51P, 35T) / 40 H100", 1.4, rates["AA (51P, 35T)"] / rates["40 H100"]),
-            ]
-            rows += [one | {"term": term, "rates": rates} for one in found]
-            print(json.dumps(rows[-4:]), flush=True)
-        return rows
+    def rows(self, term: str) -> list[dict[str, Any]]:
+        """Compare published designs, at a third and at a fifth of their size."""
+        a100, h100 = (self.changes[term](gpu, self.setups[gpu]) for gpu in GPUS)
+        prompt, token = self.cheapest(h100, 70 / 3)
+        name = "Splitwise-HH, coding, 70 requests/s"
+        rows = [
+            row(name, "a third of the machines for prompts", 9, prompt),
+            row(name, "a third of the machines for tokens", 1, token),
+        ]
+        mixed = self.highest_rate(replace(a100, both=14), 8.0)
+        split = self.highest_rate(replace(a100, prefill=9, decode=5), 11.0)
+        rates = {"70 A100": 5 * mixed, "AA (45P, 25T)": 5 * split}
+        return [
+            *rows,
+            row("Splitwise, conversation", "AA (45P, 25T) / 70 A100", 2.15, split / mixed) | {"rates": rates},
+        ]
 
 
 def _curve(file: Path, gpu: str, column: str) -> tuple[list[int], list[float]]:
@@ -350,17 +373,25 @@ def _with(setup: Setup, **changes: Any) -> Setup:
 
 def run(settings: Settings) -> None:
     """Compare forecasts with what was published."""
-    settings = settings.sized({"systems": "distserve"})
+    settings = settings.sized({"systems": "distserve", "terms": "pdserve", "requests": 6})
     logging.getLogger("pdserve").setLevel(logging.ERROR)
     folder, rows = Path(settings.timings), list[dict[str, Any]]()
+    wanted = [term.strip() for term in settings.terms.split(";")] if settings.terms else None
+
+    def is_wanted(term: str) -> bool:
+        return wanted is None or term in wanted
+
     if "distserve" in settings.systems:
-        system = DistServe(folder)
-        for term, change in system.changes.items():
+        system = DistServe(folder, settings.requests)
+        for term, change in filter(lambda pair: is_wanted(pair[0]), system.changes.items()):
             setup = change(system.split)
             rows += [one | {"term": term} for one in [*system.runs(setup), *system.simulator(setup)]]
-        rows += [one | {"term": "pdserve"} for one in system.baselines()]
+        for term, change in filter(lambda pair: is_wanted(pair[0]), system.vllm_changes.items()):
+            rows += [one | {"term": term} for one in system.baselines(change)]
     if "splitwise" in settings.systems:
-        rows += Splitwise(folder, settings.seconds).rows()
+        splitwise = Splitwise(folder, settings.seconds)
+        for term in filter(is_wanted, splitwise.changes):
+            rows += [one | {"term": term} for one in splitwise.rows(term)]
     report.show(as_table(rows))
     print(report.write("literature", replace(settings, timings=folder.name), {"rows": rows}))
 
