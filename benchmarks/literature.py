@@ -60,7 +60,9 @@ VLLM = {
 @dataclass(frozen=True, kw_only=True)
 class Settings(report.Settings):
     timings: str = flag("folder of the published timings", "../shared/traces")
-    systems: str = flag("of distserve and splitwise", "distserve,splitwise")
+    systems: str = flag(
+        "of distserve, coding and conversation; the last two are Splitwise's", "distserve,coding,conversation"
+    )
     requests: int = flag("of DistServe's runs, at most", 300, least=1)
     terms: str = flag("of those in the table, separated by semicolons; empty: all", "")
     seconds: int = flag("of Splitwise's traces", 60, least=1)
@@ -74,6 +76,7 @@ class Setup:
         pool: tokens of KV per instance.
         batch: tokens per step, at most.
         gpus: of all instances.
+        block: tokens per KV block; larger ones are simulated faster.
     """
 
     profile: Profile
@@ -84,10 +87,10 @@ class Setup:
     batch: int = 2048
     sequences: int = 256
     gpus: int = 1
+    block: int = 16
 
     def play(self, requests: Sequence[Request]) -> list[Sample]:
         """Simulate."""
-        size = self.profile.engine.block_size
         deployment = Deployment(
             self.prefill,
             self.decode,
@@ -95,7 +98,9 @@ class Setup:
             instance=InstanceConfig(model=MODEL, max_num_seqs=self.sequences, max_num_batched_tokens=self.batch),
             router=RouterConfig(model=MODEL, local_prefill_tokens=0),
         )
-        model = InstanceModel.from_profile(self.profile, "link", num_blocks=self.pool // size)
+        model = InstanceModel.from_profile(
+            self.profile, "link", num_blocks=self.pool // self.block, block_size=self.block
+        )
         outcome = Simulation(deployment, model).play(requests)
         assert all(outcome.busy.values()), f"an instance was not used: {outcome.busy}"
         assert all(sample.ok for sample in outcome.samples)
@@ -270,7 +275,7 @@ class Splitwise:
         profile = import_file("splitwise", str(file), f"bloom-176b,{gpu},8")
         # 8 × 80 GB less 329 GB of weights; K and V of 70 layers with 14,336 values in 16 bits.
         pool = int((640e9 - 329e9) / (2 * 70 * 14336 * 2))
-        return Setup(replace(profile, transfers={"link": FREE}), pool, sequences=512)
+        return Setup(replace(profile, transfers={"link": FREE}), pool, sequences=512, block=128)
 
     def _decode(self, gpu: str) -> tuple[tuple[int, float], ...]:
         """Return decode times as its simulator has them: looked up by batch × prompt tokens, asked for with the batch."""
@@ -326,22 +331,22 @@ class Splitwise:
                     return size - token, token
         return 0, 0
 
-    def rows(self, term: str) -> list[dict[str, Any]]:
-        """Compare published designs, at a third and at a fifth of their size."""
-        a100, h100 = (self.changes[term](gpu, self.setups[gpu]) for gpu in GPUS)
+    def coding(self, term: str) -> list[dict[str, Any]]:
+        """Compare the cheapest design for the coding trace, at a third of its size."""
+        h100, name = self.changes[term](H100, self.setups[H100]), "Splitwise-HH, coding, 70 requests/s"
         prompt, token = self.cheapest(h100, 70 / 3)
-        name = "Splitwise-HH, coding, 70 requests/s"
-        rows = [
+        return [
             row(name, "a third of the machines for prompts", 9, prompt),
             row(name, "a third of the machines for tokens", 1, token),
         ]
+
+    def conversation(self, term: str) -> list[dict[str, Any]]:
+        """Compare designs of the same power, at a fifth of their size."""
+        a100 = self.changes[term](A100, self.setups[A100])
         mixed = self.highest_rate(replace(a100, both=14), 8.0)
         split = self.highest_rate(replace(a100, prefill=9, decode=5), 11.0)
         rates = {"70 A100": 5 * mixed, "AA (45P, 25T)": 5 * split}
-        return [
-            *rows,
-            row("Splitwise, conversation", "AA (45P, 25T) / 70 A100", 2.15, split / mixed) | {"rates": rates},
-        ]
+        return [row("Splitwise, conversation", "AA (45P, 25T) / 70 A100", 2.15, split / mixed) | {"rates": rates}]
 
 
 def _curve(file: Path, gpu: str, column: str) -> tuple[list[int], list[float]]:
@@ -388,10 +393,11 @@ def run(settings: Settings) -> None:
             rows += [one | {"term": term} for one in [*system.runs(setup), *system.simulator(setup)]]
         for term, change in filter(lambda pair: is_wanted(pair[0]), system.vllm_changes.items()):
             rows += [one | {"term": term} for one in system.baselines(change)]
-    if "splitwise" in settings.systems:
-        splitwise = Splitwise(folder, settings.seconds)
-        for term in filter(is_wanted, splitwise.changes):
-            rows += [one | {"term": term} for one in splitwise.rows(term)]
+    for trace in ("coding", "conversation"):
+        if trace in settings.systems:
+            splitwise = Splitwise(folder, settings.seconds)
+            for term in filter(is_wanted, splitwise.changes):
+                rows += [one | {"term": term} for one in getattr(splitwise, trace)(term)]
     report.show(as_table(rows))
     print(report.write("literature", replace(settings, timings=folder.name), {"rows": rows}))
 
