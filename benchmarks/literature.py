@@ -129,11 +129,11 @@ def requests_of(lengths: Sequence[tuple[int, int]], times: Sequence[float]) -> l
 
 
 def crossing(xs: Sequence[float], ys: Sequence[float], target: float = TARGET) -> float:
-    """Return where a falling curve meets the target, linear between its points, or its first x, as DistServe's plots do."""
+    """Return where a falling curve meets the target, linear between its points as in DistServe's plots; or its nearer end."""
     for (x0, y0), (x1, y1) in pairwise(zip(xs, ys, strict=True)):
         if (y0 < target) != (y1 < target):
             return x0 + (target - y0) * (x1 - x0) / (y1 - y0)
-    return xs[0]
+    return xs[0] if ys[0] < target else xs[-1]
 
 
 def attainment(times: Sequence[tuple[float, float]], slo: tuple[int, int], scale: float = 1.0) -> float:
@@ -183,8 +183,10 @@ class DistServe:
         }
         self.vllm_changes: dict[str, Change] = {
             "pdserve": lambda setup: setup,
-            "prompts alone in their steps": lambda setup: setup.with_step(mixed=(0.0, 0.0, 1.0)),
             "prefill steps / 1.16": lambda setup: setup.scaled("prefill", 1 / 1.16),
+            "prefill steps / 1.16, in which nothing decodes": lambda setup: setup.scaled("prefill", 1 / 1.16).with_step(
+                mixed=(0.0, 0.0, 1.0)
+            ),
         }
 
     def requests(self, rate: float, count: int = 300) -> list[Request]:
