@@ -267,7 +267,7 @@ class Splitwise:
         self.setups = {gpu: self._setup(file, gpu) for gpu in GPUS}
         self.changes: dict[str, Callable[[str, Setup], Setup]] = {
             "pdserve": lambda gpu, setup: setup,
-            "its decode steps": lambda gpu, setup: setup.with_step(decode=self._decode(gpu), context_s=0.0),
+            "four times the pool": lambda gpu, setup: replace(setup, pool=4 * setup.pool),
             "its decode and mixed steps": lambda gpu, setup: setup.with_step(
                 decode=self._decode(gpu), context_s=0.0, mixed=(0.0, 0.0, 1.1)
             ),
