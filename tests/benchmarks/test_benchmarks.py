@@ -113,6 +113,21 @@ def test_simulation(run: Callable[..., Any]) -> None:
     assert row["requests"] == 30 and row["simulated_per_cpu"] > 0
 
 
+def test_literature(run: Callable[..., Any], tmp_path: Path) -> None:
+    fits = {
+        "decoding_large_small_bs_threshold": 95,
+        "prefill": [18.0, 0.1, 7e-6],
+        "decoding_smallbs": [20.0, 6e-4, 0.04],
+    }
+    fits["decoding_largebs"] = [7.0, 6e-4, 0.16]
+    (tmp_path / "distserve_profile_a100_80g.json").write_text(json.dumps({"facebook/opt-13b": {"1": fits, "2": fits}}))
+    rows = run("literature.py", "--timings", str(tmp_path))["rows"]
+    found = {(row["system"], row["figure"]): row for row in rows}
+    rate = found["DistServe, runs", "TTFT 250 ms, TPOT 100 ms: rate per GPU at 90 %"]
+    assert rate["published"] == pytest.approx(2.17, abs=0.01), "0.953 at 6 requests/s and 0.797 at 7.5, on three GPUs"
+    assert all(row["term"] == "pdserve" and row["forecast"] > 0 for row in rows)
+
+
 def test_memory(run: Callable[..., Any]) -> None:
     content = run("memory.py")
     rows = {row["reservation"]: row for row in content["rows"]}
