@@ -9,7 +9,7 @@ import json
 import logging
 import random
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -145,7 +145,8 @@ def times_of(samples: Sequence[Sample]) -> list[tuple[float, float]]:
     return [(one.ttft * 1e3, one.tpot * 1e3) for one in samples]
 
 
-def row(system: str, figure: str, published: float, forecast: float, unit: str = "") -> dict[str, Any]:
+def row(system: str, figure: str, pair: Iterable[float], unit: str = "") -> dict[str, Any]:
+    published, forecast = pair
     return {"system": system, "figure": figure, "published": published, "forecast": forecast, "unit": unit}
 
 
@@ -205,20 +206,20 @@ class DistServe:
                     values = [
                         float(np.percentile([one[column] for one in both[rate]], p)) for both in (measured, forecast)
                     ]
-                    rows.append(row("DistServe, runs", f"{name} p{p} at {rate:g} requests/s", *values, "ms"))
+                    rows.append(row("DistServe, runs", f"{name} p{p} at {rate:g} requests/s", values, "ms"))
         for slo in (SLO_RUNS, SLO_SIMULATOR):
             title = f"TTFT {slo[0]} ms, TPOT {slo[1]} ms"
             for rate in rates:
                 shares = [attainment(both[rate], slo) for both in (measured, forecast)]
-                rows.append(row("DistServe, runs", f"{title}: attainment at {rate:g} requests/s", *shares))
+                rows.append(row("DistServe, runs", f"{title}: attainment at {rate:g} requests/s", shares))
             limits = [crossing(rates, [attainment(both[rate], slo) for rate in rates]) for both in (measured, forecast)]
-            rows.append(row("DistServe, runs", f"{title}: rate per GPU at 90 %", *(one / setup.gpus for one in limits)))
-            scales = np.arange(1.6, 0.4, -0.05)
+            rows.append(row("DistServe, runs", f"{title}: rate per GPU at 90 %", [one / setup.gpus for one in limits]))
+            scales = [float(one) for one in np.arange(1.6, 0.4, -0.05)]
             for rate in rates:
                 limits = [
                     crossing(scales, [attainment(both[rate], slo, s) for s in scales]) for both in (measured, forecast)
                 ]
-                rows.append(row("DistServe, runs", f"{title}: scale at 90 %, {rate:g} requests/s", *limits))
+                rows.append(row("DistServe, runs", f"{title}: scale at 90 %, {rate:g} requests/s", limits))
         return rows
 
     def simulator(self, setup: Setup) -> list[dict[str, Any]]:
@@ -228,14 +229,14 @@ class DistServe:
         shares = [attainment(times[rate], slo) for rate in FIGURE_RATES]
         published = FIGURE_11A["dist"]
         rows = [
-            row(name, f"attainment at {rate} requests/s per GPU", *pair)
+            row(name, f"attainment at {rate} requests/s per GPU", pair)
             for rate, *pair in zip(FIGURE_RATES, published, shares, strict=True)
         ]
         limits = [crossing(FIGURE_RATES, curve) for curve in (published, shares)]
-        rows.append(row(name, "rate per GPU at 90 %", *limits))
+        rows.append(row(name, "rate per GPU at 90 %", limits))
         by_scale = [attainment(times[FIGURE_RATE], slo, scale) for scale in FIGURE_SCALES]
         limits = [crossing(FIGURE_SCALES, curve) for curve in (FIGURE_11B["dist"], by_scale)]
-        rows.append(row(name, "scale at 90 %, 2 requests/s per GPU", *limits))
+        rows.append(row(name, "scale at 90 %, 2 requests/s per GPU", limits))
         return rows
 
     def baselines(self, change: Change) -> list[dict[str, Any]]:
@@ -245,13 +246,13 @@ class DistServe:
             times = times_of(setup.play(self.requests(1, 100)))
             for slo in (SLO_RUNS, SLO_SIMULATOR):
                 shares = [attainment(one, slo) for one in (ran, times)]
-                rows.append(row(f"vLLM, run, {name} timings", f"attainment at 1 request/s, TTFT {slo[0]} ms", *shares))
+                rows.append(row(f"vLLM, run, {name} timings", f"attainment at 1 request/s, TTFT {slo[0]} ms", shares))
         for name, original in self.vllm.items():
             setup = change(original)
             plays = [times_of(setup.play(self.requests(rate * setup.gpus, 100 * setup.gpus))) for rate in FIGURE_RATES]
             curve = [attainment(one, SLO_SIMULATOR) for one in plays]
             for rate, *pair in zip(FIGURE_RATES, FIGURE_11A[name], curve, strict=True):
-                rows.append(row(f"{name}, DistServe's simulator", f"attainment at {rate} requests/s per GPU", *pair))
+                rows.append(row(f"{name}, DistServe's simulator", f"attainment at {rate} requests/s per GPU", pair))
         return rows
 
 
@@ -338,8 +339,8 @@ class Splitwise:
         h100, name = self.changes[term](H100, self.setups[H100]), "Splitwise-HH, coding, 70 requests/s"
         prompt, token = self.cheapest(h100, 70 / 3)
         return [
-            row(name, "a third of the machines for prompts", 9, prompt),
-            row(name, "a third of the machines for tokens", 1, token),
+            row(name, "a third of the machines for prompts", (9, prompt)),
+            row(name, "a third of the machines for tokens", (1, token)),
         ]
 
     def conversation(self, term: str) -> list[dict[str, Any]]:
