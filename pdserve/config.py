@@ -502,6 +502,7 @@ class FleetConfig(LoadConfig):
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(FleetConfig):
     slo: str = flag("targets by percentile, such as ttft.p90=500ms,itl.p99=50ms", "")
+    slo_file: str = flag("TOML file with targets, also by prompt length and API key; empty: none", "")
     instances: int | None = flag("find the best fleet of this size; default: the smallest that suffices", None, least=1)
     max_instances: int = flag("the largest fleet to try", 16, least=1)
     itl_target_ms: str = flag(

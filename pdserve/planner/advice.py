@@ -10,9 +10,9 @@ TIE = 0.02  # difference of two ratios that decides nothing
 
 def describe(trial: Trial, targets: Sequence[Target]) -> str:
     """Return a fleet with its figures, such as `2P+1D: TTFT p90 310 of 500 ms, ITL p99 41 of 50 ms`."""
-    figures = trial.forecast.figures
-    parts = [f"{target} {figures[target.figure]:.0f} of {target.seconds * 1e3:g} ms" for target in targets]
-    parts += [f"{figures['failed']} requests refused or lost"] if figures["failed"] else []
+    failed = trial.forecast.figures["failed"]
+    parts = [_against(trial, target) for target in targets]
+    parts += [f"{failed} requests refused or lost"] if failed else []
     return f"{trial.fleet}: {', '.join(parts)}"
 
 
@@ -41,8 +41,12 @@ def _miss(trial: Trial) -> str:
     """Return a fleet with the target that it misses by the most."""
     if trial.ratio >= FAILED:
         return f"{trial.fleet} refuses or loses {trial.forecast.figures['failed']} requests"
-    value = trial.forecast.figures[trial.binding.figure]
-    return f"{trial.fleet} has {trial.binding} {value:.0f} of {trial.binding.seconds * 1e3:g} ms"
+    return f"{trial.fleet} has {_against(trial, trial.binding)}"
+
+
+def _against(trial: Trial, target: Target) -> str:
+    """Return a percentile beside its target."""
+    return f"{target} {trial.values[target] * 1e3:.0f} of {target.seconds * 1e3:g} ms"
 
 
 def env_lines(trial: Trial) -> list[str]:

@@ -35,7 +35,7 @@ def heat_map(trials: Sequence[Trial]) -> Chart:
 
 def bars(trials: Sequence[Trial], target: Target) -> Chart:
     names = [str(trial.fleet) for trial in trials]
-    values = [trial.forecast.figures[target.figure] for trial in trials]
+    values = [trial.values[target] * 1e3 for trial in trials]
     limit = {"x": names, "y": [target.seconds * 1e3] * len(names), "mode": "lines", "name": "target"}
     data: list[Chart] = [{"type": "bar", "x": names, "y": values, "name": str(target)}, limit]
     return chart(f"{target}, ms by fleet", data, range=[0, MAX_RATIO * target.seconds * 1e3])

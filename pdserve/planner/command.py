@@ -15,14 +15,14 @@ from rich.status import Status
 from pdserve.bench import page
 from pdserve.bench.report import write_file
 from pdserve.config import PlanConfig
-from pdserve.errors import SetupError
 from pdserve.planner.advice import advise, describe, env_lines
 from pdserve.planner.charts import charts
 from pdserve.planner.search import Trial, best, headroom, judge, smallest, try_size
-from pdserve.planner.targets import Target, parse_targets
+from pdserve.planner.slo_file import check_groups, load_targets
+from pdserve.planner.targets import Target
 from pdserve.profile.profile import Profile
 from pdserve.simulator.command import as_dict, as_table, console_for_tables
-from pdserve.simulator.fleet import Fleet, load_profile, mean_rate, parse_itl_targets, simulate_all
+from pdserve.simulator.fleet import Fleet, draw_requests, load_profile, mean_rate, parse_itl_targets, simulate_all
 
 CHANGE = 0.2  # of rate and lengths, whose effect is reported
 ITL_SHARES = (0.5, 0.75, 1.0)  # of the ITL target, tried as --itl-target-ms of colocated instances
@@ -102,15 +102,13 @@ class Planner:
 
 def run(config: PlanConfig) -> bool:
     """Print the plan and write its reports. Returns False if no fleet meets the SLO."""
-    try:
-        targets = parse_targets(config.slo)
-    except ValueError as error:
-        raise SetupError(str(error)) from None
+    targets = load_targets(config.slo, config.slo_file)
     plotly = page.load_plotly() if config.html else ""
     profile = load_profile(config)
     logging.getLogger("pdserve").setLevel(logging.ERROR)  # simulated instances are real ones, and say as much
     with Console(stderr=True).status("simulating") as status:
         planner = Planner(config, profile, targets, status)
+        check_groups(targets, draw_requests(config, planner.rate))
         plan = planner.plan()
     console_for_tables().print(as_table([trial.forecast for trials in plan.trials for trial in notable(trials)]))
     lines = sentences(plan, targets, planner.rate, config)
@@ -118,7 +116,8 @@ def run(config: PlanConfig) -> bool:
     if config.json:
         write_file(Path(config.json), json.dumps(to_json(plan, lines), indent=2) + "\n")
     if config.html:
-        title = f"Plan for {config.slo} at {planner.rate:.3g} requests/s"
+        slo = ", ".join(filter(None, [config.slo, config.slo_file]))
+        title = f"Plan for {slo} at {planner.rate:.3g} requests/s"
         write_file(Path(config.html), page.page(title, "\n".join(lines), [], charts(plan.trials, targets), plotly))
     return plan.chosen is not None
 
@@ -162,8 +161,9 @@ def to_json(plan: Plan, lines: Sequence[str]) -> dict[str, Any]:
     """Return the plan with all trials."""
 
     def row(trial: Trial) -> dict[str, Any]:
-        ratio = {"worst_ratio": trial.ratio, "binding": trial.binding.figure, "meets": trial.meets}
-        return as_dict(trial.forecast) | ratio
+        ratio = {"worst_ratio": trial.ratio, "binding": str(trial.binding), "meets": trial.meets}
+        values = {str(target): seconds * 1e3 for target, seconds in trial.values.items()}
+        return as_dict(trial.forecast) | ratio | {"attainment": trial.attainment, "targets_ms": values}
 
     return {
         "chosen": None if plan.chosen is None else row(plan.chosen),

@@ -1,9 +1,9 @@
 """The search of `pdserve plan` over fleets. Plain decisions: the caller simulates."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pdserve.planner.targets import FAILED, Target, worst
+from pdserve.planner.targets import FAILED, Target, attainment
 from pdserve.simulator.fleet import Fleet, Forecast
 
 EXHAUSTIVE = 12  # instances up to which all splits are tried
@@ -16,11 +16,16 @@ class Trial:
     """A simulated fleet, and how far it is from the SLO.
 
     Attributes:
+        forecast: without its samples, which would fill the memory.
+        values: seconds of each target's percentile.
+        attainment: share of the requests that are within all targets for them.
         ratio: of the worst figure to its target; at most 1 if the SLO is met, `FAILED` if requests were refused or lost.
         binding: the target of the worst figure.
     """
 
     forecast: Forecast
+    values: dict[Target, float]
+    attainment: float
     ratio: float
     binding: Target
 
@@ -39,8 +44,12 @@ class Trial:
 
 def judge(targets: Sequence[Target], forecast: Forecast) -> Trial:
     """Compare a forecast with the targets."""
-    ratio, binding = worst(targets, forecast.figures)
-    return Trial(forecast, max(ratio, FAILED) if forecast.figures["failed"] else ratio, binding)
+    values = {one: one.measure(forecast.figures, forecast.samples) for one in targets}
+    binding = max(targets, key=lambda one: values[one] / one.seconds)
+    ratio = values[binding] / binding.seconds
+    share = attainment(targets, forecast.samples)
+    ratio = max(ratio, FAILED) if forecast.figures["failed"] else ratio
+    return Trial(replace(forecast, samples=[]), values, share, ratio, binding)
 
 
 Simulate = Callable[[Sequence[Fleet]], Iterable[Trial]]

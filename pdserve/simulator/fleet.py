@@ -22,7 +22,7 @@ from pdserve.profile.profile import Profile
 from pdserve.simulator.model import InstanceModel
 from pdserve.simulator.simulation import MODEL, Deployment, Simulation
 
-PERCENTILES = (50, 90, 99)
+PERCENTILES = (50, 90, 95, 99)
 CHARS_PER_TOKEN = 4  # of texts, which are not tokenized
 MAX_NUMBERS = 1000
 

@@ -165,7 +165,7 @@ class _Player:
         chain = self._chains[request_id] = KeyChain(self._root)
         keys = {self._block_size: chain.keys(prompt, block_ends(len(prompt), self._block_size))}
         router = self._routers[next(self._turn) % len(self._routers)]
-        sample = Sample(load.index, self._clock.time)
+        sample = Sample(load.index, self._clock.time, key=load.key)
         SimulatedClient(router, request_id, load, prompt, keys, sample, self._on_end, self._is_chat).send()
 
     def _on_end(self, client: SimulatedClient) -> None:
@@ -184,7 +184,9 @@ class _Player:
     def _fail(self, load: Load) -> None:
         """Count a turn whose conversation has ended, and those after it, as failed."""
         now = self._clock.time
-        self.samples.append(Sample(load.index, now, sent=now, ended=now, error="the previous turn failed"))
+        self.samples.append(
+            Sample(load.index, now, sent=now, ended=now, error="the previous turn failed", key=load.key)
+        )
         self.num_ended += 1
         for later in self._next_turns.pop(load.index, ()):
             self._fail(later)

@@ -49,7 +49,7 @@ def test_targets_are_parsed_with_their_units() -> None:
     "text", ["", "ttft.p90", "ttft.p42=1s", "speed=1s", "ttft=0ms", "ttft=-1s", "ttft=1s,ttft.p99=2s"]
 )
 def test_malformed_targets_are_named(text: str) -> None:
-    with pytest.raises(ValueError, match="--slo"):
+    with pytest.raises(ValueError, match="write such as ttft"):
         parse_targets(text)
 
 
@@ -171,6 +171,8 @@ def test_simulate_prints_a_row_per_fleet(profile: Path, tmp_path: Path, run: Run
         (["simulate", "--goodput", "ttft"], "--goodput: 'ttft' is not such as"),
         (["simulate", "--itl-target-ms", "0"], "--itl-target-ms: '0' is not such as"),
         (["plan", "--slo", "ttft"], "--slo: 'ttft' is no target"),
+        (["plan"], "--slo: there is no target"),
+        (["plan", "--slo-file", "nowhere.toml"], "--slo-file nowhere.toml cannot be read"),
         (["plan", "--slo", "ttft=1s"], "give the load a --request-rate"),
         (["plan", "--slo", "ttft=1s", "--instances", "0"], "--instances must be at least 1"),
     ],
