@@ -1,11 +1,12 @@
 """Sentences of `pdserve plan`: which fleet, how far from the SLO, and whether disaggregation pays."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from pdserve.planner.search import Trial, best
+from pdserve.planner.search import NOISE, Trial, best
 from pdserve.planner.targets import FAILED, Target
 
-TIE = 0.02  # difference of two ratios that decides nothing
+ENGINE_SETTINGS = ("max_num_batched_tokens",)  # flags of instances; the others are the router's
 
 
 def describe(trial: Trial, targets: Sequence[Target]) -> str:
@@ -30,7 +31,7 @@ def advise(trials: Sequence[Trial], targets: Sequence[Target]) -> str:
     if not ours.meets:
         nearer, other = (ours, theirs) if ours.ratio <= theirs.ratio else (theirs, ours)
         return f"Neither suffices: the nearest is {_miss(nearer)}; otherwise, {_miss(other)}."
-    if abs(ours.ratio - theirs.ratio) <= TIE:
+    if abs(ours.ratio - theirs.ratio) <= NOISE:
         return f"Both suffice alike: {describe(ours, targets)}; {describe(theirs, targets)}. Colocated is simpler."
     winner, other = (ours, theirs) if ours.ratio < theirs.ratio else (theirs, ours)
     kind = "Disaggregation has" if winner is ours else "Colocated instances have"
@@ -51,16 +52,23 @@ def _against(trial: Trial, target: Target) -> str:
 
 def env_lines(trial: Trial) -> list[str]:
     """Return the lines for `.env` of docker-compose.yml that deploy a fleet; the GPUs are numbered from 0."""
-    fleet = trial.fleet
+    fleet, settings = trial.fleet, dict(trial.fleet.settings)
+    connector = settings.pop("connector", None)
+    remark = [f"# with a KV store of the connector {connector}, as CONNECTOR"] if connector else []
+    engine = [flag for flag in replace(fleet, settings=()).flags]
+    router = list[str]()
+    for name, value in settings.items():
+        (engine if name in ENGINE_SETTINGS else router).append(f"--{name.replace('_', '-')} {value}")
     if not fleet.prefill:
-        target = "" if fleet.itl_target_ms is None else f" --itl-target-ms {fleet.itl_target_ms:g}"
-        return [
-            f"# docker-compose.yml has no colocated instances; start them by `pdserve up --both {fleet.both}{target}`"
-        ]
+        command = " ".join([f"pdserve up --both {fleet.both}", *engine, *router])
+        return [f"# docker-compose.yml has no colocated instances; start them by `{command}`", *remark]
     gpus = [str(number) for number in range(fleet.size)]
     return [
         f"PREFILL={fleet.prefill}",
         f"PREFILL_GPUS={','.join(gpus[: fleet.prefill])}",
         f"DECODE={fleet.decode}",
         f"DECODE_GPUS={','.join(gpus[fleet.prefill :])}",
+        *([f"ENGINE_FLAGS={' '.join(engine)}"] if engine else []),
+        *([f"ROUTER_FLAGS={' '.join(router)}"] if router else []),
+        *remark,
     ]

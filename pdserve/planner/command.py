@@ -2,102 +2,24 @@
 
 import json
 import logging
-import math
-import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.status import Status
 
 from pdserve.bench import page
 from pdserve.bench.report import write_file
 from pdserve.config import PlanConfig
 from pdserve.planner.advice import advise, describe, env_lines
 from pdserve.planner.charts import charts
-from pdserve.planner.search import Trial, best, headroom, judge, smallest, try_size
+from pdserve.planner.plan import CHANGE, Plan, Planner
+from pdserve.planner.search import NOISE, Trial, best
+from pdserve.planner.settings import Dimension
 from pdserve.planner.slo_file import check_groups, load_targets
 from pdserve.planner.targets import Target
-from pdserve.profile.profile import Profile
 from pdserve.simulator.command import as_dict, as_table, console_for_tables
-from pdserve.simulator.fleet import Fleet, draw_requests, load_profile, mean_rate, parse_itl_targets, simulate_all
-
-CHANGE = 0.2  # of rate and lengths, whose effect is reported
-ITL_SHARES = (0.5, 0.75, 1.0)  # of the ITL target, tried as --itl-target-ms of colocated instances
-
-
-@dataclass
-class Plan:
-    """What was found.
-
-    Attributes:
-        trials: all simulated fleets at the load as given, by size.
-        chosen: the fleet, or None if none meets the SLO.
-        highest_rate, breaks: of the chosen fleet, the highest rate that meets the SLO, and the trial above it.
-        sensitivity: a change of the load → the trial of the chosen fleet.
-    """
-
-    trials: list[list[Trial]]
-    chosen: Trial | None = None
-    highest_rate: float = math.nan
-    breaks: Trial | None = None
-    sensitivity: dict[str, Trial] | None = None
-
-
-class Planner:
-    """Simulates what the search asks for, and shows how far it is."""
-
-    def __init__(self, config: PlanConfig, profile: Profile, targets: Sequence[Target], status: Status) -> None:
-        self._config = config
-        self._profile = profile
-        self._targets = targets
-        self._status = status
-        self._started = time.monotonic()
-        self._count = 0
-        self.rate = mean_rate(config)
-
-    def simulate(self, fleets: Sequence[Fleet], config: PlanConfig | None = None, rate: float = 0.0) -> Iterable[Trial]:
-        """Simulate fleets under the load of the settings, or of other ones, at a rate."""
-        runs = [(fleet, rate or self.rate) for fleet in fleets]
-        for forecast in simulate_all(config or self._config, self._profile, {}, runs):
-            self._count += 1
-            elapsed = time.monotonic() - self._started
-            self._status.update(f"simulated {self._count} runs, the last of {forecast.fleet}, {elapsed:.0f} s")
-            yield judge(self._targets, forecast)
-
-    def plan(self) -> Plan:
-        """Find the fleet, its headroom, and what changes of the load do to it."""
-        config, itl_targets = self._config, self._itl_targets()
-        if config.instances is None:
-            trials = smallest(config.max_instances, itl_targets, self.simulate)
-        else:
-            trials = [try_size(config.instances, itl_targets, self.simulate)]
-        chosen = best(trials[-1])
-        if not chosen.meets:
-            return Plan(trials)
-        highest, breaks = headroom(self.rate, lambda rate: self._one(chosen.fleet, config, rate))
-        return Plan(trials, chosen, highest, breaks, self._sensitivity(chosen.fleet))
-
-    def _itl_targets(self) -> list[float | None]:
-        if self._config.itl_target_ms != "auto":
-            return parse_itl_targets(self._config.itl_target_ms)
-        limits = [target.seconds * 1e3 for target in self._targets if target.metric == "itl"]
-        return [None, *(share * min(limits) for share in ITL_SHARES if limits)]
-
-    def _sensitivity(self, fleet: Fleet) -> dict[str, Trial]:
-        config, trials = self._config, {}
-        for sign, factor in (("+", 1 + CHANGE), ("-", 1 - CHANGE)):
-            percent = f"{sign}{CHANGE:.0%}"
-            trials[f"rate {percent}"] = self._one(fleet, config, self.rate * factor)
-            trials[f"prompts {percent}"] = self._one(fleet, replace(config, stretch_prompts=factor), self.rate)
-            trials[f"answers {percent}"] = self._one(fleet, replace(config, stretch_answers=factor), self.rate)
-        return trials
-
-    def _one(self, fleet: Fleet, config: PlanConfig, rate: float) -> Trial:
-        (trial,) = self.simulate([fleet], config, rate)
-        return trial
+from pdserve.simulator.fleet import draw_requests, load_profile
 
 
 def run(config: PlanConfig) -> bool:
@@ -131,13 +53,15 @@ def notable(trials: Sequence[Trial]) -> list[Trial]:
 def sentences(plan: Plan, targets: Sequence[Target], rate: float, config: PlanConfig) -> list[str]:
     """Return the report in words."""
     last = plan.trials[-1]
+    worth = [_worth(dimension, trials, plan.nearest) for dimension, trials in plan.worth.items()]
     if plan.chosen is None:
-        nearest = best(trial for trials in plan.trials for trial in trials)
+        nearest = plan.nearest
         return [
             f"No fleet of up to {nearest.fleet.size if config.instances else config.max_instances} instances meets the SLO "
             f"at {rate:.3g} requests/s.",
             f"The nearest is {describe(nearest, targets)}. What binds is {nearest.binding}.",
             advise(last, targets),
+            *worth,
         ]
     fleet = plan.chosen.fleet
     lines = [
@@ -147,14 +71,24 @@ def sentences(plan: Plan, targets: Sequence[Target], rate: float, config: PlanCo
         lines.append(f"It holds beyond {plan.highest_rate:.3g} requests/s.")
     else:
         lines.append(f"It holds up to {plan.highest_rate:.3g} requests/s; above, {plan.breaks.binding} breaks first.")
-    broken = [change for change, trial in (plan.sensitivity or {}).items() if not trial.meets]
+    broken = [change for change, trial in plan.sensitivity.items() if not trial.meets]
     lines.append(
         f"It does not survive: {', '.join(broken)}." if broken else f"It survives ±{CHANGE:.0%} of rate and lengths."
     )
-    lines.append(advise(last, targets))
+    lines += [advise(last, targets), *worth]
     if config.price:
         lines.append(f"It costs {fleet.size * config.price:.2f} per hour.")
     return [*lines, "", *env_lines(plan.chosen)]
+
+
+def _worth(dimension: Dimension, trials: Sequence[Trial], chosen: Trial) -> str:
+    """Say what a setting is worth: the worst figure ÷ target with each of its values."""
+    ratios = {dimension.label(trial.fleet): trial.ratio for trial in trials}
+    if max(ratios.values()) - min(ratios.values()) <= NOISE * min(ratios.values()):
+        return f"{dimension.flag} is worth nothing here: {', '.join(ratios)}."
+    own = dimension.label(chosen.fleet)
+    parts = [f"{label} {ratio:.2f}{' (chosen)' if label == own else ''}" for label, ratio in ratios.items()]
+    return f"Worst figure ÷ target by {dimension.flag}: {', '.join(parts)}."
 
 
 def to_json(plan: Plan, lines: Sequence[str]) -> dict[str, Any]:
@@ -168,7 +102,11 @@ def to_json(plan: Plan, lines: Sequence[str]) -> dict[str, Any]:
     return {
         "chosen": None if plan.chosen is None else row(plan.chosen),
         "highest_rate": None if plan.chosen is None else plan.highest_rate,
-        "sensitivity": {change: row(trial) for change, trial in (plan.sensitivity or {}).items()},
+        "sensitivity": {change: row(trial) for change, trial in plan.sensitivity.items()},
+        "settings": {
+            dimension.name: [{"value": dimension.value(trial.fleet)} | row(trial) for trial in trials]
+            for dimension, trials in plan.worth.items()
+        },
         "trials": [row(trial) for trials in plan.trials for trial in trials],
         "text": list(lines),
     }

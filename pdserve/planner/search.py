@@ -8,6 +8,7 @@ from pdserve.simulator.fleet import Fleet, Forecast
 
 EXHAUSTIVE = 12  # instances up to which all splits are tried
 RATE_PRECISION = 0.05
+NOISE = 0.02  # relative difference of two ratios that decides nothing
 MAX_FACTOR = 8.0  # of the rate, up to which headroom is searched
 
 
@@ -62,8 +63,11 @@ def fleets_of(size: int, itl_targets: Sequence[float | None]) -> list[Fleet]:
 
 
 def best(trials: Iterable[Trial]) -> Trial:
-    """Return the trial with the most margin; of equal ones, the first."""
-    return min(trials, key=lambda trial: trial.ratio)
+    """Return the trial with the most margin; of those that are about equal, the one with the fewest flags."""
+    trials = list(trials)
+    most = min(trials, key=lambda trial: trial.ratio)
+    equal = [one for one in trials if one.ratio <= most.ratio * (1 + NOISE) and one.meets == most.meets]
+    return min(equal, key=lambda trial: (len(trial.fleet.flags), trial.ratio))
 
 
 def try_size(size: int, itl_targets: Sequence[float | None], simulate: Simulate) -> list[Trial]:

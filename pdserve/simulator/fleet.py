@@ -29,12 +29,13 @@ MAX_NUMBERS = 1000
 
 @dataclass(frozen=True, order=True)
 class Fleet:
-    """Numbers of instances, and their setting --itl-target-ms (None: off)."""
+    """Numbers of instances, their setting --itl-target-ms (None: off), and settings of `FleetConfig` of its own."""
 
     prefill: int = 0
     decode: int = 0
     both: int = 0
     itl_target_ms: float | None = None
+    settings: tuple[tuple[str, Any], ...] = ()
 
     @property
     def size(self) -> int:
@@ -48,8 +49,13 @@ class Fleet:
     def __str__(self) -> str:
         parts = [f"{count}{letter}" for count, letter in ((self.prefill, "P"), (self.decode, "D")) if count]
         parts += [f"{self.both} both"] if self.both else []
-        target = "" if self.itl_target_ms is None else f" --itl-target-ms {self.itl_target_ms:g}"
-        return "+".join(parts) + target
+        return " ".join(["+".join(parts), *self.flags])
+
+    @property
+    def flags(self) -> list[str]:
+        """Its settings as on the command line."""
+        target = [] if self.itl_target_ms is None else [f"--itl-target-ms {self.itl_target_ms:g}"]
+        return target + [f"--{name.replace('_', '-')} {value}" for name, value in self.settings]
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,19 @@ def parse_numbers(flag: str, text: str) -> list[int]:
             raise SetupError(f"{flag}: {part!r} is no number of instances; write such as 2, 1..4 or 1,2,4")
         numbers += span
     return numbers
+
+
+def parse_fleet(text: str) -> Fleet:
+    """Parse numbers of instances such as `2P+1D` or `2B`.
+
+    Raises:
+        ValueError: the text has another form, or the fleet cannot serve.
+    """
+    numbers = {letter: int(count) for count, letter in re.findall(r"(\d+)([PDB])", text)}
+    fleet = Fleet(numbers.get("P", 0), numbers.get("D", 0), numbers.get("B", 0))
+    if not re.fullmatch(r"\d+[PDB](\+\d+[PDB])*", text) or not fleet.is_complete:
+        raise ValueError(f"{text!r} is no fleet; write such as 2P+1D, or 3B for instances with the role both")
+    return fleet
 
 
 def parse_itl_targets(text: str) -> list[float | None]:
@@ -154,6 +173,7 @@ def simulate(
     config: FleetConfig, profile: Profile, objectives: dict[str, float], fleet: Fleet, rate: float
 ) -> Forecast:
     """Simulate a fleet under the load that the settings describe, at a mean rate."""
+    config = replace(config, **dict(fleet.settings))
     requests = draw_requests(config, rate)
     block_size = config.block_size or (BLOCK if config.dataset_name == "mooncake" else None)
     scheme = config.connector or next(iter(profile.transfers), "shm")
