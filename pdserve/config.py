@@ -517,6 +517,10 @@ class PlanConfig(FleetConfig):
     try_local_prefill_tokens: str = flag(
         "values of --local-prefill-tokens to compare, such as auto,0,256; empty: --local-prefill-tokens", ""
     )
+    measured: str = flag(
+        "results of `pdserve bench serve --save-result` to compare, by fleet, such as 1P+1D=a.json,2B=b.json; empty: none",
+        "",
+    )
     price: float = flag("of one instance per hour; 0: unknown", 0.0, least=0)
     json: str = flag("JSON file with all figures; empty: none", "")
     html: str = flag("HTML report in one file; needs pdserve[bench]; empty: none", "")

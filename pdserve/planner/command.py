@@ -13,6 +13,7 @@ from pdserve.bench.report import write_file
 from pdserve.config import PlanConfig
 from pdserve.planner.advice import advise, describe, env_lines
 from pdserve.planner.charts import charts
+from pdserve.planner.measured import load_measured
 from pdserve.planner.plan import CHANGE, Plan, Planner
 from pdserve.planner.search import NOISE, Trial, best
 from pdserve.planner.settings import Dimension
@@ -30,8 +31,9 @@ def run(config: PlanConfig) -> bool:
     logging.getLogger("pdserve").setLevel(logging.ERROR)  # simulated instances are real ones, and say as much
     with Console(stderr=True).status("simulating") as status:
         planner = Planner(config, profile, targets, status)
-        check_groups(targets, draw_requests(config, planner.rate))
-        plan = planner.plan()
+        requests = draw_requests(config, planner.rate)
+        check_groups(targets, requests)
+        plan = planner.plan(load_measured(config.measured, requests))
     console_for_tables().print(as_table([trial.forecast for trials in plan.trials for trial in notable(trials)]))
     lines = sentences(plan, targets, planner.rate, config)
     print("\n" + "\n".join(lines))
@@ -40,7 +42,8 @@ def run(config: PlanConfig) -> bool:
     if config.html:
         slo = ", ".join(filter(None, [config.slo, config.slo_file]))
         title = f"Plan for {slo} at {planner.rate:.3g} requests/s"
-        write_file(Path(config.html), page.page(title, "\n".join(lines), [], charts(plan.trials, targets), plotly))
+        drawn = charts(plan, targets, planner.rate, config.price)
+        write_file(Path(config.html), page.page(title, "\n".join(lines), [], drawn, plotly))
     return plan.chosen is not None
 
 
@@ -62,6 +65,7 @@ def sentences(plan: Plan, targets: Sequence[Target], rate: float, config: PlanCo
             f"The nearest is {describe(nearest, targets)}. What binds is {nearest.binding}.",
             advise(last, targets),
             *worth,
+            *map(str, plan.comparisons),
         ]
     fleet = plan.chosen.fleet
     lines = [
@@ -75,7 +79,7 @@ def sentences(plan: Plan, targets: Sequence[Target], rate: float, config: PlanCo
     lines.append(
         f"It does not survive: {', '.join(broken)}." if broken else f"It survives ±{CHANGE:.0%} of rate and lengths."
     )
-    lines += [advise(last, targets), *worth]
+    lines += [advise(last, targets), *worth, *map(str, plan.comparisons)]
     if config.price:
         lines.append(f"It costs {fleet.size * config.price:.2f} per hour.")
     return [*lines, "", *env_lines(plan.chosen)]
@@ -107,6 +111,11 @@ def to_json(plan: Plan, lines: Sequence[str]) -> dict[str, Any]:
             dimension.name: [{"value": dimension.value(trial.fleet)} | row(trial) for trial in trials]
             for dimension, trials in plan.worth.items()
         },
+        "attainment_by_rate": plan.curves,
+        "measured": [
+            {"fleet": str(one.measured.fleet), "file": one.measured.name, "forecast_and_measured": one.rows}
+            for one in plan.comparisons
+        ],
         "trials": [row(trial) for trials in plan.trials for trial in trials],
         "text": list(lines),
     }

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from rich.status import Status
 
 from pdserve.config import PlanConfig
+from pdserve.planner.measured import Comparison, Measured, compare
 from pdserve.planner.search import Trial, best, headroom, judge, smallest, try_size
 from pdserve.planner.settings import Dimension, dimensions
 from pdserve.planner.targets import Target
@@ -15,6 +16,7 @@ from pdserve.planner.tuning import tune_sizes
 from pdserve.profile.profile import Profile
 from pdserve.simulator.fleet import Fleet, mean_rate, parse_itl_targets, simulate_all
 
+CURVE = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)  # of the rate, at which attainment is reported
 CHANGE = 0.2  # of rate and lengths, whose effect is reported
 ITL_SHARES = (0.5, 0.75, 1.0)  # of the ITL target, tried as --itl-target-ms
 
@@ -29,6 +31,9 @@ class Plan:
         worth: by setting, the trials of its values, of the nearest fleet.
         highest_rate, breaks: of the chosen fleet, the highest rate that meets the SLO, and the trial above it.
         sensitivity: a change of the load → the trial of the chosen fleet.
+        compared: the nearest fleet, and the best of the other kind of the same size.
+        curves: by fleet of `compared`, (rate, share of requests within all targets), in ascending order.
+        comparisons: forecasts beside measurements.
     """
 
     trials: list[list[Trial]]
@@ -37,6 +42,13 @@ class Plan:
     highest_rate: float = math.nan
     breaks: Trial | None = None
     sensitivity: dict[str, Trial] = field(default_factory=dict)
+    curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    comparisons: list[Comparison] = field(default_factory=list)
+
+    @property
+    def compared(self) -> list[Trial]:
+        others = [one for one in self.trials[-1] if one.is_colocated is not self.nearest.is_colocated]
+        return [self.nearest, *([best(others)] if others else [])]
 
     @property
     def chosen(self) -> Trial | None:
@@ -69,7 +81,7 @@ class Planner:
             self._status.update(f"{self._stage}: run {self._count} was {forecast.fleet}, {elapsed:.0f} s")
         return [self._trials[config, fleet, rate] for fleet in fleets]
 
-    def plan(self) -> Plan:
+    def plan(self, measured: Sequence[Measured] = ()) -> Plan:
         """Find the fleet and its settings, its headroom, and what changes of the load do to it."""
         config, itl_targets = self._config, self._itl_targets()
         settings = dimensions(config, self._profile, itl_targets)
@@ -86,7 +98,23 @@ class Planner:
             plan.highest_rate, plan.breaks = headroom(self.rate, lambda rate: self._one(fleet, config, rate))
             self._stage = "sensitivity"
             plan.sensitivity = self._sensitivity(fleet)
+        if config.html or config.json:
+            self._stage = "rates"
+            plan.curves = {str(one.fleet): self._curve(one.fleet) for one in plan.compared}
+        self._stage = "measured"
+        plan.comparisons = [compare(one, self._at_rate) for one in measured]
         return plan
+
+    def _at_rate(self, fleet: Fleet, rate: float) -> Trial:
+        """Simulate a fleet at a rate, or at the load's own times if it is infinite."""
+        return self._one(fleet, self._config, rate if math.isfinite(rate) else self.rate)
+
+    def _curve(self, fleet: Fleet) -> list[tuple[float, float]]:
+        """Return the attainment of a fleet at a few rates, and at all that were simulated anyway."""
+        for share in CURVE:
+            self._one(fleet, self._config, self.rate * share)
+        runs = self._trials.items()
+        return sorted((rate, one.attainment) for (load, of, rate), one in runs if (load, of) == (self._config, fleet))
 
     def _itl_targets(self) -> list[float | None]:
         if self._config.itl_target_ms != "auto":

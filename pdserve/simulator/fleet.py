@@ -19,6 +19,7 @@ from pdserve.bench.traces import BLOCK
 from pdserve.config import FleetConfig, InstanceConfig, RouterConfig, parse_size
 from pdserve.errors import SetupError
 from pdserve.profile.profile import Profile
+from pdserve.simulator.breakdown import breakdown
 from pdserve.simulator.model import InstanceModel
 from pdserve.simulator.simulation import MODEL, Deployment, Simulation
 
@@ -63,7 +64,7 @@ class Forecast:
     """What a simulation says of a fleet.
 
     Attributes:
-        figures: those of `pdserve bench serve`, of the simulated run.
+        figures: those of `pdserve bench serve`, of the simulated run, and the parts of TTFT.
         busy: mean share of the time in which the instances of each role were in a step.
         saturated: the requests in flight kept growing while requests arrived.
         samples: one per request.
@@ -205,6 +206,7 @@ def simulate(
     )
     outcome = Simulation(deployment, model, config.seed).play(requests, is_chat=config.chat, think_s=config.think_time)
     figures = summarize(outcome.samples, objectives, METRICS, PERCENTILES, [])
+    figures["ttft_parts_ms"] = breakdown(outcome.samples, outcome.stamps)
     busy = {
         role: [share for name, share in outcome.busy.items() if name.startswith(role)] for role in fleet_roles(fleet)
     }
