@@ -76,8 +76,10 @@ def pareto(trials: Sequence[Trial], price: float) -> Chart:
     for name, chosen, mode in (("fleets", trials, "markers"), ("Pareto front", front, "lines+markers+text")):
         x, y = [each * one.fleet.size for one in chosen], [100 * one.attainment for one in chosen]
         text = [shape(one) for one in chosen]
-        data.append({"x": x, "y": y, "text": text, "mode": mode, "name": name, "textposition": "bottom right"})
-    return chart(f"% of requests within all targets, by {unit}", data, range=[0, 105])
+        data.append({"x": x, "y": y, "text": text, "mode": mode, "name": name, "textposition": "top center"})
+    drawn = chart(f"% of requests within all targets, by {unit}", data, range=[0, 115])
+    drawn["layout"]["xaxis"] = {"range": [0, each * (max(one.fleet.size for one in trials) + 1)]}
+    return drawn
 
 
 def waterfall(trial: Trial) -> Chart:
@@ -93,10 +95,18 @@ def waterfall(trial: Trial) -> Chart:
                 "y": [*(parts[one] for one in TTFT_PARTS), 0, parts[HAND_OVER], parts[DECODE_STEP], 0],
                 "measure": [*["relative"] * len(TTFT_PARTS), "total", "relative", "relative", "total"],
                 "increasing": fill,
+                "connector": {"visible": False},
                 "totals": {"marker": {"color": colour, "line": {"color": "#222", "width": 2}}},
             }
         )
-    return chart(f"{shape(trial)}: ms until tokens 1 and 2", data)
+    return with_long_labels(chart(f"{shape(trial)}: ms until tokens 1 and 2", data))
+
+
+def with_long_labels(drawn: Chart) -> Chart:
+    """Leave room for slanted labels of the horizontal axis, above the legend."""
+    drawn["layout"]["xaxis"] = {"type": "category", "automargin": True}
+    drawn["layout"]["legend"]["y"] = -0.35
+    return drawn
 
 
 def sensitivity(trials: Mapping[str, Trial]) -> Chart:
@@ -114,9 +124,7 @@ def _ratios(title: str, trials: Mapping[str, Trial]) -> Chart:
     data = {"type": "bar", "x": list(trials), "y": values, "text": hover, "marker": {"color": colours}}
     data |= {"textposition": "none"}
     line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1, "line": {"dash": "dot", "width": 1}}
-    drawn = chart(title, [data], [line], rangemode="tozero")
-    drawn["layout"]["xaxis"] = {"type": "category"}
-    return drawn
+    return with_long_labels(chart(title, [data], [line], rangemode="tozero"))
 
 
 def bars(trials: Sequence[Trial], target: Target) -> Chart:

@@ -131,7 +131,7 @@ class Planner:
             trials[f"rate {percent}"] = self._one(fleet, config, self.rate * factor)
             trials[f"prompts {percent}"] = self._one(fleet, longer, self.rate)
             trials[f"answers {percent}"] = self._one(fleet, more, self.rate)
-        return trials
+        return dict(sorted(trials.items()))
 
     def _one(self, fleet: Fleet, config: PlanConfig, rate: float) -> Trial:
         (trial,) = self.simulate([fleet], config, rate)

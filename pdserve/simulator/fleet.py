@@ -233,7 +233,9 @@ def simulate_all(
     if config.jobs == 1 or len(runs) == 1:
         yield from map(one, runs)
         return
-    with ProcessPoolExecutor(config.jobs, get_context("forkserver")) as pool:
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # imported once, and not by each process
+    with ProcessPoolExecutor(config.jobs, context) as pool:
         yield from pool.map(one, runs)
 
 
