@@ -26,7 +26,7 @@ from pdserve.cli.deployment import Deployment, free_port
 from pdserve.cli.flags import command_from_config
 from pdserve.config import FleetConfig, UpConfig, flag, parse_size
 from pdserve.profile.profile import EngineFacts, Overheads, Profile, StepModel, TransferModel
-from pdserve.simulator.fleet import Fleet, Forecast, simulate
+from pdserve.simulator.fleet import Fleet, Forecast, parse_fleet, simulate
 
 GOALS = {"ttft": 0.5, "itl": 0.06}  # seconds, of a request
 FIGURES = [f"p{p}_{metric}_ms" for metric in ("ttft", "itl") for p in (50, 90, 99)] + ["good_request_fraction"]
@@ -67,12 +67,6 @@ class Settings(report.Settings):
     requests: int = flag("per row", 150, least=1)
     profile: str = flag("of the demo model with one thread: its instances compute; empty: they are paced", "")
     seed: int = flag("of the requests", 0)
-
-
-def parse_fleet(text: str) -> Fleet:
-    """Parse text such as 2P+1D."""
-    names = {"P": "prefill", "D": "decode", "B": "both"}
-    return Fleet(**{names[part[-1]]: int(part[:-1]) for part in text.split("+")})
 
 
 def mix(name: str, settings: Settings, folder: Path) -> FleetConfig:

@@ -349,7 +349,7 @@ class Splitwise:
         mixed = self.highest_rate(replace(a100, both=14), 8.0)
         split = self.highest_rate(replace(a100, prefill=9, decode=5), 11.0)
         rates = {"70 A100": 5 * mixed, "AA (45P, 25T)": 5 * split}
-        return [row("Splitwise, conversation", "AA (45P, 25T) / 70 A100", 2.15, split / mixed) | {"rates": rates}]
+        return [row("Splitwise, conversation", "AA (45P, 25T) / 70 A100", (2.15, split / mixed)) | {"rates": rates}]
 
 
 def _curve(file: Path, gpu: str, column: str) -> tuple[list[int], list[float]]:

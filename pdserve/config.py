@@ -503,11 +503,24 @@ class FleetConfig(LoadConfig):
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(FleetConfig):
     slo: str = flag("targets by percentile, such as ttft.p90=500ms,itl.p99=50ms", "")
+    slo_file: str = flag("TOML file with targets, also by prompt length and API key; empty: none", "")
     instances: int | None = flag("find the best fleet of this size; default: the smallest that suffices", None, least=1)
     max_instances: int = flag("the largest fleet to try", 16, least=1)
     itl_target_ms: str = flag(
-        "values of --itl-target-ms to try on colocated instances, such as off,20; auto: off, and parts of the ITL target",
+        "values of --itl-target-ms to compare, such as off,20; auto: off, and parts of the ITL target",
         "auto",
+    )
+    try_connector: str = flag("connectors of the profile to compare, such as shm,redis, or all; empty: --connector", "")
+    try_policy: str = flag("values of --policy to compare, or all; empty: --policy", "")
+    try_max_num_batched_tokens: str = flag(
+        "values of --max-num-batched-tokens to compare, such as 512,2048; empty: --max-num-batched-tokens", ""
+    )
+    try_local_prefill_tokens: str = flag(
+        "values of --local-prefill-tokens to compare, such as auto,0,256; empty: --local-prefill-tokens", ""
+    )
+    measured: str = flag(
+        "results of `pdserve bench serve --save-result` to compare, by fleet, such as 1P+1D=a.json,2B=b.json; empty: none",
+        "",
     )
     price: float = flag("of one instance per hour; 0: unknown", 0.0, least=0)
     json: str = flag("JSON file with all figures; empty: none", "")

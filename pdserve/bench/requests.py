@@ -14,6 +14,7 @@ class Request:
         at: seconds after the beginning; None until arrival times are given.
         after: index of the previous turn of the conversation. The request waits for its answer.
         continues: the previous prompt and its answer precede this prompt.
+        key: name of the API key that sent it; empty: unknown. For SLOs of `pdserve plan`; all are sent with `--api-key`.
     """
 
     index: int
@@ -24,6 +25,7 @@ class Request:
     at: float | None = None
     after: int | None = None
     continues: bool = False
+    key: str = ""
 
 
 @dataclass(slots=True)
@@ -36,6 +38,7 @@ class Sample:
         sent: when the client began to send it.
         token_times: when the events with text arrived.
         status: of HTTP; 0 if there was none.
+        key: of the request.
     """
 
     index: int
@@ -50,6 +53,7 @@ class Sample:
     error: str = ""
     text: str = ""
     request_id: str = ""
+    key: str = ""
 
     @property
     def ok(self) -> bool:

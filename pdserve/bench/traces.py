@@ -3,6 +3,7 @@
 import csv
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -127,9 +128,10 @@ def _read(
         for line, row in rows(_text(path)):  # noqa: B007  # named by the errors below
             if len(requests) == limit:
                 break
-            request = parse(len(requests), _json_object(row) if isinstance(row, str) else row)
+            fields = _json_object(row) if isinstance(row, str) else row
+            request = parse(len(requests), fields)
             if request is not None:
-                requests.append(request)
+                requests.append(replace(request, key=str(fields.get("key") or "")))
     except KeyError as error:
         raise SetupError(f"{path}, line {line}: the field {error} is missing") from None
     except (ValueError, TypeError, AttributeError) as error:

@@ -1,17 +1,17 @@
 """Sentences of `pdserve plan`: which fleet, how far from the SLO, and whether disaggregation pays."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from pdserve.planner.search import Trial, best
+from pdserve.planner.search import NOISE, Trial, best
 from pdserve.planner.targets import Target
 
-TIE = 0.02  # difference of two ratios that decides nothing
+ENGINE_SETTINGS = ("max_num_batched_tokens",)  # flags of instances; the others are the router's
 
 
 def describe(trial: Trial, targets: Sequence[Target]) -> str:
     """Return a fleet with its figures, such as `2P+1D: TTFT p90 310 of 500 ms, ITL p99 41 of 50 ms`."""
-    figures = trial.forecast.figures
-    parts = [_compare(target, figures[target.figure]) for target in targets]
+    parts = [_against(trial, target) for target in targets]
     parts += [trial.failure] if trial.failure else []
     return f"{trial.fleet}: {', '.join(parts)}"
 
@@ -30,7 +30,7 @@ def advise(trials: Sequence[Trial], targets: Sequence[Target]) -> str:
     if not ours.meets:
         nearer, other = (ours, theirs) if ours.ratio <= theirs.ratio else (theirs, ours)
         return f"Neither suffices: the nearest, {_miss(nearer)}; otherwise, {_miss(other)}."
-    if abs(ours.ratio - theirs.ratio) <= TIE:
+    if abs(ours.ratio - theirs.ratio) <= NOISE:
         return f"Both suffice alike: {describe(ours, targets)}; {describe(theirs, targets)}. Colocated is simpler."
     winner, other = (ours, theirs) if ours.ratio < theirs.ratio else (theirs, ours)
     kind = "Disaggregation has" if winner is ours else "Colocated instances have"
@@ -41,25 +41,34 @@ def _miss(trial: Trial) -> str:
     """Return a fleet with the target that it misses by the most."""
     if trial.failure:
         return f"{trial.fleet} {trial.failure}"
-    return f"{trial.fleet} has {_compare(trial.binding, trial.forecast.figures[trial.binding.figure])}"
+    return f"{trial.fleet} has {_against(trial, trial.binding)}"
 
 
-def _compare(target: Target, ms: float) -> str:
+def _against(trial: Trial, target: Target) -> str:
+    """Return a percentile beside its target."""
+    ms = trial.values[target] * 1e3
     return f"{target} {f'{ms:.0f}' if ms >= 10 else f'{ms:.2g}'} of {target.seconds * 1e3:g} ms"
 
 
 def env_lines(trial: Trial) -> list[str]:
     """Return the lines for `.env` of docker-compose.yml that deploy a fleet; the GPUs are numbered from 0."""
-    fleet = trial.fleet
+    fleet, settings = trial.fleet, dict(trial.fleet.settings)
+    connector = settings.pop("connector", None)
+    remark = [f"# with a KV store of the connector {connector}, as CONNECTOR"] if connector else []
+    engine = [flag for flag in replace(fleet, settings=()).flags]
+    router = list[str]()
+    for name, value in settings.items():
+        (engine if name in ENGINE_SETTINGS else router).append(f"--{name.replace('_', '-')} {value}")
     if not fleet.prefill:
-        target = "" if fleet.itl_target_ms is None else f" --itl-target-ms {fleet.itl_target_ms:g}"
-        return [
-            f"# docker-compose.yml has no colocated instances; start them by `pdserve up --both {fleet.both}{target}`"
-        ]
+        command = " ".join([f"pdserve up --both {fleet.both}", *engine, *router])
+        return [f"# docker-compose.yml has no colocated instances; start them by `{command}`", *remark]
     gpus = [str(number) for number in range(fleet.size)]
     return [
         f"PREFILL={fleet.prefill}",
         f"PREFILL_GPUS={','.join(gpus[: fleet.prefill])}",
         f"DECODE={fleet.decode}",
         f"DECODE_GPUS={','.join(gpus[fleet.prefill :])}",
+        *([f"ENGINE_FLAGS={' '.join(engine)}"] if engine else []),
+        *([f"ROUTER_FLAGS={' '.join(router)}"] if router else []),
+        *remark,
     ]

@@ -1,14 +1,15 @@
 """The search of `pdserve plan` over fleets. Plain decisions: the caller simulates."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pdserve.planner.targets import FAILED, Target, worst
+from pdserve.planner.targets import FAILED, Target, attainment
 from pdserve.simulator.fleet import Fleet, Forecast
 
 EXHAUSTIVE = 12  # instances up to which all splits are tried
 RATE_PRECISION = 0.05
 SATURATED_SHARE = 0.9  # of the time in steps, below which requests in flight grow because more arrive
+NOISE = 0.02  # relative difference of two ratios that decides nothing
 MAX_FACTOR = 8.0  # of the rate, up to which headroom is searched
 
 
@@ -17,12 +18,19 @@ class Trial:
     """A simulated fleet, and how far it is from the SLO.
 
     Attributes:
+        forecast: without its samples, which would fill the memory.
+        values: seconds of each target's percentile.
+        counts: how many values each target's percentile is of.
+        attainment: share of the requests that are within all targets for them.
         ratio: of the worst figure to its target; at most 1 if the SLO is met, at least `FAILED` if the fleet failed.
         binding: the target of the worst figure.
         failure: how the fleet failed whatever the figures are, such as "refuses or loses 3 requests"; empty if it did not.
     """
 
     forecast: Forecast
+    values: dict[Target, float]
+    counts: dict[Target, int]
+    attainment: float
     ratio: float
     binding: Target
     failure: str = ""
@@ -51,13 +59,17 @@ def judge(targets: Sequence[Target], forecast: Forecast) -> Trial:
     A fleet fails if requests are refused or lost, or if it does not keep up: figures of a run that ends would look better
     than those of a longer one.
     """
-    ratio, binding = worst(targets, forecast.figures)
+    values = {one: one.measure(forecast.figures, forecast.samples) for one in targets}
+    counts = {one: one.count(forecast.samples) for one in targets}
+    binding = max(targets, key=lambda one: values[one] / one.seconds)
+    ratio, failure = values[binding] / binding.seconds, ""
     if failed := forecast.figures["failed"]:
         share = failed / (failed + forecast.figures["completed"])
-        return Trial(forecast, max(ratio, FAILED * (1 + share)), binding, f"refuses or loses {failed} requests")
-    if forecast.saturated and max(forecast.busy.values(), default=1.0) >= SATURATED_SHARE:
-        return Trial(forecast, max(ratio, FAILED), binding, "does not keep up")
-    return Trial(forecast, ratio, binding)
+        ratio, failure = max(ratio, FAILED * (1 + share)), f"refuses or loses {failed} requests"
+    elif forecast.saturated and max(forecast.busy.values(), default=1.0) >= SATURATED_SHARE:
+        ratio, failure = max(ratio, FAILED), "does not keep up"
+    share = attainment(targets, forecast.samples)
+    return Trial(replace(forecast, samples=[]), values, counts, share, ratio, binding, failure)
 
 
 Simulate = Callable[[Sequence[Fleet]], Iterable[Trial]]
@@ -70,8 +82,11 @@ def fleets_of(size: int, itl_targets: Sequence[float | None]) -> list[Fleet]:
 
 
 def best(trials: Iterable[Trial]) -> Trial:
-    """Return the trial with the most margin; of equal ones, the first."""
-    return min(trials, key=lambda trial: trial.ratio)
+    """Return the trial with the most margin; of those that are about equal, the one with the fewest flags."""
+    trials = list(trials)
+    most = min(trials, key=lambda trial: trial.ratio)
+    equal = [one for one in trials if one.ratio <= most.ratio * (1 + NOISE) and one.meets == most.meets]
+    return min(equal, key=lambda trial: (len(trial.fleet.flags), trial.ratio))
 
 
 def try_size(size: int, itl_targets: Sequence[float | None], simulate: Simulate) -> list[Trial]:

@@ -2,36 +2,88 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from pdserve.bench.requests import Sample
+from pdserve.bench.slo import is_good
+from pdserve.simulator.fleet import PERCENTILES
 from pdserve.slo import UNITS
 
-METRICS = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2el": "E2E latency"}
-PERCENTILES = (50, 90, 99)
 MIN_BEYOND = 5  # values above a percentile, with which it is steady
+METRICS = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2el": "E2E latency"}
 FAILED = 100.0  # ratio of a fleet that refuses or loses requests, or does not keep up
 
 
 @dataclass(frozen=True)
+class Group:
+    """Requests with this many prompt tokens, of this API key (empty: of any)."""
+
+    least: int = 0
+    most: float = math.inf
+    key: str = ""
+
+    def admits(self, prompt_tokens: int, key: str) -> bool:
+        return self.least <= prompt_tokens <= self.most and self.key in ("", key)
+
+    def __str__(self) -> str:
+        parts = [f"key {self.key}"] if self.key else []
+        if math.isfinite(self.most):
+            parts.append(f"prompts of {self.least} to {self.most} tokens")
+        elif self.least:
+            parts.append(f"prompts of {self.least} or more tokens")
+        return ", ".join(parts)
+
+
+ALL = Group()
+
+
+@dataclass(frozen=True)
 class Target:
-    """One percentile of one metric may be at most `seconds`."""
+    """One percentile of one metric may be at most `seconds`, over the requests of a group."""
 
     metric: str
     percentile: int
     seconds: float
+    group: Group = ALL
 
     @property
     def figure(self) -> str:
         """Its name among the figures of a run."""
         return f"p{self.percentile}_{self.metric}_ms"
 
+    def measure(self, figures: Mapping[str, Any], samples: Sequence[Sample]) -> float:
+        """Return the percentile in seconds; 0 if the group has no requests."""
+        if self.group == ALL:
+            return float(figures[self.figure]) / 1e3
+        values = [value for one in self._admitted(samples) for value in _values(self.metric, one)]
+        return float(np.percentile(values, self.percentile)) if values else 0.0
+
+    def count(self, samples: Sequence[Sample]) -> int:
+        """Return how many values the percentile is of."""
+        return sum(len(_values(self.metric, one)) for one in self._admitted(samples))
+
+    def _admitted(self, samples: Sequence[Sample]) -> Iterator[Sample]:
+        return (one for one in samples if one.ok and self.group.admits(one.input_tokens, one.key))
+
     def __str__(self) -> str:
-        return f"{METRICS[self.metric]} p{self.percentile}"
+        group = "" if self.group == ALL else f" ({self.group})"
+        return f"{METRICS[self.metric]} p{self.percentile}{group}"
 
 
-def parse_targets(text: str) -> list[Target]:
+def _values(metric: str, sample: Sample) -> Sequence[float]:
+    """Return what one request adds to the distribution of a metric, as in `pdserve.bench.metrics`."""
+    if metric == "itl":
+        return sample.itls
+    if metric == "tpot":
+        return [sample.tpot] if sample.output_tokens > 1 else []
+    return [sample.ttft if metric == "ttft" else sample.latency]
+
+
+def parse_targets(text: str, group: Group = ALL) -> list[Target]:
     """Parse text such as `ttft.p90=500ms,itl.p99=0.05s`; without a percentile it is p99.
 
     Raises:
@@ -40,31 +92,46 @@ def parse_targets(text: str) -> list[Target]:
     targets: list[Target] = []
     for part in filter(None, text.split(",")):
         match = re.fullmatch(r"\s*(\w+?)(?:\.p(\d+))?\s*=\s*(\d+\.?\d*)\s*(ms|s)\s*", part)
-        target = match and Target(match[1], int(match[2] or 99), float(match[3]) * UNITS[match[4]])
+        target = match and Target(match[1], int(match[2] or 99), float(match[3]) * UNITS[match[4]], group)
         is_known = target and target.metric in METRICS and target.percentile in PERCENTILES and target.seconds > 0
         if not target or not is_known or any(one.figure == target.figure for one in targets):
+            percentiles = ", ".join(f"p{p}" for p in PERCENTILES[:-1])
             raise ValueError(
-                f"--slo: {part!r} is no target; write such as ttft.p90=500ms,itl.p99=50ms, with each of "
-                f"{', '.join(METRICS)} and p50, p90 or p99 at most once"
+                f"{part!r} is no target; write such as ttft.p90=500ms,itl.p99=50ms, with each of "
+                f"{', '.join(METRICS)} and {percentiles} or p{PERCENTILES[-1]} at most once"
             )
         targets.append(target)
     if not targets:
-        raise ValueError("--slo is empty; write such as ttft.p90=500ms,itl.p99=50ms")
+        raise ValueError("there is no target; write such as ttft.p90=500ms,itl.p99=50ms")
     return targets
 
 
-def worst(targets: Sequence[Target], figures: Mapping[str, Any]) -> tuple[float, Target]:
-    """Return the largest ratio of a figure to its target, and the target. At most 1: the SLO is met."""
-    return max(((figures[one.figure] / 1e3 / one.seconds, one) for one in targets), key=lambda pair: pair[0])
+def attainment(targets: Sequence[Target], samples: Sequence[Sample]) -> float:
+    """Return the share of requests of which each is within all targets for it, whatever their percentiles.
+
+    Of several percentiles of a metric and group, the loosest counts. ITL is met by 99 % of a request's gaps, as in
+    `pdserve bench serve --goodput`.
+    """
+    limits: dict[Group, dict[str, float]] = {}
+    for one in targets:
+        limit = limits.setdefault(one.group, {})
+        limit[one.metric] = max(one.seconds, limit.get(one.metric, 0.0))
+    good = 0
+    for sample in samples:
+        objectives: dict[str, float] = {}
+        for group, limit in limits.items():
+            if group.admits(sample.input_tokens, sample.key):
+                for metric, seconds in limit.items():
+                    objectives[metric] = min(seconds, objectives.get(metric, math.inf))
+        good += is_good(sample, objectives)
+    return good / len(samples) if samples else 0.0
 
 
-def thin_sentences(targets: Sequence[Target], figures: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each target whose percentile rests on too few values to be steady."""
-    completed = figures["completed"]
-    gaps = figures["total_output_tokens"] - completed
+def thin_sentences(counts: Mapping[Target, int]) -> list[str]:
+    """Return a sentence for each target whose percentile is of too few values to be steady."""
     sentences = []
-    for target in targets:
-        count, values = (gaps, "gaps") if target.metric == "itl" else (completed, "requests")
+    for target, count in counts.items():
+        values = "gaps" if target.metric == "itl" else "requests"
         beyond = count * (100 - target.percentile) / 100
         if not count:
             sentences.append(f"{target} says nothing: there are no {values}.")

@@ -104,5 +104,6 @@ def as_table(forecasts: Sequence[Forecast]) -> Table:
 
 def as_dict(forecast: Forecast) -> dict[str, Any]:
     """Return the figures of a forecast, for JSON."""
-    own = {"fleet": str(forecast.fleet), **vars(forecast.fleet), "saturated": forecast.saturated}
+    fleet = vars(forecast.fleet) | {"settings": dict(forecast.fleet.settings)}
+    own = {"fleet": str(forecast.fleet), **fleet, "saturated": forecast.saturated}
     return own | {"busy": forecast.busy, "preemptions": forecast.preemptions} | forecast.figures

@@ -20,22 +20,24 @@ from pdserve.bench.traces import BLOCK
 from pdserve.config import FleetConfig, InstanceConfig, RouterConfig, parse_size
 from pdserve.errors import SetupError
 from pdserve.profile.profile import Profile
+from pdserve.simulator.breakdown import breakdown
 from pdserve.simulator.model import InstanceModel
 from pdserve.simulator.simulation import MODEL, Deployment, Simulation
 
-PERCENTILES = (50, 90, 99)
+PERCENTILES = (50, 90, 95, 99)
 CHARS_PER_TOKEN = 4  # of texts, which are not tokenized
 MAX_NUMBERS = 1000
 
 
 @dataclass(frozen=True, order=True)
 class Fleet:
-    """Numbers of instances, and their setting --itl-target-ms (None: off)."""
+    """Numbers of instances, their setting --itl-target-ms (None: off), and settings of `FleetConfig` of its own."""
 
     prefill: int = 0
     decode: int = 0
     both: int = 0
     itl_target_ms: float | None = None
+    settings: tuple[tuple[str, Any], ...] = ()
 
     @property
     def size(self) -> int:
@@ -49,8 +51,13 @@ class Fleet:
     def __str__(self) -> str:
         parts = [f"{count}{letter}" for count, letter in ((self.prefill, "P"), (self.decode, "D")) if count]
         parts += [f"{self.both} both"] if self.both else []
-        target = "" if self.itl_target_ms is None else f" --itl-target-ms {self.itl_target_ms:g}"
-        return "+".join(parts) + target
+        return " ".join(["+".join(parts), *self.flags])
+
+    @property
+    def flags(self) -> list[str]:
+        """Its settings as on the command line."""
+        target = [] if self.itl_target_ms is None else [f"--itl-target-ms {self.itl_target_ms:g}"]
+        return target + [f"--{name.replace('_', '-')} {value}" for name, value in self.settings]
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class Forecast:
     """What a simulation says of a fleet.
 
     Attributes:
-        figures: those of `pdserve bench serve`, of the simulated run.
+        figures: those of `pdserve bench serve`, of the simulated run, and the parts of TTFT.
         busy: mean share of the time in which the instances of each role were in a step.
         saturated: the requests in flight kept growing while requests arrived.
         samples: one per request.
@@ -87,6 +94,19 @@ def parse_numbers(flag: str, text: str) -> list[int]:
             raise SetupError(f"{flag}: {part!r} is no number of instances; write such as 2, 1..4 or 1,2,4")
         numbers += span
     return numbers
+
+
+def parse_fleet(text: str) -> Fleet:
+    """Parse numbers of instances such as `2P+1D` or `2B`.
+
+    Raises:
+        ValueError: the text has another form, or the fleet cannot serve.
+    """
+    numbers = {letter: int(count) for count, letter in re.findall(r"(\d+)([PDB])", text)}
+    fleet = Fleet(numbers.get("P", 0), numbers.get("D", 0), numbers.get("B", 0))
+    if not re.fullmatch(r"\d+[PDB](\+\d+[PDB])*", text) or not fleet.is_complete:
+        raise ValueError(f"{text!r} is no fleet; write such as 2P+1D, or 3B for instances with the role both")
+    return fleet
 
 
 def parse_itl_targets(text: str) -> list[float | None]:
@@ -205,6 +225,7 @@ def simulate(
     config: FleetConfig, profile: Profile, objectives: dict[str, float], fleet: Fleet, rate: float
 ) -> Forecast:
     """Simulate a fleet under the load that the settings describe, at a mean rate."""
+    config = replace(config, **dict(fleet.settings))
     requests, model = draw_requests(config, rate), instance_model(config, profile)
     instance = InstanceConfig(
         model=MODEL,
@@ -230,6 +251,7 @@ def simulate(
     )
     outcome = Simulation(deployment, model, config.seed).play(requests, is_chat=config.chat, think_s=config.think_time)
     figures = summarize(outcome.samples, objectives, METRICS, PERCENTILES, [])
+    figures["ttft_parts_ms"] = breakdown(outcome.samples, outcome.stamps)
     busy = {
         role: [share for name, share in outcome.busy.items() if name.startswith(role)] for role in fleet_roles(fleet)
     }
@@ -257,7 +279,9 @@ def simulate_all(
         _silence()
         yield from map(one, runs)
         return
-    with ProcessPoolExecutor(config.jobs, get_context("forkserver"), _silence) as pool:
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # imported once, and not by each process
+    with ProcessPoolExecutor(config.jobs, context, _silence) as pool:
         yield from pool.map(one, runs)
 
 

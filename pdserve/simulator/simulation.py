@@ -10,6 +10,7 @@ from pdserve.bench.requests import Request as Load
 from pdserve.bench.requests import Sample
 from pdserve.config import InstanceConfig, RouterConfig
 from pdserve.keys import KeyChain, block_ends, root_key
+from pdserve.simulator.breakdown import Stamps
 from pdserve.simulator.instance import SimulatedInstance
 from pdserve.simulator.model import InstanceModel
 from pdserve.simulator.router import SimulatedClient, SimulatedRouter
@@ -49,12 +50,14 @@ class Outcome:
         seconds: simulated.
         busy: share of the time in which each instance was in a step.
         preemptions: over all instances.
+        stamps: of the timelines, by the index of the request.
     """
 
     samples: list[Sample]
     seconds: float
     busy: dict[str, float]
     preemptions: int
+    stamps: dict[int, Stamps] = field(default_factory=dict)
 
 
 class Simulation:
@@ -108,7 +111,7 @@ class Simulation:
         seconds = self.clock.time
         busy = {name: one.busy_seconds / seconds if seconds else 0.0 for name, one in self.instances.items()}
         preemptions = sum(one.thread.engine.scheduler.num_preemptions for one in self.instances.values())
-        return Outcome(player.samples, seconds, busy, preemptions)
+        return Outcome(player.samples, seconds, busy, preemptions, player.stamps)
 
 
 @contextmanager
@@ -136,6 +139,7 @@ class _Player:
         think_s: float,
     ) -> None:
         self.samples: list[Sample] = []
+        self.stamps: dict[int, Stamps] = {}
         self.num_ended = 0
         self._clock = clock
         self._routers = routers
@@ -167,7 +171,7 @@ class _Player:
         chain = self._chains[request_id] = KeyChain(self._root)
         keys = {self._block_size: chain.keys(prompt, block_ends(len(prompt), self._block_size))}
         router = self._routers[next(self._turn) % len(self._routers)]
-        sample = Sample(load.index, self._clock.time)
+        sample = Sample(load.index, self._clock.time, key=load.key)
         SimulatedClient(router, request_id, load, prompt, keys, sample, self._on_end, self._is_chat).send()
 
     def _on_end(self, client: SimulatedClient) -> None:
@@ -175,6 +179,8 @@ class _Player:
         self.num_ended += 1
         index = client.load.index
         del self._chains[client.request_id]
+        if client.state is not None:
+            self.stamps[index] = client.state.timeline.stamps
         if client.state is not None and index in self._has_next:
             self._prompts[index] = client.prompt + client.state.emitted
         for load in self._next_turns.pop(index, ()):
@@ -186,7 +192,9 @@ class _Player:
     def _fail(self, load: Load) -> None:
         """Count a turn whose conversation has ended, and those after it, as failed."""
         now = self._clock.time
-        self.samples.append(Sample(load.index, now, sent=now, ended=now, error="the previous turn failed"))
+        self.samples.append(
+            Sample(load.index, now, sent=now, ended=now, error="the previous turn failed", key=load.key)
+        )
         self.num_ended += 1
         for later in self._next_turns.pop(load.index, ()):
             self._fail(later)

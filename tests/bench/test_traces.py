@@ -88,6 +88,12 @@ def test_csv_traces(tmp_path: Path) -> None:
     assert (only.at, only.input_tokens, only.output_tokens) == (5.0, 472, 18)
 
 
+def test_a_trace_may_name_the_api_key_of_each_request(tmp_path: Path) -> None:
+    azure = lines(tmp_path / "a", "TIMESTAMP,ContextTokens,GeneratedTokens,key", "2023-11-16 18:15:46,374,44,chat")
+    mooncake = lines(tmp_path / "m", row(0, 600, 0, 1) | {"key": "batch"}, row(1, 600, 0, 2))
+    assert [one.key for one in load("azure", azure) + load("mooncake", mooncake)] == ["chat", "batch", ""]
+
+
 def test_conversations(tmp_path: Path) -> None:
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b c"}] * 2
     path = lines(tmp_path / "s", [{"conversations": turns}])

@@ -13,7 +13,7 @@ from rich.console import Console
 from pdserve.bench.requests import Request
 from pdserve.config import PlanConfig
 from pdserve.planner.advice import advise, env_lines
-from pdserve.planner.command import Planner
+from pdserve.planner.plan import Planner
 from pdserve.planner.search import Trial, best, headroom, judge, smallest, try_size
 from pdserve.planner.targets import FAILED, Target, parse_targets, thin_sentences
 from pdserve.profile.profile import EngineFacts, Profile, TransferModel
@@ -56,7 +56,7 @@ def test_targets_are_parsed_with_their_units() -> None:
     "text", ["", "ttft.p90", "ttft.p42=1s", "speed=1s", "ttft=0ms", "ttft=-1s", "ttft=1s,ttft.p99=2s"]
 )
 def test_malformed_targets_are_named(text: str) -> None:
-    with pytest.raises(ValueError, match="--slo"):
+    with pytest.raises(ValueError, match="write such as ttft"):
         parse_targets(text)
 
 
@@ -77,9 +77,8 @@ def test_a_saturated_fleet_never_meets_the_slo(busy: float, keeps_up: bool) -> N
 
 
 def test_percentiles_of_few_values_are_named() -> None:
-    figures = {"completed": 20, "total_output_tokens": 20}
     targets = parse_targets("ttft.p99=1s,ttft.p50=1s,e2el.p90=9s,itl=1s")
-    assert thin_sentences(targets, figures) == [
+    assert thin_sentences(dict(zip(targets, (20, 20, 20, 0), strict=True))) == [
         "TTFT p99 rests on the slowest 1 of 20 requests: it varies by chance with fewer than 500.",
         "E2E latency p90 rests on the slowest 2 of 20 requests: it varies by chance with fewer than 50.",
         "ITL p99 says nothing: there are no gaps.",
@@ -235,6 +234,8 @@ def test_simulate_prints_a_row_per_fleet(profile: Path, tmp_path: Path, run: Run
         (["simulate", "--goodput", "ttft"], "--goodput: 'ttft' is not such as"),
         (["simulate", "--itl-target-ms", "0"], "--itl-target-ms: '0' is not such as"),
         (["plan", "--slo", "ttft"], "--slo: 'ttft' is no target"),
+        (["plan"], "--slo: there is no target"),
+        (["plan", "--slo-file", "nowhere.toml"], "--slo-file nowhere.toml cannot be read"),
         (["plan", "--slo", "ttft=1s"], "give the load a --request-rate"),
         (
             ["plan", "--slo", "ttft=1s", "--request-rate", 5, "--random-input-len", 4090, "--num-prompts", 7],
