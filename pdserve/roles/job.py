@@ -86,7 +86,7 @@ class Job:
             pb.Moved(
                 blocks=self.transferred_blocks,
                 bytes=self.transferred_blocks * block_bytes,
-                seconds=self.transfer_seconds,
+                seconds=round(self.transfer_seconds, 9),  # routers refuse fractions of a nanosecond
             )
         )
 

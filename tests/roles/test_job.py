@@ -6,6 +6,7 @@ from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams
 from pdserve.roles.job import BATCHED_TOKENS, Job
+from pdserve.router.instances.frame_checks import times_fault
 
 PROMPT = [1, 2, 3]
 
@@ -28,6 +29,13 @@ def test_time_shared_by_transfers_counts_once() -> None:
     job.record_transfer(Result([Outcome.OK], 2.0), now=11.0)  # overlaps the first for one second
     job.report_transfers(block_bytes=8)
     assert job.pending_output().moved == pb.Moved(blocks=2, bytes=16, seconds=3.0)
+
+
+def test_transfers_that_take_no_time_are_reported_as_routers_accept_them() -> None:
+    job = new_job()
+    job.record_transfer(Result([Outcome.OK], 3e-10), now=10.0)
+    job.report_transfers(64)
+    assert job.output is not None and times_fault(job.output) == ""
 
 
 def test_tokens_of_a_whole_answer_are_sent_in_batches() -> None:
