@@ -65,9 +65,14 @@ class _PrefillState:
         return any(part.stored is not None and part.stored < part.blocks for part in self.parts)
 
     @property
+    def is_storing(self) -> bool:
+        """True if a store has not ended."""
+        return any(part.stored is None for part in self.parts)
+
+    @property
     def stores_are_over(self) -> bool:
         """True if the prompt is computed, and every store of it has ended."""
-        return self.has_sampled and all(part.stored is not None for part in self.parts)
+        return self.has_sampled and not self.is_storing
 
     @property
     def stored_blocks(self) -> int:
@@ -167,6 +172,8 @@ class Prefiller:
             self._transfers.end_leases(keys[: result.leading], result.ticket)
         if state.has_gap:
             self._transfers.cancel(job)
+            if state.lease_s and not state.is_storing:  # decode will not be told of what is stored behind the gap
+                self._transfers.end_leases(job.keys[state.stored_blocks : state.submitted_blocks], b"")
         job.record_transfer(result, self._context.now())
         if not job.ended:
             if result.ticket:

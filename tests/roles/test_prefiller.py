@@ -44,6 +44,19 @@ def test_nothing_is_stored_after_a_block_that_could_not_be(instance: Instance) -
     prefill.check_nothing_is_held()
 
 
+def test_leases_of_blocks_behind_one_that_could_not_be_stored_end(instance: Instance) -> None:
+    prefill = instance()
+    job = prefill.submit(pb.PREFILL, PROMPT, 4)
+    prefill.step()
+    prefill.step()
+    prefill.end(good=1, then=Outcome.FULL)
+    assert not prefill.store.released
+    prefill.end()
+    assert prefill.store.released == job.keys[1:4], "decode ends the lease of the first block alone"
+    prefill.run()
+    prefill.check_nothing_is_held()
+
+
 def test_cancelled_prompt_ends_the_leases_of_what_is_stored_and_of_what_will_be(instance: Instance) -> None:
     prefill = instance()
     job = prefill.submit(pb.PREFILL, PROMPT, 4)
