@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,8 @@ def run(settings: Settings) -> None:
                 )
                 print(json.dumps(rows[-1]), flush=True)
     report.show(as_table(rows, list(clients)))
-    print(report.write("clients", settings, {"rows": rows}))
+    names = {name: Path(getattr(settings, name)).name for name in ("tokenizer", "vllm", "guidellm")}
+    print(report.write("clients", replace(settings, **names), {"rows": rows}))
 
 
 def as_table(rows: list[dict[str, Any]], clients: list[str]) -> Table:
