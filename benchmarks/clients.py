@@ -142,8 +142,9 @@ def run(settings: Settings) -> None:
                 )
                 print(json.dumps(rows[-1]), flush=True)
     report.show(as_table(rows, list(clients)))
-    names = {name: Path(getattr(settings, name)).name for name in ("tokenizer", "vllm", "guidellm")}
-    print(report.write("clients", replace(settings, **names), {"rows": rows}))
+    vllm_name, guidellm_name = Path(settings.vllm).name, Path(settings.guidellm).name  # results name no folders
+    settings = replace(settings, tokenizer="", vllm=vllm_name, guidellm=guidellm_name)
+    print(report.write("clients", settings, {"rows": rows}))
 
 
 def as_table(rows: list[dict[str, Any]], clients: list[str]) -> Table:
