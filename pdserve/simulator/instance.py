@@ -67,7 +67,8 @@ class SimulatedInstance:
     What it sends leaves at its own time, and what it is sent waits in its inbox, as in the engine thread of a process.
 
     Plain decode steps are skipped and caught up with when something needs their result. To the router their tokens arrive
-    late then, but each at its own time by the clients' measure.
+    late then, but each at its own time by the clients' measure. This changes no time as long as routers' threads take none
+    (see `RouterThread`).
 
     What routers see of it is what it was after the last step that has ended: its heartbeat, load and keys do not show a step
     that is under way. Once it has stopped, nothing that it would have sent or stored later happens.
@@ -279,13 +280,17 @@ class SimulatedInstance:
 
     def _show_keys(self) -> None:
         """Show routers the changes of the pool's keys until now, when no step that has made some is still under way."""
+        if not self._key_changes:
+            return
         removed, added = self._key_changes.pop_batch(sys.maxsize)
         for keys, cached in ((removed, False), (added, True)):
             for key in keys:
                 self._shown_keys.publish(key, cached)
 
     def _send_updates(self, link: _Link) -> None:
-        self.catch_up()
+        ended = bisect_right(self._skipped_ends, self._clock.time)
+        if ended and (len(self._links) > 1 or ended >= self.thread.steps_until_keys_change()):
+            self.catch_up()
         if self._time <= self._clock.time:
             self._show_keys()
         if len(self._links) > 1 and link.load != link.last_load:
