@@ -31,6 +31,11 @@ class EngineThread(Instance):
             count = math.floor(count / 2)
         return max(0, int(count))
 
+    def steps_until_keys_change(self) -> int:
+        """Return how many plain steps it takes to fill a block; 0 if the next step takes one, which may evict another."""
+        size = self.engine.pool.block_size
+        return min(-seq.num_computed % size for seq in self.engine.scheduler.running)
+
     def skip(self, began_at: float, ends: Sequence[float]) -> None:
         """Take plain steps at once, of which the first began at `began_at`, and each ends when the next one begins."""
         first, starts = 0, [began_at, *ends[:-1]]

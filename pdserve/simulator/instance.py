@@ -1,6 +1,7 @@
 """Simulated instance: the real `Instance` with a paced runner, whose steps take virtual time."""
 
 import math
+import sys
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ from pdserve.config import InstanceConfig
 from pdserve.control.frame_connection import NONCE_BYTES
 from pdserve.engine.paced_runner import PacedRunner
 from pdserve.instance.hello import make_hello
-from pdserve.instance.kv_events import PendingKVEvents
+from pdserve.instance.kv_events import KVEventPublisher, PendingKVEvents
 from pdserve.instance.router_link import HEARTBEAT_INTERVAL_S, MAX_KEYS_PER_FRAME, UPDATE_INTERVAL_S
 from pdserve.keys import KeyChain
 from pdserve.proto import pdserve_pb2 as pb
@@ -48,7 +49,7 @@ class _Link:
 
     Attributes:
         receive: passes a frame to the router, with the times at which the tokens of skipped steps arrived, if it has such.
-        pending: changes of the pool's keys that the router has not been told.
+        pending: changes of the pool's keys, by steps that have ended, that the router has not been told.
         load: work of other routers' requests, as of the newest heartbeat that the instance shows.
         last_load, last_heartbeat: what was sent last.
     """
@@ -66,7 +67,8 @@ class SimulatedInstance:
     What it sends leaves at its own time, and what it is sent waits in its inbox, as in the engine thread of a process.
 
     Plain decode steps are skipped and caught up with when something needs their result. To the router their tokens arrive
-    late then, but each at its own time by the clients' measure.
+    late then, but each at its own time by the clients' measure. This changes no time as long as routers' threads take none
+    (see `RouterThread`).
 
     What routers see of it is what it was after the last step that has ended: its heartbeat, load and keys do not show a step
     that is under way. Once it has stopped, nothing that it would have sent or stored later happens.
@@ -100,7 +102,6 @@ class SimulatedInstance:
         self._stopped_at = math.inf
         self._skipped_ends: list[float] = []  # of the steps that have not been taken yet
         self._times: list[float] = []  # when the tokens that are being sent arrive, if those of skipped steps
-        self._owed: list[_Link] = []  # that get their KV events when the step under way has ended
         self.busy_s = 0.0
         runner = PacedRunner(
             config,
@@ -114,6 +115,8 @@ class SimulatedInstance:
         self._connector = SimulatedConnector(clock, self.now, store, model.layout.block_bytes)
         self.thread = EngineThread(config, self._send, self._connector, runner=runner, inbox=self._inbox, now=self.now)
         self._heartbeat = self._shown = self.thread.heartbeat
+        self._key_changes = self.thread.kv_events.subscribe()  # not shown yet
+        self._shown_keys = KVEventPublisher()
         self._time, self.busy_s = clock.time, 0.0  # the warm-up is part of the start-up time
         self.hello = make_hello(role, config, self.thread)
         self.hello.epoch, self.hello.nonce = 0, bytes(NONCE_BYTES)
@@ -127,7 +130,7 @@ class SimulatedInstance:
 
     def attach(self, link: str, receive: Receive) -> None:
         """Connect to a router that has accepted the Hello. Frames to it are passed to `receive`."""
-        one = self._links[link] = _Link(receive, self.thread.kv_events.subscribe())
+        one = self._links[link] = _Link(receive, self._shown_keys.subscribe())
         self._send_heartbeat(one)
         self._clock.every(HEARTBEAT_INTERVAL_S, partial(self._send_heartbeat, one))
         self._clock.every(UPDATE_INTERVAL_S, partial(self._send_updates, one))
@@ -183,6 +186,7 @@ class SimulatedInstance:
         if self._skipped_ends:
             self.catch_up()
             if self._clock.time > self._time:
+                self._show_keys()
                 self._skip(1)  # the step under way ends first
             self._skipped_ends = []
             self._is_scheduled = False
@@ -194,7 +198,7 @@ class SimulatedInstance:
         """Do one turn of the engine thread."""
         if not self.is_alive:
             return
-        self._send_owed()
+        self._show_keys()
         self._time = self._clock.time
         idle = self.thread.run_once(wait=False)
         self._show_heartbeat()
@@ -274,25 +278,28 @@ class SimulatedInstance:
             link.last_heartbeat = self._shown
             self._send_later(link, pb.InstanceFrame(heartbeat=self._shown))
 
-    def _send_updates(self, link: _Link) -> None:
-        if len(self._links) > 1:
-            self.catch_up()
-            if link.load != link.last_load:
-                link.last_load = link.load
-                self._send_later(link, pb.InstanceFrame(others=link.load))
-        if link.pending:
-            self._owed.append(link)
-            if self._time <= self._clock.time:
-                self._send_owed()
+    def _show_keys(self) -> None:
+        """Show routers the changes of the pool's keys until now, when no step that has made some is still under way."""
+        if not self._key_changes:
+            return
+        removed, added = self._key_changes.pop_batch(sys.maxsize)
+        for keys, cached in ((removed, False), (added, True)):
+            for key in keys:
+                self._shown_keys.publish(key, cached)
 
-    def _send_owed(self) -> None:
-        """Send the KV events that are due."""
-        owed, self._owed = self._owed, []
-        for link in owed:
-            while link.pending:
-                removed, added = link.pending.pop_batch(MAX_KEYS_PER_FRAME)
-                blocks = pb.Blocks(removed=b"".join(removed), added=b"".join(added), untold=len(link.pending))
-                self._send_later(link, pb.InstanceFrame(blocks=blocks))
+    def _send_updates(self, link: _Link) -> None:
+        ended = bisect_right(self._skipped_ends, self._clock.time)
+        if ended and (len(self._links) > 1 or ended >= self.thread.steps_until_keys_change()):
+            self.catch_up()
+        if self._time <= self._clock.time:
+            self._show_keys()
+        if len(self._links) > 1 and link.load != link.last_load:
+            link.last_load = link.load
+            self._send_later(link, pb.InstanceFrame(others=link.load))
+        while link.pending:
+            removed, added = link.pending.pop_batch(MAX_KEYS_PER_FRAME)
+            blocks = pb.Blocks(removed=b"".join(removed), added=b"".join(added), untold=len(link.pending))
+            self._send_later(link, pb.InstanceFrame(blocks=blocks))
 
     def _send_later(self, link: _Link, frame: pb.InstanceFrame) -> None:
         """Send a frame of the other thread, which does not wait for the engine."""

@@ -10,7 +10,8 @@ class RouterThread:
     """Says when work is done. Tokens of skipped steps become known late: their work then counts from when it arrived, so that
     it fills the time in which the thread was idle, and does not delay what arrives now.
 
-    Work is therefore summed by slots of time, and what is ahead of an arrival is known up to the length of a slot.
+    Work is therefore summed by slots of time, and what is ahead of an arrival is known up to the length of a slot. So
+    skipping may change the order of what arrives within a slot, and with it these times and what is decided then.
     """
 
     def __init__(self) -> None:

@@ -61,7 +61,11 @@ class Outcome:
 
 
 class Simulation:
-    """One deployment on a virtual clock."""
+    """One deployment on a virtual clock.
+
+    Args:
+        can_skip: skip plain decode steps, which changes no time but through the thread of a router (see `RouterThread`).
+    """
 
     def __init__(self, deployment: Deployment, model: InstanceModel, seed: int = 0, *, can_skip: bool = True) -> None:
         self.clock = VirtualClock()

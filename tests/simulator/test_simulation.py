@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdserve.bench.requests import Request as Load
@@ -165,6 +166,17 @@ def test_skipping_plain_decode_steps_changes_no_time(deployment: Deployment, cha
     assert steps[0] == steps[1]
     costs = [[one.thread.engine.scheduler.costs for one in simulation.instances.values()] for simulation in simulations]
     assert costs[0] == costs[1], "the cost models have seen the same steps"
+
+
+@pytest.mark.parametrize("can_skip", [True, False])
+def test_updates_tell_of_the_blocks_of_steps_that_have_ended(can_skip: bool) -> None:
+    simulation = Simulation(Deployment(prefill=0, decode=0, both=1), make_model(), can_skip=can_skip)
+    updates, told = [number * 0.1 for number in range(1, 12)], list[int]()
+    for at in updates:
+        simulation.clock.at(at + 0.001, lambda: told.append(simulation.routers[0].fleet.index.num_blocks("both-0")))
+    (sample,) = simulation.play([Load(0, 60, (("own", 15),), at=0.0)]).samples
+    ended = [at - simulation.routers[0].model.frame_latency_s for at in sample.token_times]
+    assert told == [(15 + bisect_right(ended, at) - 1) // LAYOUT.block_size for at in updates]
 
 
 @pytest.mark.parametrize("way", ["kill", "freeze", "cancel"])
@@ -368,7 +380,32 @@ def play(
     return simulation, simulation.play(requests, is_chat=True)
 
 
+BETWEEN_UPDATES: dict[str, Any] = {  # a skipped step fills a block of the later turn's prompt while KV events are due
+    "deployment": Deployment(
+        prefill=3,
+        decode=0,
+        both=1,
+        store_blocks=8,
+        instance=InstanceConfig(model="model", max_num_seqs=64, max_num_batched_tokens=2048),
+        router=RouterConfig(model="model", max_requests=3, max_queue=4),
+    ),
+    "drawn": [
+        (1, 1, 0.5, False, False),
+        (284, 12, 0.0, False, False),
+        (438, 8, 0.0, False, False),
+        *[(1, 1, 0.0, False, False)] * 5,
+        (1, 50, 0.125, False, False),
+        (209, 1, 0.0, False, True),
+        *[(1, 1, 0.0, False, False)] * 3,
+        (355, 24, 0.0, False, False),
+    ],
+    "num_blocks": 400,
+    "happens": [],
+}
+
+
 @settings(max_examples=25, deadline=None)
+@example(**BETWEEN_UPDATES)
 @given(deployment=fleets, drawn=loads, num_blocks=st.sampled_from([12, 30, 400]), happens=events)
 def test_requests_end_once_and_leave_nothing(
     deployment: Deployment,
