@@ -34,7 +34,7 @@ def advise(trials: Sequence[Trial], targets: Sequence[Target]) -> str:
         return f"Both suffice alike: {describe(ours, targets)}; {describe(theirs, targets)}. Colocated is simpler."
     winner, other = (ours, theirs) if ours.ratio < theirs.ratio else (theirs, ours)
     kind = "Disaggregation has" if winner is ours else "Colocated instances have"
-    return f"Both suffice; {kind} more margin: {describe(winner, targets)}; {describe(other, targets)}."
+    return f"Both suffice. {kind} more margin: {describe(winner, targets)}; {describe(other, targets)}."
 
 
 def _miss(trial: Trial) -> str:

@@ -1,13 +1,15 @@
 """The command `pdserve profile`."""
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import httpx
 from rich.console import Console
@@ -241,13 +243,33 @@ def _print(profile: Profile) -> None:
 
 
 @contextmanager
+def _handling_interrupts(handler: Callable[[int, FrameType | None], NoReturn]) -> Iterator[None]:
+    previous = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+@contextmanager
 def _progress() -> Iterator[Show]:
-    """Yield a function that shows what happens: on a terminal as it changes, otherwise a line every few seconds."""
-    console, last = Console(stderr=True), 0.0
-    with console.status("") as status:
+    """Yield a function that shows what happens: on a terminal as it changes, otherwise a line every few seconds.
+
+    It raises KeyboardInterrupt after a Ctrl-C that was lost, as in a callback of C code or in a destructor.
+    """
+    console, last, interrupted = Console(stderr=True), 0.0, False
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        nonlocal interrupted
+        interrupted = True
+        signal.default_int_handler(number, frame)
+
+    with console.status("") as status, _handling_interrupts(interrupt):
 
         def show(text: str) -> None:
             nonlocal last
+            if interrupted:
+                raise KeyboardInterrupt
             status.update(text)
             if not console.is_terminal and time.monotonic() - last > 5:
                 last = time.monotonic()

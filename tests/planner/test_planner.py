@@ -140,8 +140,8 @@ def trial(fleet: Fleet, ttft_ms: float, itl_ms: float) -> Trial:
         ((700, 40), (300, 30), "Disaggregation does not pay: 2 both: TTFT p90 300"),
         ((700, 40), (300, 90), "Neither suffices: the nearest, 1P+1D has TTFT p90 700 of 500 ms"),
         ((400, 40), (404, 40), "Both suffice alike"),
-        ((200, 20), (400, 40), "Both suffice; Disaggregation has more margin"),
-        ((400, 40), (200, 20), "Both suffice; Colocated instances have more margin"),
+        ((200, 20), (400, 40), "Both suffice. Disaggregation has more margin"),
+        ((400, 40), (200, 20), "Both suffice. Colocated instances have more margin"),
     ],
 )
 def test_advice_names_the_winner(split: tuple[int, int], colocated: tuple[int, int], expected: str) -> None:

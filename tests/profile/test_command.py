@@ -5,13 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pdserve.errors import SetupError
-from pdserve.profile.command import _compare
+from pdserve.profile.command import _compare, _progress
 from pdserve.profile.profile import Machine, Profile
 
 COMMAND = [sys.executable, "-m", "pdserve", "profile"]
@@ -47,6 +48,18 @@ def test_ctrl_c_ends_it_with_a_sentence(tmp_path: Path) -> None:
         process.returncode == 2 and "pdserve: stopped; no profile was written" in errors and "Traceback" not in errors
     )
     assert not (tmp_path / "profile.json").exists()
+
+
+def test_a_lost_ctrl_c_ends_the_next_step() -> None:
+    before, shown = signal.getsignal(signal.SIGINT), list[str]()
+    with pytest.raises(KeyboardInterrupt), _progress() as show:
+        show("a step")
+        with suppress(KeyboardInterrupt):  # as if it came in a destructor
+            signal.raise_signal(signal.SIGINT)
+        shown.append("a step")
+        show("the next one")
+        shown.append("the next one")
+    assert shown == ["a step"] and signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
