@@ -6,7 +6,6 @@ A term is a setting or a cost in which the forecast differs from what was publis
 
 import csv
 import json
-import logging
 import random
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -382,7 +381,6 @@ def _with(setup: Setup, **changes: Any) -> Setup:
 def run(settings: Settings) -> None:
     """Compare forecasts with what was published."""
     settings = settings.sized({"systems": "distserve", "terms": "pdserve", "requests": 6})
-    logging.getLogger("pdserve").setLevel(logging.ERROR)
     folder, rows = Path(settings.timings), list[dict[str, Any]]()
     wanted = [term.strip() for term in settings.terms.split(";")] if settings.terms else None
 

@@ -4,7 +4,6 @@ One process simulates a fleet of 64 instances, the size of an 70B model's on lar
 under as many synthetic requests of 12,000 tokens. The figure is simulated seconds per second of CPU time.
 """
 
-import logging
 import math
 import resource
 import time
@@ -39,7 +38,6 @@ class Settings(report.Settings):
 def run(settings: Settings) -> None:
     """Simulate once, and report the speed."""
     settings = settings.sized({"requests": 30, "instances": 4})
-    logging.getLogger("pdserve").setLevel(logging.ERROR)
     data = {"dataset_name": "mooncake", "dataset_path": settings.trace} if settings.trace else {"block_size": 512}
     lengths = {"random_input_len": 12_000, "random_output_len": 340, "random_range_ratio": 0.9}
     config = FleetConfig(num_prompts=settings.requests, store_size="16TiB", jobs=1, **data, **lengths)  # type: ignore[arg-type]

@@ -1,6 +1,5 @@
 """Fleets to compare, and the simulation of one of them by the settings of `pdserve simulate` and `pdserve plan`."""
 
-import logging
 import math
 import random
 import re
@@ -276,18 +275,12 @@ def simulate_all(
     """Simulate (fleet, rate) pairs side by side, and yield the forecasts in order."""
     one = partial(_simulate_pair, config, profile, objectives)
     if config.jobs == 1 or len(runs) == 1:
-        _silence()
         yield from map(one, runs)
         return
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])  # imported once, and not by each process
-    with ProcessPoolExecutor(config.jobs, context, _silence) as pool:
+    with ProcessPoolExecutor(config.jobs, context) as pool:
         yield from pool.map(one, runs)
-
-
-def _silence() -> None:
-    """Let simulated routers and instances log errors only: they are real ones, and say as much."""
-    logging.getLogger("pdserve").setLevel(logging.ERROR)
 
 
 def _simulate_pair(

@@ -79,7 +79,6 @@ class SimulatedInstance:
 
     Attributes:
         hello: its registration.
-        busy_s: time spent in steps.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class SimulatedInstance:
         self._stopped_at = math.inf
         self._skipped_ends: list[float] = []  # of the steps that have not been taken yet
         self._times: list[float] = []  # when the tokens that are being sent arrive, if those of skipped steps
-        self.busy_s = 0.0
+        self._busy_s = 0.0
         runner = PacedRunner(
             config,
             model.layout,
@@ -117,7 +116,7 @@ class SimulatedInstance:
         self._heartbeat = self._shown = self.thread.heartbeat
         self._key_changes = self.thread.kv_events.subscribe()  # not shown yet
         self._shown_keys = KVEventPublisher()
-        self._time, self.busy_s = clock.time, 0.0  # the warm-up is part of the start-up time
+        self._time, self._busy_s = clock.time, 0.0  # the warm-up is part of the start-up time
         self.hello = make_hello(role, config, self.thread)
         self.hello.epoch, self.hello.nonce = 0, bytes(NONCE_BYTES)
         self.thread.engine.chains = chains
@@ -155,13 +154,13 @@ class SimulatedInstance:
     def busy_seconds(self) -> float:
         """Time spent in steps until now."""
         since_step = self._clock.time - self._time  # negative in the middle of a step that is counted already
-        return self.busy_s + (since_step if self._skipped_ends else min(0.0, since_step))
+        return self._busy_s + (since_step if self._skipped_ends else min(0.0, since_step))
 
     def stop(self) -> None:
         """Stop without a word, in the middle of a step if one is under way. What it has sent still arrives."""
         if self.is_alive:
             self.catch_up()
-            self.busy_s = self.busy_seconds
+            self._busy_s = self.busy_seconds
             self._time, self._skipped_ends = self._clock.time, []
             self._stopped_at = self._clock.time
             self._connector.stop()
@@ -177,7 +176,7 @@ class SimulatedInstance:
 
     def _pass(self, seconds: float) -> None:
         self._time = self.now() + seconds
-        self.busy_s += seconds
+        self._busy_s += seconds
 
     def _arrival(self, sent_at: float) -> float:
         return sent_at + self._model.frame_latency_s
@@ -232,7 +231,7 @@ class SimulatedInstance:
         ends, self._skipped_ends[:steps] = self._skipped_ends[:steps], []
         if ends:
             began_at, self._time = self._time, ends[-1]
-            self.busy_s += self._time - began_at
+            self._busy_s += self._time - began_at
             self._times = [self._arrival(end) for end in ends]
             self.thread.skip(began_at, ends)
             self._times = []

@@ -37,7 +37,9 @@ class _Connection:
     handled_until: float = 0.0
 
     def send(self, frame: pb.RouterFrame) -> None:
-        if frame.WhichOneof("frame") != "heard":
+        kind = frame.WhichOneof("frame")
+        assert kind != "refused", f"{self.instance.hello.instance_id} was dropped: {frame.refused.message}"
+        if kind != "heard":
             self.clock.after(self.latency_s, partial(self.instance.receive, self.link, frame))
 
     def close(self) -> None: ...

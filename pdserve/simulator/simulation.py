@@ -1,6 +1,7 @@
 """Simulation of a deployment: routers, prefill, decode and `both` instances, and clients that play a load."""
 
 import gc
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -60,6 +61,18 @@ class Outcome:
     stamps: dict[int, Stamps] = field(default_factory=dict)
 
 
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """Let simulated routers and instances log errors only: they are real ones, and say as much."""
+    logger = logging.getLogger("pdserve")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 class Simulation:
     """One deployment on a virtual clock.
 
@@ -67,6 +80,7 @@ class Simulation:
         can_skip: skip plain decode steps, which changes no time but through the thread of a router (see `RouterThread`).
     """
 
+    @_errors_only()
     def __init__(self, deployment: Deployment, model: InstanceModel, seed: int = 0, *, can_skip: bool = True) -> None:
         self.clock = VirtualClock()
         self.store = SimulatedStore(model.link, deployment.store_blocks)
@@ -110,7 +124,7 @@ class Simulation:
             think_s: between an answer and the next turn.
         """
         player = _Player(self.clock, self.routers, self._model, self._chains, loads, is_chat, think_s)
-        with _rare_collections():
+        with _rare_collections(), _errors_only():
             self.clock.run(until=lambda: player.num_ended == len(loads))
         seconds = self.clock.time
         busy = {name: one.busy_seconds / seconds if seconds else 0.0 for name, one in self.instances.items()}

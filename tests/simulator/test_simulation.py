@@ -1,6 +1,7 @@
 """Simulation: the real objects on a virtual clock, which end every request, the same each time, and read no real clock."""
 
 import itertools
+import logging
 import os
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from pdserve.costs import Costs, Work, attention_pairs
 from pdserve.errors import RequestError
 from pdserve.keys import Layout
 from pdserve.profile.profile import StepModel
+from pdserve.proto import pdserve_pb2 as pb
 from pdserve.simulator.model import InstanceModel
 from pdserve.simulator.router import SimulatedRouter
 from pdserve.simulator.simulation import Deployment, Outcome, Simulation
@@ -222,6 +224,24 @@ def test_routers_do_not_see_the_end_of_a_step_that_is_under_way() -> None:
         simulation.clock.at(at, look)
     simulation.play([Load(0, 30, (("own", 800),), at=0.0)])  # 800 tokens are one step
     assert seen[0] == (0, 0) and seen[1][0] >= 50 and seen[1][1] > 1
+
+
+def test_it_logs_errors_only_and_leaves_the_log_level_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "pdserve"):
+        simulation = Simulation(Deployment(prefill=2), make_model())
+        simulation.clock.at(0.1, lambda: simulation.kill("prefill-0"))
+        simulation.play(draw_loads(4, 10.0))
+        assert not caplog.records and logging.getLogger("pdserve").level == logging.INFO
+
+
+def test_an_instance_that_a_router_drops_ends_the_simulation() -> None:
+    """The frame would be a fault of the simulator, and the figures would be those of a fleet with an instance less."""
+    simulation = Simulation(Deployment(), make_model())
+    fleet = simulation.routers[0].fleet
+    frame = pb.InstanceFrame(heartbeat=pb.Heartbeat(free_blocks=1 << 31))
+    simulation.clock.at(0.1, lambda: fleet.handle_frame(fleet.instances["decode-0"], frame))
+    with pytest.raises(AssertionError, match="decode-0 was dropped: it sent an invalid frame: "):
+        simulation.play(draw_loads(4, 10.0))
 
 
 def test_a_request_that_does_not_fit_gets_the_error_of_a_live_router() -> None:
