@@ -23,6 +23,7 @@ from rich.table import Table
 import pdserve
 from pdserve.cli.flags import command_from_config
 from pdserve.config import flag
+from pdserve.errors import SetupError
 from pdserve.simulator.fleet import Fleet
 
 PLAIN = Path(__file__).parent / "plain_client.py"
@@ -111,7 +112,8 @@ def _vllm_flags(settings: Settings, url: str, seed: int, folder: Path) -> Iterat
 def _run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{command[:4]} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        reason = (done.stderr or done.stdout).strip()[-2000:]
+        raise SetupError(f"{command[0]} ended with exit code {done.returncode}: {reason}")
     return done.stdout
 
 
