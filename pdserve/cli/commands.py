@@ -16,6 +16,7 @@ import typer
 from pdserve import __version__
 from pdserve.cli import logs
 from pdserve.cli.flags import command_from_config
+from pdserve.cli.signals import exit_on_signals
 from pdserve.cli.supervisor import end_with_supervisor
 from pdserve.config import (
     DEFAULT_PORT,
@@ -65,6 +66,7 @@ def router(config: RouterConfig) -> None:
 
         run_workers(config)
         return
+    exit_on_signals()
     logs.configure(config.log_format)
     # A router uses only the tokenizers of transformers, which would import torch if present: 2 s and 300 MB for nothing.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # silences "PyTorch was not found"
@@ -79,6 +81,7 @@ def router(config: RouterConfig) -> None:
 
 def instance(config: InstanceConfig, role: str) -> None:
     """Start one instance and connect it to its routers."""
+    exit_on_signals()
     logs.configure(config.log_format)
     from pdserve.instance.process import serve
 
@@ -224,7 +227,7 @@ def main() -> None:
     """Run the command line. A start-up error is one line on stderr and exit code 2."""
     # Read once by torch's CPU allocator: puts large tensors, mainly weights, into huge pages where the system allows it.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # PID 1 of a container ignores SIGTERM by default; this handler serves until a server installs its own.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     end_with_supervisor()
     logs.configure()

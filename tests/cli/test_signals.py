@@ -1,0 +1,45 @@
+"""SIGINT and SIGTERM while a process starts, in a destructor, where Python drops the exception of a handler."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Python imports this module first, as PYTHONPATH has its folder.
+SEND_IN_A_DESTRUCTOR = """
+import os, sys
+
+class Sender:
+    def __del__(self):
+        os.kill(os.getpid(), {number})
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "{module}":
+            Sender()
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [("decode", "torch"), ("decode", "uvloop"), ("router", "tokenizers"), ("version", "pdserve.cli.commands")],
+)
+def test_a_process_that_starts_ends_at_once(command: str, module: str, signum: signal.Signals, tmp_path: Path) -> None:
+    tmp_path.joinpath("sitecustomize.py").write_text(SEND_IN_A_DESTRUCTOR.format(number=int(signum), module=module))
+    paths = [str(tmp_path), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    done = subprocess.run(
+        [sys.executable, "-m", "pdserve", command, *(["--model", "demo"] if command != "version" else [])],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signum, "", "")
