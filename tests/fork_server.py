@@ -162,5 +162,10 @@ def _die_with_parent(by: signal.Signals) -> None:
 if __name__ == "__main__":
     _die_with_parent(signal.SIGTERM)
     import transformers.models.llama.modeling_llama  # noqa: F401
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("llama")  # fills a cache
+    import pdserve.instance.process
+    import pdserve.router.server  # noqa: F401
 
     main()
