@@ -166,6 +166,34 @@ def _num_tasks() -> int:
         return 0
 
 
+def prefill_backlog_seconds(instance: InstanceHandle) -> float:
+    """Return how long an instance will compute the prompts that all routers have given it, by its cost model."""
+    load = instance.candidate
+    return load.costs.total_prefill_seconds(load.prefills, load.prefill_tokens, load.attended_tokens)
+
+
+def kv_occupancy(instance: InstanceHandle) -> float:
+    """Return the share of an instance's pool that is in use or reserved; over 1 if requests wait for room.
+
+    It is the larger of what the instance reported and of what the requests need that all routers have given it, of which
+    shared prefixes count for each request.
+    """
+    num_blocks = instance.hello.num_blocks
+    held = (
+        num_blocks - instance.heartbeat.free_blocks if instance.heartbeat.counters else 0
+    )  # 0 before the first heartbeat
+    return max(held / num_blocks, instance.candidate.context_tokens / instance.candidate.capacity_tokens)
+
+
+LOAD_GAUGES: list[tuple[str, str, Callable[[InstanceHandle], float]]] = [
+    (
+        "prefill_backlog_seconds",
+        "forecast time to compute the prompts that wait at an instance",
+        prefill_backlog_seconds,
+    ),
+    ("kv_occupancy", "share of an instance's KV pool in use or reserved; over 1: requests wait for room", kv_occupancy),
+]
+
 PREFIX_INDEX_GAUGES: list[tuple[str, str, Callable[[Fleet, InstanceHandle, float], float]]] = [
     (
         "blocks",
@@ -200,6 +228,11 @@ class _FleetCollector(Collector):
             gauge = GaugeMetricFamily(f"pdserve_prefix_index_{name}", help, labels=["instance"])
             for instance in self._fleet.instances.values():
                 gauge.add_metric([instance.id], value(self._fleet, instance, now))
+            yield gauge
+        for name, help, load in LOAD_GAUGES:
+            gauge = GaugeMetricFamily(f"pdserve_{name}", help, labels=["instance", "role"])
+            for instance in self._fleet.instances.values():
+                gauge.add_metric([instance.id, instance.role], load(instance))
             yield gauge
         gauge = GaugeMetricFamily("pdserve_breaker_state", BREAKER_HELP, labels=["instance"])
         for instance in self._fleet.instances.values():
