@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,9 @@ if importlib.util.find_spec("hypothesis"):  # the kernels are also tested on mac
     slow = hypothesis.HealthCheck.too_slow
     hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[slow])
     hypothesis.settings.load_profile("patient")
+
+# A job in the background of a shell ignores SIGINT, and so would the processes of tests, which are stopped by it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CONTEXT = 1024
 VOCAB = 260  # 256 bytes, 2 special tokens, 2 unused

@@ -227,7 +227,6 @@ def main() -> None:
     """Run the command line. A start-up error is one line on stderr and exit code 2."""
     # Read once by torch's CPU allocator: puts large tensors, mainly weights, into huge pages where the system allows it.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     end_with_supervisor()
     logs.configure()

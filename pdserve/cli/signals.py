@@ -12,8 +12,7 @@ def exit_on_signals() -> None:
     also for PID 1 of a container, for which default actions have no effect.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _exit)
+        signal.signal(number, _exit)
 
 
 def _exit(number: int, _: FrameType | None) -> None:

@@ -34,8 +34,11 @@ sys.meta_path.insert(0, Finder())
 def test_a_process_that_starts_ends_at_once(command: str, module: str, signum: signal.Signals, tmp_path: Path) -> None:
     tmp_path.joinpath("sitecustomize.py").write_text(SEND_IN_A_DESTRUCTOR.format(number=int(signum), module=module))
     paths = [str(tmp_path), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    # As in the background of a shell, where SIGINT is ignored at first.
+    ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
+    model = ["--model", "demo"] if command != "version" else []
     done = subprocess.run(
-        [sys.executable, "-m", "pdserve", command, *(["--model", "demo"] if command != "version" else [])],
+        [*ignoring, sys.executable, "-m", "pdserve", command, *model],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
