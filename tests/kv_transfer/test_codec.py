@@ -282,7 +282,7 @@ CODEC_RULES = ["round-trip", "flipped-bytes", "foreign-namespace", "older-layout
     ("scheme", "name", "rules"),
     [
         ("shm", "int8", []),
-        ("redis", "zstd", []),
+        ("redis", "zstd", CODEC_RULES),
         ("memory", "lz4", CODEC_RULES),
         ("file", "fp8", CODEC_RULES),
         ("redis+cluster", "lz4", CODEC_RULES),

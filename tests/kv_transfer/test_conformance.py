@@ -118,6 +118,7 @@ def test_correct_connectors_pass(url: str, scheme: str) -> None:
     assert not any(one.detail.startswith("blocks of") for one in reports.values())  # all block sizes were tried
 
 
+@pytest.mark.slow
 def test_valkey_passes(redis_servers: Any, tmp_path: Path) -> None:
     with closing(redis_servers.RedisServer(tmp_path, program=redis_servers.VALKEY)) as server:
         reports = {one.rule: one for one in check(f"redis+unix://{server.socket}", seconds=0.3)}
