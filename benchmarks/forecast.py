@@ -7,6 +7,7 @@ the fleet is saturated by forecast. `pdserve bench serve` measures the same requ
 
 import json
 import math
+import resource
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from typing import Any
 
 import report
 import stores
+from machine_speed import MachineSpeed, slowed
 from rich.table import Table
 
 from pdserve.cli.deployment import Deployment, free_port
@@ -134,8 +136,8 @@ def wave(settings: Settings) -> Iterator[str]:
 
 
 @contextmanager
-def deployed(fleet: Fleet, profile: Profile, paced: str) -> Iterator[str]:
-    """Start a deployment and yield its URL. `paced` is the file of the profile, or empty for instances that compute."""
+def deployed(fleet: Fleet, profile: Profile, paced: str) -> Iterator[Deployment]:
+    """Start a deployment and yield it. `paced` is the file of the profile, or empty for instances that compute."""
     engine = profile.engine
     with stores.shm(parse_size("256MiB")) as url:
         config = UpConfig(
@@ -153,11 +155,11 @@ def deployed(fleet: Fleet, profile: Profile, paced: str) -> Iterator[str]:
         )
         with Deployment(config, lambda _: None) as deployment:
             deployment.wait_ready()
-            yield deployment.url
+            yield deployment
 
 
-def measure(url: str, config: FleetConfig, rate: float, folder: Path) -> dict[str, Any]:
-    """Play the load from outside, and return its figures."""
+def measure(deployment: Deployment, config: FleetConfig, rate: float, folder: Path) -> dict[str, Any]:
+    """Play the load from outside, and return its figures, and the cores that the processes used meanwhile."""
     names: tuple[str, ...] = (
         "num_prompts",
         "seed",
@@ -170,12 +172,19 @@ def measure(url: str, config: FleetConfig, rate: float, folder: Path) -> dict[st
     flags = [word for name in names for word in (f"--{name.replace('_', '-')}", str(getattr(config, name)))]
     flags += ["--multi-turn"] if config.multi_turn else []
     goals = ",".join(f"{name}:{seconds * 1e3:g}" for name, seconds in GOALS.items())
-    command = [sys.executable, "-m", "pdserve", "bench", "serve", "--base-url", url, *flags, "--ignore-eos"]
+    command = [sys.executable, "-m", "pdserve", "bench", "serve", "--base-url", deployment.url, *flags, "--ignore-eos"]
     command += ["--request-rate", str(rate), "--goodput", goals, "--num-warmups", "3", "--save-result"]
     command += ["--result-dir", str(folder), "--result-filename", "measured.json"]
+    pids = {child.name: child.pid for child in deployment.children}
+    before = {name: report.cpu_seconds([pid]) for name, pid in pids.items()}
+    client_before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    client = resource.getrusage(resource.RUSAGE_CHILDREN)
     figures: dict[str, Any] = json.loads((folder / "measured.json").read_text())
-    return figures
+    used = {name: report.cpu_seconds([pid]) - before[name] for name, pid in pids.items()}
+    # Most of the client's time may be that of its start.
+    used["client"] = client.ru_utime + client.ru_stime - client_before.ru_utime - client_before.ru_stime
+    return figures | {"cores": {name: seconds / figures["duration"] for name, seconds in used.items()}}
 
 
 def saturation(config: FleetConfig, profile: Profile, fleet: Fleet) -> float:
@@ -193,6 +202,7 @@ def run(settings: Settings) -> None:
         folder = Path(name)
         profile = Profile.load(settings.profile) if settings.profile else PROFILE
         PROFILE.save(folder / "profile.json")
+        speed = MachineSpeed(profile) if settings.profile else None
         paced = "" if settings.profile else str(folder / "profile.json")
         fleets = [parse_fleet(fleet) for fleet in settings.fleets.split(",")]
         best = dict[str, float]()  # rate of saturation by mix
@@ -201,7 +211,7 @@ def run(settings: Settings) -> None:
                 config = mix(mixed, settings, folder)
                 best[mixed] = max(saturation(config, profile, fleet) for fleet in fleets)
         for fleet in fleets:
-            with deployed(fleet, profile, paced) as url:
+            with deployed(fleet, profile, paced) as deployment:
                 for kind, mixed in enumerate(settings.mixes.split(",")):
                     config = mix(mixed, settings, folder)
                     highest = 1.0 if settings.rates else best.get(mixed) or saturation(config, profile, fleet)
@@ -209,9 +219,12 @@ def run(settings: Settings) -> None:
                         # Random prompts that are in no cache yet.
                         one = replace(config, seed=settings.seed + 100 * number + 1000 * kind)
                         rate = load * highest
-                        predicted: Forecast = simulate(one, profile, GOALS, fleet, rate)
-                        measured = measure(url, one, rate, folder)
+                        slowdown = speed.slowdown() if speed else 1.0
+                        measured = measure(deployment, one, rate, folder)
+                        slowdown = (slowdown + speed.slowdown()) / 2 if speed else 1.0
+                        predicted: Forecast = simulate(one, slowed(profile, slowdown), GOALS, fleet, rate)
                         row: dict[str, Any] = {"fleet": str(fleet), "mix": mixed, "load": load, "rate": rate}
+                        row |= {"slowdown": slowdown, "cores": measured["cores"]}
                         row |= {"saturated": predicted.saturated, "bottleneck": measured["client_bottleneck"]}
                         row |= {f"predicted_{key}": predicted.figures[key] for key in FIGURES}
                         row |= {f"measured_{key}": measured[key] for key in FIGURES}

@@ -29,6 +29,7 @@ NOTE_HELP = "short description, part of the file's name; default: the number of 
 QUICK_HELP = "a tiny model and small tasks, for seeing that it works"
 OUT_HELP = "folder for the JSON; default: results/ beside this script"
 WIDE = 160  # columns
+TICKS = os.sysconf("SC_CLK_TCK")  # per second, of CPU times
 
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the command line does; applies to every measured engine
 
@@ -115,6 +116,12 @@ def _git(*arguments: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:
         return ""
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    """Return the user and system CPU seconds of all threads of these processes."""
+    times = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum(int(one[11]) + int(one[12]) for one in times) / TICKS
 
 
 def rounded(figure: float, digits: int) -> float:

@@ -33,7 +33,6 @@ from pdserve.errors import SetupError
 
 SHORT = 16  # tokens of a prompt, about
 START_S = 600.0
-TICKS = os.sysconf("SC_CLK_TCK")
 END = b"\r\n0\r\n\r\n"  # of a chunked response
 MOCK = Path(__file__).parent / "mock_instance.py"
 
@@ -277,11 +276,11 @@ async def play(case: Case, served: Served, seconds: float, into: Measured) -> No
     async def watch() -> None:
         await asyncio.sleep(begin - time.perf_counter())
         parts = served.pids, [os.getpid()], served.mocks
-        started, cpu = time.perf_counter(), [cpu_seconds(pids) for pids in parts]
+        started, cpu = time.perf_counter(), [report.cpu_seconds(pids) for pids in parts]
         await asyncio.gather(*clients)
         into.seconds += time.perf_counter() - started
         for part, (pids, before) in enumerate(zip(parts, cpu, strict=True)):
-            into.cpu_seconds[part] += cpu_seconds(pids) - before
+            into.cpu_seconds[part] += report.cpu_seconds(pids) - before
 
     clients = [asyncio.create_task(client()) for _ in range(case.connections)]
     await watch()
@@ -314,12 +313,6 @@ def request_bytes(case: Case, port: int) -> bytes:
     content = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
-
-
-def cpu_seconds(pids: list[int]) -> float:
-    """Return the user and system CPU seconds of all threads of these processes."""
-    times = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
-    return sum(int(one[11]) + int(one[12]) for one in times) / TICKS
 
 
 def _print(rows: list[dict[str, Any]], decisions: list[dict[str, Any]]) -> None:
