@@ -233,7 +233,7 @@ def run(settings: Settings) -> None:
     report.show(as_table(rows))
     for mixed, load in dict.fromkeys((row["mix"], row["load"]) for row in rows) if settings.same_rates else ():
         print(choice([row for row in rows if (row["mix"], row["load"]) == (mixed, load)]))
-    settings = replace(settings, traces=Path(settings.traces).name)
+    settings = replace(settings, traces=Path(settings.traces).name, profile=Path(settings.profile).name)
     print(report.write("forecast", settings, {"rows": rows, "errors": errors(rows)}))
 
 
