@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -84,6 +85,37 @@ def test_a_compile_server_that_died_is_replaced_until_the_compiler_is_closed(mod
     assert_ends_with(compiler, set())
     with pytest.raises(Unavailable):
         compiler.compile(GOOD)
+
+
+MEMORY_PROGRAM = """
+import json, sys
+from pathlib import Path
+from pdserve.grammars.compiler import GrammarCompiler
+from pdserve.grammars.limits import CompileLimits
+from pdserve.kernels.memory import keep_freed_memory
+
+def kib():
+    return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0])
+
+def compile(max_length):
+    return len(compiler.compile(json.dumps({"json": {"type": "string", "maxLength": max_length}})))
+
+keep_freed_memory()  # as an instance does
+compiler = GrammarCompiler(sys.argv[1], 256, [0], CompileLimits(cpu_s=600, elapsed_s=600))
+compile(10)
+before = kib()
+size = min(compile(max_length) for max_length in (2000, 2001))
+grown = kib() - before
+compiler.close()
+print(size, grown * 1024)
+"""
+
+
+def test_the_memory_of_a_large_grammar_goes_back_to_the_system(model: Path) -> None:
+    run = subprocess.run([sys.executable, "-c", MEMORY_PROGRAM, str(model)], capture_output=True, text=True, check=True)
+    size, grown = map(int, run.stdout.split())
+    assert size > 4 * 2**20
+    assert grown < size / 2
 
 
 SLOW_PROGRAM = """#!{python}
