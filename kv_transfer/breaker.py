@@ -4,10 +4,14 @@
                                                   │
                                                   └── one probe at a time, the next one `pause` after a time-out
 
-Only a store that hangs opens it. A store that refuses connections fails at once, which delays nobody.
+Only a store that hangs opens it. A store that refuses connections fails at once, which delays no request. It is out as well,
+until a transfer finds it again.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
+
+from pdserve.kv_transfer.connector import Outcome
 
 LATE = 0.75  # of the timeout: transports are to give up before the deadline of an operation, by the guide at 0.8 of it
 
@@ -18,7 +22,7 @@ class StoreBreaker:
 
     Attributes:
         timeout: of one operation, in seconds.
-        threshold: consecutive time-outs that open the breaker.
+        threshold: consecutive time-outs that open the breaker; as many refused transfers count as a store that is out.
         pause: seconds from a time-out to the next probe.
     """
 
@@ -26,11 +30,17 @@ class StoreBreaker:
     threshold: int = 2
     pause: float = 0.0
     _timeouts: int = 0
+    _refusals: int = 0
     _next_probe_at: float = 0.0
 
     @property
     def is_open(self) -> bool:
         return self._timeouts >= self.threshold
+
+    @property
+    def is_out(self) -> bool:
+        """True if requests go on without the store, because it hangs or refuses transfers."""
+        return self.is_open or self._refusals >= self.threshold
 
     def is_late(self, seconds: float) -> bool:
         """Return True if an operation that took this long and did nothing has timed out."""
@@ -45,13 +55,23 @@ class StoreBreaker:
         self._next_probe_at = now + self.timeout + self.pause
         return True
 
-    def record(self, answered: bool, seconds: float, now: float) -> None:
-        """Count the end of an operation, also of one that started before the breaker opened.
+    def record_transfer(self, outcomes: Collection[Outcome], seconds: float, now: float) -> None:
+        """Count the end of a store or load, also of one that started before the breaker opened."""
+        did_nothing = all(outcome in (Outcome.UNAVAILABLE, Outcome.CANCELLED) for outcome in outcomes)
+        self.record(not did_nothing, seconds, now)
+        if not did_nothing:
+            self._refusals = 0
+        elif Outcome.UNAVAILABLE in outcomes and not self.is_late(seconds):
+            self._refusals += 1
 
-        Args:
-            answered: the store did at least a part of the operation, or said that it does not have the block.
-            seconds: duration of the operation.
-        """
+    def record_match(self, found: int, seconds: float, now: float) -> None:
+        """Count the end of a match. 0 is also the result of one that the store did not answer, or refused."""
+        self.record(found > 0 or not self.is_late(seconds), seconds, now)
+        if found:
+            self._refusals = 0
+
+    def record(self, answered: bool, seconds: float, now: float) -> None:
+        """Count the end of an operation that took this long."""
         if answered:
             self._timeouts = 0
         elif self.is_late(seconds):

@@ -13,8 +13,6 @@ from pdserve.kv_transfer.breaker import StoreBreaker
 from pdserve.kv_transfer.connector import Capabilities, Connector, Outcome, PoolMemory, Result, Stats
 from pdserve.kv_transfer.rate_limited_log import RateLimitedLog
 
-_UNANSWERED = {Outcome.UNAVAILABLE, Outcome.CANCELLED}
-
 T = TypeVar("T")
 
 
@@ -69,22 +67,22 @@ class GuardedConnector(Connector):
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
         if self._breaker.is_open:
             return self._skip("store", len(keys))
-        return self._watch(self._inner.store(keys, block_ids, lease_s=lease_s), self._is_answer)
+        return self._watch_transfer(self._inner.store(keys, block_ids, lease_s=lease_s))
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
         if self._breaker.is_open:
             return self._skip("load", len(keys))
-        return self._watch(self._inner.load(keys, block_ids, tickets=tickets), self._is_answer)
+        return self._watch_transfer(self._inner.load(keys, block_ids, tickets=tickets))
 
     def follow(self, keys: Sequence[bytes], block_ids: Sequence[int], *, patience_s: float) -> Future[Result]:
         if self._breaker.is_open:
             return self._skip("load", len(keys))
-        return self._watch(self._inner.follow(keys, block_ids, patience_s=patience_s), self._is_answer)
+        return self._watch_transfer(self._inner.follow(keys, block_ids, patience_s=patience_s))
 
     def match(self, keys: Sequence[bytes]) -> Future[int]:
         if self._breaker.is_open:
             return _done(0)
-        return self._watch(self._inner.match(keys), self._is_count)
+        return self._watch(self._inner.match(keys), self._breaker.record_match)
 
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
         if not self._breaker.is_open:  # otherwise the leases expire
@@ -92,7 +90,7 @@ class GuardedConnector(Connector):
 
     def stats(self) -> Stats:
         stats = self._inner.stats()
-        return replace(stats.plus(self._skipped), parts=stats.parts, is_out=self._breaker.is_open)
+        return replace(stats.plus(self._skipped), parts=stats.parts, is_out=self._breaker.is_out)
 
     def close(self) -> None:
         self._inner.close()
@@ -101,30 +99,30 @@ class GuardedConnector(Connector):
         self._skipped.count_failures(direction, Outcome.UNAVAILABLE, blocks)
         return _done(Result([Outcome.UNAVAILABLE] * blocks, 0.0))
 
-    def _is_answer(self, result: Result, seconds: float) -> bool:
-        return not _UNANSWERED.issuperset(result.outcomes)
+    def _watch_transfer(self, future: Future[Result]) -> Future[Result]:
+        return self._watch(
+            future, lambda result, seconds, now: self._breaker.record_transfer(result.outcomes, seconds, now)
+        )
 
-    def _is_count(self, found: int, seconds: float) -> bool:
-        """Return True for any number in time: 0 is also the result of a match that the store did not answer."""
-        return found > 0 or not self._breaker.is_late(seconds)
-
-    def _watch(self, future: Future[T], answered: Callable[[T, float], bool]) -> Future[T]:
+    def _watch(self, future: Future[T], record: Callable[[T, float, float], None]) -> Future[T]:
         """Record the end of an operation, before its caller learns of it."""
         started = self._now()
 
-        def record(done: Future[T]) -> None:
+        def on_end(done: Future[T]) -> None:
             now = self._now()
-            failed = done.exception() is not None  # a programming error, which the caller gets, and no time-out
-            self._record(failed or answered(done.result(), now - started), now - started, now)
+            with self._lock:
+                was_open = self._breaker.is_open
+                if done.exception() is None:
+                    record(done.result(), now - started, now)
+                else:  # a programming error, which the caller gets, and no time-out
+                    self._breaker.record(True, now - started, now)
+                is_open = self._breaker.is_open
+            self._on_recorded(was_open, is_open)
 
-        future.add_done_callback(record)
+        future.add_done_callback(on_end)
         return future
 
-    def _record(self, answered: bool, seconds: float, now: float) -> None:
-        with self._lock:
-            was_open = self._breaker.is_open
-            self._breaker.record(answered, seconds, now)
-            is_open = self._breaker.is_open
+    def _on_recorded(self, was_open: bool, is_open: bool) -> None:
         if is_open:
             if not was_open:
                 self._limited_log.warning("does not answer; requests go on without the store until it does", kind="out")
@@ -138,7 +136,7 @@ class GuardedConnector(Connector):
         self._is_probing = True
         future = self._inner.match([os.urandom(KEY_BYTES)])
         future.add_done_callback(lambda _: setattr(self, "_is_probing", False))
-        self._watch(future, self._is_count)
+        self._watch(future, self._breaker.record_match)
 
 
 def _done(result: T) -> Future[T]:

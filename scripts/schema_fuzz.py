@@ -31,8 +31,8 @@ CHECKS = (
     "allow_header_conformance",
 )
 MAX_GROWTH_MIB = 24  # of the router: allows for its request log and allocator noise; a leaked body is larger
-# Of an instance in all: what it starts with, its cache of grammars, and 1 GiB of freed memory that its malloc keeps.
-MAX_INSTANCE_MIB = 400 + 160 + 1024
+# Of an instance in all: what it starts with, its cache of grammars, two that arrive, and what malloc keeps of small ones.
+MAX_INSTANCE_MIB = 400 + 128 + 64 + 128
 REQUEST_TIMEOUT_S = 300
 
 

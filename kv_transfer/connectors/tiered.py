@@ -92,16 +92,16 @@ class _Tier:
         if not self.attached or not self._breaker.allows(time.monotonic()):
             self.count_skipped(direction, blocks)
             return none_done
-        result = await self._call(call, lambda result, _: result.outcomes != none_done)
+        result = await self._call(
+            call, lambda result, seconds, now: self._breaker.record_transfer(result.outcomes, seconds, now)
+        )
         return result.outcomes if result else none_done
 
     async def match(self, keys: Sequence[bytes]) -> int:
         """Return the number of leading keys; 0 if the tier is not attached or does not answer."""
         if not self.attached or not self._breaker.allows(time.monotonic()):
             return 0
-        # 0 is also the result of a match that the store did not answer in time.
-        answered = lambda found, seconds: found > 0 or not self._breaker.is_late(seconds)  # noqa: E731
-        return await self._call(lambda: self.front.match(keys), answered) or 0
+        return await self._call(lambda: self.front.match(keys), self._breaker.record_match) or 0
 
     def count_skipped(self, direction: str, blocks: int) -> None:
         """Count blocks that were not transferred because the tier was skipped."""
@@ -109,9 +109,9 @@ class _Tier:
 
     def stats(self) -> Stats:
         total = self.front.stats().plus(self.back.stats()) if self.attached else Stats()
-        return dataclasses.replace(total.plus(self._skipped), is_out=self._breaker.is_open)
+        return dataclasses.replace(total.plus(self._skipped), is_out=not self.attached or self._breaker.is_out)
 
-    async def _call(self, call: Callable[[], Future[T]], answered: Callable[[T, float], bool]) -> T | None:
+    async def _call(self, call: Callable[[], Future[T]], record: Callable[[T, float, float], None]) -> T | None:
         """Await a call and return its result; None after an exception. Records whether the store answered it."""
         started = time.monotonic()
         try:
@@ -120,7 +120,7 @@ class _Tier:
             self._limited_log.warning(f"connector error: {type(error).__name__}: {error}", kind="error")
             return None
         now = time.monotonic()
-        self._breaker.record(answered(result, now - started), now - started, now)
+        record(result, now - started, now)
         if self._breaker.is_open:
             self._limited_log.warning(f"timed out, and is skipped for {self.timeout:g} s", kind="timeout")
         return result

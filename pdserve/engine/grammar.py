@@ -70,7 +70,7 @@ class GrammarBackend:
         self._lock = threading.Lock()
         self._running: dict[str, Future[LoadedGrammar]] = {}  # compilations by specification
         self._loaded = BoundedCache[Future[LoadedGrammar]](LOADED_ENTRIES, LOADED_BYTES)
-        self._compiled = BoundedCache[bytes](CACHE_ENTRIES, CACHE_BYTES)
+        self._compiled = BoundedCache[memoryview](CACHE_ENTRIES, CACHE_BYTES)
 
     def compile(self, spec: str, on_ready: Callable[[], None]) -> GrammarConstraint:
         """Start compiling a specification, unless it is cached. `on_ready` is called, in any thread, once that has ended."""

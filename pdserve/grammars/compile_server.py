@@ -6,9 +6,9 @@ It also forks mask workers (`mask_worker.py`).
 
 SOCKET is the descriptor of a Unix stream socket; the last two arguments are JSON. The server first sends READY. Then it
 receives descriptors of sockets, each with one byte: MASKS for a mask worker's connection, or COMPILE. From the latter, the
-forked process reads the specification of a grammar up to its end, and it writes STARTED, and then OK and the compiled grammar
-as JSON, or ERROR and xgrammar's message. A process that exceeds a limit is killed and writes nothing more. What it had
-allocated goes with it, so a grammar cannot leave anything behind.
+forked process reads the specification of a grammar up to its end, and it writes STARTED, and then OK or ERROR, a length in 4
+bytes, and the compiled grammar as JSON or xgrammar's message. A process that exceeds a limit is killed and writes nothing
+more. What it had allocated goes with it, so a grammar cannot leave anything behind.
 
 The server has one thread, so forking is safe. It ends when the other end of its socket is closed.
 """
@@ -35,6 +35,7 @@ from pdserve.model_path import resolve_model
 
 READY, COMPILE, MASKS = b"r", b"c", b"m"
 STARTED, OK, ERROR = b".", b"+", b"-"
+LENGTH_BYTES = 4
 NICENESS = 10  # of compiling: running requests come first
 MAX_MESSAGE_CHARS = 1000
 TRIAL_TOKENS = 64
@@ -80,8 +81,9 @@ def _run(job: socket.socket, info: Any, limits: CompileLimits) -> None:
         job.sendall(STARTED)
         with job.makefile("rb") as stream:
             spec = stream.read()
-        if answer := _compile(spec, info, limits.result_bytes):
-            job.sendall(answer)
+        status, content = _compile(spec, info, limits.result_bytes)
+        if status:
+            job.sendall(status + len(content).to_bytes(LENGTH_BYTES, "big") + content)
     finally:
         os._exit(0)  # without the exit handlers of the process from which this one was forked
 
@@ -95,8 +97,8 @@ def _limit_resources(limits: CompileLimits) -> None:
     signal.alarm(limits.elapsed_s)  # not handled, so it kills
 
 
-def _compile(spec: bytes, info: Any, result_bytes: int) -> bytes:
-    """Return the answer; empty if the grammar needs too much memory."""
+def _compile(spec: bytes, info: Any, result_bytes: int) -> tuple[bytes, bytes]:
+    """Return a status and what belongs to it; both empty if the grammar needs too much."""
     from xgrammar import GrammarCompiler
 
     try:
@@ -105,10 +107,12 @@ def _compile(spec: bytes, info: Any, result_bytes: int) -> bytes:
         result = compiled.serialize_json().encode()
         affordable = len(result) <= result_bytes and _follows_within_budget(compiled, info.vocab_size)
     except MemoryError:
-        return b""
+        return b"", b""
     except (RuntimeError, ValueError) as error:
-        return b"" if "bad_alloc" in str(error) else ERROR + str(error)[:MAX_MESSAGE_CHARS].encode(errors="replace")
-    return OK + result if affordable else b""
+        if "bad_alloc" in str(error):
+            return b"", b""
+        return ERROR, str(error)[:MAX_MESSAGE_CHARS].encode(errors="replace")
+    return (OK, result) if affordable else (b"", b"")
 
 
 def _follows_within_budget(compiled: Any, vocab_size: int) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import mmap
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import weakref
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict
+from io import BufferedReader
 
 from pdserve.errors import BadRequest, RequestError, Unavailable
 from pdserve.grammars.limits import CompileLimits, GrammarTooComplex, check_grammar
@@ -21,6 +23,7 @@ START_TIMEOUT_S = 600.0  # for loading xgrammar and the tokenizer; only ends a h
 GRACE_S = 30.0  # for the answer, after the elapsed time at which the compile server's process is killed
 READY, COMPILE, MASKS = b"r", b"c", b"m"  # as in `compile_server.py`
 STARTED, OK, ERROR = b".", b"+", b"-"
+LENGTH_BYTES = 4
 SOURCE_LOCATION = re.compile(r"^\[[\d:]+\] \S+: ")  # prefix of xgrammar's error messages
 
 log = logging.getLogger(__name__)
@@ -42,8 +45,11 @@ class GrammarCompiler:
         self._server: _CompileServer | None = None
         self._closed = False
 
-    def compile(self, spec: str) -> bytes:
+    def compile(self, spec: str) -> memoryview:
         """Return the compiled grammar of a specification, as xgrammar's JSON.
+
+        It may have tens of megabytes, which `malloc` would keep when it is dropped, or leave between other allocations. So it
+        is in pages of its own, which the system gets back.
 
         Raises:
             GrammarTooComplex: it exceeds a limit.
@@ -51,11 +57,11 @@ class GrammarCompiler:
             RequestError: the compile server does not start.
         """
         check_grammar(spec)
-        answer = self._answer(spec)
-        if answer.startswith(OK):
-            return answer[1:]
-        if answer.startswith(ERROR):
-            reason = SOURCE_LOCATION.sub("", answer[1:].decode()).strip()
+        status, content = self._answer(spec)
+        if status == OK:
+            return content
+        if status == ERROR:
+            reason = SOURCE_LOCATION.sub("", bytes(content).decode()).strip()
             raise BadRequest(f"the grammar cannot be used: {reason}", kind="invalid_grammar")
         log.info("a grammar of %d characters was rejected: compiling it exceeds a limit", len(spec))
         message = f"the grammar is too expensive to compile; simplify it. The limits are {self._limits}"
@@ -74,15 +80,15 @@ class GrammarCompiler:
             server.kill()
         raise RequestError("the compile server for grammars does not answer", kind="internal_error")
 
-    def _answer(self, spec: str) -> bytes:
+    def _answer(self, spec: str) -> tuple[bytes, memoryview]:
+        """Return a status, empty if a limit was exceeded, and the compiled grammar or an error message."""
         for _ in range(2):  # the second time if the server has died since the last grammar
             server = self._running_server()
             try:
-                answer = server.answer(spec, self._limits.elapsed_s + GRACE_S)
+                if (answer := server.answer(spec, self._limits.elapsed_s + GRACE_S)) is not None:
+                    return answer
             except ConnectionError:
-                answer = b""
-            if answer.startswith(STARTED):
-                return answer[1:]
+                pass
             server.kill()
         raise RequestError("the compile server for grammars does not answer", kind="internal_error")
 
@@ -159,21 +165,31 @@ class _CompileServer:
                 raise
         return ours
 
-    def answer(self, spec: str, timeout_s: float) -> bytes:
-        """Have a grammar compiled, and return the answer. It starts with STARTED unless the server has died.
+    def answer(self, spec: str, timeout_s: float) -> tuple[bytes, memoryview] | None:
+        """Have a grammar compiled. Return a status and content, both empty if a limit was exceeded; None if the server died.
 
         Raises:
             ConnectionError: the server has died.
         """
-        with self.connect(COMPILE) as ours:
+        with self.connect(COMPILE) as ours, ours.makefile("rb") as answer:
             ours.settimeout(timeout_s)
             ours.sendall(spec.encode())
             ours.shutdown(socket.SHUT_WR)
-            parts = []
-            with suppress(TimeoutError):
-                while part := ours.recv(1 << 20):
-                    parts.append(part)
-            return b"".join(parts)
+            try:
+                return _read_result(answer) if answer.read(1) == STARTED else None
+            except TimeoutError:
+                return None
+
+
+def _read_result(answer: BufferedReader) -> tuple[bytes, memoryview]:
+    """Return a status and what belongs to it, both empty if the answer ends early or takes too long."""
+    with suppress(TimeoutError):
+        head = answer.read(1 + LENGTH_BYTES)
+        length = int.from_bytes(head[1:], "big")
+        content = memoryview(mmap.mmap(-1, max(1, length), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))[:length]
+        if len(head) == 1 + LENGTH_BYTES and answer.readinto(content) == length:
+            return head[:1], content
+    return b"", memoryview(b"")
 
 
 def _kill(process: "subprocess.Popen[bytes]", control: socket.socket) -> None:

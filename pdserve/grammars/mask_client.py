@@ -34,7 +34,7 @@ class LoadedGrammar:
         RequestError: the compile server, which forks the worker, does not start.
     """
 
-    def __init__(self, compiler: GrammarCompiler, serialized: bytes) -> None:
+    def __init__(self, compiler: GrammarCompiler, serialized: memoryview) -> None:
         self._compiler = compiler
         self.serialized = serialized
         self.worker = self._start_worker()
@@ -104,9 +104,10 @@ class _Worker:
         self._new_number = itertools.count().__next__
         self._ended: deque[int] = deque()  # followers that are gone; filled in any thread
 
-    def load(self, serialized: bytes) -> None:
+    def load(self, serialized: memoryview) -> None:
         try:
-            self._send(serialized)
+            self._connection.sendall(len(serialized).to_bytes(LENGTH_BYTES, "big"))
+            self._connection.sendall(serialized)
             if self._answers.read(1) == LOADED:
                 return
         except ConnectionError:

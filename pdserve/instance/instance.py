@@ -35,6 +35,7 @@ from pdserve.roles.transfers import Transfers
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 HEARTBEAT_UPDATE_S = 0.1  # between two updates of the heartbeat while the engine is busy
+IDLE_HEARTBEAT_UPDATE_S = 1.0  # the same while it waits: stores work in the background, hang, and come back
 INTEGRITY_CHECK_S = 1.0  # between two checks of the whole pool while idle
 DEFAULT_INFLIGHT_BYTES = 512 << 20
 Send = Callable[[str, pb.InstanceFrame], None]
@@ -162,7 +163,7 @@ class Instance:
         """Handle the inbox, reserve blocks, run one engine step, pass its results to the roles, and send all outputs.
 
         Args:
-            wait: block until the inbox has an entry.
+            wait: block until the inbox has an entry, or the heartbeat needs an update.
 
         Returns:
             Whether the engine was idle. Then only a new inbox entry can give it work.
@@ -205,9 +206,9 @@ class Instance:
             self.count("integrity_checks", 1)
 
     def _run_inbox(self, wait: bool) -> None:
-        if wait:
-            self._inbox.get()()
         try:
+            if wait:
+                self._inbox.get(timeout=IDLE_HEARTBEAT_UPDATE_S)()
             while True:
                 self._inbox.get_nowait()()
         except Empty:

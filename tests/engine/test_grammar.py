@@ -130,7 +130,7 @@ def test_slow_compilation_does_not_delay_others(engine: Engine, monkeypatch: pyt
     compiling, proceed = threading.Event(), threading.Event()
     compile_grammar = GrammarCompiler.compile
 
-    def slow(compiler: GrammarCompiler, spec: str) -> bytes:
+    def slow(compiler: GrammarCompiler, spec: str) -> memoryview:
         compiling.set()
         assert proceed.wait(600)
         return compile_grammar(compiler, spec)
@@ -163,7 +163,7 @@ def test_a_grammar_is_compiled_once_while_it_is_cached(engine: Engine, monkeypat
     compiled: list[str] = []
     compile_grammar = GrammarCompiler.compile
 
-    def record(compiler: GrammarCompiler, spec: str) -> bytes:
+    def record(compiler: GrammarCompiler, spec: str) -> memoryview:
         compiled.append(spec)
         return compile_grammar(compiler, spec)
 

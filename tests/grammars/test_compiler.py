@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -53,7 +54,7 @@ def test_invalid_grammars(compiler: GrammarCompiler, spec: dict[str, Any], messa
 def test_a_grammar_that_needs_too_much_memory_is_rejected(compiler: GrammarCompiler) -> None:
     with pytest.raises(GrammarTooComplex, match=r"too expensive.* 600 s of CPU time, 512 MiB of memory, and 32 MiB"):
         compiler.compile(json.dumps({"regex": "a?" * 20_000}))
-    assert_only_the_server_is_left(compiler)
+    assert_ends_with(compiler, {compiler.server_pid})
     assert compiler.compile(GOOD)
 
 
@@ -61,7 +62,7 @@ def test_a_grammar_that_takes_too_long_is_rejected(model: Path) -> None:
     compiler = GrammarCompiler(str(model), VOCAB_SIZE, [0], CompileLimits(cpu_s=1, memory_bytes=16 * 2**30))
     with pytest.raises(GrammarTooComplex):
         compiler.compile(json.dumps({"regex": "a?" * 4000}))
-    assert_only_the_server_is_left(compiler)
+    assert_ends_with(compiler, {compiler.server_pid})
     compiler.close()
 
 
@@ -81,9 +82,40 @@ def test_a_compile_server_that_died_is_replaced_until_the_compiler_is_closed(mod
     assert compiler.compile(GOOD) == expected
     assert compiler.server_pid != first
     compiler.close()
-    assert group_of(compiler) == set()
+    assert_ends_with(compiler, set())
     with pytest.raises(Unavailable):
         compiler.compile(GOOD)
+
+
+MEMORY_PROGRAM = """
+import json, sys
+from pathlib import Path
+from pdserve.grammars.compiler import GrammarCompiler
+from pdserve.grammars.limits import CompileLimits
+from pdserve.kernels.memory import keep_freed_memory
+
+def kib():
+    return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0])
+
+def compile(max_length):
+    return len(compiler.compile(json.dumps({"json": {"type": "string", "maxLength": max_length}})))
+
+keep_freed_memory()  # as an instance does
+compiler = GrammarCompiler(sys.argv[1], 256, [0], CompileLimits(cpu_s=600, elapsed_s=600))
+compile(10)
+before = kib()
+size = min(compile(max_length) for max_length in (2000, 2001))
+grown = kib() - before
+compiler.close()
+print(size, grown * 1024)
+"""
+
+
+def test_the_memory_of_a_large_grammar_goes_back_to_the_system(model: Path) -> None:
+    run = subprocess.run([sys.executable, "-c", MEMORY_PROGRAM, str(model)], capture_output=True, text=True, check=True)
+    size, grown = map(int, run.stdout.split())
+    assert size > 4 * 2**20
+    assert grown < size / 2
 
 
 SLOW_PROGRAM = """#!{python}
@@ -114,13 +146,13 @@ def test_closing_does_not_wait_for_a_compile_server_that_is_starting(
         for one in compiling:
             with pytest.raises(RequestError, match=r"did not start|is shutting down"):
                 one.result(600)
-    assert group_of(compiler) == set()
+    assert_ends_with(compiler, set())
 
 
-def assert_only_the_server_is_left(compiler: GrammarCompiler) -> None:
-    """The verdict may arrive before the killed process has ended."""
+def assert_ends_with(compiler: GrammarCompiler, expected: set[int | None]) -> None:
+    """Wait until only these processes are left: an answer may arrive before the process that compiled has ended."""
     give_up = time.monotonic() + 600
-    while group_of(compiler) != {compiler.server_pid}:
+    while group_of(compiler) != expected:
         assert time.monotonic() < give_up, "a process that compiled is left"
         time.sleep(0.02)
 

@@ -1,4 +1,7 @@
-"""A store that hangs: the first requests wait for its time-outs, later ones go on without it until it answers again."""
+"""A store that hangs: the first requests wait for its time-outs, later ones go on without it until it answers again.
+
+Heartbeats name a store that hangs or refuses connections.
+"""
 
 import os
 import signal
@@ -55,9 +58,17 @@ def test_requests_go_on_without_a_store_that_hangs(
     finally:
         os.kill(server.pid, signal.SIGCONT)
     give_up = time.monotonic() + 600
-    while instance.connector.stats().is_out or not serve():
-        instance.run_once(wait=False)
+    while instance.heartbeat.counters[OUT]:  # without a request
+        instance.run_once(wait=True)
         assert time.monotonic() < give_up
-        time.sleep(0.01)
+    while not serve():
+        assert time.monotonic() < give_up
+    assert heartbeat()[OUT] == 0
+    server.kill()
+    assert [serve() for _ in range(2)] == [0] * 2
+    assert heartbeat()[OUT] == 1, "refused at once"
+    server.start()
+    while not serve():
+        assert time.monotonic() < give_up
     assert heartbeat()[OUT] == 0
     assert instance.engine.pool.num_held == 0

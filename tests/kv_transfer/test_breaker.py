@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.kv_transfer.breaker import StoreBreaker
+from pdserve.kv_transfer.connector import Outcome
 
 TIMEOUT = 4.0
 LATE, EARLY = 3.2, 2.0  # seconds
@@ -31,6 +32,42 @@ def test_two_timeouts_in_a_row_open_it_and_an_answer_closes_it(ends: list[tuple[
     for answered, seconds in ends:
         breaker.record(answered, seconds, 0.0)
     assert breaker.is_open == opened
+
+
+OK, FULL = [Outcome.OK, Outcome.UNAVAILABLE], [Outcome.FULL] * 2
+REFUSED, CANCELLED = [Outcome.UNAVAILABLE] * 2, [Outcome.CANCELLED] * 2
+
+
+@pytest.mark.parametrize(
+    ("transfers", "is_out"),
+    [
+        ([REFUSED], False),
+        ([REFUSED, REFUSED], True),
+        ([REFUSED, OK, REFUSED], False),
+        ([REFUSED, REFUSED, FULL], False),
+        ([REFUSED, CANCELLED, REFUSED], True),
+        ([CANCELLED, CANCELLED], False),
+        ([REFUSED, 0, REFUSED, 0], True),  # the matches were refused as well, or there was nothing
+        ([REFUSED, REFUSED, 1], False),
+    ],
+)
+def test_a_store_that_refuses_is_out_and_opens_nothing(transfers: list[list[Outcome] | int], is_out: bool) -> None:
+    breaker = StoreBreaker(TIMEOUT)
+    for ended in transfers:
+        if isinstance(ended, int):
+            breaker.record_match(ended, EARLY, 0.0)
+        else:
+            breaker.record_transfer(ended, EARLY, 0.0)
+    assert breaker.is_out == is_out and not breaker.is_open
+
+
+def test_a_store_that_hangs_is_out_until_it_answers() -> None:
+    breaker = StoreBreaker(TIMEOUT)
+    for _ in range(2):
+        breaker.record_transfer(REFUSED, LATE, 0.0)
+    assert breaker.is_out and breaker.is_open
+    breaker.record_match(0, EARLY, 0.0)
+    assert not breaker.is_out
 
 
 def test_probes_follow_a_pause_one_at_a_time() -> None:

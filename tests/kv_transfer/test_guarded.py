@@ -105,6 +105,19 @@ def test_calls_pass_while_the_store_answers(scene: Scene) -> None:
     assert not scene.connector.stats().is_out and not scene.posted
 
 
+def test_a_store_that_refuses_is_named_and_still_asked(scene: Scene) -> None:
+    for _ in range(3):
+        scene.connector.match(KEYS)
+        scene.end(0)
+        scene.connector.store(KEYS, [0, 1], lease_s=1.0)
+        scene.end(Result(UNAVAILABLE, 0.1))
+    assert scene.names == ["match", "store"] * 3
+    assert scene.connector.stats().is_out and not scene.posted
+    scene.connector.store(KEYS, [0, 1], lease_s=1.0)
+    scene.end(Result([Outcome.OK] * 2, 0.1))
+    assert not scene.connector.stats().is_out
+
+
 def test_after_two_timeouts_calls_end_at_once_and_are_counted(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     scene.hang()
     assert scene.names == ["match", "store", "match"], "the last one is the probe"

@@ -332,7 +332,7 @@ function condition(instance) {
   if (instance.breaker === "open") return h("span", "bad", "circuit breaker open: receives no requests");
   if (instance.breaker === "half_open") return h("span", "warn", "circuit breaker half open: probing");
   if (instance.draining) return h("span", "warn", "draining");
-  if (instance.stores_out.length) return h("span", "bad", `no answer from the KV store ${instance.stores_out.join(", ")}: skipped`);
+  if (instance.stores_out.length) return h("span", "bad", `no answer from the KV store ${instance.stores_out.join(", ")}: requests go on without it`);
   return instance.last_heard_seconds > 1 ? h("span", "warn", `no frame for ${instance.last_heard_seconds.toFixed(1)} s`) : null;
 }
 
