@@ -148,7 +148,11 @@ class EngineConfig(ModelConfig):
         " empty: compute",
         "",
     )
-    force: bool = flag("use a profile of another model (--paced) or machine too, and say what differs", False)
+    force: bool = flag(
+        "use a profile of another model (--paced), or compare one of another model or machine (--compare), and say what"
+        " differs",
+        False,
+    )
     threads: int | None = flag("CPU threads of this instance; default: torch's own", None, least=1)
     seed: int = flag("seed of the instance; requests have seeds of their own", 0)
 

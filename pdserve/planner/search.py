@@ -37,7 +37,7 @@ class Trial:
 
     @property
     def breaks(self) -> str:
-        """What is wrong with the fleet, or would be first: its failure, or the target of the worst figure."""
+        """The failure of the fleet, or else the target of the worst figure, which is the first to be missed."""
         return f"it {self.failure}" if self.failure else str(self.binding)
 
     @property

@@ -47,10 +47,14 @@ class Fleet:
         """There are instances for both phases."""
         return self.both > 0 or (self.prefill > 0 and self.decode > 0)
 
-    def __str__(self) -> str:
+    @property
+    def shape(self) -> str:
+        """Its numbers of instances, such as `2P+1D` or `3 both`."""
         parts = [f"{count}{letter}" for count, letter in ((self.prefill, "P"), (self.decode, "D")) if count]
-        parts += [f"{self.both} both"] if self.both else []
-        return " ".join(["+".join(parts), *self.flags])
+        return "+".join([*parts, *([f"{self.both} both"] if self.both else [])])
+
+    def __str__(self) -> str:
+        return " ".join([self.shape, *self.flags])
 
     @property
     def flags(self) -> list[str]:
