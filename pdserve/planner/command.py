@@ -60,7 +60,7 @@ def sentences(plan: Plan, targets: Sequence[Target], rate: float, config: PlanCo
         return [
             f"No fleet of up to {nearest.fleet.size if config.instances else config.max_instances} instances meets the SLO "
             f"at {rate:.3g} requests/s.",
-            f"The nearest is {describe(nearest, targets)}. What binds is {nearest.breaks}.",
+            f"The nearest is {describe(nearest, targets)}.{'' if nearest.failure else f' What binds is {nearest.binding}.'}",
             *thin_sentences(nearest.counts),
             advise(last, targets),
             *worth,
@@ -88,7 +88,7 @@ def sentences(plan: Plan, targets: Sequence[Target], rate: float, config: PlanCo
 
 
 def _above(breaks: Trial) -> str:
-    return breaks.breaks if breaks.failure else f"{breaks.binding} breaks first"
+    return f"it {breaks.failure}" if breaks.failure else f"{breaks.binding} breaks first"
 
 
 def _worth(dimension: Dimension, trials: Sequence[Trial], chosen: Trial) -> str:

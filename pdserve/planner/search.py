@@ -1,6 +1,6 @@
 """The search of `pdserve plan` over fleets. Plain decisions: the caller simulates."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pdserve.planner.targets import FAILED, Target, attainment
@@ -8,7 +8,14 @@ from pdserve.simulator.fleet import Fleet, Forecast
 
 EXHAUSTIVE = 12  # instances up to which all splits are tried
 RATE_PRECISION = 0.05
-SATURATED_SHARE = 0.9  # of the time in steps, below which requests in flight grow because more arrive
+SATURATED_SHARE = 0.9  # of the time, below which requests in flight grow because more arrive
+BUSY = {  # what a fleet's forecast has busy shares of
+    "prefill": "prefill is",
+    "decode": "decode is",
+    "both": "its instances are",
+    "router": "the router is",
+    "link": "the link to the KV store is",
+}
 NOISE = 0.02  # relative difference of two ratios that decides nothing
 MAX_FACTOR = 8.0  # of the rate, up to which headroom is searched
 
@@ -24,7 +31,8 @@ class Trial:
         attainment: share of the requests that are within all targets for them.
         ratio: of the worst figure to its target; at most 1 if the SLO is met, at least `FAILED` if the fleet failed.
         binding: the target of the worst figure.
-        failure: how the fleet failed whatever the figures are, such as "refuses or loses 3 requests"; empty if it did not.
+        failure: how the fleet failed whatever the figures are, such as "refuses or loses 3 requests" or "does not keep up:
+            the router is busy 97% of the time"; empty if it did not.
     """
 
     forecast: Forecast
@@ -34,11 +42,6 @@ class Trial:
     ratio: float
     binding: Target
     failure: str = ""
-
-    @property
-    def breaks(self) -> str:
-        """The failure of the fleet, or else the target of the worst figure, which is the first to be missed."""
-        return f"it {self.failure}" if self.failure else str(self.binding)
 
     @property
     def fleet(self) -> Fleet:
@@ -66,10 +69,16 @@ def judge(targets: Sequence[Target], forecast: Forecast) -> Trial:
     if failed := forecast.figures["failed"]:
         share = failed / (failed + forecast.figures["completed"])
         ratio, failure = max(ratio, FAILED * (1 + share)), f"refuses or loses {failed} requests"
-    elif forecast.saturated and max(forecast.busy.values(), default=1.0) >= SATURATED_SHARE:
-        ratio, failure = max(ratio, FAILED), "does not keep up"
+    elif forecast.saturated and (cause := bottleneck(forecast.busy)):
+        ratio, failure = max(ratio, FAILED), f"does not keep up: {cause}"
     share = attainment(targets, forecast.samples)
     return Trial(replace(forecast, samples=[]), values, counts, share, ratio, binding, failure)
+
+
+def bottleneck(busy: Mapping[str, float]) -> str:
+    """Return what is busy for nearly all of the time, such as "the router is busy 97% of the time"; empty if nothing is."""
+    name = max(busy, key=lambda one: busy[one])
+    return f"{BUSY[name]} busy {busy[name]:.0%} of the time" if busy[name] >= SATURATED_SHARE else ""
 
 
 Simulate = Callable[[Sequence[Fleet]], Iterable[Trial]]

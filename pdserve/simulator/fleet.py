@@ -69,7 +69,8 @@ class Forecast:
 
     Attributes:
         figures: those of `pdserve bench serve`, of the simulated run, and the parts of TTFT.
-        busy: mean share of the time in which the instances of each role were in a step.
+        busy: share of the time in which the instances of each role were in a step, in the mean, and in which the routers'
+            threads ("router") and the way to the KV store ("link") were busy.
         saturated: the requests in flight kept growing while requests arrived.
         samples: one per request.
     """
@@ -261,7 +262,7 @@ def simulate(
     return Forecast(
         fleet,
         figures,
-        {role: sum(shares) / len(shares) for role, shares in busy.items()},
+        {role: sum(shares) / len(shares) for role, shares in busy.items()} | outcome.shared_busy,
         outcome.preemptions,
         is_saturated(outcome.samples),
         outcome.samples,

@@ -16,8 +16,8 @@ from pdserve.planner.advice import advise, env_lines
 from pdserve.planner.plan import Planner
 from pdserve.planner.search import Trial, best, headroom, judge, smallest, try_size
 from pdserve.planner.targets import FAILED, Target, parse_targets, thin_sentences
-from pdserve.profile.profile import EngineFacts, Profile, TransferModel
-from pdserve.simulator.fleet import Fleet, Forecast, draw_requests, mean_rate
+from pdserve.profile.profile import EngineFacts, Overheads, Profile, TransferModel
+from pdserve.simulator.fleet import Fleet, Forecast, draw_requests, mean_rate, simulate
 
 Run = Callable[..., Any]
 TARGETS = parse_targets("ttft.p90=500ms,itl.p99=0.05s")
@@ -63,17 +63,45 @@ def test_malformed_targets_are_named(text: str) -> None:
 def test_a_fleet_that_loses_requests_never_meets_the_slo() -> None:
     trials = [judge(TARGETS, make_forecast(Fleet(1, 1), 10, 1, failed=failed)) for failed in (10, 1)]
     assert not any(trial.meets for trial in trials) and best(trials) is trials[1]
-    assert trials[1].ratio >= FAILED and trials[1].breaks == "it refuses or loses 1 requests"
+    assert trials[1].ratio >= FAILED and trials[1].failure == "refuses or loses 1 requests"
 
 
-@pytest.mark.parametrize(("busy", "keeps_up"), [(0.99, False), (0.5, True)])
-def test_a_saturated_fleet_never_meets_the_slo(busy: float, keeps_up: bool) -> None:
-    forecast = replace(make_forecast(Fleet(1, 1), 10, 1), saturated=True, busy={"prefill": busy, "decode": 0.1})
-    trial = judge(TARGETS, forecast)
-    assert trial.meets is keeps_up
-    assert (
-        "1P+1D does not keep up" in advise([trial, judge(TARGETS, make_forecast(Fleet(both=2), 1, 1))], TARGETS)
-    ) is not keeps_up
+@pytest.mark.parametrize(
+    ("busy", "cause"),
+    [
+        ({"prefill": 0.99, "decode": 0.1}, "prefill is busy 99%"),
+        ({"prefill": 0.95, "router": 0.97}, "the router is busy 97%"),
+        ({"prefill": 0.5, "router": 0.2, "link": 1.0}, "the link to the KV store is busy 100%"),
+        ({"prefill": 0.5, "decode": 0.8, "router": 0.2, "link": 0.8}, ""),  # more requests arrive
+    ],
+)
+def test_a_saturated_fleet_never_meets_the_slo(busy: dict[str, float], cause: str) -> None:
+    trial = judge(TARGETS, replace(make_forecast(Fleet(1, 1), 10, 1), saturated=True, busy=busy))
+    assert trial.meets is (not cause) is (not trial.failure)
+    if cause:
+        advice = advise([trial, judge(TARGETS, make_forecast(Fleet(both=2), 1, 1))], TARGETS)
+        assert f"the best split, 1P+1D does not keep up: {cause} of the time" in advice
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"overheads": Overheads(router_request_s=0.1)}, "the router is busy"),
+        ({"overheads": Overheads(router_token_s=8e-3)}, "the router is busy"),
+        ({"transfers": {"shm": TransferModel(1e-3, 1e7, 1e-3, 1e7, 1e7)}}, "the link to the KV store is busy"),
+        ({"transfers": {"shm": TransferModel(1e-3, 4e6, 1e-3, 4e6, 1e9)}}, "the link to the KV store is busy"),
+        ({}, ""),
+    ],
+)
+def test_a_router_or_a_link_that_does_not_keep_up_is_named(changes: dict[str, Any], cause: str) -> None:
+    """Prompts are 24 MB per second, and instances have two streams each."""
+    lengths: dict[str, Any] = {"random_input_len": 400, "random_output_len": 20, "local_prefill_tokens": 0}
+    transfers = {"shm": TransferModel(1e-3, 1e9, 1e-3, 1e9, 2e9)}
+    profile = Profile(model="m", engine=EngineFacts(16, 1 << 16, 1000, max_model_len=4096), transfers=transfers)
+    forecast = simulate(PlanConfig(num_prompts=120, **lengths), replace(profile, **changes), {}, Fleet(2, 2), 15)
+    trial = judge(parse_targets("ttft.p50=100s"), forecast)
+    assert trial.meets is (not cause), (forecast.saturated, forecast.busy)
+    assert trial.failure.startswith(f"does not keep up: {cause}" if cause else ""), trial.failure
 
 
 def test_percentiles_of_few_values_are_named() -> None:
@@ -171,6 +199,10 @@ def profile(tmp_path: Path) -> Path:
     return path
 
 
+def size(row: dict[str, Any]) -> int:
+    return int(row["prefill"] + row["decode"] + row["both"])
+
+
 LOAD = ["--num-prompts", 30, "--random-input-len", 200, "--random-output-len", 20, "--jobs", 1]
 
 
@@ -182,9 +214,7 @@ def test_a_plan_names_a_fleet_and_exits_with_3_if_there_is_none(profile: Path, t
     assert len(plan["repetitions"]) == 4 and "With 4 other seeds, the SLO is met" in done.stdout
     assert "TTFT p90 rests on the slowest 3 of 30 requests" in done.stdout
     assert plan["chosen"]["meets"] and plan["chosen"]["p90_ttft_ms"] <= 100
-    smaller = [
-        row for row in plan["trials"] if row["prefill"] + row["decode"] + row["both"] < len(plan["chosen"]["busy"])
-    ]
+    smaller = [row for row in plan["trials"] if size(row) < size(plan["chosen"])]
     assert not any(row["meets"] for row in smaller) and plan["highest_rate"] >= 20
     impossible = run(
         "plan", "--profile", profile, *LOAD, "--request-rate", 5, "--slo", "ttft=1ms", "--max-instances", 2
