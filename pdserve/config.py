@@ -464,6 +464,7 @@ class LoadConfig(Settings):
     think_time: float = flag("seconds between an answer and the next turn", 0.0, least=0)
     trace_speed: float = flag("mooncake, azure, burstgpt: 2 replays in half the time", 1.0, above=0)
     trace_length_scale: float = flag("mooncake, azure, burstgpt: factor of all lengths", 1.0, above=0)
+    warmup_requests: int = flag("first requests of the run that do not count, as they meet an empty fleet", 0, least=0)
     seed: int = flag("of lengths, prompts and arrivals", 0)
 
 

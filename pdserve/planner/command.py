@@ -9,6 +9,7 @@ from rich.console import Console
 
 from pdserve.bench import page
 from pdserve.bench.report import write_file
+from pdserve.bench.requests import counted
 from pdserve.config import PlanConfig
 from pdserve.planner.advice import advise, describe, env_lines
 from pdserve.planner.charts import charts
@@ -29,7 +30,7 @@ def run(config: PlanConfig) -> bool:
     profile = load_profile(config)
     with Console(stderr=True).status("simulating") as status:
         planner = Planner(config, profile, targets, status)
-        requests = draw_requests(config, planner.rate)
+        requests = counted(draw_requests(config, planner.rate), config.warmup_requests)
         check_groups(targets, requests)
         plan = planner.plan(load_measured(config.measured, requests))
     console_for_tables().print(as_table([trial.forecast for trials in plan.trials for trial in notable(trials)]))

@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -121,31 +121,39 @@ class Simulation:
         for router in self.routers:
             router.lose(name)
 
-    def play(self, loads: Sequence[Load], *, is_chat: bool = False, think_s: float = 0.0) -> Outcome:
+    def play(self, loads: Sequence[Load], *, is_chat: bool = False, think_s: float = 0.0, warmup: int = 0) -> Outcome:
         """Send all requests at their times and wait for the answers. A later turn waits for the previous one.
 
         Args:
             is_chat: the requests are chats, whose generated KV is stored for the next turn.
             think_s: between an answer and the next turn.
+            warmup: first requests, during whose arrival busy shares do not count yet.
         """
         player = _Player(self.clock, self.routers, self._model, self._chains, loads, is_chat, think_s)
         with _rare_collections(), _errors_only():
+            self.clock.run(until=lambda: player.num_begun >= min(warmup + 1, len(loads)))
+            began_at, before = self.clock.time, self._busy_seconds()
             self.clock.run(until=lambda: player.num_begun == len(loads))
-            arriving = self._busy_shares()
+            arriving = self._busy_shares(began_at, before)
             self.clock.run(until=lambda: player.num_ended == len(loads))
-        busy = {name: max(share, arriving[name]) for name, share in self._busy_shares().items()}
+        busy = {name: max(share, arriving[name]) for name, share in self._busy_shares(began_at, before).items()}
         shared = {name: busy.pop(name) for name in ("router", "link")}
         preemptions = sum(one.thread.engine.scheduler.num_preemptions for one in self.instances.values())
         return Outcome(player.samples, self.clock.time, busy, shared, preemptions, player.stamps)
 
-    def _busy_shares(self) -> dict[str, float]:
-        """Return for which share of the time until now each instance, the routers and the link were busy."""
+    def _busy_seconds(self) -> dict[str, float]:
+        """Return for how long each instance, the routers and the link have been busy."""
         seconds = {name: one.busy_seconds for name, one in self.instances.items()}
         seconds["router"] = fmean(one.thread.busy_seconds for one in self.routers)
         streams = [one.connector.lanes.busy_seconds for one in self.instances.values()]
         seconds["link"] = max([self.store.lanes.busy_seconds, *streams])
-        now = self.clock.time
-        return {name: min(1.0, one / now) if now else 0.0 for name, one in seconds.items()}
+        return seconds
+
+    def _busy_shares(self, began_at: float, before: Mapping[str, float]) -> dict[str, float]:
+        """Return the shares of the time since `began_at`, when the seconds were those of `before`."""
+        passed = self.clock.time - began_at
+        gained = {name: seconds - before[name] for name, seconds in self._busy_seconds().items()}
+        return {name: min(1.0, seconds / passed) if passed else 0.0 for name, seconds in gained.items()}
 
 
 @contextmanager

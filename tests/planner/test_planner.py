@@ -104,6 +104,19 @@ def test_a_router_or_a_link_that_does_not_keep_up_is_named(changes: dict[str, An
     assert trial.failure.startswith(f"does not keep up: {cause}" if cause else ""), trial.failure
 
 
+def test_the_first_requests_warm_the_fleet_up_and_do_not_count(profile: Path) -> None:
+    loaded = Profile.load(profile)
+    load: dict[str, Any] = {"num_prompts": 60, "random_input_len": 400, "random_output_len": 100}
+    whole, warm = (simulate(PlanConfig(**load, warmup_requests=n), loaded, {}, Fleet(both=1), 8.0) for n in (0, 20))
+    assert [one.index for one in sorted(whole.samples, key=lambda one: one.index)][20:] == sorted(
+        one.index for one in warm.samples
+    )
+    assert warm.figures["completed"] == 40 and warm.figures["mean_itl_ms"] > whole.figures["mean_itl_ms"]
+    late = [one.ttft * 1e3 for one in whole.samples if one.index >= 20]
+    assert warm.figures["mean_ttft_ms"] == pytest.approx(sum(late) / 40)
+    assert 0.9 < whole.busy["both"] <= warm.busy["both"] <= 1
+
+
 def test_percentiles_of_few_values_are_named() -> None:
     targets = parse_targets("ttft.p99=1s,ttft.p50=1s,e2el.p90=9s,itl=1s")
     assert thin_sentences(dict(zip(targets, (20, 20, 20, 0), strict=True))) == [
@@ -272,6 +285,7 @@ def test_simulate_prints_a_row_per_fleet(profile: Path, tmp_path: Path, run: Run
             "7 of 7 requests need up to 4218 tokens, and an instance takes 4096",
         ),
         (["plan", "--slo", "ttft=1s", "--instances", "0"], "--instances must be at least 1"),
+        (["simulate", "--num-prompts", 9, "--warmup-requests", 9], "--warmup-requests 9 leaves none of 9 requests"),
     ],
 )
 def test_mistakes_are_one_line(profile: Path, run: Run, arguments: list[str], expected: str) -> None:
