@@ -7,6 +7,8 @@ from pdserve.planner.targets import FAILED, Target, attainment
 from pdserve.simulator.fleet import Fleet, Forecast
 
 EXHAUSTIVE = 12  # instances up to which all splits are tried
+NEIGHBOURS = 2  # of the best split of a larger fleet, to either side, that are tried
+VERIFIED = 3  # sizes below the found one that are tried
 RATE_PRECISION = 0.05
 SATURATED_SHARE = 0.9  # of the time, below which requests in flight grow because more arrive
 BUSY = {  # what a fleet's forecast has busy shares of
@@ -99,7 +101,11 @@ def best(trials: Iterable[Trial]) -> Trial:
 
 
 def try_size(size: int, itl_targets: Sequence[float | None], simulate: Simulate) -> list[Trial]:
-    """Simulate the fleets of a size. Of large ones, the split is bisected: more prefill lowers TTFT and raises ITL."""
+    """Simulate the fleets of a size.
+
+    Of large ones, the split is bisected, since more prefill lowers TTFT and raises ITL; and as chance or the policy may make
+    that untrue for a single instance, the neighbours of the best split are tried, too.
+    """
     if size <= EXHAUSTIVE:
         return list(simulate(fleets_of(size, itl_targets)))
     trials = list(simulate([Fleet(both=size, itl_target_ms=target) for target in itl_targets]))
@@ -112,7 +118,17 @@ def try_size(size: int, itl_targets: Sequence[float | None], simulate: Simulate)
             low = middle + 1
         else:
             high = middle - 1
+    while missing := _untried_neighbours(trials):
+        trials += simulate(missing)
     return trials
+
+
+def _untried_neighbours(trials: Sequence[Trial]) -> list[Fleet]:
+    """Return the fleets around the best split that are not among the trials."""
+    splits = [trial for trial in trials if not trial.is_colocated]
+    tried, chosen = {trial.fleet.prefill for trial in splits}, best(splits).fleet
+    around = range(chosen.prefill - NEIGHBOURS, chosen.prefill + NEIGHBOURS + 1)
+    return [Fleet(one, chosen.size - one) for one in around if 0 < one < chosen.size and one not in tried]
 
 
 def _needs_prefill(trial: Trial) -> bool:
@@ -124,10 +140,11 @@ def _needs_prefill(trial: Trial) -> bool:
 
 
 def smallest(most: int, itl_targets: Sequence[float | None], simulate: Simulate) -> list[list[Trial]]:
-    """Return the trials by size, up to one at which a fleet meets the SLO, and with one instance fewer none does.
+    """Return the trials by size, up to one at which a fleet meets the SLO, while none of the `VERIFIED` sizes below it does.
 
-    Sizes are doubled until one suffices, and those in between are bisected, so some are missing. That finds the smallest
-    size if more instances never do worse. If none suffices, they end with `most`.
+    Sizes are doubled until one suffices, those in between are bisected, and then those below the found one are tried, so
+    some are missing. That finds the smallest size n if all sizes from n + `VERIFIED` on suffice: a few larger fleets may do
+    worse than a smaller one. If no size of the doubling suffices, they end with `most`.
     """
     tried: dict[int, list[Trial]] = {}
 
@@ -143,6 +160,11 @@ def smallest(most: int, itl_targets: Sequence[float | None], simulate: Simulate)
     while size - failed > 1:
         middle = (failed + size) // 2
         failed, size = (failed, middle) if suffices(middle) else (middle, size)
+    below = size - 1
+    while below >= max(1, size - VERIFIED):
+        if below not in tried and suffices(below):
+            size = below
+        below -= 1
     return [tried[one] for one in sorted(tried) if one <= size]
 
 

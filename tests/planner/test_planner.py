@@ -2,19 +2,22 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from pdserve.bench.requests import Request
 from pdserve.config import PlanConfig
 from pdserve.planner.advice import advise, env_lines
 from pdserve.planner.plan import Planner
-from pdserve.planner.search import Trial, best, headroom, judge, smallest, try_size
+from pdserve.planner.search import NOISE, VERIFIED, Trial, best, headroom, judge, smallest, try_size
 from pdserve.planner.targets import FAILED, Target, parse_targets, thin_sentences
 from pdserve.profile.profile import EngineFacts, Overheads, Profile, TransferModel
 from pdserve.simulator.fleet import Fleet, Forecast, draw_requests, mean_rate, simulate
@@ -144,7 +147,50 @@ def test_a_fleet_that_would_be_too_large_is_not_chosen() -> None:
 def test_splits_of_large_fleets_are_bisected() -> None:
     tried: list[Fleet] = []
     trials = try_size(64, [None], machine(tried, 40, 24))
-    assert best(trials).fleet == Fleet(40, 24) and len(tried) < 10
+    assert best(trials).fleet == Fleet(40, 24) and len(tried) <= 11
+
+
+def sizes_that_suffice(sufficient: Collection[int]) -> Callable[[Sequence[Fleet]], list[Trial]]:
+    """Return a simulation in which all fleets of some sizes meet the SLO, and no other."""
+
+    def simulate(fleets: Sequence[Fleet]) -> list[Trial]:
+        return [judge(TARGETS, make_forecast(one, 400 if one.size in sufficient else 600, 1)) for one in fleets]
+
+    return simulate
+
+
+@given(least=st.integers(1, 40), also=st.sets(st.integers(1, VERIFIED - 1)), chance=st.sets(st.integers(1, 40)))
+def test_the_search_finds_the_size_that_an_exhaustive_one_would(least: int, also: set[int], chance: set[int]) -> None:
+    monotone = set(range(least, 41))
+    assert smallest(40, [None], sizes_that_suffice(monotone))[-1][0].fleet.size == least
+    rough = {least, *(least + one for one in also), *range(least + VERIFIED, 44)}
+    if 40 in rough:
+        assert smallest(40, [None], sizes_that_suffice(rough))[-1][0].fleet.size == least
+    trials = smallest(40, [None], sizes_that_suffice(chance))
+    size = trials[-1][0].fleet.size
+    if size in chance:
+        assert not chance & set(range(size - VERIFIED, size))
+    else:
+        assert size == 40 and not chance & {1, 2, 4, 8, 16, 32, 40}
+
+
+@given(
+    size=st.integers(13, 48), share=st.floats(0.02, 0.98), seed=st.integers(0, 999), noise=st.sampled_from([0, 0.03])
+)
+def test_the_split_is_about_as_good_as_that_of_an_exhaustive_search(
+    size: int, share: float, seed: int, noise: float
+) -> None:
+    """With noise, the split with the least of it wins an exhaustive search: it is ahead by at most twice the noise."""
+
+    def simulate(fleets: Sequence[Fleet]) -> Iterator[Trial]:
+        for one in fleets:
+            chance = 1 + Random(f"{seed} {one}").uniform(-noise, noise)
+            ttft, itl = (500 * size * share / max(1, one.prefill), 50 * size * (1 - share) / max(1, one.decode))
+            yield judge(TARGETS, make_forecast(one, *((ttft * chance, itl * chance) if one.prefill else (9999, 999))))
+
+    exhaustive = best(simulate([Fleet(one, size - one) for one in range(1, size)]))
+    found = best(try_size(size, [None], simulate))
+    assert found.ratio <= exhaustive.ratio * (1 + 2 * noise) * (1 + NOISE)
 
 
 @pytest.mark.parametrize("prompts", [8, 40])
