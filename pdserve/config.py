@@ -32,6 +32,7 @@ KEYS_FILE_HELP = "TOML file of further API keys, each with quotas and a weight; 
 ALLOWED_HOSTS_HELP = (
     "further Host headers for which a router on loopback without API keys answers, comma separated, or *; empty: none"
 )
+PROFILE_HELP = "profile with which instances compare the times of their steps; empty: that of --paced, if any"
 POLICY_NAMES = ("auto", "round_robin", "least_loaded", "power_of_two", "session", "prefix_aware")
 PORTS: dict[str, Any] = {"least": 0, "most": 65535}  # 0 takes a free one
 
@@ -149,8 +150,8 @@ class EngineConfig(ModelConfig):
         "",
     )
     force: bool = flag(
-        "use a profile of another model (--paced), or compare one of another model or machine (--compare), and say what"
-        " differs",
+        "use a profile of another model (--paced), or compare one of another model or machine (--compare,"
+        " --profile), and say what differs",
         False,
     )
     threads: int | None = flag("CPU threads of this instance; default: torch's own", None, least=1)
@@ -225,6 +226,7 @@ class InstanceConfig(ControlConfig, TransferConfig):
     drain_seconds: float = flag(
         "seconds that running requests may take in a drain before they are cut off", 25.0, least=0
     )
+    profile: str = flag(PROFILE_HELP, "")
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for a setting that can never work."""
@@ -395,6 +397,7 @@ class UpConfig(ControlConfig, TransferConfig):
     otlp_endpoint: str = flag(OTLP_HELP, "")
     keys_file: str = flag(KEYS_FILE_HELP, "")
     allowed_hosts: str = flag(ALLOWED_HOSTS_HELP, "")
+    profile: str = flag(PROFILE_HELP, "")
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for a setting that can never work."""
