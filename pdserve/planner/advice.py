@@ -60,7 +60,7 @@ def env_lines(trial: Trial) -> list[str]:
     for name, value in settings.items():
         (engine if name in ENGINE_SETTINGS else router).append(f"--{name.replace('_', '-')} {value}")
     if not fleet.prefill:
-        command = " ".join([f"pdserve up --both {fleet.both}", *engine, *router])
+        command = " ".join([f"pdserve up --prefill 0 --decode 0 --both {fleet.both}", *engine, *router])
         return [f"# docker-compose.yml has no colocated instances; start them by `{command}`", *remark]
     gpus = [str(number) for number in range(fleet.size)]
     return [
