@@ -239,7 +239,8 @@ def test_advice_names_the_winner(split: tuple[int, int], colocated: tuple[int, i
 def test_lines_for_compose_deploy_the_fleet() -> None:
     lines = env_lines(trial(Fleet(2, 1), 1, 1))
     assert lines == ["PREFILL=2", "PREFILL_GPUS=0,1", "DECODE=1", "DECODE_GPUS=2"]
-    assert "pdserve up --prefill 0 --decode 0 --both 3 --itl-target-ms 20" in env_lines(trial(Fleet(both=3, itl_target_ms=20), 1, 1))[0]
+    (line,) = env_lines(trial(Fleet(both=3, itl_target_ms=20), 1, 1))
+    assert "pdserve up --prefill 0 --decode 0 --both 3 --itl-target-ms 20" in line, "by default, up starts 1P+1D"
 
 
 # ---- the commands -------------------------------------------------------------------------------------------------
