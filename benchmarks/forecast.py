@@ -67,13 +67,20 @@ class Settings(report.Settings):
     rates: str = flag("requests per second, in place of --loads; empty: --loads", "")
     same_rates: bool = flag("loads are shares of the best fleet's saturation: all get the same rates", False)
     requests: int = flag("per row", 150, least=1)
+    warmup: int = flag("the first of them, which do not count, as they meet an empty fleet", 0, least=0)
     profile: str = flag("of the demo model with one thread: its instances compute; empty: they are paced", "")
     seed: int = flag("of the requests", 0)
 
 
 def mix(name: str, settings: Settings, folder: Path) -> FleetConfig:
     """Return the load of a mix."""
-    config = FleetConfig(num_prompts=settings.requests, seed=settings.seed, random_range_ratio=0.6, block_size=16)
+    config = FleetConfig(
+        num_prompts=settings.requests,
+        warmup_requests=settings.warmup,
+        seed=settings.seed,
+        random_range_ratio=0.6,
+        block_size=16,
+    )
     if name == "long":
         return replace(config, random_input_len=1000, random_output_len=16)
     if name == "short":
@@ -162,6 +169,7 @@ def measure(deployment: Deployment, config: FleetConfig, rate: float, folder: Pa
     """Play the load from outside, and return its figures, and the cores that the processes used meanwhile."""
     names: tuple[str, ...] = (
         "num_prompts",
+        "warmup_requests",
         "seed",
         "random_input_len",
         "random_output_len",

@@ -32,6 +32,7 @@ KEYS_FILE_HELP = "TOML file of further API keys, each with quotas and a weight; 
 ALLOWED_HOSTS_HELP = (
     "further Host headers for which a router on loopback without API keys answers, comma separated, or *; empty: none"
 )
+PROFILE_HELP = "profile with which instances compare the times of their steps; empty: that of --paced, if any"
 POLICY_NAMES = ("auto", "round_robin", "least_loaded", "power_of_two", "session", "prefix_aware")
 PORTS: dict[str, Any] = {"least": 0, "most": 65535}  # 0 takes a free one
 
@@ -148,7 +149,11 @@ class EngineConfig(ModelConfig):
         " empty: compute",
         "",
     )
-    force: bool = flag("use a profile of another model (--paced) or machine too, and say what differs", False)
+    force: bool = flag(
+        "use a profile of another model (--paced), or compare one of another model or machine (--compare,"
+        " --profile), and say what differs",
+        False,
+    )
     threads: int | None = flag("CPU threads of this instance; default: torch's own", None, least=1)
     seed: int = flag("seed of the instance; requests have seeds of their own", 0)
 
@@ -221,6 +226,7 @@ class InstanceConfig(ControlConfig, TransferConfig):
     drain_seconds: float = flag(
         "seconds that running requests may take in a drain before they are cut off", 25.0, least=0
     )
+    profile: str = flag(PROFILE_HELP, "")
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for a setting that can never work."""
@@ -391,6 +397,7 @@ class UpConfig(ControlConfig, TransferConfig):
     otlp_endpoint: str = flag(OTLP_HELP, "")
     keys_file: str = flag(KEYS_FILE_HELP, "")
     allowed_hosts: str = flag(ALLOWED_HOSTS_HELP, "")
+    profile: str = flag(PROFILE_HELP, "")
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for a setting that can never work."""
@@ -460,6 +467,7 @@ class LoadConfig(Settings):
     think_time: float = flag("seconds between an answer and the next turn", 0.0, least=0)
     trace_speed: float = flag("mooncake, azure, burstgpt: 2 replays in half the time", 1.0, above=0)
     trace_length_scale: float = flag("mooncake, azure, burstgpt: factor of all lengths", 1.0, above=0)
+    warmup_requests: int = flag("first requests of the run that do not count, as they meet an empty fleet", 0, least=0)
     seed: int = flag("of lengths, prompts and arrivals", 0)
 
 

@@ -10,7 +10,7 @@ forecasts (routing, break-even of a hand-over, SLO admission) use these models.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -153,9 +153,14 @@ def _solve(rows: list[list[float]], right: list[float]) -> list[float]:
 
 
 class CostMeter:
-    """Measures one instance at work and fits its cost models."""
+    """Measures one instance at work and fits its cost models.
+
+    Attributes:
+        on_steps: called with the steps of one phase that were measured together, and their seconds.
+    """
 
     def __init__(self) -> None:
+        self.on_steps: Callable[[Sequence[Work], float], None] = lambda steps, seconds: None
         self._prefill, self._decode = OnlineFit(1, 0, 2), OnlineFit(0, 1, 2)
         self._transfer, self._swap = OnlineFit(1, 0), OnlineFit(1, 0)
         self._pending_steps: list[Work] = []
@@ -184,6 +189,7 @@ class CostMeter:
             self._pending_steps, self._pending_seconds = [], 0.0
             if len({count == 1 for step in steps for count, _ in step}) == 1:
                 self._fit(work).observe(_amounts(steps), seconds, now)
+                self.on_steps(steps, seconds)
 
     def record_decode_step(self, sequences: int, context: int, seconds: float, now: float) -> None:
         """Record a step in which all sequences decoded, by their number and the sum of their contexts."""

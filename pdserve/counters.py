@@ -34,10 +34,12 @@ HELP = {
     "kv_cache_blocks": "blocks of the pool",
     "kv_cache_blocks_held": "blocks that a sequence or a transfer holds",
     "kv_cache_usage_perc": "share of the pool's blocks that are held, 0 to 1",
+    "profile_ratio": "median of the time of a step, divided by that of the profile, by phase",
 }
 # Metric name → its labels, sorted; without an entry it has none.
 LABELS: dict[str, tuple[str, ...]] = {
     "kv_store_out": ("connector",),
+    "profile_ratio": ("phase",),
     "prompt_tokens_by_source": ("source",),
     "store_hits": ("decision",),
     "swapped_blocks": ("direction",),
@@ -56,6 +58,7 @@ GAUGES = frozenset(
         "kv_store_out",
         "kv_transfer_bytes_in_flight",
         "kv_transfer_bytes_waiting",
+        "profile_ratio",
     }
 )
 _LABEL = re.compile(r'(\w+)="([^"]*)"', re.ASCII)

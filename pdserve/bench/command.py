@@ -19,7 +19,7 @@ from pdserve.bench import page, report
 from pdserve.bench.datasets import draw_load
 from pdserve.bench.load import Target
 from pdserve.bench.metrics import summarize
-from pdserve.bench.requests import Request
+from pdserve.bench.requests import Request, counted
 from pdserve.bench.server import find_model, read_breakdown
 from pdserve.bench.slo import METRICS, is_good, mean_interval, parse_goodput, wilson
 from pdserve.bench.sweep import Search, Trial, is_saturated
@@ -133,6 +133,7 @@ def measure_once(benchmark: Benchmark) -> tuple[dict[str, Any], list[page.Chart]
     requests = requests_of(benchmark, config.request_rate, config.seed)
     with progress("requests", len(requests)) as show:
         played = play(requests, benchmark.target, config.client_processes, show)
+    played.samples = counted(played.samples, config.warmup_requests)
     figures = _figures(benchmark, played) | {"request_rate": _rate(config.request_rate)}
     if benchmark.is_ours:
         figures["ttft_breakdown"] = read_breakdown(benchmark.target.url, played.samples)
@@ -191,8 +192,10 @@ def _try_rate(benchmark: Benchmark, rate: float, number: int) -> tuple[dict[str,
     requests = requests_of(benchmark, rate, seed)
     with progress(f"{rate:.3g} requests/s", len(requests)) as show:
         played = play(requests, target, config.client_processes, show)
+    saturated = is_saturated(played.samples, config.warmup_requests)
+    played.samples = counted(played.samples, config.warmup_requests)
     good = sum(is_good(sample, benchmark.objectives) for sample in played.samples)
-    trial = Trial(rate, good, len(played.samples), is_saturated(played.samples))
+    trial = Trial(rate, good, len(played.samples), saturated)
     low, high = wilson(trial.good, trial.total)
     row = _figures(benchmark, played) | asdict(trial) | {"attainment": trial.attainment, "attainment_95": [low, high]}
     if not played.stopped:
@@ -222,6 +225,7 @@ def _base(benchmark: Benchmark) -> dict[str, Any]:
         "backend",
         "label",
         "num_prompts",
+        "warmup_requests",
         "dataset_name",
         "seed",
         "burstiness",

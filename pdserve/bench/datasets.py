@@ -32,6 +32,8 @@ def draw_load(config: LoadConfig, rate: float, drawn: Draws, count_tokens: Calla
         SetupError: the file is missing, malformed or empty, or settings contradict each other.
     """
     requests = load_requests(config, drawn.randint, count_tokens)
+    if config.warmup_requests >= len(requests):
+        raise SetupError(f"--warmup-requests {config.warmup_requests} leaves none of {len(requests)} requests")
     if config.dataset_name in TRACES:
         return replay(requests, config.trace_speed, rate)
     count = sum(one.after is None for one in requests)

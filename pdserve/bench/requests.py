@@ -1,6 +1,8 @@
 """The two nouns of a benchmark: a request to be sent, and the sample that it became."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +86,11 @@ class Sample:
     @property
     def latency(self) -> float:
         return self.ended - self.sent
+
+
+T = TypeVar("T", Request, Sample)
+
+
+def counted(items: Iterable[T], warmup: int) -> list[T]:
+    """Return the requests, or their samples, without the first `warmup` ones of the load."""
+    return [one for one in items if one.index >= warmup]

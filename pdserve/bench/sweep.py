@@ -73,9 +73,9 @@ class Search:
         return min((one.rate for one in self.trials if not one.meets(share)), default=math.inf)
 
 
-def is_saturated(samples: Sequence[Sample]) -> bool:
-    """Return True if the number of requests in flight kept growing while requests arrived."""
-    if len(samples) < 9:
+def is_saturated(samples: Sequence[Sample], warmup: int = 0) -> bool:
+    """Return True if the number of requests in flight kept growing while requests arrived, after the first `warmup` ones."""
+    if len(samples) - warmup < 9:
         return False
     ordered = sorted(samples, key=lambda sample: sample.scheduled)
     ends = sorted(sample.ended for sample in ordered)
@@ -84,6 +84,7 @@ def is_saturated(samples: Sequence[Sample]) -> bool:
         while ends[ended] < sample.scheduled:
             ended += 1
         in_flight.append(started - ended)
+    del in_flight[:warmup]
     third = len(in_flight) // 3
     middle, last = sum(in_flight[third : 2 * third]) / third, sum(in_flight[-third:]) / third
     return last > GROWTH * middle and last - middle > MIN_GROWTH

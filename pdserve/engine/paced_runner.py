@@ -103,12 +103,7 @@ class PacedRunner:
         Raises:
             SetupError: the profile cannot be read, is of another model, or does not say how many blocks there are.
         """
-        try:
-            profile = Profile.load(config.paced)
-        except OSError as error:
-            raise SetupError(f"--paced {config.paced} cannot be read: {error.strerror}") from None
-        except ValueError as error:
-            raise SetupError(f"--paced: {error}") from None
+        profile = Profile.load_setting("--paced", config.paced)
         if profile.model not in (config.name, config.model):  # the machine may be another one: that is the purpose
             reason = f"--paced {config.paced} is a profile of {profile.model}, and this instance serves {config.name}"
             if not config.force:

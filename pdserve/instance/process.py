@@ -25,6 +25,8 @@ from pdserve.instance.hello import make_hello
 from pdserve.instance.instance import Instance
 from pdserve.instance.router_link import RouterLinks
 from pdserve.kv_transfer.threaded import SWITCH_INTERVAL_S
+from pdserve.profile.drift import check_match
+from pdserve.profile.profile import EngineFacts, Machine, Profile
 from pdserve.proto import pdserve_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -61,6 +63,8 @@ async def _serve(role: str, config: InstanceConfig) -> None:
     links = RouterLinks([] if registry else config.routers, token, registry, client_context(config))
     started = time.monotonic()
     instance = Instance(config, links.send, runner=PacedRunner.load(config) if config.paced else None)
+    if config.profile or config.paced:
+        instance.reporter.watch(_load_profile(config, instance))
     if config.metrics_port is not None:
         _serve_metrics(config.metrics_port, instance)
     hello = make_hello(role, config, instance)
@@ -82,6 +86,20 @@ async def _serve(role: str, config: InstanceConfig) -> None:
     await asyncio.to_thread(thread.join)
     if isinstance(outcome, Exception):
         raise RuntimeError("the router links ended unexpectedly") from outcome
+
+
+def _load_profile(config: InstanceConfig, instance: Instance) -> Profile:
+    """Return the profile with which steps are compared. That of `--paced` is of another machine, and may be."""
+    if not config.profile:
+        return Profile.load_setting("--paced", config.paced)
+    profile = Profile.load_setting("--profile", config.profile)
+    if not config.paced:
+        engine = instance.engine
+        machine = Machine(device=str(engine.checkpoint.device), numerics=engine.layout.numerics)
+        live = Profile(model=config.name, machine=machine, engine=EngineFacts(dtype=engine.layout.dtype))
+        if reason := check_match(profile, live, force=config.force):
+            log.warning("%s", reason)
+    return profile
 
 
 async def _drain(links: RouterLinks, instance: Instance, hello: pb.Hello, stop: asyncio.Event, seconds: float) -> None:

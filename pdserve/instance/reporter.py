@@ -1,17 +1,21 @@
 """Status of an instance: counters, metrics, cost models, the heartbeat, and the work that its requests still need."""
 
-from collections.abc import Collection, Iterable
+import logging
+from collections.abc import Collection, Iterable, Sequence
 
-from pdserve.costs import CostMeter
+from pdserve.costs import CostMeter, Work
 from pdserve.counters import series
 from pdserve.decode.layout_converter import LayoutConverter
 from pdserve.engine.engine import Engine, StepResult
 from pdserve.engine.warm_up import measure_swaps, warm_up
 from pdserve.kv_transfer.connector import Connector
+from pdserve.profile.profile import Profile
+from pdserve.profile.watch import ProfileWatch
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.roles.job import Job
 from pdserve.roles.transfers import Transfers
 
+log = logging.getLogger(__name__)
 COSTS_UPDATE_S = 1.0  # between two fits of the cost models
 LOAD_FIELDS = tuple(pb.Load.DESCRIPTOR.fields_by_name)
 
@@ -38,6 +42,7 @@ class Reporter:
         self._connector = connector
         self._transfers = transfers
         self._layout_converter = layout_converter
+        self._watch: ProfileWatch | None = None
         self._remaining_load: dict[str, list[pb.Load]] = {}  # by link, one for each request
         for work, seconds in warm_up(engine):
             self.meter.calibrate_step(work, seconds)
@@ -49,6 +54,16 @@ class Reporter:
         """Add `value` to a counter of `pdserve.counters`."""
         key = series(name, **labels)
         self.counts[key] = self.counts.get(key, 0) + value
+
+    def watch(self, profile: Profile) -> None:
+        """Compare steps with a profile from now on, in a metric and in the log."""
+        watch = self._watch = ProfileWatch(profile.step)
+
+        def compare(steps: Sequence[Work], seconds: float) -> None:
+            if sentence := watch.observe(steps, seconds):
+                log.warning("%s", sentence)
+
+        self.meter.on_steps = compare
 
     def record_step(self, result: StepResult, seconds: float, now: float) -> None:
         """Add an engine step to the counters and cost models. `seconds` excludes the time for swapping."""
@@ -87,6 +102,10 @@ class Reporter:
             costs=self._costs,
             counters=self.counts | self._pool_metrics() | self._transfer_metrics(),
         )
+        if self._watch is not None:
+            heartbeat.counters.update(
+                {series("profile_ratio", phase=phase): ratio for phase, ratio in self._watch.ratios.items()}
+            )
         heartbeat.counters["num_requests_waiting"] = heartbeat.waiting
         heartbeat.counters["num_requests_running"] = heartbeat.running
         self.heartbeat = heartbeat

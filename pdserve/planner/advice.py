@@ -55,12 +55,12 @@ def env_lines(trial: Trial) -> list[str]:
     fleet, settings = trial.fleet, dict(trial.fleet.settings)
     connector = settings.pop("connector", None)
     remark = [f"# with a KV store of the connector {connector}, as CONNECTOR"] if connector else []
-    engine = [flag for flag in replace(fleet, settings=()).flags]
+    engine = replace(fleet, settings=()).flags
     router = list[str]()
     for name, value in settings.items():
         (engine if name in ENGINE_SETTINGS else router).append(f"--{name.replace('_', '-')} {value}")
     if not fleet.prefill:
-        command = " ".join([f"pdserve up --both {fleet.both}", *engine, *router])
+        command = " ".join([f"pdserve up --prefill 0 --decode 0 --both {fleet.both}", *engine, *router])
         return [f"# docker-compose.yml has no colocated instances; start them by `{command}`", *remark]
     gpus = [str(number) for number in range(fleet.size)]
     return [

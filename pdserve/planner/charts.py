@@ -39,11 +39,6 @@ def best_of_shapes(trials: Sequence[Trial]) -> list[Trial]:
     return [best(shapes[shape]) for shape in sorted(shapes)]
 
 
-def shape(trial: Trial) -> str:
-    """Return the numbers of instances, without flags."""
-    return str(trial.fleet).partition(" --")[0]
-
-
 def rate_curves(curves: Mapping[str, Sequence[tuple[float, float]]], rate: float) -> Chart:
     data: list[Chart] = []
     for (name, points), colour in zip(curves.items(), COLOURS, strict=False):
@@ -75,7 +70,7 @@ def pareto(trials: Sequence[Trial], price: float) -> Chart:
     data: list[Chart] = []
     for name, chosen, mode in (("fleets", trials, "markers"), ("Pareto front", front, "lines+markers+text")):
         x, y = [each * one.fleet.size for one in chosen], [100 * one.attainment for one in chosen]
-        text = [shape(one) for one in chosen]
+        text = [one.fleet.shape for one in chosen]
         data.append({"x": x, "y": y, "text": text, "mode": mode, "name": name, "textposition": "top center"})
     drawn = chart(f"% of requests within all targets, by {unit}", data, range=[0, 115])
     drawn["layout"]["xaxis"] = {"range": [0, each * (max(one.fleet.size for one in trials) + 1)]}
@@ -99,7 +94,7 @@ def waterfall(trial: Trial) -> Chart:
                 "totals": {"marker": {"color": colour, "line": {"color": "#222", "width": 2}}},
             }
         )
-    return with_long_labels(chart(f"{shape(trial)}: ms until tokens 1 and 2", data))
+    return with_long_labels(chart(f"{trial.fleet.shape}: ms until tokens 1 and 2", data))
 
 
 def with_long_labels(drawn: Chart) -> Chart:
@@ -128,7 +123,7 @@ def _ratios(title: str, trials: Mapping[str, Trial]) -> Chart:
 
 
 def bars(trials: Sequence[Trial], target: Target) -> Chart:
-    names = [shape(trial) for trial in trials]
+    names = [trial.fleet.shape for trial in trials]
     values = [trial.values[target] * 1e3 for trial in trials]
     limit = {"x": names, "y": [target.seconds * 1e3] * len(names), "mode": "lines", "name": "target"}
     data: list[Chart] = [{"type": "bar", "x": names, "y": values, "name": str(target)}, limit]
@@ -150,7 +145,7 @@ def speeds(trials: Sequence[Trial]) -> Chart:
     points = {
         "x": [1e3 / max(1e-3, trial.forecast.figures["median_tpot_ms"]) for trial in trials],
         "y": [trial.forecast.figures["output_throughput"] / trial.fleet.size for trial in trials],
-        "text": [shape(trial) for trial in trials],
+        "text": [trial.fleet.shape for trial in trials],
         "mode": "markers",
     }
     return chart("tokens/s per instance by tokens/s of a stream", [points])

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from pdserve.bench import page
 from pdserve.bench.report import write_file
+from pdserve.bench.requests import counted
 from pdserve.config import PlanConfig
 from pdserve.planner.advice import advise, describe, env_lines
 from pdserve.planner.charts import charts
@@ -29,7 +30,7 @@ def run(config: PlanConfig) -> bool:
     profile = load_profile(config)
     with Console(stderr=True).status("simulating") as status:
         planner = Planner(config, profile, targets, status)
-        requests = draw_requests(config, planner.rate)
+        requests = counted(draw_requests(config, planner.rate), config.warmup_requests)
         check_groups(targets, requests)
         plan = planner.plan(load_measured(config.measured, requests))
     console_for_tables().print(as_table([trial.forecast for trials in plan.trials for trial in notable(trials)]))
@@ -60,7 +61,7 @@ def sentences(plan: Plan, targets: Sequence[Target], rate: float, config: PlanCo
         return [
             f"No fleet of up to {nearest.fleet.size if config.instances else config.max_instances} instances meets the SLO "
             f"at {rate:.3g} requests/s.",
-            f"The nearest is {describe(nearest, targets)}. What binds is {nearest.breaks}.",
+            f"The nearest is {describe(nearest, targets)}.{'' if nearest.failure else f' What binds is {nearest.binding}.'}",
             *thin_sentences(nearest.counts),
             advise(last, targets),
             *worth,
@@ -88,7 +89,7 @@ def sentences(plan: Plan, targets: Sequence[Target], rate: float, config: PlanCo
 
 
 def _above(breaks: Trial) -> str:
-    return breaks.breaks if breaks.failure else f"{breaks.binding} breaks first"
+    return f"it {breaks.failure}" if breaks.failure else f"{breaks.binding} breaks first"
 
 
 def _worth(dimension: Dimension, trials: Sequence[Trial], chosen: Trial) -> str:

@@ -1,4 +1,4 @@
-"""What a plan consists of, and the simulations from which it comes."""
+"""The planner of `pdserve plan`, which runs the stages of the search, and the plan in which it collects their trials."""
 
 import math
 import time
@@ -24,7 +24,7 @@ ITL_SHARES = (0.5, 0.75, 1.0)  # of the ITL target, tried as --itl-target-ms
 
 @dataclass
 class Plan:
-    """What was found.
+    """The fleet that meets the SLO, or the nearest one, and the trials that show why.
 
     Attributes:
         trials: all simulated fleets at the load as given, by size; the last size is that of the choice.

@@ -1,14 +1,23 @@
 """The search of `pdserve plan` over fleets. Plain decisions: the caller simulates."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pdserve.planner.targets import FAILED, Target, attainment
 from pdserve.simulator.fleet import Fleet, Forecast
 
 EXHAUSTIVE = 12  # instances up to which all splits are tried
+NEIGHBOURS = 2  # of the best split of a larger fleet, to either side, that are tried
+VERIFIED = 3  # sizes below the found one that are tried
 RATE_PRECISION = 0.05
-SATURATED_SHARE = 0.9  # of the time in steps, below which requests in flight grow because more arrive
+SATURATED_SHARE = 0.9  # of the time, below which requests in flight grow because more arrive
+BUSY = {  # what a fleet's forecast has busy shares of
+    "prefill": "prefill is",
+    "decode": "decode is",
+    "both": "its instances are",
+    "router": "the router is",
+    "link": "the link to the KV store is",
+}
 NOISE = 0.02  # relative difference of two ratios that decides nothing
 MAX_FACTOR = 8.0  # of the rate, up to which headroom is searched
 
@@ -24,7 +33,8 @@ class Trial:
         attainment: share of the requests that are within all targets for them.
         ratio: of the worst figure to its target; at most 1 if the SLO is met, at least `FAILED` if the fleet failed.
         binding: the target of the worst figure.
-        failure: how the fleet failed whatever the figures are, such as "refuses or loses 3 requests"; empty if it did not.
+        failure: how the fleet failed whatever the figures are, such as "refuses or loses 3 requests" or "does not keep up:
+            the router is busy 97% of the time"; empty if it did not.
     """
 
     forecast: Forecast
@@ -34,11 +44,6 @@ class Trial:
     ratio: float
     binding: Target
     failure: str = ""
-
-    @property
-    def breaks(self) -> str:
-        """What is wrong with the fleet, or would be first: its failure, or the target of the worst figure."""
-        return f"it {self.failure}" if self.failure else str(self.binding)
 
     @property
     def fleet(self) -> Fleet:
@@ -66,10 +71,16 @@ def judge(targets: Sequence[Target], forecast: Forecast) -> Trial:
     if failed := forecast.figures["failed"]:
         share = failed / (failed + forecast.figures["completed"])
         ratio, failure = max(ratio, FAILED * (1 + share)), f"refuses or loses {failed} requests"
-    elif forecast.saturated and max(forecast.busy.values(), default=1.0) >= SATURATED_SHARE:
-        ratio, failure = max(ratio, FAILED), "does not keep up"
+    elif forecast.saturated and (cause := bottleneck(forecast.busy)):
+        ratio, failure = max(ratio, FAILED), f"does not keep up: {cause}"
     share = attainment(targets, forecast.samples)
     return Trial(replace(forecast, samples=[]), values, counts, share, ratio, binding, failure)
+
+
+def bottleneck(busy: Mapping[str, float]) -> str:
+    """Return what is busy for nearly all of the time, such as "the router is busy 97% of the time"; empty if nothing is."""
+    name = max(busy, key=lambda one: busy[one])
+    return f"{BUSY[name]} busy {busy[name]:.0%} of the time" if busy[name] >= SATURATED_SHARE else ""
 
 
 Simulate = Callable[[Sequence[Fleet]], Iterable[Trial]]
@@ -90,7 +101,11 @@ def best(trials: Iterable[Trial]) -> Trial:
 
 
 def try_size(size: int, itl_targets: Sequence[float | None], simulate: Simulate) -> list[Trial]:
-    """Simulate the fleets of a size. Of large ones, the split is bisected: more prefill lowers TTFT and raises ITL."""
+    """Simulate the fleets of a size.
+
+    Of large ones, the split is bisected, since more prefill lowers TTFT and raises ITL; and as chance or the policy may make
+    that untrue for a single instance, the neighbours of the best split are tried, too.
+    """
     if size <= EXHAUSTIVE:
         return list(simulate(fleets_of(size, itl_targets)))
     trials = list(simulate([Fleet(both=size, itl_target_ms=target) for target in itl_targets]))
@@ -103,7 +118,17 @@ def try_size(size: int, itl_targets: Sequence[float | None], simulate: Simulate)
             low = middle + 1
         else:
             high = middle - 1
+    while missing := _untried_neighbours(trials):
+        trials += simulate(missing)
     return trials
+
+
+def _untried_neighbours(trials: Sequence[Trial]) -> list[Fleet]:
+    """Return the fleets around the best split that are not among the trials."""
+    splits = [trial for trial in trials if not trial.is_colocated]
+    tried, chosen = {trial.fleet.prefill for trial in splits}, best(splits).fleet
+    around = range(chosen.prefill - NEIGHBOURS, chosen.prefill + NEIGHBOURS + 1)
+    return [Fleet(one, chosen.size - one) for one in around if 0 < one < chosen.size and one not in tried]
 
 
 def _needs_prefill(trial: Trial) -> bool:
@@ -115,10 +140,11 @@ def _needs_prefill(trial: Trial) -> bool:
 
 
 def smallest(most: int, itl_targets: Sequence[float | None], simulate: Simulate) -> list[list[Trial]]:
-    """Return the trials by size, up to one at which a fleet meets the SLO, and with one instance fewer none does.
+    """Return the trials by size, up to one at which a fleet meets the SLO, while none of the `VERIFIED` sizes below it does.
 
-    Sizes are doubled until one suffices, and those in between are bisected, so some are missing. That finds the smallest
-    size if more instances never do worse. If none suffices, they end with `most`.
+    Sizes are doubled until one suffices, those in between are bisected, and then those below the found one are tried, so
+    some are missing. That finds the smallest size n if all sizes from n + `VERIFIED` on suffice: a few larger fleets may do
+    worse than a smaller one. If no size of the doubling suffices, they end with `most`.
     """
     tried: dict[int, list[Trial]] = {}
 
@@ -134,6 +160,11 @@ def smallest(most: int, itl_targets: Sequence[float | None], simulate: Simulate)
     while size - failed > 1:
         middle = (failed + size) // 2
         failed, size = (failed, middle) if suffices(middle) else (middle, size)
+    below = size - 1
+    while below >= max(1, size - VERIFIED):
+        if below not in tried and suffices(below):
+            size = below
+        below -= 1
     return [tried[one] for one in sorted(tried) if one <= size]
 
 

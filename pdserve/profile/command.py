@@ -18,7 +18,7 @@ from rich.table import Table
 from pdserve.config import InstanceConfig, ProfileConfig, UpConfig, shared_settings
 from pdserve.errors import SetupError
 from pdserve.profile import deployment, imports
-from pdserve.profile.drift import drift_of
+from pdserve.profile.drift import check_match, drift_of
 from pdserve.profile.fit import fit_steps, fit_transfer, step_residuals
 from pdserve.profile.profile import EngineFacts, Machine, Overheads, Profile, Residuals, TransferModel
 
@@ -74,16 +74,7 @@ def _load(file: str) -> Profile:
 
 
 def _compare(profile: Profile, live: Profile, *, force: bool) -> bool:
-    pairs = {
-        "model": (profile.model, live.model),
-        "device": (profile.machine.device, live.machine.device),
-        "class of numerics": (profile.machine.numerics, live.machine.numerics),
-        "dtype": (profile.engine.dtype, live.engine.dtype),
-    }
-    if differences := [f"{name} {one}, not {other}" for name, (one, other) in pairs.items() if one != other]:
-        reason = f"the profile is of another model or machine than the instance: {'; '.join(differences)}"
-        if not force:
-            raise SetupError(f"{reason}; --force compares them nevertheless")
+    if reason := check_match(profile, live, force=force):
         print(f"{reason[0].upper()}{reason[1:]}.")
     sentences = drift_of(profile, live.step)
     print("\n".join(sentences) or "The profile holds.")

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
+from pdserve.errors import SetupError
 from pdserve.profile.fit import Timing, kind_of
 from pdserve.profile.profile import Profile, StepModel
 
@@ -12,6 +13,30 @@ USUAL_STEPS = (
 )
 MIN_STEPS = 8  # of a kind
 LEAST_DRIFT = 0.15  # of the median, below which the differences between runs on a machine are too
+
+
+def check_match(profile: Profile, live: Profile, *, force: bool) -> str:
+    """Compare what two profiles are of, as far as both are known to say it.
+
+    Returns:
+        How they differ, which only `force` allows; empty if they do not.
+
+    Raises:
+        SetupError: they differ.
+    """
+    pairs = {
+        "model": (profile.model, live.model),
+        "device": (profile.machine.device, live.machine.device),
+        "class of numerics": (profile.machine.numerics, live.machine.numerics),
+        "dtype": (profile.engine.dtype, live.engine.dtype),
+    }
+    differences = [f"{name} {one}, not {other}" for name, (one, other) in pairs.items() if one != other]
+    if not differences:
+        return ""
+    reason = f"the profile is of another model or machine than the instance: {'; '.join(differences)}"
+    if not force:
+        raise SetupError(f"{reason}; --force compares them nevertheless")
+    return reason
 
 
 def drift(profile: Profile, observed: Sequence[Timing]) -> list[str]:

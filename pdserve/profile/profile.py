@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.costs import Costs, OnlineFit
+from pdserve.errors import SetupError
 
 SCHEMA = 1
 Knots = tuple[tuple[int, float], ...]  # (amount, seconds), in ascending order of the amount
@@ -227,6 +228,20 @@ class Profile:
         except ValueError as error:
             raise ValueError(f"{path} is not a profile: {_sentence(error)}") from None
         return profile
+
+    @classmethod
+    def load_setting(cls, flag: str, path: str) -> "Profile":
+        """Read the profile that a setting names.
+
+        Raises:
+            SetupError: it cannot be read, or is not a profile.
+        """
+        try:
+            return cls.load(path)
+        except OSError as error:
+            raise SetupError(f"{flag} {path} cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise SetupError(f"{flag}: {error}") from None
 
     def save(self, path: str | Path) -> None:
         """Write the profile.

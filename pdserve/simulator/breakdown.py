@@ -1,4 +1,4 @@
-"""What requests of a simulation waited for: the parts of TTFT, and of the gap before the second token."""
+"""Breakdown of latency: the parts of TTFT, and of the gap before the second token, from the timelines of requests."""
 
 from collections.abc import Mapping, Sequence
 

@@ -18,6 +18,7 @@ from pdserve.errors import SetupError
 from pdserve.simulator.fleet import (
     Fleet,
     Forecast,
+    fleet_roles,
     load_profile,
     notes,
     parse_itl_targets,
@@ -26,6 +27,7 @@ from pdserve.simulator.fleet import (
 )
 
 WIDTH = 140  # columns of a table in a file
+MOSTLY = 0.5  # share of the time
 
 
 def run(config: SimulateConfig) -> None:
@@ -97,9 +99,15 @@ def as_table(forecasts: Sequence[Forecast]) -> Table:
             *([f"{figures['good_request_fraction']:.1%}"] if good else []),
             f"{figures['request_throughput']:.2f}",
             *(f"{one:.0f}" for one in times),
-            " ".join(f"{role[0].upper()} {share:.0%}" for role, share in forecast.busy.items()),
+            " ".join(f"{name[0].upper()} {share:.0%}" for name, share in shown_busy(forecast).items()),
         )
     return table
+
+
+def shown_busy(forecast: Forecast) -> dict[str, float]:
+    """Return how busy the roles are, and router and link if they are busy for most of the time."""
+    roles = fleet_roles(forecast.fleet)
+    return {name: share for name, share in forecast.busy.items() if name in roles or share >= MOSTLY}
 
 
 def as_dict(forecast: Forecast) -> dict[str, Any]:

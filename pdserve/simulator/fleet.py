@@ -12,7 +12,7 @@ from typing import Any
 
 from pdserve.bench.datasets import draw_load
 from pdserve.bench.metrics import summarize
-from pdserve.bench.requests import Request, Sample
+from pdserve.bench.requests import Request, Sample, counted
 from pdserve.bench.slo import METRICS
 from pdserve.bench.sweep import is_saturated
 from pdserve.bench.traces import BLOCK
@@ -47,10 +47,14 @@ class Fleet:
         """There are instances for both phases."""
         return self.both > 0 or (self.prefill > 0 and self.decode > 0)
 
-    def __str__(self) -> str:
+    @property
+    def shape(self) -> str:
+        """Its numbers of instances, such as `2P+1D` or `3 both`."""
         parts = [f"{count}{letter}" for count, letter in ((self.prefill, "P"), (self.decode, "D")) if count]
-        parts += [f"{self.both} both"] if self.both else []
-        return " ".join(["+".join(parts), *self.flags])
+        return "+".join([*parts, *([f"{self.both} both"] if self.both else [])])
+
+    def __str__(self) -> str:
+        return " ".join([self.shape, *self.flags])
 
     @property
     def flags(self) -> list[str]:
@@ -65,9 +69,10 @@ class Forecast:
 
     Attributes:
         figures: those of `pdserve bench serve`, of the simulated run, and the parts of TTFT.
-        busy: mean share of the time in which the instances of each role were in a step.
+        busy: share of the time in which the instances of each role were in a step, in the mean, and in which the routers'
+            threads ("router") and the way to the KV store ("link") were busy.
         saturated: the requests in flight kept growing while requests arrived.
-        samples: one per request.
+        samples: one per request that counts.
     """
 
     fleet: Fleet
@@ -248,19 +253,21 @@ def simulate(
         instance=instance,
         router=router,
     )
-    outcome = Simulation(deployment, model, config.seed).play(requests, is_chat=config.chat, think_s=config.think_time)
-    figures = summarize(outcome.samples, objectives, METRICS, PERCENTILES, [])
-    figures["ttft_parts_ms"] = breakdown(outcome.samples, outcome.stamps)
+    simulation, warmup = Simulation(deployment, model, config.seed), config.warmup_requests
+    outcome = simulation.play(requests, is_chat=config.chat, think_s=config.think_time, warmup=warmup)
+    samples = counted(outcome.samples, warmup)
+    figures = summarize(samples, objectives, METRICS, PERCENTILES, [])
+    figures["ttft_parts_ms"] = breakdown(samples, outcome.stamps)
     busy = {
         role: [share for name, share in outcome.busy.items() if name.startswith(role)] for role in fleet_roles(fleet)
     }
     return Forecast(
         fleet,
         figures,
-        {role: sum(shares) / len(shares) for role, shares in busy.items()},
+        {role: sum(shares) / len(shares) for role, shares in busy.items()} | outcome.shared_busy,
         outcome.preemptions,
-        is_saturated(outcome.samples),
-        outcome.samples,
+        is_saturated(outcome.samples, warmup),
+        samples,
     )
 
 

@@ -79,6 +79,7 @@ class SimulatedInstance:
 
     Attributes:
         hello: its registration.
+        connector: to the KV store.
     """
 
     def __init__(
@@ -111,8 +112,8 @@ class SimulatedInstance:
             self._pass,
             block_bytes=1,
         )
-        self._connector = SimulatedConnector(clock, self.now, store, model.layout.block_bytes)
-        self.thread = EngineThread(config, self._send, self._connector, runner=runner, inbox=self._inbox, now=self.now)
+        self.connector = SimulatedConnector(clock, self.now, store, model.layout.block_bytes)
+        self.thread = EngineThread(config, self._send, self.connector, runner=runner, inbox=self._inbox, now=self.now)
         self._heartbeat = self._shown = self.thread.heartbeat
         self._key_changes = self.thread.kv_events.subscribe()  # not shown yet
         self._shown_keys = KVEventPublisher()
@@ -163,7 +164,7 @@ class SimulatedInstance:
             self._busy_s = self.busy_seconds
             self._time, self._skipped_ends = self._clock.time, []
             self._stopped_at = self._clock.time
-            self._connector.stop()
+            self.connector.stop()
 
     def catch_up(self) -> None:
         """Take the skipped steps that have ended by now. Their tokens that have arrived by now are delivered at once."""

@@ -53,6 +53,7 @@ class SimulatedRouter:
     Attributes:
         fleet, dispatcher, admission: those of a real router.
         model: durations.
+        thread: its work.
         token_times: when the thread was done with the tokens of the frame that it handles, one for each step.
     """
 
@@ -66,7 +67,7 @@ class SimulatedRouter:
         self.model = model
         self.token_times: list[float] = []
         self._instances: list[SimulatedInstance] = []
-        self._thread = RouterThread()
+        self.thread = RouterThread()
         clock.every(self.fleet.lease_check_interval_s, self._up_to_date(self.fleet.expire_leases))
         clock.every(self.dispatcher.check_interval_s, self._up_to_date(self.dispatcher.check_progress))
 
@@ -88,7 +89,7 @@ class SimulatedRouter:
 
     def spend(self, seconds: float) -> float:
         """Occupy the router's thread, and return when it is done with this."""
-        return self._thread.add(self.clock.time, seconds)
+        return self.thread.add(self.clock.time, seconds)
 
     def catch_up(self) -> None:
         """Take over the tokens of skipped steps that have arrived, before something is decided."""
@@ -110,7 +111,7 @@ class SimulatedRouter:
         times, now = times or [self.clock.time], self.clock.time
         if frame.WhichOneof("frame") == "step":
             seconds = sum(len(one.token_ids) for one in frame.step.outputs) * self.model.router_token_s
-            times = [self._thread.add(at, seconds / len(times)) for at in times] if seconds else times
+            times = [self.thread.add(at, seconds / len(times)) for at in times] if seconds else times
         handled_at = connection.handled_until = max(now, times[-1], connection.handled_until)
         if handled_at > now:
             self.clock.at(handled_at, partial(self._handle, handle, frame, times))

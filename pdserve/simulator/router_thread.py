@@ -12,9 +12,13 @@ class RouterThread:
 
     Work is therefore summed by slots of time, and what is ahead of an arrival is known up to the length of a slot. So
     skipping may change the order of what arrives within a slot, and with it these times and what is decided then.
+
+    Attributes:
+        busy_seconds: all work, including that which waits.
     """
 
     def __init__(self) -> None:
+        self.busy_seconds = 0.0
         self._first = 0  # number of the first slot
         self._work = deque([0.0])  # seconds, by slot
         self._backlog = deque([0.0])  # seconds that are left of earlier work when the slot begins
@@ -27,6 +31,7 @@ class RouterThread:
         begins = (self._first + slot) * SLOT_S
         ahead = max(0.0, self._backlog[slot] + self._work[slot] - max(0.0, at - begins))
         self._work[slot] += seconds
+        self.busy_seconds += seconds
         self._update_backlogs(slot + 1)
         return at + ahead + seconds
 

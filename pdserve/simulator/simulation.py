@@ -2,10 +2,11 @@
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
+from statistics import fmean
 
 from pdserve.bench.requests import Request as Load
 from pdserve.bench.requests import Sample
@@ -49,7 +50,10 @@ class Outcome:
     Attributes:
         samples: one per request, as `pdserve bench serve` measures them.
         seconds: simulated.
-        busy: share of the time in which each instance was in a step.
+        busy: share of the time in which each instance was in a step; the time in which requests arrived, or that until the
+            last answer, whichever gives the larger share.
+        shared_busy: the same of what instances share, in the mean: the routers' threads ("router"), and the way to the KV
+            store ("link"), which is the link itself or the streams of an instance, whichever are busier.
         preemptions: over all instances.
         stamps: of the timelines, by the index of the request.
     """
@@ -57,6 +61,7 @@ class Outcome:
     samples: list[Sample]
     seconds: float
     busy: dict[str, float]
+    shared_busy: dict[str, float]
     preemptions: int
     stamps: dict[int, Stamps] = field(default_factory=dict)
 
@@ -116,20 +121,39 @@ class Simulation:
         for router in self.routers:
             router.lose(name)
 
-    def play(self, loads: Sequence[Load], *, is_chat: bool = False, think_s: float = 0.0) -> Outcome:
+    def play(self, loads: Sequence[Load], *, is_chat: bool = False, think_s: float = 0.0, warmup: int = 0) -> Outcome:
         """Send all requests at their times and wait for the answers. A later turn waits for the previous one.
 
         Args:
             is_chat: the requests are chats, whose generated KV is stored for the next turn.
             think_s: between an answer and the next turn.
+            warmup: first requests, during whose arrival busy shares do not count yet.
         """
         player = _Player(self.clock, self.routers, self._model, self._chains, loads, is_chat, think_s)
         with _rare_collections(), _errors_only():
+            self.clock.run(until=lambda: player.num_begun >= min(warmup + 1, len(loads)))
+            began_at, before = self.clock.time, self._busy_seconds()
+            self.clock.run(until=lambda: player.num_begun == len(loads))
+            arriving = self._busy_shares(began_at, before)
             self.clock.run(until=lambda: player.num_ended == len(loads))
-        seconds = self.clock.time
-        busy = {name: one.busy_seconds / seconds if seconds else 0.0 for name, one in self.instances.items()}
+        busy = {name: max(share, arriving[name]) for name, share in self._busy_shares(began_at, before).items()}
+        shared = {name: busy.pop(name) for name in ("router", "link")}
         preemptions = sum(one.thread.engine.scheduler.num_preemptions for one in self.instances.values())
-        return Outcome(player.samples, seconds, busy, preemptions, player.stamps)
+        return Outcome(player.samples, self.clock.time, busy, shared, preemptions, player.stamps)
+
+    def _busy_seconds(self) -> dict[str, float]:
+        """Return for how long each instance, the routers and the link have been busy."""
+        seconds = {name: one.busy_seconds for name, one in self.instances.items()}
+        seconds["router"] = fmean(one.thread.busy_seconds for one in self.routers)
+        streams = [one.connector.lanes.busy_seconds for one in self.instances.values()]
+        seconds["link"] = max([self.store.lanes.busy_seconds, *streams])
+        return seconds
+
+    def _busy_shares(self, began_at: float, before: Mapping[str, float]) -> dict[str, float]:
+        """Return the shares of the time since `began_at`, when the seconds were those of `before`."""
+        passed = self.clock.time - began_at
+        gained = {name: seconds - before[name] for name, seconds in self._busy_seconds().items()}
+        return {name: min(1.0, seconds / passed) if passed else 0.0 for name, seconds in gained.items()}
 
 
 @contextmanager
@@ -158,7 +182,7 @@ class _Player:
     ) -> None:
         self.samples: list[Sample] = []
         self.stamps: dict[int, Stamps] = {}
-        self.num_ended = 0
+        self.num_begun = self.num_ended = 0
         self._clock = clock
         self._routers = routers
         self._chains = chains
@@ -190,6 +214,7 @@ class _Player:
         keys = {self._block_size: chain.keys(prompt, block_ends(len(prompt), self._block_size))}
         router = self._routers[next(self._turn) % len(self._routers)]
         sample = Sample(load.index, self._clock.time, key=load.key)
+        self.num_begun += 1
         SimulatedClient(router, request_id, load, prompt, keys, sample, self._on_end, self._is_chat).send()
 
     def _on_end(self, client: SimulatedClient) -> None:
@@ -213,6 +238,7 @@ class _Player:
         self.samples.append(
             Sample(load.index, now, sent=now, ended=now, error="the previous turn failed", key=load.key)
         )
+        self.num_begun += 1
         self.num_ended += 1
         for later in self._next_turns.pop(load.index, ()):
             self._fail(later)

@@ -33,18 +33,24 @@ class Link:
 
 
 class Lanes:
-    """A number of servers with one queue in order of arrival."""
+    """A number of servers with one queue in order of arrival.
+
+    Attributes:
+        busy_seconds: for which a server has been, or will have been, occupied in the mean.
+    """
 
     def __init__(self, count: int) -> None:
         self._free_at = [0.0] * count
+        self.busy_seconds = 0.0
 
     def begin(self, now: float) -> float:
         """Return when the first of them is free."""
         return max(now, self._free_at[0])
 
-    def take(self, end: float) -> None:
-        """Occupy the first of them until `end`."""
+    def take(self, begin: float, end: float) -> None:
+        """Occupy the first of them."""
         heapq.heapreplace(self._free_at, end)
+        self.busy_seconds += (end - begin) / len(self._free_at)
 
 
 @dataclass(slots=True)
@@ -128,7 +134,7 @@ class SimulatedConnector(Connector):
         self._now = now
         self._store = store
         self._block_bytes = block_bytes
-        self._lanes = Lanes(store.link.streams)
+        self.lanes = Lanes(store.link.streams)
         self._stats = Stats()
         self._writes: deque[tuple[float, bytes]] = deque()  # when each block that it writes is complete
         self._has_stopped = False
@@ -184,8 +190,9 @@ class SimulatedConnector(Connector):
         called_at = self._now()
 
         def begin() -> None:
+            begun_at = self.lanes.begin(self._clock.time)
             end, outcomes = operation()
-            self._lanes.take(end)
+            self.lanes.take(begun_at, end)
             result = Result(outcomes, end - called_at)
             self._stats.count(direction, result)
             self._at(end, lambda: future.set_result(result))
@@ -242,6 +249,6 @@ class SimulatedConnector(Connector):
     def _book(self, blocks: int, latency_s: float, bytes_per_s: float) -> tuple[float, float]:
         """Reserve the shared link. Returns when the operation begins to move bytes, and the seconds per block."""
         now, each_s = self._clock.time, self._block_bytes / bytes_per_s
-        begin = max(self._lanes.begin(now), self._store.lanes.begin(now)) + latency_s
-        self._store.lanes.take(begin + blocks * each_s)
-        return begin, each_s
+        begin = max(self.lanes.begin(now), self._store.lanes.begin(now))
+        self._store.lanes.take(begin, begin + latency_s + blocks * each_s)
+        return begin + latency_s, each_s

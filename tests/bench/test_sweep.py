@@ -76,6 +76,11 @@ def test_saturation_is_a_growing_number_in_flight() -> None:
     assert not is_saturated(steady) and is_saturated(growing) and not is_saturated(growing[:5])
 
 
+def test_an_empty_server_that_fills_is_not_saturated_after_the_warm_up() -> None:
+    filling = [sample(i / 10 + 6.0, sent=i / 10) for i in range(100)]  # 60 in flight from second 6 on
+    assert is_saturated(filling[:70]) and not is_saturated(filling, 60) and not is_saturated(filling[:68], 60)
+
+
 def test_confidence_intervals() -> None:
     assert wilson(90, 100) == pytest.approx((0.826, 0.945), abs=1e-3)
     assert wilson(0, 0) == (0.0, 1.0) and wilson(10, 10)[1] == 1.0

@@ -88,7 +88,13 @@ def test_ttft_has_parts_and_chat_sessions_continue(deploy: Deploy, tmp_path: Pat
     mooncake.write_text("\n".join(map(json.dumps, rows)))
     with deploy(prefill=1, decode=1) as deployment:
         random = measure(
-            deployment.url, tmp_path, num_prompts=4, csv=str(tmp_path / "r.csv"), goodput="ttft:1e9", **SMALL
+            deployment.url,
+            tmp_path,
+            num_prompts=6,
+            warmup_requests=2,
+            csv=str(tmp_path / "r.csv"),
+            goodput="ttft:1e9",
+            **SMALL,
         )
         chat = measure(
             deployment.url,
@@ -104,7 +110,11 @@ def test_ttft_has_parts_and_chat_sessions_continue(deploy: Deploy, tmp_path: Pat
             deployment.url, tmp_path, dataset_name="mooncake", dataset_path=str(mooncake), trace_length_scale=0.03125
         )
     parts = random["ttft_breakdown"]
-    assert parts["requests"] == 4 and parts["mean_prefill_ms"] > 0 and parts["mean_hand_over_ms"] > 0
+    assert (
+        parts["requests"] == random["completed"] == 4
+        and parts["mean_prefill_ms"] > 0
+        and parts["mean_hand_over_ms"] > 0
+    )
     assert random["good_request_fraction"] == 1.0 and len((tmp_path / "r.csv").read_text().splitlines()) == 5
     assert chat["completed"] == 6 and chat["input_lens"][0] < chat["input_lens"][1] < chat["input_lens"][2]
     assert replayed["completed"] == 2 and replayed["total_input_tokens"] == 2 * 160

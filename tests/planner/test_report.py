@@ -116,6 +116,12 @@ def test_the_parts_of_ttft_are_those_of_the_timeline() -> None:
     assert breakdown([], {}) == {}
 
 
+def plan_config(profile: Path, **settings: Any) -> PlanConfig:
+    """Return settings of a plan that takes little time; its figures go into `plan.json` beside the profile."""
+    load = {"num_prompts": 10, "random_input_len": 100, "random_output_len": 10, "jobs": 1}
+    return PlanConfig(profile=str(profile), json=str(profile.parent / "plan.json"), **load | settings)
+
+
 def test_a_plan_writes_its_reports(
     tiny_profile: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,18 +130,16 @@ def test_a_plan_writes_its_reports(
     measured = folder / "measured.json"
     figures = {"total_input_tokens": 2000, "p50_ttft_ms": 50.0, "p99_itl_ms": 12.0, "request_throughput": 5.0}
     measured.write_text(json.dumps(RESULT | figures))
-    config = PlanConfig(
-        profile=str(tiny_profile),
+    config = plan_config(
+        tiny_profile,
         slo="ttft.p90=100ms,itl.p99=100ms",
         request_rate=20,
         num_prompts=20,
         random_input_len=200,
         random_output_len=20,
-        jobs=1,
         measured=f"1P+1D={measured}",
         try_policy="auto,round_robin",
         html=str(folder / "plan.html"),
-        json=str(folder / "plan.json"),
     )
     assert run(config)
     assert "Forecast of 1P+1D against measured.json" in capsys.readouterr().out
@@ -152,20 +156,8 @@ def test_a_plan_writes_its_reports(
     assert any("forecast and measured" in title for title in titles)
 
 
-def test_lengths_are_changed_relative_to_those_given(tiny_profile: Path, tmp_path: Path) -> None:
-    out = tmp_path / "plan.json"
-    config = PlanConfig(
-        profile=str(tiny_profile),
-        slo="ttft=9s",
-        request_rate=5,
-        num_prompts=10,
-        random_input_len=100,
-        random_output_len=10,
-        stretch_prompts=2.0,
-        jobs=1,
-        json=str(out),
-    )
-    assert run(config)
-    plan = json.loads(out.read_text())
+def test_lengths_are_changed_relative_to_those_given(tiny_profile: Path) -> None:
+    assert run(plan_config(tiny_profile, slo="ttft=9s", request_rate=5, stretch_prompts=2.0))
+    plan = json.loads((tiny_profile.parent / "plan.json").read_text())
     assert plan["chosen"]["total_input_tokens"] == 2000
     assert plan["sensitivity"]["prompts +20%"]["total_input_tokens"] == 2400
