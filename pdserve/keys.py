@@ -85,9 +85,10 @@ class KeyChain:
 
     def _extend(self, tokens: Sequence[int], count: int) -> None:
         first = len(self._unit_keys) - 1
-        data = _as_bytes(tokens[first * HASH_TOKENS : count * HASH_TOKENS])
-        for start in range(0, len(data), HASH_TOKENS * TOKEN_BYTES):
-            self._unit_keys.append(_token_key(self._unit_keys[-1], data[start : start + HASH_TOKENS * TOKEN_BYTES]))
+        data, size = _as_bytes(tokens[first * HASH_TOKENS : count * HASH_TOKENS]), HASH_TOKENS * TOKEN_BYTES
+        key, append = self._unit_keys[-1], self._unit_keys.append
+        for start in range(0, len(data), size):
+            append(key := _token_key(key, data[start : start + size]))
 
     def _key(self, tokens: Sequence[int], end: int) -> bytes:
         units, rest = divmod(end, HASH_TOKENS)
@@ -116,7 +117,4 @@ def _token_key(parent: bytes, ids: bytes) -> bytes:
 
 
 def _digest(*parts: bytes) -> bytes:
-    digest = hashlib.blake2b(digest_size=KEY_BYTES)
-    for part in parts:
-        digest.update(part)
-    return digest.digest()
+    return hashlib.blake2b(b"".join(parts), digest_size=KEY_BYTES).digest()

@@ -129,7 +129,7 @@ class Instance:
     @property
     def heartbeat(self) -> pb.Heartbeat:
         """The current heartbeat. It is replaced and never modified."""
-        return self.reporter.heartbeat
+        return self.reporter.status.heartbeat
 
     @property
     def num_jobs(self) -> int:
@@ -233,7 +233,7 @@ class Instance:
         )
         try:
             seq = self.engine.new_sequence(
-                message.request_id, list(message.prompt), sampling, message.salt, message.output, message.priority
+                message.request_id, message.prompt[:], sampling, message.salt, message.output, message.priority
             )
             converted = self.layout_converter.open_prompt(seq, message.writer) if message.HasField("writer") else None
         except ValueError as error:

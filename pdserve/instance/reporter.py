@@ -1,6 +1,8 @@
 """Status of an instance: counters, metrics, cost models, the heartbeat, and the work that its requests still need."""
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import cached_property
 
 from pdserve.costs import CostMeter
 from pdserve.counters import series
@@ -16,6 +18,27 @@ COSTS_UPDATE_S = 1.0  # between two fits of the cost models
 LOAD_FIELDS = tuple(pb.Load.DESCRIPTOR.fields_by_name)
 
 
+@dataclass(frozen=True)
+class Status:
+    """What a heartbeat says. The message itself is built when it is asked for: a busy instance has several between two."""
+
+    waiting: int
+    running: int
+    free_blocks: int
+    costs: pb.Costs
+    counters: dict[str, float]
+
+    @cached_property
+    def heartbeat(self) -> pb.Heartbeat:
+        return pb.Heartbeat(
+            waiting=self.waiting,
+            running=self.running,
+            free_blocks=self.free_blocks,
+            costs=self.costs,
+            counters=self.counters,
+        )
+
+
 class Reporter:
     """Collects what an instance reports. Runs on the engine thread, except that any thread may call `other_load`.
 
@@ -23,7 +46,7 @@ class Reporter:
         now: time in seconds, monotonic. The cost models are calibrated by a warm-up of the engine before this returns.
 
     Attributes:
-        heartbeat: the current heartbeat. `update` replaces it and never modifies it, so any thread may read it.
+        status: content of the current heartbeat. `update` replaces it and never modifies it, so any thread may read it.
         counts: counters of `pdserve.counters`, by series.
         meter: fits the cost models.
     """
@@ -31,7 +54,7 @@ class Reporter:
     def __init__(
         self, engine: Engine, connector: Connector, transfers: Transfers, layout_converter: LayoutConverter, now: float
     ) -> None:
-        self.heartbeat = pb.Heartbeat()
+        self.status = Status(0, 0, 0, pb.Costs(), {})
         self.counts: dict[str, float] = {}
         self.meter = CostMeter()
         self._engine = engine
@@ -73,23 +96,17 @@ class Reporter:
         return pb.Load(**{field: sum(getattr(load, field) for load in loads) for field in LOAD_FIELDS})
 
     def update(self, jobs: Collection[Job], num_waiting: int, now: float) -> None:
-        """Replace the heartbeat and the remaining load. Attribute assignment is atomic.
+        """Replace the status and the remaining load. Attribute assignment is atomic.
 
         Args:
             num_waiting: jobs that have no blocks yet.
         """
         if now - self._costs_updated_at > COSTS_UPDATE_S:
             self._update_costs(now)
-        heartbeat = pb.Heartbeat(
-            waiting=num_waiting,
-            running=len(jobs) - num_waiting,
-            free_blocks=self._engine.pool.num_free,
-            costs=self._costs,
-            counters=self.counts | self._pool_metrics() | self._transfer_metrics(),
-        )
-        heartbeat.counters["num_requests_waiting"] = heartbeat.waiting
-        heartbeat.counters["num_requests_running"] = heartbeat.running
-        self.heartbeat = heartbeat
+        num_running = len(jobs) - num_waiting
+        counters = self.counts | self._pool_metrics() | self._transfer_metrics()
+        counters |= {"num_requests_waiting": num_waiting, "num_requests_running": num_running}
+        self.status = Status(num_waiting, num_running, self._engine.pool.num_free, self._costs, counters)
         self._remaining_load = _remaining_load(jobs)
 
     def _update_costs(self, now: float) -> None:
