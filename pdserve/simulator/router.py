@@ -212,3 +212,4 @@ class SimulatedClient:
         if self.slot is not None:
             self.slot.release(len(self.prompt) + sample.output_tokens)
         self.on_end(self)
+        self.slot = self.state = None  # which refer to this: else they, and the prompt, would await the garbage collector
