@@ -52,13 +52,13 @@ class _Link:
         receive: passes a frame to the router, with the times at which the tokens of skipped steps arrived, if it has such.
         pending: changes of the pool's keys, by steps that have ended, that the router has not been told.
         load: work of other routers' requests, as of the newest heartbeat that the instance shows.
-        last_load, last_status: what was sent last.
+        last_load, last_status: what was sent last, the load as a frame.
     """
 
     receive: Receive
     pending: PendingKVEvents
     load: pb.Load = field(default_factory=pb.Load)
-    last_load: pb.Load = field(default_factory=pb.Load)
+    last_load: pb.InstanceFrame = field(default_factory=lambda: pb.InstanceFrame(others=pb.Load()))
     last_status: Status | None = None
 
 
@@ -149,7 +149,7 @@ class SimulatedInstance:
 
     @property
     def is_alive(self) -> bool:
-        return math.isinf(self._stopped_at)
+        return self._stopped_at == math.inf
 
     @property
     def busy_seconds(self) -> float:
@@ -273,7 +273,7 @@ class SimulatedInstance:
     def _send_heartbeat(self, link: _Link) -> None:
         self.catch_up()
         if self._shown is link.last_status:
-            self._send_later(link, pb.InstanceFrame(others=link.last_load))  # renews the lease for less
+            self._send_later(link, link.last_load)  # renews the lease for less
         else:
             link.last_status = self._shown
             self._send_later(link, pb.InstanceFrame(heartbeat=self._shown.heartbeat))
@@ -288,14 +288,14 @@ class SimulatedInstance:
                 self._shown_keys.publish(key, cached)
 
     def _send_updates(self, link: _Link) -> None:
-        ended = bisect_right(self._skipped_ends, self._clock.time)
-        if ended and (len(self._links) > 1 or ended >= self.thread.steps_until_keys_change()):
-            self.catch_up()
+        if self._skipped_ends and (ended := bisect_right(self._skipped_ends, self._clock.time)):
+            if len(self._links) > 1 or ended >= self.thread.steps_until_keys_change():
+                self.catch_up()
         if self._time <= self._clock.time:
             self._show_keys()
-        if len(self._links) > 1 and link.load != link.last_load:
-            link.last_load = link.load
-            self._send_later(link, pb.InstanceFrame(others=link.load))
+        if len(self._links) > 1 and link.load != link.last_load.others:
+            link.last_load = pb.InstanceFrame(others=link.load)
+            self._send_later(link, link.last_load)
         while link.pending:
             removed, added = link.pending.pop_batch(MAX_KEYS_PER_FRAME)
             blocks = pb.Blocks(removed=b"".join(removed), added=b"".join(added), untold=len(link.pending))
