@@ -83,7 +83,8 @@ class OnlineFit:
         self._calibrated, self._recent = np.zeros((size, size)), np.zeros((size, size))  # normal equations
         self._pending: list[tuple[float, ...]] = []  # (time, seconds, *amounts) of new observations
         self._decayed_at = 0.0
-        self._constant: tuple[float, ...] | None = None  # the coefficients, as long as there is nothing that decays
+        self._constant: tuple[float, ...] | None = None  # the coefficients until there is an observation that decays
+        self._decays = False
 
     def observe(self, amounts: Sequence[float], seconds: float, now: float) -> None:
         """Add an observation that decays. Durations of 0 are ignored."""
@@ -104,6 +105,7 @@ class OnlineFit:
         self._recent *= 0.5 ** ((now - self._decayed_at) / HALF_LIFE_S)
         self._decayed_at = now
         if self._pending:
+            self._decays = True
             observed = np.array(self._pending)
             rows = _equations(observed[:, 2:], observed[:, 1:2])
             weights = 0.5 ** ((now - observed[:, 0]) / HALF_LIFE_S)
@@ -113,7 +115,7 @@ class OnlineFit:
         if not equations[-1, -1]:
             return None
         fitted = _least_squares(equations[:-1, :-1], equations[:-1, -1], self._order)
-        self._constant = None if self._recent.any() else fitted
+        self._constant = None if self._decays else fitted
         return fitted
 
 

@@ -20,6 +20,7 @@ from pdserve.engine.paced_runner import PacedRunner
 from pdserve.errors import RequestError
 from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.reporter import Reporter
+from pdserve.keys import unpack_tokens
 from pdserve.kv_transfer.connector import Connector
 from pdserve.kv_transfer.guarded import guard
 from pdserve.kv_transfer.registry import connect
@@ -233,7 +234,12 @@ class Instance:
         )
         try:
             seq = self.engine.new_sequence(
-                message.request_id, message.prompt[:], sampling, message.salt, message.output, message.priority
+                message.request_id,
+                unpack_tokens(message.prompt),
+                sampling,
+                message.salt,
+                message.output,
+                message.priority,
             )
             converted = self.layout_converter.open_prompt(seq, message.writer) if message.HasField("writer") else None
         except ValueError as error:

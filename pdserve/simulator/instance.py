@@ -288,9 +288,9 @@ class SimulatedInstance:
                 self._shown_keys.publish(key, cached)
 
     def _send_updates(self, link: _Link) -> None:
-        if self._skipped_ends and (ended := bisect_right(self._skipped_ends, self._clock.time)):
-            if len(self._links) > 1 or ended >= self.thread.steps_until_keys_change():
-                self.catch_up()
+        ended = bisect_right(self._skipped_ends, self._clock.time) if self._skipped_ends else 0
+        if ended and (len(self._links) > 1 or ended >= self.thread.steps_until_keys_change()):
+            self.catch_up()
         if self._time <= self._clock.time:
             self._show_keys()
         if len(self._links) > 1 and link.load != link.last_load.others:
