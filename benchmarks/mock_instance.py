@@ -21,7 +21,7 @@ from pdserve.control.frame_connection import NONCE_BYTES, PROTOCOL_VERSION
 from pdserve.instance.instance import Instance
 from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.router_link import RouterLinks
-from pdserve.keys import Layout
+from pdserve.keys import TOKEN_BYTES, Layout
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.roles.job import BATCHED_TOKENS
@@ -128,8 +128,8 @@ class MockInstance:
         else:
             output = self._say(submit.request_id, Stage.PREFILL_STARTED, Stage.KV_STORED)
             output.token_ids.append(TOKEN)
-            output.tokens.computed = len(submit.prompt)
-            output.stored.num_blocks, output.stored.final = -(-len(submit.prompt) // BLOCK_SIZE), True
+            num_tokens = output.tokens.computed = len(submit.prompt) // TOKEN_BYTES
+            output.stored.num_blocks, output.stored.final = -(-num_tokens // BLOCK_SIZE), True
             output.finish_reason = "length" if tokens == 1 else ""
 
     def _say(self, request_id: str, *stages: Stage) -> pb.Output:

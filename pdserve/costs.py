@@ -81,36 +81,49 @@ class OnlineFit:
         size = len(order) + 1
         self._order = order
         self._calibrated, self._recent = np.zeros((size, size)), np.zeros((size, size))  # normal equations
-        self._pending: list[tuple[float, list[float]]] = []
+        self._pending: list[tuple[float, ...]] = []  # (time, seconds, *amounts) of new observations
         self._decayed_at = 0.0
+        self._constant: tuple[float, ...] | None = None  # the coefficients until there is an observation that decays
+        self._decays = False
 
     def observe(self, amounts: Sequence[float], seconds: float, now: float) -> None:
         """Add an observation that decays. Durations of 0 are ignored."""
         if seconds > 0:
-            self._pending.append((now, _row(amounts, seconds)))
+            self._pending.append((now, seconds, *amounts))
 
     def calibrate(self, amounts: Sequence[float], seconds: float) -> None:
         """Add an observation that does not decay. Durations of 0 are ignored."""
         if seconds > 0:
-            row = np.array(_row(amounts, seconds))
+            row = np.array([*(amount / seconds for amount in amounts), 1.0])
             self._calibrated += np.outer(row, row)
+            self._constant = None
 
     def coefficients(self, now: float) -> tuple[float, ...] | None:
         """Return the fitted coefficients, or None before the first observation."""
+        if self._constant is not None and not self._pending:
+            return self._constant
         self._recent *= 0.5 ** ((now - self._decayed_at) / HALF_LIFE_S)
         self._decayed_at = now
         if self._pending:
-            rows = np.array([row for _, row in self._pending])
-            weights = 0.5 ** ((now - np.array([at for at, _ in self._pending])) / HALF_LIFE_S)
+            self._decays = True
+            observed = np.array(self._pending)
+            rows = _equations(observed[:, 2:], observed[:, 1:2])
+            weights = 0.5 ** ((now - observed[:, 0]) / HALF_LIFE_S)
             self._recent += (rows.T * weights) @ rows
             self._pending.clear()
         equations = self._calibrated + self._recent
-        return _least_squares(equations[:-1, :-1], equations[:-1, -1], self._order) if equations[-1, -1] else None
+        if not equations[-1, -1]:
+            return None
+        fitted = _least_squares(equations[:-1, :-1], equations[:-1, -1], self._order)
+        self._constant = None if self._decays else fitted
+        return fitted
 
 
-def _row(amounts: Sequence[float], seconds: float) -> list[float]:
-    """Return one equation: Σ coefficient × (amount / seconds) = 1, the right-hand side last."""
-    return [*(amount / seconds for amount in amounts), 1.0]
+def _equations(amounts: Array, seconds: Array) -> Array:
+    """Return a row for each observation: Σ coefficient × (amount / seconds) = 1, the right-hand side last."""
+    rows = np.ones((len(amounts), amounts.shape[1] + 1))
+    rows[:, :-1] = amounts / seconds
+    return rows
 
 
 def _least_squares(matrix: Array, right: Array, order: Sequence[int]) -> tuple[float, ...]:
@@ -120,21 +133,17 @@ def _least_squares(matrix: Array, right: Array, order: Sequence[int]) -> tuple[f
     with fewer unknowns, or with unknowns earlier in `order`, is preferred unless another is better by more than rounding.
     """
     # Plain Python: the matrices are at most 3 × 3, for which a call of numpy costs more than the arithmetic.
-    indices = range(len(order))
-    scale = [math.sqrt(matrix[i, i]) or 1.0 for i in indices]
-    rows = [
-        [float(matrix[i, j]) / (scale[i] * scale[j]) + (EPSILON if i == j else 0.0) for j in indices] for i in indices
-    ]
-    sides = [float(right[i]) / scale[i] for i in indices]
+    indices, values = range(len(order)), matrix.tolist()
+    scale = [math.sqrt(values[i][i]) or 1.0 for i in indices]
+    rows = [[values[i][j] / (scale[i] * scale[j]) + (EPSILON if i == j else 0.0) for j in indices] for i in indices]
+    sides = [side / each for side, each in zip(right.tolist(), scale, strict=True)]
     best: dict[int, float] = {}
     best_loss = 0.0
     for subset in (some for count in indices for some in combinations(order, count + 1)):
-        values = _solve([[rows[i][j] for j in subset] for i in subset], [sides[i] for i in subset])
-        loss = -sum(
-            value * sides[i] for i, value in zip(subset, values, strict=True)
-        )  # of a solution of these equations
-        if loss < best_loss * (1 + EPSILON) - EPSILON and min(values) >= 0:
-            best, best_loss = dict(zip(subset, values, strict=True)), loss
+        solution = _solve([[rows[i][j] for j in subset] for i in subset], [sides[i] for i in subset])
+        loss = -sum([value * sides[i] for i, value in zip(subset, solution, strict=True)])  # of these equations
+        if loss < best_loss * (1 + EPSILON) - EPSILON and min(solution) >= 0:
+            best, best_loss = dict(zip(subset, solution, strict=True)), loss
     return tuple(best.get(i, 0.0) / scale[i] for i in indices)
 
 
@@ -148,7 +157,7 @@ def _solve(rows: list[list[float]], right: list[float]) -> list[float]:
                 rows[j][k] -= factor * rows[i][k]
             right[j] -= factor * right[i]
     for i in reversed(range(size)):
-        right[i] = (right[i] - sum(rows[i][k] * right[k] for k in range(i + 1, size))) / rows[i][i]
+        right[i] = (right[i] - sum([rows[i][k] * right[k] for k in range(i + 1, size)])) / rows[i][i]
     return right
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -65,6 +66,7 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"', re.ASCII)
 _SERIES = re.compile(rf"(?P<name>\w+)(?:\{{(?P<labels>{_LABEL.pattern}(?:,{_LABEL.pattern})*)\}})?", re.ASCII)
 
 
+@lru_cache(4096)
 def series(name: str, **labels: str) -> str:
     """Return `name{a="b"}`, the key under which a series is stored and sent. `LABELS` names its labels: routers check it."""
     assert tuple(sorted(labels)) == LABELS.get(name, ()), f"LABELS does not name the labels of {name}: {sorted(labels)}"

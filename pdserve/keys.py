@@ -66,6 +66,22 @@ class Layout:
         return cls(**{field.name: getattr(message, field.name) for field in fields(cls)})
 
 
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Return token ids as bytes, as they are hashed and sent."""
+    return struct.pack(f"<{len(tokens)}I", *tokens)
+
+
+def unpack_tokens(data: bytes) -> list[int]:
+    """Return the token ids of `pack_tokens`.
+
+    Raises:
+        ValueError: the length is impossible.
+    """
+    if len(data) % TOKEN_BYTES:
+        raise ValueError(f"{len(data)} bytes are not token ids of {TOKEN_BYTES} bytes")
+    return list(struct.unpack(f"<{len(data) // TOKEN_BYTES}I", data))
+
+
 def root_key(*, model_digest: bytes, salt: str = "", lora: str = "") -> bytes:
     """Return the key of no tokens. Salt and LoRA id separate tenants and adapters."""
     return _digest(model_digest, len(salt.encode()).to_bytes(4, "little"), salt.encode(), lora.encode())
@@ -85,15 +101,16 @@ class KeyChain:
 
     def _extend(self, tokens: Sequence[int], count: int) -> None:
         first = len(self._unit_keys) - 1
-        data = _as_bytes(tokens[first * HASH_TOKENS : count * HASH_TOKENS])
-        for start in range(0, len(data), HASH_TOKENS * TOKEN_BYTES):
-            self._unit_keys.append(_token_key(self._unit_keys[-1], data[start : start + HASH_TOKENS * TOKEN_BYTES]))
+        data, size = pack_tokens(tokens[first * HASH_TOKENS : count * HASH_TOKENS]), HASH_TOKENS * TOKEN_BYTES
+        key, append = self._unit_keys[-1], self._unit_keys.append
+        for start in range(0, len(data), size):
+            append(key := _token_key(key, data[start : start + size]))
 
     def _key(self, tokens: Sequence[int], end: int) -> bytes:
         units, rest = divmod(end, HASH_TOKENS)
         if not rest:
             return self._unit_keys[units]
-        return _token_key(self._unit_keys[units], _as_bytes(tokens[end - rest : end]))
+        return _token_key(self._unit_keys[units], pack_tokens(tokens[end - rest : end]))
 
 
 def block_ends(num_tokens: int, block_size: int, *, partial: bool = False) -> list[int]:
@@ -107,16 +124,9 @@ def block_keys(root: bytes, tokens: Sequence[int], block_size: int, *, partial: 
     return KeyChain(root).keys(tokens, block_ends(len(tokens), block_size, partial=partial))
 
 
-def _as_bytes(tokens: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(tokens)}I", *tokens)
-
-
 def _token_key(parent: bytes, ids: bytes) -> bytes:
     return _digest(parent, (len(ids) // TOKEN_BYTES).to_bytes(4, "little"), ids)
 
 
 def _digest(*parts: bytes) -> bytes:
-    digest = hashlib.blake2b(digest_size=KEY_BYTES)
-    for part in parts:
-        digest.update(part)
-    return digest.digest()
+    return hashlib.blake2b(b"".join(parts), digest_size=KEY_BYTES).digest()

@@ -118,6 +118,18 @@ def test_attention_pairs_of_chunks_add_up_to_those_of_the_whole() -> None:
     assert attention_pairs(300, 50) == attention_pairs(100, 50) + attention_pairs(200, 150)
 
 
+def test_the_first_observation_changes_a_fit_that_was_constant() -> None:
+    fit = OnlineFit(1, 0)
+    fit.calibrate((1, 10), 1.0)
+    calibrated = fit.coefficients(NOW)
+    assert fit.coefficients(NOW + 1) == calibrated is not None
+    fit.observe((1, 10), 2.0, NOW + 1)
+    observed = fit.coefficients(NOW + 1)
+    assert observed is not None and observed[1] > calibrated[1]
+    later = fit.coefficients(NOW + 5 * HALF_LIFE_S)
+    assert later is not None and calibrated[1] < later[1] < observed[1], "it decays"
+
+
 def test_calibration_holds_where_nothing_else_was_observed() -> None:
     machine = Costs(decode=(0.01, 1e-3, 1e-7))
     meter = CostMeter()

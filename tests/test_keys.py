@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.keys import HASH_TOKENS, KeyChain, Layout, block_ends, block_keys, root_key
+from pdserve.keys import HASH_TOKENS, KeyChain, Layout, block_ends, block_keys, pack_tokens, root_key, unpack_tokens
 
 LAYOUT = Layout(
     model_fingerprint="m", num_layers=2, num_kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16", itemsize=2
@@ -99,6 +99,14 @@ def test_salts_adapters_and_models_have_different_roots() -> None:
 
 def test_block_bytes() -> None:
     assert LAYOUT.block_bytes == 2 * 2 * 2 * 16 * 8 * 2
+
+
+@given(TOKENS)
+def test_packed_tokens_are_unpacked(tokens: list[int]) -> None:
+    packed = pack_tokens(tokens)
+    assert len(packed) == 4 * len(tokens) and unpack_tokens(packed) == tokens
+    with pytest.raises(ValueError, match="are not token ids"):
+        unpack_tokens(packed + b"x")
 
 
 def test_the_hash_unit_is_the_default_block_size() -> None:

@@ -1,9 +1,12 @@
 """Inference engine of one instance: schedule, run the model, postprocess. The roles decide what happens around it."""
 
 import itertools
+import struct
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from pdserve.config import EngineConfig
 from pdserve.engine.block_pool import BlockPool
@@ -129,7 +132,8 @@ class Engine:
                 f"{len(prompt)} prompt tokens and {sampling.max_tokens} output tokens are more than the "
                 f"{self.max_model_len} that fit"
             )
-        if min(prompt) < 0 or max(prompt) >= self.checkpoint.vocab_size:
+        ids = np.frombuffer(struct.pack(f"{len(prompt)}q", *prompt), np.int64)  # the builtins take three times as long
+        if ids.min() < 0 or ids.max() >= self.checkpoint.vocab_size:
             raise ValueError(f"token ids go from 0 to {self.checkpoint.vocab_size - 1}")
         stops = frozenset(sampling.stop_token_ids)
         constraint = self._grammars.compile(sampling.grammar, self._on_grammar_ready) if sampling.grammar else None

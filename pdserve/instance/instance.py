@@ -20,6 +20,7 @@ from pdserve.engine.paced_runner import PacedRunner
 from pdserve.errors import RequestError
 from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.reporter import Reporter
+from pdserve.keys import unpack_tokens
 from pdserve.kv_transfer.connector import Connector
 from pdserve.kv_transfer.guarded import guard
 from pdserve.kv_transfer.registry import connect
@@ -130,7 +131,7 @@ class Instance:
     @property
     def heartbeat(self) -> pb.Heartbeat:
         """The current heartbeat. It is replaced and never modified."""
-        return self.reporter.heartbeat
+        return self.reporter.status.heartbeat
 
     @property
     def num_jobs(self) -> int:
@@ -234,7 +235,12 @@ class Instance:
         )
         try:
             seq = self.engine.new_sequence(
-                message.request_id, list(message.prompt), sampling, message.salt, message.output, message.priority
+                message.request_id,
+                unpack_tokens(message.prompt),
+                sampling,
+                message.salt,
+                message.output,
+                message.priority,
             )
             converted = self.layout_converter.open_prompt(seq, message.writer) if message.HasField("writer") else None
         except ValueError as error:

@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from pdserve.costs import CostMeter, Work
 from pdserve.counters import series
@@ -20,6 +22,27 @@ COSTS_UPDATE_S = 1.0  # between two fits of the cost models
 LOAD_FIELDS = tuple(pb.Load.DESCRIPTOR.fields_by_name)
 
 
+@dataclass(frozen=True)
+class Status:
+    """What a heartbeat says. The message itself is built when it is asked for: a busy instance has several between two."""
+
+    waiting: int
+    running: int
+    free_blocks: int
+    costs: pb.Costs
+    counters: dict[str, float]
+
+    @cached_property
+    def heartbeat(self) -> pb.Heartbeat:
+        return pb.Heartbeat(
+            waiting=self.waiting,
+            running=self.running,
+            free_blocks=self.free_blocks,
+            costs=self.costs,
+            counters=self.counters,
+        )
+
+
 class Reporter:
     """Collects what an instance reports. Runs on the engine thread, except that any thread may call `other_load`.
 
@@ -27,7 +50,7 @@ class Reporter:
         now: time in seconds, monotonic. The cost models are calibrated by a warm-up of the engine before this returns.
 
     Attributes:
-        heartbeat: the current heartbeat. `update` replaces it and never modifies it, so any thread may read it.
+        status: content of the current heartbeat. `update` replaces it and never modifies it, so any thread may read it.
         counts: counters of `pdserve.counters`, by series.
         meter: fits the cost models.
     """
@@ -35,7 +58,7 @@ class Reporter:
     def __init__(
         self, engine: Engine, connector: Connector, transfers: Transfers, layout_converter: LayoutConverter, now: float
     ) -> None:
-        self.heartbeat = pb.Heartbeat()
+        self.status = Status(0, 0, 0, pb.Costs(), {})
         self.counts: dict[str, float] = {}
         self.meter = CostMeter()
         self._engine = engine
@@ -88,27 +111,19 @@ class Reporter:
         return pb.Load(**{field: sum(getattr(load, field) for load in loads) for field in LOAD_FIELDS})
 
     def update(self, jobs: Collection[Job], num_waiting: int, now: float) -> None:
-        """Replace the heartbeat and the remaining load. Attribute assignment is atomic.
+        """Replace the status and the remaining load. Attribute assignment is atomic.
 
         Args:
             num_waiting: jobs that have no blocks yet.
         """
         if now - self._costs_updated_at > COSTS_UPDATE_S:
             self._update_costs(now)
-        heartbeat = pb.Heartbeat(
-            waiting=num_waiting,
-            running=len(jobs) - num_waiting,
-            free_blocks=self._engine.pool.num_free,
-            costs=self._costs,
-            counters=self.counts | self._pool_metrics() | self._transfer_metrics(),
-        )
+        num_running = len(jobs) - num_waiting
+        counters = self.counts | self._pool_metrics() | self._transfer_metrics()
+        counters |= {"num_requests_waiting": num_waiting, "num_requests_running": num_running}
         if self._watch is not None:
-            heartbeat.counters.update(
-                {series("profile_ratio", phase=phase): ratio for phase, ratio in self._watch.ratios.items()}
-            )
-        heartbeat.counters["num_requests_waiting"] = heartbeat.waiting
-        heartbeat.counters["num_requests_running"] = heartbeat.running
-        self.heartbeat = heartbeat
+            counters |= {series("profile_ratio", phase=phase): ratio for phase, ratio in self._watch.ratios.items()}
+        self.status = Status(num_waiting, num_running, self._engine.pool.num_free, self._costs, counters)
         self._remaining_load = _remaining_load(jobs)
 
     def _update_costs(self, now: float) -> None:

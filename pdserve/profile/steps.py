@@ -9,6 +9,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.warm_up import dummy_sequence
 from pdserve.instance.instance import Instance
+from pdserve.keys import pack_tokens
 from pdserve.profile.fit import Timing, kind_of, least_squares
 from pdserve.proto import pdserve_pb2 as pb
 
@@ -99,8 +100,9 @@ def time_around_steps(instance: Instance, max_seqs: int, show: Show) -> tuple[fl
             show(f"the engine thread around steps of {size} sequences")
             for i in range(size):
                 sampling = pb.Sampling(max_tokens=TIMED_STEPS + 8, top_p=1, ignore_eos=True)
+                prompt = pack_tokens([i, size])
                 instance.submit(
-                    "", pb.Submit(request_id=f"{size}-{i}", phase=pb.BOTH, prompt=[i, size], sampling=sampling)
+                    "", pb.Submit(request_id=f"{size}-{i}", phase=pb.BOTH, prompt=prompt, sampling=sampling)
                 )
             for turn in range(TIMED_STEPS + 4):
                 started, outside[0] = time.thread_time(), 0.0

@@ -171,6 +171,7 @@ class Transfers:
 
     def _on_done(self, transfer: _Transfer, result: Result) -> None:
         self._active.discard(transfer)
+        transfer.future = None  # it refers to the transfer: such a cycle would keep the request until a collection
         self.in_flight -= self._blocks_moved(transfer)
         if self._blocks_moved(transfer):
             self._context.record_transfer(result.outcomes.count(Outcome.OK), result.seconds)

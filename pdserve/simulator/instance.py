@@ -14,6 +14,7 @@ from pdserve.control.frame_connection import NONCE_BYTES
 from pdserve.engine.paced_runner import PacedRunner
 from pdserve.instance.hello import make_hello
 from pdserve.instance.kv_events import KVEventPublisher, PendingKVEvents
+from pdserve.instance.reporter import Status
 from pdserve.instance.router_link import HEARTBEAT_INTERVAL_S, MAX_KEYS_PER_FRAME, UPDATE_INTERVAL_S
 from pdserve.keys import KeyChain
 from pdserve.proto import pdserve_pb2 as pb
@@ -51,14 +52,14 @@ class _Link:
         receive: passes a frame to the router, with the times at which the tokens of skipped steps arrived, if it has such.
         pending: changes of the pool's keys, by steps that have ended, that the router has not been told.
         load: work of other routers' requests, as of the newest heartbeat that the instance shows.
-        last_load, last_heartbeat: what was sent last.
+        last_load, last_status: what was sent last, the load as a frame.
     """
 
     receive: Receive
     pending: PendingKVEvents
     load: pb.Load = field(default_factory=pb.Load)
-    last_load: pb.Load = field(default_factory=pb.Load)
-    last_heartbeat: pb.Heartbeat | None = None
+    last_load: pb.InstanceFrame = field(default_factory=lambda: pb.InstanceFrame(others=pb.Load()))
+    last_status: Status | None = None
 
 
 class SimulatedInstance:
@@ -114,7 +115,7 @@ class SimulatedInstance:
         )
         self.connector = SimulatedConnector(clock, self.now, store, model.layout.block_bytes)
         self.thread = EngineThread(config, self._send, self.connector, runner=runner, inbox=self._inbox, now=self.now)
-        self._heartbeat = self._shown = self.thread.heartbeat
+        self._status = self._shown = self.thread.reporter.status
         self._key_changes = self.thread.kv_events.subscribe()  # not shown yet
         self._shown_keys = KVEventPublisher()
         self._time, self._busy_s = clock.time, 0.0  # the warm-up is part of the start-up time
@@ -149,7 +150,7 @@ class SimulatedInstance:
 
     @property
     def is_alive(self) -> bool:
-        return math.isinf(self._stopped_at)
+        return self._stopped_at == math.inf
 
     @property
     def busy_seconds(self) -> float:
@@ -254,14 +255,14 @@ class SimulatedInstance:
 
     def _show_heartbeat(self) -> None:
         """Show routers the newest heartbeat and load once the step that they follow has ended."""
-        if self.thread.heartbeat is self._heartbeat:
+        if (status := self.thread.reporter.status) is self._status:
             return
-        self._heartbeat = heartbeat = self.thread.heartbeat
+        self._status = status
         several = len(self._links) > 1  # one router needs no news of its own load
         loads = [(link, self.thread.other_load(name)) for name, link in self._links.items()] if several else []
 
         def show() -> None:
-            self._shown = heartbeat
+            self._shown = status
             for link, load in loads:
                 link.load = load
 
@@ -272,11 +273,11 @@ class SimulatedInstance:
 
     def _send_heartbeat(self, link: _Link) -> None:
         self.catch_up()
-        if self._shown is link.last_heartbeat:
-            self._send_later(link, pb.InstanceFrame(others=link.last_load))  # renews the lease for less
+        if self._shown is link.last_status:
+            self._send_later(link, link.last_load)  # renews the lease for less
         else:
-            link.last_heartbeat = self._shown
-            self._send_later(link, pb.InstanceFrame(heartbeat=self._shown))
+            link.last_status = self._shown
+            self._send_later(link, pb.InstanceFrame(heartbeat=self._shown.heartbeat))
 
     def _show_keys(self) -> None:
         """Show routers the changes of the pool's keys until now, when no step that has made some is still under way."""
@@ -288,14 +289,14 @@ class SimulatedInstance:
                 self._shown_keys.publish(key, cached)
 
     def _send_updates(self, link: _Link) -> None:
-        ended = bisect_right(self._skipped_ends, self._clock.time)
+        ended = bisect_right(self._skipped_ends, self._clock.time) if self._skipped_ends else 0
         if ended and (len(self._links) > 1 or ended >= self.thread.steps_until_keys_change()):
             self.catch_up()
         if self._time <= self._clock.time:
             self._show_keys()
-        if len(self._links) > 1 and link.load != link.last_load:
-            link.last_load = link.load
-            self._send_later(link, pb.InstanceFrame(others=link.load))
+        if len(self._links) > 1 and link.load != link.last_load.others:
+            link.last_load = pb.InstanceFrame(others=link.load)
+            self._send_later(link, link.last_load)
         while link.pending:
             removed, added = link.pending.pop_batch(MAX_KEYS_PER_FRAME)
             blocks = pb.Blocks(removed=b"".join(removed), added=b"".join(added), untold=len(link.pending))

@@ -213,3 +213,4 @@ class SimulatedClient:
         if self.slot is not None:
             self.slot.release(len(self.prompt) + sample.output_tokens)
         self.on_end(self)
+        self.slot = self.state = None  # they refer to this: such a cycle would keep the prompt until a collection

@@ -2,6 +2,7 @@
 
 import heapq
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 
 
@@ -16,6 +17,7 @@ class VirtualClock:
         self.time = 0.0
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._order = count()
+        self._repeated: dict[tuple[float, float], list[Callable[[], object]]] = {}  # by interval and beginning
 
     def now(self) -> float:
         return self.time
@@ -29,17 +31,23 @@ class VirtualClock:
         self.at(self.time + seconds, action)
 
     def every(self, seconds: float, action: Callable[[], object]) -> None:
-        """Call the action again and again, for the first time after one interval."""
+        """Call the action again and again, for the first time after one interval.
 
-        def repeat() -> None:
-            action()
-            self.after(seconds, repeat)
-
-        self.after(seconds, repeat)
+        Actions that begin at the same time with the same interval share one event, in the order in which they were added.
+        """
+        actions = self._repeated.setdefault((seconds, self.time), [])
+        actions.append(action)
+        if len(actions) == 1:
+            self.after(seconds, partial(self._repeat, seconds, actions))
 
     def run(self, until: Callable[[], bool]) -> None:
         """Let events happen until a condition holds, or none is left."""
-        events = self._events
+        events, pop = self._events, heapq.heappop
         while events and not until():
-            self.time, _, action = heapq.heappop(events)
+            self.time, _, action = pop(events)
             action()
+
+    def _repeat(self, seconds: float, actions: list[Callable[[], object]]) -> None:
+        for action in actions:
+            action()
+        self.after(seconds, partial(self._repeat, seconds, actions))

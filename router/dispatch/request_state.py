@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from pdserve.costs import attention_pairs
 from pdserve.errors import RequestError
+from pdserve.keys import pack_tokens
 from pdserve.lifetime import RELEASED, Stage
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, TokenLogprobs
@@ -102,7 +103,7 @@ class RequestState:
         submit, request = frame.submit, self.request
         submit.request_id, submit.salt = self.id, request.salt
         submit.multi_turn, submit.priority, submit.whole = request.multi_turn, request.priority, request.whole
-        submit.prompt.extend(request.prompt)
+        submit.prompt = pack_tokens(request.prompt)
         submit.output.extend(self.emitted)
         submit.sampling.CopyFrom(pb.Sampling(**vars(request.sampling)))
         return frame

@@ -111,8 +111,17 @@ class InstanceHandle:
 
     def update_other_load(self, load: pb.Load) -> None:
         """Replace the load of other routers' requests."""
-        previous, self.other_load = self.other_load, Load(*(getattr(load, name) for name in Load._fields))
-        self.candidate.replace_load(previous, self.other_load)
+        new = Load(
+            load.requests,
+            load.prefill_tokens,
+            load.output_tokens,
+            load.context_tokens,
+            load.prefills,
+            load.attended_tokens,
+        )
+        if new != self.other_load:
+            self.candidate.replace_load(self.other_load, new)
+            self.other_load = new
 
     def as_dict(self, now: float) -> dict[str, object]:
         """Return the instance's entry of /debug/instances."""

@@ -18,6 +18,7 @@ import torch
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.config import InstanceConfig, UpConfig
 from pdserve.instance.instance import Instance
+from pdserve.keys import pack_tokens
 from pdserve.kv_transfer.connector import Connector
 from pdserve.kv_transfer.connectors.shm import unlink
 from pdserve.kv_transfer.header import Buffer
@@ -115,7 +116,8 @@ class InstanceDriver:
 
     def submit(self, request_id: str, prompt: list[int], max_tokens: int, phase: "pb.Phase", **fields: Any) -> None:
         sampling = pb.Sampling(max_tokens=max_tokens, top_p=1, ignore_eos=True)
-        message = pb.Submit(request_id=request_id, phase=phase, prompt=prompt, sampling=sampling, **fields)
+        packed = pack_tokens(prompt)
+        message = pb.Submit(request_id=request_id, phase=phase, prompt=packed, sampling=sampling, **fields)
         self.instance.submit("router", message)
 
     def run_until(self, done: Callable[[list[pb.Output]], bool]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from pdserve.keys import pack_tokens
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.roles import transfers
 
@@ -28,12 +29,16 @@ def test_every_block_of_a_700_token_prompt_arrives_unchanged(
     sampling = pb.Sampling(max_tokens=4, top_p=1, ignore_eos=True)
     prefill, decode = (make_instance(model=str(path), connector=connector_url, **settings) for _ in range(2))
 
-    decode.instance.submit("r", pb.Submit(request_id="x", phase=pb.DECODE, prompt=prompt, sampling=sampling))
+    decode.instance.submit(
+        "r", pb.Submit(request_id="x", phase=pb.DECODE, prompt=pack_tokens(prompt), sampling=sampling)
+    )
     decode.run_until(lambda outputs: any(s.stage == "reserved" for o in outputs for s in o.stamps))
     (decode_job,) = decode.instance._jobs.values()
     reserved = list(decode_job.seq.block_ids)
 
-    prefill.instance.submit("r", pb.Submit(request_id="x", phase=pb.PREFILL, prompt=prompt, sampling=sampling))
+    prefill.instance.submit(
+        "r", pb.Submit(request_id="x", phase=pb.PREFILL, prompt=pack_tokens(prompt), sampling=sampling)
+    )
     # P frees the blocks after the last store, so record their ids after each step.
     tables: list[list[int]] = [[]]
     while not any(o.stored.final for o in prefill.outputs):

@@ -18,6 +18,7 @@ import pytest
 from pdserve.config import InstanceConfig
 from pdserve.costs import Costs
 from pdserve.instance.instance import Instance
+from pdserve.keys import pack_tokens
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.scheduling.policy import POLICIES
 
@@ -41,7 +42,7 @@ def test_instances_report_the_load_from_other_routers(checkpoint: Callable[..., 
     sampling = pb.Sampling(max_tokens=9, top_p=1, ignore_eos=True)
 
     def submit(link: str, phase: "pb.Phase", length: int) -> None:
-        message = pb.Submit(request_id=str(phase), phase=phase, prompt=[1] * length, sampling=sampling)
+        message = pb.Submit(request_id=str(phase), phase=phase, prompt=pack_tokens([1] * length), sampling=sampling)
         instance.submit(link, message)
 
     submit("a", pb.PREFILL, 100)

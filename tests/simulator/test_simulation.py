@@ -1,5 +1,6 @@
 """Simulation: the real objects on a virtual clock, which end every request, the same each time, and read no real clock."""
 
+import gc
 import itertools
 import logging
 import os
@@ -22,12 +23,15 @@ from pdserve.bench.requests import Request as Load
 from pdserve.bench.requests import Sample
 from pdserve.config import InstanceConfig, RouterConfig
 from pdserve.costs import Costs, Work, attention_pairs
+from pdserve.engine.sequence import Sequence
 from pdserve.errors import RequestError
 from pdserve.keys import Layout
 from pdserve.profile.profile import StepModel
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.roles.job import Job
+from pdserve.router.dispatch.request_state import RequestState
 from pdserve.simulator.model import InstanceModel
-from pdserve.simulator.router import SimulatedRouter
+from pdserve.simulator.router import SimulatedClient, SimulatedRouter
 from pdserve.simulator.simulation import Deployment, Outcome, Simulation
 from pdserve.simulator.store import Link
 
@@ -250,6 +254,19 @@ def test_a_request_that_does_not_fit_gets_the_error_of_a_live_router() -> None:
     (failed,) = [sample for sample in samples if not sample.ok]
     message = "this model's context is 2000 tokens; you asked for 2050 (1950 in the prompt, 100 for the answer)"
     assert (failed.status, failed.error) == (400, message)
+
+
+def test_requests_that_have_ended_leave_nothing_to_the_garbage_collector() -> None:
+    """Neither simulated ones nor those of a real instance, of which all this is the code."""
+    gc.collect()
+    gc.disable()
+    try:
+        simulation = Simulation(SPLIT, make_model())
+        simulation.play(draw_loads(20, 3.0), is_chat=True)
+        check_released(simulation)
+        assert not [one for one in gc.get_objects() if type(one) in (Job, Sequence, SimulatedClient, RequestState)]
+    finally:
+        gc.enable()
 
 
 def test_seed_determines_all_times() -> None:

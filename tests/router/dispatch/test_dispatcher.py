@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.errors import BadRequest, Conflict, NotFound, Overloaded, RequestError, Unavailable
+from pdserve.keys import unpack_tokens
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams
 from pdserve.router.dispatch.handover import State
@@ -29,7 +30,7 @@ def test_split_request_streams_tokens_from_prefill_then_decode(make_cluster: typ
     ((_, first_submit),) = cluster.sent(prefill)
     ((_, submit),) = cluster.sent(decode)
     assert first_submit.phase == pb.PREFILL and first_submit.priority == submit.priority == -3
-    assert submit.phase == pb.DECODE and list(submit.prompt) == [1, 2, 3]
+    assert submit.phase == pb.DECODE and unpack_tokens(submit.prompt) == [1, 2, 3]
     cluster.deliver(prefill, stored=pb.Stored(num_blocks=1))
     cluster.deliver(prefill, token_ids=[7])
     cluster.deliver(prefill, stored=pb.Stored(num_blocks=2, final=True, tickets=[b"t"]))
