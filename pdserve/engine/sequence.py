@@ -157,6 +157,10 @@ class Sequence:
         """Append a token, sampled here or by the instance that computed the prompt."""
         self.tokens.append(token)
 
+    def extend(self, tokens: list[int]) -> None:
+        """Append several tokens."""
+        self.tokens += tokens
+
     def record_logprobs(self, logprobs: TokenLogprobs) -> None:
         """Set the log probabilities of the token that is about to be appended."""
         self.last_logprobs = logprobs

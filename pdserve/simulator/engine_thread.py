@@ -53,16 +53,18 @@ class EngineThread(Instance):
         if not steps:
             return
         context, batch = sum(map(len, running)), len(running)
-        for step, (started, ended) in enumerate(zip(starts, ends, strict=True)):
-            self.reporter.meter.record_decode_step(batch, context + step * batch, ended - started, ended)
+        record = self.reporter.meter.record_decode_step
+        for started, ended in zip(starts, ends, strict=True):
+            record(batch, context, ended - started, ended)
+            context += batch
         for seq in running:
-            for step in range(steps):
-                if step == steps - 1:
-                    seq.grow(pool)
-                seq.append(next_token(len(seq)))
+            tokens = [next_token(count) for count in range(len(seq), len(seq) + steps)]
+            seq.extend(tokens[:-1])
+            seq.grow(pool)
+            seq.append(tokens[-1])
             seq.mark_computed(steps)
             seq.register_full_blocks(pool)
-            self._by_sequence[seq].pending_output().token_ids.extend(seq.tokens[-steps:])
+            self._by_sequence[seq].pending_output().token_ids.extend(tokens)
         self.count("generation_tokens", steps * batch)
         self.count("engine_steps", steps)
 

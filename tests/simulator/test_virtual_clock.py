@@ -1,4 +1,4 @@
-"""The virtual clock: events in order of time, and of their addition."""
+"""Virtual clock: events happen in order of time, and of their addition."""
 
 from pdserve.simulator.virtual_clock import VirtualClock
 
