@@ -26,8 +26,9 @@ def run_tests(flags: str, *arguments: str) -> str:
     return completed.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not X86, reason="these are instruction sets of x86-64")
-@pytest.mark.parametrize("march", [pytest.param("x86-64-v2", marks=pytest.mark.slow), "x86-64-v3"])
+@pytest.mark.parametrize("march", ["x86-64-v2", "x86-64-v3"])
 @pytest.mark.usefixtures("cpu_kernel")
 def test_vector_widths(march: str) -> None:
     """Vectors of 4 and of 8 elements; this processor may have 16."""

@@ -365,7 +365,7 @@ def test_a_rule_that_needs_more_space_is_not_checked() -> None:
 # The command line.
 
 
-@pytest.mark.parametrize("scheme", ["redis+unix", "nixl"])
+@pytest.mark.parametrize("scheme", [pytest.param("redis+unix", marks=pytest.mark.slow), "nixl"])
 def test_the_command_passes_redis_unix_and_nixl(scheme: str, request: pytest.FixtureRequest) -> None:
     needs_store = {"leading-match", "lease", "longer-lease", "leases-under-pressure", "capacity", "many-threads"}
     no_relay = {name_of(rule) for rule in RELAY_RULES}

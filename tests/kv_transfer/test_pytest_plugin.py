@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
 
 USES_FIXTURE = """
@@ -38,6 +40,7 @@ def test_a_store_that_cannot_be_used_is_no_skipped_test(tmp_path: Path, broken_p
     assert "1 failed" in result.stdout and "No Redis answers at redis://127.0.0.1:1" in result.stdout, result.stdout
 
 
+@pytest.mark.slow
 def test_the_example_package_passes(tmp_path: Path, fsspec_package: Path) -> None:
     """Installed by pip in a folder of its own, and found by its entry points."""
     shutil.copytree(ROOT / "examples" / "connector_fsspec" / "tests", tmp_path / "tests")

@@ -88,6 +88,7 @@ def test_missing_certificate_files_are_refused() -> None:
         RedisConnector("redis://host?ca=/no/ca.pem")
 
 
+@pytest.mark.slow
 def test_conformance(authority: trustme.CA, ca: Path, start_redis: Start, start_tls_proxy: Start) -> None:
     server = start_redis("--maxmemory", "100mb", "--maxmemory-policy", "noeviction")
     port = start_tls_proxy(server.port, context_of(authority, "127.0.0.1"))

@@ -93,7 +93,7 @@ def test_lost_decode_migrates_the_stream(make_cluster: type[Cluster]) -> None:
     cluster.sent(prefill)
     cluster.fleet.deregister(lost, "test")
     ((_, again),) = cluster.sent(other)
-    assert list(again.prompt) == [1, 2, 3] and list(again.output) == [7, 8] and again.request_id == "r#1"
+    assert unpack_tokens(again.prompt) == [1, 2, 3] and list(again.output) == [7, 8] and again.request_id == "r#1"
     with pytest.raises(BadRequest, match="in use"):
         cluster.open("r")
     cluster.deliver(prefill, "r", token_ids=[99])  # a late output of the first submission
