@@ -74,7 +74,11 @@ class Search:
 
 
 def is_saturated(samples: Sequence[Sample], warmup: int = 0) -> bool:
-    """Return True if the number of requests in flight kept growing while requests arrived, after the first `warmup` ones."""
+    """Return True if requests took longer and longer while they arrived, after the first `warmup` ones.
+
+    Their mean time is the number in flight ÷ the rate of arrivals (Little's law), so a load that itself grows is not taken
+    for a server that falls behind.
+    """
     if len(samples) - warmup < 9:
         return False
     ordered = sorted(samples, key=lambda sample: sample.scheduled)
@@ -84,7 +88,9 @@ def is_saturated(samples: Sequence[Sample], warmup: int = 0) -> bool:
         while ends[ended] < sample.scheduled:
             ended += 1
         in_flight.append(started - ended)
-    del in_flight[:warmup]
+    del in_flight[:warmup], ordered[:warmup]
     third = len(in_flight) // 3
     middle, last = sum(in_flight[third : 2 * third]) / third, sum(in_flight[-third:]) / third
-    return last > GROWTH * middle and last - middle > MIN_GROWTH
+    # Of as many arrivals.
+    seconds, last_seconds = (ordered[end].scheduled - ordered[end - third].scheduled for end in (2 * third, -1))
+    return last * last_seconds > GROWTH * middle * seconds and last - middle > MIN_GROWTH

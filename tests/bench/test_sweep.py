@@ -76,6 +76,13 @@ def test_saturation_is_a_growing_number_in_flight() -> None:
     assert not is_saturated(steady) and is_saturated(growing) and not is_saturated(growing[:5])
 
 
+def test_a_load_that_grows_does_not_saturate_a_server_that_keeps_up() -> None:
+    times = [100 * i**0.2 for i in range(1000)]  # at an ever higher rate
+    keeping_up = [sample(at + 9.0, sent=at) for at in times]
+    falling_behind = [sample(at + 9.0 + max(0.0, at - 350), sent=at) for at in times]
+    assert not is_saturated(keeping_up) and is_saturated(falling_behind)
+
+
 def test_an_empty_server_that_fills_is_not_saturated_after_the_warm_up() -> None:
     filling = [sample(i / 10 + 6.0, sent=i / 10) for i in range(100)]  # 60 in flight from second 6 on
     assert is_saturated(filling[:70]) and not is_saturated(filling, 60) and not is_saturated(filling[:68], 60)
