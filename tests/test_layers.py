@@ -71,6 +71,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "core",
     },
     "bench": {"core"},
+    "launchers": {"core"},
     "simulator": {
         "router.dispatch",
         "router.instances",
@@ -102,6 +103,7 @@ MAY_IMPORT_LATE = {
         "profile",
         "simulator",
         "planner",
+        "launchers",
     },
     "profile": {"profile.steps", "instance", "engine", "kv_transfer", "kv_transfer.connectors"},
 }

@@ -1,0 +1,1 @@
+"""Launchers: where instances run, as the controller of `pdserve autoscale` starts and stops them."""
