@@ -5,6 +5,7 @@ the SLO, it forecasts role changes and, if there is a budget, one more instance,
 clearly more than it has. If the fleet would meet the SLO with one instance fewer and room to spare, that one ends.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ MIN_GAIN = 0.02  # of attainment, for which the fleet is changed
 SPARE = 0.8  # worst figure ÷ target that a fleet may have with one instance fewer
 PEAK_WINDOWS = 6  # whose highest rate a smaller fleet must bear
 HOUR = 3600.0
+REPLAY_S = 20.0  # of the window, with which a forecast begins: it fills caches and batches
 FAILED_START_PAUSE = 600.0  # seconds without another start
 
 
@@ -75,6 +77,12 @@ class Decision:
     rate: float = 0.0
     considered: tuple[Considered, ...] = ()
     change: Change | None = None
+
+    @property
+    def state(self) -> str:
+        """`holds` if there was no forecast; else whether the fleet as it is `meets` the SLO or `misses` it."""
+        now = self.considered[0].rating if self.considered else None
+        return "holds" if now is None else "meets" if now.meets else "misses"
 
     def __str__(self) -> str:
         return f"{self.change}: {self.reason}" if self.change else f"no change: {self.reason}"
@@ -187,20 +195,28 @@ class Controller:
     def _situation(self, seen: Observation, expected: float) -> Situation:
         """Return what a forecast begins with."""
         limits = self._limits
-        began_at = seen.at - limits.window
-        (_, members), *later = self._snapshots
-        moves, before = list[tuple[float, str, str]](), members
-        for at, roles in later:
-            changed = {name for name in before.keys() | roles.keys() if before.get(name) != roles.get(name)}
-            moves += [(max(at, began_at), name, roles.get(name, "")) for name in sorted(changed)]
-            before = roles
-        received = replayed(seen.requests, began_at, seen.at)
-        waiting = frozenset(n for n, one in enumerate(seen.requests) if one.ttft_s is None and not one.finish_reason)
+        began_at = seen.at - min(REPLAY_S, limits.window)
+        requests = [one for one in seen.requests if one.ended_at > began_at]
+        waiting = frozenset(n for n, one in enumerate(requests) if one.ttft_s is None and not one.finish_reason)
         # What comes next resembles the newer half of the window.
-        newer = [n for n, one in enumerate(seen.requests) if one.at > seen.at - limits.window / 2]
-        newer = newer or [n for n, one in enumerate(seen.requests) if one.at > began_at]
-        load = expected_load([received[n] for n in newer], seen.at, expected, limits.horizon, len(received))
+        all_received = replayed(seen.requests, -math.inf, seen.at)
+        newer = [one for one in all_received if one.at and one.at > seen.at - limits.window / 2] or all_received
+        received = replayed(requests, began_at, seen.at)
+        load = expected_load(newer, seen.at, expected, limits.horizon, len(received))
+        members, moves = self._roles_since(began_at)
         return Situation(began_at, seen.at, members, moves, received, waiting, load)
+
+    def _roles_since(self, began_at: float) -> tuple[dict[str, str], list[tuple[float, str, str]]]:
+        """Return the roles at a time, and those that instances took since then, with the time; an empty role: it left."""
+        snapshots = list(self._snapshots)
+        first = max((n for n, (at, _) in enumerate(snapshots) if at <= began_at), default=0)
+        members = before = snapshots[first][1]
+        moves = list[tuple[float, str, str]]()
+        for at, roles in snapshots[first + 1 :]:
+            changed = {name for name in before.keys() | roles.keys() if before.get(name) != roles.get(name)}
+            moves += [(at, name, roles.get(name, "")) for name in sorted(changed)]
+            before = roles
+        return members, moves
 
     def _improve(self, draft: Decision, seen: Observation, situation: Situation, now: Rating) -> Decision:
         """Return the change that promises most, if it is clearly better than none."""

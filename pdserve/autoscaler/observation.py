@@ -1,6 +1,7 @@
 """What the controller sees: the instances of a fleet, and the requests that routers received within a window."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +41,11 @@ class Seen:
     def at(self) -> float:
         assert self.request.at is not None
         return self.request.at
+
+    @property
+    def ended_at(self) -> float:
+        """Infinite while it runs."""
+        return math.inf if self.e2e_s is None else self.at + self.e2e_s
 
     def sample(self, now: float) -> Sample | None:
         """Return what the client saw, as a sample of three tokens; None if the request had not long enough yet to tell."""
