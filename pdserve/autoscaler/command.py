@@ -108,7 +108,10 @@ def run(config: AutoscaleConfig, stop: threading.Event, launcher: Launcher | Non
             except SetupError as error:
                 log.warning("%s; the next attempt is in %g s", error, config.interval)
             stop.wait(config.interval)
-        client.hold_lease(holder, 0.0)
+        try:
+            client.hold_lease(holder, 0.0)
+        except SetupError as error:
+            log.warning("the lease is left to expire: %s", error)
     finally:
         client.close()
 

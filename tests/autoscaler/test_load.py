@@ -1,0 +1,64 @@
+"""The load that forecasts are made for."""
+
+import math
+
+import pytest
+
+from pdserve.autoscaler.load import MAX_TREND, answer_lengths, expected_load, expected_rate, replayed
+from pdserve.autoscaler.observation import Seen, merge_traffic, parse_traffic
+from pdserve.bench.requests import Request
+
+
+def seen(at: float, output: int, ttft: float | None = 1.0, e2e: float | None = None) -> Seen:
+    request = Request(0, output, ((f"own-{at}", 100),), input_tokens=100, at=at)
+    return Seen(request, ttft, 0.1 if e2e else None, e2e, "length" if e2e else "")
+
+
+def test_the_rate_is_that_of_the_window_unless_there_is_a_trend() -> None:
+    steady = [float(second) for second in range(100)]
+    assert expected_rate(steady, 100.0, 80.0, 40.0) == pytest.approx(1.0, abs=0.02)
+    rising = [100 * math.sqrt(n / 1000) for n in range(1000)]  # from 0 to 20 per second
+    assert 20 < expected_rate(rising, 100.0, 80.0, 40.0) < 26  # 24 in the middle of the next 40 s
+    falling = [100 - time for time in reversed(rising)]
+    assert expected_rate(falling, 100.0, 80.0, 40.0) == pytest.approx(4 / MAX_TREND, rel=0.2)
+    step = [n / 10 for n in range(500)] + [50 + n / 40 for n in range(2000)]
+    assert expected_rate(step, 100.0, 80.0, 40.0) == pytest.approx(40, rel=0.05)
+    assert expected_rate([], 100.0, 80.0, 40.0) == 0
+
+
+def test_answers_that_still_run_are_as_long_as_longer_ones_were() -> None:
+    requests = [seen(0, 10, e2e=2), seen(1, 50, e2e=2), seen(2, 90, e2e=3), seen(3, 20), seen(4, 95), seen(5, 0, None)]
+    assert answer_lengths(requests) == [10, 50, 90, 70, 95, 50]
+
+
+def test_requests_that_ran_already_go_on_with_the_rest_of_their_answer() -> None:
+    finished, running, waiting = seen(0, 80, 2.0, 10.0), seen(1, 30, 1.0), seen(2, 0, None)
+    load = replayed([finished, running, waiting], 6.0, 8.0)
+    assert [(one.index, one.at) for one in load] == [(0, 6.0), (1, 6.0), (2, 6.0)]
+    assert [one.input_tokens for one in load] == [1, 1, 100]
+    assert [one.output_tokens for one in load] == [40, 60, 80]  # 80 × 4/8, and 80 − 30 × 4/6
+    assert [one.at for one in replayed([finished, waiting], -math.inf, 8.0)] == [0.0, 2.0]
+
+
+def test_expected_prompts_share_what_several_prompts_shared() -> None:
+    received = [Request(n, 5, (("system", 64), (f"own-{n}", 36)), input_tokens=100, at=float(n)) for n in range(20)]
+    load = expected_load(received, 20.0, 3.0, 50.0, first_index=20)
+    assert len(load) == pytest.approx(150, abs=40) and [one.index for one in load] == list(range(20, 20 + len(load)))
+    assert all(20.0 < (one.at or 0) < 70.0 and one.blocks[0] == ("system", 64) for one in load)
+    assert len({one.blocks[1][0] for one in load} | {one.blocks[1][0] for one in received}) == 20 + len(load)
+    assert load == expected_load(received, 20.0, 3.0, 50.0, first_index=20) and not expected_load(
+        [], 20.0, 3.0, 50.0, 0
+    )
+
+
+def test_traffic_of_several_routers_is_one() -> None:
+    line = (
+        '{{"request_id": "{0}", "timestamp": {1}, "input_length": 70, "output_length": 5, "hash_ids": [7], "block_size": 64, '
+        '"ttft_ms": 20, "itl_p99_ms": null, "e2e_ms": null, "finish_reason": ""}}'
+    )
+    first = parse_traffic([line.format("a", 1000), line.format("c", 3000), ""])
+    merged = merge_traffic([first, parse_traffic([line.format("b", 2000)])])
+    assert [(one.request.index, one.at) for one in merged] == [(0, 1.0), (1, 2.0), (2, 3.0)]
+    assert merged[1].request.blocks == (("7", 64), ("own-b", 6)) and merged[1].ttft_s == 0.02
+    sample = merged[1].sample(9.0)
+    assert sample is not None and sample.ok and sample.ttft == pytest.approx(0.02)

@@ -1,0 +1,93 @@
+"""`pdserve autoscale` beside a real router and paced instances, which sleep for the profiled time instead of computing."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pdserve.cli.deployment import Deployment
+from pdserve.profile.profile import EngineFacts, Profile, StepModel, TransferModel
+
+Deploy = Callable[..., AbstractContextManager[Deployment]]
+PROFILE = Profile(
+    model="demo",
+    engine=EngineFacts(16, 16384, 1000, 2048, 16, 4096),
+    step=StepModel(decode=((1, 0.1), (16, 0.2)), context_s=0.0, prefill=((1, 0.05), (500, 0.6)), pair_s=0.0),
+    transfers={"shm": TransferModel(2e-3, 5e8, 2e-3, 5e8, 1e9)},
+)
+
+
+@contextmanager
+def sending(url: str, interval_s: float) -> Iterator[None]:
+    """Send a prompt of 500 tokens every `interval_s`, without waiting for the answers."""
+    stop, threads = threading.Event(), list[threading.Thread]()
+
+    def send(number: int) -> None:
+        body = {"model": "demo", "prompt": [number + 3] * 500, "max_tokens": 3, "ignore_eos": True}
+        httpx.post(f"{url}/v1/completions", json=body, timeout=600).raise_for_status()
+
+    def run() -> None:
+        while not stop.wait(interval_s):
+            threads.append(threading.Thread(target=send, args=(len(threads),)))
+            threads[-1].start()
+
+    sender = threading.Thread(target=run)
+    sender.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in (sender, *threads):
+            thread.join()
+
+
+@pytest.fixture
+def autoscale(fork_server: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """autoscale("--apply", …) → the process of a controller that decides every second."""
+    PROFILE.save(tmp_path / "profile.json")
+    flags = ["--profile", str(tmp_path / "profile.json"), "--slo", "ttft.p90=1500ms", "--local-prefill-tokens", "0"]
+    flags += ["--interval", "1", "--window", "20", "--horizon", "20", "--cooldown", "2", "--block-size", "16"]
+    processes: list[Any] = []
+
+    def start(*more: str) -> Any:
+        processes.append(fork_server.spawn(["autoscale", *flags, *more], os.environ))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGTERM)
+        assert process.wait() == 0
+
+
+def roles(url: str) -> dict[str, str]:
+    instances = httpx.get(f"{url}/debug/instances").json()["instances"]
+    return {one["instance_id"]: "draining" if one["draining"] else one["role"] for one in instances}
+
+
+def test_a_controller_changes_a_role_and_another_one_only_watches(
+    deploy: Deploy, autoscale: Callable[..., Any], tmp_path: Path
+) -> None:
+    PROFILE.save(tmp_path / "profile.json")
+    with deploy(model="demo", decode=2, paced=str(tmp_path / "profile.json")) as deployment:
+        with sending(deployment.url, 0.3):
+            first = autoscale("--router", deployment.url, "--apply", "--holder", "first")
+            while sorted(roles(deployment.url).values()) != ["decode", "prefill", "prefill"]:
+                assert first.poll() is None
+                time.sleep(0.2)
+            second = autoscale("--router", deployment.url, "--apply", "--holder", "second")
+            assert second.stdout is not None and first.stdout is not None
+            line = next(line for line in second.stdout if "watches" in line)
+            assert "it only watches: the controller first holds the lease" in line
+        events = httpx.get(f"{deployment.url}/debug/overview").json()["events"]
+        shown = [event["text"] for event in events if event["event"] == "autoscaler"]
+        assert any("1 decode to prefill: TTFT p90" in text for text in shown), shown
+        assert "1P+2D: 1 decode to prefill: " in next(line for line in first.stdout if "decode to prefill" in line)
+        assert not any(row["error"] for row in httpx.get(f"{deployment.url}/debug/requests").json()["requests"])
