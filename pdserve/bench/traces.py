@@ -11,25 +11,27 @@ from typing import Any
 from pdserve.bench.requests import Request
 from pdserve.errors import SetupError
 
-BLOCK = 512  # tokens per id of `hash_ids` in a Mooncake trace
+BLOCK = 512  # tokens per id of `hash_ids` in a Mooncake trace, unless its lines say otherwise
 MIN_SHARED_BLOCKS = 2  # more than a common system prompt: then it is a conversation
 
 
 def read_mooncake(path: str, limit: int, scale: float, conversations: bool) -> list[Request]:
-    """Read JSON lines of timestamp (ms), input_length, output_length and hash_ids.
+    """Read JSON lines of timestamp (ms), input_length, output_length, hash_ids, and optionally `block_size`, as a router
+    has them at /debug/traffic.
 
     Args:
         scale: of the lengths.
         conversations: a request whose blocks begin with all full blocks of an earlier one waits for its answer.
     """
-    block = max(1, round(BLOCK * scale))
     ends: dict[int, int] = {}  # last full block of a request: an id stands for everything up to its end
 
     def parse(index: int, row: dict[str, Any]) -> Request:
         length, output = _lengths(row["input_length"], row["output_length"], scale)
+        tokens = int(row.get("block_size", BLOCK))
+        block = max(1, round(tokens * scale))
         ids = [int(one) for one in row["hash_ids"]]
         after = next((ends[one] for one in reversed(ids) if one in ends), None) if conversations else None
-        full = min(row["input_length"] // BLOCK, len(ids))
+        full = min(row["input_length"] // tokens, len(ids))
         if full >= MIN_SHARED_BLOCKS:
             ends[ids[full - 1]] = index
         sizes = [max(0, min(block, length - number * block)) for number in range(len(ids))]

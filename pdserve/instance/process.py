@@ -19,7 +19,7 @@ from pdserve.engine.paced_runner import PacedRunner
 from pdserve.instance.hello import make_hello
 from pdserve.instance.instance import Instance
 from pdserve.instance.metrics_port import serve_metrics
-from pdserve.instance.router_link import RouterLinks
+from pdserve.instance.router_link import DRAIN_POLL_S, RouterLinks
 from pdserve.kv_transfer.threaded import SWITCH_INTERVAL_S
 from pdserve.profile.drift import check_match
 from pdserve.profile.profile import EngineFacts, Machine, Profile
@@ -27,7 +27,6 @@ from pdserve.proto import pdserve_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-DRAIN_POLL_S = 0.2
 CLOSE_GRACE_S = 2.0  # for routers to read their queued frames
 
 

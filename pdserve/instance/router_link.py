@@ -22,6 +22,7 @@ from pdserve.proto import pdserve_pb2 as pb
 log = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL_S = 0.4
+DRAIN_POLL_S = 0.2
 UPDATE_INTERVAL_S = 0.1  # of KV events and of other routers' load
 MAX_KEYS_PER_FRAME = 1024  # so that tokens do not queue behind the keys of a whole pool
 DIAL_TIMEOUT_S = 5.0

@@ -15,7 +15,12 @@ from pdserve.engine.paced_runner import PacedRunner
 from pdserve.instance.hello import make_hello
 from pdserve.instance.kv_events import KVEventPublisher, PendingKVEvents
 from pdserve.instance.reporter import Status
-from pdserve.instance.router_link import HEARTBEAT_INTERVAL_S, MAX_KEYS_PER_FRAME, UPDATE_INTERVAL_S
+from pdserve.instance.router_link import (
+    DRAIN_POLL_S,
+    HEARTBEAT_INTERVAL_S,
+    MAX_KEYS_PER_FRAME,
+    UPDATE_INTERVAL_S,
+)
 from pdserve.keys import KeyChain
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.simulator.engine_thread import EngineThread
@@ -81,6 +86,7 @@ class SimulatedInstance:
     Attributes:
         hello: its registration.
         connector: to the KV store.
+        on_drained: called when it has drained in order to end.
     """
 
     def __init__(
@@ -124,6 +130,8 @@ class SimulatedInstance:
         self.thread.engine.chains = chains
         self._links: dict[str, _Link] = {}
         self._inbox.on_put = self._wake
+        self._drain_seconds = config.drain_seconds
+        self.on_drained: Callable[[], object] = self.stop
 
     def now(self) -> float:
         """Return the instance's own time."""
@@ -147,6 +155,8 @@ class SimulatedInstance:
                 self.thread.hand_over(link, frame.hand_over)
             case "cancel":
                 self.thread.cancel(link, frame.cancel.request_id)
+            case "drain":
+                self._drain(frame.drain.role)
 
     @property
     def is_alive(self) -> bool:
@@ -157,6 +167,27 @@ class SimulatedInstance:
         """Time spent in steps until now."""
         since_step = self._clock.time - self._time  # negative in the middle of a step that is counted already
         return self._busy_s + (since_step if self._skipped_ends else min(0.0, since_step))
+
+    def _drain(self, role: str) -> None:
+        """Tell routers to send no more requests, and serve in the role when none is left; if it is empty, end."""
+        for link in self._links.values():
+            self._send_later(link, pb.InstanceFrame(draining=pb.Draining()))
+        deadline = self._clock.time + self._drain_seconds
+        self._clock.after(DRAIN_POLL_S, partial(self._end_drain, role, deadline))
+
+    def _end_drain(self, role: str, deadline: float) -> None:
+        self.catch_up()
+        if (self.thread.num_jobs or self._inbox.items) and self._clock.time < deadline:
+            self._clock.after(DRAIN_POLL_S, partial(self._end_drain, role, deadline))
+        elif role:
+            hello = pb.Hello()
+            hello.CopyFrom(self.hello)
+            hello.role = role
+            self.hello = hello
+            for link in self._links.values():
+                self._send_later(link, pb.InstanceFrame(hello=hello))
+        else:
+            self.on_drained()
 
     def stop(self) -> None:
         """Stop without a word, in the middle of a step if one is under way. What it has sent still arrives."""

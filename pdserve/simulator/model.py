@@ -28,6 +28,7 @@ class InstanceModel:
         frame_latency_s: of a frame between router and instance, in either direction.
         router_request_s: time of the router's thread for a request, until it is submitted.
         router_token_s: time of the router's thread for a token.
+        start_up_s: from the start of an instance until it is ready.
     """
 
     layout: Layout
@@ -40,6 +41,7 @@ class InstanceModel:
     frame_latency_s: float = 2e-4
     router_request_s: float = 0.0
     router_token_s: float = 0.0
+    start_up_s: float = 10.0
 
     @classmethod
     def from_profile(
@@ -81,4 +83,5 @@ class InstanceModel:
             frame_latency_s=overheads.frame_s,
             router_request_s=overheads.router_request_s,
             router_token_s=overheads.router_token_s,
+            start_up_s=profile.start_up_s,
         )

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from statistics import fmean
 
@@ -95,21 +96,40 @@ class Simulation:
         ]
         self.instances: dict[str, SimulatedInstance] = {}
         self._chains: dict[str, KeyChain] = {}
-        for role in ("prefill", "decode", "both"):
-            for i in range(getattr(deployment, role)):
-                config = replace(
-                    deployment.instance,
-                    instance_id=f"{role}-{i}",
-                    num_blocks=model.num_blocks,
-                    block_size=model.layout.block_size,
-                )
-                instance = SimulatedInstance(
-                    self.clock, model, self.store, config, role, self._chains, can_skip=can_skip
-                )
-                self.instances[instance.hello.instance_id] = instance
-                for router in self.routers:
-                    router.attach(instance)
+        self._names = {role: count() for role in ("prefill", "decode", "both")}
         self._model = model
+        self._config = deployment.instance
+        self._can_skip = can_skip
+        for role in self._names:
+            for _ in range(getattr(deployment, role)):
+                self._add(role)
+
+    def _add(self, role: str) -> None:
+        """Add an instance that is ready."""
+        name, model = f"{role}-{next(self._names[role])}", self._model
+        config = replace(
+            self._config, instance_id=name, num_blocks=model.num_blocks, block_size=model.layout.block_size
+        )
+        chains, can_skip = self._chains, self._can_skip
+        instance = SimulatedInstance(self.clock, model, self.store, config, role, chains, can_skip=can_skip)
+        instance.on_drained = partial(self.kill, name)
+        self.instances[name] = instance
+        for router in self.routers:
+            router.attach(instance)
+
+    def start(self, role: str) -> None:
+        """Start an instance, which joins after the model's start-up time."""
+        self.clock.after(self._model.start_up_s, partial(self._add, role))
+
+    def drain(self, name: str, role: str = "") -> None:
+        """Ask an instance through a router to drain, and then to serve in a role; if that is empty, to end.
+
+        Raises:
+            NotFound, Conflict: the router refuses.
+        """
+        router = self.routers[0]
+        router.catch_up()
+        router.dispatcher.drain(name, role)
 
     def freeze(self, name: str) -> None:
         """Stop an instance without a word; routers learn of it when its lease expires. It does not come back."""
@@ -152,7 +172,7 @@ class Simulation:
     def _busy_shares(self, began_at: float, before: Mapping[str, float]) -> dict[str, float]:
         """Return the shares of the time since `began_at`, when the seconds were those of `before`."""
         passed = self.clock.time - began_at
-        gained = {name: seconds - before[name] for name, seconds in self._busy_seconds().items()}
+        gained = {name: seconds - before.get(name, 0.0) for name, seconds in self._busy_seconds().items()}
         return {name: min(1.0, seconds / passed) if passed else 0.0 for name, seconds in gained.items()}
 
 

@@ -189,6 +189,10 @@ class Instances(Answer):
     instances: list[dict[str, Any]]
 
 
+class LeaseHeld(Answer):
+    holder: str
+
+
 class DrainStarted(Answer):
     instance_id: str
     role: str | None

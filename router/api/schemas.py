@@ -245,3 +245,11 @@ class ResponseBody(GenerationBody):
 
 class RoleBody(Body):
     role: Literal["prefill", "decode", "both"]
+
+
+class LeaseBody(Body):
+    """A controller's lease; 0 seconds release it."""
+
+    holder: str = Field(min_length=1, max_length=200)
+    lease_seconds: float = Field(ge=0)
+    decision: str = Field("", max_length=1000)

@@ -25,6 +25,7 @@ from pdserve.router.scheduling.retry_budget import RetryBudget
 from pdserve.router.scheduling.slo_admission import check_slo
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.telemetry.timeline import Migration, Timeline, TimelineLog, TransferStats
+from pdserve.router.telemetry.traffic import p99
 from pdserve.slo import Slo
 
 log = logging.getLogger(__name__)
@@ -353,6 +354,7 @@ class Dispatcher:
                 instance.unassign(state.id)
         self._open_ids.discard(state.request.request_id)
         timeline.stamp(Stage.FINISHED, self._now())
+        timeline.itl_p99_s = p99(state.gaps)
         if state.machine.state is State.FAILED:
             timeline.finish_reason = "error"
         for on_finish in self.finish_listeners:

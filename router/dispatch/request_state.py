@@ -1,5 +1,6 @@
 """State of one running request: its instances, its hand-over machine, its timeline, and its output stream."""
 
+from array import array
 from collections.abc import Callable, Mapping
 
 from pdserve.costs import attention_pairs
@@ -13,6 +14,7 @@ from pdserve.router.dispatch.handover import OWNER, HandOverMachine
 from pdserve.router.instances.fleet import InstanceHandle
 from pdserve.router.scheduling.policy import Load, PlacementRequest
 from pdserve.router.telemetry.timeline import Timeline, TransferStats
+from pdserve.router.telemetry.traffic import prompt_ids
 
 
 class RequestState:
@@ -26,6 +28,7 @@ class RequestState:
         hedge_outputs: buffered outputs of the hedge.
         submitted_at: time of the last submission to instances, on the fleet's `AwakeClock`.
         emitted: tokens passed to the client so far.
+        gaps: seconds before each token after the first.
         cached: instance id → number of leading tokens in its pool at the time of selection.
     """
 
@@ -36,7 +39,15 @@ class RequestState:
         """`on_cancel` is called when the HTTP side cancels the stream."""
         self.request = request
         self.machine = machine
-        self.timeline = Timeline(request.request_id, request.traceparent, prompt_tokens=len(request.prompt))
+        block, ids = prompt_ids(request.keys)
+        self.timeline = Timeline(
+            request.request_id,
+            request.traceparent,
+            prompt_tokens=len(request.prompt),
+            prompt_block=block,
+            prompt_ids=ids,
+        )
+        self.gaps = array("f")
         self.last_token_at: float | None = None
         self.submitted_at = 0.0
         self.hedge_tried = False
@@ -130,10 +141,12 @@ class RequestState:
 
     def emit_tokens(self, output: pb.Output, now: float) -> None:
         """Pass an output's tokens to the client."""
+        token_ids, finish_reason = list(output.token_ids), output.finish_reason
         if self.last_token_at is None:  # the stamp is the router's own, because the client waits for it
             self.timeline.stamp(Stage.FIRST_TOKEN, now)
+        elif count := len(token_ids):
+            self.gaps.extend([(now - self.last_token_at) / count] * count)
         self.last_token_at = now
-        token_ids, finish_reason = list(output.token_ids), output.finish_reason
         self.emitted += token_ids
         self.timeline.output_tokens += len(token_ids)
         self.timeline.finish_reason = finish_reason

@@ -15,7 +15,8 @@ class FleetEvent:
     Attributes:
         number: increases with each event, so that readers can find the new ones.
         time: seconds since 1970, of the last merged event.
-        event: joined, left, draining, drained, role, refused, missing, breaker, fallback, moved, failed or failed_handovers.
+        event: joined, left, draining, drained, role, refused, missing, breaker, fallback, moved, failed,
+            failed_handovers or autoscaler.
         text: the log message of the last merged event.
         instance, request_id: the subject; empty if there is none.
         count: number of merged events.

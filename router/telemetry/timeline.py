@@ -51,6 +51,8 @@ class Timeline:
         release_seconds: for a cancelled request: instance id → seconds from its end until the instance had freed all of its
             blocks.
         finish_reason: `stop`, `length`, `cancelled` or `error`; empty while the request runs.
+        prompt_block, prompt_ids: tokens per id, and the ids of the prompt's blocks, as `traffic.prompt_ids` packs them.
+        itl_p99_s: the gap that 99 % of the gaps between its tokens do not exceed; None before the end, or without gaps.
     """
 
     request_id: str
@@ -72,6 +74,9 @@ class Timeline:
     release_seconds: dict[str, float] = field(default_factory=dict)
     finish_reason: str = ""
     error: str = ""
+    prompt_block: int = 0
+    prompt_ids: bytes = b""
+    itl_p99_s: float | None = None
 
     @property
     def cached_tokens(self) -> int:

@@ -1,5 +1,6 @@
 """The endpoints for operators, probes and debugging: /health, /ready, /metrics, /version, /debug and /admin."""
 
+import time
 from collections.abc import Callable
 from typing import Annotated
 
@@ -7,16 +8,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pdserve import __version__
-from pdserve.errors import NotFound, Unavailable
+from pdserve.errors import BadRequest, NotFound, Unavailable
 from pdserve.router.api import answers, schemas
 from pdserve.router.api.json_body import JsonBody
 from pdserve.router.backend import Backend
+from pdserve.router.instances.controller_lease import ControllerLease
 from pdserve.router.telemetry.timeline import Timeline
+from pdserve.router.telemetry.traffic import traffic_lines
 from pdserve.router.web.auth import Access
 from pdserve.router.web.endpoint import Endpoints, endpoint, example
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+LINES_TYPE = "application/x-ndjson"
+TIME_HEADER = "X-Time-Ms"  # of an answer: the router's clock, in milliseconds since 1970
 NUM_LATEST = 50  # requests listed at /debug/requests
+MAX_TRAFFIC = 100_000  # requests at /debug/traffic, if --timelines keeps as many
 
 
 class OperatorEndpoints(Endpoints):
@@ -44,6 +50,7 @@ class OperatorEndpoints(Endpoints):
         self._latest_timelines = latest_timelines
         self._overview = overview
         self._max_n = max_n
+        self._lease = ControllerLease()
 
     @endpoint("GET", "/health", Access.OPEN)
     async def health(self) -> answers.Health:
@@ -98,6 +105,26 @@ class OperatorEndpoints(Endpoints):
             raise NotFound(message, kind="request_not_found", param="request_id")
         return answers.TimelineOfRequest.model_validate({"request_id": request_id, "choices": choices})
 
+    @endpoint(
+        "GET",
+        "/debug/traffic",
+        Access.OPERATOR,
+        response_class=Response,
+        responses={200: {"content": {LINES_TYPE: {"schema": {"type": "string"}}}}},
+    )
+    async def debug_traffic(self, request: Request) -> Response:
+        """The latest requests as a Mooncake trace, with the latencies that clients saw; since ?since_ms=, if given."""
+        text = request.query_params.get("since_ms", "0")
+        try:
+            since_ms = float(text)
+        except ValueError:
+            message = f"since_ms={text!r} is not a number of milliseconds since 1970"
+            raise BadRequest(message, kind="invalid_parameter", param="since_ms") from None
+        now = time.time()
+        lines = traffic_lines(self._latest_timelines(MAX_TRAFFIC), now - time.monotonic(), since_ms)
+        headers = {"Cache-Control": "no-store", TIME_HEADER: f"{now * 1e3:.1f}"}
+        return Response(lines, media_type=LINES_TYPE, headers=headers)
+
     @endpoint("GET", "/debug/instances", Access.OPERATOR)
     async def debug_instances(self) -> answers.Instances:
         """The attached instances and their load."""
@@ -128,6 +155,20 @@ class OperatorEndpoints(Endpoints):
     ) -> answers.DrainStarted:
         """Drain an instance, which then serves in another role."""
         return self._start_drain(instance_id, body.parse().role)
+
+    @endpoint("POST", "/admin/autoscaler", Access.OPERATOR, errors=[409], json_only=True)
+    async def hold_lease(
+        self,
+        _: Request,
+        body: Annotated[
+            JsonBody[schemas.LeaseBody], example(holder="host-1", lease_seconds=30, decision="nothing to do")
+        ],
+    ) -> answers.LeaseHeld:
+        """Renew the lease of the one controller that may change the fleet, and show its decision on the live page."""
+        lease = body.parse()
+        self._lease.renew(lease.holder, lease.lease_seconds, time.monotonic())
+        self._lease.show(lease.decision)
+        return answers.LeaseHeld(holder=lease.holder)
 
     def _start_drain(self, instance_id: str, role: str = "") -> answers.DrainStarted:
         self._backend.drain(instance_id, role)

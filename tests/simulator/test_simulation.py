@@ -473,3 +473,21 @@ def test_requests_end_once_and_leave_nothing(
         )
     _, stepping = play(deployment, requests, num_blocks, happens, can_skip=False)
     assert times(outcome) == times(stepping) and outcome.preemptions == stepping.preemptions
+
+
+def test_instances_change_their_roles_start_and_end_while_requests_run() -> None:
+    simulation = Simulation(Deployment(prefill=2, decode=2), make_model(start_up_s=1.0))
+    fleet, clock = simulation.routers[0].fleet, simulation.clock
+    clock.at(1.0, lambda: simulation.drain("prefill-1", "decode"))
+    clock.at(2.0, lambda: simulation.start("prefill"))
+    clock.at(2.9, lambda: roles.append({name: one.role for name, one in fleet.instances.items()}))
+    clock.at(5.0, lambda: simulation.drain("decode-0"))
+    roles = list[dict[str, str]]()
+    outcome = simulation.play(draw_loads(120, 12.0))
+    assert len(outcome.samples) == 120 and all(one.ok for one in outcome.samples)
+    assert roles == [{"prefill-0": "prefill", "prefill-1": "decode", "decode-0": "decode", "decode-1": "decode"}]
+    after = {"prefill-0": "prefill", "prefill-1": "decode", "decode-1": "decode", "prefill-2": "prefill"}
+    assert {name: one.role for name, one in fleet.instances.items()} == after
+    moved = [one for one in simulation.routers[0].dispatcher.timelines.latest(200) if one.migrations]
+    assert moved and all("was drained" in move.reason for one in moved for move in one.migrations)
+    assert all(one.thread.engine.pool.num_held == 0 for one in simulation.instances.values())

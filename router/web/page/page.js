@@ -420,6 +420,7 @@ function drawKv(now) {
 const EVENTS = {
   left: ["lost", "bad"], failed: ["failed", "bad"], breaker: ["breaker", "bad"], missing: ["missing", "bad"], moved: ["migrated", "warn"], fallback: ["recomputed", "warn"],
   role: ["role", "good"], failed_handovers: ["failed hand-overs", "warn"], refused: ["refused", "warn"], draining: ["draining", ""], drained: ["drained", ""], joined: ["joined", "good"],
+  autoscaler: ["autoscaler", ""],
 };
 let drawnEvents = ""; // router and numbers of the events drawn last
 

@@ -20,6 +20,7 @@ BODIES = {
     "/tokenize": "TokenizeBody",
     "/detokenize": "DetokenizeBody",
     "/admin/instances/{instance_id}/role": "RoleBody",
+    "/admin/autoscaler": "LeaseBody",
 }
 
 

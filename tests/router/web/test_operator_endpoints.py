@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pdserve import __version__
@@ -9,6 +11,7 @@ from pdserve.errors import Conflict
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client, ScriptedBackend
+    from tests.router.web.conftest import Scene
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO: dict[str, Any] = {"model": "demo", "prompt": "hello"}
@@ -64,3 +67,39 @@ def test_drains_and_role_changes(client: Client, backend: ScriptedBackend) -> No
     assert len(backend.drained) == 2
     backend.fails(Conflict("it is the last one", kind="last_instance"))
     assert client.request("POST", f"{orders}/drain", **json_only).status_code == 409
+
+
+def test_traffic_is_a_trace(client: Client, make_scene: Callable[..., Scene], make_client: type[Client]) -> None:
+    scene = make_scene()
+    prefill, decode = scene.join("prefill", "p0"), scene.join("decode", "d0")
+    http = make_client(scene.app)
+    assert http.get("/debug/traffic").text == ""
+    scene.serve("one", prefill, decode)
+    answer = http.get("/debug/traffic")
+    (row,) = map(json.loads, answer.text.splitlines())
+    assert (row["request_id"], row["input_length"], row["output_length"], row["finish_reason"]) == (
+        "one",
+        3,
+        3,
+        "length",
+    )
+    assert 0 <= row["itl_p99_ms"] < 60_000 and row["timestamp"] <= float(answer.headers["X-Time-Ms"])
+    assert http.get(f"/debug/traffic?since_ms={row['timestamp'] + 1}").text == ""
+    refused = http.get("/debug/traffic?since_ms=now")
+    assert refused.status_code == 400 and "since_ms='now'" in refused.json()["error"]["message"]
+
+
+def test_one_controller_holds_the_lease(make_scene: Callable[..., Scene], make_client: type[Client]) -> None:
+    http = make_client(make_scene().app)
+
+    def renew(holder: str, seconds: float, decision: str = "") -> Any:
+        body = {"holder": holder, "lease_seconds": seconds, "decision": decision}
+        return http.post("/admin/autoscaler", body, headers={"Content-Type": "application/json"})
+
+    assert renew("a", 60, "flip decode-0").json() == {"holder": "a"}
+    refused = renew("b", 60, "flip it back")
+    assert refused.status_code == 409 and "the controller a holds the lease" in refused.json()["error"]["message"]
+    assert renew("a", 0, "flip decode-0").status_code == 200 and renew("b", 60).status_code == 200
+    events = http.get("/debug/overview").json()["events"]
+    assert [one["text"] for one in events if one["event"] == "autoscaler"] == ["autoscaler: flip decode-0"]
+    assert renew("", 60).status_code == 400 and renew("b", -1).status_code == 400

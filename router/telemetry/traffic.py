@@ -1,0 +1,55 @@
+"""The traffic that a router has seen: recent requests as lines of a Mooncake trace, with the latencies that clients saw."""
+
+import json
+from collections.abc import Iterable, Sequence
+
+from pdserve.lifetime import Stage
+from pdserve.router.telemetry.timeline import Timeline
+
+BLOCK = 64  # tokens for which an id in `hash_ids` stands, unless the pools' blocks are larger
+ID_BYTES = 4  # of an id; two ids that are equal by chance do no harm, because prompts are compared from their beginning
+
+
+def prompt_ids(keys: dict[int, list[bytes]]) -> tuple[int, bytes]:
+    """Return what a timeline keeps of a prompt's keys by block size: the tokens per id, and the joined ids."""
+    if not keys:
+        return BLOCK, b""
+    size = min(keys)
+    stride = max(1, BLOCK // size)
+    return size * stride, b"".join([key[:ID_BYTES] for key in keys[size][stride - 1 :: stride]])
+
+
+def p99(gaps: Sequence[float]) -> float | None:
+    """Return the gap that 99 % of the gaps do not exceed; None if there are none."""
+    return sorted(gaps)[-1 - len(gaps) // 100] if gaps else None
+
+
+def traffic_row(timeline: Timeline, epoch_offset: float) -> dict[str, object]:
+    """Return a request as a line of a trace.
+
+    Besides the fields of a Mooncake trace it has `block_size`, the tokens for which an id in `hash_ids` stands; `ttft_ms` and
+    `itl_p99_ms`, of the gaps between tokens (null if there are none); and `finish_reason`, empty while the request runs.
+
+    Args:
+        epoch_offset: seconds from the stamps' clock to that of the system, which counts from 1970.
+    """
+    ttft = timeline.span(Stage.RECEIVED, Stage.FIRST_TOKEN)
+    ids = timeline.prompt_ids
+    return {
+        "request_id": timeline.request_id,
+        "timestamp": round((timeline.stamps[Stage.RECEIVED] + epoch_offset) * 1e3, 1),
+        "input_length": timeline.prompt_tokens,
+        "output_length": timeline.output_tokens,
+        "hash_ids": [int.from_bytes(ids[at : at + ID_BYTES]) for at in range(0, len(ids), ID_BYTES)],
+        "block_size": timeline.prompt_block,
+        "ttft_ms": None if ttft is None else round(ttft * 1e3, 3),
+        "itl_p99_ms": None if timeline.itl_p99_s is None else round(timeline.itl_p99_s * 1e3, 3),
+        "finish_reason": timeline.finish_reason,
+    }
+
+
+def traffic_lines(timelines: Iterable[Timeline], epoch_offset: float, since_ms: float = 0.0) -> str:
+    """Return the requests received at `since_ms` or later, in milliseconds since 1970, as JSON lines, the oldest first."""
+    rows = [traffic_row(one, epoch_offset) for one in timelines if Stage.RECEIVED in one.stamps]
+    rows = [row for row in rows if float(str(row["timestamp"])) >= since_ms]
+    return "".join(json.dumps(row) + "\n" for row in sorted(rows, key=lambda row: float(str(row["timestamp"]))))
