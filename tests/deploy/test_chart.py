@@ -176,6 +176,19 @@ def test_selectors_match_the_pods_of_one_deployment(name: str) -> None:
         assert scaled["spec"]["scaleTargetRef"]["name"].removeprefix("chat-pdserve-") in deployments
 
 
+def test_the_model_of_a_release_cannot_be_changed() -> None:
+    """Kubernetes refuses to change a Deployment's selector."""
+
+    def selectors(model: str) -> dict[str, Any]:
+        deployments = of_kind(render({"model": {"name": model}}), "Deployment")
+        return {name: d["spec"]["selector"]["matchLabels"].get("pdserve/model") for name, d in deployments.items()}
+
+    assert selectors("Qwen/Qwen3-8B") == dict.fromkeys(("router", "prefill", "decode"), "Qwen_Qwen3-8B") | {
+        "redis": None
+    }
+    assert selectors("/models/my model" + "x" * 60)["router"] == ("models_my_model" + "x" * 60)[:62]
+
+
 def test_the_version_is_that_of_the_package() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]

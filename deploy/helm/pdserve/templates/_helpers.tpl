@@ -10,6 +10,14 @@ app.kubernetes.io/instance: {{ $root.Release.Name }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end }}
 
+{{/* Labels by which a Deployment of routers or instances knows its pods. They cannot be changed, so neither can the model: new
+routers would give old instances the tokens of another tokenizer. */}}
+{{- define "pdserve.podLabels" -}}
+{{- $root := index . 0 -}}
+{{ include "pdserve.selectorLabels" . }}
+pdserve/model: {{ regexReplaceAll "[^A-Za-z0-9._-]" $root.Values.model.name "_" | trunc 63 | trimAll "._-" | quote }}
+{{- end }}
+
 {{- define "pdserve.labels" -}}
 {{- $root := index . 0 -}}
 {{ include "pdserve.selectorLabels" . }}
