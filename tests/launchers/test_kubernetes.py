@@ -4,7 +4,9 @@ The fake keeps Deployments and pods, checks resource versions and permissions (t
 the documented order of the ReplicaSet controller.
 """
 
+import importlib
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ from pdserve.launchers.launcher import Launcher
 helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "pdserve"
+CONTENT_TYPES = {"PATCH": "application/strategic-merge-patch+json"}  # of others: none, which is JSON
 Object = dict[str, Any]
 
 
@@ -80,14 +83,14 @@ class FakeKubernetes:
         namespace, kind, name, *sub = [*path[path.index("namespaces") + 1 :], ""][:4]
         verb = {"GET": "get" if name else "list", "PUT": "update", "PATCH": "patch"}[method]
         if namespace != "prod" or not self._allows(group, "/".join([kind, *filter(None, sub)]), name, verb):
-            return self._failure(403, f"{kind} is forbidden: cannot {verb} in the namespace {namespace!r}")
+            return self.failure(403, f"{kind} is forbidden: cannot {verb} in the namespace {namespace!r}")
         objects = self.pods if kind == "pods" else self.deployments
         if not name:
             wanted = dict(label.split("=") for label in query["labelSelector"][0].split(","))
             items = [one for one in objects.values() if wanted.items() <= one["metadata"]["labels"].items()]
             return 200, {"items": items}
         if name not in objects:
-            return self._failure(404, f'{kind} "{name}" not found')
+            return self.failure(404, f'{kind} "{name}" not found')
         if sub == ["scale"]:
             return self._scale_answer(name, verb, body)
         if verb == "patch":
@@ -98,7 +101,7 @@ class FakeKubernetes:
         if verb == "update":
             self.before_scale()
             if body["metadata"]["resourceVersion"] != str(self._version):
-                return self._failure(
+                return self.failure(
                     409, "the object has been modified; please apply your changes to the latest version"
                 )
             self.scale(name, body["spec"]["replicas"])
@@ -115,7 +118,7 @@ class FakeKubernetes:
         )
 
     @staticmethod
-    def _failure(code: int, message: str) -> tuple[int, Object]:
+    def failure(code: int, message: str) -> tuple[int, Object]:
         return code, {"kind": "Status", "status": "Failure", "message": message, "code": code}
 
 
@@ -126,7 +129,10 @@ def served(fake: FakeKubernetes) -> Iterator[int]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
-            status, answer = fake.answer(self.command, self.path, json.loads(self.rfile.read(length) or "{}"))
+            body = json.loads(self.rfile.read(length) or "{}")
+            status, answer = 415, FakeKubernetes.failure(415, "the body of the request was in an unknown format")[1]
+            if self.headers.get("Content-Type") == CONTENT_TYPES.get(self.command):
+                status, answer = fake.answer(self.command, self.path, body)
             content = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
@@ -263,3 +269,10 @@ def test_missing_credentials_are_one_line(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
     with pytest.raises(SetupError, match=r"^no credentials for Kubernetes: "):
         KubernetesLauncher("chat", "prod")
+
+
+def test_a_missing_client_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    monkeypatch.delitem(sys.modules, "pdserve.launchers.kubernetes")
+    with pytest.raises(SetupError, match=r"pip install 'pdserve\[kubernetes\]'$"):
+        importlib.import_module("pdserve.launchers.kubernetes")
