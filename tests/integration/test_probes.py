@@ -31,10 +31,10 @@ def probe(port: int, path: str) -> tuple[int, Any]:
 
 @pytest.fixture
 def slow_profile(tmp_path: Path) -> Path:
-    """A profile with which a token takes a second."""
+    """A profile with which a token takes 0.3 s."""
     engine = EngineFacts(block_bytes=4096, num_blocks=64, max_model_len=1024, dtype="float32")
     path = tmp_path / "slow.json"
-    Profile(model="tiny", engine=engine, step=StepModel(decode=((1, 1.0),))).save(path)
+    Profile(model="tiny", engine=engine, step=StepModel(decode=((1, 0.3),))).save(path)
     return path
 
 
