@@ -538,6 +538,35 @@ class PlanConfig(FleetConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AutoscaleConfig(FleetConfig):
+    slo: str = flag("targets by percentile, such as ttft.p90=500ms,itl.p99=50ms", "")
+    slo_file: str = flag("TOML file with targets, also by prompt length and API key; empty: none", "")
+    router: str = flag("URLs of all routers of the fleet, comma separated", f"http://127.0.0.1:{DEFAULT_PORT}")
+    apply: bool = flag("make the changes; without it, they are only advised", False)
+    interval: float = flag("seconds between decisions", 10.0, above=0)
+    window: float = flag("seconds of past traffic that a forecast is made from", 120.0, above=0)
+    horizon: float = flag("seconds that a forecast is for", 60.0, above=0)
+    cooldown: float = flag("seconds after a change without another one", 30.0, least=0)
+    start_timeout: float = flag("seconds after which a change that has not come about is given up", 300.0, above=0)
+    min_prefill: int = flag("prefill instances that always remain", 1, least=1)
+    min_decode: int = flag("decode instances that always remain", 1, least=1)
+    max_instances: int = flag(
+        "instances altogether, up to which more are started; 0: only roles are changed", 0, least=0
+    )
+    max_changes: int = flag("changes within an hour", 60, least=1)
+    itl_target_ms: float | None = flag("the instances' --itl-target-ms; default: off", None, above=0)
+    decisions: str = flag("file to which each decision is appended as a JSON line; empty: none", "")
+    holder: str = flag(
+        "name of this controller, of which one at a time may change a fleet; empty: host and process", ""
+    )
+    simulate: bool = flag(
+        "try the controller out in a simulation of --prefill and --decode instances under a load", False
+    )
+    prefill: int = flag("prefill instances at the beginning of --simulate", 1, least=1)
+    decode: int = flag("decode instances at the beginning of --simulate", 1, least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SimulateConfig(FleetConfig):
     prefill: str = flag("numbers of prefill instances, such as 1, 1..4 or 1,2,4", "1")
     decode: str = flag("numbers of decode instances", "1")

@@ -88,6 +88,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "profile": {"core"},
     "planner": {"simulator", "profile", "bench", "core"},
+    "autoscaler": {"planner", "simulator", "profile", "bench", "router.telemetry", "launchers", "core"},
     "profile.steps": {"profile", "instance", "engine", "proto", "core"},
     "cli": {"core"},
 }
@@ -104,6 +105,7 @@ MAY_IMPORT_LATE = {
         "simulator",
         "planner",
         "launchers",
+        "autoscaler",
     },
     "profile": {"profile.steps", "instance", "engine", "kv_transfer", "kv_transfer.connectors"},
 }

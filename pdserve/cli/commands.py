@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from dataclasses import replace
 from types import ModuleType
 from typing import cast
@@ -20,6 +21,7 @@ from pdserve.cli.signals import exit_on_signals
 from pdserve.cli.supervisor import end_with_supervisor
 from pdserve.config import (
     DEFAULT_PORT,
+    AutoscaleConfig,
     BenchServeConfig,
     InstanceConfig,
     PlanConfig,
@@ -197,6 +199,19 @@ def plan(config: PlanConfig) -> None:
         raise typer.Exit(3)
 
 
+def autoscale(config: AutoscaleConfig) -> None:
+    """Steer the numbers of prefill and decode instances of a running fleet, or advise on them, by forecasts."""
+    from pdserve.autoscaler.command import run, simulate
+
+    if config.simulate:
+        simulate(config)
+        return
+    stop = threading.Event()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda *_: stop.set())
+    run(config, stop)
+
+
 def profile(config: ProfileConfig) -> None:
     """Measure what a model costs on this machine, and write it to a file. Exit code 1: --compare found a drift."""
     from pdserve.cli.deployment import Deployment, free_port
@@ -208,6 +223,7 @@ def profile(config: ProfileConfig) -> None:
 
 bench_app.command("serve")(command_from_config(BenchServeConfig, bench_serve))
 app.command("plan")(command_from_config(PlanConfig, plan))
+app.command("autoscale")(command_from_config(AutoscaleConfig, autoscale))
 app.command("simulate")(command_from_config(SimulateConfig, simulate))
 app.command("profile")(command_from_config(ProfileConfig, profile))
 app.command("up")(command_from_config(UpConfig, up))

@@ -225,12 +225,8 @@ def instance_model(config: FleetConfig, profile: Profile) -> InstanceModel:
         raise SetupError(str(error)) from None
 
 
-def simulate(
-    config: FleetConfig, profile: Profile, objectives: dict[str, float], fleet: Fleet, rate: float
-) -> Forecast:
-    """Simulate a fleet under the load that the settings describe, at a mean rate."""
-    config = replace(config, **dict(fleet.settings))
-    requests, model = draw_requests(config, rate), instance_model(config, profile)
+def deployment_of(config: FleetConfig, profile: Profile, fleet: Fleet) -> Deployment:
+    """Return a fleet with the settings of its instances and routers."""
     instance = InstanceConfig(
         model=MODEL,
         max_num_seqs=config.max_num_seqs or profile.engine.max_num_seqs,
@@ -244,15 +240,25 @@ def simulate(
         decode_policy=config.decode_policy,
         local_prefill_tokens=config.local_prefill_tokens,
     )
-    deployment = Deployment(
+    block_bytes = instance_model(config, profile).layout.block_bytes
+    return Deployment(
         prefill=fleet.prefill,
         decode=fleet.decode,
         both=fleet.both,
         routers=config.routers,
-        store_blocks=max(1, parse_size(config.store_size) // model.layout.block_bytes),
+        store_blocks=max(1, parse_size(config.store_size) // block_bytes),
         instance=instance,
         router=router,
     )
+
+
+def simulate(
+    config: FleetConfig, profile: Profile, objectives: dict[str, float], fleet: Fleet, rate: float
+) -> Forecast:
+    """Simulate a fleet under the load that the settings describe, at a mean rate."""
+    config = replace(config, **dict(fleet.settings))
+    requests, model = draw_requests(config, rate), instance_model(config, profile)
+    deployment = deployment_of(config, profile, fleet)
     simulation, warmup = Simulation(deployment, model, config.seed), config.warmup_requests
     outcome = simulation.play(requests, is_chat=config.chat, think_s=config.think_time, warmup=warmup)
     samples = counted(outcome.samples, warmup)

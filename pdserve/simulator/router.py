@@ -68,8 +68,8 @@ class SimulatedRouter:
         self.token_times: list[float] = []
         self._instances: list[SimulatedInstance] = []
         self.thread = RouterThread()
-        clock.every(self.fleet.lease_check_interval_s, self._up_to_date(self.fleet.expire_leases))
-        clock.every(self.dispatcher.check_interval_s, self._up_to_date(self.dispatcher.check_progress))
+        clock.every(self.fleet.lease_check_interval_s, self._when_free(self.fleet.expire_leases))
+        clock.every(self.dispatcher.check_interval_s, self._when_free(self.dispatcher.check_progress))
 
     def attach(self, instance: SimulatedInstance) -> InstanceHandle:
         """Register an instance."""
@@ -100,6 +100,18 @@ class SimulatedRouter:
         def act() -> None:
             self.catch_up()
             action()
+
+        return act
+
+    def _when_free(self, action: Callable[[], object]) -> Callable[[], None]:
+        """Return a function that does an action when the thread has done its work: a busy router is late with its checks."""
+        up_to_date = self._up_to_date(action)
+
+        def act() -> None:
+            if (free_at := self.spend(0.0)) > self.clock.time:
+                self.clock.at(free_at, up_to_date)
+            else:
+                up_to_date()
 
         return act
 

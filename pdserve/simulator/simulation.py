@@ -102,10 +102,10 @@ class Simulation:
         self._can_skip = can_skip
         for role in self._names:
             for _ in range(getattr(deployment, role)):
-                self._add(role)
+                self.add(role)
 
-    def _add(self, role: str) -> None:
-        """Add an instance that is ready."""
+    def add(self, role: str) -> str:
+        """Add an instance that is ready, and return its name."""
         name, model = f"{role}-{next(self._names[role])}", self._model
         config = replace(
             self._config, instance_id=name, num_blocks=model.num_blocks, block_size=model.layout.block_size
@@ -116,10 +116,15 @@ class Simulation:
         self.instances[name] = instance
         for router in self.routers:
             router.attach(instance)
+        return name
+
+    @property
+    def start_up_s(self) -> float:
+        return self._model.start_up_s
 
     def start(self, role: str) -> None:
         """Start an instance, which joins after the model's start-up time."""
-        self.clock.after(self._model.start_up_s, partial(self._add, role))
+        self.clock.after(self._model.start_up_s, partial(self.add, role))
 
     def drain(self, name: str, role: str = "") -> None:
         """Ask an instance through a router to drain, and then to serve in a role; if that is empty, to end.

@@ -1,7 +1,9 @@
 """The traffic that a router has seen: recent requests as lines of a Mooncake trace, with the latencies that clients saw."""
 
 import json
+import math
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
 from pdserve.lifetime import Stage
 from pdserve.router.telemetry.timeline import Timeline
@@ -28,12 +30,14 @@ def traffic_row(timeline: Timeline, epoch_offset: float) -> dict[str, object]:
     """Return a request as a line of a trace.
 
     Besides the fields of a Mooncake trace it has `block_size`, the tokens for which an id in `hash_ids` stands; `ttft_ms` and
-    `itl_p99_ms`, of the gaps between tokens (null if there are none); and `finish_reason`, empty while the request runs.
+    `itl_p99_ms`, of the gaps between tokens (null if there are none); `e2e_ms` and `finish_reason`, null and empty while the
+    request runs.
 
     Args:
         epoch_offset: seconds from the stamps' clock to that of the system, which counts from 1970.
     """
     ttft = timeline.span(Stage.RECEIVED, Stage.FIRST_TOKEN)
+    e2e = timeline.span(Stage.RECEIVED, Stage.FINISHED)
     ids = timeline.prompt_ids
     return {
         "request_id": timeline.request_id,
@@ -44,12 +48,21 @@ def traffic_row(timeline: Timeline, epoch_offset: float) -> dict[str, object]:
         "block_size": timeline.prompt_block,
         "ttft_ms": None if ttft is None else round(ttft * 1e3, 3),
         "itl_p99_ms": None if timeline.itl_p99_s is None else round(timeline.itl_p99_s * 1e3, 3),
-        "finish_reason": timeline.finish_reason,
+        "e2e_ms": None if e2e is None else round(e2e * 1e3, 3),
+        "finish_reason": timeline.finish_reason if e2e is not None else "",
     }
 
 
 def traffic_lines(timelines: Iterable[Timeline], epoch_offset: float, since_ms: float = 0.0) -> str:
-    """Return the requests received at `since_ms` or later, in milliseconds since 1970, as JSON lines, the oldest first."""
-    rows = [traffic_row(one, epoch_offset) for one in timelines if Stage.RECEIVED in one.stamps]
-    rows = [row for row in rows if float(str(row["timestamp"])) >= since_ms]
-    return "".join(json.dumps(row) + "\n" for row in sorted(rows, key=lambda row: float(str(row["timestamp"]))))
+    """Return the requests that were received, ran or ended at `since_ms` or later, as JSON lines, the oldest first.
+
+    Args:
+        since_ms: milliseconds since 1970.
+    """
+    since = since_ms / 1e3 - epoch_offset
+    rows = [
+        (timeline.stamps[Stage.RECEIVED], traffic_row(timeline, epoch_offset))
+        for timeline in timelines
+        if Stage.RECEIVED in timeline.stamps and timeline.stamps.get(Stage.FINISHED, math.inf) >= since
+    ]
+    return "".join(json.dumps(row) + "\n" for _, row in sorted(rows, key=itemgetter(0)))

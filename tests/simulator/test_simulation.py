@@ -491,3 +491,9 @@ def test_instances_change_their_roles_start_and_end_while_requests_run() -> None
     moved = [one for one in simulation.routers[0].dispatcher.timelines.latest(200) if one.migrations]
     assert moved and all("was drained" in move.reason for one in moved for move in one.migrations)
     assert all(one.thread.engine.pool.num_held == 0 for one in simulation.instances.values())
+
+
+def test_a_router_that_is_busy_itself_drops_no_instance() -> None:
+    busy = make_model(router_request_s=0.02, router_token_s=1e-4)  # 3 s for all requests, and leases are of 1.5 s
+    outcome = Simulation(Deployment(), busy).play([replace(one, at=0.0, after=None) for one in draw_loads(150, 1.0)])
+    assert all(one.ok for one in outcome.samples), {one.error for one in outcome.samples}

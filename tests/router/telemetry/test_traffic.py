@@ -33,7 +33,7 @@ def test_a_trace_of_the_traffic_has_its_shared_prefixes(tmp_path: Path) -> None:
 
 def test_rows_say_what_clients_saw() -> None:
     one, waiting = timeline("a", 1.0, [1]), Timeline("w", prompt_tokens=4, stamps={Stage.RECEIVED: 2.0})
-    one.itl_p99_s, one.finish_reason = 0.02, "length"
+    one.itl_p99_s, one.finish_reason, one.stamps[Stage.FINISHED] = 0.02, "length", 1.4
     rows = [json.loads(line) for line in traffic_lines([waiting, one, Timeline("unborn")], 0.0).splitlines()]
     assert [(row["request_id"], row["ttft_ms"], row["itl_p99_ms"], row["finish_reason"]) for row in rows] == [
         ("a", 250.0, 20.0, "length"),

@@ -1,0 +1,1 @@
+"""The controller of `pdserve autoscale`: steers the numbers of prefill and decode instances while traffic shifts."""

@@ -1,0 +1,63 @@
+"""Changes of a fleet that the controller considers."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+FLIP_COUNTS = (1, 2, 4)  # instances that may change their role at once
+MAX_FLIPPED_SHARE = 0.25  # of the fleet, when it is more than one
+ROLES = ("prefill", "decode")
+
+
+@dataclass(frozen=True)
+class Change:
+    """Instances that change their role, start or end.
+
+    Attributes:
+        before: their role; empty if they are started.
+        after: their new role; empty if they end.
+    """
+
+    before: str
+    after: str
+    count: int = 1
+
+    def __str__(self) -> str:
+        if not self.before:
+            return f"start {self.count} {self.after}"
+        return f"{self.count} {self.before} to {self.after}" if self.after else f"stop {self.count} {self.before}"
+
+    @property
+    def is_flip(self) -> bool:
+        return bool(self.before and self.after)
+
+    def undoes(self, other: "Change") -> bool:
+        return (self.before, self.after) == (other.after, other.before)
+
+    def apply(self, counts: Mapping[str, int]) -> Counter[str]:
+        """Return the numbers of instances by role after the change."""
+        after = Counter(counts)
+        for role, sign in ((self.before, -1), (self.after, 1)):
+            if role:
+                after[role] += sign * self.count
+        return after
+
+
+def flips(counts: Mapping[str, int], least: Mapping[str, int]) -> Iterator[Change]:
+    """Yield the changes of roles that leave at least `least` instances of each role."""
+    for before, after in (ROLES, ROLES[::-1]):
+        for number in FLIP_COUNTS:
+            share = number / (counts[ROLES[0]] + counts[ROLES[1]] or 1)
+            if counts[before] - number >= max(1, least[before]) and (number == 1 or share <= MAX_FLIPPED_SHARE):
+                yield Change(before, after, number)
+
+
+def starts(counts: Mapping[str, int], most: int) -> Iterator[Change]:
+    """Yield the starts of an instance that a budget of `most` allows."""
+    if sum(counts.values()) < most:
+        yield from (Change("", role) for role in ROLES)
+
+
+def stops(counts: Mapping[str, int], least: Mapping[str, int]) -> Iterator[Change]:
+    """Yield the ends of an instance that leave at least `least` instances of each role."""
+    yield from (Change(role, "") for role in ROLES if counts[role] - 1 >= max(1, least[role]))

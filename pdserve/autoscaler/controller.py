@@ -1,0 +1,286 @@
+"""The controller: decides from observations and forecasts whether to change the fleet. Plain decisions: others act.
+
+It holds while a change is under way, and for a cooldown after it. Then it forecasts the fleet as it is. If that would miss
+the SLO, it forecasts role changes and, if there is a budget, one more instance, and takes what promises most, if that is
+clearly more than it has. If the fleet would meet the SLO with one instance fewer and room to spare, that one ends.
+"""
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from pdserve.autoscaler.change import Change, flips, starts, stops
+from pdserve.autoscaler.forecast import Rating, Situation, rate
+from pdserve.autoscaler.load import expected_load, expected_rate, replayed
+from pdserve.autoscaler.observation import Observation
+from pdserve.planner.targets import Target
+
+MIN_REQUESTS = 20  # in the window, with fewer of which there is no forecast
+MIN_GAIN = 0.02  # of attainment, for which the fleet is changed
+SPARE = 0.8  # worst figure ÷ target that a fleet may have with one instance fewer
+PEAK_WINDOWS = 6  # whose highest rate a smaller fleet must bear
+HOUR = 3600.0
+REPLAY_S = 20.0  # of the window, with which a forecast begins: it fills caches and batches
+FAILED_START_PAUSE = 600.0  # seconds without another start
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the controller may do.
+
+    Attributes:
+        window, horizon: seconds of traffic that a forecast is made from, and for.
+        cooldown: seconds after a change without another one.
+        start_timeout: seconds after which a started instance that has not joined is given up.
+        least: by role, instances that always remain.
+        most: instances altogether; no more are started. As many as there are: none is started or ended.
+        max_changes: within an hour.
+    """
+
+    window: float = 120.0
+    horizon: float = 60.0
+    cooldown: float = 30.0
+    start_timeout: float = 300.0
+    least: Counter[str] = field(default_factory=lambda: Counter(prefill=1, decode=1))
+    most: int = 0
+    max_changes: int = 60
+
+
+@dataclass(frozen=True)
+class Considered:
+    """A change that was forecast, or why it was not."""
+
+    change: str
+    rating: Rating | None = None
+    rejected: str = ""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the controller decided, and from what.
+
+    Attributes:
+        at: seconds on the routers' clock.
+        fleet: instances by role.
+        seen: of the requests in the window; None if there were none.
+        rate: requests per second that are expected.
+        considered: the fleet as it is, and the changes.
+        change: None if there is none.
+        reason: in one sentence.
+    """
+
+    at: float
+    fleet: dict[str, int]
+    reason: str
+    seen: Rating | None = None
+    rate: float = 0.0
+    considered: tuple[Considered, ...] = ()
+    change: Change | None = None
+
+    @property
+    def state(self) -> str:
+        """`holds` if there was no forecast; else whether the fleet as it is `meets` the SLO or `misses` it."""
+        now = self.considered[0].rating if self.considered else None
+        return "holds" if now is None else "meets" if now.meets else "misses"
+
+    def __str__(self) -> str:
+        return f"{self.change}: {self.reason}" if self.change else f"no change: {self.reason}"
+
+
+Forecast = Callable[[Situation, Change | None], Rating]
+
+
+class Controller:
+    """Decides for one fleet. Observations come in order of time.
+
+    Args:
+        forecast: rates a situation with a change.
+        can_start: instances can be started and ended; otherwise only roles are changed.
+    """
+
+    def __init__(self, limits: Limits, targets: Sequence[Target], forecast: Forecast, *, can_start: bool) -> None:
+        self._limits = limits
+        self._targets = targets
+        self._forecast = forecast
+        self._can_start = can_start
+        self._snapshots: deque[tuple[float, dict[str, str]]] = deque()
+        self._changes: list[tuple[float, Change]] = []
+        self._is_pending = False  # the newest change has not come about yet
+        self._expected: Counter[str] | None = None  # instances by role, when the newest change has come about
+        self._hold_until = 0.0
+        self._hold_reason = ""
+        self._rates: deque[float] = deque(maxlen=PEAK_WINDOWS)
+        self._rate_at = self._saved_at = self._no_starts_until = 0.0
+
+    def decide(self, seen: Observation) -> Decision:
+        """Return what to do now. The caller makes the change, or advises it only, and goes on observing."""
+        limits = self._limits
+        self._remember(seen)
+        requests = [one for one in seen.requests if one.at > seen.at - limits.window]
+        samples = [sample for one in requests if (sample := one.sample(seen.at)) is not None]
+        draft = Decision(seen.at, dict(seen.counts), "", rate(self._targets, samples) if samples else None)
+        if reason := self._reason_to_hold(seen, len(requests)):
+            return replace(draft, reason=reason)
+        expected = expected_rate([one.at for one in requests], seen.at, limits.window, limits.horizon)
+        draft = replace(draft, rate=expected)
+        situation = self._situation(seen, expected)
+        now = self._forecast(situation, None)
+        decision = self._shrink(draft, seen, now) if now.meets else self._improve(draft, seen, situation, now)
+        if decision.change is not None:
+            self._begin(seen, decision.change)
+        return decision
+
+    def forget(self) -> None:
+        """Undo the newest decision, which was not carried out."""
+        self._changes.pop()
+        self._expected, self._is_pending = None, False
+
+    # ---- when nothing may be changed ------------------------------------------------------------------------------
+
+    def _remember(self, seen: Observation) -> None:
+        """Keep the roles within the window, and the rate of each window."""
+        began_at = seen.at - self._limits.window
+        self._snapshots.append((seen.at, {member.name: member.role for member in seen.members}))
+        while len(self._snapshots) > 1 and self._snapshots[1][0] <= began_at:
+            self._snapshots.popleft()
+        if seen.at >= self._rate_at + self._limits.window:
+            self._rate_at = seen.at
+            self._rates.append(sum(one.at > began_at for one in seen.requests) / self._limits.window)
+
+    def _begin(self, seen: Observation, change: Change) -> None:
+        self._changes.append((seen.at, change))
+        self._expected, self._is_pending = change.apply(seen.counts), True
+        self._hold(seen.at, f"after the change {change}")
+
+    def _hold(self, at: float, reason: str) -> None:
+        self._hold_until, self._hold_reason = at + self._limits.cooldown, reason
+
+    def _reason_to_hold(self, seen: Observation, num_requests: int) -> str:
+        """Return why nothing may be changed now; empty if something may."""
+        if draining := [member.name for member in seen.members if member.is_draining]:
+            return f"{', '.join(draining)} drains"
+        if reason := self._compare_fleet(seen):
+            return reason
+        if seen.at < self._hold_until:
+            return f"{self._hold_until - seen.at:.0f} s more to wait {self._hold_reason}"
+        if num_requests < MIN_REQUESTS:
+            return f"{num_requests} requests in {self._limits.window:.0f} s tell too little"
+        if sum(seen.at - at < HOUR for at, _ in self._changes) >= self._limits.max_changes:
+            return f"there were {self._limits.max_changes} changes within an hour"
+        return ""
+
+    def _compare_fleet(self, seen: Observation) -> str:
+        """Compare the fleet with the expected one, and return why it is not complete; empty if it is."""
+        if seen.counts == self._expected:
+            self._is_pending = False
+            return ""
+        if self._is_pending:
+            at, change = self._changes[-1]
+            if seen.at < at + self._limits.start_timeout:
+                return f"the change {change} is under way"
+            self._is_pending = False
+            self._hold(seen.at, f"because the change {change} did not come about in {self._limits.start_timeout:.0f} s")
+            if not change.before:
+                self._no_starts_until = seen.at + FAILED_START_PAUSE
+        elif self._expected is None:
+            self._hold(seen.at, "after the beginning")
+        else:
+            self._hold(seen.at, f"because others changed the fleet, which was {_text(self._expected)}")
+        self._expected = seen.counts
+        return ""
+
+    # ---- what to change -------------------------------------------------------------------------------------------
+
+    def _situation(self, seen: Observation, expected: float) -> Situation:
+        """Return what a forecast begins with."""
+        limits = self._limits
+        began_at = seen.at - min(REPLAY_S, limits.window)
+        requests = [one for one in seen.requests if one.ended_at > began_at]
+        waiting = frozenset(n for n, one in enumerate(requests) if one.ttft_s is None and not one.finish_reason)
+        # What comes next resembles the newer half of the window.
+        all_received = replayed(seen.requests, -math.inf, seen.at)
+        newer = [one for one in all_received if one.at and one.at > seen.at - limits.window / 2] or all_received
+        received = replayed(requests, began_at, seen.at)
+        load = expected_load(newer, seen.at, expected, limits.horizon, len(received))
+        members, moves = self._roles_since(began_at)
+        return Situation(began_at, seen.at, members, moves, received, waiting, load)
+
+    def _roles_since(self, began_at: float) -> tuple[dict[str, str], list[tuple[float, str, str]]]:
+        """Return the roles at a time, and those that instances took since then, with the time; an empty role: it left."""
+        snapshots = list(self._snapshots)
+        first = max((n for n, (at, _) in enumerate(snapshots) if at <= began_at), default=0)
+        members = before = snapshots[first][1]
+        moves = list[tuple[float, str, str]]()
+        for at, roles in snapshots[first + 1 :]:
+            changed = {name for name in before.keys() | roles.keys() if before.get(name) != roles.get(name)}
+            moves += [(at, name, roles.get(name, "")) for name in sorted(changed)]
+            before = roles
+        return members, moves
+
+    def _improve(self, draft: Decision, seen: Observation, situation: Situation, now: Rating) -> Decision:
+        """Return the change that promises most, if it is clearly better than none."""
+        considered = [Considered("none", now)]
+        best: tuple[Rating, Change] | None = None
+        for change in self._candidates(seen, considered):
+            if best is not None and best[0].meets and not change.is_flip:
+                continue  # a change of roles suffices
+            rating = self._forecast(situation, change)
+            considered.append(Considered(str(change), rating))
+            if _is_better(rating, best[0] if best else now):
+                best = rating, change
+        draft = replace(draft, considered=tuple(considered))
+        if best is None:
+            return replace(draft, reason=f"{now.worst} expected, and no change would help")
+        rating, change = best
+        reason = f"{now.worst} expected, {now.attainment:.0%} good; with it {rating.worst}, {rating.attainment:.0%}"
+        return replace(draft, change=change, reason=reason)
+
+    def _candidates(self, seen: Observation, considered: list[Considered]) -> Iterator[Change]:
+        """Yield the changes to forecast: more instances at once only if fewer of them are better than none."""
+        limits, failed = self._limits, set[tuple[str, str]]()
+        for change in flips(seen.counts, limits.least):
+            kind = change.before, change.after
+            if any(
+                change.undoes(other) and seen.at < at + limits.horizon + limits.cooldown for at, other in self._changes
+            ):
+                considered.append(Considered(str(change), rejected="it would undo a change within its forecast"))
+                continue
+            if kind in failed:
+                continue
+            yield change
+            now, rating = considered[0].rating, considered[-1].rating
+            assert now is not None and rating is not None
+            if not _is_better(rating, now) or rating.meets:
+                failed.add(kind)
+        if self._can_start and seen.at < self._no_starts_until:
+            considered.append(Considered("start", rejected="an instance that was started lately has not become ready"))
+        elif self._can_start:
+            yield from starts(seen.counts, limits.most)
+
+    def _shrink(self, draft: Decision, seen: Observation, now: Rating) -> Decision:
+        """Return the end of an instance, if the fleet would meet the SLO without it also at the highest rate of late."""
+        considered = [Considered("none", now)]
+        reason = f"{now.worst} expected, {now.attainment:.0%} good"
+        if self._can_start and seen.at >= self._saved_at + self._limits.window:
+            self._saved_at = seen.at
+            situation = self._situation(seen, max(draft.rate, *self._rates))
+            ratings = {change: self._forecast(situation, change) for change in stops(seen.counts, self._limits.least)}
+            considered += [Considered(str(change), rating) for change, rating in ratings.items()]
+            if ratings:
+                change = min(ratings, key=lambda one: ratings[one].ratio)
+                if ratings[change].ratio <= SPARE:
+                    reason = f"{ratings[change].worst} expected without it"
+                    return replace(draft, change=change, reason=reason, considered=tuple(considered))
+        return replace(draft, reason=reason, considered=tuple(considered))
+
+
+def _is_better(rating: Rating, other: Rating) -> bool:
+    """Return whether a change is worth making: clearly more good requests, or about as many and the SLO met."""
+    if rating.attainment >= other.attainment + MIN_GAIN:
+        return True
+    return rating.meets and not other.meets and rating.attainment >= other.attainment
+
+
+def _text(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {role}" for role, count in sorted(counts.items()) if count)
