@@ -75,7 +75,25 @@ CUSTOM = {
 }
 
 
+# What no example has.
+OTHER: dict[str, Any] = {
+    "both": {"enabled": True, "update": {"recreate": True}},
+    "router": {
+        "replicas": 1,
+        "priorityClassName": "high",
+        "podAnnotations": {"a": "b"},
+        "env": [{"name": "A", "value": "b"}],
+    },
+    "tls": {"control": "control-tls"},
+    "secrets": {"name": "pdserve", "apiKey": "api-key", "redisPassword": "redis-password"},
+    "autoscaler": {"serviceAccount": True},
+}
+
+
 def example(name: str) -> dict[str, Any]:
+    """Return the values of an example, the chart's own (`defaults`), or `OTHER`."""
+    if name in ("defaults", "other"):
+        return OTHER if name == "other" else {}
     values: dict[str, Any] = yaml.safe_load((CHART / "examples" / f"{name}.yaml").read_text())
     return values
 
@@ -126,7 +144,7 @@ def parse(deployment: Document, monkeypatch: pytest.MonkeyPatch) -> RouterConfig
 # ---- manifests -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [*EXAMPLES, "defaults", "other"])
 def test_examples_pass_the_linter(name: str) -> None:
     report = helm.lint(CHART, example(name), strict=True, namespace="prod", kube_version="v1.33.0")
     assert not report["errors"]
@@ -134,7 +152,7 @@ def test_examples_pass_the_linter(name: str) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [*EXAMPLES, "defaults", "other"])
 def test_examples_are_valid_manifests(name: str, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     contents = cache(kubernetes_validate.utils.schema_contents)  # megabytes, which each call would parse
     monkeypatch.setattr(kubernetes_validate.utils, "schema_contents", contents)
@@ -154,7 +172,7 @@ def test_the_validator_finds_unknown_fields() -> None:
         kubernetes_validate.validate(deployment, VERSIONS[0], strict=True)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [*EXAMPLES, "defaults", "other"])
 def test_selectors_match_the_pods_of_one_deployment(name: str) -> None:
     documents = rendered(name)
     deployments = of_kind(documents, "Deployment")

@@ -116,6 +116,7 @@ helm.sh/chart: {{ $root.Chart.Name }}-{{ $root.Chart.Version }}
 {{- define "pdserve.podSettings" -}}
 {{- $root := index . 0 }}{{ $settings := index . 1 -}}
 automountServiceAccountToken: false
+enableServiceLinks: false # variables of other Services, among them PDSERVE_… where one is called pdserve
 securityContext:
   runAsNonRoot: true
   runAsUser: 10001
