@@ -104,6 +104,7 @@ class Simulation:
             for _ in range(getattr(deployment, role)):
                 self.add(role)
 
+    @_errors_only()
     def add(self, role: str) -> str:
         """Add an instance that is ready, and return its name."""
         name, model = f"{role}-{next(self._names[role])}", self._model
