@@ -220,7 +220,9 @@ class InstanceConfig(ControlConfig, TransferConfig):
     convert_kv: bool = flag("as decode, accept KV from prefill instances with another block size or dtype", False)
     instance_id: str = flag("name of this instance in metrics and timelines; default: role, host and pid", "")
     metrics_port: int | None = flag(
-        "port for this instance's Prometheus metrics; default: only through the router", None, **PORTS
+        "port for this instance's Prometheus metrics, /health and /ready; default: metrics only through the router",
+        None,
+        **PORTS,
     )
     log_format: str = flag(LOG_HELP, "text", choices=LOG_FORMATS)
     drain_seconds: float = flag(

@@ -35,6 +35,11 @@ class RequestError(PdserveError):
         self.param = param
         self.retry_after_s = retry_after_s
 
+    def body(self) -> dict[str, object]:
+        """Return OpenAI's error object, for the body of a response or an event of a stream."""
+        fields = {"message": str(self), "type": self.openai_type, "param": self.param, "code": self.kind}
+        return {"error": fields}
+
 
 class BadRequest(RequestError):
     status = 400

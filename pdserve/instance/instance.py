@@ -98,6 +98,7 @@ class Instance:
         self._by_sequence: dict[object, Job] = {}
         self._closed_jobs: dict[Job, None] = {}  # whose last output has not been sent
         self._should_stop = False
+        self._turn_began_at = now()
         self._heartbeat_updated_at = 0.0
         self._integrity_checked_at = 0.0
         self._update_heartbeat()
@@ -132,6 +133,11 @@ class Instance:
     def heartbeat(self) -> pb.Heartbeat:
         """The current heartbeat. It is replaced and never modified."""
         return self.reporter.status.heartbeat
+
+    @property
+    def seconds_in_turn(self) -> float:
+        """How long the engine thread has been in its current turn: normally at most a step, or a second of waiting."""
+        return self.now() - self._turn_began_at
 
     @property
     def num_jobs(self) -> int:
@@ -171,7 +177,7 @@ class Instance:
         """
         self._run_inbox(wait)
         self.decoder.reserve()
-        started = self.now()
+        started = self._turn_began_at = self.now()
         result = self.engine.step(pause_storing=self.transfers.has_waiting_stores)
         stopped = self.now()
         for seq in result.resumed:

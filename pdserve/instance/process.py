@@ -11,18 +11,14 @@ import time
 
 import torch
 import uvloop
-from prometheus_client import REGISTRY, start_http_server
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from pdserve.config import InstanceConfig
 from pdserve.control.certificates import client_context
 from pdserve.control.registry import Registry
-from pdserve.counters import metric_families
 from pdserve.engine.paced_runner import PacedRunner
-from pdserve.errors import SetupError
 from pdserve.instance.hello import make_hello
 from pdserve.instance.instance import Instance
+from pdserve.instance.metrics_port import serve_metrics
 from pdserve.instance.router_link import DRAIN_POLL_S, RouterLinks
 from pdserve.kv_transfer.threaded import SWITCH_INTERVAL_S
 from pdserve.profile.drift import check_match
@@ -65,7 +61,7 @@ async def _serve(role: str, config: InstanceConfig) -> None:
     if config.profile or config.paced:
         instance.reporter.watch(_load_profile(config, instance))
     if config.metrics_port is not None:
-        _serve_metrics(config.metrics_port, instance)
+        serve_metrics(config.metrics_port, instance, links)
     hello = make_hello(role, config, instance)
     gc.freeze()  # loaded objects stay: a full collection would pause token generation for 0.1 s
     log.info("%s", describe(hello, time.monotonic() - started))
@@ -146,15 +142,3 @@ def describe(hello: pb.Hello, seconds: float) -> str:
         f"{hello.num_blocks} blocks of {hello.block_size} tokens ({gib:.2f} GiB), over {hello.connector}://, "
         f"ready in {seconds:.1f} s"
     )
-
-
-def _serve_metrics(port: int, instance: Instance) -> None:
-    class InstanceCollector(Collector):
-        def collect(self) -> list[Metric]:
-            return metric_families([({}, dict(instance.heartbeat.counters))])
-
-    REGISTRY.register(InstanceCollector())
-    try:
-        start_http_server(port)
-    except OSError as error:
-        raise SetupError(f"--metrics-port {port}: {error.strerror}") from error

@@ -131,6 +131,7 @@ class RouterLinks:
 
     Attributes:
         drain_requests: requests to drain, each with the role to serve in afterwards; empty to exit.
+        is_draining: the instance accepts no new requests.
     """
 
     def __init__(
@@ -148,12 +149,17 @@ class RouterLinks:
         self._token = token
         self._loop = asyncio.get_running_loop()
         self._links: dict[str, RouterLink] = {}
-        self._is_draining = self._is_closing = False
+        self.is_draining = self._is_closing = False
         self.drain_requests: asyncio.Queue[str] = asyncio.Queue()
 
     def send(self, link: str, frame: pb.InstanceFrame) -> None:
         """Queue a frame for one link. Frames for a closed link are dropped: its router has dropped the requests too."""
         self._loop.call_soon_threadsafe(self._send, link, frame)
+
+    @property
+    def num_attached(self) -> int:
+        """Number of routers that have accepted the instance."""
+        return sum(link.welcomed.is_set() and not link.rejection for link in self._links.values())
 
     def broadcast(self, frame: pb.InstanceFrame) -> None:
         """Queue a frame for every attached router."""
@@ -162,12 +168,12 @@ class RouterLinks:
 
     def drain(self) -> None:
         """Ask all routers, including those that attach later, to send no new requests."""
-        self._is_draining = True
+        self.is_draining = True
         self.broadcast(pb.InstanceFrame(draining=pb.Draining()))
 
     def serve_as(self, hello: pb.Hello) -> None:
         """Accept requests again, in the role that `hello` states."""
-        self._is_draining = False
+        self.is_draining = False
         self.broadcast(pb.InstanceFrame(hello=hello))
 
     def close(self) -> None:
@@ -216,7 +222,7 @@ class RouterLinks:
     async def _serve_link(self, link: RouterLink, instance: Instance, hello: pb.Hello) -> Exception | None:
         """Serve an established link until it ends; return the error that ended it, if any."""
         link.send(pb.InstanceFrame(hello=hello, token=self._token))
-        if self._is_draining:
+        if self.is_draining:
             link.send(pb.InstanceFrame(draining=pb.Draining()))
         self._links[link.name] = link
         pending = instance.kv_events.subscribe()

@@ -12,12 +12,6 @@ def json_response(data: object, status: int = 200, headers: dict[str, str] | Non
     return Response(to_json(data), status, headers, media_type="application/json")
 
 
-def error_body(error: RequestError) -> dict[str, object]:
-    """Return OpenAI's error object, for a response body or an event of a stream."""
-    fields = {"message": str(error), "type": error.openai_type, "param": error.param, "code": error.kind}
-    return {"error": fields}
-
-
 def error_response(error: RequestError) -> Response:
     """Return the response to a failed request, with `Retry-After` where a retry can help."""
     headers: dict[str, str] = {}
@@ -25,7 +19,7 @@ def error_response(error: RequestError) -> Response:
         headers["Retry-After"] = str(error.retry_after_s or 1)
     if error.status in (408, 413):
         headers["Connection"] = "close"  # the unread rest of the body must not be parsed as the next request
-    return json_response(error_body(error), error.status, headers)
+    return json_response(error.body(), error.status, headers)
 
 
 class InternalError(RequestError):

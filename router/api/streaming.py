@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import RequestError
 from pdserve.router.api.generation import Delta, Generation, Json
-from pdserve.router.api.http_responses import CLIENT_GONE, InternalError, error_body, json_response
+from pdserve.router.api.http_responses import CLIENT_GONE, InternalError, json_response
 from pdserve.router.api.logprobs import chat_logprobs, completion_logprobs
 from pdserve.router.api.requests import ParsedRequest
 from pdserve.router.text.tool_calls import ToolCallDelta
@@ -112,7 +112,7 @@ class EventStream(Response, ABC):
         """Return the events after the last delta of all choices."""
 
     def error_event(self, error: RequestError) -> Json:
-        return error_body(error)
+        return error.body()
 
     def encode(self, event: Json) -> bytes:
         return b"data: " + to_json(event) + b"\n\n"
