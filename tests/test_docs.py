@@ -11,6 +11,7 @@ import pytest
 
 from pdserve.cli.commands import app, bench_app, connector_app
 from pdserve.config import (
+    AutoscaleConfig,
     BenchServeConfig,
     EngineConfig,
     FleetConfig,
@@ -99,6 +100,7 @@ def test_flag_tables_of_simulate_and_plan_match() -> None:
     assert_flags_listed("docs/slo.md", "Flags of fleets", FleetConfig, LoadConfig)
     assert_flags_listed("docs/slo.md", "Flags of `simulate`", SimulateConfig, FleetConfig)
     assert_flags_listed("docs/slo.md", "Flags of `plan`", PlanConfig, FleetConfig)
+    assert_flags_listed("docs/scale.md", "Flags of `autoscale`", AutoscaleConfig, FleetConfig)
 
 
 def test_flag_table_of_the_profile_matches() -> None:

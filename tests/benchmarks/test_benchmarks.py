@@ -101,6 +101,12 @@ def test_forecast(run: Callable[..., Any]) -> None:
     assert content["errors"]["p50_ttft_ms"].keys() == {"median_error", "bias"}
 
 
+def test_autoscale(run: Callable[..., Any]) -> None:
+    *fixed, controller = run("autoscale.py")["rows"]
+    assert [row["fleet"] for row in fixed] == ["1P+2D", "2P+1D"] and controller["fleet"] == "controller"
+    assert all(0 < row["attainment"] <= 1 and len(row["by_period"]) == 2 for row in (*fixed, controller))
+
+
 def test_clients(run: Callable[..., Any]) -> None:
     """Two clients without common code measure the same paced instances."""
     ours, plain = run("clients.py")["rows"]
