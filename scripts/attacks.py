@@ -14,7 +14,7 @@ from pdserve.cli.deployment import Deployment
 from pdserve.control.frame_connection import LENGTH_BYTES, NONCE_BYTES, PROTOCOL_VERSION
 from pdserve.proto import pdserve_pb2 as pb
 
-TIMEOUT_S = 300
+TIMEOUT_S = 3600  # for each read: ends what hangs, and nothing else, however slow the machine is
 SILENT_CONNECTIONS = 50
 BURST = 100
 ENDLESS = 1 << 20  # bytes
