@@ -1,12 +1,13 @@
 """Inference engine of one instance: schedule, run the model, postprocess. The roles decide what happens around it."""
 
 import itertools
-import struct
 from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from pdserve.config import EngineConfig
 from pdserve.engine.block_pool import BlockPool
@@ -109,7 +110,7 @@ class Engine:
     def new_sequence(
         self,
         request_id: str,
-        prompt: list[int],
+        prompt: SequenceABC[int] | npt.NDArray[np.uint32],
         sampling: SamplingParams,
         salt: str = "",
         output: Collection[int] = (),
@@ -125,14 +126,14 @@ class Engine:
         Raises:
             ValueError: the prompt is empty, has a token outside the vocabulary, or could never fit.
         """
-        if not prompt:
+        if not len(prompt):
             raise ValueError("the prompt is empty")
         if len(prompt) + sampling.max_tokens > self.max_model_len:
             raise ValueError(
                 f"{len(prompt)} prompt tokens and {sampling.max_tokens} output tokens are more than the "
                 f"{self.max_model_len} that fit"
             )
-        ids = np.frombuffer(struct.pack(f"{len(prompt)}q", *prompt), np.int64)  # the builtins take three times as long
+        ids = np.asarray(prompt)
         if ids.min() < 0 or ids.max() >= self.checkpoint.vocab_size:
             raise ValueError(f"token ids go from 0 to {self.checkpoint.vocab_size - 1}")
         stops = frozenset(sampling.stop_token_ids)
@@ -141,7 +142,7 @@ class Engine:
             constraint=constraint,
             rank=next(self._arrivals) + self._arrivals_per_priority * priority,
             request_id=request_id,
-            tokens=[*prompt, *output],
+            tokens=[*ids.tolist(), *output],
             num_prompt=len(prompt),
             num_initial=len(prompt) + len(output),
             sampling=sampling,
