@@ -110,13 +110,17 @@ class Reporter:
         loads = [load for other, loads in self._remaining_load.items() if other != link for load in loads]
         return pb.Load(**{field: sum(getattr(load, field) for load in loads) for field in LOAD_FIELDS})
 
+    def has_old_costs(self, now: float) -> bool:
+        """Return True if the next update fits the cost models again."""
+        return now - self._costs_updated_at > COSTS_UPDATE_S
+
     def update(self, jobs: Collection[Job], num_waiting: int, now: float) -> None:
         """Replace the status and the remaining load. Attribute assignment is atomic.
 
         Args:
             num_waiting: jobs that have no blocks yet.
         """
-        if now - self._costs_updated_at > COSTS_UPDATE_S:
+        if self.has_old_costs(now):
             self._update_costs(now)
         num_running = len(jobs) - num_waiting
         counters = self.counts | self._pool_metrics() | self._transfer_metrics()
