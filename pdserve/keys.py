@@ -13,13 +13,12 @@ key in every store and header. The last block of a prompt may be partial: every 
 
 import hashlib
 import json
-import struct
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from typing import TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
+Tokens: TypeAlias = "array[int]"
 KEY_BYTES = 16
 HASH_TOKENS = 16
 TOKEN_BYTES = 4  # little-endian
@@ -73,18 +72,32 @@ class Layout:
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
     """Return token ids as bytes, as they are hashed and sent."""
-    return struct.pack(f"<{len(tokens)}I", *tokens)
+    return token_array(tokens).tobytes()
 
 
-def unpack_tokens(data: bytes) -> npt.NDArray[np.uint32]:
-    """Return the token ids of `pack_tokens`, [tokens].
+def unpack_tokens(data: bytes) -> Tokens:
+    """Return the token ids of `pack_tokens`.
 
     Raises:
         ValueError: the length is impossible.
     """
     if len(data) % TOKEN_BYTES:
         raise ValueError(f"{len(data)} bytes are not token ids of {TOKEN_BYTES} bytes")
-    return np.frombuffer(data, "<u4")
+    tokens = token_array()
+    tokens.frombytes(data)
+    return tokens
+
+
+def token_array(tokens: Iterable[int] = ()) -> Tokens:
+    """Return token ids in 4 bytes each, in the byte order of the machine, which is that of keys and frames.
+
+    Raises:
+        ValueError: an id is negative or needs more bytes.
+    """
+    try:
+        return array("I", tokens)
+    except OverflowError as error:
+        raise ValueError(f"token ids go from 0 to {(1 << 8 * TOKEN_BYTES) - 1}") from error
 
 
 def root_key(*, model_digest: bytes, salt: str = "", lora: str = "") -> bytes:

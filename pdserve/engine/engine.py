@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from pdserve.config import EngineConfig
 from pdserve.engine.block_pool import BlockPool
@@ -17,7 +16,7 @@ from pdserve.engine.paced_runner import PacedRunner
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import SetupError
-from pdserve.keys import KeyChain, root_key
+from pdserve.keys import KeyChain, root_key, token_array
 from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams
 
 if TYPE_CHECKING:
@@ -110,7 +109,7 @@ class Engine:
     def new_sequence(
         self,
         request_id: str,
-        prompt: SequenceABC[int] | npt.NDArray[np.uint32],
+        prompt: SequenceABC[int],
         sampling: SamplingParams,
         salt: str = "",
         output: Collection[int] = (),
@@ -126,23 +125,24 @@ class Engine:
         Raises:
             ValueError: the prompt is empty, has a token outside the vocabulary, or could never fit.
         """
-        if not len(prompt):
+        if not prompt:
             raise ValueError("the prompt is empty")
         if len(prompt) + sampling.max_tokens > self.max_model_len:
             raise ValueError(
                 f"{len(prompt)} prompt tokens and {sampling.max_tokens} output tokens are more than the "
                 f"{self.max_model_len} that fit"
             )
-        ids = np.asarray(prompt)
-        if ids.min() < 0 or ids.max() >= self.checkpoint.vocab_size:
+        tokens = token_array(prompt)
+        if np.frombuffer(tokens, np.uint32).max() >= self.checkpoint.vocab_size:
             raise ValueError(f"token ids go from 0 to {self.checkpoint.vocab_size - 1}")
+        tokens.extend(output)
         stops = frozenset(sampling.stop_token_ids)
         constraint = self._grammars.compile(sampling.grammar, self._on_grammar_ready) if sampling.grammar else None
         return Sequence(
             constraint=constraint,
             rank=next(self._arrivals) + self._arrivals_per_priority * priority,
             request_id=request_id,
-            tokens=[*ids.tolist(), *output],
+            tokens=tokens,
             num_prompt=len(prompt),
             num_initial=len(prompt) + len(output),
             sampling=sampling,

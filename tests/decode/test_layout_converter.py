@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pdserve.decode.layout_converter import LayoutConverter
 from pdserve.engine.sequence import Sequence
-from pdserve.keys import Layout, root_key
+from pdserve.keys import Layout, root_key, token_array
 from pdserve.kv_transfer.connector import Capabilities, Connector, Outcome, PoolMemory, Result, Stats
 from pdserve.kv_transfer.connectors import memory
 from pdserve.kv_transfer.registry import connect
@@ -51,7 +51,7 @@ def kv_of(num_tokens: int) -> torch.Tensor:
 
 
 def sequence_of(num_tokens: int, block_size: int) -> Sequence:
-    tokens, root = list(range(num_tokens)), root_key(model_digest=layout_of(1).model_digest)
+    tokens, root = token_array(range(num_tokens)), root_key(model_digest=layout_of(1).model_digest)
     return Sequence("r", tokens, num_tokens, num_tokens, SamplingParams(), root, block_size)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.sequence import Sequence as EngineSequence
+from pdserve.keys import token_array
 from pdserve.kv_transfer.connector import Connector, OperationFuture, Outcome, PoolMemory, Result, Stats
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams
@@ -82,7 +83,7 @@ class FakeContext:
 
 
 def new_job() -> Job:
-    return Job("router", EngineSequence("r", [1], 1, 1, SamplingParams(), b"", 16), pb.PREFILL)
+    return Job("router", EngineSequence("r", token_array([1]), 1, 1, SamplingParams(), b"", 16), pb.PREFILL)
 
 
 class Harness:
