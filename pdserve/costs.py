@@ -81,7 +81,7 @@ class OnlineFit:
         size = len(order) + 1
         self._order = order
         self._calibrated, self._recent = np.zeros((size, size)), np.zeros((size, size))  # normal equations
-        self._pending: list[tuple[float, ...]] = []  # (time, seconds, *amounts) of new observations
+        self._pending: list[tuple[float, ...]] = []  # (time, *amounts, seconds) of new observations
         self._decayed_at = 0.0
         self._constant: tuple[float, ...] | None = None  # the coefficients until there is an observation that decays
         self._decays = False
@@ -89,7 +89,7 @@ class OnlineFit:
     def observe(self, amounts: Sequence[float], seconds: float, now: float) -> None:
         """Add an observation that decays. Durations of 0 are ignored."""
         if seconds > 0:
-            self._pending.append((now, seconds, *amounts))
+            self._pending.append((now, *amounts, seconds))
 
     def calibrate(self, amounts: Sequence[float], seconds: float) -> None:
         """Add an observation that does not decay. Durations of 0 are ignored."""
@@ -107,7 +107,9 @@ class OnlineFit:
         if self._pending:
             self._decays = True
             observed = np.array(self._pending)
-            rows = _equations(observed[:, 2:], observed[:, 1:2])
+            rows = (
+                observed[:, 1:] / observed[:, -1:]
+            )  # Σ coefficient × (amount / seconds) = 1, the right-hand side last
             weights = 0.5 ** ((now - observed[:, 0]) / HALF_LIFE_S)
             self._recent += (rows.T * weights) @ rows
             self._pending.clear()
@@ -117,13 +119,6 @@ class OnlineFit:
         fitted = _least_squares(equations[:-1, :-1], equations[:-1, -1], self._order)
         self._constant = None if self._decays else fitted
         return fitted
-
-
-def _equations(amounts: Array, seconds: Array) -> Array:
-    """Return a row for each observation: Σ coefficient × (amount / seconds) = 1, the right-hand side last."""
-    rows = np.ones((len(amounts), amounts.shape[1] + 1))
-    rows[:, :-1] = amounts / seconds
-    return rows
 
 
 def _least_squares(matrix: Array, right: Array, order: Sequence[int]) -> tuple[float, ...]:

@@ -282,7 +282,9 @@ class Instance:
             if job.output is not None and job.urgent:
                 for stamp in job.output.stamps:
                     stamp.seconds = now - stamp.seconds
-                frames.setdefault(job.link, pb.InstanceFrame()).step.outputs.append(job.output)
+                if (frame := frames.get(job.link)) is None:
+                    frame = frames[job.link] = pb.InstanceFrame()
+                frame.step.outputs.append(job.output)
                 job.output, job.urgent = None, False
         for link, frame in frames.items():
             self._send(link, frame)
