@@ -83,8 +83,8 @@ class OnlineFit:
         self._calibrated, self._recent = np.zeros((size, size)), np.zeros((size, size))  # normal equations
         self._pending: list[tuple[float, ...]] = []  # (time, *amounts, seconds) of new observations
         self._decayed_at = 0.0
-        self._constant: tuple[float, ...] | None = None  # the coefficients until there is an observation that decays
-        self._decays = False
+        self._fitted: tuple[float, ...] | None = None
+        self._has_calibration = self._decays = False
 
     def observe(self, amounts: Sequence[float], seconds: float, now: float) -> None:
         """Add an observation that decays. Durations of 0 are ignored."""
@@ -96,12 +96,12 @@ class OnlineFit:
         if seconds > 0:
             row = np.array([*(amount / seconds for amount in amounts), 1.0])
             self._calibrated += np.outer(row, row)
-            self._constant = None
+            self._has_calibration, self._fitted = True, None
 
     def coefficients(self, now: float) -> tuple[float, ...] | None:
         """Return the fitted coefficients, or None before the first observation."""
-        if self._constant is not None and not self._pending:
-            return self._constant
+        if self._fitted is not None and not self._pending and not (self._decays and self._has_calibration):
+            return self._fitted  # time changes nothing: all observations decay alike, or none does
         self._recent *= 0.5 ** ((now - self._decayed_at) / HALF_LIFE_S)
         self._decayed_at = now
         if self._pending:
@@ -116,9 +116,8 @@ class OnlineFit:
         equations = self._calibrated + self._recent
         if not equations[-1, -1]:
             return None
-        fitted = _least_squares(equations[:-1, :-1], equations[:-1, -1], self._order)
-        self._constant = None if self._decays else fitted
-        return fitted
+        self._fitted = _least_squares(equations[:-1, :-1], equations[:-1, -1], self._order)
+        return self._fitted
 
 
 def _least_squares(matrix: Array, right: Array, order: Sequence[int]) -> tuple[float, ...]:
