@@ -99,9 +99,10 @@ class Attacks:
 
     def _burst(self) -> None:
         with ExitStack() as stack:
-            connections = [stack.enter_context(self._connect()) for _ in range(BURST)]
-            for connection in connections:
-                connection.sendall(self._request(prompt="one two three " * 20, max_tokens=1))
+            connections = []
+            for _ in range(BURST):  # each at once: a connection that stays silent is closed
+                connections.append(stack.enter_context(self._connect()))
+                connections[-1].sendall(self._request(prompt="one two three " * 20, max_tokens=1))
             for connection in connections:
                 self._expect(connection, {200, 429})
 
