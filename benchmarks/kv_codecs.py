@@ -24,6 +24,7 @@ from pdserve.cli.flags import command_from_config
 from pdserve.config import DTYPES, EngineConfig, flag
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence as TokenSequence
+from pdserve.keys import token_array
 from pdserve.kv_transfer.codec import CODECS, Codec
 from pdserve.kv_transfer.header import Row
 from pdserve.kv_transfer.staging import host_rows
@@ -130,7 +131,7 @@ class Bench:
 
     def _sequence(self, document: list[int], computed: int) -> TokenSequence:
         seq = self._engine.new_sequence("", document, SamplingParams(max_tokens=1))
-        seq.tokens = [*document, 0]  # never complete, so nothing is sampled
+        seq.tokens = token_array([*document, 0])  # never complete, so nothing is sampled
         seq.take_blocks(0, [], list(range(self._engine.pool.num_blocks)))
         seq.mark_loaded(computed)
         return seq

@@ -28,6 +28,7 @@ from pdserve.config import EngineConfig, flag
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
+from pdserve.keys import token_array
 from pdserve.request import SamplingParams
 
 TRACES = Path(__file__).parent / "traces"
@@ -115,7 +116,7 @@ def _paged(requests: list[Request], slots: int, longest: int, settings: Settings
 
 def _sequence(i: int, request: Request, block_size: int) -> Sequence:
     """Return a sequence with a unique first token, so that no prefix is found in the cache."""
-    tokens = [i + 1, *([0] * (request.input - 1))]
+    tokens = token_array([i + 1, *([0] * (request.input - 1))])
     sampling = SamplingParams(max_tokens=request.output, ignore_eos=True)
     return Sequence(str(i), tokens, len(tokens), len(tokens), sampling, i.to_bytes(16, "little"), block_size)
 

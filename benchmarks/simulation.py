@@ -33,6 +33,7 @@ class Settings(report.Settings):
     trace: str = flag("JSON lines of Mooncake's form; empty: synthetic requests", "")
     requests: int = flag("of the trace, at most", 1000, least=1)
     instances: int = flag("half of them prefill, half decode", 64, least=2)
+    speed: float = flag("requests come this much faster than in the trace, or than 3.4 a second", 1.0, above=0)
 
 
 def run(settings: Settings) -> None:
@@ -40,12 +41,18 @@ def run(settings: Settings) -> None:
     settings = settings.sized({"requests": 30, "instances": 4})
     data = {"dataset_name": "mooncake", "dataset_path": settings.trace} if settings.trace else {"block_size": 512}
     lengths = {"random_input_len": 12_000, "random_output_len": 340, "random_range_ratio": 0.9}
-    config = FleetConfig(num_prompts=settings.requests, store_size="16TiB", jobs=1, **data, **lengths)  # type: ignore[arg-type]
+    config = FleetConfig(
+        num_prompts=settings.requests,
+        store_size="16TiB",
+        jobs=1,
+        trace_speed=settings.speed,
+        **data,
+        **lengths,  # type: ignore[arg-type]
+    )
     half = settings.instances // 2
     started = time.process_time()
-    forecast = simulate(
-        config, PROFILE, {}, Fleet(half, settings.instances - half), math.inf if settings.trace else RATE
-    )
+    rate = math.inf if settings.trace else RATE * settings.speed
+    forecast = simulate(config, PROFILE, {}, Fleet(half, settings.instances - half), rate)
     cpu_s = time.process_time() - started
     figures = forecast.figures
     row = {

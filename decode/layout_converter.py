@@ -9,6 +9,7 @@ the source block that failed. torch rounds to the pool's dtype.
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +23,7 @@ import torch
 from pdserve.config import DTYPES
 from pdserve.engine.sequence import Sequence as TokenSequence
 from pdserve.errors import SetupError
-from pdserve.keys import Layout, block_ends
+from pdserve.keys import KEY_BYTES, Layout, block_ends
 from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats
 from pdserve.kv_transfer.guarded import guard
 from pdserve.kv_transfer.operation import Cancellation, submit
@@ -73,6 +74,11 @@ class LayoutConverter:
         """Return the summed statistics of all loaders, or None if there is none."""
         stats = [loader.stats() for loader in self._loaders.values()]
         return replace(reduce(Stats.plus, stats), is_out=any(each.is_out for each in stats)) if stats else None
+
+    def probe(self) -> None:
+        """Ask the stores that are out whether they answer again, as `Transfers.probe`."""
+        for loader in self._loaders.values():
+            loader.probe()
 
     def close(self) -> None:
         for loader in self._loaders.values():
@@ -152,6 +158,11 @@ class _SourceLoader:
             return self._skipped
         stats = self._connector.stats()
         return replace(stats.plus(self._skipped), is_out=stats.is_out)
+
+    def probe(self) -> None:
+        connector = self._connector
+        if connector is not None and connector.stats().any_out:
+            self._thread.submit(lambda: connector.load([os.urandom(KEY_BYTES)], [0]).result())
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)

@@ -161,6 +161,11 @@ class Stats:
     parts: dict[str, "Stats"] = field(default_factory=dict)
     is_out: bool = False  # the store does not answer, and operations go on without it
 
+    @property
+    def any_out(self) -> bool:
+        """True if the store, or one of several, is out."""
+        return self.is_out or any(part.any_out for part in self.parts.values())
+
     def count(self, direction: str, result: Result) -> None:
         """Add a result to all counters except `bytes`, which a result does not contain."""
         self.blocks[direction] += result.outcomes.count(Outcome.OK)

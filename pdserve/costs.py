@@ -81,49 +81,43 @@ class OnlineFit:
         size = len(order) + 1
         self._order = order
         self._calibrated, self._recent = np.zeros((size, size)), np.zeros((size, size))  # normal equations
-        self._pending: list[tuple[float, ...]] = []  # (time, seconds, *amounts) of new observations
+        self._pending: list[tuple[float, ...]] = []  # (time, *amounts, seconds) of new observations
         self._decayed_at = 0.0
-        self._constant: tuple[float, ...] | None = None  # the coefficients until there is an observation that decays
-        self._decays = False
+        self._fitted: tuple[float, ...] | None = None
+        self._has_calibration = self._decays = False
 
     def observe(self, amounts: Sequence[float], seconds: float, now: float) -> None:
         """Add an observation that decays. Durations of 0 are ignored."""
         if seconds > 0:
-            self._pending.append((now, seconds, *amounts))
+            self._pending.append((now, *amounts, seconds))
 
     def calibrate(self, amounts: Sequence[float], seconds: float) -> None:
         """Add an observation that does not decay. Durations of 0 are ignored."""
         if seconds > 0:
             row = np.array([*(amount / seconds for amount in amounts), 1.0])
             self._calibrated += np.outer(row, row)
-            self._constant = None
+            self._has_calibration, self._fitted = True, None
 
     def coefficients(self, now: float) -> tuple[float, ...] | None:
         """Return the fitted coefficients, or None before the first observation."""
-        if self._constant is not None and not self._pending:
-            return self._constant
+        if self._fitted is not None and not self._pending and not (self._decays and self._has_calibration):
+            return self._fitted  # time changes nothing: all observations decay alike, or none does
         self._recent *= 0.5 ** ((now - self._decayed_at) / HALF_LIFE_S)
         self._decayed_at = now
         if self._pending:
             self._decays = True
             observed = np.array(self._pending)
-            rows = _equations(observed[:, 2:], observed[:, 1:2])
+            rows = (
+                observed[:, 1:] / observed[:, -1:]
+            )  # Σ coefficient × (amount / seconds) = 1, the right-hand side last
             weights = 0.5 ** ((now - observed[:, 0]) / HALF_LIFE_S)
             self._recent += (rows.T * weights) @ rows
             self._pending.clear()
         equations = self._calibrated + self._recent
         if not equations[-1, -1]:
             return None
-        fitted = _least_squares(equations[:-1, :-1], equations[:-1, -1], self._order)
-        self._constant = None if self._decays else fitted
-        return fitted
-
-
-def _equations(amounts: Array, seconds: Array) -> Array:
-    """Return a row for each observation: Σ coefficient × (amount / seconds) = 1, the right-hand side last."""
-    rows = np.ones((len(amounts), amounts.shape[1] + 1))
-    rows[:, :-1] = amounts / seconds
-    return rows
+        self._fitted = _least_squares(equations[:-1, :-1], equations[:-1, -1], self._order)
+        return self._fitted
 
 
 def _least_squares(matrix: Array, right: Array, order: Sequence[int]) -> tuple[float, ...]:

@@ -1,6 +1,7 @@
 """Generation requests as plain data: prompt tokens and sampling parameters."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdserve.errors import BadRequest
@@ -102,7 +103,7 @@ class Request:
     """
 
     request_id: str
-    prompt: list[int] = field(repr=False)
+    prompt: Sequence[int] = field(repr=False)
     sampling: SamplingParams
     salt: str = ""
     keys: dict[int, list[bytes]] = field(default_factory=dict, repr=False)

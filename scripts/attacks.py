@@ -14,7 +14,7 @@ from pdserve.cli.deployment import Deployment
 from pdserve.control.frame_connection import LENGTH_BYTES, NONCE_BYTES, PROTOCOL_VERSION
 from pdserve.proto import pdserve_pb2 as pb
 
-TIMEOUT_S = 300
+TIMEOUT_S = 3600  # for each read: ends what hangs, and nothing else, however slow the machine is
 SILENT_CONNECTIONS = 50
 BURST = 100
 ENDLESS = 1 << 20  # bytes
@@ -99,9 +99,10 @@ class Attacks:
 
     def _burst(self) -> None:
         with ExitStack() as stack:
-            connections = [stack.enter_context(self._connect()) for _ in range(BURST)]
-            for connection in connections:
-                connection.sendall(self._request(prompt="one two three " * 20, max_tokens=1))
+            connections = []
+            for _ in range(BURST):  # each at once: a connection that stays silent is closed
+                connections.append(stack.enter_context(self._connect()))
+                connections[-1].sendall(self._request(prompt="one two three " * 20, max_tokens=1))
             for connection in connections:
                 self._expect(connection, {200, 429})
 

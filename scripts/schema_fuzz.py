@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import trustme
-from attacks import Attacks
+from attacks import TIMEOUT_S, Attacks
 
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.config import UpConfig
@@ -33,7 +33,6 @@ CHECKS = (
 MAX_GROWTH_MIB = 24  # of the router: allows for its request log and allocator noise; a leaked body is larger
 # Of an instance in all: what it starts with, its cache of grammars, two that arrive, and what malloc keeps of small ones.
 MAX_INSTANCE_MIB = 400 + 128 + 64 + 128
-REQUEST_TIMEOUT_S = 300
 
 
 def main(seconds: int, tls: bool) -> None:
@@ -46,7 +45,7 @@ def main(seconds: int, tls: bool) -> None:
         if tls:
             serve_over_tls(deployment, Path(stack.enter_context(tempfile.TemporaryDirectory())))
         stack.enter_context(deployment)
-        deployment.wait_ready()
+        deployment.wait_ready(TIMEOUT_S)
         attacks = Attacks(deployment)
         with ThreadPoolExecutor(1) as thread:
             attacking = thread.submit(attacks.run)
@@ -90,7 +89,7 @@ def run(url: str, seconds: int) -> None:
         "--max-time",
         str(seconds),
     ]
-    command += ["--tls-verify", "false", "--continue-on-failure", "--request-timeout", str(REQUEST_TIMEOUT_S)]
+    command += ["--tls-verify", "false", "--continue-on-failure", "--request-timeout", str(TIMEOUT_S)]
     command += ["--generation-database", "none", "--warnings", "off", "--suppress-health-check", "all"]
     with tempfile.TemporaryDirectory() as folder:
         code = subprocess.run(command, cwd=folder).returncode

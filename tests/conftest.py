@@ -249,7 +249,7 @@ def generate() -> Callable[[Path, list[list[int]], int], list[list[int]]]:
             engine.add(seq)
             while seq.num_output < new_tokens:
                 engine.step()
-            outputs.append(seq.tokens[len(prompt) :])
+            outputs.append(seq.tokens[len(prompt) :].tolist())
         return outputs
 
     return run

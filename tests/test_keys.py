@@ -104,7 +104,7 @@ def test_block_bytes() -> None:
 @given(TOKENS)
 def test_packed_tokens_are_unpacked(tokens: list[int]) -> None:
     packed = pack_tokens(tokens)
-    assert len(packed) == 4 * len(tokens) and unpack_tokens(packed) == tokens
+    assert len(packed) == 4 * len(tokens) and unpack_tokens(packed).tolist() == tokens
     with pytest.raises(ValueError, match="are not token ids"):
         unpack_tokens(packed + b"x")
 

@@ -1,8 +1,8 @@
 """Inference engine of one instance: schedule, run the model, postprocess. The roles decide what happens around it."""
 
 import itertools
-import struct
 from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from pdserve.engine.paced_runner import PacedRunner
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import SetupError
-from pdserve.keys import KeyChain, root_key
+from pdserve.keys import KeyChain, root_key, token_array
 from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Engine:
     def new_sequence(
         self,
         request_id: str,
-        prompt: list[int],
+        prompt: SequenceABC[int],
         sampling: SamplingParams,
         salt: str = "",
         output: Collection[int] = (),
@@ -132,16 +132,17 @@ class Engine:
                 f"{len(prompt)} prompt tokens and {sampling.max_tokens} output tokens are more than the "
                 f"{self.max_model_len} that fit"
             )
-        ids = np.frombuffer(struct.pack(f"{len(prompt)}q", *prompt), np.int64)  # the builtins take three times as long
-        if ids.min() < 0 or ids.max() >= self.checkpoint.vocab_size:
+        tokens = token_array(prompt)
+        if np.frombuffer(tokens, np.uint32).max() >= self.checkpoint.vocab_size:
             raise ValueError(f"token ids go from 0 to {self.checkpoint.vocab_size - 1}")
+        tokens.extend(output)
         stops = frozenset(sampling.stop_token_ids)
         constraint = self._grammars.compile(sampling.grammar, self._on_grammar_ready) if sampling.grammar else None
         return Sequence(
             constraint=constraint,
             rank=next(self._arrivals) + self._arrivals_per_priority * priority,
             request_id=request_id,
-            tokens=[*prompt, *output],
+            tokens=tokens,
             num_prompt=len(prompt),
             num_initial=len(prompt) + len(output),
             sampling=sampling,

@@ -113,7 +113,7 @@ def apply_grammars(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
     for row in rows:
         seq = seqs[row]
         assert seq.constraint is not None
-        mask_row = seq.constraint.mask_row(seq.tokens[seq.num_prompt :], mask_SW[row])
+        mask_row = seq.constraint.mask_row(seq.tokens[seq.num_prompt :].tolist(), mask_SW[row])
         if mask_row is not None:
             wanted.append(mask_row)
     fill_masks(wanted)

@@ -27,6 +27,7 @@ from pdserve.kernels import cpu
 from pdserve.kernels.attention import KernelUnavailable, is_batch_invariant, select_kernel
 from pdserve.kernels.batch import Kernel, PagedBatch
 from pdserve.kernels.memory import huge_pages, keep_freed_memory
+from pdserve.keys import token_array
 from pdserve.request import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0)
@@ -210,7 +211,7 @@ class ModelRunner:
         """
         blocks = list(range(-(-2 // self.block_size)))
         self.pool_NL2GBD = self._new_pool(len(blocks)).fill_(float("nan"))
-        probe = Sequence("probe", [0, 0], 2, 2, _GREEDY, b"", self.block_size, block_ids=blocks)
+        probe = Sequence("probe", token_array([0, 0]), 2, 2, _GREEDY, b"", self.block_size, block_ids=blocks)
         architecture = type(self.checkpoint.model).__name__
         layer_windows: list[int | None] = []
 
@@ -221,7 +222,7 @@ class ModelRunner:
         spy = cast(Kernel, SimpleNamespace(write_kv=self.kernel.write_kv, attend=attend))
         batch = replace(self._build_batch([probe], [2], [0, 1]), kernel=spy)
         try:
-            self.forward(probe.tokens, [0, 1], batch, torch.tensor([1], device=self.device))
+            self.forward([0, 0], [0, 1], batch, torch.tensor([1], device=self.device))
         except (UnsupportedAttention, TypeError) as error:
             if isinstance(error, TypeError) and "paged" not in str(error):
                 raise  # a defect, not a model that rejects the `paged` argument
@@ -239,7 +240,9 @@ class ModelRunner:
         count = min(config.max_num_batched_tokens, self.checkpoint.context_length)
         blocks = list(range(-(-count // self.block_size)))
         self.pool_NL2GBD = self._new_pool(len(blocks))
-        probe = Sequence("probe", [0] * count, count, count, _GREEDY, b"", self.block_size, block_ids=blocks)
+        probe = Sequence(
+            "probe", token_array([0] * count), count, count, _GREEDY, b"", self.block_size, block_ids=blocks
+        )
         self.step({probe: count})
         del self.pool_NL2GBD
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from pdserve.engine.block_pool import BlockPool
 from pdserve.errors import RequestError
-from pdserve.keys import KeyChain
+from pdserve.keys import KeyChain, Tokens
 from pdserve.request import SamplingParams, TokenLogprobs
 
 
@@ -70,7 +70,7 @@ class Sequence:
     """
 
     request_id: str
-    tokens: list[int]
+    tokens: Tokens
     num_prompt: int
     num_initial: int
     sampling: SamplingParams
@@ -159,7 +159,7 @@ class Sequence:
 
     def extend(self, tokens: list[int]) -> None:
         """Append several tokens."""
-        self.tokens += tokens
+        self.tokens.extend(tokens)
 
     def record_logprobs(self, logprobs: TokenLogprobs) -> None:
         """Set the log probabilities of the token that is about to be appended."""
@@ -181,7 +181,7 @@ class Sequence:
             self,
             request_id=request_id,
             sampling=sampling,
-            tokens=[*self.tokens],
+            tokens=self.tokens[:],
             keys=[*self.keys],
             block_ids=block_ids,
             swapped=None,

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
+from pdserve.keys import token_array
 from pdserve.request import SamplingParams
 
 Work = list[tuple[int, int]]  # (tokens to compute, tokens before them) of each sequence of a step
@@ -65,7 +66,7 @@ def dummy_sequence(engine: Engine, count: int, before: int, first_block: int = 0
     blocks = [(first_block + i) % engine.pool.num_blocks for i in range(engine.pool.blocks_for(length))]
     return Sequence(
         "warm-up",
-        [0] * length,
+        token_array([0] * length),
         length,
         length,
         _GREEDY,

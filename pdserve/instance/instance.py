@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 HEARTBEAT_UPDATE_S = 0.1  # between two updates of the heartbeat while the engine is busy
 IDLE_HEARTBEAT_UPDATE_S = 1.0  # the same while it waits: stores work in the background, hang, and come back
+PROBE_S = 5.0  # between two probes of KV stores that are out
 INTEGRITY_CHECK_S = 1.0  # between two checks of the whole pool while idle
 DEFAULT_INFLIGHT_BYTES = 512 << 20
 Send = Callable[[str, pb.InstanceFrame], None]
@@ -101,6 +102,7 @@ class Instance:
         self._turn_began_at = now()
         self._heartbeat_updated_at = 0.0
         self._integrity_checked_at = 0.0
+        self._stores_probed_at = 0.0
         self._update_heartbeat()
 
     # ---- thread-safe ------------------------------------------------------------------------------------------
@@ -286,15 +288,22 @@ class Instance:
             if job.output is not None and job.urgent:
                 for stamp in job.output.stamps:
                     stamp.seconds = now - stamp.seconds
-                frames.setdefault(job.link, pb.InstanceFrame()).step.outputs.append(job.output)
+                if (frame := frames.get(job.link)) is None:
+                    frame = frames[job.link] = pb.InstanceFrame()
+                frame.step.outputs.append(job.output)
                 job.output, job.urgent = None, False
         for link, frame in frames.items():
             self._send(link, frame)
         self._closed_jobs.clear()
 
     def _update_heartbeat(self) -> None:
+        now = self.now()
+        if now - self._stores_probed_at > PROBE_S:
+            self._stores_probed_at = now
+            self.transfers.probe()
+            self.layout_converter.probe()
         waiting = len(self.engine.scheduler.waiting) + self.decoder.num_waiting
-        self.reporter.update(self._by_sequence.values(), waiting, self.now())
+        self.reporter.update(self._by_sequence.values(), waiting, now)
 
     def _attach(self, connector: Connector) -> Connector:
         attached = attach_pool(connector, self.engine.runner.pool_NL2GBD, self.engine.layout)

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from pdserve.costs import CostMeter, Work
 from pdserve.counters import series
@@ -110,13 +110,17 @@ class Reporter:
         loads = [load for other, loads in self._remaining_load.items() if other != link for load in loads]
         return pb.Load(**{field: sum(getattr(load, field) for load in loads) for field in LOAD_FIELDS})
 
+    def has_old_costs(self, now: float) -> bool:
+        """Return True if the next update fits the cost models again."""
+        return now - self._costs_updated_at > COSTS_UPDATE_S
+
     def update(self, jobs: Collection[Job], num_waiting: int, now: float) -> None:
         """Replace the status and the remaining load. Attribute assignment is atomic.
 
         Args:
             num_waiting: jobs that have no blocks yet.
         """
-        if now - self._costs_updated_at > COSTS_UPDATE_S:
+        if self.has_old_costs(now):
             self._update_costs(now)
         num_running = len(jobs) - num_waiting
         counters = self.counts | self._pool_metrics() | self._transfer_metrics()
@@ -158,14 +162,18 @@ class Reporter:
         for name, part in parts.items():
             metrics[series("kv_store_out", connector=name)] = float(part.is_out)
             for direction in ("store", "load"):
-                labels = {"connector": name, "direction": direction}
-                metrics[series("kv_transfer_bytes", **labels)] = part.bytes[direction]
-                metrics[series("kv_transfer_seconds", **labels)] = part.seconds[direction]
-                metrics[series("kv_transfer_blocks", **labels)] = part.blocks[direction]
+                amounts = part.bytes[direction], part.seconds[direction], part.blocks[direction]
+                metrics.update(zip(_transfer_series(name, direction), amounts, strict=True))
             for (direction, outcome), blocks in part.failures.items():
                 labels = {"connector": name, "direction": direction, "kind": outcome.value}
                 metrics[series("kv_transfer_failures", **labels)] = blocks
         return metrics
+
+
+@cache
+def _transfer_series(connector: str, direction: str) -> list[str]:
+    names = ("kv_transfer_bytes", "kv_transfer_seconds", "kv_transfer_blocks")
+    return [series(name, connector=connector, direction=direction) for name in names]
 
 
 def _remaining_load(jobs: Iterable[Job]) -> dict[str, list[pb.Load]]:

@@ -8,6 +8,7 @@ not answer, queued transfers fail immediately for as long as that operation took
 """
 
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from functools import partial
 from typing import Protocol
 
 from pdserve.engine.block_pool import BlockPool
+from pdserve.keys import KEY_BYTES
 from pdserve.kv_transfer.connector import Connector, Outcome, Result, request_cancel
 from pdserve.roles.job import InstanceContext, Job
 
@@ -128,6 +130,14 @@ class Transfers:
         start = lambda: self._connector.follow(keys, blocks, patience_s=FOLLOW_PATIENCE_S)  # noqa: E731
         self._add(_Transfer(job, blocks, False, start, on_done, True, self._context.now()))
 
+    def probe(self) -> None:
+        """Ask a store that is out for a block that no store has: its answer shows that it is back, also without requests."""
+        if self._connector.stats().any_out and self._pool.num_free:
+            blocks = self._pool.allocate(1)
+            self.num_holding += 1
+            future = self._connector.load([os.urandom(KEY_BYTES)], blocks)
+            self._context.add_done_callback(future, lambda _: self._release_blocks(blocks))
+
     def end_leases(self, keys: Sequence[bytes], ticket: bytes) -> None:
         """End the leases of a finished store that no instance will load."""
         if keys:
@@ -199,14 +209,14 @@ class Transfers:
     def _end(self, transfer: _Transfer, result: Result) -> None:
         transfer.job.open_transfers -= 1
         if result.held is None:
-            self._release_blocks(transfer)
+            self._release_blocks(transfer.blocks)
         else:
-            self._context.add_done_callback(result.held, lambda _: self._release_blocks(transfer))
+            self._context.add_done_callback(result.held, lambda _: self._release_blocks(transfer.blocks))
         transfer.on_done(result)
 
-    def _release_blocks(self, transfer: _Transfer) -> None:
+    def _release_blocks(self, blocks: list[int]) -> None:
         self.num_holding -= 1
-        self._pool.release(transfer.blocks)
+        self._pool.release(blocks)
 
     def _fits(self, transfer: _Transfer) -> bool:
         return self.in_flight == 0 or self.in_flight + self._blocks_moved(transfer) <= self._max_blocks

@@ -39,13 +39,24 @@ class EngineThread(Instance):
     def skip(self, began_at: float, ends: Sequence[float]) -> None:
         """Take plain steps at once, of which the first began at `began_at`, and each ends when the next one begins."""
         first, starts = 0, [began_at, *ends[:-1]]
-        for step, started in enumerate(starts):
-            if started - self._heartbeat_updated_at > HEARTBEAT_UPDATE_S:
+        updates = self._heartbeat_updates(starts)
+        for step in updates:
+            # The next heartbeat replaces this one before a router can see it, but not what fits have forgotten at its time.
+            if step == updates[-1] or self.reporter.has_old_costs(ends[step]):
                 self._advance(starts[first : step + 1], ends[first : step + 1])
-                first, self._heartbeat_updated_at = step + 1, started
                 self.reporter.update(self._by_sequence.values(), 0, ends[step])
+                first = step + 1
         self._advance(starts[first:], ends[first:])
         self._send_outputs()
+
+    def _heartbeat_updates(self, starts: Sequence[float]) -> list[int]:
+        """Return the indices of the steps with these beginnings after which the heartbeat is updated."""
+        updates = list[int]()
+        for step, started in enumerate(starts):
+            if started - self._heartbeat_updated_at > HEARTBEAT_UPDATE_S:
+                self._heartbeat_updated_at = started
+                updates.append(step)
+        return updates
 
     def _advance(self, starts: Sequence[float], ends: Sequence[float]) -> None:
         """Do what plain steps do to sequences, counters and cost models."""

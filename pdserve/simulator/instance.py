@@ -320,6 +320,8 @@ class SimulatedInstance:
                 self._shown_keys.publish(key, cached)
 
     def _send_updates(self, link: _Link) -> None:
+        if not (self._skipped_ends or self._key_changes or link.pending or len(self._links) > 1):
+            return
         ended = bisect_right(self._skipped_ends, self._clock.time) if self._skipped_ends else 0
         if ended and (len(self._links) > 1 or ended >= self.thread.steps_until_keys_change()):
             self.catch_up()

@@ -8,6 +8,7 @@ from pdserve.bench.requests import Request as Load
 from pdserve.bench.requests import Sample
 from pdserve.config import RouterConfig
 from pdserve.errors import RequestError
+from pdserve.keys import Tokens
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams, check_length
 from pdserve.router.dispatch.dispatcher import Dispatcher
@@ -149,7 +150,7 @@ class SimulatedClient:
     router: SimulatedRouter
     request_id: str
     load: Load
-    prompt: list[int]
+    prompt: Tokens
     keys: dict[int, list[bytes]]
     sample: Sample
     on_end: Callable[["SimulatedClient"], None]

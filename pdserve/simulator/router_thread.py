@@ -32,7 +32,8 @@ class RouterThread:
         ahead = max(0.0, self._backlog[slot] + self._work[slot] - max(0.0, at - begins))
         self._work[slot] += seconds
         self.busy_seconds += seconds
-        self._update_backlogs(slot + 1)
+        if slot + 1 < len(self._work):
+            self._update_backlogs(slot + 1)
         return at + ahead + seconds
 
     def _append_slot(self) -> int:

@@ -12,7 +12,7 @@ from statistics import fmean
 from pdserve.bench.requests import Request as Load
 from pdserve.bench.requests import Sample
 from pdserve.config import InstanceConfig, RouterConfig
-from pdserve.keys import KeyChain, block_ends, root_key
+from pdserve.keys import KeyChain, Tokens, block_ends, root_key, token_array
 from pdserve.simulator.breakdown import Stamps
 from pdserve.simulator.instance import SimulatedInstance
 from pdserve.simulator.model import InstanceModel
@@ -217,7 +217,7 @@ class _Player:
         self._block_size = model.layout.block_size
         self._root = root_key(model_digest=model.layout.model_digest)
         self._ids: dict[str, int] = {}  # of the names of which prompts consist
-        self._prompts: dict[int, list[int]] = {}  # prompt and answer of turns that have a successor
+        self._prompts: dict[int, Tokens] = {}  # prompt and answer of turns that have a successor
         self._next_turns: dict[int, list[Load]] = {}
         self._turn = count()
         previous = {load.after for load in loads}
@@ -232,9 +232,9 @@ class _Player:
         return lambda: self._send(load)
 
     def _send(self, load: Load) -> None:
-        prompt = list(self._prompts.get(load.after, ())) if load.continues and load.after is not None else []
+        prompt = token_array(self._prompts.get(load.after, ()) if load.continues and load.after is not None else ())
         for name, size in load.blocks:
-            prompt += [self._ids.setdefault(name, len(self._ids))] * size
+            prompt += token_array([self._ids.setdefault(name, len(self._ids))]) * size
         request_id = f"r{load.index}"
         chain = self._chains[request_id] = KeyChain(self._root)
         keys = {self._block_size: chain.keys(prompt, block_ends(len(prompt), self._block_size))}
@@ -251,7 +251,7 @@ class _Player:
         if client.state is not None:
             self.stamps[index] = client.state.timeline.stamps
         if client.state is not None and index in self._has_next:
-            self._prompts[index] = client.prompt + client.state.emitted
+            self._prompts[index] = client.prompt + token_array(client.state.emitted)
         for load in self._next_turns.pop(index, ()):
             if client.sample.ok:
                 self._clock.at(max(self._clock.time + self._think_s, load.at or 0.0), self._sender(load))

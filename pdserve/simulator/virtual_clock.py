@@ -1,13 +1,13 @@
 """Virtual clock: time that passes from event to event."""
 
 import heapq
+from collections import deque
 from collections.abc import Callable
 from functools import partial
-from itertools import count
 
 
 class VirtualClock:
-    """A heap of future events. Events of the same time happen in the order in which they were added.
+    """Future events, in a heap of their times. Events of the same time happen in the order in which they were added.
 
     Attributes:
         time: seconds since the beginning.
@@ -15,8 +15,8 @@ class VirtualClock:
 
     def __init__(self) -> None:
         self.time = 0.0
-        self._events: list[tuple[float, int, Callable[[], object]]] = []
-        self._order = count()
+        self._times: list[float] = []  # a heap
+        self._events: dict[float, deque[Callable[[], object]]] = {}  # by time
         self._repeated: dict[tuple[float, float], list[Callable[[], object]]] = {}  # by interval and beginning
 
     def now(self) -> float:
@@ -24,7 +24,13 @@ class VirtualClock:
 
     def at(self, time: float, action: Callable[[], object]) -> None:
         """Call the action once, at this time; now if it is over."""
-        heapq.heappush(self._events, (time if time > self.time else self.time, next(self._order), action))
+        if time < self.time:
+            time = self.time
+        if (actions := self._events.get(time)) is None:
+            heapq.heappush(self._times, time)
+            self._events[time] = deque((action,))
+        else:
+            actions.append(action)
 
     def after(self, seconds: float, action: Callable[[], object]) -> None:
         """Call the action once, this much later."""
@@ -42,9 +48,12 @@ class VirtualClock:
 
     def run(self, until: Callable[[], bool]) -> None:
         """Let events happen until a condition holds, or none is left."""
-        events, pop = self._events, heapq.heappop
-        while events and not until():
-            self.time, _, action = pop(events)
+        while self._times and not until():
+            self.time = self._times[0]
+            actions = self._events[self.time]
+            action = actions.popleft()
+            if not actions:
+                del self._events[heapq.heappop(self._times)]
             action()
 
     def _repeat(self, seconds: float, actions: list[Callable[[], object]]) -> None:

@@ -139,7 +139,7 @@ class Dispatcher:
 
     def on_output(self, instance: InstanceHandle, output: pb.Output) -> None:
         state = self.states.get(output.request_id)
-        if state is None or state.id not in instance.requests:
+        if state is None or output.request_id not in instance.requests:
             if reason := times_fault(output):
                 raise InvalidFrame(reason)
             self._record_late_output(instance, output)

@@ -275,9 +275,10 @@ class Fleet:
         if self.instances.get(instance.id) is not instance:
             return
         try:
-            if reason := frame_fault(frame, instance.hello.num_blocks):
+            kind = frame.WhichOneof("frame")
+            if reason := frame_fault(frame, kind, instance.hello.num_blocks):
                 raise InvalidFrame(reason)
-            self._process(instance, frame)
+            self._process(instance, frame, kind)
         except InvalidFrame as fault:
             reason = f"it sent an invalid frame: {fault}"
             self.num_invalid_frames += 1
@@ -285,15 +286,18 @@ class Fleet:
             instance.send(pb.RouterFrame(refused=pb.Refused(message=reason)))
             self.deregister(instance, reason)
 
-    def _process(self, instance: InstanceHandle, frame: pb.InstanceFrame) -> None:
-        """Process a valid frame.
+    def _process(self, instance: InstanceHandle, frame: pb.InstanceFrame, kind: str | None) -> None:
+        """Process a valid frame of a kind.
 
         Raises:
             InvalidFrame: it contradicts earlier frames.
         """
         instance.last_frame_at, instance.lease_renewed_at = self.now(), self._clock.time
         assert self.listener is not None
-        match frame.WhichOneof("frame"):
+        match kind:
+            case "step":
+                for output in frame.step.outputs:
+                    self.listener.on_output(instance, output)
             case "draining":
                 extra = {"event": "draining", "instance": instance.id}
                 log.info("%s is draining; it has %d requests", instance.id, len(instance.requests), extra=extra)
@@ -310,9 +314,6 @@ class Fleet:
                     instance.last_step_at = self.awake_now()
                 instance.update_heartbeat(frame.heartbeat)
                 instance.send(HEARTBEAT_ACK)
-            case "step":
-                for output in frame.step.outputs:
-                    self.listener.on_output(instance, output)
 
     def _handle_role_change(self, instance: InstanceHandle, frame: pb.InstanceFrame) -> None:
         expected = pb.Hello()

@@ -77,20 +77,20 @@ def _layout_fault(hello: pb.Hello) -> str:
     return "" if layout.namespace == hello.namespace else "its namespace is not that of its KV layout"
 
 
-def frame_fault(frame: pb.InstanceFrame, num_blocks: int) -> str:
-    """Return why a later frame of an instance with `num_blocks` blocks is invalid by itself; empty if it is not.
+def frame_fault(frame: pb.InstanceFrame, kind: str | None, num_blocks: int) -> str:
+    """Return why a later frame of an instance with `num_blocks` blocks, which is of this kind, is invalid by itself, or "".
 
     Registrations are checked by `hello_fault`, outputs one by one by `output_fault`.
     """
-    match frame.WhichOneof("frame"):
+    match kind:
+        case "step" | "hello" | "draining":
+            return ""
         case "heartbeat":
             return _heartbeat_fault(frame.heartbeat, num_blocks)
         case "blocks":
             return _blocks_fault(frame.blocks)
         case "others":
             return _load_fault(frame.others)
-        case "step" | "hello" | "draining":
-            return ""
         case other:
             return f"a frame of an unknown kind ({other})"
 

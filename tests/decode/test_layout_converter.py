@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pdserve.decode.layout_converter import LayoutConverter
 from pdserve.engine.sequence import Sequence
-from pdserve.keys import Layout, root_key
+from pdserve.keys import Layout, root_key, token_array
 from pdserve.kv_transfer.connector import Capabilities, Connector, Outcome, PoolMemory, Result, Stats
 from pdserve.kv_transfer.connectors import memory
 from pdserve.kv_transfer.registry import connect
@@ -51,7 +51,7 @@ def kv_of(num_tokens: int) -> torch.Tensor:
 
 
 def sequence_of(num_tokens: int, block_size: int) -> Sequence:
-    tokens, root = list(range(num_tokens)), root_key(model_digest=layout_of(1).model_digest)
+    tokens, root = token_array(range(num_tokens)), root_key(model_digest=layout_of(1).model_digest)
     return Sequence("r", tokens, num_tokens, num_tokens, SamplingParams(), root, block_size)
 
 
@@ -259,6 +259,40 @@ def test_a_hanging_store_delays_the_first_two_loads_only(
     converter.close()  # which ends the probe in vain, and must not begin another
     assert len(store.probes) == 2
     assert not [record for record in caplog.records if record.name == "concurrent.futures"]
+
+
+class RefusingConnector(HangingConnector):
+    """Its loads end at once, in vain until the test says otherwise."""
+
+    refuses = True
+
+    def load(self, keys: abc.Sequence[bytes], block_ids: abc.Sequence[int], *, tickets: Any = ()) -> Future[Result]:
+        future = Future[Result]()
+        future.set_result(Result([Outcome.UNAVAILABLE if self.refuses else Outcome.MISSING] * len(keys), 0.0))
+        return future
+
+
+def test_a_store_that_refused_is_found_again_without_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = RefusingConnector()
+    monkeypatch.setattr("pdserve.decode.layout_converter.connect", lambda url: store)
+    target, seq = layout_of(32), sequence_of(40, 32)
+    converter = LayoutConverter(pool_of(target, 2), target, "refusing://")
+    prompt = converter.open_prompt(seq, pb.Layout(**asdict(layout_of(16))))
+
+    def is_out() -> bool:
+        stats = converter.stats()
+        return stats is not None and stats.is_out
+
+    for _ in range(2):
+        prompt.load(seq.initial_keys(), [0, 1]).result(600)
+    assert is_out()
+    store.refuses = False
+    give_up = time.monotonic() + 600
+    while is_out():
+        converter.probe()
+        time.sleep(0.001)
+        assert time.monotonic() < give_up
+    converter.close()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from pdserve.costs import Costs
 from pdserve.engine.budget import StepBudget
 from pdserve.engine.sequence import Sequence
+from pdserve.keys import token_array
 from pdserve.request import SamplingParams
 
 # A decode step takes 10 ms and 1 ms per sequence; a prompt token 0.1 ms, and 1 µs per token that it attends to.
@@ -14,7 +15,7 @@ COSTS = Costs(prefill=(0.5, 1e-4, 1e-6), decode=(0.01, 0.001, 0.0))
 
 
 def sequence(tokens: int, computed: int) -> Sequence:
-    return Sequence("r", [0] * tokens, tokens, tokens, SamplingParams(), b"", 16, num_computed=computed)
+    return Sequence("r", token_array([0] * tokens), tokens, tokens, SamplingParams(), b"", 16, num_computed=computed)
 
 
 def budget(itl: float | None, decoding: int, tokens: int = 2048, costs: Costs = COSTS) -> StepBudget:

@@ -22,7 +22,7 @@ def run(
     for seq in seqs:
         engine.add(seq)
     finish(engine, expected_held)
-    return [seq.tokens[seq.num_prompt :] for seq in seqs]
+    return [seq.tokens[seq.num_prompt :].tolist() for seq in seqs]
 
 
 def finish(engine: Engine, expected_held: int = 0) -> None:
@@ -130,7 +130,7 @@ def test_blocks_outside_of_every_window_are_released(
         for one in done:
             engine.remove(one)
         engine.pool.check_integrity()
-    assert seq.tokens == fork.tokens == prompt + expected
+    assert seq.tokens.tolist() == fork.tokens.tolist() == prompt + expected
     assert max(held) == blocks + 2, "the fork has its own last two"
     assert engine.pool.num_held == 0
 
@@ -156,7 +156,7 @@ def test_continuation_counts_as_output(checkpoint: Callable[..., Path], generate
     seq = engine.new_sequence("r", prompt, greedy(20), output=expected[:12])
     engine.add(seq)
     finish(engine)
-    assert seq.tokens == prompt + expected
+    assert seq.tokens.tolist() == prompt + expected
 
 
 def test_step_without_progress_is_idle(checkpoint: Callable[..., Path]) -> None:
@@ -190,8 +190,8 @@ def test_forks_continue_like_their_parent_and_independently(
     sampled = [engine.fork(parent, f"sampled {i}", sampling) for i in range(2)]
     finish(engine)
     for seq in (parent, *greedy_forks):
-        assert seq.tokens[len(prompt) :] == expected
+        assert seq.tokens[len(prompt) :].tolist() == expected
     assert sampled[0].tokens == sampled[1].tokens != parent.tokens
-    (alone,) = run(engine, [parent.tokens[: len(prompt) + 9]], [SamplingParams(max_tokens=23, temperature=0)])
+    (alone,) = run(engine, [parent.tokens[: len(prompt) + 9].tolist()], [SamplingParams(max_tokens=23, temperature=0)])
     assert alone == expected[9:]
     assert (engine.scheduler.num_preemptions > 0) == (num_blocks < 100)

@@ -71,7 +71,7 @@ def run(engine: Engine, seqs: list[Sequence]) -> list[list[int]]:
             assert grammar_ready.wait(600)
             grammar_ready.clear()
     assert engine.pool.num_held == 0
-    return [seq.tokens[seq.num_prompt :] for seq in seqs]
+    return [seq.tokens[seq.num_prompt :].tolist() for seq in seqs]
 
 
 @pytest.fixture(scope="module")

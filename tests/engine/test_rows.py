@@ -18,6 +18,7 @@ from pdserve.engine.cpu_fusion.row_products import RowProducts
 from pdserve.engine.engine import Engine
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.sequence import Sequence
+from pdserve.keys import token_array
 from pdserve.request import SamplingParams
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "olmo2", "phi3", "qwen3_moe"]
@@ -53,7 +54,8 @@ def compute(engine: Engine, steps: Steps) -> tuple[torch.Tensor, torch.Tensor]:
     assert isinstance(runner, ModelRunner)
     runner.pool_NL2GBD.zero_()
     seqs = [
-        Sequence(str(i), prompt, TOKENS, TOKENS, GREEDY, b"", runner.block_size) for i, prompt in enumerate(prompts())
+        Sequence(str(i), token_array(prompt), TOKENS, TOKENS, GREEDY, b"", runner.block_size)
+        for i, prompt in enumerate(prompts())
     ]
     for i, seq in enumerate(seqs):
         seq.take_blocks(0, [], list(range(i * blocks, (i + 1) * blocks)))

@@ -8,6 +8,7 @@ import torch
 
 from pdserve.engine.sampler import gumbel_noise, model_logprobs, record_logprobs, rng_counter, sample
 from pdserve.engine.sequence import Sequence
+from pdserve.keys import token_array
 from pdserve.request import SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, 3.0, -50.0, 1.5])
@@ -15,7 +16,7 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, 3.0, -50.0, 1.5])
 
 def seq(seed: int = 0, outputs: int = 0, stops: frozenset[int] = frozenset(), **kwargs: Any) -> Sequence:
     sampling = SamplingParams(**{"temperature": 1.0, "max_tokens": 99, "seed": seed, **kwargs})
-    return Sequence("r", [0] * (1 + outputs), 1, 1, sampling, b"", 16, stop_token_ids=stops)
+    return Sequence("r", token_array([0] * (1 + outputs)), 1, 1, sampling, b"", 16, stop_token_ids=stops)
 
 
 def draw(count: int, **kwargs: Any) -> torch.Tensor:
@@ -127,7 +128,7 @@ def test_bias_shifts_the_distribution() -> None:
 def test_penalties_count_existing_tokens() -> None:
     """Against the formulas of OpenAI (output only) and of transformers (prompt and output)."""
     one = seq(temperature=0.0, frequency_penalty=0.5, presence_penalty=0.25, repetition_penalty=2.0)
-    one.tokens, one.num_prompt = [3, 0, 6, 5, 5, 1, 5], 3
+    one.tokens, one.num_prompt = token_array([3, 0, 6, 5, 5, 1, 5]), 3
     expected = LOGITS.clone()
     seen = torch.tensor([0, 1, 3, 5, 6])
     expected[seen] = torch.where(expected[seen] > 0, expected[seen] / 2, expected[seen] * 2)

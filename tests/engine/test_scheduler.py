@@ -11,13 +11,16 @@ from pdserve.costs import Costs
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.scheduler import Scheduler, SchedulerOutput
 from pdserve.engine.sequence import Sequence
+from pdserve.keys import token_array
 from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams
 
 BLOCK = 4
 
 
 def sequence(name: str, prompt: list[int], max_tokens: int = 4) -> Sequence:
-    return Sequence(name, list(prompt), len(prompt), len(prompt), SamplingParams(max_tokens=max_tokens), b"root", BLOCK)
+    return Sequence(
+        name, token_array(prompt), len(prompt), len(prompt), SamplingParams(max_tokens=max_tokens), b"root", BLOCK
+    )
 
 
 def scheduler(num_blocks: int, max_num_seqs: int = 8, budget: int = 16, **settings: Any) -> Scheduler:

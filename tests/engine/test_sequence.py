@@ -10,6 +10,7 @@ import pytest
 
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.sequence import Sequence, SwappedKV
+from pdserve.keys import token_array
 from pdserve.request import SamplingParams
 
 BLOCK = 4
@@ -20,7 +21,7 @@ SHARED_FIELDS = {"keys", "rank", "tokens"}  # other classes have them too: only 
 
 
 def sequence(prompt: int, output: int = 0, initial: int | None = None, **sampling: Any) -> Sequence:
-    tokens = list(range(prompt + output))
+    tokens = token_array(range(prompt + output))
     params = SamplingParams(**{"max_tokens": 3, **sampling})
     return Sequence("r", tokens, prompt, initial or prompt, params, b"root", BLOCK, stop_token_ids=frozenset({9}))
 
@@ -29,7 +30,7 @@ def test_keys_cover_full_blocks_and_grow_with_the_tokens() -> None:
     seq = sequence(10)
     first = list(seq.full_keys())
     assert len(first) == 2
-    seq.tokens += [10, 11]
+    seq.extend([10, 11])
     assert seq.full_keys()[:2] == first and len(seq.full_keys()) == 3
 
 

@@ -140,7 +140,7 @@ def continue_greedily(engine: Engine, prompts: list[list[int]], new_tokens: int)
         for seq in engine.step().sampled:
             if seq.finish_reason():
                 engine.remove(seq)
-    return [seq.tokens[seq.num_prompt :] for seq in seqs]
+    return [seq.tokens[seq.num_prompt :].tolist() for seq in seqs]
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Reports of a job: stamps, transfer totals, tokens, and remaining load."""
 
 from pdserve.engine.sequence import Sequence
+from pdserve.keys import token_array
 from pdserve.kv_transfer.connector import Outcome, Result
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
@@ -12,7 +13,7 @@ PROMPT = [1, 2, 3]
 
 
 def new_job(phase: "pb.Phase" = pb.BOTH, *, whole: bool = False) -> Job:
-    seq = Sequence("r", list(PROMPT), len(PROMPT), len(PROMPT), SamplingParams(max_tokens=100), b"", 16)
+    seq = Sequence("r", token_array(PROMPT), len(PROMPT), len(PROMPT), SamplingParams(max_tokens=100), b"", 16)
     return Job("router", seq, phase, whole=whole)
 
 

@@ -5,11 +5,13 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.sequence import Sequence as EngineSequence
+from pdserve.keys import token_array
 from pdserve.kv_transfer.connector import Connector, OperationFuture, Outcome, PoolMemory, Result, Stats
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams
@@ -27,6 +29,7 @@ class ManualConnector(Connector):
     def __init__(self) -> None:
         self.active: list[tuple[int, Future[Result]]] = []
         self.next_future: Future[Result] = Future()
+        self.current_stats = Stats()
 
     def attach(self, memory: PoolMemory) -> None: ...
 
@@ -44,7 +47,7 @@ class ManualConnector(Connector):
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None: ...
 
     def stats(self) -> Stats:
-        return Stats()
+        return self.current_stats
 
     def close(self) -> None: ...
 
@@ -80,7 +83,7 @@ class FakeContext:
 
 
 def new_job() -> Job:
-    return Job("router", EngineSequence("r", [1], 1, 1, SamplingParams(), b"", 16), pb.PREFILL)
+    return Job("router", EngineSequence("r", token_array([1]), 1, 1, SamplingParams(), b"", 16), pb.PREFILL)
 
 
 class Harness:
@@ -133,6 +136,23 @@ def test_stores_read_in_place_hold_their_blocks_and_do_not_count_as_in_flight() 
     assert not harness.context.recorded, "nothing moved"
     read.set_result(None)
     assert harness.transfers.num_holding == 0 and harness.pool.num_held == 0
+
+
+@pytest.mark.parametrize(
+    ("stats", "asked"),
+    [(Stats(), 0), (Stats(is_out=True), 1), (Stats(parts={"tier 1": Stats(), "tier 2": Stats(is_out=True)}), 1)],
+)
+def test_a_store_that_is_out_is_asked_for_a_block_that_no_sequence_uses(stats: Stats, asked: int) -> None:
+    harness = Harness(4)
+    harness.connector.current_stats = stats
+    others = harness.pool.allocate(POOL - 1)
+    for _ in range(2):
+        harness.transfers.probe()  # the second time, no block is free
+        assert (len(harness.connector.active), harness.transfers.num_holding) == (asked, asked)
+    if asked:
+        harness.connector.end(0, outcome=Outcome.MISSING)
+    harness.pool.release(others)
+    assert harness.pool.num_held == harness.transfers.num_holding == 0 and not harness.context.recorded
 
 
 def test_only_operations_that_can_be_cancelled_are_asked_to() -> None:

@@ -29,5 +29,7 @@ def test_two_prompts_that_do_not_fit_together_do_not_block_each_other(
         both.end(ended)
         both.run()
     count = 1 if phase == pb.PREFILL else TOKENS
-    assert waited and [job.seq.tokens[330:] for job in jobs] == [expected(prompt, TOKENS)[:count] for prompt in PROMPTS]
+    assert waited and [job.seq.tokens[330:].tolist() for job in jobs] == [
+        expected(prompt, TOKENS)[:count] for prompt in PROMPTS
+    ]
     both.check_nothing_is_held()

@@ -198,7 +198,7 @@ def generate(
                 blocks = engine.runner.pool_NL2GBD[seq.block_ids].movedim(4, 1).flatten(0, 1)
                 kv[seq.request_id] = blocks[: seq.num_computed].clone()
                 engine.remove(seq)
-    return [(seq.tokens, kv[seq.request_id]) for seq in seqs]
+    return [(seq.tokens.tolist(), kv[seq.request_id]) for seq in seqs]
 
 
 def test_write_kv(make_case: Callable[..., Any], kernel: Kernel) -> None:
