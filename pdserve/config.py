@@ -18,6 +18,7 @@ DEFAULT_PORT = 8000
 DTYPES = ("float32", "bfloat16", "float16")
 KERNELS = ("reference", "cpu", "triton")
 SCHEDULING_POLICIES = ("fcfs", "priority")
+ROLES = ("prefill", "decode", "both")
 LOG_FORMATS = ("text", "json")
 LOG_HELP = "format of log lines; json: one object per line"
 AUTO_ON_OFF = ("auto", "on", "off")

@@ -1,6 +1,7 @@
 """Supervision of child processes: start them together, restart each that exits, stop them together."""
 
 import ctypes
+import math
 import os
 import signal
 import subprocess
@@ -24,9 +25,14 @@ PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # loaded at import: dlopen is not safe between fork and exec
 
 
-@dataclass
+@dataclass(eq=False)
 class Child:
-    """A supervised `pdserve` process: its command, its current process, and the state of its restarts."""
+    """A supervised `pdserve` process: its command, its current process, and the state of its restarts.
+
+    Attributes:
+        drain_s: seconds that it may drain for, once it is to be removed; until then None.
+        kill_at: time at which it is killed while it drains.
+    """
 
     name: str
     arguments: list[str]
@@ -36,6 +42,8 @@ class Child:
     started_at: float = 0.0
     failures: int = 0
     restart_at: float | None = None
+    drain_s: float | None = None
+    kill_at: float | None = None
 
     @property
     def pid(self) -> int:
@@ -67,7 +75,8 @@ def child_of(name: str, command: str, config: Settings) -> Child:
 class Supervisor:
     """Context manager that runs child processes and restarts those that exit.
 
-    The owner must call `check_children` periodically.
+    The owner must call `check_children` periodically, in the thread that started the children: they end with that thread
+    (PR_SET_PDEATHSIG). `add` and `remove` may be called from any thread; the next `check_children` carries them out.
 
     Args:
         on_line: called with each line that a child prints, prefixed with the child's name.
@@ -84,27 +93,38 @@ class Supervisor:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self.stop()
+        self.stop_all()
 
     def child(self, name: str) -> Child:
         return next(child for child in self.children if child.name == name)
 
+    def add(self, child: Child) -> None:
+        """Start one more child."""
+        child.restart_at = 0.0
+        self.children.append(child)
+
+    def remove(self, child: Child, drain_s: float) -> None:
+        """End a child for good: it drains for up to `drain_s` seconds after SIGTERM, and is not restarted."""
+        child.drain_s = drain_s
+
     def check_children(self) -> None:
-        """Restart children that have exited, each after its back-off.
+        """Restart children that have exited, each after its back-off; start added ones, and end removed ones.
 
         Raises:
             SetupError: a child reported a start-up error before the children were ready.
         """
         now = time.monotonic()
-        for child in self.children:
-            if child.running:
+        for child in list(self.children):
+            if child.drain_s is not None:
+                self._end(child, child.drain_s, now)
+            elif child.running:
                 continue
-            if child.restart_at is None:
+            elif child.restart_at is None:
                 self._schedule_restart(child, now)
             elif now >= child.restart_at:
                 self._start(child)
 
-    def stop(self) -> None:
+    def stop_all(self) -> None:
         """Stop all children at once, signalling them in reverse order."""
         self._terminate(signal.SIGINT, INTERRUPT_GRACE_S + STOP_TIMEOUT_S)
 
@@ -127,6 +147,18 @@ class Supervisor:
                 child.process.wait()
             if child.reader is not None:
                 child.reader.join(timeout=1.0)
+
+    def _end(self, child: Child, drain_s: float, now: float) -> None:
+        if not child.running:
+            self.children.remove(child)
+            self._on_line(f"[{child.name}] stopped")
+        elif child.kill_at is None:
+            os.kill(child.pid, signal.SIGTERM)
+            child.kill_at = now + drain_s + STOP_TIMEOUT_S
+        elif now >= child.kill_at:
+            self._on_line(f"[{child.name}] did not stop within {drain_s + STOP_TIMEOUT_S:.0f} s: killed")
+            os.kill(child.pid, signal.SIGKILL)
+            child.kill_at = math.inf
 
     def _schedule_restart(self, child: Child, now: float) -> None:
         assert child.process is not None
