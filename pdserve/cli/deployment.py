@@ -49,10 +49,13 @@ class Deployment(Supervisor):
     Attributes:
         url: base URL for clients.
         routers: URL of each router; requests to it reach that router only.
+        control_host: address of this machine that instances dial.
 
     Raises:
         SetupError: the settings are inconsistent.
     """
+
+    control_host = "127.0.0.1"
 
     def __init__(self, config: UpConfig, on_line: Callable[[str], None] = print) -> None:
         if config.prefill + config.decode + config.both == 0:
@@ -68,12 +71,12 @@ class Deployment(Supervisor):
         self.url = f"http://{config.host}:{config.port}"
         routers = self._router_configs()
         self.routers = [f"http://{config.host}:{router.own_port or router.port}" for router in routers]
-        self._control_addresses = ",".join(f"127.0.0.1:{router.control_port}" for router in routers)
+        self._control_addresses = ",".join(f"{self.control_host}:{router.control_port}" for router in routers)
         self._numbers = {role: count() for role in ROLES}
         self._placing = threading.Lock()
         self._place_instances()
         names = ["router"] if len(routers) == 1 else [f"router-{i}" for i in range(len(routers))]
-        children = [_local_child(name, "router", router) for name, router in zip(names, routers, strict=True)]
+        children = [self._child(name, "router", router) for name, router in zip(names, routers, strict=True)]
         super().__init__(children, on_line)
         for role in ROLES:
             for _ in range(getattr(config, role)):
@@ -156,7 +159,10 @@ class Deployment(Supervisor):
         }
         try:
             first = RouterConfig(
-                **shared, served_model_name=config.name, control_port=config.control_port or reserve_port()
+                **shared,
+                served_model_name=config.name,
+                control_host=self.control_host,
+                control_port=config.control_port or reserve_port(),
             )
         except ValueError as error:
             raise SetupError(str(error)) from error
@@ -183,6 +189,11 @@ class Deployment(Supervisor):
     def _instances(self) -> list[Child]:
         return [child for child in self.children if child.arguments[0] != "router"]
 
+    def _child(self, name: str, command: str, config: RouterConfig | InstanceConfig) -> Child:
+        child = child_of(name, command, config)
+        child.environment[REGISTRY_VARIABLE] = ""  # they know each other's addresses, and no registry is asked for
+        return child
+
     def _instance_child(self, role: str) -> Child:
         """Return one more instance, on the GPU that has fewest of them.
 
@@ -197,7 +208,7 @@ class Deployment(Supervisor):
                 raise SetupError(f"no GPU is free: each of {self._gpus} GPUs has {self._per_gpu} instance(s)")
         name = f"{role}-{next(self._numbers[role])}"
         own = {"instance_id": name, "router": self._control_addresses, "connector": self.connector}
-        child = _local_child(name, role, InstanceConfig(**self._settings | own))
+        child = self._child(name, role, InstanceConfig(**self._settings | own))
         if self._gpus:
             child.environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
         return child
@@ -206,12 +217,6 @@ class Deployment(Supervisor):
 def count_gpus(device: str) -> int:
     """Return the number of GPUs for instances with this --device."""
     return len(list(Path("/dev").glob("nvidia[0-9]*"))) if device in ("auto", "cuda") else 0
-
-
-def _local_child(name: str, command: str, config: RouterConfig | InstanceConfig) -> Child:
-    child = child_of(name, command, config)
-    child.environment[REGISTRY_VARIABLE] = ""  # they know each other's addresses, and no registry is asked for
-    return child
 
 
 def _random_unused_port() -> int:
