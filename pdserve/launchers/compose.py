@@ -75,7 +75,7 @@ class ComposeLauncher:
             raise SetupError(f"no container of the Compose project {self._project} runs an instance {instance_id!r}")
         if container not in self._stopping:
             self._stopping.add(container)
-            threading.Thread(target=self._remove, args=(container, instance_id)).start()
+            threading.Thread(target=self._remove, args=(container, instance_id), name=instance_id).start()
 
     def _remove(self, container: str, instance_id: str) -> None:
         try:
