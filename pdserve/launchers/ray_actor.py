@@ -29,6 +29,9 @@ class InstanceActor:
 
     def run(self, arguments: list[str], environment: dict[str, str]) -> Iterator[int | str]:
         """Run the process. Yields the actor's own pid, each line that the process prints, and at last its exit code."""
+        blocked = signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, {signal.SIGINT}
+        )  # Ray blocks it, and children inherit that
         self._process = process = subprocess.Popen(
             [sys.executable, "-m", "pdserve", *arguments],
             stdin=subprocess.DEVNULL,
@@ -38,6 +41,7 @@ class InstanceActor:
             env=os.environ | environment | parent.environment(signal.SIGKILL),
             start_new_session=True,
         )
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         assert process.stdout is not None
         yield os.getpid()
         for line in process.stdout:

@@ -129,6 +129,7 @@ def test_actors_serve_the_same_tokens_and_are_replaced_and_scaled(
     except BaseException:
         print("\n".join(lines))
         raise
+    assert not [line for line in lines if "killed" in line], "all ended by themselves"
     assert not [actor for actor in ray._private.state.actors().values() if actor["State"] == "ALIVE"]
 
 
@@ -145,6 +146,31 @@ def test_more_instances_than_fit_are_refused(cluster: Any, redis_url: str, monke
     monkeypatch.setattr("pdserve.launchers.ray_cluster.PLACEMENT_TIMEOUT_S", 5.0)
     with pytest.raises(SetupError, match=r"no room for one more instance with {'CPU': 1}$"):
         deployment_of(UpConfig(on="ray", threads=1, decode=2, connector=redis_url), print)
+
+
+@pytest.mark.slow
+def test_within_a_placement_group_instances_get_its_bundles(ray: Any, cluster: Any) -> None:
+    from pdserve.launchers.ray_cluster import RayCluster
+
+    group = ray.util.placement_group([{"CPU": 0.5}, {"CPU": 1}], strategy="SPREAD")
+    assert group.wait(600)
+
+    @ray.remote(num_cpus=0.5)  # type: ignore[untyped-decorator]
+    def place_two() -> list[Any]:
+        places = RayCluster(1, None, wants_gpu=True, one_node=False)
+        first = places.place()
+        try:
+            places.place()
+        except SetupError as error:
+            return [first.index, first.group == ray.util.get_current_placement_group(), places.bundle, str(error)]
+        raise AssertionError
+
+    strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+        placement_group=group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
+    )
+    outcome = ray.get(place_two.options(scheduling_strategy=strategy).remote())
+    assert outcome == [1, True, {"CPU": 1}, "the placement group of this process has no free bundle with {'CPU': 1}"]
+    ray.util.remove_placement_group(group)
 
 
 def test_cpus_are_shared_such_that_all_instances_fit(ray: Any) -> None:
@@ -165,8 +191,7 @@ def test_a_missing_ray_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_address_without_a_cluster_is_one_line(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if ray.is_initialized():
-        pytest.skip("the slow tests are connected to a cluster")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # as the slow tests leave it otherwise
     port = free_port()
     for address, reason in (
         (f"127.0.0.1:{port}", "no Ray cluster answers there: Connection refused"),
