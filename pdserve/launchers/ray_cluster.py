@@ -53,7 +53,9 @@ class RayCluster:
     """
 
     def __init__(self, instances: int, cpus: int | None, *, wants_gpu: bool, one_node: bool) -> None:
-        self._disconnect = _connect()
+        self._groups: list[PlacementGroup] = []
+        self._cleanup = _connect()
+        self._cleanup.callback(self._remove_groups)
         context = ray.get_runtime_context()
         self.host: str = ray.util.get_node_ip_address()
         self._selector = [{"ray.io/node-id": context.get_node_id()}] if one_node else None
@@ -66,6 +68,7 @@ class RayCluster:
         resources = self._outer.bundle_specs if self._outer else [node["Resources"] for node in nodes]
         share = cpus or share_cpus([one.get("CPU", 0.0) for one in resources], instances)
         if share == 0:
+            self.close()
             raise SetupError(f"the Ray cluster has no CPU for each of {instances} instances{self._hint}")
         self.bundle = {"CPU": share}
         if wants_gpu and any(one.get("GPU", 0.0) >= 1 for one in resources):
@@ -80,15 +83,18 @@ class RayCluster:
         if self._outer:
             return self._place_in(self._outer)
         group = placement_group([self.bundle], bundle_label_selector=self._selector)
+        self._groups.append(group)
         if not group.wait(PLACEMENT_TIMEOUT_S):
-            remove_placement_group(group)
+            self.release(Place(group, 0))
             raise SetupError(f"the Ray cluster has no room for one more instance with {self.bundle}{self._hint}")
         return Place(group, 0)
 
     def release(self, place: Place) -> None:
         """Give back the resources of an instance that has ended."""
-        self._used.discard(place.index)
-        if place.group is not self._outer:
+        if place.group is self._outer:
+            self._used.discard(place.index)
+        else:
+            self._groups.remove(place.group)
             remove_placement_group(place.group)
 
     def start_actor(self, name: str, place: Place) -> ActorHandle:
@@ -103,7 +109,12 @@ class RayCluster:
         return actor.remote(name)
 
     def close(self) -> None:
-        self._disconnect.close()
+        """Give back the resources of all instances."""
+        self._cleanup.close()
+
+    def _remove_groups(self) -> None:
+        for group in self._groups:
+            remove_placement_group(group)
 
     def _place_in(self, outer: PlacementGroup) -> Place:
         fits = (

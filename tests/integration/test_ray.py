@@ -130,7 +130,7 @@ def test_actors_serve_the_same_tokens_and_are_replaced_and_scaled(
         print("\n".join(lines))
         raise
     assert not [line for line in lines if "killed" in line], "all ended by themselves"
-    assert not [actor for actor in ray._private.state.actors().values() if actor["State"] == "ALIVE"]
+    wait_until(lambda: ray.available_resources().get("CPU") == 2, "all resources are given back")
 
 
 @pytest.mark.slow
