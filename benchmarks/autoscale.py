@@ -1,8 +1,8 @@
 """The controller against fixed fleets under a load that shifts: `python benchmarks/autoscale.py [--live] [--load …]`.
 
 Simulated: every fixed split of --instances, and the controller, which begins with half of each role. With --live, the
-controller (`pdserve autoscale --apply`) and the split that was best in the simulation of the whole load play the same requests
-with real routers, connectors and paced instances.
+controller (`pdserve autoscale --apply`) and the split that was best in the simulation of the whole load play the same
+requests with real routers, connectors and paced instances.
 """
 
 import json

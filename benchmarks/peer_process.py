@@ -19,9 +19,9 @@ import httpx
 import report
 
 from pdserve.cli.deployment import free_port
-from pdserve.cli.supervisor import terminate_with_parent
 from pdserve.config import flag
 from pdserve.errors import SetupError
+from pdserve.parent import receive_at_end
 
 PEER = Path(__file__).parent / "peers" / "peer.py"
 PEERS = ("transformers", "openvino", "llama_cpp", "vllm")
@@ -68,7 +68,7 @@ class _Process:
             text=True,
             env=environment,
             process_group=0,  # same session: if we are killed, the kernel continues and ends the stopped processes
-            preexec_fn=terminate_with_parent,  # for the processes that are not stopped
+            preexec_fn=receive_at_end,  # for the processes that are not stopped
         )
 
     def close(self) -> None:

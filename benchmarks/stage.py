@@ -51,11 +51,11 @@ class ChaosDeployment(Deployment):
     def instances(self) -> list[Child]:
         return [child for child in self.children if child.name != "router"]
 
-    def stop(self) -> None:
+    def stop_all(self) -> None:
         for child in self.instances:
             if child.running:
                 os.kill(child.pid, signal.SIGCONT)  # a stopped process reacts to no other signal
-        super().stop()
+        super().stop_all()
 
     def _start(self, child: Child) -> None:
         super()._start(child)

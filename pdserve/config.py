@@ -18,6 +18,7 @@ DEFAULT_PORT = 8000
 DTYPES = ("float32", "bfloat16", "float16")
 KERNELS = ("reference", "cpu", "triton")
 SCHEDULING_POLICIES = ("fcfs", "priority")
+ROLES = ("prefill", "decode", "both")
 LOG_FORMATS = ("text", "json")
 LOG_HELP = "format of log lines; json: one object per line"
 AUTO_ON_OFF = ("auto", "on", "off")
@@ -26,6 +27,7 @@ LOCAL_PREFILL_HELP = (
     "decode computes a prompt itself if at most this many tokens are uncached; 0: never; default: by forecast"
 )
 CONNECTOR_VARIABLE, REGISTRY_VARIABLE = "PDSERVE_CONNECTOR", "PDSERVE_REGISTRY"  # their URLs may hold a password
+CONTROL_TOKEN_VARIABLE = "PDSERVE_CONTROL_TOKEN"
 SLO_HELP = "reject requests that would miss this SLO by forecast, such as ttft=500ms,itl=50ms; empty: none"
 OTLP_HELP = "OTLP/HTTP collector for traces of requests, such as http://collector:4318; empty: none"
 KEYS_FILE_HELP = "TOML file of further API keys, each with quotas and a weight; empty: none"
@@ -212,7 +214,7 @@ class InstanceConfig(ControlConfig, TransferConfig):
         variable=REGISTRY_VARIABLE,
     )
     control_token: str = flag(
-        "secret shared with the routers; empty: none", "", secret=True, variable="PDSERVE_CONTROL_TOKEN"
+        "secret shared with the routers; empty: none", "", secret=True, variable=CONTROL_TOKEN_VARIABLE
     )
     allow_inexact: bool = flag(
         "as decode, accept 16-bit KV from prefill instances whose processors or kernels round otherwise", False
@@ -321,7 +323,7 @@ class RouterConfig(ControlConfig):
         "secret that instances must present; without any, none is needed",
         "",
         secret=True,
-        variable="PDSERVE_CONTROL_TOKEN",
+        variable=CONTROL_TOKEN_VARIABLE,
     )
     ssl_certfile: str = flag("PEM certificate chain for TLS with clients; needs --ssl-keyfile", "")
     ssl_keyfile: str = flag("PEM private key of --ssl-certfile", "")
@@ -380,6 +382,11 @@ class RouterConfig(ControlConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class UpConfig(ControlConfig, TransferConfig):
+    on: str = flag(
+        "where instances run: processes of this machine, or actors of the Ray cluster that it is in",
+        "processes",
+        choices=("processes", "ray"),
+    )
     prefill: int = flag("prefill instances", 1, least=0)
     decode: int = flag("decode instances", 1, least=0)
     both: int = flag("instances with the role both", 0, least=0)

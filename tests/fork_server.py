@@ -44,9 +44,12 @@ class ForkedProcess:
             raise subprocess.TimeoutExpired("pdserve", timeout or 0)
         return code
 
-    def kill(self) -> None:
+    def send_signal(self, signum: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
     def _wait(self, timeout: float | None) -> int | None:
         if self.returncode is None and select.select([self._status], [], [], timeout)[0]:

@@ -18,7 +18,6 @@ from pdserve import __version__
 from pdserve.cli import logs
 from pdserve.cli.flags import command_from_config
 from pdserve.cli.signals import exit_on_signals
-from pdserve.cli.supervisor import end_with_supervisor
 from pdserve.config import (
     DEFAULT_PORT,
     AutoscaleConfig,
@@ -31,6 +30,7 @@ from pdserve.config import (
     UpConfig,
 )
 from pdserve.errors import SetupError
+from pdserve.parent import end_with_parent
 
 app = typer.Typer(
     help="Disaggregated prefill/decode LLM serving.",
@@ -244,7 +244,7 @@ def main() -> None:
     # Read once by torch's CPU allocator: puts large tensors, mainly weights, into huge pages where the system allows it.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    end_with_supervisor()
+    end_with_parent()
     logs.configure()
     try:
         sys.exit(app(standalone_mode=False))

@@ -12,8 +12,8 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.cli.deployment import Deployment, free_port
-from pdserve.cli.up import curl_line
+from pdserve.cli.deployment import free_port
+from pdserve.cli.up import curl_line, deployment_of
 from pdserve.config import DEFAULT_PORT, UpConfig
 from pdserve.errors import SetupError
 
@@ -37,7 +37,7 @@ def demo(config: UpConfig) -> None:
     for name in ("PDSERVE_API_KEY", "PDSERVE_ADMIN_KEY"):
         os.environ.pop(name, None)  # the demo's router must not require the keys of a permanent deployment
     started = time.monotonic()
-    with Deployment(config, on_line=log.append) as deployment:
+    with deployment_of(config, log.append) as deployment:
         instances = len(deployment.children) - 1
         with console.status(
             f"starting a router and {instances} instances on {config.model} over {deployment.connector.split('://')[0]}:// …"

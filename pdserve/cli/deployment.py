@@ -9,7 +9,9 @@ import contextlib
 import os
 import random
 import socket
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -19,7 +21,15 @@ import httpx
 
 from pdserve.cli.supervisor import Child, Supervisor, child_of
 from pdserve.cli.workers import quota_file
-from pdserve.config import DEFAULT_CONNECTOR, REGISTRY_VARIABLE, InstanceConfig, RouterConfig, UpConfig, shared_settings
+from pdserve.config import (
+    DEFAULT_CONNECTOR,
+    REGISTRY_VARIABLE,
+    ROLES,
+    InstanceConfig,
+    RouterConfig,
+    UpConfig,
+    shared_settings,
+)
 from pdserve.errors import SetupError
 
 # Fields of both UpConfig and RouterConfig that mean different things in the two, or that Deployment sets itself.
@@ -31,7 +41,7 @@ _private_stores = (f"shm://up-{os.getpid()}" + (f"-{number}" if number else "") 
 
 
 class Deployment(Supervisor):
-    """All processes of `pdserve up`: one or more routers, and their instances.
+    """All processes of `pdserve up`: one or more routers, and their instances. It is the `Launcher` of further ones.
 
     Args:
         on_line: called with each line that a child prints, prefixed with the child's name.
@@ -39,10 +49,13 @@ class Deployment(Supervisor):
     Attributes:
         url: base URL for clients.
         routers: URL of each router; requests to it reach that router only.
+        control_host: address of this machine that instances dial.
 
     Raises:
         SetupError: the settings are inconsistent.
     """
+
+    control_host = "127.0.0.1"
 
     def __init__(self, config: UpConfig, on_line: Callable[[str], None] = print) -> None:
         if config.prefill + config.decode + config.both == 0:
@@ -58,13 +71,16 @@ class Deployment(Supervisor):
         self.url = f"http://{config.host}:{config.port}"
         routers = self._router_configs()
         self.routers = [f"http://{config.host}:{router.own_port or router.port}" for router in routers]
-        self._control_addresses = ",".join(f"127.0.0.1:{router.control_port}" for router in routers)
+        self._control_addresses = ",".join(f"{self.control_host}:{router.control_port}" for router in routers)
+        self._numbers = {role: count() for role in ROLES}
+        self._placing = threading.Lock()
+        self._place_instances()
         names = ["router"] if len(routers) == 1 else [f"router-{i}" for i in range(len(routers))]
-        children = [child_of(name, "router", router) for name, router in zip(names, routers, strict=True)]
-        children += self._instance_children()
-        for child in children:
-            child.environment[REGISTRY_VARIABLE] = ""  # they know each other's addresses, and no registry is asked for
+        children = [self._child(name, "router", router) for name, router in zip(names, routers, strict=True)]
         super().__init__(children, on_line)
+        for role in ROLES:
+            for _ in range(getattr(config, role)):
+                self.children.append(self._instance_child(role))
 
     def wait_ready(self, timeout_s: float = 300.0) -> None:
         """Wait until all instances can serve requests from all routers.
@@ -97,9 +113,32 @@ class Deployment(Supervisor):
         self._was_ready = True
         return True
 
-    def stop(self) -> None:
+    def start(self, role: str) -> None:
+        """Start one more instance, with the settings and the CPU threads of the others, under a name not used before.
+
+        Raises:
+            SetupError: every GPU has its full number of instances.
+            ValueError: `role` is no role.
+        """
+        if role not in self._numbers:
+            raise ValueError(f"an instance is prefill, decode or both, not {role!r}")
+        with self._placing:
+            self.add(self._instance_child(role))
+
+    def stop(self, instance_id: str) -> None:
+        """End an instance for good: it drains, which takes up to its --drain-seconds, and is not restarted.
+
+        Raises:
+            SetupError: there is no such instance.
+        """
+        instances = {child.name: child for child in self._instances()}
+        if instance_id not in instances:
+            raise SetupError(f"there is no instance {instance_id!r} here, but {', '.join(instances) or 'none'}")
+        self.remove(instances[instance_id], InstanceConfig.drain_seconds)
+
+    def stop_all(self) -> None:
         """Stop all children, the instances first, and remove their shared memory."""
-        super().stop()
+        super().stop_all()
         self._cleanup.close()
         if self.connector.startswith("shm://") and self.connector != self.config.connector:
             from pdserve.kv_transfer.connectors.shm import unlink
@@ -120,7 +159,10 @@ class Deployment(Supervisor):
         }
         try:
             first = RouterConfig(
-                **shared, served_model_name=config.name, control_port=config.control_port or reserve_port()
+                **shared,
+                served_model_name=config.name,
+                control_host=self.control_host,
+                control_port=config.control_port or reserve_port(),
             )
         except ValueError as error:
             raise SetupError(str(error)) from error
@@ -132,26 +174,49 @@ class Deployment(Supervisor):
             for router in (first, *more)
         ]
 
-    def _instance_children(self) -> list[Child]:
-        """Return the instances, with CPU threads, GPUs and GPU memory divided among them."""
+    def _place_instances(self) -> None:
+        """Divide CPU threads, GPUs and GPU memory among the instances with which the deployment starts."""
         config = self.config
-        names = [f"prefill-{i}" for i in range(config.prefill)]
-        names += [f"decode-{i}" for i in range(config.decode)]
-        names += [f"both-{i}" for i in range(config.both)]
-        gpus = len(list(Path("/dev").glob("nvidia[0-9]*"))) if config.device in ("auto", "cuda") else 0
-        settings = shared_settings(config, InstanceConfig)
-        if not gpus and config.threads is None:
-            settings["threads"] = max(1, len(os.sched_getaffinity(0)) // len(names))
-        if gpus and len(names) > gpus:
-            settings["gpu_memory_utilization"] = config.gpu_memory_utilization / -(-len(names) // gpus)
-        children = []
-        for i, name in enumerate(names):
-            own = {"instance_id": name, "router": self._control_addresses, "connector": self.connector}
-            child = child_of(name, name.split("-")[0], InstanceConfig(**settings | own))
-            if gpus:
-                child.environment["CUDA_VISIBLE_DEVICES"] = str(i % gpus)
-            children.append(child)
-        return children
+        instances = config.prefill + config.decode + config.both
+        self._settings = shared_settings(config, InstanceConfig)
+        self._gpus = count_gpus(config.device)
+        if not self._gpus and config.threads is None:
+            self._settings["threads"] = max(1, len(os.sched_getaffinity(0)) // instances)
+        self._per_gpu = -(-instances // self._gpus) if self._gpus else 0
+        if self._per_gpu > 1:
+            self._settings["gpu_memory_utilization"] = config.gpu_memory_utilization / self._per_gpu
+
+    def _instances(self) -> list[Child]:
+        return [child for child in self.children if child.arguments[0] != "router"]
+
+    def _child(self, name: str, command: str, config: RouterConfig | InstanceConfig) -> Child:
+        child = child_of(name, command, config)
+        child.environment[REGISTRY_VARIABLE] = ""  # they know each other's addresses, and no registry is asked for
+        return child
+
+    def _instance_child(self, role: str) -> Child:
+        """Return one more instance, on the GPU that has fewest of them.
+
+        Raises:
+            SetupError: every GPU has its full number of instances.
+        """
+        gpu = 0
+        if self._gpus:
+            used = Counter(int(child.environment["CUDA_VISIBLE_DEVICES"]) for child in self._instances())
+            gpu = min(range(self._gpus), key=lambda index: used[index])
+            if used[gpu] >= self._per_gpu:
+                raise SetupError(f"no GPU is free: each of {self._gpus} GPUs has {self._per_gpu} instance(s)")
+        name = f"{role}-{next(self._numbers[role])}"
+        own = {"instance_id": name, "router": self._control_addresses, "connector": self.connector}
+        child = self._child(name, role, InstanceConfig(**self._settings | own))
+        if self._gpus:
+            child.environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        return child
+
+
+def count_gpus(device: str) -> int:
+    """Return the number of GPUs for instances with this --device."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*"))) if device in ("auto", "cuda") else 0
 
 
 def _random_unused_port() -> int:

@@ -1,17 +1,19 @@
 """Supervision of child processes: start them together, restart each that exits, stop them together."""
 
-import ctypes
+import contextlib
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, fields
 from types import TracebackType
-from typing import Self
+from typing import IO, Protocol, Self
 
+from pdserve import parent
 from pdserve.config import INTERRUPT_GRACE_S, Settings
 from pdserve.errors import SetupError
 
@@ -19,23 +21,42 @@ RESTART_BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # the last one repeats
 STABLE_AFTER_S = 60.0  # a child that ran this long restarts with the first back-off again
 STOP_TIMEOUT_S = 30.0  # to SIGKILL, once requests have had their time; only ends a hang, also on a busy machine
 SETUP_ERROR_EXIT_CODE = 2  # a start-up error, which a restart would repeat
-PARENT_VARIABLE = "PDSERVE_PARENT_PID"  # of a child, which ends when the process with this id does
-PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)  # loaded at import: dlopen is not safe between fork and exec
 
 
-@dataclass
+class Process(Protocol):
+    """The part of the Popen interface that a supervisor uses."""
+
+    returncode: int | None
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def stdout(self) -> IO[str] | Generator[str, None, None] | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+    def kill(self) -> None: ...
+
+
+@dataclass(eq=False)
 class Child:
-    """A supervised `pdserve` process: its command, its current process, and the state of its restarts."""
+    """A supervised `pdserve` process: its command, its current process, and the state of its restarts.
+
+    Attributes:
+        drain_s: seconds that it may drain for, once it is to be removed; until then None.
+        kill_at: time at which it is killed while it drains.
+    """
 
     name: str
     arguments: list[str]
     environment: dict[str, str] = field(default_factory=dict)
-    process: subprocess.Popen[str] | None = None
+    process: Process | None = None
     reader: threading.Thread | None = None
     started_at: float = 0.0
     failures: int = 0
     restart_at: float | None = None
+    drain_s: float | None = None
+    kill_at: float | None = None
 
     @property
     def pid(self) -> int:
@@ -67,7 +88,8 @@ def child_of(name: str, command: str, config: Settings) -> Child:
 class Supervisor:
     """Context manager that runs child processes and restarts those that exit.
 
-    The owner must call `check_children` periodically.
+    The owner must call `check_children` periodically, in the thread that started the children: they end with that thread.
+    `add` and `remove` may be called from any thread; the next `check_children` carries them out.
 
     Args:
         on_line: called with each line that a child prints, prefixed with the child's name.
@@ -84,27 +106,38 @@ class Supervisor:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self.stop()
+        self.stop_all()
 
     def child(self, name: str) -> Child:
         return next(child for child in self.children if child.name == name)
 
+    def add(self, child: Child) -> None:
+        """Start one more child."""
+        child.restart_at = 0.0
+        self.children.append(child)
+
+    def remove(self, child: Child, drain_s: float) -> None:
+        """End a child for good: it drains for up to `drain_s` seconds after SIGTERM, and is not restarted."""
+        child.drain_s = drain_s
+
     def check_children(self) -> None:
-        """Restart children that have exited, each after its back-off.
+        """Restart children that have exited, each after its back-off; start added ones, and end removed ones.
 
         Raises:
             SetupError: a child reported a start-up error before the children were ready.
         """
         now = time.monotonic()
-        for child in self.children:
-            if child.running:
+        for child in list(self.children):
+            if child.drain_s is not None:
+                self._end(child, child.drain_s, now)
+            elif child.running:
                 continue
-            if child.restart_at is None:
+            elif child.restart_at is None:
                 self._schedule_restart(child, now)
             elif now >= child.restart_at:
                 self._start(child)
 
-    def stop(self) -> None:
+    def stop_all(self) -> None:
         """Stop all children at once, signalling them in reverse order."""
         self._terminate(signal.SIGINT, INTERRUPT_GRACE_S + STOP_TIMEOUT_S)
 
@@ -114,8 +147,8 @@ class Supervisor:
 
     def _terminate(self, signum: signal.Signals, timeout_s: float) -> None:
         for child in reversed(self.children):
-            if child.running:
-                os.kill(child.pid, signum)
+            if child.process is not None and child.running:
+                child.process.send_signal(signum)
         for child in self.children:
             if child.process is None:
                 continue
@@ -128,9 +161,22 @@ class Supervisor:
             if child.reader is not None:
                 child.reader.join(timeout=1.0)
 
+    def _end(self, child: Child, drain_s: float, now: float) -> None:
+        if child.process is None or not child.running:
+            self.children.remove(child)
+            self._on_line(f"[{child.name}] stopped")
+        elif child.kill_at is None:
+            child.process.send_signal(signal.SIGTERM)
+            child.kill_at = now + drain_s + STOP_TIMEOUT_S
+        elif now >= child.kill_at:
+            self._on_line(f"[{child.name}] did not stop within {drain_s + STOP_TIMEOUT_S:.0f} s: killed")
+            child.process.kill()
+            child.kill_at = math.inf
+
     def _schedule_restart(self, child: Child, now: float) -> None:
         assert child.process is not None
         code = child.process.returncode
+        assert code is not None
         if code == SETUP_ERROR_EXIT_CODE and not self._was_ready:
             if child.reader is not None:
                 child.reader.join(timeout=1.0)
@@ -146,9 +192,12 @@ class Supervisor:
     def _start(self, child: Child) -> None:
         child.restart_at = None
         child.started_at = time.monotonic()
-        child.process = self._spawn(child.arguments, os.environ | child.environment)
+        child.process = self._process_of(child)
         child.reader = threading.Thread(target=self._forward_output, args=(child.name, child.process), daemon=True)
         child.reader.start()
+
+    def _process_of(self, child: Child) -> Process:
+        return self._spawn(child.arguments, os.environ | child.environment)
 
     def _spawn(self, arguments: list[str], environment: dict[str, str]) -> "subprocess.Popen[str]":
         return subprocess.Popen(
@@ -157,27 +206,14 @@ class Supervisor:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=environment | {PARENT_VARIABLE: str(os.getpid())},
+            env=environment | parent.environment(),
             start_new_session=True,  # only the supervisor receives Ctrl-C; it stops the children in order
         )
 
-    def _forward_output(self, name: str, process: "subprocess.Popen[str]") -> None:
+    def _forward_output(self, name: str, process: Process) -> None:
         assert process.stdout is not None
-        with process.stdout:
-            for line in process.stdout:
+        with contextlib.closing(process.stdout) as lines:
+            for line in lines:
                 line = line.rstrip()
                 # Lines of --log-format json stay JSON.
                 self._on_line(line if line.startswith("{") else f"[{name}] {line}")
-
-
-def end_with_supervisor() -> None:
-    """Make this process receive SIGTERM when its supervisor dies, if it has one, even if that is killed."""
-    if parent := os.environ.pop(PARENT_VARIABLE, ""):
-        terminate_with_parent()
-        if os.getppid() != int(parent):  # it died before the line above
-            raise SystemExit(128 + signal.SIGTERM)
-
-
-def terminate_with_parent() -> None:
-    """Make the calling process receive SIGTERM when its parent dies."""
-    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from collections.abc import Callable
 
 from pdserve.cli.deployment import Deployment
 from pdserve.config import RouterConfig, UpConfig
@@ -23,10 +24,13 @@ def up(config: UpConfig) -> None:
     listen(
         RouterConfig(host=config.host, port=config.port)
     ).close()  # a foreign router there would pass the readiness check
+    deployment = deployment_of(
+        config, lambda line: print(line, flush=True)
+    )  # before the signal handlers: Ray installs its own
     stop = threading.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: stop.set())
-    with Deployment(config, on_line=lambda line: print(line, flush=True)) as deployment:
+    with deployment:
         counts = [(config.prefill, "prefill"), (config.decode, "decode"), (config.both, "both")]
         instances = " + ".join(f"{count} {role}" for count, role in counts if count)
         routers = "a router" if config.workers == 1 else f"{config.workers} routers"
@@ -43,6 +47,20 @@ def up(config: UpConfig) -> None:
         while not stop.wait(POLL_S):
             deployment.check_children()
         print("stopping", flush=True)
+
+
+def deployment_of(config: UpConfig, on_line: Callable[[str], None]) -> Deployment:
+    """Return the deployment, which passes each line that its children print to `on_line`.
+
+    Raises:
+        SetupError: the settings are inconsistent, or instances cannot run where they should.
+    """
+    deployment_class = Deployment
+    if config.on == "ray":
+        from pdserve.cli.ray_deployment import RayDeployment
+
+        deployment_class = RayDeployment
+    return deployment_class(config, on_line)
 
 
 def curl_line(url: str, model: str) -> str:

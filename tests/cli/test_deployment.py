@@ -10,6 +10,7 @@ from pdserve.cli.deployment import PORT_RANGE, Deployment, free_port
 from pdserve.cli.flags import command_from_config
 from pdserve.cli.workers import worker_children
 from pdserve.config import InstanceConfig, RouterConfig, UpConfig
+from pdserve.errors import SetupError
 
 
 def test_free_port_skips_the_excluded_port(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +49,36 @@ def test_a_registry_in_the_environment_is_not_that_of_up(monkeypatch: pytest.Mon
     result = CliRunner().invoke(app, child.arguments[1:], env=child.environment)
     assert result.exit_code == 0, result.output
     assert (configs[0].registry, configs[0].router) == ("", "127.0.0.1:7777")
+
+
+def test_further_instances_have_new_names_and_the_settings_of_the_others() -> None:
+    deployment = Deployment(UpConfig(prefill=2, threads=3, block_size=32))
+    for role in ("prefill", "both", "prefill"):
+        deployment.start(role)
+    names = [child.name for child in deployment.children]
+    assert names == ["router", "prefill-0", "prefill-1", "decode-0", "prefill-2", "both-0", "prefill-3"]
+    first, further = (deployment.child(name) for name in ("prefill-0", "prefill-2"))
+    assert [word.replace("-0", "-2") for word in first.arguments] == further.arguments
+    assert first.environment == further.environment
+
+
+def test_there_is_no_starting_of_other_roles_and_no_stopping_of_others() -> None:
+    deployment = Deployment(UpConfig())
+    with pytest.raises(ValueError, match="an instance is prefill, decode or both, not 'router'"):
+        deployment.start("router")
+    for name in ("router", "decode-1"):
+        with pytest.raises(SetupError, match=f"there is no instance '{name}' here, but prefill-0, decode-0"):
+            deployment.stop(name)
+
+
+def test_further_instances_get_free_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.cli.deployment.count_gpus", lambda device: 3)
+    deployment = Deployment(UpConfig())
+    deployment.start("decode")
+    instances = [child for child in deployment.children if child.name != "router"]
+    assert [child.environment["CUDA_VISIBLE_DEVICES"] for child in instances] == ["0", "1", "2"]
+    with pytest.raises(SetupError, match="each of 3 GPUs has 1 instance"):
+        deployment.start("decode")
 
 
 def test_deployments_of_one_process_have_stores_of_their_own() -> None:

@@ -46,10 +46,55 @@ def test_start_up_error_is_raised() -> None:
             supervisor.check_children()
 
 
+def test_added_child_starts_and_removed_child_ends_for_good() -> None:
+    sleep = "import time; print('up', flush=True); time.sleep(600)"
+    first, second, lines = Child("first", [sleep]), Child("second", [sleep]), list[str]()
+    with PythonSupervisor([first], lines.append) as supervisor:
+        supervisor.add(second)
+        supervisor.check_children()
+        assert second.running
+        process = first.process
+        supervisor.remove(first, drain_s=600)
+        supervisor.check_children()
+        wait_for_exit(first)
+        supervisor.check_children()
+        assert supervisor.children == [second] and first.process is process and second.running
+    assert "[first] stopped" in lines and not [line for line in lines if "restarting" in line]
+
+
+def test_removed_child_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.cli.supervisor.STOP_TIMEOUT_S", 0.0)
+    deaf = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    )
+    child, lines = Child("child", [deaf]), list[str]()
+    with PythonSupervisor([child], lines.append) as supervisor:
+        while "[child] up" not in lines:
+            time.sleep(0.02)
+        supervisor.remove(child, drain_s=0.0)
+        supervisor.check_children()
+        supervisor.check_children()
+        wait_for_exit(child)
+        supervisor.check_children()
+        assert not supervisor.children
+    assert lines[1:] == ["[child] did not stop within 0 s: killed", "[child] stopped"]
+
+
+def test_child_that_waits_for_its_restart_can_be_removed() -> None:
+    child = Child("child", ["raise SystemExit(7)"])
+    with PythonSupervisor([child], lambda line: None) as supervisor:
+        wait_for_exit(child)
+        supervisor.check_children()
+        assert child.restart_at is not None
+        supervisor.remove(child, drain_s=600)
+        supervisor.check_children()
+        assert not supervisor.children
+
+
 def test_the_time_of_requests_is_not_taken_from_that_for_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float] = []
     monkeypatch.setattr(Supervisor, "_terminate", lambda self, signum, timeout_s: limits.append(timeout_s))
     supervisor = Supervisor([], print)
-    supervisor.stop()
+    supervisor.stop_all()
     supervisor.drain(7.0)
     assert limits == [INTERRUPT_GRACE_S + STOP_TIMEOUT_S, 7.0 + STOP_TIMEOUT_S]

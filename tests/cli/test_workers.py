@@ -38,6 +38,6 @@ def test_routers_of_a_deployment_share_the_quotas_of_keys() -> None:
     routers = [child.arguments for child in deployment.children[:2]]
     paths = {arguments[arguments.index("--quota-file") + 1] for arguments in routers}
     assert len(paths) == 1 and "" not in paths
-    deployment.stop()
+    deployment.stop_all()
     alone = Deployment(UpConfig(keys_file="keys.toml"))
     assert "--quota-file" not in alone.children[0].arguments
