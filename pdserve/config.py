@@ -407,10 +407,19 @@ class UpConfig(ControlConfig, TransferConfig):
     keys_file: str = flag(KEYS_FILE_HELP, "")
     allowed_hosts: str = flag(ALLOWED_HOSTS_HELP, "")
     profile: str = flag(PROFILE_HELP, "")
+    autoscale: str = flag(
+        "targets such as ttft.p90=500ms,itl.p99=50ms, for which a controller changes roles, by --profile; empty: none",
+        "",
+    )
+    max_instances: int = flag(
+        "instances altogether, up to which --autoscale starts more; 0: it only changes roles", 0, least=0
+    )
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for a setting that can never work."""
         super().__post_init__()
+        if self.autoscale and not (self.profile or self.paced):
+            raise ValueError("--autoscale needs the --profile of the instances, from which it forecasts")
         if self.port == self.control_port:
             raise ValueError(
                 f"--port and --control-port are both {self.port}; clients and instances need separate ports"
@@ -558,7 +567,12 @@ class AutoscaleConfig(FleetConfig):
     min_prefill: int = flag("prefill instances that always remain", 1, least=1)
     min_decode: int = flag("decode instances that always remain", 1, least=1)
     max_instances: int = flag(
-        "instances altogether, up to which more are started; 0: only roles are changed", 0, least=0
+        "instances altogether, up to which --launcher starts more; 0: only roles are changed", 0, least=0
+    )
+    launcher: str = flag(
+        "where instances are started and ended, such as compose://?file=docker-compose.cpu.yml or kubernetes://NAMESPACE/RELEASE;"
+        " empty: only roles are changed",
+        "",
     )
     max_changes: int = flag("changes within an hour", 60, least=1)
     itl_target_ms: float | None = flag("the instances' --itl-target-ms; default: off", None, above=0)

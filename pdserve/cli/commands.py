@@ -202,6 +202,7 @@ def plan(config: PlanConfig) -> None:
 def autoscale(config: AutoscaleConfig) -> None:
     """Steer the numbers of prefill and decode instances of a running fleet, or advise on them, by forecasts."""
     from pdserve.autoscaler.command import run, simulate
+    from pdserve.launchers.registry import launcher_of
 
     if config.simulate:
         simulate(config)
@@ -209,7 +210,7 @@ def autoscale(config: AutoscaleConfig) -> None:
     stop = threading.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: stop.set())
-    run(config, stop)
+    run(config, stop, launcher_of(config.launcher) if config.launcher else None)
 
 
 def profile(config: ProfileConfig) -> None:

@@ -2,10 +2,12 @@
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from pdserve.cli.deployment import Deployment
-from pdserve.config import RouterConfig, UpConfig
+from pdserve.config import AutoscaleConfig, RouterConfig, UpConfig
+from pdserve.errors import SetupError
 
 POLL_S = 0.2
 
@@ -44,9 +46,50 @@ def up(config: UpConfig) -> None:
                 f"  {curl_line(deployment.url, config.name)}\n",
                 flush=True,
             )
-        while not stop.wait(POLL_S):
-            deployment.check_children()
+        with _steered(config, deployment, stop):
+            while not stop.wait(POLL_S):
+                deployment.check_children()
         print("stopping", flush=True)
+
+
+@contextmanager
+def _steered(config: UpConfig, deployment: Deployment, stop: threading.Event) -> Iterator[None]:
+    """Run the controller of --autoscale, if it is set, in a thread until `stop` is set."""
+    if not config.autoscale:
+        yield
+        return
+    from pdserve.autoscaler.command import run
+
+    settings = AutoscaleConfig(
+        router=",".join(deployment.routers),
+        slo=config.autoscale,
+        profile=config.profile or config.paced,
+        apply=True,
+        max_instances=config.max_instances,
+        itl_target_ms=config.itl_target_ms,
+        policy=config.policy,
+        prefill_policy=config.prefill_policy,
+        decode_policy=config.decode_policy,
+        local_prefill_tokens=config.local_prefill_tokens,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+
+    def steer() -> None:
+        try:
+            run(settings, stop, deployment)
+        except SetupError as error:
+            print(f"--autoscale: {error}", flush=True)
+            stop.set()
+
+    thread = threading.Thread(target=steer, name="autoscaler")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def deployment_of(config: UpConfig, on_line: Callable[[str], None]) -> Deployment:

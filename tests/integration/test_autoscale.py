@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.cli.deployment import Deployment
+from pdserve.cli.deployment import Deployment, free_port
 from pdserve.profile.profile import EngineFacts, Profile, StepModel, TransferModel
 
 Deploy = Callable[..., AbstractContextManager[Deployment]]
@@ -91,3 +91,43 @@ def test_a_controller_changes_a_role_and_another_one_only_watches(
         assert any("1 decode to prefill: TTFT p90" in text for text in shown), shown
         assert "1P+2D: 1 decode to prefill: " in next(line for line in first.stdout if "decode to prefill" in line)
         assert not any(row["error"] for row in httpx.get(f"{deployment.url}/debug/requests").json()["requests"])
+
+
+@pytest.mark.slow
+def test_up_starts_and_ends_instances_by_itself(fork_server: Any, tmp_path: Path) -> None:
+    PROFILE.save(tmp_path / "profile.json")
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    flags = [
+        "--model",
+        "demo",
+        "--paced",
+        str(tmp_path / "profile.json"),
+        "--port",
+        str(port),
+        "--local-prefill-tokens",
+        "0",
+    ]
+    flags += ["--autoscale", "ttft.p90=1500ms", "--max-instances", "3", "--kv-cache-memory", "128MiB", "--threads", "1"]
+    process = fork_server.spawn(["up", *flags], os.environ)
+    threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True).start()
+    lines = list[str]()
+    while not any("ready on" in line for line in lines):
+        assert process.poll() is None, lines
+        time.sleep(0.2)
+    with sending(url, 0.4):
+        while len(roles(url)) < 3:
+            assert process.poll() is None, lines
+            time.sleep(0.5)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait() == 0
+    assert any("1P+1D: start 1 prefill: TTFT p90 " in line for line in lines), lines
+
+
+def test_a_wrong_setting_of_the_controller_is_said_at_once(pdserve: Callable[..., Any]) -> None:
+    done = pdserve("up", "--autoscale", "ttft.p90=1s")
+    assert done.returncode == 2 and "--autoscale needs the --profile" in done.stderr
+    done = pdserve("autoscale", "--slo", "ttft.p90=1s", "--profile", "/nowhere.json")
+    assert done.returncode == 2 and "/nowhere.json cannot be read" in done.stderr
+    done = pdserve("autoscale", "--slo", "ttft.p90=1s", "--launcher", "compose")
+    assert done.returncode == 2 and "is not such as compose://" in done.stderr
