@@ -110,8 +110,8 @@ def test_up_starts_and_ends_instances_by_itself(fork_server: Any, tmp_path: Path
     ]
     flags += ["--autoscale", "ttft.p90=1500ms", "--max-instances", "3", "--kv-cache-memory", "128MiB", "--threads", "1"]
     process = fork_server.spawn(["up", *flags], os.environ)
-    threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True).start()
     lines = list[str]()
+    threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True).start()
     while not any("ready on" in line for line in lines):
         assert process.poll() is None, lines
         time.sleep(0.2)
