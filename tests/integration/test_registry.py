@@ -120,12 +120,11 @@ def fleet(
                 "router": ["--registry", redis_server.url, "--lease-seconds", "600", "--drain-seconds", "600"]
             }
 
-            def _instance_children(self) -> list[Child]:
-                children: list[Child] = super()._instance_children()
-                for child in children:
-                    at = child.arguments.index("--router")
-                    child.arguments[at : at + 2] = ["--registry", redis_server.url]
-                return children
+            def _instance_child(self, role: str) -> Child:
+                child: Child = super()._instance_child(role)
+                at = child.arguments.index("--router")
+                child.arguments[at : at + 2] = ["--registry", redis_server.url]
+                return child
 
         log_lines: list[str] = []
         with RegisteredDeployment(config, on_line=log_lines.append) as deployment:
