@@ -27,6 +27,6 @@ def test_responses_conform_to_the_schema(
         command += ["--generation-deterministic", "--suppress-health-check", "all", "--request-timeout", "1000"]
         result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=1200)
         assert result.returncode == 0, result.stdout + result.stderr
-        assert "Operations:       17 selected" in result.stdout
+        assert "Operations:       19 selected" in result.stdout
         metrics = httpx.get(f"{deployment.url}/metrics").text
         assert 'pdserve_requests_total{finish_reason="length"}' in metrics, "no valid request was generated"
