@@ -8,10 +8,9 @@ Only a store that hangs opens it. A store that refuses connections fails at once
 until a transfer finds it again.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
-from pdserve.kv_transfer.connector import Outcome
+from pdserve.kv_transfer.connector import Outcome, Result
 
 LATE = 0.75  # of the timeout: transports are to give up before the deadline of an operation, by the guide at 0.8 of it
 
@@ -55,13 +54,13 @@ class StoreBreaker:
         self._next_probe_at = now + self.timeout + self.pause
         return True
 
-    def record_transfer(self, outcomes: Collection[Outcome], seconds: float, now: float) -> None:
+    def record_transfer(self, result: Result, seconds: float, now: float) -> None:
         """Count the end of a store or load, also of one that started before the breaker opened."""
-        did_nothing = all(outcome in (Outcome.UNAVAILABLE, Outcome.CANCELLED) for outcome in outcomes)
+        did_nothing = all(outcome in (Outcome.UNAVAILABLE, Outcome.CANCELLED) for outcome in result.outcomes)
         self.record(not did_nothing, seconds, now)
         if not did_nothing:
             self._refusals = 0
-        elif Outcome.UNAVAILABLE in outcomes and not self.is_late(seconds):
+        elif Outcome.UNAVAILABLE in result.outcomes and not self.is_late(seconds):
             self._refusals += 1
 
     def record_match(self, found: int, seconds: float, now: float) -> None:

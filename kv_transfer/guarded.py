@@ -100,9 +100,7 @@ class GuardedConnector(Connector):
         return _done(Result([Outcome.UNAVAILABLE] * blocks, 0.0))
 
     def _watch_transfer(self, future: Future[Result]) -> Future[Result]:
-        return self._watch(
-            future, lambda result, seconds, now: self._breaker.record_transfer(result.outcomes, seconds, now)
-        )
+        return self._watch(future, self._breaker.record_transfer)
 
     def _watch(self, future: Future[T], record: Callable[[T, float, float], None]) -> Future[T]:
         """Record the end of an operation, before its caller learns of it."""

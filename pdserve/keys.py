@@ -13,6 +13,7 @@ key in every store and header. The last block of a prompt may be partial: every 
 
 import hashlib
 import json
+import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -24,6 +25,9 @@ HASH_TOKENS = 16
 TOKEN_BYTES = 4  # little-endian
 _HASH = hashlib.blake2b(digest_size=KEY_BYTES)  # of nothing: a copy takes half as long as a new one
 _UNIT_LENGTH = HASH_TOKENS.to_bytes(4, "little")
+assert array("I").itemsize == TOKEN_BYTES and sys.byteorder == "little", (
+    "token ids of this machine differ from the format"
+)
 LAYOUT_VERSION = 1  # of the byte format of a block: [num_layers, 2, num_kv_heads, block_size, head_dim]
 
 

@@ -92,9 +92,7 @@ class _Tier:
         if not self.attached or not self._breaker.allows(time.monotonic()):
             self.count_skipped(direction, blocks)
             return none_done
-        result = await self._call(
-            call, lambda result, seconds, now: self._breaker.record_transfer(result.outcomes, seconds, now)
-        )
+        result = await self._call(call, self._breaker.record_transfer)
         return result.outcomes if result else none_done
 
     async def match(self, keys: Sequence[bytes]) -> int:

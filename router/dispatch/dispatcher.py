@@ -6,6 +6,7 @@ open ── select, check SLO, submit ──► on_output, on_lost, on_draining 
 """
 
 import logging
+from itertools import repeat
 
 from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest, Conflict, NotFound, RequestError, Unavailable
@@ -312,8 +313,10 @@ class Dispatcher:
 
     def _emit_tokens(self, state: RequestState, output: pb.Output) -> None:
         now = self._now()
-        if state.last_token_at is not None:
-            self._metrics.inter_token_latency.observe((now - state.last_token_at) / max(1, len(output.token_ids)))
+        if state.last_token_at is not None and (count := len(output.token_ids)):
+            gap = (now - state.last_token_at) / count
+            self._metrics.inter_token_latency.observe(gap)
+            state.gaps.extend(repeat(gap, count))
         state.emit_tokens(output, now)
 
     def _record_handover(self, state: RequestState, prefill: InstanceHandle, decode: InstanceHandle) -> None:

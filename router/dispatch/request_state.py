@@ -141,12 +141,10 @@ class RequestState:
 
     def emit_tokens(self, output: pb.Output, now: float) -> None:
         """Pass an output's tokens to the client."""
-        token_ids, finish_reason = list(output.token_ids), output.finish_reason
         if self.last_token_at is None:  # the stamp is the router's own, because the client waits for it
             self.timeline.stamp(Stage.FIRST_TOKEN, now)
-        elif count := len(token_ids):
-            self.gaps.extend([(now - self.last_token_at) / count] * count)
         self.last_token_at = now
+        token_ids, finish_reason = list(output.token_ids), output.finish_reason
         self.emitted += token_ids
         self.timeline.output_tokens += len(token_ids)
         self.timeline.finish_reason = finish_reason

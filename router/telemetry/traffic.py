@@ -9,6 +9,7 @@ from pdserve.lifetime import Stage
 from pdserve.router.telemetry.timeline import Timeline
 
 BLOCK = 64  # tokens for which an id in `hash_ids` stands, unless the pools' blocks are larger
+TIME_HEADER = "X-Time-Ms"  # of the answer with the lines: the router's clock, in milliseconds since 1970
 ID_BYTES = 4  # of an id; two ids that are equal by chance do no harm, because prompts are compared from their beginning
 
 
@@ -53,13 +54,12 @@ def traffic_row(timeline: Timeline, epoch_offset: float) -> dict[str, object]:
     }
 
 
-def traffic_lines(timelines: Iterable[Timeline], epoch_offset: float, since_ms: float = 0.0) -> str:
-    """Return the requests that were received, ran or ended at `since_ms` or later, as JSON lines, the oldest first.
+def traffic_lines(timelines: Iterable[Timeline], epoch_offset: float, since: float = -math.inf) -> str:
+    """Return the requests that were received, ran or ended at `since` or later, as JSON lines, the oldest first.
 
     Args:
-        since_ms: milliseconds since 1970.
+        since: seconds on the stamps' clock.
     """
-    since = since_ms / 1e3 - epoch_offset
     rows = [
         (timeline.stamps[Stage.RECEIVED], traffic_row(timeline, epoch_offset))
         for timeline in timelines

@@ -1,5 +1,7 @@
 """The endpoints for operators, probes and debugging: /health, /ready, /metrics, /version, /debug and /admin."""
 
+import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Annotated
@@ -14,13 +16,14 @@ from pdserve.router.api.json_body import JsonBody
 from pdserve.router.backend import Backend
 from pdserve.router.instances.controller_lease import ControllerLease
 from pdserve.router.telemetry.timeline import Timeline
-from pdserve.router.telemetry.traffic import traffic_lines
+from pdserve.router.telemetry.traffic import TIME_HEADER, traffic_lines
 from pdserve.router.web.auth import Access
 from pdserve.router.web.endpoint import Endpoints, endpoint, example
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+log = logging.getLogger(__name__)
+
 LINES_TYPE = "application/x-ndjson"
-TIME_HEADER = "X-Time-Ms"  # of an answer: the router's clock, in milliseconds since 1970
 NUM_LATEST = 50  # requests listed at /debug/requests
 MAX_TRAFFIC = 100_000  # requests at /debug/traffic, if --timelines keeps as many
 
@@ -113,16 +116,18 @@ class OperatorEndpoints(Endpoints):
         responses={200: {"content": {LINES_TYPE: {"schema": {"type": "string"}}}}},
     )
     async def debug_traffic(self, request: Request) -> Response:
-        """The latest requests as a Mooncake trace, with the latencies that clients saw; since ?since_ms=, if given."""
-        text = request.query_params.get("since_ms", "0")
+        """The latest requests as a Mooncake trace, with the latencies that clients saw; of the last ?seconds=, if given."""
+        text = request.query_params.get("seconds", "inf")
         try:
-            since_ms = float(text)
+            seconds = float(text)
         except ValueError:
-            message = f"since_ms={text!r} is not a number of milliseconds since 1970"
-            raise BadRequest(message, kind="invalid_parameter", param="since_ms") from None
-        now = time.time()
-        lines = traffic_lines(self._latest_timelines(MAX_TRAFFIC), now - time.monotonic(), since_ms)
-        headers = {"Cache-Control": "no-store", TIME_HEADER: f"{now * 1e3:.1f}"}
+            seconds = math.nan
+        if not seconds >= 0:
+            message = f"seconds={text!r} is not a number of seconds, such as 60"
+            raise BadRequest(message, kind="invalid_parameter", param="seconds")
+        now, epoch_offset = time.monotonic(), time.time() - time.monotonic()
+        lines = traffic_lines(self._latest_timelines(MAX_TRAFFIC), epoch_offset, now - seconds)
+        headers = {"Cache-Control": "no-store", TIME_HEADER: f"{(now + epoch_offset) * 1e3:.1f}"}
         return Response(lines, media_type=LINES_TYPE, headers=headers)
 
     @endpoint("GET", "/debug/instances", Access.OPERATOR)
@@ -167,7 +172,8 @@ class OperatorEndpoints(Endpoints):
         """Renew the lease of the one controller that may change the fleet, and show its decision on the live page."""
         lease = body.parse()
         self._lease.renew(lease.holder, lease.lease_seconds, time.monotonic())
-        self._lease.show(lease.decision)
+        if lease.decision:
+            log.info("autoscaler: %s", lease.decision, extra={"event": "autoscaler"})
         return answers.LeaseHeld(holder=lease.holder)
 
     def _start_drain(self, instance_id: str, role: str = "") -> answers.DrainStarted:

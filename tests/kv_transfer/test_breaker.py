@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.kv_transfer.breaker import StoreBreaker
-from pdserve.kv_transfer.connector import Outcome
+from pdserve.kv_transfer.connector import Outcome, Result
 
 TIMEOUT = 4.0
 LATE, EARLY = 3.2, 2.0  # seconds
@@ -57,14 +57,14 @@ def test_a_store_that_refuses_is_out_and_opens_nothing(transfers: list[list[Outc
         if isinstance(ended, int):
             breaker.record_match(ended, EARLY, 0.0)
         else:
-            breaker.record_transfer(ended, EARLY, 0.0)
+            breaker.record_transfer(Result(ended, 0.0), EARLY, 0.0)
     assert breaker.is_out == is_out and not breaker.is_open
 
 
 def test_a_store_that_hangs_is_out_until_it_answers() -> None:
     breaker = StoreBreaker(TIMEOUT)
     for _ in range(2):
-        breaker.record_transfer(REFUSED, LATE, 0.0)
+        breaker.record_transfer(Result(REFUSED, 0.0), LATE, 0.0)
     assert breaker.is_out and breaker.is_open
     breaker.record_match(0, EARLY, 0.0)
     assert not breaker.is_out

@@ -39,7 +39,7 @@ def test_rows_say_what_clients_saw() -> None:
         ("a", 250.0, 20.0, "length"),
         ("w", None, None, ""),
     ]
-    assert json.loads(traffic_lines([waiting, one], 0.0, since_ms=1500))["request_id"] == "w"
+    assert json.loads(traffic_lines([waiting, one], 0.0, since=1.5))["request_id"] == "w"
 
 
 def test_ids_stand_for_whole_blocks_of_any_size() -> None:
