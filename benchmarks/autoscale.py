@@ -27,7 +27,8 @@ from pdserve.autoscaler.forecast import rate
 from pdserve.autoscaler.rehearsal import rehearse
 from pdserve.bench.requests import Request, Sample
 from pdserve.cli.flags import command_from_config
-from pdserve.config import AutoscaleConfig, flag
+from pdserve.config import flag
+from pdserve.load_config import AutoscaleConfig
 from pdserve.planner.slo_file import load_targets
 from pdserve.simulator.fleet import Fleet, draw_requests, instance_model, mean_rate
 from pdserve.simulator.simulation import Simulation

@@ -26,7 +26,8 @@ from rich.table import Table
 
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.cli.flags import command_from_config
-from pdserve.config import FleetConfig, UpConfig, flag, parse_size
+from pdserve.config import UpConfig, flag, parse_size
+from pdserve.load_config import FleetConfig
 from pdserve.profile.profile import EngineFacts, Overheads, Profile, StepModel, TransferModel
 from pdserve.simulator.fleet import Fleet, Forecast, parse_fleet, simulate
 

@@ -14,7 +14,8 @@ import report
 from rich.table import Table
 
 from pdserve.cli.flags import command_from_config
-from pdserve.config import FleetConfig, flag
+from pdserve.config import flag
+from pdserve.load_config import FleetConfig
 from pdserve.profile.profile import EngineFacts, Profile, StepModel, TransferModel
 from pdserve.simulator.fleet import Fleet, simulate
 
@@ -39,15 +40,17 @@ class Settings(report.Settings):
 def run(settings: Settings) -> None:
     """Simulate once, and report the speed."""
     settings = settings.sized({"requests": 30, "instances": 4})
-    data = {"dataset_name": "mooncake", "dataset_path": settings.trace} if settings.trace else {"block_size": 512}
-    lengths = {"random_input_len": 12_000, "random_output_len": 340, "random_range_ratio": 0.9}
     config = FleetConfig(
+        dataset_name="mooncake" if settings.trace else "random",
+        dataset_path=settings.trace,
+        block_size=None if settings.trace else 512,
+        random_input_len=12_000,
+        random_output_len=340,
+        random_range_ratio=0.9,
         num_prompts=settings.requests,
+        trace_speed=settings.speed,
         store_size="16TiB",
         jobs=1,
-        trace_speed=settings.speed,
-        **data,
-        **lengths,  # type: ignore[arg-type]
     )
     half = settings.instances // 2
     started = time.process_time()

@@ -10,23 +10,10 @@ from typing import Any
 import pytest
 
 from pdserve.cli.commands import app, bench_app, connector_app
-from pdserve.config import (
-    AutoscaleConfig,
-    BenchServeConfig,
-    EngineConfig,
-    FleetConfig,
-    InstanceConfig,
-    LoadConfig,
-    PlanConfig,
-    ProfileConfig,
-    RouterConfig,
-    SimulateConfig,
-    TransferConfig,
-    UpConfig,
-    describe,
-)
+from pdserve.config import EngineConfig, InstanceConfig, ProfileConfig, RouterConfig, TransferConfig, UpConfig, describe
 from pdserve.counters import GAUGES, HELP
 from pdserve.lifetime import Stage
+from pdserve.load_config import AutoscaleConfig, BenchServeConfig, FleetConfig, LoadConfig, PlanConfig, SimulateConfig
 from pdserve.router.api import schemas
 from pdserve.router.instances.fleet import Fleet
 from pdserve.router.telemetry.metrics import Metrics

@@ -43,19 +43,18 @@ class Change:
         return after
 
 
-def flips(counts: Mapping[str, int], least: Mapping[str, int]) -> Iterator[Change]:
-    """Yield the changes of roles that leave at least `least` instances of each role."""
+def flips(counts: Mapping[str, int], least: Mapping[str, int]) -> Iterator[list[Change]]:
+    """Yield, for either direction, the changes that leave at least `least` instances of each role, small ones first."""
+    size = counts[ROLES[0]] + counts[ROLES[1]]
     for before, after in (ROLES, ROLES[::-1]):
-        for number in FLIP_COUNTS:
-            share = number / (counts[ROLES[0]] + counts[ROLES[1]] or 1)
-            if counts[before] - number >= max(1, least[before]) and (number == 1 or share <= MAX_FLIPPED_SHARE):
-                yield Change(before, after, number)
+        most = min(counts[before] - max(1, least[before]), max(1, int(MAX_FLIPPED_SHARE * size)))
+        yield [Change(before, after, number) for number in FLIP_COUNTS if number <= most]
 
 
-def starts(counts: Mapping[str, int], most: int) -> Iterator[Change]:
-    """Yield the starts of an instance that a budget of `most` allows."""
+def starts(counts: Mapping[str, int], most: int) -> Iterator[list[Change]]:
+    """Yield the starts of an instance that a budget of `most` allows, each in a list of its own."""
     if sum(counts.values()) < most:
-        yield from (Change("", role) for role in ROLES)
+        yield from ([Change("", role)] for role in ROLES)
 
 
 def stops(counts: Mapping[str, int], least: Mapping[str, int]) -> Iterator[Change]:

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -15,9 +15,9 @@ from pdserve.autoscaler.forecast import Forecaster, rate
 from pdserve.autoscaler.rehearsal import rehearse
 from pdserve.autoscaler.router_client import RouterClient
 from pdserve.bench.requests import Sample
-from pdserve.config import AutoscaleConfig
 from pdserve.errors import SetupError
 from pdserve.launchers.launcher import Launcher
+from pdserve.load_config import AutoscaleConfig
 from pdserve.planner.slo_file import load_targets
 from pdserve.planner.targets import Target
 from pdserve.profile.profile import Profile
@@ -148,7 +148,7 @@ def _step(
     decisions.add(decision, is_made=is_made)
 
 
-def simulate(config: AutoscaleConfig, show: Callable[[str], None] = print) -> None:
+def simulate(config: AutoscaleConfig) -> None:
     """Play the load in a simulation with the controller, and without it."""
     profile = load_profile(config)
     targets = load_targets(config.slo, config.slo_file)
@@ -166,13 +166,13 @@ def simulate(config: AutoscaleConfig, show: Callable[[str], None] = print) -> No
         lambda decision: decisions.add(decision, is_made=decision.change is not None),
     )
     fixed = Simulation(fleet, instance_model(config, profile), config.seed).play(requests)
-    show("")
+    print()
     for name, samples, seconds in (
         ("with the controller", rehearsal.samples, rehearsal.instance_seconds),
         ("without", fixed.samples, fixed.seconds * (config.prefill + config.decode)),
     ):
-        show(f"{name}: {_outcome(targets, samples)}, {seconds:.0f} instance-seconds")
-    show(f"{len(rehearsal.changes)} changes")
+        print(f"{name}: {_outcome(targets, samples)}, {seconds:.0f} instance-seconds")
+    print(f"{len(rehearsal.changes)} changes")
 
 
 def _outcome(targets: Sequence[Target], samples: Sequence[Sample]) -> str:

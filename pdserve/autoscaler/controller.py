@@ -5,14 +5,13 @@ the SLO, it forecasts role changes and, if there is a budget, one more instance,
 clearly more than it has. If the fleet would meet the SLO with one instance fewer and room to spare, that one ends.
 """
 
-import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from pdserve.autoscaler.change import Change, flips, starts, stops
 from pdserve.autoscaler.forecast import Rating, Situation, rate
-from pdserve.autoscaler.load import expected_load, expected_rate, replayed
+from pdserve.autoscaler.load import answer_lengths, expected_load, expected_rate, replayed
 from pdserve.autoscaler.observation import Observation
 from pdserve.planner.targets import Target
 
@@ -27,14 +26,14 @@ FAILED_START_PAUSE = 600.0  # seconds without another start
 
 @dataclass(frozen=True)
 class Limits:
-    """What the controller may do.
+    """Limits of the controller: how far it looks, how long it waits, and how many instances it keeps.
 
     Attributes:
         window, horizon: seconds of traffic that a forecast is made from, and for.
         cooldown: seconds after a change without another one.
         start_timeout: seconds after which a started instance that has not joined is given up.
         least: by role, instances that always remain.
-        most: instances altogether; no more are started. As many as there are: none is started or ended.
+        most: instances altogether, beyond which none is started.
         max_changes: within an hour.
     """
 
@@ -58,7 +57,7 @@ class Considered:
 
 @dataclass(frozen=True)
 class Decision:
-    """What the controller decided, and from what.
+    """Decision of the controller, with the observation and the forecasts behind it.
 
     Attributes:
         at: seconds on the routers' clock.
@@ -105,13 +104,13 @@ class Controller:
         self._forecast = forecast
         self._can_start = can_start
         self._snapshots: deque[tuple[float, dict[str, str]]] = deque()
-        self._changes: list[tuple[float, Change]] = []
+        self._changes: deque[tuple[float, Change]] = deque(maxlen=limits.max_changes)
         self._is_pending = False  # the newest change has not come about yet
         self._expected: Counter[str] | None = None  # instances by role, when the newest change has come about
         self._hold_until = 0.0
         self._hold_reason = ""
         self._rates: deque[float] = deque(maxlen=PEAK_WINDOWS)
-        self._rate_at = self._saved_at = self._no_starts_until = 0.0
+        self._rate_at = self._stop_tried_at = self._no_starts_until = 0.0
 
     def decide(self, seen: Observation) -> Decision:
         """Return what to do now. The caller makes the change, or advises it only, and goes on observing."""
@@ -193,15 +192,17 @@ class Controller:
     # ---- what to change -------------------------------------------------------------------------------------------
 
     def _situation(self, seen: Observation, expected: float) -> Situation:
-        """Return what a forecast begins with."""
+        """Return the input of a forecast in which `expected` requests arrive per second."""
         limits = self._limits
         began_at = seen.at - min(REPLAY_S, limits.window)
-        requests = [one for one in seen.requests if one.ended_at > began_at]
-        waiting = frozenset(n for n, one in enumerate(requests) if one.ttft_s is None and not one.finish_reason)
+        lengths = answer_lengths(seen.requests)
+        running = [(one, length) for one, length in zip(seen.requests, lengths, strict=True) if one.ended_at > began_at]
+        waiting = frozenset(n for n, (one, _) in enumerate(running) if one.ttft_s is None and not one.finish_reason)
+        received = replayed(running, began_at, seen.at)
         # What comes next resembles the newer half of the window.
-        all_received = replayed(seen.requests, -math.inf, seen.at)
-        newer = [one for one in all_received if one.at and one.at > seen.at - limits.window / 2] or all_received
-        received = replayed(requests, began_at, seen.at)
+        newest_at = seen.at - limits.window / 2
+        whole = [replace(one.request, output_tokens=n) for one, n in zip(seen.requests, lengths, strict=True)]
+        newer = [request for one, request in zip(seen.requests, whole, strict=True) if one.at > newest_at] or whole
         load = expected_load(newer, seen.at, expected, limits.horizon, len(received))
         members, moves = self._roles_since(began_at)
         return Situation(began_at, seen.at, members, moves, received, waiting, load)
@@ -222,13 +223,19 @@ class Controller:
         """Return the change that promises most, if it is clearly better than none."""
         considered = [Considered("none", now)]
         best: tuple[Rating, Change] | None = None
-        for change in self._candidates(seen, considered):
-            if best is not None and best[0].meets and not change.is_flip:
-                continue  # a change of roles suffices
-            rating = self._forecast(situation, change)
-            considered.append(Considered(str(change), rating))
-            if _is_better(rating, best[0] if best else now):
-                best = rating, change
+        for changes in self._candidates(seen):
+            for change in changes:
+                if best is not None and best[0].meets and not change.is_flip:
+                    break  # a change of roles suffices
+                if reason := self._rejection(seen, change):
+                    considered.append(Considered(str(change), rejected=reason))
+                    break
+                rating = self._forecast(situation, change)
+                considered.append(Considered(str(change), rating))
+                if _is_better(rating, best[0] if best else now):
+                    best = rating, change
+                if rating.meets or not _is_better(rating, now):
+                    break  # more instances at once are not needed, or would not help
         draft = replace(draft, considered=tuple(considered))
         if best is None:
             return replace(draft, reason=f"{now.worst} expected, and no change would help")
@@ -236,34 +243,27 @@ class Controller:
         reason = f"{now.worst} expected, {now.attainment:.0%} good; with it {rating.worst}, {rating.attainment:.0%}"
         return replace(draft, change=change, reason=reason)
 
-    def _candidates(self, seen: Observation, considered: list[Considered]) -> Iterator[Change]:
-        """Yield the changes to forecast: more instances at once only if fewer of them are better than none."""
-        limits, failed = self._limits, set[tuple[str, str]]()
-        for change in flips(seen.counts, limits.least):
-            kind = change.before, change.after
-            if any(
-                change.undoes(other) and seen.at < at + limits.horizon + limits.cooldown for at, other in self._changes
-            ):
-                considered.append(Considered(str(change), rejected="it would undo a change within its forecast"))
-                continue
-            if kind in failed:
-                continue
-            yield change
-            now, rating = considered[0].rating, considered[-1].rating
-            assert now is not None and rating is not None
-            if not _is_better(rating, now) or rating.meets:
-                failed.add(kind)
-        if self._can_start and seen.at < self._no_starts_until:
-            considered.append(Considered("start", rejected="an instance that was started lately has not become ready"))
-        elif self._can_start:
-            yield from starts(seen.counts, limits.most)
+    def _candidates(self, seen: Observation) -> Iterator[list[Change]]:
+        """Yield changes of one kind, small ones first."""
+        yield from flips(seen.counts, self._limits.least)
+        if self._can_start:
+            yield from starts(seen.counts, self._limits.most)
+
+    def _rejection(self, seen: Observation, change: Change) -> str:
+        """Return why a change is not even forecast; empty if it is."""
+        protected_s = self._limits.horizon + self._limits.cooldown
+        if any(change.undoes(other) and seen.at < at + protected_s for at, other in self._changes):
+            return "it would undo a change within its forecast"
+        if not change.before and seen.at < self._no_starts_until:
+            return "an instance that was started lately has not become ready"
+        return ""
 
     def _shrink(self, draft: Decision, seen: Observation, now: Rating) -> Decision:
         """Return the end of an instance, if the fleet would meet the SLO without it also at the highest rate of late."""
         considered = [Considered("none", now)]
         reason = f"{now.worst} expected, {now.attainment:.0%} good"
-        if self._can_start and seen.at >= self._saved_at + self._limits.window:
-            self._saved_at = seen.at
+        if self._can_start and seen.at >= self._stop_tried_at + self._limits.window:
+            self._stop_tried_at = seen.at
             situation = self._situation(seen, max(draft.rate, *self._rates))
             ratings = {change: self._forecast(situation, change) for change in stops(seen.counts, self._limits.least)}
             considered += [Considered(str(change), rating) for change, rating in ratings.items()]

@@ -11,7 +11,7 @@ from pdserve.bench.metrics import summarize
 from pdserve.bench.requests import Request, Sample
 from pdserve.bench.slo import METRICS
 from pdserve.errors import Conflict, NotFound
-from pdserve.planner.targets import FAILED, Target, attainment
+from pdserve.planner.targets import FAILED, Target, attainment, compare
 from pdserve.simulator.fleet import PERCENTILES
 from pdserve.simulator.model import InstanceModel
 from pdserve.simulator.simulation import Deployment, Simulation
@@ -21,7 +21,7 @@ MAX_FAILED_SHARE = 0.01  # of the requests, above which the SLO is not met
 
 @dataclass(frozen=True)
 class Rating:
-    """How far requests are from the SLO.
+    """Attainment of an SLO by some requests, and their percentiles.
 
     Attributes:
         attainment: share of the requests that are within all targets.
@@ -45,11 +45,10 @@ class Rating:
 def rate(targets: Sequence[Target], samples: Sequence[Sample]) -> Rating:
     """Compare samples with the targets. Without samples, the SLO is met."""
     figures = summarize(samples, {}, METRICS, PERCENTILES, [])
-    values = {one: one.measure(figures, samples) for one in targets}
-    worst = max(targets, key=lambda one: values[one] / one.seconds)
-    ratio, text = values[worst] / worst.seconds, f"{worst} {values[worst] * 1e3:.0f} of {worst.seconds * 1e3:g} ms"
+    values, worst, ratio = compare(targets, figures, samples)
+    text = worst.beside(values[worst])
     if figures["failed"] > MAX_FAILED_SHARE * len(samples):
-        ratio, text = max(ratio, FAILED), f"{figures['failed']} of {len(samples)} requests failed or waiting"
+        ratio, text = max(ratio, FAILED), f"{figures['failed']} of {len(samples)} requests failed"
     share = attainment(targets, samples) if samples else 1.0
     return Rating(share, {str(one): seconds for one, seconds in values.items()}, ratio, text, len(samples))
 
@@ -62,14 +61,14 @@ def choose(members: Sequence[Member], role: str, count: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Situation:
-    """What a forecast begins with.
+    """Input of a forecast: the fleet and its requests up to now, and the requests that are expected.
 
     Attributes:
-        began_at: beginning of the window, on the routers' clock in seconds.
+        began_at: beginning of the replayed part of the window, on the routers' clock in seconds.
         now: its end.
         members: roles of the instances at `began_at`, by name.
         moves: (time, name, new role) since then, in order of time; an empty role: the instance left.
-        received: requests of the window.
+        received: requests since then.
         waiting: indices of those without a token.
         expected: requests after `now`.
     """

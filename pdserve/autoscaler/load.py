@@ -47,13 +47,13 @@ def answer_lengths(requests: Sequence[Seen]) -> list[int]:
     return [length(one) for one in requests]
 
 
-def replayed(requests: Sequence[Seen], began_at: float, now: float) -> list[Request]:
-    """Return the requests as they are sent again for a forecast, numbered anew.
+def replayed(requests: Sequence[tuple[Seen, int]], began_at: float, now: float) -> list[Request]:
+    """Return requests, given with the lengths of their answers, as they are sent again for a forecast, numbered anew.
 
     Those that were received before `began_at` are sent then, and those that were answered already only go on with the answer.
     """
     load = list[Request]()
-    for index, (one, length) in enumerate(zip(requests, answer_lengths(requests), strict=True)):
+    for index, (one, length) in enumerate(requests):
         request = replace(one.request, index=index, output_tokens=length, at=max(one.at, began_at))
         first = math.inf if one.ttft_s is None else one.at + one.ttft_s
         if first < began_at:

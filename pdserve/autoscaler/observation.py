@@ -1,4 +1,4 @@
-"""What the controller sees: the instances of a fleet, and the requests that routers received within a window."""
+"""Observations of the controller: the instances of a fleet, and the requests that routers received within a window."""
 
 import json
 import math
@@ -22,7 +22,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A request that a router received, and what has become of it.
+    """A request that a router received, with its latencies so far.
 
     Attributes:
         request: its times are those of the router's clock, in seconds; its answer is that until now if it still runs.
@@ -48,12 +48,13 @@ class Seen:
         return math.inf if self.e2e_s is None else self.at + self.e2e_s
 
     def sample(self, now: float) -> Sample | None:
-        """Return what the client saw, as a sample of three tokens; None if the request had not long enough yet to tell."""
+        """Return the latencies as a sample of one or two tokens; None if the client has cancelled the request.
+
+        A request without a token counts with the time that it has waited.
+        """
         if self.finish_reason == "cancelled":
             return None
-        if self.ttft_s is None:
-            return Sample(self.request.index, self.at, sent=self.at, ended=now, error="no token yet")
-        first = self.at + self.ttft_s
+        first = now if self.ttft_s is None else self.at + self.ttft_s
         times = [first] if self.itl_p99_s is None else [first, first + self.itl_p99_s]
         error = "failed" if self.finish_reason == "error" else ""
         return Sample(self.request.index, self.at, sent=self.at, ended=now, token_times=times, status=200, error=error)

@@ -1,42 +1,33 @@
 """Client of the routers of one fleet: what they see, the lease of the controller, and changes of roles."""
 
-import os
 from collections.abc import Sequence
-from typing import Any
 
-import httpx
-
+from pdserve.admin_client import AdminClient, StateConflict
 from pdserve.autoscaler.change import Change
 from pdserve.autoscaler.forecast import choose
 from pdserve.autoscaler.observation import Member, Observation, merge_traffic, parse_traffic
-from pdserve.errors import SetupError
 from pdserve.launchers.launcher import Launcher
-
-TIMEOUT_S = 30.0
-ADMIN_KEY = "PDSERVE_ADMIN_KEY"
+from pdserve.router.telemetry.traffic import TIME_HEADER
 
 
 class RouterClient:
-    """Talks to all routers of a fleet, in turn. Each answers for its own requests; their clocks should agree.
+    """Client of all routers of a fleet, asked one after the other. Each reports its own requests; their clocks should agree.
 
     Raises:
-        SetupError: a router does not respond or refuses, in every method.
+        SetupError: from every method: a router does not respond or refuses.
     """
 
     def __init__(self, urls: Sequence[str]) -> None:
-        key = os.environ.get(ADMIN_KEY, "")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._https = [httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S) for url in urls]
+        self._routers = [AdminClient(url) for url in urls]
 
     def observe(self, window: float) -> Observation:
         """Return the fleet, and the requests of the last `window` seconds."""
         now, parts, members = 0.0, [], dict[str, Member]()
-        for http in self._https:
-            clock = self._request(http, "GET", "/debug/traffic", params={"since_ms": "inf"})
-            now = now or float(clock.headers["X-Time-Ms"]) / 1e3
-            lines = self._request(http, "GET", "/debug/traffic", params={"since_ms": f"{(now - window) * 1e3:.0f}"})
-            parts.append(parse_traffic(lines.text.splitlines()))
-            for row in self._request(http, "GET", "/debug/instances").json()["instances"]:
+        for router in self._routers:
+            traffic = router.get("/debug/traffic", seconds=window)
+            now = max(now, float(traffic.headers[TIME_HEADER]) / 1e3)
+            parts.append(parse_traffic(traffic.text.splitlines()))
+            for row in router.instances():
                 name, other = row["instance_id"], members.get(row["instance_id"])
                 draining = row["draining"] or (other is not None and other.is_draining)
                 requests = row["requests"] + (other.requests if other else 0)
@@ -45,11 +36,11 @@ class RouterClient:
 
     def hold_lease(self, holder: str, seconds: float, decision: str = "") -> str:
         """Renew the controller's lease at each router, and show a decision. Returns why it is refused; empty if it is not."""
-        body = {"holder": holder, "lease_seconds": seconds, "decision": decision}
-        for http in self._https:
-            response = self._request(http, "POST", "/admin/autoscaler", may_conflict=True, json=body)
-            if response.status_code == httpx.codes.CONFLICT:
-                return str(response.json()["error"]["message"])
+        try:
+            for router in self._routers:
+                router.post("/admin/autoscaler", {"holder": holder, "lease_seconds": seconds, "decision": decision})
+        except StateConflict as refusal:
+            return str(refusal)
         return ""
 
     def make(self, change: Change, members: Sequence[Member], launcher: Launcher | None) -> list[str]:
@@ -62,28 +53,12 @@ class RouterClient:
         names = choose(members, change.before, change.count)
         for name in names:
             if change.after:
-                path = f"/admin/instances/{name}/role"
-                self._request(self._https[0], "POST", path, json={"role": change.after})
+                self._routers[0].post(f"/admin/instances/{name}/role", {"role": change.after})
             else:
                 assert launcher is not None
                 launcher.stop(name)
         return names
 
     def close(self) -> None:
-        for http in self._https:
-            http.close()
-
-    def _request(
-        self, http: httpx.Client, method: str, path: str, *, may_conflict: bool = False, **options: Any
-    ) -> httpx.Response:
-        try:
-            response = http.request(method, path, **options)
-        except httpx.HTTPError as error:
-            raise SetupError(f"the router {http.base_url} does not respond: {error}") from error
-        if response.is_success or (may_conflict and response.status_code == httpx.codes.CONFLICT):
-            return response
-        try:
-            message = response.json()["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            message = f"status {response.status_code}"
-        raise SetupError(f"the router {http.base_url} refuses {path}: {message}")
+        for router in self._routers:
+            router.close()

@@ -25,8 +25,8 @@ from pdserve.bench.slo import METRICS, is_good, mean_interval, parse_goodput, wi
 from pdserve.bench.sweep import Search, Trial, is_saturated
 from pdserve.bench.vocabulary import Vocabulary, load_vocabulary
 from pdserve.bench.workers import Run, play
-from pdserve.config import BenchServeConfig
 from pdserve.errors import SetupError
+from pdserve.load_config import BenchServeConfig
 
 PATHS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 PROMPT_TOLERANCE = 0.05  # of prompt lengths that the server counts, beyond which there is a warning

@@ -6,8 +6,8 @@ from typing import Protocol
 from pdserve.bench import traces
 from pdserve.bench.arrivals import arrival_times, ramp_times, replay, schedule
 from pdserve.bench.requests import Request
-from pdserve.config import LoadConfig
 from pdserve.errors import SetupError
+from pdserve.load_config import LoadConfig
 
 TRACES = ("mooncake", "azure", "burstgpt")  # data sets with times of arrival
 Randint = Callable[[int, int], int]  # a draw between two numbers, both included

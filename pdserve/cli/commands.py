@@ -18,18 +18,9 @@ from pdserve import __version__
 from pdserve.cli import logs
 from pdserve.cli.flags import command_from_config
 from pdserve.cli.signals import exit_on_signals
-from pdserve.config import (
-    DEFAULT_PORT,
-    AutoscaleConfig,
-    BenchServeConfig,
-    InstanceConfig,
-    PlanConfig,
-    ProfileConfig,
-    RouterConfig,
-    SimulateConfig,
-    UpConfig,
-)
+from pdserve.config import DEFAULT_PORT, InstanceConfig, ProfileConfig, RouterConfig, UpConfig
 from pdserve.errors import SetupError
+from pdserve.load_config import AutoscaleConfig, BenchServeConfig, PlanConfig, SimulateConfig
 from pdserve.parent import end_with_parent
 
 app = typer.Typer(

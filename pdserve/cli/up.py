@@ -3,11 +3,12 @@
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from pdserve.cli.deployment import Deployment
-from pdserve.config import AutoscaleConfig, RouterConfig, UpConfig
-from pdserve.errors import SetupError
+from pdserve.config import RouterConfig, UpConfig, shared_settings
+from pdserve.load_config import AutoscaleConfig
 
 POLL_S = 0.2
 
@@ -60,36 +61,21 @@ def _steered(config: UpConfig, deployment: Deployment, stop: threading.Event) ->
         return
     from pdserve.autoscaler.command import run
 
-    settings = AutoscaleConfig(
-        router=",".join(deployment.routers),
-        slo=config.autoscale,
-        profile=config.profile or config.paced,
-        apply=True,
-        max_instances=config.max_instances,
-        itl_target_ms=config.itl_target_ms,
-        policy=config.policy,
-        prefill_policy=config.prefill_policy,
-        decode_policy=config.decode_policy,
-        local_prefill_tokens=config.local_prefill_tokens,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-    )
-
-    def steer() -> None:
+    settings = shared_settings(config, AutoscaleConfig) | {
+        "router": ",".join(deployment.routers),
+        "slo": config.autoscale,
+        "profile": config.profile or config.paced,
+        "connector": "",  # the profile's
+        "apply": True,
+    }
+    with ThreadPoolExecutor(1, "autoscaler") as threads:
+        controller = threads.submit(run, AutoscaleConfig(**settings), stop, deployment)
+        controller.add_done_callback(lambda _: stop.set())
         try:
-            run(settings, stop, deployment)
-        except SetupError as error:
-            print(f"--autoscale: {error}", flush=True)
+            yield
+        finally:
             stop.set()
-
-    thread = threading.Thread(target=steer, name="autoscaler")
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+        controller.result()
 
 
 def deployment_of(config: UpConfig, on_line: Callable[[str], None]) -> Deployment:

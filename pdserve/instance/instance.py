@@ -138,7 +138,7 @@ class Instance:
 
     @property
     def seconds_in_turn(self) -> float:
-        """How long the engine thread has been in its current turn: normally at most a step, or a second of waiting."""
+        """Seconds since the engine thread began its current turn, which is a step, or up to a second of waiting."""
         return self.now() - self._turn_began_at
 
     @property

@@ -24,7 +24,7 @@ LOAD_FIELDS = tuple(pb.Load.DESCRIPTOR.fields_by_name)
 
 @dataclass(frozen=True)
 class Status:
-    """What a heartbeat says. The message itself is built when it is asked for: a busy instance has several between two."""
+    """Content of a heartbeat. Its message is built on demand: a busy instance changes it more often than it sends it."""
 
     waiting: int
     running: int

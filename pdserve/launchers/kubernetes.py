@@ -32,7 +32,7 @@ CONFLICT = 409
 
 @dataclass(frozen=True)
 class Pod:
-    """What decides which pod Kubernetes removes when a Deployment shrinks: the first by `rank`, then by `deletion_cost`."""
+    """A pod. When a Deployment shrinks, Kubernetes ends the pod of the lowest `rank`, then of the lowest `deletion_cost`."""
 
     name: str
     template_hash: str

@@ -11,7 +11,7 @@ ENGINE_SETTINGS = ("max_num_batched_tokens",)  # flags of instances; the others 
 
 def describe(trial: Trial, targets: Sequence[Target]) -> str:
     """Return a fleet with its figures, such as `2P+1D: TTFT p90 310 of 500 ms, ITL p99 41 of 50 ms`."""
-    parts = [_against(trial, target) for target in targets]
+    parts = [target.beside(trial.values[target]) for target in targets]
     parts += [trial.failure] if trial.failure else []
     return f"{trial.fleet}: {', '.join(parts)}"
 
@@ -41,13 +41,7 @@ def _miss(trial: Trial) -> str:
     """Return a fleet with the target that it misses by the most."""
     if trial.failure:
         return f"{trial.fleet} {trial.failure}"
-    return f"{trial.fleet} has {_against(trial, trial.binding)}"
-
-
-def _against(trial: Trial, target: Target) -> str:
-    """Return a percentile beside its target."""
-    ms = trial.values[target] * 1e3
-    return f"{target} {f'{ms:.0f}' if ms >= 10 else f'{ms:.2g}'} of {target.seconds * 1e3:g} ms"
+    return f"{trial.fleet} has {trial.binding.beside(trial.values[trial.binding])}"
 
 
 def env_lines(trial: Trial) -> list[str]:

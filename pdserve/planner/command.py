@@ -10,7 +10,7 @@ from rich.console import Console
 from pdserve.bench import page
 from pdserve.bench.report import write_file
 from pdserve.bench.requests import counted
-from pdserve.config import PlanConfig
+from pdserve.load_config import PlanConfig
 from pdserve.planner.advice import advise, describe, env_lines
 from pdserve.planner.charts import charts
 from pdserve.planner.measured import load_measured

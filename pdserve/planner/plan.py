@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from rich.status import Status
 
-from pdserve.config import PlanConfig
+from pdserve.load_config import PlanConfig
 from pdserve.planner.measured import Comparison, Measured, compare
 from pdserve.planner.search import Trial, best, headroom, judge, smallest, try_size
 from pdserve.planner.settings import Dimension, dimensions

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pdserve.planner.targets import FAILED, Target, attainment
+from pdserve.planner.targets import FAILED, Target, attainment, compare
 from pdserve.simulator.fleet import Fleet, Forecast
 
 EXHAUSTIVE = 12  # instances up to which all splits are tried
@@ -64,10 +64,9 @@ def judge(targets: Sequence[Target], forecast: Forecast) -> Trial:
     A fleet fails if requests are refused or lost, or if it does not keep up: figures of a run that ends would look better
     than those of a longer one.
     """
-    values = {one: one.measure(forecast.figures, forecast.samples) for one in targets}
+    values, binding, ratio = compare(targets, forecast.figures, forecast.samples)
     counts = {one: one.count(forecast.samples) for one in targets}
-    binding = max(targets, key=lambda one: values[one] / one.seconds)
-    ratio, failure = values[binding] / binding.seconds, ""
+    failure = ""
     if failed := forecast.figures["failed"]:
         share = failed / (failed + forecast.figures["completed"])
         ratio, failure = max(ratio, FAILED * (1 + share)), f"refuses or loses {failed} requests"

@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pdserve.config import POLICY_NAMES, PlanConfig
+from pdserve.config import POLICY_NAMES
 from pdserve.errors import SetupError
+from pdserve.load_config import PlanConfig
 from pdserve.profile.profile import Profile
 from pdserve.simulator.fleet import Fleet
 

@@ -69,6 +69,11 @@ class Target:
     def _admitted(self, samples: Sequence[Sample]) -> Iterator[Sample]:
         return (one for one in samples if one.ok and self.group.admits(one.input_tokens, one.key))
 
+    def beside(self, seconds: float) -> str:
+        """Return a measured percentile beside its target, such as `TTFT p90 310 of 500 ms`."""
+        ms = seconds * 1e3
+        return f"{self} {f'{ms:.0f}' if ms >= 10 else f'{ms:.2g}'} of {self.seconds * 1e3:g} ms"
+
     def __str__(self) -> str:
         group = "" if self.group == ALL else f" ({self.group})"
         return f"{METRICS[self.metric]} p{self.percentile}{group}"
@@ -104,6 +109,15 @@ def parse_targets(text: str, group: Group = ALL) -> list[Target]:
     if not targets:
         raise ValueError("there is no target; write such as ttft.p90=500ms,itl.p99=50ms")
     return targets
+
+
+def compare(
+    targets: Sequence[Target], figures: Mapping[str, Any], samples: Sequence[Sample]
+) -> tuple[dict[Target, float], Target, float]:
+    """Return each target's percentile in seconds, the target of the worst one, and its ratio to that target."""
+    values = {one: one.measure(figures, samples) for one in targets}
+    binding = max(targets, key=lambda one: values[one] / one.seconds)
+    return values, binding, values[binding] / binding.seconds
 
 
 def attainment(targets: Sequence[Target], samples: Sequence[Sample]) -> float:

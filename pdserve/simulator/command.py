@@ -13,8 +13,8 @@ from rich.table import Table
 
 from pdserve.bench.report import write_csv, write_file
 from pdserve.bench.slo import parse_goodput
-from pdserve.config import SimulateConfig
 from pdserve.errors import SetupError
+from pdserve.load_config import SimulateConfig
 from pdserve.simulator.fleet import (
     Fleet,
     Forecast,

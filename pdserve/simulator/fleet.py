@@ -16,8 +16,9 @@ from pdserve.bench.requests import Request, Sample, counted
 from pdserve.bench.slo import METRICS
 from pdserve.bench.sweep import is_saturated
 from pdserve.bench.traces import BLOCK
-from pdserve.config import FleetConfig, InstanceConfig, RouterConfig, parse_size
+from pdserve.config import InstanceConfig, RouterConfig, parse_size
 from pdserve.errors import SetupError
+from pdserve.load_config import FleetConfig
 from pdserve.profile.profile import Profile
 from pdserve.simulator.breakdown import breakdown
 from pdserve.simulator.model import InstanceModel

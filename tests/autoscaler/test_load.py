@@ -1,6 +1,7 @@
 """The load that forecasts are made for."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -33,11 +34,10 @@ def test_answers_that_still_run_are_as_long_as_longer_ones_were() -> None:
 
 def test_requests_that_ran_already_go_on_with_the_rest_of_their_answer() -> None:
     finished, running, waiting = seen(0, 80, 2.0, 10.0), seen(1, 30, 1.0), seen(2, 0, None)
-    load = replayed([finished, running, waiting], 6.0, 8.0)
+    load = replayed([(finished, 80), (running, 80), (waiting, 80)], 6.0, 8.0)
     assert [(one.index, one.at) for one in load] == [(0, 6.0), (1, 6.0), (2, 6.0)]
     assert [one.input_tokens for one in load] == [1, 1, 100]
     assert [one.output_tokens for one in load] == [40, 60, 80]  # 80 × 4/8, and 80 − 30 × 4/6
-    assert [one.at for one in replayed([finished, waiting], -math.inf, 8.0)] == [0.0, 2.0]
 
 
 def test_expected_prompts_share_what_several_prompts_shared() -> None:
@@ -60,5 +60,8 @@ def test_traffic_of_several_routers_is_one() -> None:
     merged = merge_traffic([first, parse_traffic([line.format("b", 2000)])])
     assert [(one.request.index, one.at) for one in merged] == [(0, 1.0), (1, 2.0), (2, 3.0)]
     assert merged[1].request.blocks == (("7", 64), ("own-b", 6)) and merged[1].ttft_s == 0.02
+    waiting = replace(merged[1], ttft_s=None).sample(2.5)
+    assert waiting is not None and waiting.ttft == 0.5, "it has waited for so long"
+    assert replace(merged[1], finish_reason="cancelled").sample(9.0) is None
     sample = merged[1].sample(9.0)
     assert sample is not None and sample.ok and sample.ttft == pytest.approx(0.02)

@@ -11,7 +11,7 @@ from pdserve.autoscaler.command import make_controller
 from pdserve.autoscaler.forecast import rate
 from pdserve.autoscaler.rehearsal import Rehearsal, rehearse
 from pdserve.bench.requests import Request
-from pdserve.config import AutoscaleConfig
+from pdserve.load_config import AutoscaleConfig
 from pdserve.planner.targets import parse_targets
 from pdserve.profile.profile import EngineFacts, Profile, StepModel, TransferModel
 from pdserve.simulator.fleet import instance_model

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pdserve.bench.datasets import load_requests
 from pdserve.bench.requests import Request
 from pdserve.bench.vocabulary import Vocabulary, load_vocabulary, write
-from pdserve.config import BenchServeConfig
 from pdserve.errors import SetupError
+from pdserve.load_config import BenchServeConfig
 from pdserve.model_path import DEMO
 
 ROOT = Path(__file__).parents[2]

@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -73,15 +72,14 @@ def roles(url: str) -> dict[str, str]:
 
 
 def test_a_controller_changes_a_role_and_another_one_only_watches(
-    deploy: Deploy, autoscale: Callable[..., Any], tmp_path: Path
+    deploy: Deploy, autoscale: Callable[..., Any], wait_until: Callable[..., None], tmp_path: Path
 ) -> None:
     PROFILE.save(tmp_path / "profile.json")
     with deploy(model="demo", decode=2, paced=str(tmp_path / "profile.json")) as deployment:
         with sending(deployment.url, 0.3):
             first = autoscale("--router", deployment.url, "--apply", "--holder", "first")
-            while sorted(roles(deployment.url).values()) != ["decode", "prefill", "prefill"]:
-                assert first.poll() is None
-                time.sleep(0.2)
+            changed = ["decode", "prefill", "prefill"]
+            wait_until(lambda: first.poll() is not None or sorted(roles(deployment.url).values()) == changed)
             second = autoscale("--router", deployment.url, "--apply", "--holder", "second")
             assert second.stdout is not None and first.stdout is not None
             line = next(line for line in second.stdout if "watches" in line)
@@ -94,31 +92,31 @@ def test_a_controller_changes_a_role_and_another_one_only_watches(
 
 
 @pytest.mark.slow
-def test_up_starts_and_ends_instances_by_itself(fork_server: Any, tmp_path: Path) -> None:
+def test_up_starts_and_ends_instances_by_itself(
+    fork_server: Any, wait_until: Callable[..., None], tmp_path: Path
+) -> None:
     PROFILE.save(tmp_path / "profile.json")
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    flags = [
-        "--model",
-        "demo",
-        "--paced",
-        str(tmp_path / "profile.json"),
-        "--port",
-        str(port),
+    flags = ["--model", "demo", "--paced", str(tmp_path / "profile.json"), "--port", str(port)]
+    flags += [
         "--local-prefill-tokens",
         "0",
+        "--autoscale",
+        "ttft.p90=1500ms",
+        "--max-instances",
+        "3",
+        "--kv-cache-memory",
+        "128MiB",
+        "--threads",
+        "1",
     ]
-    flags += ["--autoscale", "ttft.p90=1500ms", "--max-instances", "3", "--kv-cache-memory", "128MiB", "--threads", "1"]
     process = fork_server.spawn(["up", *flags], os.environ)
     lines = list[str]()
     threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True).start()
-    while not any("ready on" in line for line in lines):
-        assert process.poll() is None, lines
-        time.sleep(0.2)
+    wait_until(lambda: process.poll() is not None or any("ready on" in line for line in lines), lines)
     with sending(url, 0.4):
-        while len(roles(url)) < 3:
-            assert process.poll() is None, lines
-            time.sleep(0.5)
+        wait_until(lambda: process.poll() is not None or len(roles(url)) == 3, lines)
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait() == 0
     assert any("1P+1D: start 1 prefill: TTFT p90 " in line for line in lines), lines

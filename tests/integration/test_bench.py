@@ -16,8 +16,8 @@ import pytest
 
 from pdserve.bench.command import run
 from pdserve.cli.deployment import free_port
-from pdserve.config import BenchServeConfig
 from pdserve.errors import SetupError
+from pdserve.load_config import BenchServeConfig
 
 Deploy = Callable[..., Any]
 SMALL: dict[str, Any] = {"random_input_len": 40, "random_output_len": 12, "ignore_eos": True}

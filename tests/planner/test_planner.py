@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pdserve.bench.requests import Request
-from pdserve.config import PlanConfig
+from pdserve.load_config import PlanConfig
 from pdserve.planner.advice import advise, env_lines
 from pdserve.planner.plan import Planner
 from pdserve.planner.search import NOISE, VERIFIED, Trial, best, headroom, judge, smallest, try_size

@@ -10,9 +10,9 @@ import pytest
 
 from pdserve.bench import page
 from pdserve.bench.requests import Request, Sample
-from pdserve.config import PlanConfig
 from pdserve.errors import SetupError
 from pdserve.lifetime import Stage
+from pdserve.load_config import PlanConfig
 from pdserve.planner.charts import pareto
 from pdserve.planner.command import run
 from pdserve.planner.measured import compare, load_measured

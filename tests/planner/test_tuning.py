@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pdserve.config import PlanConfig
 from pdserve.errors import SetupError
+from pdserve.load_config import PlanConfig
 from pdserve.planner.advice import env_lines
 from pdserve.planner.search import Trial, best, judge, smallest
 from pdserve.planner.settings import Dimension, dimensions

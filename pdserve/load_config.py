@@ -1,0 +1,186 @@
+"""Settings of the commands that play a load against a fleet, a real or a simulated one: bench, simulate, plan, autoscale."""
+
+import math
+from dataclasses import dataclass
+
+from pdserve.config import DEFAULT_PORT, LOCAL_PREFILL_HELP, POLICY_NAMES, PORTS, Settings, flag, parse_size
+
+DATASETS = ("random", "prefix_repetition", "sharegpt", "custom", "mooncake", "azure", "burstgpt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadConfig(Settings):
+    dataset_name: str = flag("data set", "random", choices=DATASETS)
+    dataset_path: str = flag("file of the data set", "")
+    num_prompts: int = flag("requests; of a file, at most", 1000, least=1)
+    request_rate: float = flag(
+        "mean requests per second; inf: all at once, or the trace's own times", math.inf, above=0
+    )
+    burstiness: float = flag("1: Poisson; less: bursts; more: more regular; inf: constant", 1.0, above=0)
+    ramp_up_strategy: str | None = flag(
+        "how the rate changes over the run, in place of --request-rate; default: not",
+        None,
+        choices=("linear", "exponential"),
+    )
+    ramp_up_start_rps: float | None = flag("first rate of the ramp; no default", None, above=0)
+    ramp_up_end_rps: float | None = flag("last rate of the ramp; no default", None, above=0)
+    random_input_len: int = flag("random: prompt tokens after the prefix", 1024, least=1)
+    random_output_len: int = flag("random: output tokens", 128, least=1)
+    random_range_ratio: float = flag("random: lengths differ by up to this share of them", 0.0, least=0, most=1)
+    random_prefix_len: int = flag("random: tokens of the prefix that all prompts share", 0, least=0)
+    prefix_repetition_prefix_len: int = flag("prefix_repetition: tokens of a prefix", 256, least=1)
+    prefix_repetition_suffix_len: int = flag("prefix_repetition: tokens after it", 256, least=1)
+    prefix_repetition_num_prefixes: int = flag("prefix_repetition: number of prefixes", 10, least=1)
+    prefix_repetition_output_len: int = flag("prefix_repetition: output tokens", 128, least=1)
+    output_len: int | None = flag("sharegpt, custom: output tokens; default: those of the file", None, least=1)
+    multi_turn: bool = flag("sharegpt, custom, mooncake: later turns wait for the answer to the previous one", False)
+    think_time: float = flag("seconds between an answer and the next turn", 0.0, least=0)
+    trace_speed: float = flag("mooncake, azure, burstgpt: 2 replays in half the time", 1.0, above=0)
+    trace_length_scale: float = flag("mooncake, azure, burstgpt: factor of all lengths", 1.0, above=0)
+    warmup_requests: int = flag("first requests of the run that do not count, as they meet an empty fleet", 0, least=0)
+    seed: int = flag("of lengths, prompts and arrivals", 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetConfig(LoadConfig):
+    profile: str = flag("profile of the model on the machine, from `pdserve profile`", "profile.json")
+    connector: str = flag("scheme of a connector of the profile; empty: its first", "")
+    num_blocks: int | None = flag("KV blocks per instance; default: as in the profile", None, least=1)
+    block_size: int | None = flag(
+        "tokens per KV block; default: as in the profile, or 512 for a mooncake trace, whose ids stand for as many",
+        None,
+        least=1,
+    )
+    max_num_seqs: int | None = flag(
+        "maximum sequences in an instance's running batch; default: as in the profile", None, least=1
+    )
+    max_num_batched_tokens: int | None = flag(
+        "maximum tokens per step of an instance; default: as in the profile", None, least=1
+    )
+    policy: str = flag("routing policy for P and D", "auto", choices=POLICY_NAMES)
+    prefill_policy: str | None = flag(
+        "routing policy for prefill instances; default: --policy", None, choices=POLICY_NAMES
+    )
+    decode_policy: str | None = flag(
+        "routing policy for decode instances; default: --policy", None, choices=POLICY_NAMES
+    )
+    local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None, least=0)
+    routers: int = flag("router processes", 1, least=1)
+    store_size: str = flag("bytes of the KV store", "64GiB")
+    stretch_prompts: float = flag("factor of all prompt lengths", 1.0, above=0)
+    stretch_answers: float = flag("factor of all answer lengths", 1.0, above=0)
+    chat: bool = flag("the requests are chats, whose generated KV is stored for the next turn", False)
+    jobs: int | None = flag("processes that simulate; default: the number of cores", None, least=1)
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for a setting that can never work."""
+        super().__post_init__()
+        parse_size(self.store_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(FleetConfig):
+    slo: str = flag("targets by percentile, such as ttft.p90=500ms,itl.p99=50ms", "")
+    slo_file: str = flag("TOML file with targets, also by prompt length and API key; empty: none", "")
+    instances: int | None = flag("find the best fleet of this size; default: the smallest that suffices", None, least=1)
+    max_instances: int = flag("the largest fleet to try", 16, least=1)
+    itl_target_ms: str = flag(
+        "values of --itl-target-ms to compare, such as off,20; auto: off, and parts of the ITL target",
+        "auto",
+    )
+    try_connector: str = flag("connectors of the profile to compare, such as shm,redis, or all; empty: --connector", "")
+    try_policy: str = flag("values of --policy to compare, or all; empty: --policy", "")
+    try_max_num_batched_tokens: str = flag(
+        "values of --max-num-batched-tokens to compare, such as 512,2048; empty: --max-num-batched-tokens", ""
+    )
+    try_local_prefill_tokens: str = flag(
+        "values of --local-prefill-tokens to compare, such as auto,0,256; empty: --local-prefill-tokens", ""
+    )
+    measured: str = flag(
+        "results of `pdserve bench serve --save-result` to compare, by fleet, such as 1P+1D=a.json,2B=b.json; empty: none",
+        "",
+    )
+    price: float = flag("of one instance per hour; 0: unknown", 0.0, least=0)
+    json: str = flag("JSON file with all figures; empty: none", "")
+    html: str = flag("HTML report in one file; needs pdserve[bench]; empty: none", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoscaleConfig(FleetConfig):
+    slo: str = flag("targets by percentile, such as ttft.p90=500ms,itl.p99=50ms", "")
+    slo_file: str = flag("TOML file with targets, also by prompt length and API key; empty: none", "")
+    router: str = flag("URLs of all routers of the fleet, comma separated", f"http://127.0.0.1:{DEFAULT_PORT}")
+    apply: bool = flag("make the changes; without it, they are only advised", False)
+    interval: float = flag("seconds between decisions", 10.0, above=0)
+    window: float = flag("seconds of past traffic that a forecast is made from", 120.0, above=0)
+    horizon: float = flag("seconds that a forecast is for", 60.0, above=0)
+    cooldown: float = flag("seconds after a change without another one", 30.0, least=0)
+    start_timeout: float = flag("seconds after which a change that has not come about is given up", 300.0, above=0)
+    min_prefill: int = flag("prefill instances that always remain", 1, least=1)
+    min_decode: int = flag("decode instances that always remain", 1, least=1)
+    max_instances: int = flag(
+        "instances altogether, up to which --launcher starts more; 0: only roles are changed", 0, least=0
+    )
+    launcher: str = flag(
+        "where instances are started and ended, such as compose://?file=docker-compose.cpu.yml or kubernetes://NAMESPACE/RELEASE;"
+        " empty: only roles are changed",
+        "",
+    )
+    max_changes: int = flag("changes within an hour", 60, least=1)
+    itl_target_ms: float | None = flag("the instances' --itl-target-ms; default: off", None, above=0)
+    decisions: str = flag("file to which each decision is appended as a JSON line; empty: none", "")
+    holder: str = flag(
+        "name of this controller, of which one at a time may change a fleet; empty: host and process", ""
+    )
+    simulate: bool = flag(
+        "try the controller out in a simulation of --prefill and --decode instances under a load", False
+    )
+    prefill: int = flag("prefill instances at the beginning of --simulate", 1, least=1)
+    decode: int = flag("decode instances at the beginning of --simulate", 1, least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateConfig(FleetConfig):
+    prefill: str = flag("numbers of prefill instances, such as 1, 1..4 or 1,2,4", "1")
+    decode: str = flag("numbers of decode instances", "1")
+    both: str = flag("numbers of instances with the role both", "0")
+    itl_target_ms: str = flag("values of the instances' --itl-target-ms, such as 30 or off,20,50", "off")
+    goodput: str = flag("SLO of a request in ms, such as ttft:500,tpot:50,itl:50,e2el:5000; empty: none", "")
+    json: str = flag("JSON file with all figures; empty: none", "")
+    csv: str = flag("CSV file with a row per request of the last fleet; empty: none", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchServeConfig(LoadConfig):
+    base_url: str = flag("URL of the server; empty: from --host and --port", "")
+    host: str = flag("host of the server", "127.0.0.1")
+    port: int = flag("port of the server", DEFAULT_PORT, **PORTS)
+    backend: str = flag("API: completions (openai) or chat (openai-chat)", "openai", choices=("openai", "openai-chat"))
+    endpoint: str = flag("path of the API; empty: that of --backend", "")
+    model: str = flag("name of the model; empty: the first of /v1/models", "")
+    tokenizer: str = flag(
+        "directory or hub id, for prompts of exact lengths; empty: the model's directory if it is on this machine,"
+        " else common words",
+        "",
+    )
+    api_key: str = flag("API key", "", secret=True, variable="OPENAI_API_KEY")
+    temperature: float = flag("of sampling", 0.0, least=0)
+    ignore_eos: bool = flag("ask for answers of full length; not every server can", False)
+    extra_body: str = flag("JSON object of further fields of each request", "")
+    num_warmups: int = flag("requests before the run, which do not count", 1, least=0)
+    max_concurrency: int | None = flag("maximum requests in flight; default: unlimited", None, least=1)
+    goodput: str = flag("SLO of a request in ms, such as ttft:500,tpot:50,itl:50,e2el:5000; empty: none", "")
+    percentile_metrics: str = flag("metrics to report", "ttft,tpot,itl,e2el")
+    metric_percentiles: str = flag("percentiles to report", "50,90,99")
+    slo_sweep: bool = flag("search the highest rates that meet --goodput, from --request-rate or 1", False)
+    sweep_attainment: str = flag("percentages of requests that must meet it", "90,95,99")
+    sweep_tolerance: float = flag("relative precision of the rates", 0.1, above=0)
+    sweep_repetitions: int = flag("searches, for a confidence interval", 3, least=1)
+    client_processes: int = flag("processes that send requests", 1, least=1)
+    label: str = flag("begins the name of the result file; empty: the value of --backend", "")
+    save_result: bool = flag("write the figures as JSON", False)
+    save_detailed: bool = flag("with lists of the times, texts and errors of all requests", False)
+    result_dir: str = flag("directory of the JSON file", ".")
+    result_filename: str = flag("name of the JSON file; empty: from rate, model and time", "")
+    csv: str = flag("CSV file with a row per request; empty: none", "")
+    html: str = flag("HTML report in one file; needs pdserve[bench]; empty: none", "")
