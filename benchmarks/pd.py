@@ -1,9 +1,10 @@
 """Cost and gain of disaggregation on this machine: `python benchmarks/pd.py`.
 
-Deployments of one model side by side on the same cores: 1P+1D, and the colocated arrangements that one would run instead: one
-`both` instance with all threads, or two with half of them, also with values of --itl-target-ms. A closed loop of streaming
-clients sends the same requests to each of them in turn, round after round. For each figure, 1P+1D is compared with the best
-colocated arrangement. With --peers, vLLM takes turns too: as one server, and in its disaggregated mode.
+Deployments of one model side by side on the same cores: 1P+1D with fixed roles, with prompts placed by forecast, and with
+values of --itl-target-ms, within which roles give way; and the colocated arrangements that one would run instead: one `both`
+instance with all threads, or two with half of them, also with these targets. A closed loop of streaming clients sends the
+same requests to each of them in turn, round after round. Each 1P+1D is compared with the best colocated arrangement, figure by
+figure. With --peers, vLLM takes turns too: as one server, and in its disaggregated mode.
 """
 
 import asyncio
@@ -37,10 +38,10 @@ from pdserve.lifetime import Stage
 class Settings(peer_process.Settings):
     requests: int = flag("requests of a round", 96)
     concurrency: int = flag("requests under way at a time", 16)
-    mix: str = flag("long-prompts: 1,500 tokens in, 64 out; long-answers: 200 in, 128 out", "long-answers")
+    mix: str = flag("long-prompts: 1,500 tokens in, 64 out; long-answers: 200, 128; balanced: 600, 100", "long-answers")
     prompt_tokens: int = flag("mean length of a prompt, which is half to one and a half of it; default: of the mix", 0)
     output_tokens: int = flag("tokens of each answer; default: of the mix", 0)
-    itl_targets: str = flag("--itl-target-ms of two colocated instances, as multiples of 1P+1D's ITL p50", "1.5,3")
+    itl_targets: str = flag("values of --itl-target-ms, as multiples of the ITL p50 of 1P+1D with fixed roles", "3,12")
     connector: str = flag("of the 1P+1D deployment; default: a segment of shared memory", "")
     repeat: int = flag("rounds of each deployment, in turn", 3)
     dtype: str = flag("of weights and KV", "bfloat16")
@@ -51,6 +52,7 @@ QUICK = {"requests": 4, "concurrency": 2, "prompt_tokens": 20, "output_tokens": 
 MIXES = {
     "long-prompts": {"prompt_tokens": 1500, "output_tokens": 64},
     "long-answers": {"prompt_tokens": 200, "output_tokens": 128},
+    "balanced": {"prompt_tokens": 600, "output_tokens": 100},
 }
 # Hidden 256, 4 layers, a vocabulary of 4,096: small enough for two cores, which all processes share.
 SMALL = checkpoints.Shape(
@@ -65,6 +67,7 @@ FIGURES = {  # key in the JSON: name in the table
     "itl_ms_p99": "ITL p99 ms",
 }
 TIMEOUT_S = 300.0
+KV_CACHE_MEMORY = "192MiB"  # of each instance: all requests fit, and many deployments
 PEER_ROUND_S = 25.0  # limit of a peer's round: vLLM's pair may stall
 
 
@@ -191,7 +194,9 @@ def benchmark(settings: Settings) -> None:
     with ExitStack() as stack:
         status = stack.enter_context(Console(stderr=True).status("making the checkpoint"))
         model = stack.enter_context(peer_process.checkpoint(shape, settings.peers_folder))
-        common = UpConfig(model=str(model), dtype=settings.dtype, max_num_seqs=settings.concurrency)
+        common = UpConfig(
+            model=str(model), dtype=settings.dtype, max_num_seqs=settings.concurrency, kv_cache_memory=KV_CACHE_MEMORY
+        )
         if settings.connector:
             common = replace(common, connector=settings.connector)
         status.update(f"starting {SPLIT}")
@@ -201,9 +206,11 @@ def benchmark(settings: Settings) -> None:
         itl_p50 = first[-1].figures()["itl_ms_p50"]  # the round before it warms up
         status.update("starting the colocated instances")
         candidates: dict[str, Ours | Vllm] = {SPLIT: split}
-        for name, config in _colocated(common, settings.itl_targets, itl_p50).items():
+        targets = [max(0.1, round(float(factor) * itl_p50, 1)) for factor in settings.itl_targets.split(",") if factor]
+        for name, config in (_elastic(common, targets) | _colocated(common, targets)).items():
             candidates[name] = Ours(config, stack)
-        colocated = list(candidates)[1:]
+        colocated = [name for name in candidates if "both" in name]
+        disaggregated = [name for name in candidates if name not in colocated]
         if peers:
             status.update("starting vLLM, which compiles the first time")
             vllm = {"vLLM, 1 server": [""], "vLLM, 1P+1D": ["kv_producer", "kv_consumer"]}
@@ -219,7 +226,7 @@ def benchmark(settings: Settings) -> None:
                 if turn:
                     rounds[name].append(measured)
     rows = {name: _row(name, each) for name, each in rounds.items()}
-    against = [_against_best(key, rows, colocated) for key in FIGURES]
+    against = [_against_best(name, key, rows, colocated) for name in disaggregated for key in FIGURES]
     _print(rows, against)
     for row in rows.values():
         if row["unfinished"]:
@@ -229,9 +236,18 @@ def benchmark(settings: Settings) -> None:
     print(report.write("pd", replace(settings, peers_folder=""), {"rows": [*rows.values()], "against_best": against}))
 
 
-def _colocated(common: UpConfig, itl_targets: str, itl_p50: float) -> dict[str, UpConfig]:
+def _elastic(common: UpConfig, targets: list[float]) -> dict[str, UpConfig]:
+    """Return the arrangements of 1P+1D in which decode may compute prompts, by name."""
+    return {
+        f"{SPLIT}, " + (f"ITL {target:g} ms" if target else "by forecast"): replace(
+            common, port=free_port(), itl_target_ms=target
+        )
+        for target in (None, *targets)
+    }
+
+
+def _colocated(common: UpConfig, targets: list[float]) -> dict[str, UpConfig]:
     """Return the arrangements that do not disaggregate, by name. Instances divide the threads."""
-    targets = [max(0.1, round(float(factor) * itl_p50, 1)) for factor in itl_targets.split(",") if factor]
     arrangements: list[tuple[int, float | None]] = [(1, None), (2, None), *((2, target) for target in targets)]
     return {
         f"{both} both" + (f", ITL {target:g} ms" if target else ""): replace(
@@ -302,13 +318,14 @@ def _row(name: str, rounds: list[Round]) -> dict[str, Any]:
     }
 
 
-def _against_best(key: str, rows: dict[str, dict[str, Any]], colocated: list[str]) -> dict[str, Any]:
-    """Compare 1P+1D with the colocated arrangement that is best in this figure, each round with the one beside it."""
+def _against_best(name: str, key: str, rows: dict[str, dict[str, Any]], colocated: list[str]) -> dict[str, Any]:
+    """Compare a deployment with the colocated arrangement that is best in this figure, each round with the one beside it."""
     choose = max if key == "output_tok_per_s" else min
     best = choose(colocated, key=lambda name: rows[name][key])
-    pairs = zip(rows[SPLIT]["rounds"], rows[best]["rounds"], strict=True)
+    pairs = zip(rows[name]["rounds"], rows[best]["rounds"], strict=True)
     ratios = [round(one[key] / beside[key], 3) for one, beside in pairs if beside[key]]
     return {
+        "deployment": name,
         "figure": key,
         "best_colocated": best,
         "ratio": round(statistics.median(ratios or [0]), 2),
@@ -322,20 +339,17 @@ def milliseconds(seconds: list[float], percent: int) -> float:
 
 
 def _print(rows: dict[str, dict[str, Any]], against: list[dict[str, Any]]) -> None:
-    table = Table(show_edge=False, pad_edge=False)
-    table.add_column("")
-    for name in rows:
-        table.add_column(name, justify="right")
-    table.add_column("best colocated")
-    table.add_column(f"{SPLIT} / best", justify="right")
-    for one in against:
-        values = [f"{row[one['figure']]:,.{0 if one['figure'] == 'output_tok_per_s' else 1}f}" for row in rows.values()]
-        table.add_row(FIGURES[one["figure"]], *values, one["best_colocated"], f"{one['ratio']:.2f}")
-    table.add_row(
-        "hand-over p50 ms",
-        *(f"{row['handover_ms_p50']:.1f}" if row["handed_over"] else "–" for row in rows.values()),
-    )
+    """Print a row per deployment, with the ratios to the best colocated arrangement in brackets."""
+    ratios = {(one["deployment"], one["figure"]): f" ({one['ratio']:.2f})" for one in against}
+    table = Table("", show_edge=False, pad_edge=False)
+    for title in (*FIGURES.values(), "hand-over p50 ms"):
+        table.add_column(title, justify="right")
+    for name, row in rows.items():
+        digits = {key: 0 if key == "output_tok_per_s" else 1 for key in FIGURES}
+        cells = [f"{row[key]:,.{digits[key]}f}{ratios.get((name, key), '')}" for key in FIGURES]
+        table.add_row(name, *cells, f"{row['handover_ms_p50']:.1f}" if row["handed_over"] else "–")
     report.show(table)
+    print("in brackets: divided by the colocated arrangement that is best in the figure")
 
 
 if __name__ == "__main__":

@@ -38,5 +38,6 @@ def make_hello(role: str, config: InstanceConfig, instance: Instance) -> pb.Hell
         convert_kv=config.convert_kv,
         allow_inexact=config.allow_inexact,
         scheduling_policy=config.scheduling_policy,
+        itl_target=(config.itl_target_ms or 0) / 1e3,
         grammars=importlib.util.find_spec("xgrammar") is not None,
     )

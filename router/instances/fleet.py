@@ -6,6 +6,7 @@ the router's clock.
 
 import hmac
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -80,6 +81,8 @@ class InstanceHandle:
             is_both=self.role == "both",
             token_bytes=self.hello.block_bytes // max(1, self.hello.block_size),
             capacity_tokens=self.hello.num_blocks * self.hello.block_size,
+            itl_target=self.hello.itl_target or math.inf,
+            block_size=self.hello.block_size,
         )
 
     def assign(self, request_id: str, remaining: Load) -> None:

@@ -58,6 +58,8 @@ def hello_fault(hello: pb.Hello) -> str:
     for name, (low, high) in limits.items():
         if not low <= getattr(hello, name) <= high:
             return f"its {name} is {getattr(hello, name)}; it must be from {low} to {high}"
+    if not 0 <= hello.itl_target <= MAX_SECONDS:
+        return f"its itl_target is {hello.itl_target} seconds; it must be from 0 to {MAX_SECONDS:g}"
     if len(hello.eos_token_ids) > MAX_EOS_IDS or any(id >= hello.vocab_size for id in hello.eos_token_ids):
         return f"it must have at most {MAX_EOS_IDS} eos_token_ids, all of them below its vocab_size"
     return _layout_fault(hello)

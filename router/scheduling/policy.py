@@ -6,6 +6,7 @@ then in rotation. A policy that cannot judge a request (`session` without a sess
 decision names that one.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -54,6 +55,8 @@ class Candidate:
         is_both: role `both`: it may compute the prompts that it decodes.
         token_bytes: size of one token's KV.
         capacity_tokens: size of the pool.
+        itl_target: seconds that a step with decoding sequences should not exceed, whatever prompts it contains.
+        block_size: tokens of a prompt that such a step computes at least.
     """
 
     instance_id: str
@@ -67,6 +70,8 @@ class Candidate:
     is_both: bool = False
     token_bytes: int = 1
     capacity_tokens: int = 1 << 62
+    itl_target: float = math.inf
+    block_size: int = 1
     # Cached: hundreds of candidates are scored for each request, and few have changed since the last one.
     _prefill_terms: tuple[float, float, float] | None = field(default=None, init=False, repr=False)
     _decode_terms: tuple[float, float, float, float, int] | None = field(default=None, init=False, repr=False)
@@ -74,14 +79,24 @@ class Candidate:
     def prefill_terms(self) -> tuple[float, float, float]:
         """Return the terms of the TTFT forecast: (constant, per prompt token, per attended pair), in seconds.
 
-        The constant covers the queued prompts, one more prompt of no tokens, and one step of the running sequences.
+        The constant covers the queued prompts, one more prompt of no tokens, and one step of the running sequences. These
+        leave prompts a part of each step only, if the instance has an ITL target.
         """
         if self._prefill_terms is None:
             seconds = self.costs.total_prefill_seconds(self.prefills + 1, self.prefill_tokens, self.attended_tokens)
-            if self.context_tokens:
-                seconds += self.costs.step_seconds(self.requests - self.prefills, self.context_tokens)
-            self._prefill_terms = (seconds, *self.costs.prefill[1:])
+            _, per_token, per_pair = self.costs.prefill
+            decoding = self.requests - self.prefills if self.context_tokens else 0
+            step = self.costs.step_seconds(decoding, self.context_tokens)
+            stretch = self._stretch(step)
+            self._prefill_terms = seconds * stretch + step, per_token * stretch, per_pair * stretch
         return self._prefill_terms
+
+    def _stretch(self, step: float) -> float:
+        """Return how many times longer prompts take beside sequences whose own step takes `step` seconds."""
+        if not step or math.isinf(self.itl_target):
+            return 1.0
+        share = max(self.itl_target - step, self.costs.prefill[1] * self.block_size)  # of a step, for prompts
+        return (step + share) / share if share else 1.0
 
     def decode_terms(self) -> tuple[float, float, float, float, int]:
         """Return the terms of the ITL forecast: (step, per context token, transfer, per transferred token, free tokens).

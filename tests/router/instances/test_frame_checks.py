@@ -53,6 +53,8 @@ def costs(**changes: Any) -> pb.InstanceFrame:
         ({"namespace": b"another"}, "namespace"),
         ({"instance_id": ""}, "an instance id has 1 to"),
         ({"instance_id": "a\nb"}, "an instance id has 1 to"),
+        ({"itl_target": math.nan}, "itl_target is nan"),
+        ({"itl_target": -1.0}, "itl_target is -1.0"),
         ({"device": "x" * 201}, "device"),
         ({"role": "router"}, "unknown role"),
     ],

@@ -1,11 +1,14 @@
 """Placement of prompts on prefill or decode, by threshold and by forecast."""
 
+import math
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.costs import Costs
 from pdserve.router.scheduling.placement import place
-from pdserve.router.scheduling.policy import NO_LOAD, Candidate, Load, PlacementRequest
+from pdserve.router.scheduling.policy import NO_LOAD, Candidate, Load, PlacementRequest, forecast_ttft
 
 MACHINE = Costs(prefill=(0.01, 1e-4, 1e-8), decode=(0.005, 1e-4, 1e-7), transfer=(0.02, 1e-9))
 
@@ -39,6 +42,50 @@ def test_forecast_keeps_short_prompts_on_decode() -> None:
     assert way(10) == "split", "it would delay thirty sequences"
     prefill.replace_load(NO_LOAD, Load(0, prefills=1, prefill_tokens=20_000))
     assert way(10) == "decode", "the queue at prefill is longer than that delay"
+
+
+def test_with_an_itl_target_decode_takes_prompts_that_would_wait() -> None:
+    prefill = Candidate("prefill", costs=MACHINE, itl_target=0.05, block_size=16)
+    without_target = Candidate("decode", 5, context_tokens=2000, costs=MACHINE, token_bytes=1000)
+    decode = replace(without_target, itl_target=0.05, block_size=16)
+    request = PlacementRequest(1000, output_tokens=100)
+    assert place(prefill, decode, request, None).way == "split", "prefill is idle"
+    prefill.replace_load(NO_LOAD, Load(1, 3000, prefills=1))
+    placement = place(prefill, decode, request, None)
+    assert (placement.way, placement.reason) == ("decode", "backlog")
+    assert placement.here_seconds is not None and placement.there_seconds is not None
+    assert 0.11 < placement.here_seconds < placement.there_seconds, "prompts get a part of each step"
+    assert place(prefill, decode, request, None, ttft_slo=1.0).way == "split", "it meets the SLO by way of prefill"
+    assert place(prefill, without_target, request, None).way == "split", "it would delay five sequences"
+    decode.replace_load(NO_LOAD, Load(1, 9000, prefills=1))
+    assert place(prefill, decode, request, None).way == "split", "decode has even more prompts"
+
+
+def test_an_idle_prefill_instance_keeps_a_request_that_decode_would_serve_more_slowly() -> None:
+    prefill = Candidate("prefill", costs=MACHINE, itl_target=0.05)
+    decode = Candidate("decode", 60, context_tokens=60_000, costs=MACHINE, token_bytes=1000, itl_target=0.05)
+    request = PlacementRequest(1000, output_tokens=100)
+    placement = place(prefill, decode, request, None)
+    assert (placement.way, placement.reason) == ("prefill", "idle")
+    decode.replace_load(NO_LOAD, Load(-56, context_tokens=-56_000))
+    assert place(prefill, decode, request, None).way == "split", "decode is nearly as fast"
+    decode.replace_load(NO_LOAD, Load(56, context_tokens=56_000))
+    assert place(replace(prefill, itl_target=math.inf), decode, request, None).way == "split", "prompts would stall it"
+    prefill.replace_load(NO_LOAD, Load(1, 100, prefills=1))
+    assert place(prefill, decode, request, None).way == "split", "another prompt is there"
+
+
+@given(step=st.floats(0.001, 0.2), target=st.floats(0.001, 0.2), tokens=st.integers(1, 5000))
+def test_an_itl_target_never_makes_prompts_faster(step: float, target: float, tokens: int) -> None:
+    costs = replace(MACHINE, decode=(step, 0.0, 0.0))
+    free = Candidate("decode", 3, context_tokens=300, costs=costs)
+    bound = replace(free, itl_target=target, block_size=16)
+    request = PlacementRequest(tokens)
+    assert (
+        forecast_ttft(bound, request)
+        >= forecast_ttft(free, request)
+        > forecast_ttft(replace(free, requests=0), request)
+    )
 
 
 @given(tokens=st.integers(1, 5000), streams=st.integers(0, 50), more=st.integers(1, 50))
