@@ -3,8 +3,8 @@
 Deployments of one model side by side on the same cores: 1P+1D with fixed roles, with prompts placed by forecast, and with
 values of --itl-target-ms, within which roles give way; and the colocated arrangements that one would run instead: one `both`
 instance with all threads, or two with half of them, also with these targets. A closed loop of streaming clients sends the
-same requests to each of them in turn, round after round. Each 1P+1D is compared with the best colocated arrangement, figure by
-figure. With --peers, vLLM takes turns too: as one server, and in its disaggregated mode.
+same requests to each of them in turn, round after round. For each figure, each 1P+1D is compared with the colocated
+arrangement that is best in it. With --peers, vLLM takes turns too: as one server, and in its disaggregated mode.
 """
 
 import asyncio
