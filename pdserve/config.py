@@ -25,6 +25,9 @@ DEFAULT_CONTROL_PORT = 8001
 LOCAL_PREFILL_HELP = (
     "decode computes a prompt itself if at most this many tokens are uncached; 0: never; default: by forecast"
 )
+TTFT_TARGET_HELP = (
+    "TTFT in ms by forecast beyond which prompts go to decode instances that have an --itl-target-ms; default: none do"
+)
 CONNECTOR_VARIABLE, REGISTRY_VARIABLE = "PDSERVE_CONNECTOR", "PDSERVE_REGISTRY"  # their URLs may hold a password
 CONTROL_TOKEN_VARIABLE = "PDSERVE_CONTROL_TOKEN"
 SLO_HELP = "reject requests that would miss this SLO by forecast, such as ttft=500ms,itl=50ms; empty: none"
@@ -273,6 +276,7 @@ class RouterConfig(ControlConfig):
         "routing policy for decode instances; default: --policy", None, choices=POLICY_NAMES
     )
     local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None, least=0)
+    ttft_target_ms: float | None = flag(TTFT_TARGET_HELP, None, above=0)
     slo: str = flag(SLO_HELP, "")
     max_requests: int = flag("maximum running requests, counting each choice; further ones queue", 4096, least=1)
     max_queue: int = flag(
@@ -401,6 +405,7 @@ class UpConfig(ControlConfig, TransferConfig):
         "routing policy for decode instances; default: --policy", None, choices=POLICY_NAMES
     )
     local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None, least=0)
+    ttft_target_ms: float | None = flag(TTFT_TARGET_HELP, None, above=0)
     slo: str = flag(SLO_HELP, "")
     otlp_endpoint: str = flag(OTLP_HELP, "")
     keys_file: str = flag(KEYS_FILE_HELP, "")

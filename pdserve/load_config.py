@@ -3,7 +3,16 @@
 import math
 from dataclasses import dataclass
 
-from pdserve.config import DEFAULT_PORT, LOCAL_PREFILL_HELP, POLICY_NAMES, PORTS, Settings, flag, parse_size
+from pdserve.config import (
+    DEFAULT_PORT,
+    LOCAL_PREFILL_HELP,
+    POLICY_NAMES,
+    PORTS,
+    TTFT_TARGET_HELP,
+    Settings,
+    flag,
+    parse_size,
+)
 
 DATASETS = ("random", "prefix_repetition", "sharegpt", "custom", "mooncake", "azure", "burstgpt")
 
@@ -65,6 +74,7 @@ class FleetConfig(LoadConfig):
         "routing policy for decode instances; default: --policy", None, choices=POLICY_NAMES
     )
     local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None, least=0)
+    ttft_target_ms: float | None = flag(TTFT_TARGET_HELP, None, above=0)
     routers: int = flag("router processes", 1, least=1)
     store_size: str = flag("bytes of the KV store", "64GiB")
     stretch_prompts: float = flag("factor of all prompt lengths", 1.0, above=0)

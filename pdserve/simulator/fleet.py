@@ -240,6 +240,7 @@ def deployment_of(config: FleetConfig, profile: Profile, fleet: Fleet) -> Deploy
         prefill_policy=config.prefill_policy,
         decode_policy=config.decode_policy,
         local_prefill_tokens=config.local_prefill_tokens,
+        ttft_target_ms=config.ttft_target_ms,
     )
     block_bytes = instance_model(config, profile).layout.block_bytes
     return Deployment(

@@ -1,7 +1,6 @@
 """Instance selection: filters the instances that can serve a request, and lets the policies pick among them."""
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,6 @@ from pdserve.router.scheduling.placement import Placement, place
 from pdserve.router.scheduling.policy import Decision, PlacementRequest, decide
 from pdserve.router.scheduling.store_reachability import MAX_FAILED_HANDOVERS, StoreReachability
 from pdserve.router.telemetry.metrics import Metrics
-from pdserve.slo import Slo
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +47,7 @@ class InstanceSelector:
             "decode": config.decode_policy or config.policy,
         }
         self._local_prefill_tokens = config.local_prefill_tokens
-        ttft_slo = Slo.parse(config.slo).ttft
-        self._ttft_slo = ttft_slo if math.isfinite(ttft_slo) else 0.0
+        self._ttft_target = None if config.ttft_target_ms is None else config.ttft_target_ms / 1e3
         self._last_missing_role = ""  # the role without an eligible instance at the last selection; empty: none
         self._turn = seed
 
@@ -149,7 +146,9 @@ class InstanceSelector:
         if decode.role == "both":
             placement = Placement("both" if prefill is decode else "split", "policy")
         else:
-            placement = place(prefill.candidate, decode.candidate, request, self._local_prefill_tokens, self._ttft_slo)
+            placement = place(
+                prefill.candidate, decode.candidate, request, self._local_prefill_tokens, self._ttft_target
+            )
         if placement.way == "decode":
             return Selection(request, decode, None, placement, decisions)
         self._commit("prefill", decision)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pdserve.router.scheduling.policy import Candidate, PlacementRequest, forecast_itl, forecast_ttft
 
+MAX_KEPT_TTFT = 0.5  # of the target, up to which prefill has time to spare for decoding
 MAX_KEPT_ITL = 0.7  # of the ITL on decode, at which prefill keeps a request: prompts that come later will slow it down
 
 
@@ -39,30 +40,35 @@ class Placement:
 
 
 def place(
-    prefill: Candidate, decode: Candidate, request: PlacementRequest, threshold: int | None, ttft_slo: float = 0.0
+    prefill: Candidate,
+    decode: Candidate,
+    request: PlacementRequest,
+    threshold: int | None,
+    ttft_target: float | None = None,
 ) -> Placement:
     """Choose between `split`, `decode`, and `prefill` for a request that the prefill instance keeps.
 
     With a threshold, `decode` if at most so many prompt tokens are not cached there. Without one, forecast delays decide. The
     delay on the decode instance is the TTFT, plus the time by which the prompt makes steps longer, for each running sequence
     (at least one: an idle instance soon has one). The delay of a split is the TTFT, plus the transfer of the uncached KV. If
-    that breaks the SLO and the decode instance has an ITL target, only the TTFTs are compared.
+    that exceeds the TTFT target and the decode instance has an ITL target, only the TTFTs are compared.
 
     Args:
-        ttft_slo: seconds; 0: the earlier first token is always wanted.
+        ttft_target: seconds; None: roles do not give way.
     """
     uncached = request.uncached(decode)
     if threshold is not None:
         return Placement("decode" if uncached <= threshold else "split", "threshold", uncached)
     here = forecast_ttft(decode, request)
     there = forecast_ttft(prefill, request) + decode.costs.transfer_seconds(uncached * decode.token_bytes)
-    if there > ttft_slo and math.isfinite(decode.itl_target) and prefill.prefills and here <= there:
+    is_late = ttft_target is not None and there > ttft_target
+    if is_late and math.isfinite(decode.itl_target) and prefill.prefills and here <= there:
         return Placement("decode", "backlog", uncached, here, there)
     step_delay = decode.costs.prefill_seconds(uncached, request.tokens - uncached) - decode.costs.prefill_seconds(0)
     here += max(1, decode.requests) * step_delay
     if here <= there:
         return Placement("decode", "forecast", uncached, here, there)
-    if _is_kept(prefill, decode, request):
+    if ttft_target is not None and there <= MAX_KEPT_TTFT * ttft_target and _is_kept(prefill, decode, request):
         return Placement("prefill", "idle", uncached, here, there)
     return Placement("split", "forecast", uncached, here, there)
 

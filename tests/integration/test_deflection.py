@@ -43,7 +43,12 @@ def test_a_burst_is_shared_and_tokens_are_the_same(
     path = checkpoint("llama")
     prompts = [[1 + (7 * i + j) % 40 for j in range(380 + i)] for i in range(24)]
     expected = generate(path, prompts, 12)
-    settings: dict[str, Any] = {"num_blocks": 900, "itl_target_ms": 20, "local_prefill_tokens": None}
+    settings: dict[str, Any] = {
+        "num_blocks": 900,
+        "itl_target_ms": 20,
+        "ttft_target_ms": 1,
+        "local_prefill_tokens": None,
+    }
     with deploy(model=str(path), **settings) as deployment, ThreadPoolExecutor(24) as threads:
         bodies = [{"prompt": prompt, "max_tokens": 12, "ignore_eos": True} for prompt in prompts]
         replies = list(threads.map(lambda body: complete(deployment, **body), bodies))
@@ -62,7 +67,11 @@ def test_placements_are_explained(
     body = {"max_tokens": 100, "ignore_eos": True}
     with (
         deploy(
-            model="demo", paced=str(tmp_path / "profile.json"), itl_target_ms=200, local_prefill_tokens=None
+            model="demo",
+            paced=str(tmp_path / "profile.json"),
+            itl_target_ms=200,
+            ttft_target_ms=1000,
+            local_prefill_tokens=None,
         ) as deployment,
         ThreadPoolExecutor(12) as threads,
     ):

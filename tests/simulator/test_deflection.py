@@ -25,6 +25,7 @@ PROFILE = Profile(
     transfers={"shm": TransferModel(1e-3, 1e9, 1e-3, 1e9, 2e9)},
 )
 ITL_TARGET_MS = 60.0
+TTFT_TARGET_MS = 300.0
 
 
 def simulate(
@@ -32,7 +33,8 @@ def simulate(
 ) -> tuple[Outcome, set[tuple[str, str]]]:
     """Return the outcome on 1P+1D, and the (way, reason) of all placements."""
     instance = InstanceConfig(model="model", itl_target_ms=target, max_num_seqs=64)
-    router = RouterConfig(model="model", local_prefill_tokens=local_prefill_tokens)
+    ttft_target = None if target is None else TTFT_TARGET_MS
+    router = RouterConfig(model="model", local_prefill_tokens=local_prefill_tokens, ttft_target_ms=ttft_target)
     simulation = Simulation(Deployment(instance=instance, router=router), InstanceModel.from_profile(PROFILE, "shm"))
     outcome = simulation.play(loads)
     assert all(sample.ok for sample in outcome.samples) and len(outcome.samples) == len(loads)

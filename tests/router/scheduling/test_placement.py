@@ -49,30 +49,35 @@ def test_with_an_itl_target_decode_takes_prompts_that_would_wait() -> None:
     without_target = Candidate("decode", 5, context_tokens=2000, costs=MACHINE, token_bytes=1000)
     decode = replace(without_target, itl_target=0.05, block_size=16)
     request = PlacementRequest(1000, output_tokens=100)
-    assert place(prefill, decode, request, None).way == "split", "prefill is idle"
+    assert place(prefill, decode, request, None, 0.2).way == "split", "prefill is idle"
     prefill.replace_load(NO_LOAD, Load(1, 3000, prefills=1))
-    placement = place(prefill, decode, request, None)
+    placement = place(prefill, decode, request, None, 0.2)
     assert (placement.way, placement.reason) == ("decode", "backlog")
     assert placement.here_seconds is not None and placement.there_seconds is not None
     assert 0.11 < placement.here_seconds < placement.there_seconds, "prompts get a part of each step"
-    assert place(prefill, decode, request, None, ttft_slo=1.0).way == "split", "it meets the SLO by way of prefill"
-    assert place(prefill, without_target, request, None).way == "split", "it would delay five sequences"
+    assert place(prefill, decode, request, None, 1.0).way == "split", "it meets the target by way of prefill"
+    assert place(prefill, decode, request, None).way == "split", "there is no target"
+    assert place(prefill, without_target, request, None, 0.2).way == "split", "it would delay five sequences"
     decode.replace_load(NO_LOAD, Load(1, 9000, prefills=1))
-    assert place(prefill, decode, request, None).way == "split", "decode has even more prompts"
+    assert place(prefill, decode, request, None, 0.2).way == "split", "decode has even more prompts"
 
 
 def test_an_idle_prefill_instance_keeps_a_request_that_decode_would_serve_more_slowly() -> None:
     prefill = Candidate("prefill", costs=MACHINE, itl_target=0.05)
     decode = Candidate("decode", 60, context_tokens=60_000, costs=MACHINE, token_bytes=1000, itl_target=0.05)
     request = PlacementRequest(1000, output_tokens=100)
-    placement = place(prefill, decode, request, None)
+    placement = place(prefill, decode, request, None, 1.0)
     assert (placement.way, placement.reason) == ("prefill", "idle")
+    assert place(prefill, decode, request, None, 0.2).way == "split", "prefill has no time to spare"
+    assert place(prefill, decode, request, None).way == "split", "there is no target"
     decode.replace_load(NO_LOAD, Load(-56, context_tokens=-56_000))
-    assert place(prefill, decode, request, None).way == "split", "decode is nearly as fast"
+    assert place(prefill, decode, request, None, 1.0).way == "split", "decode is nearly as fast"
     decode.replace_load(NO_LOAD, Load(56, context_tokens=56_000))
-    assert place(replace(prefill, itl_target=math.inf), decode, request, None).way == "split", "prompts would stall it"
+    assert place(replace(prefill, itl_target=math.inf), decode, request, None, 1.0).way == "split", (
+        "prompts would stall it"
+    )
     prefill.replace_load(NO_LOAD, Load(1, 100, prefills=1))
-    assert place(prefill, decode, request, None).way == "split", "another prompt is there"
+    assert place(prefill, decode, request, None, 1.0).way == "split", "another prompt is there"
 
 
 @given(step=st.floats(0.001, 0.2), target=st.floats(0.001, 0.2), tokens=st.integers(1, 5000))
