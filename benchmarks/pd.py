@@ -1,10 +1,11 @@
 """Cost and gain of disaggregation on this machine: `python benchmarks/pd.py`.
 
 Deployments of one model side by side on the same cores: 1P+1D with fixed roles, with prompts placed by forecast, and with
-values of --itl-target-ms, within which roles give way; and the colocated arrangements that one would run instead: one `both`
-instance with all threads, or two with half of them, also with these targets. A closed loop of streaming clients sends the
-same requests to each of them in turn, round after round. For each figure, each 1P+1D is compared with the colocated
-arrangement that is best in it. With --peers, vLLM takes turns too: as one server, and in its disaggregated mode.
+values of --itl-target-ms and a --ttft-target-ms, between which roles give way; and the colocated arrangements that one would
+run instead: one `both` instance with all threads, or two with half of them, also with the ITL targets. A closed loop of
+streaming clients sends the same requests to each of them in turn, round after round. For each figure, each 1P+1D is compared
+with the colocated arrangement that is best in it. With --peers, vLLM takes turns too: as one server, and in its disaggregated
+mode.
 """
 
 import asyncio
@@ -42,17 +43,26 @@ class Settings(peer_process.Settings):
     prompt_tokens: int = flag("mean length of a prompt, which is half to one and a half of it; default: of the mix", 0)
     output_tokens: int = flag("tokens of each answer; default: of the mix", 0)
     itl_targets: str = flag("values of --itl-target-ms, as multiples of the ITL p50 of 1P+1D with fixed roles", "3,12")
+    ttft_target_ms: int = flag("--ttft-target-ms of 1P+1D with an ITL target; default: of the mix", 0)
     connector: str = flag("of the 1P+1D deployment; default: a segment of shared memory", "")
     repeat: int = flag("rounds of each deployment, in turn", 3)
     dtype: str = flag("of weights and KV", "bfloat16")
     peers: str = flag("also measure, in its own environment: vllm", "")
 
 
-QUICK = {"requests": 4, "concurrency": 2, "prompt_tokens": 20, "output_tokens": 5, "itl_targets": "3", "repeat": 1}
+QUICK = {
+    "requests": 4,
+    "ttft_target_ms": 20,
+    "concurrency": 2,
+    "prompt_tokens": 20,
+    "output_tokens": 5,
+    "itl_targets": "3",
+    "repeat": 1,
+}
 MIXES = {
-    "long-prompts": {"prompt_tokens": 1500, "output_tokens": 64},
-    "long-answers": {"prompt_tokens": 200, "output_tokens": 128},
-    "balanced": {"prompt_tokens": 600, "output_tokens": 100},
+    "long-prompts": {"prompt_tokens": 1500, "output_tokens": 64, "ttft_target_ms": 500},
+    "long-answers": {"prompt_tokens": 200, "output_tokens": 128, "ttft_target_ms": 100},
+    "balanced": {"prompt_tokens": 600, "output_tokens": 100, "ttft_target_ms": 200},
 }
 # Hidden 256, 4 layers, a vocabulary of 4,096: small enough for two cores, which all processes share.
 SMALL = checkpoints.Shape(
@@ -207,7 +217,7 @@ def benchmark(settings: Settings) -> None:
         status.update("starting the colocated instances")
         candidates: dict[str, Ours | Vllm] = {SPLIT: split}
         targets = [max(0.1, round(float(factor) * itl_p50, 1)) for factor in settings.itl_targets.split(",") if factor]
-        for name, config in (_elastic(common, targets) | _colocated(common, targets)).items():
+        for name, config in (_elastic(common, targets, settings.ttft_target_ms) | _colocated(common, targets)).items():
             candidates[name] = Ours(config, stack)
         colocated = [name for name in candidates if "both" in name]
         disaggregated = [name for name in candidates if name not in colocated]
@@ -219,7 +229,8 @@ def benchmark(settings: Settings) -> None:
             candidate.wait_ready()
         rounds: dict[str, list[Round]] = {name: [] for name in candidates}
         for turn in range(settings.repeat + 1):
-            for name, candidate in candidates.items():
+            offset = turn % len(candidates)  # each deployment is the first one in some round
+            for name, candidate in [*candidates.items()][offset:] + [*candidates.items()][:offset]:
                 status.update(f"{name}: " + (f"round {turn} of {settings.repeat}" if turn else "warming up"))
                 with candidate.at_work():
                     measured = asyncio.run(_round(candidate, settings, shape.vocabulary, seed=turn))
@@ -236,11 +247,11 @@ def benchmark(settings: Settings) -> None:
     print(report.write("pd", replace(settings, peers_folder=""), {"rows": [*rows.values()], "against_best": against}))
 
 
-def _elastic(common: UpConfig, targets: list[float]) -> dict[str, UpConfig]:
+def _elastic(common: UpConfig, targets: list[float], ttft_target: float) -> dict[str, UpConfig]:
     """Return the arrangements of 1P+1D in which decode may compute prompts, by name."""
     return {
         f"{SPLIT}, " + (f"ITL {target:g} ms" if target else "by forecast"): replace(
-            common, port=free_port(), itl_target_ms=target
+            common, port=free_port(), itl_target_ms=target, ttft_target_ms=ttft_target if target else None
         )
         for target in (None, *targets)
     }
