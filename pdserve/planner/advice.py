@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from pdserve.planner.search import NOISE, Trial, best
 from pdserve.planner.targets import Target
+from pdserve.simulator.fleet import Fleet
 
 ENGINE_SETTINGS = ("max_num_batched_tokens",)  # flags of instances; the others are the router's
 
@@ -52,7 +53,7 @@ def env_lines(trial: Trial) -> list[str]:
     engine = replace(fleet, settings=()).flags
     router = list[str]()
     for name, value in settings.items():
-        (engine if name in ENGINE_SETTINGS else router).append(f"--{name.replace('_', '-')} {value}")
+        (engine if name in ENGINE_SETTINGS else router).extend(Fleet(settings=((name, value),)).flags)
     if not fleet.prefill:
         command = " ".join([f"pdserve up --prefill 0 --decode 0 --both {fleet.both}", *engine, *router])
         return [f"# docker-compose.yml has no colocated instances; start them by `{command}`", *remark]

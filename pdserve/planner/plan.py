@@ -19,6 +19,7 @@ from pdserve.simulator.fleet import Fleet, check_fits, mean_rate, parse_itl_targ
 CURVE = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)  # of the rate, at which attainment is reported
 CHANGE = 0.2  # of rate and lengths, whose effect is reported
 OTHER_SEEDS = 4  # with which the chosen fleet is simulated again
+TTFT_SHARE = 0.5  # of the TTFT target, as --ttft-target-ms: forecasts err
 ITL_SHARES = (0.5, 0.75, 1.0)  # of the ITL target, tried as --itl-target-ms
 
 
@@ -88,7 +89,7 @@ class Planner:
     def plan(self, measured: Sequence[Measured] = ()) -> Plan:
         """Find the fleet and its settings, its headroom, and what changes of the load do to it."""
         config, itl_targets = self._config, self._itl_targets()
-        settings = dimensions(config, self._profile, itl_targets)
+        settings = dimensions(config, self._profile, itl_targets, self._ttft_target())
         if config.instances is None:
             trials = smallest(config.max_instances, itl_targets, self.simulate)
         else:
@@ -128,6 +129,11 @@ class Planner:
             return parse_itl_targets(self._config.itl_target_ms)
         limits = [target.seconds * 1e3 for target in self._targets if target.metric == "itl"]
         return [None, *(share * min(limits) for share in ITL_SHARES if limits)]
+
+    def _ttft_target(self) -> float | None:
+        """Return a --ttft-target-ms for the SLO; None if there is none, or the settings name one for all fleets."""
+        limits = [target.seconds * 1e3 for target in self._targets if target.metric == "ttft"]
+        return round(TTFT_SHARE * min(limits), 3) if limits and self._config.ttft_target_ms is None else None
 
     def _sensitivity(self, fleet: Fleet) -> dict[str, Trial]:
         config, trials = self._config, {}

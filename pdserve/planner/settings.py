@@ -21,10 +21,12 @@ class Dimension:
     Attributes:
         name: of the field of `FleetConfig`, or `ITL_TARGET`.
         values: those to compare; the first is that of a fleet that does not name the setting.
+        on_splits: (name, value) of settings that fleets of prefill and decode have with a value other than None.
     """
 
     name: str
     values: tuple[Any, ...]
+    on_splits: tuple[tuple[str, Any], ...] = ()
 
     @property
     def flag(self) -> str:
@@ -36,9 +38,13 @@ class Dimension:
 
     def put(self, fleet: Fleet, value: Any) -> Fleet:
         """Return the fleet with another value."""
+        settings = {
+            name: one for name, one in fleet.settings if name != self.name and (name, one) not in self.on_splits
+        }
+        if value is not None and not fleet.both:
+            settings |= dict(self.on_splits)
         if self.name == ITL_TARGET:
-            return replace(fleet, itl_target_ms=value)
-        settings = {name: one for name, one in fleet.settings if name != self.name}
+            return replace(fleet, itl_target_ms=value, settings=tuple(sorted(settings.items())))
         settings |= {} if value == self.values[0] else {self.name: value}
         return replace(fleet, settings=tuple(sorted(settings.items())))
 
@@ -55,8 +61,13 @@ class Dimension:
         return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def dimensions(config: PlanConfig, profile: Profile, itl_targets: Sequence[float | None]) -> list[Dimension]:
+def dimensions(
+    config: PlanConfig, profile: Profile, itl_targets: Sequence[float | None], ttft_target: float | None = None
+) -> list[Dimension]:
     """Return the dimensions that the settings name, each with the value of the plain setting first.
+
+    Args:
+        ttft_target: milliseconds; the routers' `--ttft-target-ms` where prefill and decode instances have an ITL target.
 
     Raises:
         SetupError: a value has the wrong form, or the profile has no such connector.
@@ -68,7 +79,8 @@ def dimensions(config: PlanConfig, profile: Profile, itl_targets: Sequence[float
         ("max_num_batched_tokens", config.max_num_batched_tokens or profile.engine.max_num_batched_tokens, _tokens),
         ("local_prefill_tokens", config.local_prefill_tokens, _thresholds),
     ]
-    found = [Dimension(ITL_TARGET, tuple(itl_targets))] if len(itl_targets) > 1 else []
+    on_splits = () if ttft_target is None else (("ttft_target_ms", ttft_target),)
+    found = [Dimension(ITL_TARGET, tuple(itl_targets), on_splits)] if len(itl_targets) > 1 else []
     for name, given, parse in named:
         if text := getattr(config, f"try_{name}"):
             try:

@@ -61,7 +61,11 @@ class Fleet:
     def flags(self) -> list[str]:
         """Its settings as on the command line."""
         target = [] if self.itl_target_ms is None else [f"--itl-target-ms {self.itl_target_ms:g}"]
-        return target + [f"--{name.replace('_', '-')} {value}" for name, value in self.settings]
+        return target + [f"--{name.replace('_', '-')} {_text(value)}" for name, value in self.settings]
+
+
+def _text(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True)

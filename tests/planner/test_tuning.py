@@ -96,6 +96,11 @@ def test_dimensions_begin_with_the_plain_setting() -> None:
     ]
     local = dimensions(PlanConfig(try_local_prefill_tokens="0,256"), PROFILE, [None, 10.0])
     assert local == [Dimension("itl_target_ms", (None, 10.0)), Dimension("local_prefill_tokens", (None, 0, 256))]
+    (elastic,) = dimensions(PlanConfig(), PROFILE, [None, 10.0], ttft_target=250.0)
+    split, colocated = Fleet(2, 1), Fleet(both=3)
+    assert elastic.variants(split) == [split, Fleet(2, 1, itl_target_ms=10.0, settings=(("ttft_target_ms", 250.0),))]
+    assert elastic.variants(colocated) == [colocated, Fleet(both=3, itl_target_ms=10.0)]
+    assert elastic.put(elastic.put(split, 10.0), None) == split
     (policies,) = dimensions(PlanConfig(try_policy="all"), PROFILE, [None])
     assert "session" not in policies.values and "least_loaded" in policies.values
 
@@ -116,11 +121,12 @@ def test_malformed_values_are_named(settings: dict[str, Any], expected: str) -> 
 
 
 def test_lines_for_compose_have_the_flags_of_instances_and_routers() -> None:
-    settings = (("connector", "redis"), ("max_num_batched_tokens", 512), ("policy", "least_loaded"))
+    settings: tuple[tuple[str, Any], ...] = (("connector", "redis"), ("max_num_batched_tokens", 512))
+    settings += (("policy", "least_loaded"), ("ttft_target_ms", 250.0))
     (trial,) = Machine(lambda fleet: 1)([Fleet(1, 1, itl_target_ms=20, settings=settings)])
     assert env_lines(trial)[4:] == [
         "ENGINE_FLAGS=--itl-target-ms 20 --max-num-batched-tokens 512",
-        "ROUTER_FLAGS=--policy least_loaded",
+        "ROUTER_FLAGS=--policy least_loaded --ttft-target-ms 250",
         "# with a KV store of the connector redis, as CONNECTOR",
     ]
 
