@@ -9,7 +9,7 @@ from rich.status import Status
 
 from pdserve.load_config import PlanConfig
 from pdserve.planner.measured import Comparison, Measured, compare
-from pdserve.planner.search import Trial, best, headroom, judge, smallest, try_size
+from pdserve.planner.search import Trial, best, best_in_mean, close_to_best, headroom, judge, smallest, try_size
 from pdserve.planner.settings import Dimension, dimensions
 from pdserve.planner.targets import Target
 from pdserve.planner.tuning import tune_sizes
@@ -96,7 +96,9 @@ class Planner:
             trials = [try_size(config.instances, itl_targets, self.simulate)]
         self._stage = "settings"
         trials, worth = tune_sizes(trials, settings, self.simulate, may_shrink=config.instances is None)
-        plan = Plan(trials, best(trials[-1]), worth)
+        nearest = self._nearest(trials[-1])
+        is_same_kind = nearest.is_colocated is best(trials[-1]).is_colocated
+        plan = Plan(trials, nearest, worth if is_same_kind else {})
         if plan.chosen is not None:
             fleet = plan.chosen.fleet
             self._stage = "rates"
@@ -104,14 +106,25 @@ class Planner:
             self._stage = "sensitivity"
             plan.sensitivity = self._sensitivity(fleet)
             self._stage = "other seeds"
-            seeds = (config.seed + number for number in range(1, 1 + OTHER_SEEDS))
-            plan.repetitions = [self._one(fleet, replace(config, seed=seed), self.rate) for seed in seeds]
+            plan.repetitions = [self._one(fleet, other, self.rate) for other in self._other_seeds()]
         if config.html or config.json:
             self._stage = "rates"
             plan.curves = {str(one.fleet): self._curve(one.fleet) for one in plan.compared}
         self._stage = "measured"
         plan.comparisons = [compare(one, self._at_rate) for one in measured]
         return plan
+
+    def _nearest(self, trials: Sequence[Trial]) -> Trial:
+        """Return the fleet with the most margin. With a single seed, chance decides between fleets that are close."""
+        close = close_to_best(trials)
+        if len(close) == 1:
+            return close[0]
+        self._stage = "other seeds"
+        fleets = [one.fleet for one in close]
+        return best_in_mean([close, *(list(self.simulate(fleets, other)) for other in self._other_seeds())])
+
+    def _other_seeds(self) -> list[PlanConfig]:
+        return [replace(self._config, seed=self._config.seed + number) for number in range(1, 1 + OTHER_SEEDS)]
 
     def _at_rate(self, fleet: Fleet, rate: float) -> Trial:
         """Simulate a fleet at a rate, or at the load's own times if it is infinite."""

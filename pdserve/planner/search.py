@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from pdserve.planner.targets import FAILED, Target, attainment, compare
 from pdserve.simulator.fleet import Fleet, Forecast
@@ -18,6 +19,8 @@ BUSY = {  # what a fleet's forecast has busy shares of
     "router": "the router is",
     "link": "the link to the KV store is",
 }
+CLOSE = 0.05  # relative difference of two ratios with one seed, which another seed may turn round
+MAX_CLOSE = 4  # fleets that are compared with several seeds
 NOISE = 0.02  # relative difference of two ratios that decides nothing
 MAX_FACTOR = 8.0  # of the rate, up to which headroom is searched
 
@@ -97,6 +100,20 @@ def best(trials: Iterable[Trial]) -> Trial:
     most = min(trials, key=lambda trial: trial.ratio)
     equal = [one for one in trials if one.ratio <= most.ratio * (1 + NOISE) and one.meets == most.meets]
     return min(equal, key=lambda trial: (len(trial.fleet.flags), trial.ratio))
+
+
+def close_to_best(trials: Sequence[Trial]) -> list[Trial]:
+    """Return the best trial, first, and a few others that another seed might prefer to it."""
+    first = best(trials)
+    close = [one for one in trials if one.ratio <= first.ratio * (1 + CLOSE) and one.meets is first.meets]
+    return [first, *sorted((one for one in close if one is not first), key=lambda one: one.ratio)][:MAX_CLOSE]
+
+
+def best_in_mean(repetitions: Sequence[Sequence[Trial]]) -> Trial:
+    """Return the trial of the first repetition whose fleet is the best in the mean over all; each has the same fleets."""
+    means = [fmean(one.ratio for one in each) for each in zip(*repetitions, strict=True)]
+    chosen = best(replace(one, ratio=mean) for one, mean in zip(repetitions[0], means, strict=True))
+    return next(one for one in repetitions[0] if one.fleet == chosen.fleet)
 
 
 def try_size(size: int, itl_targets: Sequence[float | None], simulate: Simulate) -> list[Trial]:

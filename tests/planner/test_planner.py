@@ -17,7 +17,18 @@ from pdserve.bench.requests import Request
 from pdserve.load_config import PlanConfig
 from pdserve.planner.advice import advise, env_lines
 from pdserve.planner.plan import Planner
-from pdserve.planner.search import NOISE, VERIFIED, Trial, best, headroom, judge, smallest, try_size
+from pdserve.planner.search import (
+    NOISE,
+    VERIFIED,
+    Trial,
+    best,
+    best_in_mean,
+    close_to_best,
+    headroom,
+    judge,
+    smallest,
+    try_size,
+)
 from pdserve.planner.targets import FAILED, Target, parse_targets, thin_sentences
 from pdserve.profile.profile import EngineFacts, Overheads, Profile, TransferModel
 from pdserve.simulator.fleet import Fleet, Forecast, draw_requests, mean_rate, simulate
@@ -127,6 +138,20 @@ def test_percentiles_of_few_values_are_named() -> None:
         "E2E latency p90 rests on the slowest 2 of 20 requests: it varies by chance with fewer than 50.",
         "ITL p99 says nothing: there are no gaps.",
     ]
+
+
+def test_fleets_that_are_close_are_compared_in_the_mean_over_seeds() -> None:
+    lucky, steady, far = (
+        replace(trial(Fleet(1, n), 1, 1), ratio=ratio) for n, ratio in ((1, 0.80), (2, 0.83), (3, 0.9))
+    )
+    close = close_to_best([far, steady, lucky])
+    assert close == [lucky, steady]
+    others = [[replace(lucky, ratio=ratio), steady] for ratio in (0.9, 1.0)]
+    assert best_in_mean([close, *others]) is steady
+    assert best_in_mean([close]) is lucky
+    assert close_to_best([lucky, far]) == [lucky]
+    edge = replace(steady, ratio=1.01)
+    assert close_to_best([edge, replace(lucky, ratio=0.99)])[1:] == [], "only one of them meets the SLO"
 
 
 @pytest.mark.parametrize(("prompts", "streams", "size"), [(1, 1, 2), (3, 2, 5), (2, 5, 7), (1, 12, 13), (9, 7, 16)])
