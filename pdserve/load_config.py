@@ -119,7 +119,10 @@ class PlanConfig(FleetConfig):
 class AutoscaleConfig(FleetConfig):
     slo: str = flag("targets by percentile, such as ttft.p90=500ms,itl.p99=50ms", "")
     slo_file: str = flag("TOML file with targets, also by prompt length and API key; empty: none", "")
-    router: str = flag("URLs of all routers of the fleet, comma separated", f"http://127.0.0.1:{DEFAULT_PORT}")
+    router: str = flag(
+        "URLs of all routers of the fleet, comma separated; dns://HOST:PORT stands for all addresses of a name",
+        f"http://127.0.0.1:{DEFAULT_PORT}",
+    )
     apply: bool = flag("make the changes; without it, they are only advised", False)
     interval: float = flag("seconds between decisions", 10.0, above=0)
     window: float = flag("seconds of past traffic that a forecast is made from", 120.0, above=0)

@@ -1,11 +1,16 @@
 """Client of the routers of one fleet: what they see, the lease of the controller, and changes of roles."""
 
+import socket
 from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+import httpx
 
 from pdserve.admin_client import AdminClient, StateConflict
 from pdserve.autoscaler.change import Change
 from pdserve.autoscaler.forecast import choose
 from pdserve.autoscaler.observation import Member, Observation, merge_traffic, parse_traffic
+from pdserve.errors import SetupError
 from pdserve.launchers.launcher import Launcher
 from pdserve.router.telemetry.traffic import TIME_HEADER
 
@@ -13,12 +18,25 @@ from pdserve.router.telemetry.traffic import TIME_HEADER
 class RouterClient:
     """Client of all routers of a fleet, asked one after the other. Each reports its own requests; their clocks should agree.
 
+    Args:
+        urls: of the routers. `dns://HOST:PORT` stands for a router at each address of the host at the time, such as the pods
+            behind a headless Service.
+
     Raises:
-        SetupError: from every method: a router does not respond or refuses.
+        SetupError: from every method: a router does not respond or refuses, or a name has no address.
     """
 
     def __init__(self, urls: Sequence[str]) -> None:
-        self._routers = [AdminClient(url) for url in urls]
+        self._urls = urls
+        self._clients: dict[str, AdminClient] = {}
+
+    @property
+    def _routers(self) -> list[AdminClient]:
+        urls = list(dict.fromkeys(one for url in self._urls for one in _resolve(url)))
+        for gone in self._clients.keys() - set(urls):
+            self._clients.pop(gone).close()
+        self._clients |= {url: AdminClient(url) for url in urls if url not in self._clients}
+        return [self._clients[url] for url in urls]
 
     def observe(self, window: float) -> Observation:
         """Return the fleet, and the requests of the last `window` seconds."""
@@ -60,5 +78,16 @@ class RouterClient:
         return names
 
     def close(self) -> None:
-        for router in self._routers:
-            router.close()
+        for client in self._clients.values():
+            client.close()
+
+
+def _resolve(url: str) -> list[str]:
+    parts = urlsplit(url)
+    if parts.scheme != "dns":
+        return [url]
+    try:
+        found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise SetupError(f"{url} has no address: {error}") from error
+    return sorted(str(httpx.URL(scheme="http", host=address[0], port=address[1])) for *_, address in found)

@@ -86,7 +86,15 @@ OTHER: dict[str, Any] = {
     },
     "tls": {"control": "control-tls"},
     "secrets": {"name": "pdserve", "apiKey": "api-key", "redisPassword": "redis-password"},
-    "autoscaler": {"serviceAccount": True},
+    "autoscaler": {
+        "slo": "ttft.p90=500ms",
+        "profile": "my-profile",
+        "apply": True,
+        "maxInstances": 6,
+        "flags": {"window": 60},
+        "nodeSelector": {"a": "b"},
+    },
+    "networkPolicy": {"clients": [{"namespaceSelector": {}}]},
 }
 
 
@@ -187,7 +195,7 @@ def test_selectors_match_the_pods_of_one_deployment(name: str) -> None:
         assert selected(budget["spec"]["selector"]["matchLabels"]) == [key]
     for key, service in of_kind(documents, "Service").items():
         (target,) = selected(service["spec"]["selector"])
-        assert target == key.removesuffix("-control")
+        assert target in (key.removesuffix("-control"), key.removesuffix("s"))
         names = {port["name"] for port in container(deployments[target])["ports"]}
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
     for scaled in of_kind(documents, "ScaledObject").values():
@@ -349,6 +357,29 @@ def test_the_autoscaler_may_do_what_the_launcher_does_and_no_more() -> None:
     }
 
 
+def test_the_autoscaler_watches_every_router_and_may_start_pods() -> None:
+    documents = rendered("other")
+    deployment = of_kind(documents, "Deployment")["autoscaler"]
+    arguments = container(deployment)["args"]
+    assert (
+        "--launcher=kubernetes://prod/chat" in arguments and "--max-instances=6" in arguments and "--apply" in arguments
+    )
+    assert "--router=dns://chat-pdserve-routers:8000" in arguments
+    routers = of_kind(documents, "Service")["routers"]["spec"]
+    assert routers["clusterIP"] == "None" and routers["selector"]["app.kubernetes.io/component"] == "router"
+    settings = deployment["spec"]["template"]["spec"]
+    assert settings["automountServiceAccountToken"] and settings["serviceAccountName"] == "chat-pdserve-autoscaler"
+    policies = of_kind(documents, "NetworkPolicy")["router"]["spec"]["ingress"]
+    allowed = [
+        one["podSelector"]["matchExpressions"][0]["values"]
+        for rule in policies
+        for one in rule["from"][-1:]
+        if "podSelector" in one
+    ]
+    assert ["autoscaler"] in allowed
+    assert "autoscaler" not in of_kind(rendered("defaults"), "Deployment")
+
+
 # ---- mistakes ------------------------------------------------------------------------------------------------------
 
 
@@ -361,7 +392,12 @@ def test_the_autoscaler_may_do_what_the_launcher_does_and_no_more() -> None:
         ({"secrets": {"adminKey": "admin-key"}}, "secrets.name is empty, but one of its entries is named"),
         (
             {"keda": {"enabled": True}, "autoscaler": {"serviceAccount": True}},
-            "keda.enabled and autoscaler.serviceAccount: only one of them can scale",
+            "keda.enabled and autoscaler.serviceAccount or .maxInstances: only one of them can scale",
+        ),
+        ({"autoscaler": {"slo": "ttft.p90=1s"}}, "autoscaler.profile is empty"),
+        (
+            {"autoscaler": {"slo": "ttft.p90=1s", "profile": "p"}, "tls": {"clients": "tls"}},
+            "reaches each router by its address",
         ),
         ({"decode": {"replica": 2}}, "replica"),
         ({"prefill": {"flags": {"--max-num-seqs": 2}}}, "--max-num-seqs"),
