@@ -95,6 +95,8 @@ class Dispatcher:
         rejection = check_slo(self.slo, state.prefill.candidate, state.final_instance.candidate, placement, waited)
         if rejection is not None:
             self._metrics.refusals.labels(reason=rejection.kind).inc()
+            state.timeline.refuse(str(rejection), self._now())
+            self.timelines.add(state.timeline)
             raise rejection
         state.timeline.stamp(Stage.ADMITTED, self._now())
         self._submit(state)

@@ -50,7 +50,7 @@ class Timeline:
         attempt: number of earlier submissions with this request id, by migrations and by earlier requests with the same id.
         release_seconds: for a cancelled request: instance id → seconds from its end until the instance had freed all of its
             blocks.
-        finish_reason: `stop`, `length`, `cancelled` or `error`; empty while the request runs.
+        finish_reason: `stop`, `length`, `cancelled`, `error`, or `refused` (by the SLO admission); empty while it runs.
         prompt_block, prompt_ids: tokens per id, and the ids of the prompt's blocks, as `traffic.prompt_ids` packs them.
         itl_p99_s: the gap that 99 % of the gaps between its tokens do not exceed; None before the end, or without gaps.
     """
@@ -91,6 +91,11 @@ class Timeline:
     def stamp(self, stage: Stage, at: float) -> None:
         """Record the first stamp of a stage. A `KV_STORED` that is reported late is set back to `KV_READY` at the latest."""
         self.stamps.setdefault(stage, min(at, self.stamps.get(Stage.KV_READY, at)) if stage is Stage.KV_STORED else at)
+
+    def refuse(self, reason: str, at: float) -> None:
+        """Record that the request is not admitted."""
+        self.stamp(Stage.FINISHED, at)
+        self.finish_reason, self.error = "refused", reason
 
     def span(self, start: Stage, end: Stage) -> float | None:
         """Return the seconds between two stages; None unless both were reached."""

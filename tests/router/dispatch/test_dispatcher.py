@@ -425,8 +425,11 @@ def test_slo_rejection_leaves_no_state_and_spares_running_requests(make_cluster:
         with pytest.raises(Overloaded, match=r"TTFT of 1\.5 s exceeds") as refused:
             cluster.open("second", prompt=[1] * 3)
     assert (refused.value.kind, refused.value.retry_after_s) == ("slo_ttft", 1)
-    assert prefill.candidate.requests == 1 and cluster.dispatcher.timeline("second") is None
+    assert prefill.candidate.requests == 1 and list(cluster.dispatcher.states) == ["first"]
+    timeline = cluster.dispatcher.timeline("second")
+    assert timeline is not None and timeline.finish_reason == "refused" and "TTFT of 1.5 s exceeds" in timeline.error
     cluster.open("second", prompt=[1])
+    assert (timeline := cluster.dispatcher.timeline("second")) is not None and not timeline.finish_reason
     # A running request may migrate, although it is late.
     assert first.decode is not None
     cluster.fleet.deregister(first.decode, "test")
