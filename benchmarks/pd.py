@@ -1,11 +1,10 @@
 """Cost and gain of disaggregation on this machine: `python benchmarks/pd.py`.
 
-Deployments of one model side by side on the same cores: 1P+1D with fixed roles, with prompts placed by forecast, and with
-values of --itl-target-ms and a --ttft-target-ms, between which roles give way; and the colocated arrangements that one would
-run instead: one `both` instance with all threads, or two with half of them, also with the ITL targets. A closed loop of
-streaming clients sends the same requests to each of them in turn, round after round. For each figure, each 1P+1D is compared
-with the colocated arrangement that is best in it. With --peers, vLLM takes turns too: as one server, and in its disaggregated
-mode.
+Deployments of one model in turn on the same cores: 1P+1D with every prompt on prefill, by forecast, and with targets between
+which roles give way; and the colocated arrangements that one would run instead: one `both` instance with all threads, or two
+with half of them, also with the ITL targets. A closed loop of streaming clients sends the same requests to each of them, round
+after round, each time to a new deployment. For each figure, each 1P+1D is compared with the colocated arrangement that is best
+in it. With --peers, vLLM takes turns too: as one server, and in its disaggregated mode.
 """
 
 import asyncio
@@ -42,10 +41,10 @@ class Settings(peer_process.Settings):
     mix: str = flag("long-prompts: 1,500 tokens in, 64 out; long-answers: 200, 128; balanced: 600, 100", "long-answers")
     prompt_tokens: int = flag("mean length of a prompt, which is half to one and a half of it; default: of the mix", 0)
     output_tokens: int = flag("tokens of each answer; default: of the mix", 0)
-    itl_targets: str = flag("values of --itl-target-ms, as multiples of the ITL p50 of 1P+1D with fixed roles", "3,12")
+    itl_targets: str = flag("values of --itl-target-ms, of 1P+1D and of two colocated instances", "50")
     ttft_target_ms: int = flag("--ttft-target-ms of 1P+1D with an ITL target; default: of the mix", 0)
     connector: str = flag("of the 1P+1D deployment; default: a segment of shared memory", "")
-    repeat: int = flag("rounds of each deployment, in turn", 3)
+    repeat: int = flag("rounds of each deployment, started anew, in turn", 3)
     dtype: str = flag("of weights and KV", "bfloat16")
     peers: str = flag("also measure, in its own environment: vllm", "")
 
@@ -138,7 +137,6 @@ class Ours:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        self._deployment.wait_ready()  # again: a lease may have expired while others started on busy cores
         yield
 
     async def ask(self, http: httpx.AsyncClient, name: str, prompt: list[int], count: int) -> Reply:
@@ -209,35 +207,29 @@ def benchmark(settings: Settings) -> None:
         )
         if settings.connector:
             common = replace(common, connector=settings.connector)
-        status.update(f"starting {SPLIT}")
-        split = Ours(replace(common, port=free_port(), local_prefill_tokens=0), stack)
-        split.wait_ready()
-        first = [asyncio.run(_round(split, settings, shape.vocabulary, seed=-turn)) for turn in (1, 2)]
-        itl_p50 = first[-1].figures()["itl_ms_p50"]  # the round before it warms up
-        status.update("starting the colocated instances")
-        candidates: dict[str, Ours | Vllm] = {SPLIT: split}
-        targets = [max(0.1, round(float(factor) * itl_p50, 1)) for factor in settings.itl_targets.split(",") if factor]
-        for name, config in (_elastic(common, targets, settings.ttft_target_ms) | _colocated(common, targets)).items():
-            candidates[name] = Ours(config, stack)
-        colocated = [name for name in candidates if "both" in name]
-        disaggregated = [name for name in candidates if name not in colocated]
+        targets = [float(each) for each in settings.itl_targets.split(",") if each]
+        disaggregated, colocated = _disaggregated(common, targets, settings.ttft_target_ms), _colocated(common, targets)
+        ours, running = disaggregated | colocated, dict[str, Vllm]()
         if peers:
             status.update("starting vLLM, which compiles the first time")
             vllm = {"vLLM, 1 server": [""], "vLLM, 1P+1D": ["kv_producer", "kv_consumer"]}
-            candidates |= {name: Vllm(settings, model, stack, *roles) for name, roles in vllm.items()}
-        for candidate in candidates.values():  # start all at the same time
-            candidate.wait_ready()
-        rounds: dict[str, list[Round]] = {name: [] for name in candidates}
-        for turn in range(settings.repeat + 1):
-            offset = turn % len(candidates)  # each deployment is the first one in some round
-            for name, candidate in [*candidates.items()][offset:] + [*candidates.items()][:offset]:
-                status.update(f"{name}: " + (f"round {turn} of {settings.repeat}" if turn else "warming up"))
-                with candidate.at_work():
-                    measured = asyncio.run(_round(candidate, settings, shape.vocabulary, seed=turn))
-                if turn:
-                    rounds[name].append(measured)
+            running = {name: Vllm(settings, model, stack, *roles) for name, roles in vllm.items()}
+            for server in running.values():
+                server.wait_ready()
+        names = [*ours, *running]
+        rounds: dict[str, list[Round]] = {name: [] for name in names}
+        for turn in range(settings.repeat):
+            offset = turn % len(names)  # another deployment is the first one in each round
+            for name in names[offset:] + names[:offset]:
+                status.update(f"{name}: round {turn + 1} of {settings.repeat}")
+                with ExitStack() as own:  # started anew: the speed of a process varies from start to start
+                    candidate = running[name] if name in running else Ours(replace(ours[name], port=free_port()), own)
+                    candidate.wait_ready()
+                    with candidate.at_work():
+                        asyncio.run(_round(candidate, settings, shape.vocabulary, seed=-1 - turn))  # a warm-up
+                        rounds[name].append(asyncio.run(_round(candidate, settings, shape.vocabulary, seed=turn)))
     rows = {name: _row(name, each) for name, each in rounds.items()}
-    against = [_against_best(name, key, rows, colocated) for name in disaggregated for key in FIGURES]
+    against = [_against_best(name, key, rows, [*colocated]) for name in disaggregated for key in FIGURES]
     _print(rows, against)
     for row in rows.values():
         if row["unfinished"]:
@@ -247,14 +239,13 @@ def benchmark(settings: Settings) -> None:
     print(report.write("pd", replace(settings, peers_folder=""), {"rows": [*rows.values()], "against_best": against}))
 
 
-def _elastic(common: UpConfig, targets: list[float], ttft_target: float) -> dict[str, UpConfig]:
-    """Return the arrangements of 1P+1D in which decode may compute prompts, by name."""
-    return {
-        f"{SPLIT}, " + (f"ITL {target:g} ms" if target else "by forecast"): replace(
-            common, port=free_port(), itl_target_ms=target, ttft_target_ms=ttft_target if target else None
-        )
-        for target in (None, *targets)
+def _disaggregated(common: UpConfig, targets: list[float], ttft_target: float) -> dict[str, UpConfig]:
+    """Return the arrangements of 1P+1D, by name: every prompt to prefill, by forecast, and with targets."""
+    with_targets = {
+        f"{SPLIT}, ITL {target:g} ms": replace(common, itl_target_ms=target, ttft_target_ms=ttft_target)
+        for target in targets
     }
+    return {f"{SPLIT}, fixed": replace(common, local_prefill_tokens=0), SPLIT: common, **with_targets}
 
 
 def _colocated(common: UpConfig, targets: list[float]) -> dict[str, UpConfig]:
@@ -262,7 +253,7 @@ def _colocated(common: UpConfig, targets: list[float]) -> dict[str, UpConfig]:
     arrangements: list[tuple[int, float | None]] = [(1, None), (2, None), *((2, target) for target in targets)]
     return {
         f"{both} both" + (f", ITL {target:g} ms" if target else ""): replace(
-            common, port=free_port(), prefill=0, decode=0, both=both, itl_target_ms=target
+            common, prefill=0, decode=0, both=both, itl_target_ms=target
         )
         for both, target in arrangements
     }
