@@ -2,9 +2,9 @@
 
 Deployments of one model in turn on the same cores: 1P+1D with every prompt on prefill, by forecast, and with targets between
 which roles give way; and the colocated arrangements that one would run instead: one `both` instance with all threads, or two
-with half of them, also with the ITL targets. A closed loop of streaming clients sends the same requests to each of them, round
-after round, each time to a new deployment. For each figure, each 1P+1D is compared with the colocated arrangement that is best
-in it. With --peers, vLLM takes turns too: as one server, and in its disaggregated mode.
+with half of them, also with the ITL targets. A closed loop of streaming clients sends the same requests to each of them,
+round after round, each time to a new deployment. For each figure, each 1P+1D is compared with the colocated arrangement that
+is best in it. With --peers, vLLM takes turns too: as one server, and in its disaggregated mode.
 """
 
 import asyncio
