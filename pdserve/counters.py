@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from types import MappingProxyType
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -74,10 +75,11 @@ def series(name: str, **labels: str) -> str:
     return f"{name}{{{inside}}}" if inside else name
 
 
-def parse_series(key: str) -> tuple[str, dict[str, str]] | None:
+@lru_cache(4096)
+def parse_series(key: str) -> tuple[str, Mapping[str, str]] | None:
     """Return the name and the labels of a series, or None if `key` is not one."""
     match = _SERIES.fullmatch(key)
-    return None if match is None else (match["name"], dict(_LABEL.findall(match["labels"] or "")))
+    return None if match is None else (match["name"], MappingProxyType(dict(_LABEL.findall(match["labels"] or ""))))
 
 
 def metric_families(processes: Iterable[tuple[Mapping[str, str], Mapping[str, float]]]) -> list[Metric]:
