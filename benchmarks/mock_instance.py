@@ -5,7 +5,7 @@
 An engine step gives each sequence one token, and one frame carries the tokens of all sequences. Steps begin at least STEP_MS
 apart and take no time; at 0, a sequence finishes before the next one arrives, and a frame carries one token. Tokens of a
 whole (non-streaming) answer go together, except for the first. A prefill has stored all KV when it has the first token.
-Nothing is hashed, so no KV events are sent.
+Nothing is hashed, so requests cause no KV events. Heartbeats have as many series as those of a real instance over `shm://`.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from typing import cast
 import uvloop
 
 from pdserve.control.frame_connection import NONCE_BYTES, PROTOCOL_VERSION
+from pdserve.counters import HELP, LABELS, series
 from pdserve.instance.instance import Instance
 from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.router_link import RouterLinks
@@ -29,6 +30,16 @@ from pdserve.roles.job import BATCHED_TOKENS
 CONTEXT = 16384  # tokens
 BLOCK_SIZE = 16
 TOKEN = 100  # the only token of every answer
+COSTS = pb.Costs(prefill=(5e-3, 4e-5, 1e-8), decode=(8e-3, 2e-4, 1e-8), transfer=(1e-3, 2e-10))
+COUNTERS = [
+    *(series("prompt_tokens_by_source", source=source) for source in ("computed", "local_hit", "loaded", "unneeded")),
+    *(name for name in HELP if name not in LABELS),
+    *(
+        series(f"kv_transfer_{unit}", connector="mock", direction=direction)
+        for unit in ("bytes", "seconds", "blocks")
+        for direction in ("store", "load")
+    ),
+]
 
 
 def hello(name: str, role: str, model: str) -> pb.Hello:
@@ -79,62 +90,74 @@ class Answer:
 
 
 class MockInstance:
-    """A mock with the interface used by `RouterLinks`. `outputs` goes into the next frame with the tokens of `running`."""
+    """A mock with the interface used by `RouterLinks`. Its requests are known by the router link and their id.
+
+    Attributes:
+        num_heartbeats: number of heartbeats sent, to all routers.
+    """
 
     def __init__(self, step_s: float) -> None:
         self.kv_events = KVEventPublisher()
+        self.num_heartbeats = 0
         self._step_s = step_s
-        self._reserved: dict[str, Answer] = {}  # by request id, until prefill has the first token
-        self._running: dict[str, Answer] = {}
-        self._outputs: list[pb.Output] = []
+        self._reserved: dict[tuple[str, str], Answer] = {}  # until prefill has the first token
+        self._running: dict[tuple[str, str], Answer] = {}
+        self._outputs: dict[str, list[pb.Output]] = {}  # by link; they go into its next frame
         self._awake = asyncio.Event()
         self._steps = 0
 
-    async def serve(self, router: str, hello: pb.Hello) -> None:
-        """Serve forever."""
-        links = RouterLinks([router])
+    async def serve(self, routers: list[str], hello: pb.Hello) -> None:
+        """Serve all routers forever."""
+        links = RouterLinks(routers)
         async with asyncio.TaskGroup() as group:
             group.create_task(links.run(cast(Instance, self), hello))
             group.create_task(self._run(links))
 
     @property
     def heartbeat(self) -> pb.Heartbeat:
-        return pb.Heartbeat(counters={"engine_steps": self._steps})
+        self.num_heartbeats += 1
+        counters = dict.fromkeys(COUNTERS, 12345.0) | {"engine_steps": self._steps}
+        return pb.Heartbeat(counters=counters, costs=COSTS, running=len(self._running), free_blocks=1000)
 
     def other_load(self, link: str) -> pb.Load:
-        return pb.Load()
+        """Return the remaining tokens of the requests of all routers except one."""
+        left = [answer.left for (other, _), answer in self._running.items() if other != link]
+        return pb.Load(requests=len(left), output_tokens=sum(left))
 
     def drop_link(self, link: str) -> None:
-        self._reserved.clear()
-        self._running.clear()
+        self._reserved = {key: answer for key, answer in self._reserved.items() if key[0] != link}
+        self._running = {key: answer for key, answer in self._running.items() if key[0] != link}
+        self._outputs.pop(link, None)
 
     def hand_over(self, link: str, message: pb.HandOver) -> None:
-        if message.HasField("first_token") and message.request_id in self._reserved:
-            self._running[message.request_id] = self._reserved.pop(message.request_id)
-            self._say(message.request_id, Stage.KV_READY, Stage.DECODE_STARTED)
+        key = link, message.request_id
+        if message.HasField("first_token") and key in self._reserved:
+            self._running[key] = self._reserved.pop(key)
+            self._say(key, Stage.KV_READY, Stage.DECODE_STARTED)
 
     def cancel(self, link: str, request_id: str) -> None:
-        self._reserved.pop(request_id, None)
-        self._running.pop(request_id, None)
+        self._reserved.pop((link, request_id), None)
+        self._running.pop((link, request_id), None)
 
     def submit(self, link: str, submit: pb.Submit) -> None:
-        tokens = submit.sampling.max_tokens
+        key, tokens = (link, submit.request_id), submit.sampling.max_tokens
         if submit.phase == pb.DECODE:
-            self._reserved[submit.request_id] = Answer(tokens - 1, submit.whole, begun=True)
-            self._say(submit.request_id, Stage.RESERVED)
+            self._reserved[key] = Answer(tokens - 1, submit.whole, begun=True)
+            self._say(key, Stage.RESERVED)
         elif submit.phase == pb.BOTH:
-            self._running[submit.request_id] = Answer(tokens, submit.whole)
-            self._say(submit.request_id, Stage.RESERVED, Stage.PREFILL_STARTED)
+            self._running[key] = Answer(tokens, submit.whole)
+            self._say(key, Stage.RESERVED, Stage.PREFILL_STARTED)
         else:
-            output = self._say(submit.request_id, Stage.PREFILL_STARTED, Stage.KV_STORED)
+            output = self._say(key, Stage.PREFILL_STARTED, Stage.KV_STORED)
             output.token_ids.append(TOKEN)
             num_tokens = output.tokens.computed = len(submit.prompt) // TOKEN_BYTES
             output.stored.num_blocks, output.stored.final = -(-num_tokens // BLOCK_SIZE), True
             output.finish_reason = "length" if tokens == 1 else ""
 
-    def _say(self, request_id: str, *stages: Stage) -> pb.Output:
+    def _say(self, key: tuple[str, str], *stages: Stage) -> pb.Output:
+        link, request_id = key
         output = pb.Output(request_id=request_id, stamps=[pb.Stamp(stage=stage) for stage in stages])
-        self._outputs.append(output)
+        self._outputs.setdefault(link, []).append(output)
         self._awake.set()
         return output
 
@@ -143,39 +166,34 @@ class MockInstance:
             if not self._running and not self._outputs:
                 self._awake.clear()
                 await self._awake.wait()
-            step = self._step()
-            if step.outputs:
-                links.broadcast(pb.InstanceFrame(step=step))
+            for link, outputs in self._step().items():
+                links.send(link, pb.InstanceFrame(step=pb.Step(outputs=outputs)))
             await asyncio.sleep(self._step_s)  # other requests join the batch meanwhile
 
-    def _step(self) -> pb.Step:
+    def _step(self) -> dict[str, list[pb.Output]]:
+        """Return the outputs of one step by link."""
         self._steps += 1
-        outputs, self._outputs = self._outputs, []
-        for request_id, answer in self._running.items():
+        outputs, self._outputs = self._outputs, {}
+        for (link, request_id), answer in self._running.items():
             if not (tokens := answer.step()):
                 continue
             last = not answer.left
-            outputs.append(
-                pb.Output(
-                    request_id=request_id,
-                    token_ids=[TOKEN] * tokens,
-                    finish_reason="length" if last else "",
-                    stamps=[pb.Stamp(stage=Stage.FINISHED)] if last else [],
-                )
+            output = pb.Output(
+                request_id=request_id,
+                token_ids=[TOKEN] * tokens,
+                finish_reason="length" if last else "",
+                stamps=[pb.Stamp(stage=Stage.FINISHED)] if last else [],
             )
-        self._running = {name: answer for name, answer in self._running.items() if answer.left}
-        return pb.Step(outputs=outputs)
+            outputs.setdefault(link, []).append(output)
+        self._running = {key: answer for key, answer in self._running.items() if answer.left}
+        return outputs
 
 
 async def main(step_s: float, routers: list[str], names: list[str]) -> None:
-    """Run the mocks; the load from one router does not affect the others."""
-    roles = {name: name.partition("-")[0] for name in names}
-    serving = [
-        MockInstance(step_s).serve(router, hello(name, role, "demo"))
-        for router in routers
-        for name, role in roles.items()
-    ]
-    await asyncio.gather(*serving)
+    """Run the mocks, each attached to all routers."""
+    await asyncio.gather(
+        *(MockInstance(step_s).serve(routers, hello(name, name.partition("-")[0], "demo")) for name in names)
+    )
 
 
 if __name__ == "__main__":

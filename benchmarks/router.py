@@ -189,13 +189,13 @@ def _cases(settings: Settings) -> Iterator[Case]:
 def _served(fleet: str, workers: int, settings: Settings) -> Iterator[Served]:
     """Start routers on one port with mock instances, or a server without a router, or another router."""
     names = FLEETS.get(fleet, [])
-    port, spare, *others = _free_ports(2 + 2 * workers)
+    port, spare, *others = free_ports(2 + 2 * workers)
     controls, own = others[:workers], others[workers:] if workers > 1 else [port]
     environment = {"OMP_NUM_THREADS": "1"}
     with ExitStack() as stack:
         if names:
             addresses = ",".join(f"127.0.0.1:{control}" for control in controls)
-            commands = [_router(port, *ports) for ports in zip(controls, own, strict=True)]
+            commands = [router_command(port, *ports) for ports in zip(controls, own, strict=True)]
             behind = [[sys.executable, str(MOCK), str(settings.step_ms), addresses, *names]]
         elif fleet in FLEETS:
             commands, behind = [[sys.executable, str(SERVER), str(port)]], []
@@ -213,14 +213,14 @@ def _served(fleet: str, workers: int, settings: Settings) -> Iterator[Served]:
         yield Served(port, [process.pid for process in routers], [process.pid for process in mocks])
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     ports: set[int] = set()
     while len(ports) < count:
         ports.add(free_port())
     return list(ports)
 
 
-def _router(port: int, control: int, own: int) -> list[str]:
+def router_command(port: int, control: int, own: int) -> list[str]:
     """Start one router. `own` is the port of this router only; if it is the shared port, there are no others."""
     command = [sys.executable, "-m", "pdserve", "router", "--model", MODEL, "--port", str(port)]
     command += ["--control-port", str(control), "--local-prefill-tokens", "0", "--timelines", "100"]
@@ -266,7 +266,7 @@ async def play(case: Case, served: Served, seconds: float, into: Measured) -> No
             writer.write(request)
             head = await reader.readuntil(b"\r\n\r\n")
             first = time.perf_counter()
-            await _rest(case, head, reader)
+            await read_answer(case, head, reader)
             now = time.perf_counter()
             if sent >= begin:
                 into.firsts.append(first - sent)
@@ -287,7 +287,7 @@ async def play(case: Case, served: Served, seconds: float, into: Measured) -> No
     assert into.latencies, "nothing was answered in time; give more --seconds"
 
 
-async def _rest(case: Case, head: bytes, reader: asyncio.StreamReader) -> None:
+async def read_answer(case: Case, head: bytes, reader: asyncio.StreamReader) -> None:
     """Read an answer to its end and check that it is complete."""
     assert head.startswith(b"HTTP/1.1 200"), head + await reader.read(1000)
     tokens = case.output_tokens

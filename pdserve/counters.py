@@ -1,7 +1,7 @@
 """Cumulative metrics of one instance, by name and labels: sent to routers in heartbeats and served to Prometheus."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -80,24 +80,33 @@ def parse_series(key: str) -> tuple[str, dict[str, str]] | None:
     return None if match is None else (match["name"], dict(_LABEL.findall(match["labels"] or "")))
 
 
-def metric_families(processes: Iterable[tuple[Mapping[str, str], Mapping[str, float]]]) -> list[Metric]:
+def metric_families(processes: Iterable[tuple[Mapping[str, str], Mapping[str, float]]]) -> Iterator[Metric]:
     """Return the Prometheus metric families of several processes, each given as (process labels, values by series).
 
     Series with an unknown name, from a process of another version, are left out.
     """
-    metrics: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
-    for process_labels, values in processes:
-        for key, value in values.items():
-            parsed = parse_series(key)
-            assert parsed is not None, f"not a series: {key}"
-            name, labels = parsed[0], dict(process_labels) | parsed[1]
-            if name not in HELP:
-                continue
-            family = metrics.setdefault(name, _family(name, list(labels)))
-            family.add_metric([labels[name] for name in sorted(labels)], value)
-    return list(metrics.values())
+    processes = list(processes)
+    labels_of: dict[str, dict[str, dict[str, str]]] = {}  # name → series → labels
+    for key in dict.fromkeys(key for _, values in processes for key in values):
+        parsed = parse_series(key)
+        assert parsed is not None, f"not a series: {key}"
+        labels_of.setdefault(parsed[0], {})[key] = parsed[1]
+    for name in filter(HELP.__contains__, labels_of):
+        yield _family(name, labels_of[name], processes)
 
 
-def _family(name: str, labels: list[str]) -> CounterMetricFamily | GaugeMetricFamily:
+def _family(
+    name: str,
+    labels_of: Mapping[str, Mapping[str, str]],
+    processes: Sequence[tuple[Mapping[str, str], Mapping[str, float]]],
+) -> Metric:
+    """Return the family of one name, whose series have these labels."""
     kind = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
-    return kind(f"pdserve_{name}", HELP[name], labels=sorted(labels))
+    names = sorted({*processes[0][0], *next(iter(labels_of.values()))})
+    family = kind(f"pdserve_{name}", HELP[name], labels=names)
+    for process_labels, values in processes:
+        for key, labels in labels_of.items():
+            if key in values:
+                all_labels = {**process_labels, **labels}
+                family.add_metric([all_labels[label] for label in names], values[key])
+    return family

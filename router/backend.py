@@ -101,6 +101,10 @@ async def read(stream: TokenStream) -> AsyncIterator[list[Chunk]]:
 class Backend(Protocol):
     """The HTTP side's view of the fleet, implemented by `dispatch.Dispatcher`."""
 
+    @property
+    def num_instances(self) -> int:
+        """Number of attached instances."""
+
     def model(self) -> ModelInfo | None:
         """Return the served model; None until the first instance has registered."""
 

@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import logging
 import math
+import resource
 import secrets
 import signal
 import socket
@@ -54,6 +55,8 @@ def serve(config: RouterConfig) -> None:
     Raises:
         SetupError: a port is taken; the tokenizer, a certificate or the key file cannot be read.
     """
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each instance takes one, and each client
     if config.ssl_certfile:
         check_key_pair("--ssl", config.ssl_certfile, config.ssl_keyfile)
     tls = server_context(config)
@@ -106,7 +109,7 @@ async def _serve(
         if grammars is not None:
             stack.callback(grammars.close)
         recent = dispatcher.timelines.latest
-        app = create_app(config, tokenizer, dispatcher, admission, metrics.text, recent, overview.snapshot, grammars)
+        app = create_app(config, tokenizer, dispatcher, admission, metrics.parts, recent, overview.snapshot, grammars)
         ports = f"clients on port {listening[0].getsockname()[1]}, instances on port {control_port}"
         server = _DrainingServer(app, config, metrics, ports)
         for number in (signal.SIGINT, signal.SIGTERM):

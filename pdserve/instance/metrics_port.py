@@ -112,7 +112,7 @@ class _InstanceCollector(Collector):
     def __init__(self, instance: Instance) -> None:
         self._instance = instance
 
-    def collect(self) -> list[Metric]:
+    def collect(self) -> Iterable[Metric]:
         return metric_families([({}, dict(self._instance.heartbeat.counters))])
 
 

@@ -8,6 +8,7 @@ These run on the asyncio loop. The engine thread sends frames with `RouterLinks.
 
 import asyncio
 import logging
+import random
 import ssl
 from itertools import count
 
@@ -22,6 +23,7 @@ from pdserve.proto import pdserve_pb2 as pb
 log = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL_S = 0.4
+MAX_RENEWALS = 9  # in a row, of a lease by a frame of 2 bytes, in place of a heartbeat that says nothing new
 DRAIN_POLL_S = 0.2
 UPDATE_INTERVAL_S = 0.1  # of KV events and of other routers' load
 MAX_KEYS_PER_FRAME = 1024  # so that tokens do not queue behind the keys of a whole pool
@@ -85,12 +87,18 @@ class RouterLink(FrameConnection[pb.RouterFrame, pb.InstanceFrame]):
         """
         await self.welcomed.wait()
         next_heartbeat_at = next_update_at = self._loop.time()
-        last_sent = pb.Load()
+        last_sent, last_heartbeat, renewals = pb.Load(), None, 0
         while True:
             await self.writable.wait()
             now = self._loop.time()
             if now >= next_heartbeat_at:
-                self.send(pb.InstanceFrame(heartbeat=self._instance.heartbeat))
+                heartbeat = self._instance.heartbeat
+                renewals = renewals + 1 if heartbeat == last_heartbeat and renewals < MAX_RENEWALS else 0
+                if renewals:
+                    self.send(pb.InstanceFrame(others=last_sent))
+                else:
+                    last_heartbeat = heartbeat
+                    self.send(pb.InstanceFrame(heartbeat=heartbeat))
                 next_heartbeat_at = now + HEARTBEAT_INTERVAL_S
             if now >= next_update_at:
                 if (load := self._instance.other_load(self.name)) != last_sent:
@@ -213,7 +221,8 @@ class RouterLinks:
                 attempt = 0
             if not self._is_closing and (link.welcomed.is_set() or link.rejection or attempt in (0, 10)):
                 log.warning("router %s: %s", address, _close_reason(link, error))
-            await asyncio.sleep(RETRY_DELAYS_S[min(attempt, len(RETRY_DELAYS_S) - 1)])
+            # By chance, so that the instances of a large fleet do not all dial a router at once that is back.
+            await asyncio.sleep(RETRY_DELAYS_S[min(attempt, len(RETRY_DELAYS_S) - 1)] * random.uniform(0.5, 1.5))
             attempt += 1
         self._served.discard(address)
         if not self._is_closing:

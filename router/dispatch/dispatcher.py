@@ -79,6 +79,10 @@ class Dispatcher:
         missing = self._selector.missing_roles()
         return not missing, f"{missing} is registered" if missing else "ready"
 
+    @property
+    def num_instances(self) -> int:
+        return len(self.fleet.instances)
+
     def open(self, request: Request) -> RequestState:
         now = self._now()
         if request.request_id in self._open_ids:
@@ -135,7 +139,7 @@ class Dispatcher:
         hello.role = role or hello.role
         if reason := self.fleet.conflict(hello):
             raise Conflict(f"{instance_id} cannot serve as {role}: {reason}", kind="role_refused")
-        instance.is_draining = True  # at once; the instance will announce it to all routers
+        self.fleet.begin_drain(instance)  # at once; the instance will announce it to all routers
         instance.send(pb.RouterFrame(drain=pb.Drain(role=role)))
 
     # ---- FleetListener: called by the fleet -------------------------------------------------------------------

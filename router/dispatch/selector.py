@@ -177,7 +177,7 @@ class InstanceSelector:
     def _eligible(self, role: str, avoid: InstanceHandle | None = None, context: int = 0) -> list[InstanceHandle]:
         """Return the instances for a role that accept requests of this length and whose circuit breakers allow one more."""
         serving = self._fleet.serving(role, "both")
-        instances = [one for one in serving if one is not avoid and one.hello.max_model_len >= context]
+        instances = [one for one in serving if one is not avoid and one.max_model_len >= context]
         breakers, now = self._fleet.breakers, self._fleet.now()
         if not breakers.any_faults:
             return instances

@@ -18,6 +18,7 @@ from pdserve.router.instances.frame_checks import MAX_INSTANCE_ID_CHARS
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0  # from the connection to the first frame
+BACKLOG = 4096  # connections that wait to be accepted: after a restart of the router, all instances dial at once
 CLOSE_TIMEOUT_S = 2.0  # for instances to read the frames that are still to be sent
 
 
@@ -48,6 +49,7 @@ class ControlServer:
                 lambda: InstanceConnection(self),
                 _bind_address(host),
                 port,
+                backlog=BACKLOG,
                 ssl=tls,
                 ssl_handshake_timeout=handshake_timeout,
             )

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 TICKS_PER_LEASE = 6  # number of times that leases are checked within one lease
 HEARTBEAT_ACK = pb.RouterFrame(heard=pb.Heard())
+ACK_INTERVAL_S = 2.0  # a tenth of the silence after which instances take a router for lost; each frame wakes a process
 
 
 class Connection(Protocol):
@@ -56,7 +57,9 @@ class InstanceHandle:
         requests: ids of this router's requests on it → their remaining work.
         other_load: sum of the remaining work of other routers' requests, as last reported.
         is_draining: it accepts no new requests.
+        acknowledged_at: when this router last acknowledged a heartbeat, on its monotonic clock.
         candidate: the view of the policies: this router's requests as of now, plus `other_load`.
+        kind: all that decides which instances it can serve with. Most instances of a fleet are of a few kinds.
     """
 
     hello: pb.Hello
@@ -71,11 +74,15 @@ class InstanceHandle:
     requests: dict[str, Load] = field(default_factory=dict)
     other_load: Load = NO_LOAD
     is_draining: bool = False
+    acknowledged_at: float = -math.inf
     id: str = field(init=False)
     role: str = field(init=False)
+    kind: tuple[object, ...] = field(init=False)
+    max_model_len: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.id, self.role = self.hello.instance_id, self.hello.role
+        self.max_model_len = self.hello.max_model_len  # read for each request; a field of a message takes longer
+        self.id, self.role, self.kind = self.hello.instance_id, self.hello.role, _kind(self.hello)
         self.candidate = Candidate(
             self.id,
             is_both=self.role == "both",
@@ -100,7 +107,7 @@ class InstanceHandle:
 
     def change_role(self, hello: pb.Hello) -> None:
         """Take over the new role of an instance that has finished draining."""
-        self.hello, self.role, self.is_draining = hello, hello.role, False
+        self.hello, self.role, self.kind, self.is_draining = hello, hello.role, _kind(hello), False
         self.candidate.is_both = hello.role == "both"
 
     def update_heartbeat(self, heartbeat: pb.Heartbeat) -> None:
@@ -194,14 +201,23 @@ class Fleet:
         self._model = model
         self._lease_seconds = lease_seconds
         self._clock = AwakeClock(self.lease_check_interval_s, now())
+        self._serving: dict[tuple[str, ...], list[InstanceHandle]] = {}  # by roles, until an instance changes
 
     def awake_now(self) -> float:
         """Return the time by which peers are judged: it leaves out the time in which this router was stalled itself."""
         return self._clock.read(self.now())
 
     def serving(self, *roles: str) -> list[InstanceHandle]:
-        """Return the instances of these roles that accept new requests."""
-        return [instance for instance in self.instances.values() if instance.role in roles and not instance.is_draining]
+        """Return the instances of these roles that accept new requests: a list that is replaced and never modified."""
+        if roles not in self._serving:
+            instances = self.instances.values()
+            self._serving[roles] = [one for one in instances if one.role in roles and not one.is_draining]
+        return self._serving[roles]
+
+    def begin_drain(self, instance: InstanceHandle) -> None:
+        """Give an instance no new requests."""
+        instance.is_draining = True
+        self._serving.clear()
 
     def record_fault(self, instance: InstanceHandle, now: float) -> None:
         """Count a fault against the instance's circuit breaker."""
@@ -245,10 +261,8 @@ class Fleet:
         """Return why an instance in this role cannot serve with the other attached ones; empty if it can."""
         if hello.role not in ROLES:
             return f"unknown role {hello.role[:MAX_NAME_CHARS]!r}; the roles are {', '.join(ROLES)}"
-        for other in self.instances.values():
-            if other.id != hello.instance_id and (conflict := _conflict(hello, other.hello)):
-                return conflict
-        return ""
+        kinds = {other.kind: other.hello for other in self.instances.values() if other.id != hello.instance_id}
+        return next(filter(None, (_conflict(hello, other) for other in kinds.values())), "")
 
     def register(self, hello: pb.Hello, connection: Connection) -> InstanceHandle:
         """Add an instance that passed `rejection_reason`. It replaces an earlier connection of the same instance."""
@@ -256,6 +270,7 @@ class Fleet:
             self.deregister(self.instances[hello.instance_id], "it has reconnected")
         instance = InstanceHandle(hello, connection, self.now(), self._clock.time)
         self.instances[hello.instance_id] = instance
+        self._serving.clear()
         extra = {"event": "joined", "instance": instance.id}
         log.info("%s joined as %s with %d blocks", instance.id, hello.role, hello.num_blocks, extra=extra)
         return instance
@@ -265,6 +280,7 @@ class Fleet:
         if self.instances.get(instance.id) is not instance:
             return
         del self.instances[instance.id]
+        self._serving.clear()
         self.index.forget(instance.id)
         self.num_lost += 1
         extra = {"event": "drained" if instance.is_draining else "left", "instance": instance.id}
@@ -304,7 +320,7 @@ class Fleet:
             case "draining":
                 extra = {"event": "draining", "instance": instance.id}
                 log.info("%s is draining; it has %d requests", instance.id, len(instance.requests), extra=extra)
-                instance.is_draining = True
+                self.begin_drain(instance)
                 self.listener.on_draining(instance)
             case "hello":
                 self._handle_role_change(instance, frame)
@@ -316,7 +332,9 @@ class Fleet:
                 if frame.heartbeat.counters["engine_steps"] != instance.heartbeat.counters["engine_steps"]:
                     instance.last_step_at = self.awake_now()
                 instance.update_heartbeat(frame.heartbeat)
-                instance.send(HEARTBEAT_ACK)
+                if instance.last_frame_at - instance.acknowledged_at >= ACK_INTERVAL_S:
+                    instance.acknowledged_at = instance.last_frame_at
+                    instance.send(HEARTBEAT_ACK)
 
     def _handle_role_change(self, instance: InstanceHandle, frame: pb.InstanceFrame) -> None:
         expected = pb.Hello()
@@ -330,6 +348,7 @@ class Fleet:
             extra = {"event": "role", "instance": instance.id}
             log.info("%s now serves as %s", instance.id, frame.hello.role, extra=extra)
             instance.change_role(frame.hello)
+            self._serving.clear()
 
     def _handle_kv_events(self, instance: InstanceHandle, blocks: pb.Blocks) -> None:
         self.index.remove(instance.id, _split_keys(blocks.removed))
@@ -348,6 +367,12 @@ def _split_keys(joined: bytes) -> list[bytes]:
 def _is_same_process(attached: pb.Hello, joining: pb.Hello) -> bool:
     """Return whether both are from one process. The epoch is public, the nonce is not."""
     return attached.epoch == joining.epoch and hmac.compare_digest(attached.nonce, joining.nonce)
+
+
+def _kind(hello: pb.Hello) -> tuple[object, ...]:
+    """Return what `_conflict` looks at; the namespace stands for the layout."""
+    ids = frozenset(hello.eos_token_ids)
+    return hello.namespace, hello.role, hello.convert_kv, hello.allow_inexact, hello.vocab_size, ids
 
 
 def _conflict(hello: pb.Hello, other: pb.Hello) -> str:

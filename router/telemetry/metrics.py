@@ -1,7 +1,7 @@
 """Prometheus metrics of the router, and of its instances, whose counters arrive with their heartbeats."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -156,7 +156,12 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all metrics in the Prometheus text format."""
-        return generate_latest(self.registry)
+        return b"".join(self.parts())
+
+    def parts(self) -> Iterator[bytes]:
+        """Return the same in parts, a family each. All of them take half a second with a thousand instances."""
+        for family in self.registry.collect():
+            yield generate_latest(_Family(family))
 
 
 def _num_tasks() -> int:
@@ -211,6 +216,16 @@ PREFIX_INDEX_GAUGES: list[tuple[str, str, Callable[[Fleet, InstanceHandle, float
         lambda _, instance, now: instance.index_age(now),
     ),
 ]
+
+
+class _Family(Collector):
+    """One family, as a collector."""
+
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> Iterable[Metric]:
+        return [self._family]
 
 
 class _FleetCollector(Collector):

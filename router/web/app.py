@@ -49,7 +49,7 @@ def create_app(
     tokenizer: Tokenizer,
     backend: Backend,
     admission: AdmissionController,
-    metrics_text: Callable[[], bytes],
+    metrics_parts: Callable[[], Iterable[bytes]],
     latest_timelines: Callable[[int], list[Timeline]],
     overview: Callable[[], dict[str, object]],
     grammars: GrammarChecker | None = None,
@@ -62,7 +62,7 @@ def create_app(
     api_routes = [
         *generation_routes,
         *ModelEndpoints(config, tokenizer, backend, admission.parse_queue).routes(),
-        *OperatorEndpoints(backend, metrics_text, latest_timelines, overview, config.max_n).routes(),
+        *OperatorEndpoints(backend, metrics_parts, latest_timelines, overview, config.max_n).routes(),
     ]
     clients, operators = KeySet(admission.keys), KeySet(load_api_keys(config.admin_key))
     document = cache(lambda: openapi_document(api_routes, config.name, _key_names(api_routes, clients, operators)))

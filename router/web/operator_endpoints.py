@@ -1,9 +1,10 @@
 """The endpoints for operators, probes and debugging: /health, /ready, /metrics, /version, /debug and /admin."""
 
+import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated
 
 from starlette.requests import Request
@@ -32,7 +33,7 @@ class OperatorEndpoints(Endpoints):
     """Reports the state of the router, and drains instances or changes their roles.
 
     Args:
-        metrics_text: returns the body of /metrics.
+        metrics_parts: returns the body of /metrics in parts. Others are served between two of them.
         latest_timelines: returns the timelines of the latest requests, at most as many as its argument.
         overview: returns the body of /debug/overview.
         max_n: the most choices that one request may have.
@@ -43,13 +44,13 @@ class OperatorEndpoints(Endpoints):
     def __init__(
         self,
         backend: Backend,
-        metrics_text: Callable[[], bytes],
+        metrics_parts: Callable[[], Iterable[bytes]],
         latest_timelines: Callable[[int], list[Timeline]],
         overview: Callable[[], dict[str, object]],
         max_n: int,
     ) -> None:
         self._backend = backend
-        self._metrics_text = metrics_text
+        self._metrics_parts = metrics_parts
         self._latest_timelines = latest_timelines
         self._overview = overview
         self._max_n = max_n
@@ -66,7 +67,7 @@ class OperatorEndpoints(Endpoints):
         ready, reason = self._backend.ready()
         if not ready:
             raise Unavailable(f"not ready: {reason}", kind="not_ready", retry_after_s=1)
-        return answers.Readiness(status="ready", instances=len(self._backend.instances()))
+        return answers.Readiness(status="ready", instances=self._backend.num_instances)
 
     @endpoint(
         "GET",
@@ -77,7 +78,11 @@ class OperatorEndpoints(Endpoints):
     )
     async def metrics(self) -> Response:
         """Metrics in Prometheus' format."""
-        return Response(self._metrics_text(), media_type=METRICS_TYPE)
+        parts = []
+        for part in self._metrics_parts():
+            parts.append(part)
+            await asyncio.sleep(0)
+        return Response(b"".join(parts), media_type=METRICS_TYPE)
 
     @endpoint("GET", "/version", Access.OPEN)
     async def version(self) -> answers.Version:

@@ -189,6 +189,21 @@ def test_router(run: Callable[..., Any]) -> None:
     assert all(row["us_p50"] > 0 for row in content["decisions"])
 
 
+def test_fleet(run: Callable[..., Any]) -> None:
+    """64 mock instances: a router that is killed and started again has all of them and their block keys again."""
+    content = run("fleet.py")
+    (row,) = content["rows"]
+    assert (row["routers"], row["instances"], row["keys"]) == (1, 64, 64 * 64)
+    assert row["requests_per_s"] > 0 and row["bytes_per_key"] > 0 and row["heartbeats_per_s"] > 0
+    restart = row["restart"]
+    assert 0 < restart["alive_s"] <= restart["attached_s"] <= restart["whole_s"]
+    outcomes = restart["killed_outcomes"]
+    assert outcomes.keys() == {"exact", "broken"}, (
+        "an answer was wrong, or refused by a router that says that it is ready"
+    )
+    assert outcomes["broken"] <= content["settings"]["connections"], "more than the requests under way"
+
+
 def test_codecs(run: Callable[..., Any]) -> None:
     rows = {row["codec"]: row for row in run("kv_codecs.py", "--speed")["rows"]}
     assert list(rows) == ["none", "lz4", "zstd", "fp8", "int8"]

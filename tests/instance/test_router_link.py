@@ -15,7 +15,7 @@ from pdserve.cli.deployment import free_port
 from pdserve.control.frame_connection import FrameConnection
 from pdserve.engine.block_pool import BlockPool
 from pdserve.instance.kv_events import KVEventPublisher
-from pdserve.instance.router_link import MAX_KEYS_PER_FRAME, RouterLink, RouterLinks
+from pdserve.instance.router_link import MAX_KEYS_PER_FRAME, MAX_RENEWALS, RouterLink, RouterLinks
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.scheduling.prefix_index import PrefixIndex
 
@@ -55,7 +55,7 @@ class Harness:
         self.pool = BlockPool(BLOCKS, 16, self.kv_events.publish)
         self.links = RouterLinks([f"127.0.0.1:{self.port}"])
         self.next_key = 0
-        instance = SimpleNamespace(
+        self.instance = instance = SimpleNamespace(
             kv_events=self.kv_events,
             heartbeat=pb.Heartbeat(),
             other_load=lambda link: pb.Load(),
@@ -179,6 +179,26 @@ def test_an_instance_that_is_refused_after_its_welcome_dials_less_and_less(monke
             await asyncio.sleep(0.2)  # time for a fifth
             assert len(routers) == 4
             harness.serving.cancel()
+
+    run(scenario())
+
+
+def test_heartbeats_that_say_nothing_new_are_replaced_by_a_renewal_of_the_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pdserve.instance.router_link.HEARTBEAT_INTERVAL_S", 0.01)
+
+    async def scenario() -> None:
+        harness = Harness()
+        async with harness.router() as router:
+            while (kinds := [frame.WhichOneof("frame") for frame in router.frames]).count("heartbeat") < 3:
+                await asyncio.sleep(0.01)
+            assert kinds[:2] == ["hello", "heartbeat"]
+            assert kinds[2:12] == ["others"] * MAX_RENEWALS + ["heartbeat"]
+            harness.instance.heartbeat = pb.Heartbeat(running=1, counters={"engine_steps": 1.0})
+            while not any(frame.heartbeat.running for frame in router.frames):
+                await asyncio.sleep(0.01)
+        harness.serving.cancel()
 
     run(scenario())
 

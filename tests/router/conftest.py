@@ -210,6 +210,8 @@ class ScriptedBackend:
         self.log.add(stream.timeline)
         return stream
 
+    num_instances = 1
+
     def instances(self) -> list[dict[str, object]]:
         return [{"instance_id": "p0", "role": "prefill"}]
 
@@ -253,7 +255,7 @@ def make_app(backend: ScriptedBackend, metrics: Metrics) -> Callable[..., Starle
     def make(tokenizer: Tokenizer, now: Callable[[], float] = time.monotonic, **settings: Any) -> Starlette:
         config = RouterConfig(**{"model": "demo", "max_body_bytes": 20_000, "max_n": 8, **settings})
         admission = AdmissionController(load_api_keys(config.api_key, config.keys_file), config, metrics, now)
-        return create_app(config, tokenizer, backend, admission, lambda: b"pdserve_up 1\n", backend.log.latest, dict)
+        return create_app(config, tokenizer, backend, admission, lambda: [b"pdserve_up 1\n"], backend.log.latest, dict)
 
     return make
 

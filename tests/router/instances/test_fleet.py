@@ -106,11 +106,54 @@ def test_layouts_that_cannot_be_converted_are_rejected(
     assert reason == "its weights or its KV layout differ from those of prefill-0"
 
 
-def test_each_heartbeat_is_acknowledged(fleet: Fleet, make_hello: MakeHello, make_connection: type[SentFrames]) -> None:
-    connection = make_connection()
+def test_heartbeats_are_acknowledged_every_few_seconds(
+    make_hello: MakeHello, make_connection: type[SentFrames]
+) -> None:
+    now, connection, acknowledged = 0.0, make_connection(), list[float]()
+    fleet = Fleet("router", "model", 1.0, lambda: now)
+    fleet.listener = cast(Any, SimpleNamespace(on_lost=lambda instance: None))
     instance = fleet.register(make_hello("prefill-0"), connection)
-    fleet.handle_frame(instance, pb.InstanceFrame(heartbeat=pb.Heartbeat()))
-    assert [frame.WhichOneof("frame") for frame in connection] == ["heard"]
+    while now < 10:
+        fleet.handle_frame(instance, pb.InstanceFrame(heartbeat=pb.Heartbeat()))
+        acknowledged += [now] * (len(connection) - len(acknowledged))
+        now += 0.5
+    assert acknowledged == [0.0, 2.0, 4.0, 6.0, 8.0]
+    assert {frame.WhichOneof("frame") for frame in connection} == {"heard"}
+
+
+def test_instances_serve_in_their_role_unless_they_drain_or_leave(
+    fleet: Fleet, make_hello: MakeHello, make_connection: type[SentFrames]
+) -> None:
+    def serving() -> list[str]:
+        return [instance.id for instance in fleet.serving("decode", "both")]
+
+    assert serving() == []
+    first, second = (fleet.register(make_hello(name), make_connection()) for name in ("decode-0", "decode-1"))
+    fleet.listener = cast(Any, SimpleNamespace(on_lost=lambda instance: None, on_draining=lambda instance: None))
+    assert serving() == ["decode-0", "decode-1"]
+    fleet.begin_drain(first)
+    assert serving() == ["decode-1"]
+    fleet.handle_frame(second, pb.InstanceFrame(draining=pb.Draining()))
+    assert serving() == []
+    for instance, role in ((first, "decode"), (second, "prefill")):
+        hello = pb.Hello()
+        hello.CopyFrom(instance.hello)
+        hello.role = role
+        fleet.handle_frame(instance, pb.InstanceFrame(hello=hello))
+    assert serving() == ["decode-0"]
+    fleet.deregister(first, "it left")
+    assert serving() == []
+
+
+def test_a_joining_instance_is_compared_with_all_kinds_of_instances(
+    fleet: Fleet, make_hello: MakeHello, make_connection: type[SentFrames]
+) -> None:
+    for number in range(3):
+        fleet.register(make_hello(f"prefill-{number}"), make_connection())
+    fleet.register(make_hello("decode-0", block_size=32, convert=True), make_connection())
+    assert not fleet.rejection_reason(pb.InstanceFrame(hello=make_hello("prefill-3", block_size=32)))
+    reason = fleet.rejection_reason(pb.InstanceFrame(hello=make_hello("decode-1", block_size=32)))
+    assert reason.endswith("make them the same, or start decode-1 with --convert-kv")
 
 
 def test_load_is_that_of_own_and_other_routers_requests(

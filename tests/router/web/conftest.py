@@ -42,7 +42,7 @@ class Scene:
         overview = Overview(self.dispatcher, metrics, event_log)
         latest = self.dispatcher.timelines.latest
         admission = AdmissionController(load_api_keys(config.api_key), config, metrics, time.monotonic)
-        self.app = create_app(config, tokenizer, self.dispatcher, admission, metrics.text, latest, overview.snapshot)
+        self.app = create_app(config, tokenizer, self.dispatcher, admission, metrics.parts, latest, overview.snapshot)
 
     def join(self, role: str, name: str) -> InstanceHandle:
         hello = pb.Hello(instance_id=name, role=role, model="demo", max_model_len=100, vocab_size=50, num_blocks=99)

@@ -77,7 +77,7 @@ def checked_client(
     config = RouterConfig(model="demo")
     admission = AdmissionController(load_api_keys(""), config, metrics, time.monotonic)
     return make_client(
-        create_app(config, tokenizer, backend, admission, bytes, backend.log.latest, dict, grammars=checker)
+        create_app(config, tokenizer, backend, admission, list, backend.log.latest, dict, grammars=checker)
     )
 
 

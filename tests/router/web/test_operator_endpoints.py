@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from pdserve import __version__
 from pdserve.errors import Conflict
+from pdserve.router.web.operator_endpoints import OperatorEndpoints
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client, ScriptedBackend
@@ -33,6 +35,30 @@ def test_metrics_version_and_instances(client: Client) -> None:
     assert metrics.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert client.get("/version").json() == {"version": __version__}
     assert client.get("/debug/instances").json() == {"instances": [{"instance_id": "p0", "role": "prefill"}]}
+
+
+def test_others_are_served_between_parts_of_the_metrics(backend: ScriptedBackend) -> None:
+    turns, seen = 0, list[int]()
+
+    def parts() -> Iterator[bytes]:
+        for number in range(3):
+            seen.append(turns)
+            yield b"%d " % number
+
+    async def scenario() -> bytes:
+        async def serve_others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        others = asyncio.create_task(serve_others())
+        response = await OperatorEndpoints(backend, parts, backend.log.latest, dict, 1).metrics()
+        others.cancel()
+        return bytes(response.body)
+
+    assert asyncio.run(scenario()) == b"0 1 2 "
+    assert seen[0] < seen[1] < seen[2]
 
 
 def test_debug_finds_each_choice(client: Client, backend: ScriptedBackend) -> None:
