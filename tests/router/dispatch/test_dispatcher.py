@@ -142,11 +142,11 @@ def test_draining_decode_migrates_its_streams_if_another_decode_exists(make_clus
     staying = next(instance for instance in decodes if instance is not leaving)
     cluster.deliver(prefill, token_ids=[7], stored=pb.Stored(num_blocks=1, final=True))
     cluster.sent(leaving)
-    leaving.is_draining = True
+    cluster.fleet.begin_drain(leaving)
     cluster.dispatcher.on_draining(leaving)
     assert [kind for kind, _ in cluster.sent(leaving)] == ["cancel"]
     assert [kind for kind, _ in cluster.sent(staying)] == ["submit"] and state.decode is staying
-    staying.is_draining = True
+    cluster.fleet.begin_drain(staying)
     cluster.dispatcher.on_draining(staying)
     assert not cluster.sent(staying), "the stream finishes here: there is no other decode instance"
     assert cluster.open("later").final_instance is prefill
@@ -161,7 +161,7 @@ def test_drains_do_not_count_against_the_migration_limits(make_cluster: type[Clu
         here = state.decode
         assert here is not None
         cluster.deliver(prefill, state.id, token_ids=[move], stored=pb.Stored(num_blocks=1, final=True))
-        here.is_draining = True
+        cluster.fleet.begin_drain(here)
         cluster.dispatcher.on_draining(here)
         assert len(state.timeline.migrations) == move + 1 and state.decode is not here
         here.change_role(here.hello)
@@ -478,7 +478,7 @@ def test_only_live_instances_receive_requests_and_no_load_remains(
             cluster.fleet.deregister(instance, "test")
         elif event == "drain" and instance is not None:
             eligible = [m for m in eligible if m is not instance]
-            instance.is_draining = True
+            cluster.fleet.begin_drain(instance)
             cluster.dispatcher.on_draining(instance)
         elif event == "open":
             with contextlib.suppress(Unavailable):

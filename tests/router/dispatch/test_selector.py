@@ -42,7 +42,7 @@ def test_an_instance_gets_the_requests_that_it_has_room_for(make_cluster: type[C
     cluster = make_cluster("prefill", "prefill", "decode", "decode", policy="round_robin")
     short = [cluster.instances[0], cluster.instances[2]]
     for instance in short:
-        instance.hello.max_model_len = 5
+        instance.hello.max_model_len = instance.max_model_len = 5
     states = [cluster.open(f"long-{i}", max_tokens=4) for i in range(4)]  # 7 tokens
     assert not {state.prefill for state in states} & set(short) and not {state.decode for state in states} & set(short)
     states = [cluster.open(f"short-{i}", max_tokens=2) for i in range(4)]
