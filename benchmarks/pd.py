@@ -55,7 +55,7 @@ QUICK = {
     "concurrency": 2,
     "prompt_tokens": 20,
     "output_tokens": 5,
-    "itl_targets": "3",
+    "itl_targets": "20",
     "repeat": 1,
 }
 MIXES = {

@@ -1,7 +1,6 @@
 """The benchmark scripts run, and their JSON says what is promised."""
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -156,18 +155,21 @@ def test_transports(run: Callable[..., Any]) -> None:
 def test_pd(run: Callable[..., Any]) -> None:
     content = run("pd.py")
     rows = {row["deployment"]: row for row in content["rows"]}
-    split, *colocated = rows
-    assert split == "1P+1D" and colocated[:2] == ["1 both", "2 both"]
-    assert len(colocated) == 3 and re.fullmatch(r"2 both, ITL [\d.]+ ms", colocated[2])
+    assert list(rows) == [
+        *("1P+1D, fixed", "1P+1D", "1P+1D, ITL 20 ms"),
+        *("1 both", "2 both", "2 both, ITL 20 ms"),
+    ]
     for row in rows.values():
         assert row["requests"] == 4 and row["output_tok_per_s"] > 0 and row["ttft_ms_p50"] > 0
-    assert rows["1 both"]["handed_over"] == 0 and rows[split]["handed_over"] == 4 and rows[split]["handover_ms_p50"] > 0
+    fixed, colocated = rows["1P+1D, fixed"], list(rows)[3:]
+    assert rows["1 both"]["handed_over"] == 0 and fixed["handed_over"] == 4 and fixed["handover_ms_p50"] > 0
     for one in content["against_best"]:
         figure = one["figure"]
         best = (max if figure == "output_tok_per_s" else min)(rows[name][figure] for name in colocated)
         assert rows[one["best_colocated"]][figure] == best
         if best:  # several tokens of a stream may arrive at the same time
-            assert one["ratio"] == pytest.approx(rows[split][figure] / best, abs=0.01)  # of one round
+            assert one["ratio"] == pytest.approx(rows[one["deployment"]][figure] / best, abs=0.01)  # of one round
+    assert {one["deployment"] for one in content["against_best"]} == set(list(rows)[:3])
     assert {"output_tok_per_s", "ttft_ms_p50", "itl_ms_p99"} <= {one["figure"] for one in content["against_best"]}
 
 
