@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from pdserve.autoscaler.change import Change, flips, starts, stops
 from pdserve.autoscaler.forecast import Rating, Situation, rate
-from pdserve.autoscaler.load import answer_lengths, expected_load, expected_rate, replayed
-from pdserve.autoscaler.observation import Observation
+from pdserve.autoscaler.load import answer_lengths, expected_load, expected_rate, replayed, since_change
+from pdserve.autoscaler.observation import Observation, Seen
 from pdserve.planner.targets import Target
 
 MIN_REQUESTS = 20  # in the window, with fewer of which there is no forecast
@@ -195,14 +195,15 @@ class Controller:
         """Return the input of a forecast in which `expected` requests arrive per second."""
         limits = self._limits
         began_at = seen.at - min(REPLAY_S, limits.window)
-        lengths = answer_lengths(seen.requests)
+        lengths, first = _mix(seen.requests)
         running = [(one, length) for one, length in zip(seen.requests, lengths, strict=True) if one.ended_at > began_at]
         waiting = frozenset(n for n, (one, _) in enumerate(running) if one.ttft_s is None and not one.finish_reason)
         received = replayed(running, began_at, seen.at)
-        # What comes next resembles the newer half of the window.
+        # What comes next resembles the requests since the newest change, and the newer half of the window.
         newest_at = seen.at - limits.window / 2
-        whole = [replace(one.request, output_tokens=n) for one, n in zip(seen.requests, lengths, strict=True)]
-        newer = [request for one, request in zip(seen.requests, whole, strict=True) if one.at > newest_at] or whole
+        latest = list(zip(seen.requests, lengths, strict=True))[first:]
+        whole = [replace(one.request, output_tokens=n) for one, n in latest]
+        newer = [request for request in whole if (request.at or 0.0) > newest_at] or whole
         load = expected_load(newer, seen.at, expected, limits.horizon, len(received))
         members, moves = self._roles_since(began_at)
         return Situation(began_at, seen.at, members, moves, received, waiting, load)
@@ -273,6 +274,12 @@ class Controller:
                     reason = f"{ratings[change].worst} expected without it"
                     return replace(draft, change=change, reason=reason, considered=tuple(considered))
         return replace(draft, reason=reason, considered=tuple(considered))
+
+
+def _mix(requests: Sequence[Seen]) -> tuple[list[int], int]:
+    """Return the lengths that answers will have, and the index of the first request since the newest change of the mix."""
+    first = since_change([one.request.input_tokens for one in requests])
+    return answer_lengths(requests[:first]) + answer_lengths(requests[first:]), first
 
 
 def _is_better(rating: Rating, other: Rating) -> bool:
