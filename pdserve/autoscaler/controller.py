@@ -17,6 +17,7 @@ from pdserve.planner.targets import Target
 
 MIN_REQUESTS = 20  # in the window, with fewer of which there is no forecast
 MIN_GAIN = 0.02  # of attainment, for which the fleet is changed
+NEARER = 0.9  # factor of the worst figure ÷ target, at which a change is in the right direction
 SPARE = 0.8  # worst figure ÷ target that a fleet may have with one instance fewer
 PEAK_WINDOWS = 6  # whose highest rate a smaller fleet must bear
 HOUR = 3600.0
@@ -235,7 +236,7 @@ class Controller:
                 considered.append(Considered(str(change), rating))
                 if _is_better(rating, best[0] if best else now):
                     best = rating, change
-                if rating.meets or not _is_better(rating, now):
+                if rating.meets or not _is_towards(rating, now):
                     break  # more instances at once are not needed, or would not help
         draft = replace(draft, considered=tuple(considered))
         if best is None:
@@ -287,6 +288,12 @@ def _is_better(rating: Rating, other: Rating) -> bool:
     if rating.attainment >= other.attainment + MIN_GAIN:
         return True
     return rating.meets and not other.meets and rating.attainment >= other.attainment
+
+
+def _is_towards(rating: Rating, other: Rating) -> bool:
+    """Return whether a change is in the right direction: of a fleet that is far from the SLO, one instance may save no request,
+    but shortens the queue."""
+    return _is_better(rating, other) or rating.ratio < NEARER * other.ratio
 
 
 def _text(counts: Counter[str]) -> str:
