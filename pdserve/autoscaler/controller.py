@@ -291,8 +291,8 @@ def _is_better(rating: Rating, other: Rating) -> bool:
 
 
 def _is_towards(rating: Rating, other: Rating) -> bool:
-    """Return whether a change is in the right direction: of a fleet that is far from the SLO, one instance may save no request,
-    but shortens the queue."""
+    """Return whether a change is in the right direction: far from the SLO, one instance may save no request, but shortens
+    the queue."""
     return _is_better(rating, other) or rating.ratio < NEARER * other.ratio
 
 

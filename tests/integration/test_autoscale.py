@@ -95,7 +95,7 @@ def test_a_controller_changes_a_role_and_another_one_only_watches(
 def test_a_controller_that_is_killed_in_mid_flip_leaves_it_to_the_next(
     deploy: Deploy, autoscale: Callable[..., Any], wait_until: Callable[..., None], tmp_path: Path
 ) -> None:
-    """Decode instances are stopped for a while, so that the drain before the flip lasts until a second controller is there."""
+    """Decode instances are stopped for a while, so that the drain lasts until a second controller is there."""
     PROFILE.save(tmp_path / "profile.json")
     decisions = [tmp_path / "first.jsonl", tmp_path / "second.jsonl"]
 
