@@ -1,8 +1,8 @@
 """The controller: decides from observations and forecasts whether to change the fleet. Plain decisions: others act.
 
 It holds while a change is under way, and for a cooldown after it. Then it forecasts the fleet as it is. If that would miss
-the SLO, it forecasts role changes and, if there is a budget, one more instance, and takes what promises most, if that is
-clearly more than it has. If the fleet would meet the SLO with one instance fewer and room to spare, that one ends.
+the SLO, or too many requests, it forecasts role changes and, if there is a budget, one more instance, and takes what promises
+most, if that is clearly more than it has. If the fleet would meet the SLO with one instance fewer and room to spare, that one ends.
 """
 
 from collections import Counter, deque
@@ -16,7 +16,8 @@ from pdserve.autoscaler.observation import Observation, Seen
 from pdserve.planner.targets import Target
 
 MIN_REQUESTS = 20  # in the window, with fewer of which there is no forecast
-MIN_GAIN = 0.02  # of attainment, for which the fleet is changed
+MIN_GOOD = 0.9  # share of good requests, with fewer of which a better fleet is looked for although it meets the SLO
+MIN_GAIN = 0.05  # of attainment, for which the fleet is changed
 NEARER = 0.9  # factor of the worst figure ÷ target, at which a change is in the right direction
 SPARE = 0.8  # worst figure ÷ target that a fleet may have with one instance fewer
 PEAK_WINDOWS = 6  # whose highest rate a smaller fleet must bear
@@ -126,7 +127,8 @@ class Controller:
         draft = replace(draft, rate=expected)
         situation = self._situation(seen, expected)
         now = self._forecast(situation, None)
-        decision = self._shrink(draft, seen, now) if now.meets else self._improve(draft, seen, situation, now)
+        suffices = now.meets and now.attainment >= MIN_GOOD
+        decision = self._shrink(draft, seen, now) if suffices else self._improve(draft, seen, situation, now)
         if decision.change is not None:
             self._begin(seen, decision.change)
         return decision

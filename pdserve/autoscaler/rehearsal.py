@@ -46,11 +46,14 @@ def rehearse(
     """Play a load while a controller decides every `interval` seconds."""
     rehearsal = Rehearsal()
     starting: list[float] = []
+    ticked_at = 0.0
 
     def tick() -> None:
+        nonlocal ticked_at
         seen = observe(simulation, window)
         starting[:] = [ready for ready in starting if ready > seen.at]
-        rehearsal.instance_seconds += interval * (len(seen.members) + len(starting))
+        rehearsal.instance_seconds += (seen.at - ticked_at) * (len(seen.members) + len(starting))
+        ticked_at = seen.at
         decision = decide(seen)
         rehearsal.decisions.append(decision)
         on_decision(decision)
@@ -61,6 +64,8 @@ def rehearse(
 
     simulation.clock.every(interval, tick)
     rehearsal.samples = simulation.play(loads).samples
+    size = len(simulated_members(simulation)) + len(starting)
+    rehearsal.instance_seconds += (simulation.clock.time - ticked_at) * size
     return rehearsal
 
 

@@ -79,6 +79,12 @@ def test_more_instances_are_tried_if_one_only_shortens_the_queue() -> None:
     assert one.decide(observe(1000.0, 2, 4)).change == replace(MORE_PREFILL, count=2)
 
 
+def test_a_better_fleet_is_looked_for_if_percentiles_hide_bad_requests() -> None:
+    values = {"none": rating(0.7, 0.9), "1 decode to prefill": rating(0.95, 0.7)}
+    one = controller(lambda _, change: values.get(str(change) if change else "none", values["none"]))
+    assert one.decide(observe(1000.0)).change == MORE_PREFILL
+
+
 def test_a_small_gain_is_not_worth_a_change() -> None:
     decision = controller(promise(none=0.40, **{"1 decode to prefill": 0.41})).decide(observe(1000.0))
     assert decision.change is None and "no change would help" in decision.reason
