@@ -137,7 +137,15 @@ class Exam:
         """Play the load with a controller."""
         size = self._settings.smallest or self._settings.instances
         simulation = self.simulation(size // 2, size)
-        run = rehearse(simulation, decide(simulation), self.loads, self._settings.interval, self._settings.window)
+        interval, window = self._settings.interval, self._settings.window
+        run = rehearse(
+            simulation,
+            decide(simulation),
+            self.loads,
+            interval,
+            window,
+            lambda one: print(round(one.at), one, flush=True),
+        )
         changes = [(round(at), str(change)) for at, change in run.changes]
         undone = num_undone(run.decisions, self._settings.horizon + self._settings.cooldown)
         more = {"seconds": run.instance_seconds, "changes": changes, "undone": undone}
@@ -210,12 +218,13 @@ def samples_of(figures: dict[str, Any]) -> list[Sample]:
 
 def simulated(exam: Exam) -> list[dict[str, Any]]:
     """Play the load in all ways that are simulated."""
-    rows = [exam.fixed(prefill) for prefill in exam.splits]
-    rows.append(exam.known())
     limits = limits_of(exam.config)
-    rows.append(exam.steered("controller on averages", lambda sim: MeanController(sim, limits).decide))
-    rows.append(exam.steered("controller", lambda _: exam.controller.decide))
-    return rows
+    rows = [
+        exam.steered("controller", lambda _: exam.controller.decide),
+        exam.steered("controller on averages", lambda sim: MeanController(sim, limits).decide),
+        exam.known(),
+    ]
+    return rows + [exam.fixed(prefill) for prefill in exam.splits]
 
 
 def run(settings: Settings) -> None:
@@ -226,7 +235,7 @@ def run(settings: Settings) -> None:
         exam = Exam(settings, folder)
         rows = simulated(exam)
         if settings.live:
-            best = max(rows[: len(exam.splits)], key=lambda row: row["attainment"])
+            best = best_fixed(rows)
             prefill, half = int(best["fleet"].partition("P")[0]), settings.instances // 2
             for first, is_steered in ((prefill, False), (half, True)):
                 fleet = Fleet(first, settings.instances - first)
@@ -236,6 +245,11 @@ def run(settings: Settings) -> None:
         Path(settings.html).write_text(plot(settings, rows))
     settings = replace(settings, traces=Path(settings.traces).name, html=Path(settings.html).name)
     print(report.write("autoscale", settings, {"requests": len(exam.loads), "rows": rows}))
+
+
+def best_fixed(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the row of the fixed split with the most good requests."""
+    return max((row for row in rows if "P+" in row["fleet"]), key=lambda row: row["attainment"])
 
 
 def as_table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -251,7 +265,7 @@ def plot(settings: Settings, rows: Sequence[dict[str, Any]]) -> str:
     """Return a page with the attainment over time of the controller and the best fixed split; live ones, if there are."""
     way = "live" if settings.live else "simulated"
     steered = next(row for row in rows if (row["way"], row["fleet"]) == (way, "controller"))
-    fixed = max((row for row in rows if row["way"] == way and "P+" in row["fleet"]), key=lambda row: row["attainment"])
+    fixed = best_fixed([row for row in rows if row["way"] == way])
     lines = [
         {
             "x": [at for at, _ in row["over_time"]],

@@ -2,7 +2,8 @@
 
 It holds while a change is under way, and for a cooldown after it. Then it forecasts the fleet as it is. If that would miss
 the SLO, or too many requests, it forecasts role changes and, if there is a budget, one more instance, and takes what promises
-most, if that is clearly more than it has. If the fleet would meet the SLO with one instance fewer and room to spare, that one ends.
+most, if that is clearly more than it has. If the fleet would meet the SLO with one instance fewer and room to spare, that one
+ends.
 """
 
 from collections import Counter, deque
