@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ class Exam:
             if before != after:
                 roles = ("decode", "prefill") if after > before else ("prefill", "decode")
                 change = Change(*roles, count=abs(after - before))
-                simulation.clock.at(number * self._settings.period, lambda change=change: make(simulation, change))
+                simulation.clock.at(number * self._settings.period, partial(make, simulation, change))
         outcome = simulation.play(self.loads)
         seconds = self._settings.instances * outcome.seconds
         return self.row("plan that knows the load", outcome.samples, seconds=seconds, prefill_by_period=best)
