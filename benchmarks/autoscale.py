@@ -1,126 +1,195 @@
-"""The controller against fixed fleets under a load that shifts: `python benchmarks/autoscale.py [--live] [--load …]`.
+"""The controller against fixed fleets under a load that shifts: `python benchmarks/autoscale.py [--load …] [--live]`.
 
-Simulated: every fixed split of --instances, and the controller, which begins with half of each role. With --live, the
-controller (`pdserve autoscale --apply`) and the split that was best in the simulation of the whole load play the same
-requests with real routers, connectors and paced instances.
+Simulated, all on the same requests:
+
+- every fixed split of --instances,
+- the plan that knows the load: in each period the split that is best for this period's requests alone,
+- a simple controller on averages (mean_controller.py), and the controller of `pdserve autoscale`. Both begin with half of the
+  instances for each role, and with --smallest below --instances they start and end instances, too.
+
+With --live, the best fixed split and the controller (`pdserve autoscale --apply`) play the same requests with real routers,
+connectors and paced instances. --html draws the attainment over time.
 """
 
 import json
-import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import report
-from forecast import PROFILE, deployed
-from machine_speed import slowed
+from forecast import deployed
+from mean_controller import MeanController
 from rich.table import Table
+from shifting_load import LOADS, PROFILE, data_set, shifting
 
-from pdserve.autoscaler.command import make_controller
-from pdserve.autoscaler.forecast import rate
-from pdserve.autoscaler.rehearsal import rehearse
+from pdserve.autoscaler.change import Change
+from pdserve.autoscaler.command import limits_of, make_controller
+from pdserve.autoscaler.controller import Decision
+from pdserve.autoscaler.forecast import make, rate
+from pdserve.autoscaler.rehearsal import Decide, rehearse
+from pdserve.bench.page import chart, load_plotly, page
 from pdserve.bench.requests import Request, Sample
 from pdserve.cli.flags import command_from_config
 from pdserve.config import flag
 from pdserve.load_config import AutoscaleConfig
 from pdserve.planner.slo_file import load_targets
+from pdserve.planner.targets import Target
 from pdserve.simulator.fleet import Fleet, draw_requests, instance_model, mean_rate
 from pdserve.simulator.simulation import Simulation
 
-SLOWDOWN = 4.0  # of the profile, so that two cores bear many instances, their clients and forecasts
-LONG, SHORT = (1000, 40), (100, 200)  # tokens of prompts and answers, before and after a shift
+BIN_S = 20.0  # of the attainment over time
+COLOURS = {"controller": "#2c7bb6"}
+OTHER = "#d7191c"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(report.Settings):
     live: bool = flag("also with real processes and paced instances", False)
-    load: str = flag("shift: of lengths, every --period; wave: of the rate, within --period", "shift")
-    instances: int = flag("of each fleet", 8, least=2)
-    request_rate: float = flag("requests per second in the mean", 4.5, above=0)
-    period: float = flag("seconds", 180.0, above=0)
-    periods: int = flag("number of them", 4, least=1)
-    slo: str = flag("targets", "ttft.p90=2s,itl.p99=400ms")
+    load: str = flag(
+        "shift: of lengths, every --period; wave: of the rate, within it; or a trace", "shift", choices=LOADS
+    )
+    instances: int = flag("of fixed fleets, and the budget of controllers", 8, least=2)
+    smallest: int = flag("instances with which controllers begin; 0: as many as --instances", 0, least=0)
+    splits: str = flag("numbers of prefill instances of the fixed fleets, such as 3,4,5; empty: all", "")
+    request_rate: float = flag("requests per second in the mean, of shift and wave", 4.5, above=0)
+    period: float = flag("seconds", 240.0, above=0)
+    periods: int = flag("number of them, of shift and wave", 4, least=1)
+    traces: str = flag("folder of the traces", "")
+    speed: float = flag("factor of a trace's rate", 1.0, above=0)
+    requests: int = flag("the first of a trace, which are played", 2000, least=1)
+    slo: str = flag("targets", "ttft.p90=2s,itl.p99=1600ms")
     window: float = flag("--window of the controller", 60.0, above=0)
     horizon: float = flag("--horizon of the controller", 40.0, above=0)
-    cooldown: float = flag("--cooldown of the controller", 15.0, least=0)
-    interval: float = flag("--interval of the controller", 10.0, above=0)
+    cooldown: float = flag("--cooldown of the controllers", 15.0, least=0)
+    interval: float = flag("--interval of the controllers", 10.0, above=0)
     seed: int = flag("of the load", 18)
+    html: str = flag("file with a plot of the attainment over time; empty: none", "")
 
 
-def requests(settings: Settings) -> list[str]:
-    """Return the lines of a trace in Azure's format."""
-    random, at, lines = Random(settings.seed), 0.0, list[str]()
-    end = settings.period * settings.periods
-    while True:
-        wave = 1 + 0.92 * math.sin(2 * math.pi * at / settings.period) if settings.load == "wave" else 1.0
-        at += random.expovariate(settings.request_rate * wave)
-        if at >= end:
-            return lines
-        is_long = settings.load == "wave" or int(at / settings.period) % 2 == 0
-        prompt, answer = (round(tokens * random.uniform(0.7, 1.3)) for tokens in (LONG if is_long else SHORT))
-        time = datetime.fromtimestamp(at, UTC).isoformat(sep=" ").removesuffix("+00:00")
-        lines.append(f"{time},{prompt},{answer}")
+class Exam:
+    """One load and what plays it."""
+
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        self._settings = settings
+        lines = shifting(settings.load, settings.request_rate, settings.period, settings.periods, settings.seed)
+        source = data_set(settings.load, folder, Path(settings.traces), settings.speed, settings.requests, lines)
+        names = ("slo", "window", "horizon", "cooldown", "interval")
+        most = settings.instances if self._is_elastic else 0
+        self.config = AutoscaleConfig(**source, **{name: getattr(settings, name) for name in names}, max_instances=most)
+        self.loads = draw_requests(self.config, mean_rate(self.config))
+        self.controller, self._empty = make_controller(self.config, PROFILE, can_start=self._is_elastic)
+        self.targets = load_targets(settings.slo, "")
+        self._model = instance_model(self.config, PROFILE)
+
+    @property
+    def _is_elastic(self) -> bool:
+        return 0 < self._settings.smallest < self._settings.instances
+
+    @property
+    def splits(self) -> list[int]:
+        named = [int(one) for one in self._settings.splits.split(",") if one]
+        return named or list(range(1, self._settings.instances))
+
+    def simulation(self, prefill: int, size: int = 0) -> Simulation:
+        size = size or self._settings.instances
+        return Simulation(replace(self._empty, prefill=prefill, decode=size - prefill), self._model)
+
+    def fixed(self, prefill: int) -> dict[str, Any]:
+        """Play the load on a split."""
+        outcome, size = self.simulation(prefill).play(self.loads), self._settings.instances
+        return self.row(str(Fleet(prefill, size - prefill)), outcome.samples, seconds=size * outcome.seconds)
+
+    def known(self) -> dict[str, Any]:
+        """Play the load on the fleet that, in each period, has the split that is best for this period's requests alone.
+
+        Between splits that are equally good, the one that is nearest to the period's before is taken.
+        """
+        best = list[int]()
+        for part in self._periods():
+            ratings = {one: rate(self.targets, self.simulation(one).play(part).samples) for one in self.splits}
+            before = best[-1] if best else self._settings.instances // 2
+            best.append(max(self.splits, key=lambda one: (ratings[one].attainment, -abs(one - before))))
+        simulation = self.simulation(best[0])
+        for number, (before, after) in enumerate(pairwise(best), 1):
+            if before != after:
+                roles = ("decode", "prefill") if after > before else ("prefill", "decode")
+                change = Change(*roles, count=abs(after - before))
+                simulation.clock.at(number * self._settings.period, partial(make, simulation, change))
+        outcome = simulation.play(self.loads)
+        seconds = self._settings.instances * outcome.seconds
+        return self.row("plan that knows the load", outcome.samples, seconds=seconds, prefill_by_period=best)
+
+    def _periods(self) -> Iterator[list[Request]]:
+        """Yield the requests of each period, with their times in it."""
+        period = self._settings.period
+        last = int(max(one.at or 0.0 for one in self.loads) / period)
+        for number in range(last + 1):
+            part = [one for one in self.loads if int((one.at or 0.0) / period) == number]
+            moved = [replace(one, at=(one.at or 0.0) - number * period) for one in part]
+            yield [replace(one, index=index, after=None, continues=False) for index, one in enumerate(moved)]
+
+    def steered(self, name: str, decide: Callable[[Simulation], Decide]) -> dict[str, Any]:
+        """Play the load with a controller."""
+        size = self._settings.smallest or self._settings.instances
+        simulation = self.simulation(size // 2, size)
+        interval, window = self._settings.interval, self._settings.window
+        run = rehearse(
+            simulation,
+            decide(simulation),
+            self.loads,
+            interval,
+            window,
+            lambda one: print(round(one.at), one, flush=True),
+        )
+        changes = [(round(at), str(change)) for at, change in run.changes]
+        undone = num_undone(run.decisions, self._settings.horizon + self._settings.cooldown)
+        more = {"seconds": run.instance_seconds, "changes": changes, "undone": undone}
+        return self.row(name, run.samples, **more)
+
+    def row(self, name: str, samples: Sequence[Sample], *, way: str = "simulated", **more: Any) -> dict[str, Any]:
+        """Return a row of the report, with the attainment in each period and over time."""
+        total = rate(self.targets, samples)
+        row = {"fleet": name, "way": way, "attainment": total.attainment, "targets_s": total.values} | more
+        row["by_period"] = [share for _, share in over_time(self.targets, samples, self._settings.period)]
+        print(json.dumps(row), flush=True)
+        return row | {"over_time": over_time(self.targets, samples, BIN_S)}
 
 
-def summary(settings: Settings, name: str, samples: Sequence[Sample], **more: Any) -> dict[str, Any]:
-    """Return a row of the report, with the attainment in each period."""
-    targets = load_targets(settings.slo, "")
-    parts = [[one for one in samples if int(one.scheduled / settings.period) == n] for n in range(settings.periods)]
-    total = rate(targets, samples)
-    by_period = [round(rate(targets, part).attainment, 3) for part in parts if part]
-    row = {"fleet": name, "attainment": total.attainment, "by_period": by_period, "targets_s": total.values} | more
-    print(json.dumps(row), flush=True)
-    return row
+def over_time(targets: Sequence[Target], samples: Sequence[Sample], width: float) -> list[tuple[float, float]]:
+    """Return the attainment of the requests of each `width` seconds, with the end of these."""
+    parts: dict[int, list[Sample]] = {}
+    for one in samples:
+        parts.setdefault(int(one.scheduled / width), []).append(one)
+    return [((n + 1) * width, round(rate(targets, parts[n]).attainment, 3)) for n in sorted(parts)]
 
 
-def config_of(settings: Settings, trace: Path) -> AutoscaleConfig:
-    return AutoscaleConfig(
-        slo=settings.slo,
-        dataset_name="azure",
-        dataset_path=str(trace),
-        num_prompts=1_000_000,
-        window=settings.window,
-        horizon=settings.horizon,
-        cooldown=settings.cooldown,
-        interval=settings.interval,
-    )
+def num_undone(decisions: Sequence[Decision], protected_s: float) -> int:
+    """Return how many flips were undone within the time for which the forecast of the first one protected it."""
+    made = [(one.at, one.change) for one in decisions if one.change is not None and one.change.is_flip]
+    pairs = ((a, b) for number, a in enumerate(made) for b in made[number + 1 :])
+    return sum(b[0] < a[0] + protected_s and b[1].undoes(a[1]) for a, b in pairs)
 
 
-def simulated(settings: Settings, trace: Path, loads: list[Request]) -> list[dict[str, Any]]:
-    """Play the load on every fixed split, and with the controller."""
-    config, profile = config_of(settings, trace), slowed(PROFILE, SLOWDOWN)
-    controller, empty = make_controller(config, profile, can_start=False)
-    model, half = instance_model(config, profile), settings.instances // 2
-    rows = []
-    for prefill in range(1, settings.instances):
-        fleet = Fleet(prefill, settings.instances - prefill)
-        simulation = Simulation(replace(empty, prefill=prefill, decode=fleet.decode), model)
-        rows.append(summary(settings, str(fleet), simulation.play(loads).samples, way="simulated"))
-    simulation = Simulation(replace(empty, prefill=half, decode=settings.instances - half), model)
-    one = rehearse(simulation, controller, loads, settings.interval, settings.window)
-    changes = [(round(at), str(change)) for at, change in one.changes]
-    rows.append(summary(settings, "controller", one.samples, way="simulated", changes=changes))
-    return rows
-
-
-def live(settings: Settings, trace: Path, fleet: Fleet, folder: Path, *, is_steered: bool) -> dict[str, Any]:
+def live(exam: Exam, settings: Settings, fleet: Fleet, folder: Path, *, is_steered: bool) -> dict[str, Any]:
     """Play the load on a real deployment of paced instances, with the controller or without."""
     profile, controller = folder / "profile.json", None
-    slowed(PROFILE, SLOWDOWN).save(profile)
+    PROFILE.save(profile)
+    decisions = folder / "decisions.jsonl"
     with deployed(fleet, PROFILE, str(profile)) as deployment:
         if is_steered:
-            decisions, names = folder / "decisions.jsonl", ("slo", "window", "horizon", "cooldown", "interval")
+            names = ("slo", "window", "horizon", "cooldown", "interval")
             flags = [word for name in names for word in (f"--{name}", str(getattr(settings, name)))]
             flags += ["--router", deployment.url, "--profile", str(profile), "--decisions", str(decisions), "--apply"]
             controller = subprocess.Popen([sys.executable, "-m", "pdserve", "autoscale", *flags])
         command = [sys.executable, "-m", "pdserve", "bench", "serve", "--base-url", deployment.url, "--ignore-eos"]
-        command += ["--dataset-name", "azure", "--dataset-path", str(trace), "--num-prompts", "1000000"]
+        for name in ("dataset_name", "dataset_path", "num_prompts", "trace_speed", "trace_length_scale"):
+            command += [f"--{name.replace('_', '-')}", str(getattr(exam.config, name))]
         command += ["--save-result", "--save-detailed", "--result-dir", str(folder), "--result-filename", "live.json"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         if controller is not None:
@@ -129,10 +198,11 @@ def live(settings: Settings, trace: Path, fleet: Fleet, folder: Path, *, is_stee
     figures = json.loads((folder / "live.json").read_text())
     changes = list[tuple[int, str]]()
     if is_steered:
-        rows = [json.loads(line) for line in (folder / "decisions.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in decisions.read_text().splitlines()]
         changes = [(round(row["at"] - rows[0]["at"]), row["change"]) for row in rows if row["made"]]
     name = "controller" if is_steered else str(fleet)
-    return summary(settings, name, samples_of(figures), way="live", changes=changes, lag=figures["client_bottleneck"])
+    more = {"changes": changes, "lag": figures["client_bottleneck"], "seconds": fleet.size * figures["duration"]}
+    return exam.row(name, samples_of(figures), way="live", **more)
 
 
 def samples_of(figures: dict[str, Any]) -> list[Sample]:
@@ -147,31 +217,68 @@ def samples_of(figures: dict[str, Any]) -> list[Sample]:
     return samples
 
 
+def simulated(exam: Exam) -> list[dict[str, Any]]:
+    """Play the load in all ways that are simulated."""
+    limits = limits_of(exam.config)
+    rows = [
+        exam.steered("controller", lambda _: exam.controller.decide),
+        exam.steered("controller on averages", lambda sim: MeanController(sim, limits).decide),
+        exam.known(),
+    ]
+    return rows + [exam.fixed(prefill) for prefill in exam.splits]
+
+
 def run(settings: Settings) -> None:
     """Compare the controller with fixed fleets."""
     settings = settings.sized({"instances": 3, "period": 20.0, "periods": 2, "request_rate": 1.0, "window": 30.0})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        trace = folder / "trace.csv"
-        trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *requests(settings), ""]))
-        config = config_of(settings, trace)
-        loads = draw_requests(config, mean_rate(config))
-        rows = simulated(settings, trace, loads)
+        exam = Exam(settings, folder)
+        rows = simulated(exam)
         if settings.live:
-            best = max(rows[:-1], key=lambda row: row["attainment"])
-            prefill = int(best["fleet"].partition("P")[0])
-            half = settings.instances // 2
-            fleets = [
-                (Fleet(prefill, settings.instances - prefill), False),
-                (Fleet(half, settings.instances - half), True),
-            ]
-            rows += [live(settings, trace, fleet, folder, is_steered=steered) for fleet, steered in fleets]
-    table = Table("way", "fleet", "attainment", "by period", "changes")
+            best = best_fixed(rows)
+            prefill, half = int(best["fleet"].partition("P")[0]), settings.instances // 2
+            for first, is_steered in ((prefill, False), (half, True)):
+                fleet = Fleet(first, settings.instances - first)
+                rows.append(live(exam, settings, fleet, folder, is_steered=is_steered))
+    report.show(as_table(rows))
+    if settings.html:
+        Path(settings.html).write_text(plot(settings, rows))
+    settings = replace(settings, traces=Path(settings.traces).name, html=Path(settings.html).name)
+    print(report.write("autoscale", settings, {"requests": len(exam.loads), "rows": rows}))
+
+
+def best_fixed(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the row of the fixed split with the most good requests."""
+    return max((row for row in rows if "P+" in row["fleet"]), key=lambda row: row["attainment"])
+
+
+def as_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table("way", "fleet", "attainment", "by period", "instance-seconds", "changes", "undone")
     for row in rows:
         parts = " ".join(f"{share:.0%}" for share in row["by_period"])
-        table.add_row(row["way"], row["fleet"], f"{row['attainment']:.1%}", parts, str(len(row.get("changes", []))))
-    report.show(table)
-    print(report.write("autoscale", settings, {"requests": len(loads), "rows": rows}))
+        counts = [str(len(row.get("changes", []))), str(row.get("undone", ""))]
+        table.add_row(row["way"], row["fleet"], f"{row['attainment']:.1%}", parts, f"{row['seconds']:.0f}", *counts)
+    return table
+
+
+def plot(settings: Settings, rows: Sequence[dict[str, Any]]) -> str:
+    """Return a page with the attainment over time of the controller and the best fixed split; live ones, if there are."""
+    way = "live" if settings.live else "simulated"
+    steered = next(row for row in rows if (row["way"], row["fleet"]) == (way, "controller"))
+    fixed = best_fixed([row for row in rows if row["way"] == way])
+    lines = [
+        {
+            "x": [at for at, _ in row["over_time"]],
+            "y": [share for _, share in row["over_time"]],
+            "name": f"{row['fleet']}, {row['attainment']:.0%} in all",
+            "line": {"color": COLOURS.get(row["fleet"], OTHER)},
+        }
+        for row in (fixed, steered)
+    ]
+    title = f"Share of good requests over time, {settings.instances} instances, the lengths shift every {settings.period:g} s"
+    one = chart(title, lines, tickformat=".0%", range=[0, 1.05])
+    return page("pdserve autoscale", "", [], [one], load_plotly())
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-FLIP_COUNTS = (1, 2, 4)  # instances that may change their role at once
-MAX_FLIPPED_SHARE = 0.25  # of the fleet, when it is more than one
+FLIP_COUNTS = (1, 2, 4, 8, 16)  # instances that may change their role at once
+MAX_FLIPPED_SHARE = 0.5  # of the fleet, when it is more than one
 ROLES = ("prefill", "decode")
 
 

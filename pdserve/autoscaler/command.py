@@ -159,7 +159,7 @@ def simulate(config: AutoscaleConfig) -> None:
     simulation = Simulation(fleet, instance_model(config, profile), config.seed)
     rehearsal = rehearse(
         simulation,
-        controller,
+        controller.decide,
         requests,
         config.interval,
         config.window,

@@ -1,8 +1,9 @@
 """The controller: decides from observations and forecasts whether to change the fleet. Plain decisions: others act.
 
 It holds while a change is under way, and for a cooldown after it. Then it forecasts the fleet as it is. If that would miss
-the SLO, it forecasts role changes and, if there is a budget, one more instance, and takes what promises most, if that is
-clearly more than it has. If the fleet would meet the SLO with one instance fewer and room to spare, that one ends.
+the SLO, or too many requests, it forecasts role changes and, if there is a budget, one more instance, and takes what promises
+most, if that is clearly more than it has. If the fleet would meet the SLO with one instance fewer and room to spare, that one
+ends.
 """
 
 from collections import Counter, deque
@@ -11,12 +12,14 @@ from dataclasses import dataclass, field, replace
 
 from pdserve.autoscaler.change import Change, flips, starts, stops
 from pdserve.autoscaler.forecast import Rating, Situation, rate
-from pdserve.autoscaler.load import answer_lengths, expected_load, expected_rate, replayed
-from pdserve.autoscaler.observation import Observation
+from pdserve.autoscaler.load import answer_lengths, expected_load, expected_rate, replayed, since_change
+from pdserve.autoscaler.observation import Observation, Seen
 from pdserve.planner.targets import Target
 
 MIN_REQUESTS = 20  # in the window, with fewer of which there is no forecast
-MIN_GAIN = 0.02  # of attainment, for which the fleet is changed
+MIN_GOOD = 0.9  # share of good requests, with fewer of which a better fleet is looked for although it meets the SLO
+MIN_GAIN = 0.05  # of attainment, for which the fleet is changed
+NEARER = 0.9  # factor of the worst figure ÷ target, at which a change is in the right direction
 SPARE = 0.8  # worst figure ÷ target that a fleet may have with one instance fewer
 PEAK_WINDOWS = 6  # whose highest rate a smaller fleet must bear
 HOUR = 3600.0
@@ -125,7 +128,8 @@ class Controller:
         draft = replace(draft, rate=expected)
         situation = self._situation(seen, expected)
         now = self._forecast(situation, None)
-        decision = self._shrink(draft, seen, now) if now.meets else self._improve(draft, seen, situation, now)
+        suffices = now.meets and now.attainment >= MIN_GOOD
+        decision = self._shrink(draft, seen, now) if suffices else self._improve(draft, seen, situation, now)
         if decision.change is not None:
             self._begin(seen, decision.change)
         return decision
@@ -195,14 +199,15 @@ class Controller:
         """Return the input of a forecast in which `expected` requests arrive per second."""
         limits = self._limits
         began_at = seen.at - min(REPLAY_S, limits.window)
-        lengths = answer_lengths(seen.requests)
+        lengths, first = _mix(seen.requests)
         running = [(one, length) for one, length in zip(seen.requests, lengths, strict=True) if one.ended_at > began_at]
         waiting = frozenset(n for n, (one, _) in enumerate(running) if one.ttft_s is None and not one.finish_reason)
         received = replayed(running, began_at, seen.at)
-        # What comes next resembles the newer half of the window.
+        # What comes next resembles the requests since the newest change, and the newer half of the window.
         newest_at = seen.at - limits.window / 2
-        whole = [replace(one.request, output_tokens=n) for one, n in zip(seen.requests, lengths, strict=True)]
-        newer = [request for one, request in zip(seen.requests, whole, strict=True) if one.at > newest_at] or whole
+        latest = list(zip(seen.requests, lengths, strict=True))[first:]
+        whole = [replace(one.request, output_tokens=n) for one, n in latest]
+        newer = [request for request in whole if (request.at or 0.0) > newest_at] or whole
         load = expected_load(newer, seen.at, expected, limits.horizon, len(received))
         members, moves = self._roles_since(began_at)
         return Situation(began_at, seen.at, members, moves, received, waiting, load)
@@ -234,7 +239,7 @@ class Controller:
                 considered.append(Considered(str(change), rating))
                 if _is_better(rating, best[0] if best else now):
                     best = rating, change
-                if rating.meets or not _is_better(rating, now):
+                if rating.meets or not _is_towards(rating, now):
                     break  # more instances at once are not needed, or would not help
         draft = replace(draft, considered=tuple(considered))
         if best is None:
@@ -275,11 +280,23 @@ class Controller:
         return replace(draft, reason=reason, considered=tuple(considered))
 
 
+def _mix(requests: Sequence[Seen]) -> tuple[list[int], int]:
+    """Return the lengths that answers will have, and the index of the first request since the newest change of the mix."""
+    first = since_change([one.request.input_tokens for one in requests])
+    return answer_lengths(requests[:first]) + answer_lengths(requests[first:]), first
+
+
 def _is_better(rating: Rating, other: Rating) -> bool:
     """Return whether a change is worth making: clearly more good requests, or about as many and the SLO met."""
     if rating.attainment >= other.attainment + MIN_GAIN:
         return True
     return rating.meets and not other.meets and rating.attainment >= other.attainment
+
+
+def _is_towards(rating: Rating, other: Rating) -> bool:
+    """Return whether a change is in the right direction: far from the SLO, one instance may save no request, but shortens
+    the queue."""
+    return _is_better(rating, other) or rating.ratio < NEARER * other.ratio
 
 
 def _text(counts: Counter[str]) -> str:

@@ -8,11 +8,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
+import numpy as np
+
 from pdserve.autoscaler.observation import Seen
 from pdserve.bench.requests import Request
 
 MAX_TREND = 1.5  # factor by which the rate may rise or fall from the newest half of the window
 SIGNIFICANT = 2.0  # standard deviations of a Poisson process, less than which is no trend
+CHANCE = 1e-4  # of a change of the mix, below which it is believed
+MIN_SINCE = 20  # requests since a change of the mix, with fewer of which it is not seen
+SPACING = 1.2  # between numbers of newest requests that are compared with the older ones
 
 
 def expected_rate(times: Sequence[float], now: float, window: float, horizon: float) -> float:
@@ -34,14 +39,41 @@ def expected_rate(times: Sequence[float], now: float, window: float, horizon: fl
     return min(max(rate + slope * (quarter + horizon / 2), rate / MAX_TREND), rate * MAX_TREND)
 
 
+def since_change(lengths: Sequence[int]) -> int:
+    """Return where the newest prompts begin whose lengths differ from those of the older ones by more than chance; 0 if there
+    are none.
+
+    Args:
+        lengths: of the prompts, in order of time. Those of answers are of no use: most of the newest still run.
+    """
+    best, found = CHANCE, 0
+    count = float(MIN_SINCE)
+    while (first := len(lengths) - int(count)) >= MIN_SINCE:
+        if (chance := chance_of_same(lengths[:first], lengths[first:])) < best:
+            best, found = chance, first
+        count *= SPACING
+    return found
+
+
+def chance_of_same(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the chance that values of one distribution differ as much as these, by the test of Kolmogorov and Smirnov."""
+    sizes, values = (len(one), len(other)), np.concatenate([one, other])
+    shares = [np.searchsorted(np.sort(part), values, side="right") / len(part) for part in (one, other)]
+    distance = float(np.max(np.abs(shares[0] - shares[1])))
+    return min(1.0, 2 * math.exp(-2 * distance**2 * sizes[0] * sizes[1] / sum(sizes)))
+
+
 def answer_lengths(requests: Sequence[Seen]) -> list[int]:
-    """Return the tokens that each answer will have: that of a request that still runs goes on for as long as half of the
-    finished ones that are longer already."""
+    """Return the tokens that each answer will have: that of a request that still runs goes on for as long as half of those
+    that are longer already. One that is longer than all finished ones is taken to be half done."""
     finished = sorted(one.request.output_tokens for one in requests if one.finish_reason in ("stop", "length"))
+    longest = finished[-1] if finished else 0
+    running = sorted(one.request.output_tokens for one in requests if not one.finish_reason)
+    known = finished + [2 * so_far for so_far in running if so_far > longest]
 
     def length(one: Seen) -> int:
         so_far = one.request.output_tokens
-        longer = [] if one.finish_reason else finished[bisect_right(finished, so_far) :]
+        longer = [] if one.finish_reason else known[bisect_right(known, so_far) :]
         return max(1, round(median(longer)) if longer else so_far)
 
     return [length(one) for one in requests]

@@ -4,12 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pdserve.autoscaler.change import Change
-from pdserve.autoscaler.controller import Controller, Decision
+from pdserve.autoscaler.controller import Decision
 from pdserve.autoscaler.forecast import make, simulated_members
 from pdserve.autoscaler.observation import Observation, merge_traffic, parse_traffic
 from pdserve.bench.requests import Request, Sample
 from pdserve.router.telemetry.traffic import traffic_lines
 from pdserve.simulator.simulation import Simulation
+
+Decide = Callable[[Observation], Decision]
 
 MAX_TRAFFIC = 100_000  # requests in a window
 
@@ -35,21 +37,24 @@ class Rehearsal:
 
 def rehearse(
     simulation: Simulation,
-    controller: Controller,
+    decide: Decide,
     loads: Sequence[Request],
     interval: float,
     window: float,
     on_decision: Callable[[Decision], None] = lambda decision: None,
 ) -> Rehearsal:
-    """Play a load while the controller decides every `interval` seconds."""
+    """Play a load while a controller decides every `interval` seconds."""
     rehearsal = Rehearsal()
     starting: list[float] = []
+    ticked_at = 0.0
 
     def tick() -> None:
+        nonlocal ticked_at
         seen = observe(simulation, window)
         starting[:] = [ready for ready in starting if ready > seen.at]
-        rehearsal.instance_seconds += interval * (len(seen.members) + len(starting))
-        decision = controller.decide(seen)
+        rehearsal.instance_seconds += (seen.at - ticked_at) * (len(seen.members) + len(starting))
+        ticked_at = seen.at
+        decision = decide(seen)
         rehearsal.decisions.append(decision)
         on_decision(decision)
         if decision.change is not None:
@@ -59,6 +64,8 @@ def rehearse(
 
     simulation.clock.every(interval, tick)
     rehearsal.samples = simulation.play(loads).samples
+    size = len(simulated_members(simulation)) + len(starting)
+    rehearsal.instance_seconds += (simulation.clock.time - ticked_at) * size
     return rehearsal
 
 

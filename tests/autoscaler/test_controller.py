@@ -69,6 +69,22 @@ def test_more_instances_change_at_once_only_in_a_direction_that_helps() -> None:
     assert "2 prefill to decode" not in [one.change for one in decision.considered]
 
 
+def test_more_instances_are_tried_if_one_only_shortens_the_queue() -> None:
+    values = {
+        "none": rating(0.0, 9.0),
+        "1 decode to prefill": rating(0.0, 5.0),
+        "2 decode to prefill": rating(0.5, 2.0),
+    }
+    one = controller(lambda _, change: values.get(str(change) if change else "none", values["none"]), 2, 4)
+    assert one.decide(observe(1000.0, 2, 4)).change == replace(MORE_PREFILL, count=2)
+
+
+def test_a_better_fleet_is_looked_for_if_percentiles_hide_bad_requests() -> None:
+    values = {"none": rating(0.7, 0.9), "1 decode to prefill": rating(0.95, 0.7)}
+    one = controller(lambda _, change: values.get(str(change) if change else "none", values["none"]))
+    assert one.decide(observe(1000.0)).change == MORE_PREFILL
+
+
 def test_a_small_gain_is_not_worth_a_change() -> None:
     decision = controller(promise(none=0.40, **{"1 decode to prefill": 0.41})).decide(observe(1000.0))
     assert decision.change is None and "no change would help" in decision.reason
@@ -175,7 +191,10 @@ def test_whatever_forecasts_say_limits_hold(values: list[tuple[float, float]], s
 
 def test_changes_respect_the_least_and_the_most() -> None:
     counts, least = Counter(prefill=1, decode=8), Counter(prefill=1, decode=3)
-    assert [list(map(str, one)) for one in flips(counts, least)] == [[], ["1 decode to prefill", "2 decode to prefill"]]
+    assert [list(map(str, one)) for one in flips(counts, least)] == [
+        [],
+        ["1 decode to prefill", "2 decode to prefill", "4 decode to prefill"],
+    ]
     assert list(flips(Counter(prefill=1, decode=1), Counter())) == [[], []]
     assert [str(one) for (one,) in starts(counts, 10)] == ["start 1 prefill", "start 1 decode"]
     assert not list(starts(counts, 9))

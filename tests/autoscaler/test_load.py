@@ -2,10 +2,11 @@
 
 import math
 from dataclasses import replace
+from random import Random
 
 import pytest
 
-from pdserve.autoscaler.load import MAX_TREND, answer_lengths, expected_load, expected_rate, replayed
+from pdserve.autoscaler.load import MAX_TREND, answer_lengths, expected_load, expected_rate, replayed, since_change
 from pdserve.autoscaler.observation import Seen, merge_traffic, parse_traffic
 from pdserve.bench.requests import Request
 
@@ -29,7 +30,19 @@ def test_the_rate_is_that_of_the_window_unless_there_is_a_trend() -> None:
 
 def test_answers_that_still_run_are_as_long_as_longer_ones_were() -> None:
     requests = [seen(0, 10, e2e=2), seen(1, 50, e2e=2), seen(2, 90, e2e=3), seen(3, 20), seen(4, 95), seen(5, 0, None)]
-    assert answer_lengths(requests) == [10, 50, 90, 70, 95, 50]
+    assert answer_lengths(requests) == [10, 50, 90, 90, 190, 70]
+    assert answer_lengths([seen(0, 0, None)]) == [1]
+
+
+def test_a_change_of_the_prompts_is_seen_after_a_few_seconds() -> None:
+    random = Random(7)
+    long, short = ([round(tokens * random.uniform(0.7, 1.3)) for _ in range(200)] for tokens in (1000, 100))
+    assert since_change(long[:200] + short[:10]) == 0, "too few to tell"
+    assert since_change(long[:200] + short[:30]) == pytest.approx(200, abs=6)
+    assert since_change(long[:60] + short[:150]) == pytest.approx(60, abs=15)
+    mixed = [random.choice((long[n], short[n])) for n in range(200)]
+    assert since_change(mixed) == since_change(long) == since_change([100] * 200) == since_change([]) == 0
+    assert sum(since_change([round(random.lognormvariate(6, 1)) for _ in range(250)]) > 0 for _ in range(100)) <= 2
 
 
 def test_requests_that_ran_already_go_on_with_the_rest_of_their_answer() -> None:

@@ -42,7 +42,7 @@ def play(config: AutoscaleConfig, prefill: int, decode: int, load: list[Request]
     controller, settings = make_controller(config, PROFILE, can_start=config.max_instances > 0)
     fleet = replace(settings, prefill=prefill, decode=decode)
     return rehearse(
-        Simulation(fleet, instance_model(config, PROFILE)), controller, load, config.interval, config.window
+        Simulation(fleet, instance_model(config, PROFILE)), controller.decide, load, config.interval, config.window
     )
 
 

@@ -1,5 +1,6 @@
 """`pdserve autoscale` beside a real router and paced instances, which sleep for the profiled time instead of computing."""
 
+import json
 import os
 import signal
 import threading
@@ -63,7 +64,7 @@ def autoscale(fork_server: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     for process in processes:
         if process.poll() is None:
             os.kill(process.pid, signal.SIGTERM)
-        assert process.wait() == 0
+        assert process.wait() in (0, -signal.SIGKILL)
 
 
 def roles(url: str) -> dict[str, str]:
@@ -88,6 +89,41 @@ def test_a_controller_changes_a_role_and_another_one_only_watches(
         shown = [event["text"] for event in events if event["event"] == "autoscaler"]
         assert any("1 decode to prefill: TTFT p90" in text for text in shown), shown
         assert "1P+2D: 1 decode to prefill: " in next(line for line in first.stdout if "decode to prefill" in line)
+        assert not any(row["error"] for row in httpx.get(f"{deployment.url}/debug/requests").json()["requests"])
+
+
+def test_a_controller_that_is_killed_in_mid_flip_leaves_it_to_the_next(
+    deploy: Deploy, autoscale: Callable[..., Any], wait_until: Callable[..., None], tmp_path: Path
+) -> None:
+    """Decode instances are stopped for a while, so that the drain lasts until a second controller is there."""
+    PROFILE.save(tmp_path / "profile.json")
+    decisions = [tmp_path / "first.jsonl", tmp_path / "second.jsonl"]
+
+    def rows(number: int) -> list[dict[str, Any]]:
+        text = decisions[number].read_text() if decisions[number].exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    with deploy(model="demo", decode=2, paced=str(tmp_path / "profile.json")) as deployment:
+        flags = ["--router", deployment.url, "--apply"]
+        stopped = [child.pid for child in deployment.children if child.name.startswith("decode")]
+        with sending(deployment.url, 0.3):
+            try:
+                for pid in stopped:
+                    os.kill(pid, signal.SIGSTOP)
+                first = autoscale(*flags, "--holder", "first", "--decisions", str(decisions[0]))
+                wait_until(lambda: first.poll() is not None or "draining" in roles(deployment.url).values())
+                os.kill(first.pid, signal.SIGKILL)
+                second = autoscale(*flags, "--holder", "second", "--decisions", str(decisions[1]))
+                wait_until(lambda: second.poll() is not None or len(rows(1)) >= 3)
+                assert all("drains" in row["reason"] and not row["change"] for row in rows(1)), rows(1)
+                assert sorted(roles(deployment.url).values()) == ["decode", "draining", "prefill"]
+            finally:
+                for pid in stopped:
+                    os.kill(pid, signal.SIGCONT)
+            wait_until(lambda: sorted(roles(deployment.url).values()) == ["decode", "prefill", "prefill"])
+            wait_until(lambda: second.poll() is not None or rows(1)[-1]["fleet"] == {"prefill": 2, "decode": 1})
+        flipping = [row for row in rows(1) if row["fleet"] != {"prefill": 2, "decode": 1}]
+        assert not any(row["change"] for row in flipping), flipping
         assert not any(row["error"] for row in httpx.get(f"{deployment.url}/debug/requests").json()["requests"])
 
 
