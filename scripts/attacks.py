@@ -1,16 +1,22 @@
-"""Attacks on a deployment from outside. `schema_fuzz.py` repeats them beside its requests; each must be refused or served."""
+"""Attacks on a deployment from outside. `schema_fuzz.py` repeats them beside its requests; each must be refused or served.
+
+Routers end connections that are silent for 10 s. So an attack that fails while its own client was stalled, on a crowded
+machine, says nothing about the router: it is counted and not judged.
+"""
 
 import json
 import random
 import socket
 import ssl
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from pdserve.cli.deployment import Deployment
+from pdserve.control.awake_clock import AwakeClock
 from pdserve.control.frame_connection import LENGTH_BYTES, NONCE_BYTES, PROTOCOL_VERSION
 from pdserve.proto import pdserve_pb2 as pb
 
@@ -19,6 +25,9 @@ SILENT_CONNECTIONS = 50
 BURST = 100
 ENDLESS = 1 << 20  # bytes
 ENDED = (ConnectionError, ssl.SSLError)  # how a refused connection may end
+STALL_S = (
+    1.0  # the client was stalled if its clock's thread, which wakes ten times in this time, did not run for so long
+)
 INJECTION = "\x1b[2J\r\nWARNING pdserve: forged"
 NESTED: dict[str, Any] = {"type": "string"}
 for _ in range(850):
@@ -30,26 +39,28 @@ class Attacks:
 
     Attributes:
         stopped: ends `run` after the current attack.
-        done: number of attacks.
+        judged: number of attacks that were refused or served, by kind.
+        unjudged: number of attacks that failed while this process was stalled for more than a second, by kind.
     """
 
-    def __init__(self, deployment: Deployment) -> None:
-        url = urlsplit(deployment.url)
-        self._address = "127.0.0.1", url.port
+    def __init__(self, url: str, control_port: int) -> None:
+        """`url` is that of a router, and `control_port` the port for its instances."""
+        parts = urlsplit(url)
+        self._address = "127.0.0.1", parts.port
         self._tls: ssl.SSLContext | None = None
-        if url.scheme == "https":
+        if parts.scheme == "https":
             self._tls = ssl.create_default_context()
             self._tls.check_hostname, self._tls.verify_mode = False, ssl.CERT_NONE
-        arguments = deployment.child("router").arguments
-        self._control = "127.0.0.1", int(arguments[arguments.index("--control-port") + 1])
+        self._control = "127.0.0.1", control_port
         self.stopped = threading.Event()
-        self.done = 0
+        self.judged: Counter[str] = Counter()
+        self.unjudged: Counter[str] = Counter()
 
     def run(self) -> None:
         """Attack until stopped, in random order.
 
         Raises:
-            RuntimeError: an attack was neither refused nor served.
+            RuntimeError: an attack was neither refused nor served, or most attacks of a kind could not be judged.
         """
         kinds: list[Callable[[], None]] = [
             self._endless_header,
@@ -62,9 +73,24 @@ class Attacks:
             self._log_injection,
             self._rogue_instances,
         ]
-        while not self.stopped.is_set():
-            random.choice(kinds)()
-            self.done += 1
+        with _StallClock() as clock:
+            while not self.stopped.is_set():
+                self._judge(random.choice(kinds), clock)
+        for kind, count in self.unjudged.items():
+            if count > self.judged[kind]:
+                raise RuntimeError(f"{kind}: {count} attacks could not be judged, {self.judged[kind]} could")
+
+    def _judge(self, attack: Callable[[], None], clock: "_StallClock") -> None:
+        kind = attack.__name__.lstrip("_")
+        stalled_before_s = clock.stalled_s()
+        try:
+            attack()
+        except (RuntimeError, *ENDED) as error:
+            if clock.stalled_s() < stalled_before_s + 0.01:  # not stalled
+                raise RuntimeError(f"{kind}: {error!r}") from error
+            self.unjudged[kind] += 1
+        else:
+            self.judged[kind] += 1
 
     # ---- attacks ----------------------------------------------------------------------------------------------------
 
@@ -168,3 +194,33 @@ class Attacks:
         status = int(answer[9:12]) if answer else None
         if status not in expected:
             raise RuntimeError(f"the status is {status} instead of {expected}: {answer[:500]!r}")
+
+
+class _StallClock:
+    """Measures for how long this process did not run: stopped, frozen, or starved of CPU."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._started_at = time.monotonic()
+        self._clock = AwakeClock(STALL_S, self._started_at)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "_StallClock":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def stalled_s(self) -> float:
+        """Return the sum of all times without a tick, less `STALL_S` of each."""
+        with self._lock:
+            now = time.monotonic()
+            return now - self._started_at - self._clock.read(now)
+
+    def _run(self) -> None:
+        while not self._ended.wait(STALL_S / 10):
+            with self._lock:
+                self._clock.tick(time.monotonic())
