@@ -35,7 +35,7 @@ for _ in range(850):
 
 
 class Attacks:
-    """Attacks on a deployment.
+    """Attacks on a deployment, within `with Attacks(…) as attacks`.
 
     Attributes:
         stopped: ends `run` after the current attack.
@@ -52,9 +52,28 @@ class Attacks:
             self._tls = ssl.create_default_context()
             self._tls.check_hostname, self._tls.verify_mode = False, ssl.CERT_NONE
         self._control = "127.0.0.1", control_port
+        self._kinds: dict[str, Callable[[], None]] = {
+            "endless header": self._endless_header,
+            "many headers": self._many_headers,
+            "silent connections": self._silent_connections,
+            "left streams": self._left_streams,
+            "burst": self._burst,
+            "grammar bombs": self._grammar_bombs,
+            "foreign pages": self._foreign_pages,
+            "log injection": self._log_injection,
+            "rogue instances": self._rogue_instances,
+        }
+        self._clock = _StallClock()
         self.stopped = threading.Event()
         self.judged: Counter[str] = Counter()
         self.unjudged: Counter[str] = Counter()
+
+    def __enter__(self) -> "Attacks":
+        self._clock.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._clock.stop()
 
     def run(self) -> None:
         """Attack until stopped, in random order.
@@ -62,31 +81,23 @@ class Attacks:
         Raises:
             RuntimeError: an attack was neither refused nor served, or most attacks of a kind could not be judged.
         """
-        kinds: list[Callable[[], None]] = [
-            self._endless_header,
-            self._many_headers,
-            self._silent_connections,
-            self._left_streams,
-            self._burst,
-            self._grammar_bombs,
-            self._foreign_pages,
-            self._log_injection,
-            self._rogue_instances,
-        ]
-        with _StallClock() as clock:
-            while not self.stopped.is_set():
-                self._judge(random.choice(kinds), clock)
+        while not self.stopped.is_set():
+            self.attack(random.choice(list(self._kinds)))
         for kind, count in self.unjudged.items():
             if count > self.judged[kind]:
                 raise RuntimeError(f"{kind}: {count} attacks could not be judged, {self.judged[kind]} could")
 
-    def _judge(self, attack: Callable[[], None], clock: "_StallClock") -> None:
-        kind = attack.__name__.lstrip("_")
-        stalled_before_s = clock.stalled_s()
+    def attack(self, kind: str) -> None:
+        """Attack once.
+
+        Raises:
+            RuntimeError: the attack was neither refused nor served.
+        """
+        stalled_before_s = self._clock.stalled_s()
         try:
-            attack()
+            self._kinds[kind]()
         except (RuntimeError, *ENDED) as error:
-            if clock.stalled_s() < stalled_before_s + 0.01:  # not stalled
+            if self._clock.stalled_s() < stalled_before_s + 0.01:  # not stalled
                 raise RuntimeError(f"{kind}: {error!r}") from error
             self.unjudged[kind] += 1
         else:
@@ -203,15 +214,14 @@ class _StallClock:
         self._lock = threading.Lock()
         self._started_at = time.monotonic()
         self._clock = AwakeClock(STALL_S, self._started_at)
-        self._ended = threading.Event()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> "_StallClock":
+    def start(self) -> None:
         self._thread.start()
-        return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._ended.set()
+    def stop(self) -> None:
+        self._stopped.set()
         self._thread.join()
 
     def stalled_s(self) -> float:
@@ -221,6 +231,6 @@ class _StallClock:
             return now - self._started_at - self._clock.read(now)
 
     def _run(self) -> None:
-        while not self._ended.wait(STALL_S / 10):
+        while not self._stopped.wait(STALL_S / 10):
             with self._lock:
                 self._clock.tick(time.monotonic())

@@ -47,8 +47,8 @@ def main(seconds: int, tls: bool) -> None:
         stack.enter_context(deployment)
         deployment.wait_ready(TIMEOUT_S)
         arguments = deployment.child("router").arguments
-        attacks = Attacks(deployment.url, int(arguments[arguments.index("--control-port") + 1]))
-        with ThreadPoolExecutor(1) as thread:
+        control_port = int(arguments[arguments.index("--control-port") + 1])
+        with Attacks(deployment.url, control_port) as attacks, ThreadPoolExecutor(1) as thread:
             attacking = thread.submit(attacks.run)
             try:
                 run(deployment.url, seconds, attacking)
