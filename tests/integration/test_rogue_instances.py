@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ class RogueInstance:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._connection.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):  # the router has ended it
+            self._connection.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._connection.close()
 
