@@ -106,10 +106,18 @@ def hello(fork_server: Any, checkpoint: Callable[[str], Path]) -> pb.Hello:
 
 
 @pytest.fixture(scope="module")
-def deployment(deploy: Callable[..., Any], checkpoint: Callable[[str], Path]) -> Iterator[Deployment]:
+def log_lines() -> list[str]:
+    """What the processes of `deployment` have logged so far."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def deployment(
+    deploy: Callable[..., Any], checkpoint: Callable[[str], Path], log_lines: list[str]
+) -> Iterator[Deployment]:
     """A router with one honest instance."""
     settings = {"model": str(checkpoint("llama")), "served_model_name": MODEL, "prefill": 0, "decode": 0, "both": 1}
-    with deploy(**settings) as deployment:
+    with deploy(**settings, log_lines=log_lines) as deployment:
         yield deployment
 
 
@@ -121,9 +129,13 @@ def changed(hello: pb.Hello, **fields: Any) -> pb.Hello:
     return copy
 
 
-def complete(deployment: Deployment) -> list[int]:
+def request(deployment: Deployment) -> httpx.Response:
     body = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-    reply = httpx.post(f"{deployment.url}/v1/completions", json={**body, "return_token_ids": True}, timeout=600)
+    return httpx.post(f"{deployment.url}/v1/completions", json={**body, "return_token_ids": True}, timeout=600)
+
+
+def complete(deployment: Deployment) -> list[int]:
+    reply = request(deployment)
     assert reply.status_code == 200, reply.text
     choice = reply.json()["choices"][0]
     assert choice["finish_reason"] == "length"
@@ -194,6 +206,18 @@ def test_an_impossible_output(deployment: Deployment, hello: pb.Hello, output: d
         assert rogue.ended.wait(600)
         assert rogue.refusal
     assert serves_others(deployment)
+
+
+def test_what_it_says_is_escaped_in_logs(deployment: Deployment, hello: pb.Hello, log_lines: list[str]) -> None:
+    before = len(log_lines)
+    with RogueInstance(deployment, hello) as rogue:
+        rogue.answer(error=pb.Error(kind="rejected", message="\x1b[2J\r\n12:00:00 E forged"))
+        rogue.send(heartbeat=pb.Heartbeat(costs=FREE, free_blocks=1))
+        while not rogue.submitted:
+            request(deployment)
+        while not any("forged" in line for line in log_lines[before:]):
+            time.sleep(0.05)
+    assert not any("\x1b" in line or line.startswith("12:00:00") for line in log_lines[before:])
 
 
 def test_an_attached_instance_cannot_be_replaced(deployment: Deployment, hello: pb.Hello) -> None:
