@@ -1,16 +1,22 @@
-"""Attacks on a deployment from outside. `schema_fuzz.py` repeats them beside its requests; each must be refused or served."""
+"""Attacks on a deployment from outside. `schema_fuzz.py` repeats them beside its requests; each must be refused or served.
+
+Routers end connections that are silent for 10 s. So an attack that fails while its own client was stalled, on a crowded
+machine, says nothing about the router: it is counted and not judged.
+"""
 
 import json
 import random
 import socket
 import ssl
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from pdserve.cli.deployment import Deployment
+from pdserve.control.awake_clock import AwakeClock
 from pdserve.control.frame_connection import LENGTH_BYTES, NONCE_BYTES, PROTOCOL_VERSION
 from pdserve.proto import pdserve_pb2 as pb
 
@@ -19,6 +25,9 @@ SILENT_CONNECTIONS = 50
 BURST = 100
 ENDLESS = 1 << 20  # bytes
 ENDED = (ConnectionError, ssl.SSLError)  # how a refused connection may end
+STALL_S = (
+    1.0  # the client was stalled if its clock's thread, which wakes ten times in this time, did not run for so long
+)
 INJECTION = "\x1b[2J\r\nWARNING pdserve: forged"
 NESTED: dict[str, Any] = {"type": "string"}
 for _ in range(850):
@@ -26,45 +35,73 @@ for _ in range(850):
 
 
 class Attacks:
-    """Attacks on a deployment.
+    """Attacks on a deployment, within `with Attacks(…) as attacks`.
 
     Attributes:
         stopped: ends `run` after the current attack.
-        done: number of attacks.
+        judged: number of attacks that were refused or served, by kind.
+        unjudged: number of attacks that failed while this process was stalled for more than a second, by kind.
     """
 
-    def __init__(self, deployment: Deployment) -> None:
-        url = urlsplit(deployment.url)
-        self._address = "127.0.0.1", url.port
+    def __init__(self, url: str, control_port: int) -> None:
+        """`url` is that of a router, and `control_port` the port for its instances."""
+        parts = urlsplit(url)
+        self._address = "127.0.0.1", parts.port
         self._tls: ssl.SSLContext | None = None
-        if url.scheme == "https":
+        if parts.scheme == "https":
             self._tls = ssl.create_default_context()
             self._tls.check_hostname, self._tls.verify_mode = False, ssl.CERT_NONE
-        arguments = deployment.child("router").arguments
-        self._control = "127.0.0.1", int(arguments[arguments.index("--control-port") + 1])
+        self._control = "127.0.0.1", control_port
+        self._kinds: dict[str, Callable[[], None]] = {
+            "endless header": self._endless_header,
+            "many headers": self._many_headers,
+            "silent connections": self._silent_connections,
+            "left streams": self._left_streams,
+            "burst": self._burst,
+            "grammar bombs": self._grammar_bombs,
+            "foreign pages": self._foreign_pages,
+            "log injection": self._log_injection,
+            "rogue instances": self._rogue_instances,
+        }
+        self._clock = _StallClock()
         self.stopped = threading.Event()
-        self.done = 0
+        self.judged: Counter[str] = Counter()
+        self.unjudged: Counter[str] = Counter()
+
+    def __enter__(self) -> "Attacks":
+        self._clock.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._clock.stop()
 
     def run(self) -> None:
         """Attack until stopped, in random order.
 
         Raises:
-            RuntimeError: an attack was neither refused nor served.
+            RuntimeError: an attack was neither refused nor served, or most attacks of a kind could not be judged.
         """
-        kinds: list[Callable[[], None]] = [
-            self._endless_header,
-            self._many_headers,
-            self._silent_connections,
-            self._left_streams,
-            self._burst,
-            self._grammar_bombs,
-            self._foreign_pages,
-            self._log_injection,
-            self._rogue_instances,
-        ]
         while not self.stopped.is_set():
-            random.choice(kinds)()
-            self.done += 1
+            self.attack(random.choice(list(self._kinds)))
+        for kind, count in self.unjudged.items():
+            if count > self.judged[kind]:
+                raise RuntimeError(f"{kind}: {count} attacks could not be judged, {self.judged[kind]} could")
+
+    def attack(self, kind: str) -> None:
+        """Attack once.
+
+        Raises:
+            RuntimeError: the attack was neither refused nor served.
+        """
+        stalled_before_s = self._clock.stalled_s()
+        try:
+            self._kinds[kind]()
+        except (RuntimeError, *ENDED) as error:
+            if self._clock.stalled_s() < stalled_before_s + 0.01:  # not stalled
+                raise RuntimeError(f"{kind}: {error!r}") from error
+            self.unjudged[kind] += 1
+        else:
+            self.judged[kind] += 1
 
     # ---- attacks ----------------------------------------------------------------------------------------------------
 
@@ -168,3 +205,32 @@ class Attacks:
         status = int(answer[9:12]) if answer else None
         if status not in expected:
             raise RuntimeError(f"the status is {status} instead of {expected}: {answer[:500]!r}")
+
+
+class _StallClock:
+    """Measures for how long this process did not run: stopped, frozen, or starved of CPU."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._started_at = time.monotonic()
+        self._clock = AwakeClock(STALL_S, self._started_at)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def stalled_s(self) -> float:
+        """Return the sum of all times without a tick, less `STALL_S` of each."""
+        with self._lock:
+            now = time.monotonic()
+            return now - self._started_at - self._clock.read(now)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(STALL_S / 10):
+            with self._lock:
+                self._clock.tick(time.monotonic())

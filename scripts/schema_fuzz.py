@@ -10,7 +10,7 @@ import importlib.util
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -46,18 +46,20 @@ def main(seconds: int, tls: bool) -> None:
             serve_over_tls(deployment, Path(stack.enter_context(tempfile.TemporaryDirectory())))
         stack.enter_context(deployment)
         deployment.wait_ready(TIMEOUT_S)
-        attacks = Attacks(deployment)
-        with ThreadPoolExecutor(1) as thread:
+        arguments = deployment.child("router").arguments
+        control_port = int(arguments[arguments.index("--control-port") + 1])
+        with Attacks(deployment.url, control_port) as attacks, ThreadPoolExecutor(1) as thread:
             attacking = thread.submit(attacks.run)
             try:
-                run(deployment.url, seconds)
+                run(deployment.url, seconds, attacking)
                 before = resident_mib(deployment)
-                run(deployment.url, seconds)
+                run(deployment.url, seconds, attacking)
                 after = resident_mib(deployment)
             finally:
                 attacks.stopped.set()
             attacking.result()
-    print(f"{attacks.done} attacks")
+    print(f"attacks: {dict(attacks.judged)}")
+    print(f"attacks that failed while this process was stalled, and were not judged: {dict(attacks.unjudged)}")
     grown = {name: after[name] - before[name] for name in before}
     for name, growth in grown.items():
         print(f"{name}: {before[name]:.0f} MiB after the warm-up, {growth:+.1f} MiB since")
@@ -76,8 +78,8 @@ def serve_over_tls(deployment: Deployment, folder: Path) -> None:
     deployment.routers = [deployment.url]
 
 
-def run(url: str, seconds: int) -> None:
-    """Run Schemathesis; exit with its code if it found a failure."""
+def run(url: str, seconds: int, attacking: "Future[None]") -> None:
+    """Run Schemathesis; exit with its code if it found a failure, and raise what ended the attacks if they end before."""
     command = [
         sys.executable,
         "-m",
@@ -91,10 +93,14 @@ def run(url: str, seconds: int) -> None:
     ]
     command += ["--tls-verify", "false", "--continue-on-failure", "--request-timeout", str(TIMEOUT_S)]
     command += ["--generation-database", "none", "--warnings", "off", "--suppress-health-check", "all"]
-    with tempfile.TemporaryDirectory() as folder:
-        code = subprocess.run(command, cwd=folder).returncode
-    if code:
-        sys.exit(code)
+    with tempfile.TemporaryDirectory() as folder, subprocess.Popen(command, cwd=folder) as schemathesis:
+        while schemathesis.poll() is None:
+            wait([attacking], timeout=1)
+            if attacking.done():
+                schemathesis.terminate()
+                attacking.result()
+    if schemathesis.returncode:
+        sys.exit(schemathesis.returncode)
 
 
 def resident_mib(deployment: Deployment) -> dict[str, float]:

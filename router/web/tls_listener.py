@@ -15,6 +15,7 @@ from pdserve.router.web.http_protocol import LAST_REQUEST_S, Connections, HttpPr
 
 log = logging.getLogger(__name__)
 
+ASYNCIO_TIMEOUT_S = 86_400  # asyncio's own time-out of a handshake would count the router's stalls
 RETRY_S = 0.1  # after a connection could not be accepted: the process or the system is out of descriptors
 
 
@@ -23,8 +24,15 @@ class Handshake:
 
     task: "asyncio.Task[None] | None" = None
 
+    def __init__(self, timeout_ticks: int) -> None:
+        self._timeout_ticks = timeout_ticks
+        self._ticks = 0
+
     def on_tick(self) -> None:
-        """Do nothing: asyncio limits the time of a handshake."""
+        """End the connection if its handshake has taken too long."""
+        self._ticks += 1
+        if self._ticks > self._timeout_ticks and self.task is not None:
+            self.task.cancel()
 
     def shutdown(self) -> None:
         if self.task is not None:
@@ -71,7 +79,7 @@ class TlsListener:
                 self._open.on_refusal("too_many_connections")
                 connection.close()  # an answer would need the handshake
                 continue
-            handshake = Handshake()
+            handshake = Handshake(self._open.timeout_ticks)
             self._open.connections.add(handshake)  # type: ignore[arg-type]  # has all methods that are used
             handshake.task = self._loop.create_task(self._handshake(handshake, connection))
 
@@ -85,9 +93,9 @@ class TlsListener:
 
         try:
             await self._loop.connect_accepted_socket(
-                make_protocol, connection, ssl=self._context, ssl_handshake_timeout=self._open.timeout_ticks
+                make_protocol, connection, ssl=self._context, ssl_handshake_timeout=ASYNCIO_TIMEOUT_S
             )
-        except OSError:  # ssl.SSLError and TimeoutError included
+        except (OSError, asyncio.CancelledError):  # ssl.SSLError included; cancelled if too late or at shutdown
             self._open.on_refusal("tls_handshake")
             with contextlib.suppress(OSError):
                 connection.close()

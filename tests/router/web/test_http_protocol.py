@@ -9,6 +9,7 @@ import resource
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -312,6 +313,29 @@ def test_a_handshake_that_is_too_slow(
         with _connect(url) as plain:
             plain.sendall(HEALTH + b"\r\n")
             assert not read_all(plain).startswith(b"HTTP")
+
+
+def test_a_stall_of_the_router_does_not_end_handshakes(serving: Callable[..., Any], tmp_path: Path) -> None:
+    certificate, authority, is_stalled = tmp_path / "all.pem", trustme.CA(), threading.Event()
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(certificate)
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+
+    async def stall(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/stall":
+            is_stalled.set()
+            time.sleep(4)  # the stall
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    settings = {"ssl_certfile": str(certificate), "ssl_keyfile": str(certificate), "client_timeout_seconds": 3}
+    with serving(stall, **settings) as url, _connect(url) as early, _connect(url) as second:
+        other = context.wrap_socket(second, server_hostname="127.0.0.1")  # so the router has accepted `early` too
+        other.sendall(b"GET /stall HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert is_stalled.wait(600)
+        with other, context.wrap_socket(early, server_hostname="127.0.0.1") as connection:
+            connection.sendall(HEALTH + b"\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize(("descriptors", "expected"), [(1024, 768), (1_000_000, 16_384), (-1, 16_384), (1, 1)])

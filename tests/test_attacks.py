@@ -1,0 +1,84 @@
+"""The attacks of scripts/attacks.py are judged: by what a server does, but not by what their own client could not do."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+ATTACK = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from attacks import Attacks
+with Attacks(sys.argv[2], 1) as attacks:
+    attacks.attack("foreign pages")
+print(dict(attacks.judged), dict(attacks.unjudged))
+"""
+
+
+@pytest.fixture(scope="session")
+def attacks() -> ModuleType:
+    """The module scripts/attacks (scripts/ is not a package)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPTS)
+        import attacks
+
+        return attacks
+
+
+@contextmanager
+def server(on_request: Callable[[socket.socket], None]) -> Iterator[str]:
+    """Serve connections one by one, in place of a router, and yield the URL; each is closed after `on_request`."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return  # closed
+                with connection:
+                    if connection.recv(65536):
+                        on_request(connection)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 500 Internal Server Error\r\n\r\n"])
+def test_a_server_that_is_at_fault(attacks: ModuleType, answer: bytes) -> None:
+    with server(lambda connection: connection.sendall(answer)) as url, attacks.Attacks(url, 1) as attacking:
+        with pytest.raises(RuntimeError, match="foreign pages: "):
+            for _ in range(100):  # on a slow machine, some are not judged
+                attacking.attack("foreign pages")
+        assert not attacking.judged
+
+
+def test_an_attack_whose_client_was_stalled() -> None:
+    client: subprocess.Popen[str] | None = None
+
+    def stall_client(connection: socket.socket) -> None:
+        assert client is not None
+        os.kill(client.pid, signal.SIGSTOP)
+        threading.Event().wait(3)
+        connection.close()
+        os.kill(client.pid, signal.SIGCONT)
+
+    with server(stall_client) as url:
+        command = [sys.executable, "-c", ATTACK, str(SCRIPTS), url]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
+            output, _ = client.communicate(timeout=600)
+    assert output == "{} {'foreign pages': 1}\n"
