@@ -149,7 +149,7 @@ class Exam:
         )
         changes = [(round(at), str(change)) for at, change in run.changes]
         undone = num_undone(run.decisions, self._settings.horizon + self._settings.cooldown)
-        more = {"seconds": run.instance_seconds, "changes": changes, "undone": undone}
+        more: dict[str, Any] = {"seconds": run.instance_seconds, "changes": changes, "undone": undone}
         return self.row(name, run.samples, **more)
 
     def row(self, name: str, samples: Sequence[Sample], *, way: str = "simulated", **more: Any) -> dict[str, Any]:

@@ -200,7 +200,8 @@ class Controller:
         limits = self._limits
         began_at = seen.at - min(REPLAY_S, limits.window)
         lengths, first = _mix(seen.requests)
-        running = [(one, length) for one, length in zip(seen.requests, lengths, strict=True) if one.ended_at > began_at]
+        admitted = [pair for pair in zip(seen.requests, lengths, strict=True) if not pair[0].is_refused]
+        running = [(one, length) for one, length in admitted if one.ended_at > began_at]
         waiting = frozenset(n for n, (one, _) in enumerate(running) if one.ttft_s is None and not one.finish_reason)
         received = replayed(running, began_at, seen.at)
         # What comes next resembles the requests since the newest change, and the newer half of the window.

@@ -73,7 +73,7 @@ def answer_lengths(requests: Sequence[Seen]) -> list[int]:
 
     def length(one: Seen) -> int:
         so_far = one.request.output_tokens
-        longer = [] if one.finish_reason else known[bisect_right(known, so_far) :]
+        longer = [] if one.finish_reason and not one.is_refused else known[bisect_right(known, so_far) :]
         return max(1, round(median(longer)) if longer else so_far)
 
     return [length(one) for one in requests]

@@ -43,6 +43,11 @@ class Seen:
         return self.request.at
 
     @property
+    def is_refused(self) -> bool:
+        """The routers' SLO admission did not let it in: it counts as demand, and as missing the SLO."""
+        return self.finish_reason == "refused"
+
+    @property
     def ended_at(self) -> float:
         """Infinite while it runs."""
         return math.inf if self.e2e_s is None else self.at + self.e2e_s
@@ -56,7 +61,7 @@ class Seen:
             return None
         first = now if self.ttft_s is None else self.at + self.ttft_s
         times = [first] if self.itl_p99_s is None else [first, first + self.itl_p99_s]
-        error = "failed" if self.finish_reason == "error" else ""
+        error = "failed" if self.finish_reason == "error" or self.is_refused else ""
         return Sample(self.request.index, self.at, sent=self.at, ended=now, token_times=times, status=200, error=error)
 
 

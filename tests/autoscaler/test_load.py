@@ -45,6 +45,11 @@ def test_a_change_of_the_prompts_is_seen_after_a_few_seconds() -> None:
     assert sum(since_change([round(random.lognormvariate(6, 1)) for _ in range(250)]) > 0 for _ in range(100)) <= 2
 
 
+def test_refused_requests_are_demand_for_whole_answers() -> None:
+    finished, refused = seen(0, 80, 1.0, 10.0), replace(seen(1, 0, None), finish_reason="refused")
+    assert answer_lengths([finished, refused]) == [80, 80]
+
+
 def test_requests_that_ran_already_go_on_with_the_rest_of_their_answer() -> None:
     finished, running, waiting = seen(0, 80, 2.0, 10.0), seen(1, 30, 1.0), seen(2, 0, None)
     load = replayed([(finished, 80), (running, 80), (waiting, 80)], 6.0, 8.0)
@@ -76,5 +81,7 @@ def test_traffic_of_several_routers_is_one() -> None:
     waiting = replace(merged[1], ttft_s=None).sample(2.5)
     assert waiting is not None and waiting.ttft == 0.5, "it has waited for so long"
     assert replace(merged[1], finish_reason="cancelled").sample(9.0) is None
+    refused = replace(merged[1], finish_reason="refused", ttft_s=None, e2e_s=0.0).sample(9.0)
+    assert refused is not None and not refused.ok
     sample = merged[1].sample(9.0)
     assert sample is not None and sample.ok and sample.ttft == pytest.approx(0.02)
