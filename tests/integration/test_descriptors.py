@@ -4,6 +4,7 @@ import resource
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,6 +30,7 @@ def control_and_client_port(checkpoint: Callable[[str], Path]) -> Iterator[tuple
         assert router.stdout is not None
         while not _accepts(port) or not _accepts(control_port):
             assert router.poll() is None, router.stdout.read()
+            time.sleep(0.05)
         yield control_port, port
         router.kill()
 
