@@ -20,6 +20,8 @@ MIN_REQUESTS = 20  # in the window, with fewer of which there is no forecast
 MIN_GOOD = 0.9  # share of good requests, with fewer of which a better fleet is looked for although it meets the SLO
 MIN_GAIN = 0.05  # of attainment, for which the fleet is changed
 NEARER = 0.9  # factor of the worst figure ÷ target, at which a change is in the right direction
+FAR = 2.0  # worst figure ÷ target, beyond which requests are late whatever is done now, and the queue counts
+SHORTER = 0.75  # factor of the worst figure, at which a queue is clearly shorter
 SPARE = 0.8  # worst figure ÷ target that a fleet may have with one instance fewer
 PEAK_WINDOWS = 6  # whose highest rate a smaller fleet must bear
 HOUR = 3600.0
@@ -240,7 +242,7 @@ class Controller:
                 considered.append(Considered(str(change), rating))
                 if _is_better(rating, best[0] if best else now):
                     best = rating, change
-                if rating.meets or not _is_towards(rating, now):
+                if rating.meets or not (_is_towards(rating, now) or now.ratio > FAR):
                     break  # more instances at once are not needed, or would not help
         draft = replace(draft, considered=tuple(considered))
         if best is None:
@@ -288,10 +290,13 @@ def _mix(requests: Sequence[Seen]) -> tuple[list[int], int]:
 
 
 def _is_better(rating: Rating, other: Rating) -> bool:
-    """Return whether a change is worth making: clearly more good requests, or about as many and the SLO met."""
+    """Return whether a change is worth making: clearly more good requests, or as many, and the SLO met or a long queue
+    clearly shorter."""
     if rating.attainment >= other.attainment + MIN_GAIN:
         return True
-    return rating.meets and not other.meets and rating.attainment >= other.attainment
+    if rating.attainment < other.attainment:
+        return False
+    return (rating.meets and not other.meets) or (other.ratio > FAR and rating.ratio < SHORTER * other.ratio)
 
 
 def _is_towards(rating: Rating, other: Rating) -> bool:
