@@ -79,6 +79,19 @@ def test_more_instances_are_tried_if_one_only_shortens_the_queue() -> None:
     assert one.decide(observe(1000.0, 2, 4)).change == replace(MORE_PREFILL, count=2)
 
 
+def test_far_from_the_slo_a_clearly_shorter_queue_is_worth_a_change() -> None:
+    values = {
+        "none": rating(0.04, 8.0),
+        "1 decode to prefill": rating(0.04, 7.9),
+        "2 decode to prefill": rating(0.05, 5.0),
+    }
+    one = controller(lambda _, change: values.get(str(change) if change else "none", values["none"]), 2, 6)
+    assert one.decide(observe(1000.0, 2, 6)).change == replace(MORE_PREFILL, count=2)
+    near = {"none": rating(0.6, 1.5), "1 decode to prefill": rating(0.6, 1.1)}
+    one = controller(lambda _, change: near.get(str(change) if change else "none", near["none"]))
+    assert one.decide(observe(1000.0)).change is None, "few requests are late, and none is saved"
+
+
 def test_a_better_fleet_is_looked_for_if_percentiles_hide_bad_requests() -> None:
     values = {"none": rating(0.7, 0.9), "1 decode to prefill": rating(0.95, 0.7)}
     one = controller(lambda _, change: values.get(str(change) if change else "none", values["none"]))
