@@ -337,7 +337,9 @@ def _against_best(name: str, key: str, rows: dict[str, dict[str, Any]], colocate
 
 def milliseconds(seconds: list[float], percent: int) -> float:
     """Return a percentile, or 0 if empty."""
-    return round(statistics.quantiles(seconds, n=100, method="inclusive")[percent - 1] * 1e3, 2) if seconds else 0.0
+    if len(seconds) < 2:
+        return round(sum(seconds) * 1e3, 2)
+    return round(statistics.quantiles(seconds, n=100, method="inclusive")[percent - 1] * 1e3, 2)
 
 
 def _print(rows: dict[str, dict[str, Any]], against: list[dict[str, Any]]) -> None:
