@@ -151,10 +151,16 @@ def run(
             (journal / "armed").touch()
             assert send_all(deployment, requests, cache_salt="after") == reference
             wait_until(lambda: not any(blocks_held(deployment).values()), "no block is held")
-            injected, delay_s = injected_faults(journal)
-            wait_until(lambda: agree(injected, counted_failures(deployment)[0]), f"{injected} is counted")
-            wait_until(lambda: counted_failures(deployment)[1] >= delay_s, f"{delay_s} s are counted")
-            return injected, counted_failures(deployment)[0]
+            counts: list[Counts] = []  # injected and counted
+
+            def is_settled() -> bool:
+                # Both lag: a fault is written to the journal after the operation that it hit, and counters are reported.
+                (injected, delay_s), (counted, transfer_s) = injected_faults(journal), counted_failures(deployment)
+                counts[:] = injected, counted
+                return agree(injected, counted) and transfer_s >= delay_s
+
+            wait_until(is_settled, counts)
+            return counts[0], counts[1]
 
     return compare
 
