@@ -114,7 +114,8 @@ class Faulty(BatchedConnector):
             operation.complete()  # as the watchdog does at the deadline, which is set too far away to be reached here
         is_over = operation.is_over
         # An operation that follows a store comes in parts: more blocks than the rest of this part are late.
-        num_late = operation.outcomes.count(Outcome.UNAVAILABLE)
+        # One that was cancelled meanwhile loses blocks, too, but not to the fault: they end as CANCELLED.
+        num_late = 0 if operation.fence.cancelled else operation.outcomes.count(Outcome.UNAVAILABLE)
         self._record(direction, ["late"] * num_late if is_over else ["slow"], seconds)
         return is_over
 

@@ -154,7 +154,7 @@ def run(
             counts: list[Counts] = []  # injected and counted
 
             def is_settled() -> bool:
-                # Both lag: a fault is written to the journal after the operation that it hit, and counters are reported.
+                # Both lag: a late operation ends before its fault is written to the journal, and counters come with a report.
                 (injected, delay_s), (counted, transfer_s) = injected_faults(journal), counted_failures(deployment)
                 counts[:] = injected, counted
                 return agree(injected, counted) and transfer_s >= delay_s
