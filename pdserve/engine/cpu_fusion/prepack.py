@@ -6,7 +6,7 @@ kernel on processors with AMX, which reads memory faster than oneDNN's; everythi
 
 import torch
 
-from pdserve.engine.cpu_fusion.row_products import pad_rows
+from pdserve.engine.cpu_fusion.row_products import pad_rows, round_up
 from pdserve.kernels import linear, memory
 
 # oneDNN chooses the order for a number of rows. This one is best for 1 to 128 rows, and as good as any for more.
@@ -37,10 +37,11 @@ class PackedLinear(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] → [..., out_features]"""
         rows = x.numel() // self.in_features
+        padded = round_up(max(rows, self.min_rows))
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            pad_rows(x, self.min_rows) if rows < self.min_rows else x, self._packed, self.bias, "none", [], ""
+            pad_rows(x, padded) if padded > rows else x, self._packed, self.bias, "none", [], ""
         )
-        return y[:rows].view(*x.shape[:-1], self.out_features) if rows < self.min_rows else y
+        return y[:rows].view(*x.shape[:-1], self.out_features) if padded > rows else y
 
 
 class TiledLinear(torch.nn.Module):

@@ -9,6 +9,7 @@ import torch
 from pdserve.config import EngineConfig
 from pdserve.engine import checkpoint_loader as checkpoint_module
 from pdserve.engine.cpu_fusion.prepack import PackedLinear, TiledLinear, largest_min_rows, prepack
+from pdserve.engine.cpu_fusion.row_products import pad_rows, round_up
 from pdserve.kernels import linear
 
 needs_bf16 = pytest.mark.skipif(
@@ -60,6 +61,30 @@ def test_layers_pad_to_two_rows_unless_batch_invariance_is_off(
     config = EngineConfig(model=str(checkpoint("llama", dtype="bfloat16")), batch_invariant=setting)
     model = checkpoint_module.load(config).model
     assert largest_min_rows(model) == (1 if linear.is_available() else rows), "AMX needs no padding"
+
+
+def test_numbers_of_rows_are_few_and_not_much_larger() -> None:
+    sizes = [round_up(rows) for rows in range(1, 2049)]
+    assert len(set(sizes)) == 80
+    assert all(rows <= size <= max(16, rows * 9 / 8) for rows, size in enumerate(sizes, 1))
+    assert all(round_up(size) == size for size in sizes)
+
+
+@needs_bf16
+@torch.inference_mode()
+def test_kernels_are_compiled_for_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    padded: set[int] = set()
+
+    def recorded(x: torch.Tensor, rows: int) -> torch.Tensor:
+        padded.add(rows)
+        return pad_rows(x, rows)
+
+    monkeypatch.setattr("pdserve.engine.cpu_fusion.prepack.pad_rows", recorded)
+    layer = PackedLinear(torch.nn.Linear(64, 96, dtype=torch.bfloat16))
+    x = torch.randn(300, 64, dtype=torch.bfloat16)
+    together = layer(x)
+    assert all(torch.equal(layer(x[:rows]), together[:rows]) for rows in range(1, 301)), "the added rows change no bit"
+    assert len(padded) < 60
 
 
 def test_float32_is_not_replaced() -> None:
