@@ -30,7 +30,6 @@ from shifting_load import LOADS, PROFILE, data_set, shifting
 
 from pdserve.autoscaler.change import Change
 from pdserve.autoscaler.command import limits_of, make_controller
-from pdserve.autoscaler.controller import Decision
 from pdserve.autoscaler.forecast import make, rate
 from pdserve.autoscaler.rehearsal import Decide, rehearse
 from pdserve.bench.page import chart, load_plotly, page
@@ -70,6 +69,11 @@ class Settings(report.Settings):
     interval: float = flag("--interval of the controllers", 10.0, above=0)
     seed: int = flag("of the load", 18)
     html: str = flag("file with a plot of the attainment over time; empty: none", "")
+
+    @property
+    def protected_s(self) -> float:
+        """The time after a change that its forecast covered."""
+        return self.horizon + self.cooldown
 
 
 class Exam:
@@ -148,7 +152,8 @@ class Exam:
             lambda one: print(round(one.at), one, flush=True),
         )
         changes = [(round(at), str(change)) for at, change in run.changes]
-        undone = num_undone(run.decisions, self._settings.horizon + self._settings.cooldown)
+        made = [(one.at, one.change) for one in run.decisions if one.change is not None and one.change.is_flip]
+        undone = num_undone([(at, one.before, one.after) for at, one in made], self._settings.protected_s)
         more: dict[str, Any] = {"seconds": run.instance_seconds, "changes": changes, "undone": undone}
         return self.row(name, run.samples, **more)
 
@@ -169,11 +174,14 @@ def over_time(targets: Sequence[Target], samples: Sequence[Sample], width: float
     return [((n + 1) * width, round(rate(targets, parts[n]).attainment, 3)) for n in sorted(parts)]
 
 
-def num_undone(decisions: Sequence[Decision], protected_s: float) -> int:
-    """Return how many flips were undone within the time for which the forecast of the first one protected it."""
-    made = [(one.at, one.change) for one in decisions if one.change is not None and one.change.is_flip]
-    pairs = ((a, b) for number, a in enumerate(made) for b in made[number + 1 :])
-    return sum(b[0] < a[0] + protected_s and b[1].undoes(a[1]) for a, b in pairs)
+def num_undone(flips: Sequence[tuple[float, str, str]], protected_s: float) -> int:
+    """Return how many flips were undone within the time for which the forecast of the first one protected it.
+
+    Args:
+        flips: time, role before, and role after.
+    """
+    pairs = ((a, b) for number, a in enumerate(flips) for b in flips[number + 1 :])
+    return sum(b[0] < a[0] + protected_s and b[1:] == a[:0:-1] for a, b in pairs)
 
 
 def live(exam: Exam, settings: Settings, fleet: Fleet, folder: Path, *, is_steered: bool) -> dict[str, Any]:
@@ -196,13 +204,14 @@ def live(exam: Exam, settings: Settings, fleet: Fleet, folder: Path, *, is_steer
             controller.terminate()
             controller.wait()
     figures = json.loads((folder / "live.json").read_text())
-    changes = list[tuple[int, str]]()
+    more = {"lag": figures["client_bottleneck"], "seconds": fleet.size * figures["duration"]}
     if is_steered:
         rows = [json.loads(line) for line in decisions.read_text().splitlines()]
-        changes = [(round(row["at"] - rows[0]["at"]), row["change"]) for row in rows if row["made"]]
-    name = "controller" if is_steered else str(fleet)
-    more = {"changes": changes, "lag": figures["client_bottleneck"], "seconds": fleet.size * figures["duration"]}
-    return exam.row(name, samples_of(figures), way="live", **more)
+        made = [(row["at"], row["change"]) for row in rows if row["made"]]
+        more["changes"] = [(round(at - rows[0]["at"]), change) for at, change in made]
+        flips = [(at, before, after) for at, (_, before, _, after) in ((at, change.split()) for at, change in made)]
+        more["undone"] = num_undone(flips, settings.protected_s)
+    return exam.row("controller" if is_steered else str(fleet), samples_of(figures), way="live", **more)
 
 
 def samples_of(figures: dict[str, Any]) -> list[Sample]:
@@ -276,7 +285,7 @@ def plot(settings: Settings, rows: Sequence[dict[str, Any]]) -> str:
         }
         for row in (fixed, steered)
     ]
-    title = f"Share of good requests over time, {settings.instances} instances, the lengths shift every {settings.period:g} s"
+    title = f"Share of good requests over seconds: {settings.instances} instances, lengths shift every {settings.period:g} s"
     one = chart(title, lines, tickformat=".0%", range=[0, 1.05])
     return page("pdserve autoscale", "", [], [one], load_plotly())
 
