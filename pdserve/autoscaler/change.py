@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-FLIP_COUNTS = (1, 2, 4, 8, 16)  # instances that may change their role at once
+CHANGE_COUNTS = (1, 2, 4, 8, 16)  # instances that may change their role, or start, at once
 MAX_FLIPPED_SHARE = 0.5  # of the fleet, when it is more than one
 ROLES = ("prefill", "decode")
 
@@ -48,13 +48,13 @@ def flips(counts: Mapping[str, int], least: Mapping[str, int]) -> Iterator[list[
     size = counts[ROLES[0]] + counts[ROLES[1]]
     for before, after in (ROLES, ROLES[::-1]):
         most = min(counts[before] - max(1, least[before]), max(1, int(MAX_FLIPPED_SHARE * size)))
-        yield [Change(before, after, number) for number in FLIP_COUNTS if number <= most]
+        yield [Change(before, after, number) for number in CHANGE_COUNTS if number <= most]
 
 
 def starts(counts: Mapping[str, int], most: int) -> Iterator[list[Change]]:
-    """Yield the starts of an instance that a budget of `most` allows, each in a list of its own."""
-    if sum(counts.values()) < most:
-        yield from ([Change("", role)] for role in ROLES)
+    """Yield, for either role, the starts that a budget of `most` instances allows, small ones first."""
+    for role in ROLES:
+        yield [Change("", role, number) for number in CHANGE_COUNTS if number <= most - sum(counts.values())]
 
 
 def stops(counts: Mapping[str, int], least: Mapping[str, int]) -> Iterator[Change]:

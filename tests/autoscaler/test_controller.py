@@ -209,8 +209,11 @@ def test_changes_respect_the_least_and_the_most() -> None:
         ["1 decode to prefill", "2 decode to prefill", "4 decode to prefill"],
     ]
     assert list(flips(Counter(prefill=1, decode=1), Counter())) == [[], []]
-    assert [str(one) for (one,) in starts(counts, 10)] == ["start 1 prefill", "start 1 decode"]
-    assert not list(starts(counts, 9))
+    assert [[str(one) for one in each] for each in starts(counts, 11)] == [
+        ["start 1 prefill", "start 2 prefill"],
+        ["start 1 decode", "start 2 decode"],
+    ]
+    assert not any(starts(counts, 9))
     assert [str(one) for one in stops(counts, least)] == ["stop 1 decode"] and not list(
         stops(counts, Counter(decode=8))
     )
