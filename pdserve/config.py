@@ -335,6 +335,9 @@ class RouterConfig(ControlConfig):
         "read the strings of special tokens in messages and tools as special tokens; by default they are ordinary text",
         False,
     )
+    trust_request_chat_template: bool = flag(
+        "allow chat_template in requests: it runs in a sandbox, but a malicious one can keep the router busy", False
+    )
     cors_origins: str = flag("allowed CORS origins, comma separated, or *; empty: none", "")
     allowed_hosts: str = flag(ALLOWED_HOSTS_HELP, "")
     log_format: str = flag(LOG_HELP, "text", choices=LOG_FORMATS)

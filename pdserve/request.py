@@ -9,6 +9,7 @@ from pdserve.errors import BadRequest
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 256  # each is looked for with and without a space before it
 ARRIVALS_PER_PRIORITY = 1000  # in every queue, one priority level outranks this many earlier arrivals
 
 
@@ -45,6 +46,8 @@ class SamplingParams:
         repetition_penalty: divides the positive logits of tokens in prompt and output, and multiplies the negative ones.
         grammar: constraint on the output, in the form of `grammars/specification.py`; empty for none.
         logit_bias: token id → value added to its logit, from -100 to 100.
+        allowed_token_ids: only these tokens are generated; empty allows all.
+        bad_words: sequences of token ids that must not occur in the output, unless no other token is allowed.
     """
 
     max_tokens: int = 16
@@ -62,6 +65,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     grammar: str = ""
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     def validate(self) -> None:
         """Raise BadRequest, with the field's name and its valid range, if a value is invalid."""
@@ -83,6 +88,8 @@ class SamplingParams:
         _require(0 <= (self.logprobs or 0) <= MAX_LOGPROBS, "logprobs", f"from 0 to {MAX_LOGPROBS}", self.logprobs)
         count = len(self.logit_bias)
         _require(count <= MAX_LOGIT_BIAS, "logit_bias", f"of at most {MAX_LOGIT_BIAS} tokens", count)
+        count = len(self.bad_words)
+        _require(count <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} sequences of tokens", count)
         for bias in self.logit_bias.values():
             _require(_between(bias, -100, 100), "logit_bias", "of numbers from -100 to 100", bias)
 

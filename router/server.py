@@ -64,7 +64,11 @@ def serve(config: RouterConfig) -> None:
     listening = [listen(config)]
     if config.own_port is not None:
         listening.append(listen(replace(config, port=config.own_port, own_port=None, reuse_port=False)))
-    tokenizer = Tokenizer(config.model, special_tokens_in_messages=config.special_tokens_in_messages)
+    tokenizer = Tokenizer(
+        config.model,
+        special_tokens_in_messages=config.special_tokens_in_messages,
+        trust_request_chat_template=config.trust_request_chat_template,
+    )
     uvloop.run(_serve(config, keys, tls, tokenizer, listening))
 
 

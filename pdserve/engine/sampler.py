@@ -52,7 +52,9 @@ def sample(logits_SV: torch.Tensor, seqs: list[Sequence]) -> list[int]:
     _apply_penalties(logits_SV, seqs)
     _apply_bias(logits_SV, seqs)
     apply_grammars(logits_SV, seqs)
+    _apply_allowed_tokens(logits_SV, seqs)
     _mask_early_stops(logits_SV, seqs)
+    _mask_bad_words(logits_SV, seqs)
     tokens_S = _argmax(logits_SV)
     rows = [i for i, seq in enumerate(seqs) if seq.sampling.temperature > 0]
     if rows and _has_kernels(logits_SV):
@@ -119,10 +121,36 @@ def _apply_bias(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
             )
 
 
+def _apply_allowed_tokens(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
+    for i, seq in enumerate(seqs):
+        if ids := list(seq.sampling.allowed_token_ids):
+            allowed = logits_SV[i, ids]
+            logits_SV[i] = float("-inf")
+            logits_SV[i, ids] = allowed
+
+
 def _mask_early_stops(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
     for i, seq in enumerate(seqs):
         if seq.num_output < seq.sampling.min_tokens and seq.stop_token_ids:
-            logits_SV[i, list(seq.stop_token_ids)] = float("-inf")
+            _mask(logits_SV[i], list(seq.stop_token_ids))
+
+
+def _mask_bad_words(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
+    for i, seq in enumerate(seqs):
+        if not seq.sampling.bad_words:
+            continue
+        output = seq.tokens[seq.num_prompt :].tolist()
+        ends = {word[-1] for word in seq.sampling.bad_words if output[len(output) - len(word) + 1 :] == list(word[:-1])}
+        if ends:
+            _mask(logits_SV[i], sorted(ends))
+
+
+def _mask(logits_V: torch.Tensor, ids: list[int]) -> None:
+    """Exclude tokens, unless no other one would be left."""
+    before = logits_V[ids]
+    logits_V[ids] = float("-inf")
+    if logits_V.max() == float("-inf"):
+        logits_V[ids] = before
 
 
 def _sample_gumbel(logits_SV: torch.Tensor, seqs: list[Sequence]) -> torch.Tensor:

@@ -240,6 +240,8 @@ class Instance:
             frequency_penalty=message.sampling.frequency_penalty,
             presence_penalty=message.sampling.presence_penalty,
             repetition_penalty=message.sampling.repetition_penalty or 1.0,
+            allowed_token_ids=tuple(message.sampling.allowed_token_ids),
+            bad_words=tuple(tuple(unpack_tokens(word)) for word in message.sampling.bad_words),
         )
         try:
             seq = self.engine.new_sequence(

@@ -9,7 +9,7 @@ from typing import Any
 from pdserve.errors import BadRequest
 from pdserve.router.api.parsing import json_type, or_default, quote
 from pdserve.router.api.schemas import ChatBody, Function, Message, Tool, ToolCall
-from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.text.tokenizer import TemplateOptions, Tokenizer
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -52,6 +52,26 @@ def template_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
     if not rendered:
         raise _invalid_messages("messages must hold at least one message")
     return rendered
+
+
+def template_options(body: ChatBody) -> TemplateOptions:
+    """Return how the conversation of a body is rendered.
+
+    Raises:
+        BadRequest: the options contradict each other or the messages.
+    """
+    continues = bool(body.continue_final_message)
+    if continues and body.add_generation_prompt:
+        message = "continue_final_message and add_generation_prompt exclude each other; send one of the two"
+        raise BadRequest(message, kind="invalid_parameter", param="continue_final_message")
+    if continues and body.messages and body.messages[-1].role != "assistant":
+        message = "continue_final_message needs a last message with role assistant, which the answer continues"
+        raise BadRequest(message, kind="invalid_parameter", param="continue_final_message")
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+    adds_prompt = or_default(body.add_generation_prompt, not continues)
+    return TemplateOptions(adds_prompt, continues, variables, body.chat_template or "")
 
 
 def parse_tools(body: ChatBody, tokenizer: Tokenizer) -> AllowedTools | None:

@@ -131,6 +131,7 @@ class Generation:
             include_stop=parsed.include_stop,
             min_tokens=request.sampling.min_tokens,
             track_offsets=parsed.logprobs,
+            skip_special_tokens=parsed.skip_special_tokens,
         )
         echo = parsed.echo[index * len(parsed.echo) // len(parsed.requests)] if parsed.echo else ""
         tool_parser = ToolCallParser(tools.format, tools.names, tools.single_call) if tools else None

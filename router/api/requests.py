@@ -10,12 +10,12 @@ from pdserve.errors import BadRequest, NotFound
 from pdserve.grammars.limits import check_grammar
 from pdserve.keys import block_keys, root_key
 from pdserve.request import MAX_LOGPROBS, Request, SamplingParams, check_length
-from pdserve.router.api.chat import AllowedTools, parse_tools, template_messages
+from pdserve.router.api.chat import AllowedTools, parse_tools, template_messages, template_options
 from pdserve.router.api.grammars import check_grammar_support, parse_grammar
 from pdserve.router.api.parsing import or_default, quote
 from pdserve.router.api.schemas import ChatBody, CompletionBody, SamplingBody, StreamOptions, TokenizeBody
 from pdserve.router.backend import ModelInfo
-from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.text.tokenizer import TemplateOptions, Tokenizer
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -63,6 +63,7 @@ class ParsedRequest:
     include_usage: bool = False
     continuous_usage: bool = False
     return_token_ids: bool = False
+    skip_special_tokens: bool = True
     logprobs: bool = False
     echo: tuple[str, ...] = ()
     tools: AllowedTools | None = None
@@ -84,6 +85,7 @@ def parse_completion(
     prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in texts]
     for prompt in prompts:
         check_token_ids(prompt, info.vocab_size)
+    prompts = [_truncate(prompt, body, body.max_tokens or 1, info) for prompt in prompts]
     remaining = info.max_model_len - max(map(len, prompts))
     max_tokens = body.max_tokens
     if max_tokens is None:
@@ -91,11 +93,13 @@ def parse_completion(
     if body.echo and body.logprobs is not None:
         message = "echo and logprobs cannot be combined: there are no logprobs of the prompt; leave out one of the two"
         raise BadRequest(message, kind="unsupported_parameter", param="echo")
-    sampling = _sampling_params(body, max_tokens, body.logprobs, parse_grammar(body, info), info)
+    sampling = _sampling_params(body, max_tokens, body.logprobs, parse_grammar(body, info), info, tokenizer)
     parsed = _build(body, context, prompts, n, sampling, info, chat=False)
     if not body.echo:
         return parsed
-    echo = tuple(prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in texts)
+    is_whole = body.truncate_prompt_tokens is None
+    pairs = zip(texts, parsed.prompts, strict=True)
+    echo = tuple(text if isinstance(text, str) and is_whole else tokenizer.decode(ids) for text, ids in pairs)
     return replace(parsed, echo=echo)
 
 
@@ -117,13 +121,16 @@ def parse_chat(
     tool_schemas: list[Any] | None = None
     if tools:
         tool_schemas = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    prompt = tokenizer.render_chat(template_messages(body.messages), tools=tool_schemas)
+    messages, options = template_messages(body.messages), template_options(body)
+    prompt = tokenizer.render_chat(messages, tools=tool_schemas, options=options)
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    prompt = _truncate(prompt, body, max_tokens or 1, info)
     if max_tokens is None:
         # What the context leaves on every instance, so that any may be selected, unless the prompt fits on some only.
         length = info.common_model_len if len(prompt) < info.common_model_len else info.max_model_len
         max_tokens = max(1, length - len(prompt))
-    sampling = _sampling_params(body, max_tokens, _chat_logprobs(body), _chat_grammar(body, tools, info), info)
+    grammar = _chat_grammar(body, tools, info)
+    sampling = _sampling_params(body, max_tokens, _chat_logprobs(body), grammar, info, tokenizer)
     parsed = _build(body, context, [prompt], n, sampling, info, chat=True)
     return replace(parsed, tools=tools)
 
@@ -152,8 +159,8 @@ def tokenize(body: TokenizeBody, tokenizer: Tokenizer) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("send either prompt or messages", kind="invalid_parameter", param="prompt")
     if body.messages is not None:
-        generation_prompt = or_default(body.add_generation_prompt, True)
-        return tokenizer.render_chat(template_messages(body.messages), add_generation_prompt=generation_prompt)
+        options = TemplateOptions(add_generation_prompt=or_default(body.add_generation_prompt, True))
+        return tokenizer.render_chat(template_messages(body.messages), options=options)
     assert body.prompt is not None
     return tokenizer.encode(body.prompt, add_special_tokens=or_default(body.add_special_tokens, True))
 
@@ -182,12 +189,18 @@ def _build(
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
         return_token_ids=bool(body.return_token_ids),
+        skip_special_tokens=or_default(body.skip_special_tokens, True),
         logprobs=sampling.logprobs is not None,
     )
 
 
 def _sampling_params(
-    body: SamplingBody, max_tokens: int, logprobs: int | None, grammar: str, info: ModelInfo
+    body: SamplingBody,
+    max_tokens: int,
+    logprobs: int | None,
+    grammar: str,
+    info: ModelInfo,
+    tokenizer: Tokenizer,
 ) -> SamplingParams:
     default = SamplingParams()
     stop_ids = tuple(body.stop_token_ids or ())
@@ -207,6 +220,8 @@ def _sampling_params(
         frequency_penalty=or_default(body.frequency_penalty, 0.0),
         presence_penalty=or_default(body.presence_penalty, 0.0),
         repetition_penalty=or_default(body.repetition_penalty, 1.0),
+        allowed_token_ids=_allowed_token_ids(body, grammar, info),
+        bad_words=_bad_words(body.bad_words or (), tokenizer),
     )
     sampling.validate()
     check_token_ids(stop_ids, info.vocab_size, "stop_token_ids")
@@ -245,6 +260,46 @@ def _logit_bias(biases: dict[str, float], info: ModelInfo) -> dict[int, float]:
     by_id = {int(name): value for name, value in biases.items()}
     check_token_ids(by_id, info.vocab_size, "logit_bias")
     return by_id
+
+
+def _allowed_token_ids(body: SamplingBody, grammar: str, info: ModelInfo) -> tuple[int, ...]:
+    ids, name = body.allowed_token_ids, "allowed_token_ids"
+    if ids is None:
+        return ()
+    if not ids:
+        raise BadRequest(f"{name} is empty; leave it out to allow all", kind="invalid_parameter", param=name)
+    if grammar:
+        message = f"{name} and structured output exclude each other; send one of the two"
+        raise BadRequest(message, kind="invalid_parameter", param=name)
+    check_token_ids(ids, info.vocab_size, name)
+    return tuple(sorted(set(ids)))
+
+
+def _bad_words(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return the token ids of each word, also those that it has after a space."""
+    found = dict[tuple[int, ...], None]()
+    for word in words:
+        if not word.strip():
+            message = "bad_words must be strings that are not blank"
+            raise BadRequest(message, kind="invalid_parameter", param="bad_words")
+        plain, spaced = (
+            tuple(tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
+        )
+        found[plain] = None
+        if spaced[-len(plain) :] != plain:
+            found[spaced] = None
+    return tuple(found)
+
+
+def _truncate(prompt: list[int], body: SamplingBody, max_tokens: int, info: ModelInfo) -> list[int]:
+    """Return the last tokens of a prompt; -1 keeps what fits into the context beside the answer."""
+    length = body.truncate_prompt_tokens
+    if length is None:
+        return prompt
+    if length == 0 or length < -1:
+        message = f"truncate_prompt_tokens must be at least 1, or -1 for all that fit, not {length}"
+        raise BadRequest(message, kind="invalid_parameter", param="truncate_prompt_tokens")
+    return prompt[-(length if length > 0 else max(1, info.max_model_len - max_tokens)) :]
 
 
 def _build_requests(

@@ -15,15 +15,9 @@ from pdserve.request import MAX_LOGPROBS
 NoOps = Mapping[str, tuple[object, ...]]  # unsupported field → values without effect; null and absence always are
 
 NO_OPS: NoOps = {
-    "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
-    "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "kv_transfer_params": (),
@@ -31,14 +25,11 @@ NO_OPS: NoOps = {
     "modalities": (["text"],),
     "prediction": (),
     "prompt_logprobs": (),
-    "reasoning_effort": (),
     "request_id": (),
     "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
@@ -157,6 +148,10 @@ class SamplingBody(GenerationBody):
     guided_choice: Any = None
     guided_grammar: Any = None
     return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    truncate_prompt_tokens: int | None = None
     stream_options: StreamOptions | None = None
 
 
@@ -206,6 +201,11 @@ class ChatBody(SamplingBody):
     tools: list[Tool] | None = None
     tool_choice: Any = untyped({"type": ["string", "object", "null"]})
     parallel_tool_calls: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class TokenizeBody(Body):

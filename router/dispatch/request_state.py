@@ -116,7 +116,10 @@ class RequestState:
         submit.multi_turn, submit.priority, submit.whole = request.multi_turn, request.priority, request.whole
         submit.prompt = pack_tokens(request.prompt)
         submit.output.extend(self.emitted)
-        submit.sampling.CopyFrom(pb.Sampling(**vars(request.sampling)))
+        sampling = vars(request.sampling)
+        if words := request.sampling.bad_words:
+            sampling = {**sampling, "bad_words": list(map(pack_tokens, words))}
+        submit.sampling.CopyFrom(pb.Sampling(**sampling))
         return frame
 
     def submit(self, instance: InstanceHandle, phase: "pb.Phase", frame: pb.RouterFrame) -> None:

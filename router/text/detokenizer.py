@@ -8,6 +8,7 @@ latest. One exception concerns tokenizers with byte fallback, such as Llama 2's:
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from pdserve.router.backend import Chunk
 from pdserve.router.text.tokenizer import Tokenizer
@@ -27,8 +28,11 @@ class Detokenizer:
     run of invalid bytes again from its start for each byte.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._vocab_size = tokenizer.vocab_size
+        self._text_length = tokenizer.text_length if skip_special_tokens else None
+        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         # Ids emitted last, as context (some decoders trim a leading space), then newer ids.
         self._window: list[int] = []
         self._context = 0  # number of ids at the start of the window that are context only
@@ -36,17 +40,17 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add ids and return the text that has become final."""
-        special, vocab_size = self._tokenizer.special_ids, self._tokenizer.vocab_size
-        new_ids = [token_id for token_id in token_ids if token_id < vocab_size and token_id not in special]
+        new_ids = [one for one in token_ids if one < self._vocab_size and one not in self._skipped]
         if not new_ids:
             return ""
         if self._sent == ALL_SENT:
             window = self._window
-            self._sent = (
-                self._tokenizer.text_length(window[0]) if len(window) == 1 else len(self._tokenizer.decode(window))
-            )
+            if len(window) == 1 and self._text_length is not None:
+                self._sent = self._text_length(window[0])
+            else:
+                self._sent = len(self._decode(window))
         self._window += new_ids
-        text = self._tokenizer.decode(self._window)
+        text = self._decode(self._window)
         whole = text.rstrip(REPLACEMENT)
         if len(whole) == len(text):
             return self._emit_all(text)
@@ -59,7 +63,7 @@ class Detokenizer:
         """Return the remaining text at the end; an incomplete character becomes U+FFFD."""
         if len(self._window) == self._context:
             return ""
-        new = self._tokenizer.decode(self._window)[self._sent :]
+        new = self._decode(self._window)[self._sent :]
         self._window, self._context, self._sent = [], 0, 0
         return new
 
@@ -77,7 +81,7 @@ class Detokenizer:
         half = len(self._window) // 2
         if len(self._window) < LONG_WINDOW:
             return
-        head, tail = self._tokenizer.decode(self._window[:half]), self._tokenizer.decode(self._window[half:])
+        head, tail = self._decode(self._window[:half]), self._decode(self._window[half:])
         if len(head) <= self._sent and head + tail == text:
             self._window = self._window[half:]
             self._context = 0
@@ -143,8 +147,9 @@ class TextStream:
         include_stop: bool = False,
         min_tokens: int = 0,
         track_offsets: bool = False,
+        skip_special_tokens: bool = True,
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         self._stop = StopMatcher(stops, include_stop)
         self._include_stop = include_stop
         self._min_tokens = min_tokens

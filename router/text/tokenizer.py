@@ -4,6 +4,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,30 @@ from pdserve.router.text.special_tokens import SpecialTokens
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # a single byte, in vocabularies with byte fallback
 LENGTH_CACHE_SIZE = 1 << 15
 WORD_START = "▁"  # SentencePiece's space
+RESERVED_VARIABLES = (
+    frozenset(  # of a chat template, which have other fields, or are arguments of `apply_chat_template`
+        {
+            "messages",
+            "conversation",
+            "tools",
+            "documents",
+            "add_generation_prompt",
+            "continue_final_message",
+            "chat_template",
+        }
+        | {
+            "tokenize",
+            "padding",
+            "truncation",
+            "max_length",
+            "return_tensors",
+            "return_dict",
+            "tokenizer_kwargs",
+            "self",
+        }
+        | {"return_assistant_tokens_mask"}
+    )
+)
 
 
 def _byte_symbols() -> dict[str, bytes]:
@@ -31,6 +56,23 @@ def _byte_symbols() -> dict[str, bytes]:
 
 
 _BYTE_SYMBOLS = _byte_symbols()
+
+
+@dataclass(frozen=True)
+class TemplateOptions:
+    """How a conversation is rendered.
+
+    Attributes:
+        add_generation_prompt: append the header of the assistant's turn.
+        continue_final_message: leave the last message's turn open, so that the answer continues it.
+        variables: further variables for the chat template.
+        template: a chat template in place of the model's; empty: the model's.
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: dict[str, Any] = field(default_factory=dict)
+    template: str = ""
 
 
 class Tokenizer:
@@ -46,11 +88,18 @@ class Tokenizer:
         text_length: function from a token id to the number of characters that it decodes to on its own, cached.
     """
 
-    def __init__(self, model: str | Path, *, special_tokens_in_messages: bool = False) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        special_tokens_in_messages: bool = False,
+        trust_request_chat_template: bool = False,
+    ) -> None:
         """Load the tokenizer of `model`: a directory, a hub id, or `demo`, as for `--model`.
 
         With `special_tokens_in_messages`, `render_chat` reads the strings of special tokens in messages and tools as
-        special tokens, as transformers does; otherwise they are ordinary text.
+        special tokens, as transformers does; otherwise they are ordinary text. With `trust_request_chat_template` it takes
+        templates of clients, which run in a sandbox, but as long as they like.
 
         Raises:
             SetupError: there is no such model, or it has no usable tokenizer.
@@ -67,6 +116,7 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
         self.text_length = lru_cache(LENGTH_CACHE_SIZE)(lambda token_id: len(self.decode([token_id])))
+        self._trusts_templates = trust_request_chat_template
         self._special_tokens = None if special_tokens_in_messages else SpecialTokens(self._rust)
         decoder = json.loads(self._rust.to_str())["decoder"]
         self._byte_symbols = _BYTE_SYMBOLS if '"ByteLevel"' in json.dumps(decoder) else None
@@ -119,29 +169,31 @@ class Tokenizer:
         self,
         messages: Sequence[dict[str, Any]],
         *,
-        add_generation_prompt: bool = True,
         tools: list[dict[Any, Any] | Callable[..., Any]] | None = None,
+        options: TemplateOptions = TemplateOptions(),
     ) -> list[int]:
-        """Return the token ids of the conversation, rendered through the model's chat template.
+        """Return the token ids of the conversation, rendered through the chat template.
 
-        `add_generation_prompt` appends the header of the assistant's turn; `tools` are shown to the model as JSON schemas.
+        `tools` are shown to the model as JSON schemas.
 
         Raises:
-            BadRequest: the model has no chat template, the template supports no tools, or it rejects the messages.
+            BadRequest: the model has no chat template, the template supports no tools, has no such variable, or rejects the
+                messages, or requests must not bring a template.
         """
-        if not self._hf.chat_template:
+        self._check_template_options(options, uses_tools=bool(tools))
+        if not (options.template or self._hf.chat_template):
             message = "this model has no chat template; use /v1/completions"
             raise BadRequest(message, kind="no_chat_template", param="messages")
         uses_tools = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
         if uses_tools and self.tool_format is None:
             message = "this model's chat template does not support tool calls; leave out messages that contain them"
             raise BadRequest(message, kind="invalid_messages", param="messages")
-        text = self._apply_template(messages, tools, add_generation_prompt)
-        if self._special_tokens is None or not self._special_tokens.occur_in([messages, tools]):
+        text = self._apply_template(messages, tools, options)
+        if self._special_tokens is None or not self._special_tokens.occur_in([messages, tools, options.variables]):
             return self.encode(text, add_special_tokens=False)
         mark = str(secrets.randbits(64))  # digits, because templates change neither their case nor their JSON
-        marked_messages, marked_tools = self._special_tokens.mark([messages, tools], mark)
-        marked = self._apply_template(marked_messages, marked_tools, add_generation_prompt)
+        values = self._special_tokens.mark([messages, tools, options.variables], mark)
+        marked = self._apply_template(values[0], values[1], replace(options, variables=values[2]))
         if marked.replace(mark, "") != text:
             message = (
                 "the messages or tools contain the string of a special token where this model's chat template interprets "
@@ -150,15 +202,39 @@ class Tokenizer:
             raise BadRequest(message, kind="invalid_messages", param="messages")
         return self._special_tokens.encode(marked, mark)
 
+    def _check_template_options(self, options: TemplateOptions, *, uses_tools: bool) -> None:
+        """Raise BadRequest if the options ask for what the template does not know, or a client must not decide."""
+        if options.template and not self._trusts_templates:
+            message = "chat_template needs a router with --trust-request-chat-template; leave it out"
+            raise BadRequest(message, kind="unsupported_parameter", param="chat_template")
+        template = options.template or self._template(tools=uses_tools)
+        for name in options.variables:
+            # A name that the template does not hold has no effect.
+            if name in RESERVED_VARIABLES or not re.search(rf"\b{re.escape(name)}\b", template):
+                param = name if name == "reasoning_effort" else "chat_template_kwargs"
+                message = f"this model's chat template has no variable {name[:100]!r}; leave it out"
+                raise BadRequest(message, kind="unsupported_parameter", param=param)
+
     def _apply_template(
-        self, messages: Sequence[dict[str, Any]], tools: list[Any] | None, add_generation_prompt: bool
+        self, messages: Sequence[dict[str, Any]], tools: list[Any] | None, options: TemplateOptions
     ) -> str:
+        owner = "this request's" if options.template else "the model's"
         try:
             text = self._hf.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+                list(messages),
+                tools=tools,
+                chat_template=options.template or None,
+                tokenize=False,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                **options.variables,
             )
         except TemplateError as error:
-            message = f"the model's chat template rejects these messages: {error}"
+            message = f"{owner} chat template rejects these messages: {error}"
+            raise BadRequest(message, kind="invalid_messages", param="messages") from error
+        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+            # Of expressions in a template, with values that it does not expect, or of a message that cannot be continued.
+            message = f"{owner} chat template fails: {' '.join(str(error).split())[:300] or type(error).__name__}"
             raise BadRequest(message, kind="invalid_messages", param="messages") from error
         assert isinstance(text, str)
         return text

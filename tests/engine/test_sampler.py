@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import NoBadWordsLogitsProcessor
 
 from pdserve.engine.sampler import gumbel_noise, model_logprobs, record_logprobs, rng_counter, sample
 from pdserve.engine.sequence import Sequence
@@ -138,3 +139,34 @@ def test_penalties_count_existing_tokens() -> None:
     assert sample(rows, [one, seq(temperature=0.0)]) == [int(expected.argmax()), 5]
     assert rows[0].tolist() == pytest.approx(expected.tolist())
     assert rows[1].tolist() == LOGITS.tolist()
+
+
+def test_only_allowed_tokens_are_drawn() -> None:
+    shares = draw(3000, allowed_token_ids=(0, 4, 6))
+    assert {int(i) for i in shares.nonzero()} <= {0, 4, 6}
+    expected = torch.softmax(LOGITS[[0, 4, 6]], dim=0)
+    assert (shares[[0, 4, 6]] - expected).abs().max() < 0.04
+    assert sample(LOGITS[None].clone(), [seq(temperature=0.0, allowed_token_ids=(2, 6))]) == [2]
+
+
+WORDS = ((5,), (0, 7), (7, 7, 7), (3, 0, 1))
+
+
+@pytest.mark.parametrize("output", [[], [0], [1, 0], [7], [7, 7], [3, 0], [5, 7, 7], [0, 3]])
+def test_bad_words_are_masked_as_in_transformers(output: list[int]) -> None:
+    sampling = SamplingParams(temperature=0.0, bad_words=WORDS)
+    ours = Sequence("r", token_array([0, 7, 3, *output]), 3, 3, sampling, b"", 16)
+    theirs = NoBadWordsLogitsProcessor([list(word) for word in WORDS], eos_token_id=[99])
+    scores = LOGITS[None].clone()
+    if output:  # transformers looks at the prompt, too
+        scores = theirs(torch.tensor([output]), scores)
+    else:
+        scores[0, 5] = float("-inf")
+    masked = LOGITS[None].clone()
+    assert sample(masked, [ours]) == [int(scores.argmax())]
+    assert torch.equal(masked, scores)
+
+
+def test_a_bad_word_is_drawn_if_no_other_token_is_allowed() -> None:
+    settings: dict[str, Any] = {"temperature": 0.0, "allowed_token_ids": (5, 7), "bad_words": ((5,), (7,))}
+    assert sample(LOGITS[None].clone(), [seq(**settings)]) == [5]

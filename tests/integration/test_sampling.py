@@ -51,6 +51,8 @@ def test_seeded_output_is_the_same_on_every_topology(
     complete: Callable[..., dict[str, Any]],
 ) -> None:
     path = checkpoint("qwen3", dtype=dtype)
+    letters = transformers.AutoTokenizer.from_pretrained(path).encode("abc", add_special_tokens=False)
+    masked = {"allowed_token_ids": letters, "bad_words": ["a", "bb"], "temperature": 1.0, "seed": 5, "max_tokens": 20}
     bodies = [
         {
             "prompt": prompt,
@@ -73,7 +75,12 @@ def test_seeded_output_is_the_same_on_every_topology(
         ):
             send = lambda body, d=deployment: complete(d, **body)["choices"][0]  # noqa: E731
             choices.append(complete(deployment, **WITH_LOGPROBS)["choices"][0])
-            constrained.append([complete(deployment, **body)["choices"][0]["text"] for body in CONSTRAINED])
+            constrained.append(
+                [
+                    complete(deployment, **{"prompt": [8] * 20} | body)["choices"][0]["text"]
+                    for body in [*CONSTRAINED, masked]
+                ]
+            )
             bad = {"model": deployment.config.name, "prompt": "a", "guided_json": {"type": "nothing"}}
             refused = httpx.post(f"{deployment.url}/v1/completions", json=bad)
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_grammar"), refused.text
@@ -87,6 +94,7 @@ def test_seeded_output_is_the_same_on_every_topology(
     assert len({tuple(each) for each in tokens[0]}) == len(prompts), "different seeds differ"
     assert constrained[0] == constrained[1] == constrained[2]
     assert isinstance(json.loads(constrained[0][0])["open"], bool) and re.fullmatch("[ab]{20}", constrained[0][1])
+    assert set(constrained[0][-1]) == {"b", "c"} and "bb" not in constrained[0][-1]
     for choice, output in zip(choices, outputs, strict=True):
         assert choice["token_ids"] == choices[0]["token_ids"]
         if dtype == "float32":

@@ -65,6 +65,13 @@ VALUES_OF: dict[str, list[Any]] = {
     "tokens": [[], [1], [-1], [10**9]],
     "model": ["demo", "other"],
     "stop": ["", "a", ["a", ""], ["x"] * 20],
+    "allowed_token_ids": [[3], [], [10**9]],
+    "bad_words": [["a"], [""], ["x"] * 500],
+    "truncate_prompt_tokens": [1, 0, -1, -2],
+    "chat_template": ["{{ 1 }}", ""],
+    "chat_template_kwargs": [{}, {"messages": 1}],
+    "reasoning_effort": ["low", "most"],
+    "continue_final_message": [True],
     "logit_bias": [{"1": 5}, {"x": 1}, {"1": 1000}],
     "response_format": [
         {"type": "text"},

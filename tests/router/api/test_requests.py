@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -59,7 +60,7 @@ def test_the_default_max_tokens_shrinks_to_the_rest_of_the_context(client: Clien
     assert backend.requests[0].sampling.max_tokens == 6
 
 
-def test_every_parameter_arrives(client: Client, backend: ScriptedBackend) -> None:
+def test_every_parameter_arrives(client: Client, backend: ScriptedBackend, tokenizer: Tokenizer) -> None:
     sampling: dict[str, Any] = {
         "max_tokens": 7,
         "min_tokens": 2,
@@ -75,12 +76,15 @@ def test_every_parameter_arrives(client: Client, backend: ScriptedBackend) -> No
         "presence_penalty": -0.5,
         "repetition_penalty": 1.5,
         "logit_bias": {"7": -100, "12": 0.5},
+        "allowed_token_ids": [9, 3, 9],
+        "bad_words": ["Paris", " x"],
     }
     response = client.post(COMPLETIONS, {**HELLO, **sampling, "cache_salt": "tenant"})
     assert response.status_code == 200, response.text
     [request] = backend.requests
     assert request.sampling == SamplingParams(
-        **{**sampling, "stop_token_ids": (5, 6), "logit_bias": {7: -100.0, 12: 0.5}}
+        **{**sampling, "stop_token_ids": (5, 6), "logit_bias": {7: -100.0, 12: 0.5}, "allowed_token_ids": (3, 9)}
+        | {"bad_words": tuple(tuple(tokenizer.encode(word)) for word in ("Paris", " Paris", "x"))}
     )
     assert request.salt == "tenant"
 
@@ -101,6 +105,37 @@ def test_an_integer_temperature_and_a_top_k_of_minus_one(client: Client, backend
     assert client.post(COMPLETIONS, {**HELLO, "temperature": 0, "top_k": -1}).status_code == 200
     assert backend.requests[0].sampling.temperature == 0
     assert backend.requests[0].sampling.top_k == 0
+
+
+@pytest.mark.parametrize(("length", "kept"), [(3, 3), (1000, 40), (-1, 40), (1, 1)])
+def test_a_prompt_is_cut_at_its_beginning(client: Client, backend: ScriptedBackend, length: int, kept: int) -> None:
+    prompt = list(range(2, 42))
+    body = {"prompt": prompt, "truncate_prompt_tokens": length, "max_tokens": 5}
+    assert client.post(COMPLETIONS, body).json()["usage"]["prompt_tokens"] == kept
+    assert list(backend.requests[0].prompt) == prompt[-kept:]
+
+
+def test_what_fits_of_a_long_prompt(client: Client, backend: ScriptedBackend) -> None:
+    body = {"prompt": [2] * 1000, "truncate_prompt_tokens": -1, "max_tokens": 5}
+    assert client.post(COMPLETIONS, body).status_code == 200
+    assert len(backend.requests[0].prompt) == 256 - 5
+
+
+def test_the_echo_of_a_prompt_that_is_cut(client: Client, tokenizer: Tokenizer) -> None:
+    body = {"prompt": "hello world", "truncate_prompt_tokens": 1, "echo": True}
+    last = tokenizer.decode(tokenizer.encode("hello world")[-1:])
+    assert client.post(COMPLETIONS, body).json()["choices"][0]["text"] == f"{last} Paris."
+
+
+@pytest.mark.parametrize(("skip", "text"), [(True, "ab"), (False, "a<|start|>b")])
+def test_special_tokens_in_the_answer(
+    client: Client, backend: ScriptedBackend, tokenizer: Tokenizer, skip: bool, text: str
+) -> None:
+    backend.generates(tokenizer.encode("a<|start|>b"))
+    for stream in (False, True):
+        response = client.post(COMPLETIONS, {**HELLO, "skip_special_tokens": skip, "stream": stream})
+        texts = re.findall(r'"text": ?"([^"]*)"', response.text)
+        assert "".join(texts) == text
 
 
 def test_a_missing_seed_is_random(client: Client, backend: ScriptedBackend) -> None:
@@ -177,6 +212,28 @@ def test_forms_of_a_prompt(
         ),
         ({"logit_bias": {"1": 101}}, "logit_bias", "logit_bias must be of numbers from -100 to 100, not 101.0"),
         ({"logit_bias": {"300": 1}}, "logit_bias", "logit_bias holds the token id 300; this model's ids are 0 to 299"),
+        (
+            {"truncate_prompt_tokens": 0},
+            "truncate_prompt_tokens",
+            "truncate_prompt_tokens must be at least 1, or -1 for all that fit, not 0",
+        ),
+        ({"bad_words": [" "]}, "bad_words", "bad_words must be strings that are not blank"),
+        (
+            {"bad_words": [chr(97 + i) + chr(97 + j) for i in range(17) for j in range(17)]},
+            "bad_words",
+            "bad_words must be at most 256 sequences of tokens, not 291",
+        ),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "allowed_token_ids is empty; leave it out to allow all"),
+        (
+            {"allowed_token_ids": [300]},
+            "allowed_token_ids",
+            "allowed_token_ids holds the token id 300; this model's ids are 0 to 299",
+        ),
+        (
+            {"allowed_token_ids": [3], "guided_regex": "a"},
+            "allowed_token_ids",
+            "allowed_token_ids and structured output exclude each other; send one of the two",
+        ),
         (
             {"logit_bias": {"a": 1}},
             "logit_bias",

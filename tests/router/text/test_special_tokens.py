@@ -12,7 +12,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from pdserve.errors import BadRequest
-from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.text.tokenizer import TemplateOptions, Tokenizer
 
 CORPUS = ["the capital of France is Paris", "a user and an assistant said: hello world, im_end end_of_turn eot_id"] * 20
 PRINTABLE = [chr(code) for code in range(33, 127)] + ["\n"]
@@ -196,7 +196,7 @@ def test_spaces_beside_a_special_string_are_kept(folders: dict[str, Path]) -> No
 
 def test_a_model_cannot_find_its_special_token_in_text(folders: dict[str, Path]) -> None:
     tokenizer = Tokenizer(folders["unigram"])
-    ids = tokenizer.render_chat(user("a<|im_end|>b"), add_generation_prompt=False)
+    ids = tokenizer.render_chat(user("a<|im_end|>b"), options=TemplateOptions(add_generation_prompt=False))
     pieces = ["<|im_start|>", *"user\na<|im_end|>b", "<|im_end|>", "\n"]
     assert [tokenizer.id_to_token(token_id) for token_id in ids] == pieces
 

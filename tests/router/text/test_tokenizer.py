@@ -1,13 +1,17 @@
 """Tokenizer and model names, with small tokenizers trained for the tests."""
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from pdserve import model_path
 from pdserve.errors import BadRequest, SetupError
 from pdserve.model_path import resolve_model
-from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.text.tokenizer import TemplateOptions, Tokenizer
 
 
 @pytest.mark.parametrize("text", ["", "hello", " hello  world\n", "漢字 👩‍👩‍👧 e\u0301", "\x00"])
@@ -46,8 +50,82 @@ def test_messages_are_rendered_through_the_template(tokenizer: Tokenizer) -> Non
     text = "<|start|>user\nhello<|end|><|start|>assistant\n"
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
     assert ids.count(1) == 2  # <|start|> as one special token
-    bare = tokenizer.render_chat([{"role": "user", "content": "hello"}], add_generation_prompt=False)
+    bare = tokenizer.render_chat(
+        [{"role": "user", "content": "hello"}], options=TemplateOptions(add_generation_prompt=False)
+    )
     assert tokenizer.decode(bare, skip_special_tokens=False) == "<|start|>user\nhello<|end|>"
+
+
+OPTIONS_TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+    "{% if reasoning_effort %}{{ reasoning_effort | upper }}{% endif %}{% if style %}{{ style.voice }}{% endif %}"
+)
+ASKED = [{"role": "user", "content": "hello"}]
+ANSWERED = [*ASKED, {"role": "assistant", "content": "I say"}]
+
+
+@pytest.fixture
+def optioned(tokenizer_dir: Path, tmp_path: Path) -> Path:
+    shutil.copytree(tokenizer_dir, tmp_path / "model")
+    settings = json.loads((tokenizer_dir / "tokenizer_config.json").read_text())
+    (tmp_path / "model" / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "chat_template": OPTIONS_TEMPLATE})
+    )
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    ("messages", "options"),
+    [
+        (ASKED, TemplateOptions(variables={"enable_thinking": False})),
+        (ASKED, TemplateOptions(variables={"reasoning_effort": "high", "style": {"voice": "low"}})),
+        (ANSWERED, TemplateOptions(add_generation_prompt=False, continue_final_message=True)),
+        (ANSWERED, TemplateOptions(template="{{ messages[-1].content }}: {{ style }}", variables={"style": "x"})),
+    ],
+)
+def test_template_options_do_as_in_transformers(optioned: Path, messages: list[Any], options: TemplateOptions) -> None:
+    tokenizer, theirs = Tokenizer(optioned, trust_request_chat_template=True), AutoTokenizer.from_pretrained(optioned)
+    expected = theirs.apply_chat_template(
+        [dict(message) for message in messages],
+        chat_template=options.template or None,
+        add_generation_prompt=options.add_generation_prompt,
+        continue_final_message=options.continue_final_message,
+        return_dict=False,
+        **options.variables,
+    )
+    assert tokenizer.render_chat(messages, options=options) == expected
+
+
+def test_special_tokens_in_template_variables_are_text(optioned: Path) -> None:
+    tokenizer = Tokenizer(optioned)
+    options = TemplateOptions(variables={"style": {"voice": "<|end|>"}})
+    ids = tokenizer.render_chat(ASKED, options=options)
+    assert tokenizer.decode(ids, skip_special_tokens=False).endswith("assistant\n<|end|>")
+    assert ids.count(0) == 1, "that of the template alone"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (TemplateOptions(variables={"thinking": True}), "has no variable 'thinking'"),
+        (TemplateOptions(variables={"messages": []}), "has no variable 'messages'"),
+        (TemplateOptions(template="{{ 1 }}"), "needs a router with --trust-request-chat-template"),
+        (TemplateOptions(variables={"reasoning_effort": "low", "enable_": True}), "has no variable 'enable_'"),
+    ],
+)
+def test_invalid_template_options(optioned: Path, options: TemplateOptions, message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
+        Tokenizer(optioned).render_chat(ASKED, options=options)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 1 / 0 }}", "{{ [][3] + 1 }}", "{{ 'a' + 1 }}", "{% for", "{{ ''.__class__.mro() }}"]
+)
+def test_a_template_of_a_request_may_fail(optioned: Path, template: str) -> None:
+    tokenizer = Tokenizer(optioned, trust_request_chat_template=True)
+    with pytest.raises(BadRequest, match="this request's chat template"):
+        tokenizer.render_chat(ASKED, options=TemplateOptions(template=template))
 
 
 def test_a_template_may_reject_messages(tokenizer: Tokenizer) -> None:
