@@ -11,6 +11,7 @@ from pdserve.router.api.parsing import json_type, or_default, quote
 from pdserve.router.api.schemas import ChatBody, Function, Message, Tool, ToolCall
 from pdserve.router.text.tokenizer import TemplateOptions, Tokenizer
 
+FORCED_FORMAT = "llama"  # of models whose template knows no tools: plain JSON, which any grammar can force
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -92,11 +93,11 @@ def parse_tools(body: ChatBody, tokenizer: Tokenizer) -> AllowedTools | None:
     forced = _forced_functions(choice, names)
     if choice == "none" or not names:
         return None
-    tool_format = tokenizer.tool_format
+    tool_format = tokenizer.tool_format or (FORCED_FORMAT if forced else None)
     if tool_format is None:
         message = (
             "this model's chat template has no tool-call format that this router supports (Hermes's, as used by Qwen, and "
-            "Llama 3's JSON); leave tools out"
+            'Llama 3\'s JSON); leave tools out, or force a call with tool_choice "required"'
         )
         raise BadRequest(message, kind="unsupported_parameter", param="tools")
     grammar = _forced_call_grammar(tool_format, [tool for tool in body.tools or () if tool.function.name in forced])

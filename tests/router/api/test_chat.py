@@ -320,6 +320,22 @@ def matches_grammar(spec: dict[str, Any], text: str) -> bool:
     return all(matcher.accept_token(token) for token in [*text.encode(), 256])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_of_a_model_without_tool_support(
+    client: Client, backend: ScriptedBackend, tokenizer: Tokenizer, stream: bool
+) -> None:
+    generates_text(backend, tokenizer, CALL["llama"])
+    response = client.post(CHAT, {**ASKING, "tool_choice": "required", "stream": stream})
+    assert response.status_code == 200, response.text
+    assert matches_grammar(json.loads(backend.requests[0].sampling.grammar), '{"name": "time", "parameters": {}}')
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    choices = [event["choices"][0] for event in (events or [response.json()])]
+    parts = [choice.get("delta") or choice["message"] for choice in choices]
+    calls = [call["function"] for part in parts for call in part.get("tool_calls") or ()]
+    assert (calls[0]["name"], "".join(call.get("arguments", "") for call in calls)) == WEATHER
+    assert choices[-1]["finish_reason"] == "tool_calls"
+
+
 def test_a_model_without_tool_support(client: Client) -> None:
     error = client.post(CHAT, ASKING).json()["error"]
     assert (
