@@ -497,3 +497,11 @@ def test_a_router_that_is_busy_itself_drops_no_instance() -> None:
     busy = make_model(router_request_s=0.02, router_token_s=1e-4)  # 3 s for all requests, and leases are of 1.5 s
     outcome = Simulation(Deployment(), busy).play([replace(one, at=0.0, after=None) for one in draw_loads(150, 1.0)])
     assert all(one.ok for one in outcome.samples), {one.error for one in outcome.samples}
+
+
+def test_an_instance_may_start_after_the_last_request() -> None:
+    simulation = Simulation(Deployment(prefill=1, decode=1), make_model())
+    simulation.clock.at(0.05, lambda: simulation.add("decode"))
+    outcome = simulation.play([Load(0, 60, (("own", 15),), at=0.0)])
+    assert set(outcome.busy) == {"prefill-0", "decode-0", "decode-1"}
+    assert outcome.busy["decode-1"] == 0
