@@ -20,10 +20,12 @@ class TokenLogprobs:
     Attributes:
         logprob: natural logarithm, from log_softmax in float32.
         top: the most likely tokens as (id, logprob), in descending order.
+        rank: of the token, 1 for the most likely; 0 if it was not asked for.
     """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,8 @@ class SamplingParams:
         grammar: constraint on the output, in the form of `grammars/specification.py`; empty for none.
         logit_bias: token id → value added to its logit, from -100 to 100.
         allowed_token_ids: only these tokens are generated; empty allows all.
+        prompt_logprobs: report the same of each token of the prompt but the first, with this many most likely tokens; None
+            reports nothing.
         bad_words: sequences of token ids that must not occur in the output, unless no other token is allowed.
     """
 
@@ -66,6 +70,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     grammar: str = ""
     allowed_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
 
     def validate(self) -> None:
@@ -85,7 +90,9 @@ class SamplingParams:
         _require(
             _between(repetition, 0, 10) and repetition > 0, "repetition_penalty", "above 0, at most 10", repetition
         )
-        _require(0 <= (self.logprobs or 0) <= MAX_LOGPROBS, "logprobs", f"from 0 to {MAX_LOGPROBS}", self.logprobs)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(0 <= (value or 0) <= MAX_LOGPROBS, name, f"from 0 to {MAX_LOGPROBS}", value)
         count = len(self.logit_bias)
         _require(count <= MAX_LOGIT_BIAS, "logit_bias", f"of at most {MAX_LOGIT_BIAS} tokens", count)
         count = len(self.bad_words)

@@ -17,11 +17,13 @@ class Chunk:
         token_ids: the tokens; may be empty in the last chunk.
         finish_reason: set in the last chunk: `stop` (EOS or a stop token, which is the last id) or `length`.
         logprobs: one entry per token if the request asks for them, else empty.
+        prompt_logprobs: in the first chunk, one entry per token of the prompt but the first, if the request asks for them.
     """
 
     token_ids: list[int]
     finish_reason: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def extend(self, other: "Chunk") -> None:
         """Append the chunk that follows this one."""

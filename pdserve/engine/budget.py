@@ -16,12 +16,14 @@ class StepBudget:
         tokens: token limit over all sequences.
         prompt_seconds: time that prompts may add to the step; infinite if no sequence decodes in it.
         min_chunk: tokens granted to the next prompt even without time left, so that prompts always make progress.
+        scored_tokens: limit over all prompts whose log probabilities are due: each token needs a large row of logits.
     """
 
     costs: Costs
     tokens: int
     prompt_seconds: float = math.inf
     min_chunk: int = 1
+    scored_tokens: int = 128
 
     @classmethod
     def for_step(
@@ -41,6 +43,9 @@ class StepBudget:
     def allocate(self, seq: Sequence) -> int:
         """Return how many tokens of a sequence the step computes, and take them off the budget."""
         count = min(seq.num_uncomputed, self.tokens)
+        if seq.scores_prompt:
+            count = min(count, self.scored_tokens)
+            self.scored_tokens -= count
         if seq.num_uncomputed > 1:
             affordable = _tokens_within(self.costs, self.prompt_seconds, seq.num_computed)
             count = min(count, max(self.min_chunk, affordable))

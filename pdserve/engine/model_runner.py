@@ -19,7 +19,7 @@ from pdserve.engine.cpu_fusion.row_products import RowProducts, needs_row_produc
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
 from pdserve.engine.numerics import numerics_class
 from pdserve.engine.paged_model import UnsupportedAttention
-from pdserve.engine.sampler import model_logprobs, record_logprobs, sample
+from pdserve.engine.sampler import model_logprobs, record_logprobs, sample, score
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step_graph import StepGraphs
 from pdserve.errors import SetupError
@@ -138,14 +138,24 @@ class ModelRunner:
         positions: list[int] = []
         complete: list[Sequence] = []
         last_rows: list[int] = []  # of the complete sequences
+        scored: list[tuple[Sequence, int]] = []  # and position, of tokens of prompts whose logprobs are due
+        scored_rows: list[int] = []  # of the tokens before these
         for seq, count in num_scheduled_tokens.items():
             ids += seq.tokens[seq.num_computed : seq.num_computed + count]
             positions += range(seq.num_computed, seq.num_computed + count)
+            if seq.scores_prompt:
+                due = range(seq.num_computed + 1, min(seq.num_computed + count + 1, seq.num_prompt))
+                scored += [(seq, position) for position in due]
+                scored_rows += range(len(ids) - count, len(ids) - count + len(due))
             if count == seq.num_uncomputed:
                 complete.append(seq)
                 last_rows.append(len(ids) - 1)
         batch = self._build_batch(seqs, counts, positions)
-        logits_SV = self.forward(ids, positions, batch, torch.tensor(last_rows, dtype=torch.long, device=self.device))
+        rows = torch.tensor(last_rows + scored_rows, dtype=torch.long, device=self.device)
+        logits_SV = self.forward(ids, positions, batch, rows)
+        if scored:
+            score(logits_SV[len(complete) :], scored)
+            logits_SV = logits_SV[: len(complete)]
         if not complete:
             return {}
         logprob_rows = [i for i, seq in enumerate(complete) if seq.sampling.logprobs is not None]
@@ -159,7 +169,7 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Return the logits [S, V] of the tokens at `logit_rows`; one row if that is empty, which models do not accept."""
         ids_1T, positions_1T = (torch.tensor([values], device=self.device) for values in (ids, positions))
-        is_decode_step = len(logit_rows) == len(ids)  # every position is sampled
+        is_decode_step = len(logit_rows) == len(batch.query_lens) == len(ids)  # every position is sampled
         if self.graphs is not None and is_decode_step:
             return self.graphs.logits(ids_1T, positions_1T, batch)
         keep = logit_rows if len(logit_rows) else torch.zeros(1, dtype=torch.long, device=self.device)

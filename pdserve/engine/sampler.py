@@ -98,6 +98,20 @@ def record_logprobs(logprobs_AV: torch.Tensor, seqs: list[Sequence], tokens: lis
         seq.record_logprobs(TokenLogprobs(logprob, tuple(zip(ids[:count], values[:count], strict=True))))
 
 
+def score(logits_AV: torch.Tensor, tokens: list[tuple[Sequence, int]]) -> None:
+    """Record the log probability of each token of a prompt, of its sequence and position, under the logits before it."""
+    num_top = [seq.sampling.prompt_logprobs or 0 for seq, _ in tokens]
+    logprobs_AV = logits_AV.float().log_softmax(dim=-1)
+    ids_A1 = torch.tensor([[seq.tokens[position]] for seq, position in tokens], device=logits_AV.device)
+    chosen_A1 = logprobs_AV.gather(1, ids_A1)
+    ranks_A = (logprobs_AV > chosen_A1).sum(dim=-1) + 1
+    top_AK = logprobs_AV.topk(min(max(num_top), logprobs_AV.shape[1]), dim=-1)
+    rows = zip(chosen_A1[:, 0].tolist(), ranks_A.tolist(), top_AK.indices.tolist(), top_AK.values.tolist(), strict=True)
+    for (seq, position), count, (logprob, rank, ids, values) in zip(tokens, num_top, rows, strict=True):
+        top = tuple(zip(ids[:count], values[:count], strict=True))
+        seq.record_prompt_score(position, TokenLogprobs(logprob, top, rank))
+
+
 def _apply_penalties(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
     for i, seq in enumerate(seqs):
         sampling, device = seq.sampling, logits_SV.device

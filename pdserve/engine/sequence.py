@@ -62,6 +62,7 @@ class Sequence:
         cacheable: its KV is exactly what this pool would compute, so its blocks may be registered for prefix hits.
         constraint: grammar of its output, if any.
         last_logprobs: of the last token, if the request asked for logprobs.
+        prompt_scores: log probabilities of tokens of the prompt, by position, if the request asked for them.
         num_local_hit: tokens whose KV came from this pool at first admission.
         num_loaded: tokens whose KV came from the KV store at first admission.
         num_unneeded: leading tokens to which no later one attended at first admission, so that their KV came from nowhere.
@@ -90,6 +91,7 @@ class Sequence:
     needs_refetch: bool = False
     rank: int = 0
     last_logprobs: TokenLogprobs | None = None
+    prompt_scores: dict[int, TokenLogprobs] = field(default_factory=dict)
     constraint: Constraint | None = None
     cacheable: bool = True
     stores_kv: bool = False
@@ -125,7 +127,13 @@ class Sequence:
     @property
     def num_usable_hits(self) -> int:
         """Leading full blocks that need not be computed. The last token always is, because its logits are needed."""
-        return (len(self.tokens) - 1) // self.block_size
+        return 0 if self.scores_prompt else (len(self.tokens) - 1) // self.block_size
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True if the logits of every token of the prompt are needed, and are not complete. Its KV must be computed here."""
+        is_asked = self.sampling.prompt_logprobs is not None and self.num_initial == self.num_prompt
+        return is_asked and len(self.prompt_scores) < self.num_prompt - 1
 
     def full_keys(self) -> list[bytes]:
         """Return the keys of all full blocks of `tokens`."""
@@ -164,6 +172,10 @@ class Sequence:
     def record_logprobs(self, logprobs: TokenLogprobs) -> None:
         """Set the log probabilities of the token that is about to be appended."""
         self.last_logprobs = logprobs
+
+    def record_prompt_score(self, position: int, logprobs: TokenLogprobs) -> None:
+        """Set the log probabilities of the prompt's token at a position."""
+        self.prompt_scores[position] = logprobs
 
     def mark_for_storing(self) -> None:
         """Record that its role stores its KV as it is computed, so that the scheduler may pause it."""

@@ -241,6 +241,7 @@ class Instance:
             presence_penalty=message.sampling.presence_penalty,
             repetition_penalty=message.sampling.repetition_penalty or 1.0,
             allowed_token_ids=tuple(message.sampling.allowed_token_ids),
+            prompt_logprobs=message.sampling.prompt_logprobs if message.sampling.HasField("prompt_logprobs") else None,
             bad_words=tuple(tuple(unpack_tokens(word)) for word in message.sampling.bad_words),
         )
         try:

@@ -44,7 +44,7 @@ class Fetcher:
         seq = job.seq
         fetch = _Fetch(job, seq.full_keys()[: seq.num_usable_hits], on_cancelled)
         keys = fetch.keys
-        if self._connector.in_place or self._num_local(fetch) == len(keys):
+        if self._connector.in_place or self._num_local(fetch) >= len(keys):
             self._engine.add(seq)
             return
         job.open_transfers += 1

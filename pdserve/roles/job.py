@@ -11,6 +11,7 @@ from pdserve.engine.sequence import Sequence
 from pdserve.kv_transfer.connector import Outcome, Result
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.request import TokenLogprobs
 
 T = TypeVar("T")
 
@@ -123,16 +124,21 @@ class Job:
         if len(self.seq) == self.seq.num_initial + 1 or len(output.token_ids) == BATCHED_TOKENS:
             self.urgent = True
         if logprobs is not None:
-            top = logprobs.top
-            output.logprobs.add(
-                logprob=logprobs.logprob, top_ids=[token for token, _ in top], top_logprobs=[value for _, value in top]
-            )
+            output.logprobs.append(_logprobs(logprobs))
+        if len(self.seq) == self.seq.num_initial + 1:
+            for _, of_prompt in sorted(self.seq.prompt_scores.items()):
+                output.prompt_logprobs.append(_logprobs(of_prompt))
 
     def finish(self, reason: str, now: float) -> None:
         """Report the end of the request, with its OpenAI finish reason."""
         self.stamp(Stage.FINISHED, now)
         self.pending_output().finish_reason = reason
         self.ended = True
+
+
+def _logprobs(one: TokenLogprobs) -> pb.Logprobs:
+    ids, values = [token for token, _ in one.top], [value for _, value in one.top]
+    return pb.Logprobs(logprob=one.logprob, top_ids=ids, top_logprobs=values, rank=one.rank)
 
 
 class InstanceContext(Protocol):

@@ -163,7 +163,9 @@ class Simulation:
             arriving = self._busy_shares(began_at, before)
             self.clock.run(until=lambda: player.num_ended == len(loads))
         # An instance may have started since the last request.
-        busy = {name: max(share, arriving.get(name, 0.0)) for name, share in self._busy_shares(began_at, before).items()}
+        busy = {
+            name: max(share, arriving.get(name, 0.0)) for name, share in self._busy_shares(began_at, before).items()
+        }
         shared = {name: busy.pop(name) for name in ("router", "link")}
         preemptions = sum(one.thread.engine.scheduler.num_preemptions for one in self.instances.values())
         return Outcome(player.samples, self.clock.time, busy, shared, preemptions, player.stamps)

@@ -27,6 +27,8 @@ class Delta:
         logprobs: one entry per token, if the request asks for them.
         text_offsets: the character offset in the choice's text at which each token begins, if it asks for logprobs.
         tool_calls: increments of tool calls; these are not part of `text`.
+        prompt_logprobs: in the first delta, one entry per token of the prompt but the first, if the request asks for them;
+            None in the others.
     """
 
     index: int
@@ -36,6 +38,7 @@ class Delta:
     logprobs: list[TokenLogprobs]
     text_offsets: list[int]
     tool_calls: list[ToolCallDelta]
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 Emit = Callable[[Iterable[Delta]], Awaitable[None]]  # consumes deltas of one choice
@@ -56,6 +59,9 @@ class Choice:
     echo: str = ""
     tool_parser: ToolCallParser | None = None
     num_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.echo_length = len(self.echo)
 
     @property
     def num_generated(self) -> int:
@@ -78,8 +84,19 @@ class Choice:
             text, self.echo = self.echo + text, ""
             self.num_tokens += len(token_ids)
             logprobs, offsets = chunk.logprobs[: len(token_ids)], self.text.text_offsets
+            if self.echo_length and logprobs:
+                offsets = [self.echo_length + offset for offset in offsets]
             output, finish_reason = self._parse_output(text)
-            yield Delta(self.index, output.text, token_ids, finish_reason, logprobs, offsets, output.calls)
+            yield Delta(
+                self.index,
+                output.text,
+                token_ids,
+                finish_reason,
+                logprobs,
+                offsets,
+                output.calls,
+                chunk.prompt_logprobs if self.num_tokens == len(token_ids) else None,
+            )
             if self.text.finish_reason is not None:
                 return
 
@@ -177,6 +194,10 @@ class Generation:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+
+    def prompt_of(self, choice: int) -> list[int]:
+        """Return the token ids of the prompt of a choice."""
+        return self.parsed.prompts[choice * len(self.parsed.prompts) // len(self.parsed.requests)]
 
 
 async def _cancel_all(tasks: list[asyncio.Task[None]]) -> None:

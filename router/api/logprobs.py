@@ -1,8 +1,12 @@
 """Log probabilities in OpenAI's two formats: one for completions, another for chat."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from pdserve.request import TokenLogprobs
+from pdserve.router.backend import Chunk
+from pdserve.router.text.detokenizer import TextStream
 from pdserve.router.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot express
@@ -10,7 +14,7 @@ MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot express
 
 def completion_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprobs], text_offsets: Sequence[int]
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Return the `logprobs` object of a completion.
 
     Args:
@@ -31,6 +35,34 @@ def completion_logprobs(
         ],
         "text_offset": list(text_offsets),
     }
+
+
+def echoed_logprobs(
+    tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprobs], num_top: int
+) -> dict[str, Any]:
+    """Return the same of a prompt, whose first token has none; `logprobs` has one entry for each of the others."""
+    text = TextStream(tokenizer, track_offsets=True)
+    text.push(Chunk(list(ids)))
+    cut = [replace(entry, top=entry.top[:num_top]) for entry in logprobs]
+    prompt = completion_logprobs(tokenizer, ids, [TokenLogprobs(0.0), *cut], text.text_offsets)
+    prompt["token_logprobs"][0] = prompt["top_logprobs"][0] = None
+    return prompt
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprobs], num_top: int
+) -> list[dict[str, object] | None]:
+    """Return vLLM's `prompt_logprobs`: for each token of a prompt a map from token ids; None for the first."""
+    entries: list[dict[str, object] | None] = [None]
+    for token_id, entry in zip(ids[1:], logprobs, strict=True):
+        ranked = [(top_id, value, rank) for rank, (top_id, value) in enumerate(entry.top[:num_top], 1)]
+        entries.append(
+            {
+                str(one): {"logprob": _finite(value), "rank": rank, "decoded_token": tokenizer.decode([one])}
+                for one, value, rank in [*ranked, (token_id, entry.logprob, entry.rank)]
+            }
+        )
+    return entries
 
 
 def chat_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, object]:

@@ -19,6 +19,7 @@ from pdserve.router.text.tokenizer import TemplateOptions, Tokenizer
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
+MAX_PROMPT_LOGPROBS = 1 << 18  # of one prompt, the top tokens included
 MAX_PRIORITY = 2**31 - 1
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -65,6 +66,7 @@ class ParsedRequest:
     return_token_ids: bool = False
     skip_special_tokens: bool = True
     logprobs: bool = False
+    prompt_logprobs: int | None = None
     echo: tuple[str, ...] = ()
     tools: AllowedTools | None = None
     created: int = field(default_factory=lambda: int(time.time()))
@@ -90,10 +92,9 @@ def parse_completion(
     max_tokens = body.max_tokens
     if max_tokens is None:
         max_tokens = max(1, min(DEFAULT_COMPLETION_TOKENS, remaining))
-    if body.echo and body.logprobs is not None:
-        message = "echo and logprobs cannot be combined: there are no logprobs of the prompt; leave out one of the two"
-        raise BadRequest(message, kind="unsupported_parameter", param="echo")
     sampling = _sampling_params(body, max_tokens, body.logprobs, parse_grammar(body, info), info, tokenizer)
+    if body.echo and body.logprobs is not None:
+        sampling = replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
     parsed = _build(body, context, prompts, n, sampling, info, chat=False)
     if not body.echo:
         return parsed
@@ -176,6 +177,7 @@ def _build(
 ) -> ParsedRequest:
     for prompt in prompts:
         check_length(len(prompt), sampling.max_tokens, info.max_model_len)
+        _check_num_scored(len(prompt), sampling)
     options = _stream_options(body)
     return ParsedRequest(
         id=context.request_id,
@@ -191,6 +193,7 @@ def _build(
         return_token_ids=bool(body.return_token_ids),
         skip_special_tokens=or_default(body.skip_special_tokens, True),
         logprobs=sampling.logprobs is not None,
+        prompt_logprobs=body.prompt_logprobs,
     )
 
 
@@ -222,7 +225,13 @@ def _sampling_params(
         repetition_penalty=or_default(body.repetition_penalty, 1.0),
         allowed_token_ids=_allowed_token_ids(body, grammar, info),
         bad_words=_bad_words(body.bad_words or (), tokenizer),
+        prompt_logprobs=body.prompt_logprobs,
     )
+    if body.prompt_logprobs is not None and body.stream:
+        message = (
+            "prompt_logprobs are not part of a stream; leave out stream, or send echo and logprobs to /v1/completions"
+        )
+        raise BadRequest(message, kind="invalid_parameter", param="prompt_logprobs")
     sampling.validate()
     check_token_ids(stop_ids, info.vocab_size, "stop_token_ids")
     return sampling
@@ -289,6 +298,16 @@ def _bad_words(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, .
         if spaced[-len(plain) :] != plain:
             found[spaced] = None
     return tuple(found)
+
+
+def _check_num_scored(num_tokens: int, sampling: SamplingParams) -> None:
+    """Raise BadRequest if too many log probabilities of a prompt are requested."""
+    if sampling.prompt_logprobs is None:
+        return
+    count = num_tokens * (1 + sampling.prompt_logprobs)
+    if count > MAX_PROMPT_LOGPROBS:
+        message = f"{count} log probabilities of a prompt are more than {MAX_PROMPT_LOGPROBS}; ask for fewer top tokens"
+        raise BadRequest(message, kind="invalid_parameter", param="prompt_logprobs")
 
 
 def _truncate(prompt: list[int], body: SamplingBody, max_tokens: int, info: ModelInfo) -> list[int]:

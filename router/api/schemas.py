@@ -24,7 +24,6 @@ NO_OPS: NoOps = {
     "length_penalty": (1, 1.0),
     "modalities": (["text"],),
     "prediction": (),
-    "prompt_logprobs": (),
     "request_id": (),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
@@ -152,6 +151,7 @@ class SamplingBody(GenerationBody):
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = bounded(0, MAX_LOGPROBS)
     stream_options: StreamOptions | None = None
 
 

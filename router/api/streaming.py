@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from pdserve.errors import RequestError
 from pdserve.router.api.generation import Delta, Generation, Json
 from pdserve.router.api.http_responses import CLIENT_GONE, InternalError, json_response
-from pdserve.router.api.logprobs import chat_logprobs, completion_logprobs
+from pdserve.router.api.logprobs import chat_logprobs, completion_logprobs, echoed_logprobs, prompt_logprobs
 from pdserve.router.api.requests import ParsedRequest
 from pdserve.router.text.tool_calls import ToolCallDelta
 
@@ -45,6 +45,7 @@ def _merge(deltas: list[Delta]) -> Delta:
         [entry for delta in deltas for entry in delta.logprobs],
         [offset for delta in deltas for offset in delta.text_offsets],
         [call for delta in deltas for call in delta.tool_calls],
+        deltas[0].prompt_logprobs,
     )
 
 
@@ -192,6 +193,8 @@ def completion_body(generation: Generation, choices: list[Delta]) -> Json:
     }
     if parsed.return_token_ids:
         body["prompt_token_ids"] = _prompt_token_ids(parsed)
+    if parsed.prompt_logprobs is not None and parsed.chat:
+        body["prompt_logprobs"] = _prompt_logprobs(generation, choices[0])
     return body
 
 
@@ -244,6 +247,8 @@ def _whole_calls(deltas: list[ToolCallDelta]) -> list[Json]:
 def _choice(generation: Generation, choice: Delta, content: Json) -> Json:
     ids = {"token_ids": choice.token_ids} if generation.parsed.return_token_ids else {}
     logprobs = _logprobs(generation, choice)
+    if generation.parsed.prompt_logprobs is not None and not generation.parsed.chat:
+        content = {**content, "prompt_logprobs": _prompt_logprobs(generation, choice)}
     return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.finish_reason, **ids}
 
 
@@ -253,7 +258,18 @@ def _logprobs(generation: Generation, choice: Delta) -> Json | None:
         return None
     if parsed.chat:
         return chat_logprobs(tokenizer, choice.token_ids, choice.logprobs)
-    return completion_logprobs(tokenizer, choice.token_ids, choice.logprobs, choice.text_offsets)
+    answer = completion_logprobs(tokenizer, choice.token_ids, choice.logprobs, choice.text_offsets)
+    if not parsed.echo or choice.prompt_logprobs is None:
+        return answer
+    num_top = parsed.requests[choice.index].sampling.logprobs or 0
+    prompt = echoed_logprobs(tokenizer, generation.prompt_of(choice.index), choice.prompt_logprobs, num_top)
+    return {name: [*prompt[name], *values] for name, values in answer.items()}
+
+
+def _prompt_logprobs(generation: Generation, choice: Delta) -> list[Json | None]:
+    num_top, prompt = generation.parsed.prompt_logprobs, generation.prompt_of(choice.index)
+    assert num_top is not None and choice.prompt_logprobs is not None
+    return prompt_logprobs(generation.tokenizer, prompt, choice.prompt_logprobs, num_top)
 
 
 def _prompt_token_ids(parsed: ParsedRequest) -> list[int] | list[list[int]]:

@@ -154,7 +154,8 @@ class Dispatcher:
         is_final = instance is state.final_instance
         max_tokens = state.remaining_tokens if is_final else 1
         logprobs = state.request.sampling.logprobs is not None
-        if reason := output_fault(output, instance.hello, max_tokens, state.num_tokens, logprobs):
+        num_scored = len(state.request.prompt) - 1 if state.scores_prompt and output.token_ids else 0
+        if reason := output_fault(output, instance.hello, max_tokens, state.num_tokens, logprobs, num_scored):
             raise InvalidFrame(reason)
         try:
             self._handle_output(state, instance, output)

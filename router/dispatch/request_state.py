@@ -89,8 +89,17 @@ class RequestState:
     def placement_request(self) -> PlacementRequest:
         """The request in its current state, for the policies."""
         return PlacementRequest(
-            self.num_tokens, session=self.request.session, cached=self.cached, output_tokens=self.remaining_tokens
+            self.num_tokens,
+            session=self.request.session,
+            cached=self.cached,
+            output_tokens=self.remaining_tokens,
+            scores_prompt=self.scores_prompt,
         )
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True if the instance that samples the first token has to report the log probabilities of the prompt."""
+        return self.request.sampling.prompt_logprobs is not None and not self.emitted
 
     def remaining_load(self, phase: "pb.Phase", num_computed: int = 0) -> Load:
         """Return the remaining work of a phase.
@@ -152,6 +161,8 @@ class RequestState:
         self.timeline.output_tokens += len(token_ids)
         self.timeline.finish_reason = finish_reason
         chunk = Chunk(token_ids, finish_reason or None, [_logprobs(one) for one in output.logprobs])
+        if output.prompt_logprobs:
+            chunk.prompt_logprobs = [_logprobs(one) for one in output.prompt_logprobs]
         if self._chunks and self.request.whole:
             self._chunks[0].extend(chunk)
         else:
@@ -210,4 +221,4 @@ class RequestState:
 
 
 def _logprobs(message: pb.Logprobs) -> TokenLogprobs:
-    return TokenLogprobs(message.logprob, tuple(zip(message.top_ids, message.top_logprobs, strict=True)))
+    return TokenLogprobs(message.logprob, tuple(zip(message.top_ids, message.top_logprobs, strict=True)), message.rank)

@@ -70,7 +70,7 @@ class InstanceSelector:
             raise Unavailable(f"{missing} is available", kind="no_instance", retry_after_s=1)
         self._turn += 1
         prefills_itself = len(roles) == 1 or all(instance.role == "both" for instance in eligible["prefill"])
-        cached = self._cached_tokens(request.tokens, keys)
+        cached = {} if request.scores_prompt else self._cached_tokens(request.tokens, keys)
         request = request._replace(turn=self._turn, cached=cached, prefills_itself=prefills_itself)
         if len(roles) == 1:
             return self._select_single_role(request, roles[0], eligible[roles[0]])
@@ -138,6 +138,9 @@ class InstanceSelector:
             return Selection(request, instance, None, Placement("prefill", "one_token"), [("prefill", decision)])
         decision = self._decide("decode", request, eligible["decode"])
         decode, decisions = self._commit("decode", decision), [("decode", decision)]
+        if request.scores_prompt:
+            way = "both" if decode.role == "both" else "decode"
+            return Selection(request, decode, None, Placement(way, "prompt_logprobs"), decisions)
         partners = self._prefill_partners(decode, eligible["prefill"])
         if partners == [decode]:
             return Selection(request, decode, None, Placement("both", "no_prefill_instance"), decisions)

@@ -6,7 +6,7 @@ bring numbers into it with which it cannot calculate. The bounds are far beyond 
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from pdserve.control.frame_connection import NONCE_BYTES
@@ -140,7 +140,9 @@ def _load_fault(load: pb.Load) -> str:
     return f"a load of more than {MAX_COUNT} tokens" if max(amounts) > MAX_COUNT else ""
 
 
-def output_fault(output: pb.Output, hello: pb.Hello, max_tokens: int, context: int, logprobs: bool) -> str:
+def output_fault(
+    output: pb.Output, hello: pb.Hello, max_tokens: int, context: int, logprobs: bool, num_scored: int = 0
+) -> str:
     """Return why an output of an instance is invalid for its request; empty if it is not. Called for every output.
 
     Args:
@@ -148,6 +150,7 @@ def output_fault(output: pb.Output, hello: pb.Hello, max_tokens: int, context: i
         max_tokens: tokens that the instance may still generate.
         context: tokens of the prompt and of the output so far.
         logprobs: the request asks for log probabilities.
+        num_scored: tokens of the prompt whose log probabilities are due.
     """
     ids = output.token_ids
     if ids:
@@ -155,7 +158,13 @@ def output_fault(output: pb.Output, hello: pb.Hello, max_tokens: int, context: i
             return f"{len(ids)} tokens of a request that may have {max_tokens} more"
         if max(ids) >= hello.vocab_size:
             return f"the token id {max(ids)} of a vocabulary of {hello.vocab_size}"
-        if (logprobs or output.logprobs) and (reason := _logprobs_fault(output, logprobs, hello.vocab_size)):
+        if logprobs or output.logprobs:
+            num_due = len(ids) if logprobs else 0
+            if reason := _logprobs_fault(output.logprobs, num_due, "tokens", hello.vocab_size):
+                return reason
+    if num_scored or output.prompt_logprobs:
+        reason = _logprobs_fault(output.prompt_logprobs, num_scored, "tokens of the prompt", hello.vocab_size)
+        if reason:
             return reason
     if output.finish_reason and (output.finish_reason not in FINISH_REASONS or not ids):
         return f"the finish reason {output.finish_reason[:MAX_NAME_CHARS]!r} after {len(ids)} tokens"
@@ -182,10 +191,10 @@ def times_fault(output: pb.Output) -> str:
     return ""
 
 
-def _logprobs_fault(output: pb.Output, requested: bool, vocab_size: int) -> str:
-    if len(output.logprobs) != (len(output.token_ids) if requested else 0):
-        return f"{len(output.logprobs)} log probabilities of {len(output.token_ids)} tokens"
-    for one in output.logprobs:
+def _logprobs_fault(logprobs: Sequence[pb.Logprobs], num_due: int, tokens: str, vocab_size: int) -> str:
+    if len(logprobs) != num_due:
+        return f"{len(logprobs)} log probabilities, where those of {num_due} {tokens} are due"
+    for one in logprobs:
         if len(one.top_ids) != len(one.top_logprobs) or len(one.top_ids) > MAX_LOGPROBS:
             return f"{len(one.top_ids)} top tokens with {len(one.top_logprobs)} log probabilities"
         if not _all_below(one.top_ids, vocab_size) or not _all_below((one.logprob, *one.top_logprobs), 1.0):

@@ -25,8 +25,8 @@ class Placement:
             it: for one token there is nothing to decode; no decode instance is available, or it is much slower).
         reason: `threshold` or `forecast` for the choice between `split` and `decode`; `backlog` if decode was chosen because
             prompts wait for prefill, within decode's ITL target; `idle` if prefill, without other prompts, decodes too;
-            `policy` if the prefill policy could choose a `both` instance; `one_token`, `no_prefill_instance` or
-            `no_decode_instance` if there was no choice.
+            `policy` if the prefill policy could choose a `both` instance; `one_token`,
+            `prompt_logprobs`, `no_prefill_instance` or `no_decode_instance` if there was no choice.
         uncached_tokens: prompt tokens that are not cached on the decode instance; None if they were not needed.
         here_seconds: forecast delay if the decode instance computes the prompt.
         there_seconds: forecast delay of a split.

@@ -141,6 +141,7 @@ class PlacementRequest(NamedTuple):
         cached: instance id → number of leading tokens in its pool, according to the prefix index.
         output_tokens: tokens to be generated, at most.
         decode: True to pick a decode instance, False to pick a prefill instance.
+        scores_prompt: it asks for the log probabilities of its prompt, all of which one instance must compute.
         prefills_itself: there is no dedicated prefill instance, so a `both` instance computes the prompts that it decodes.
     """
 
@@ -151,6 +152,7 @@ class PlacementRequest(NamedTuple):
     output_tokens: int = 1
     decode: bool = False
     prefills_itself: bool = False
+    scores_prompt: bool = False
 
     @property
     def context(self) -> int:

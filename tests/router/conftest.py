@@ -142,6 +142,7 @@ class ScriptedStream:
         self._chunks = chunks
         self._script = script
         self._num_logprobs = request.sampling.logprobs
+        self._scored = request.prompt[1:] if request.sampling.prompt_logprobs is not None else []
         self.on_readable: Callable[[], object] = lambda: None
         self._parts = self._play()
         self._next: asyncio.Future[list[Chunk]] | None = None
@@ -160,6 +161,9 @@ class ScriptedStream:
         chunks = self._chunks
         if self._num_logprobs is not None:
             chunks = [replace(chunk, logprobs=self._logprobs(chunk, self._num_logprobs)) for chunk in chunks]
+        if self._scored and chunks:
+            scores = [TokenLogprobs(-1.0, ((40, -0.5), (token_id, -1.0)), 2) for token_id in self._scored]
+            chunks = [replace(chunks[0], prompt_logprobs=scores), *chunks[1:]]
         for batch in [chunks] if self._script.at_once else [[chunk] for chunk in chunks]:
             await asyncio.sleep(self._script.pause)
             if self._script.gate is not None:
