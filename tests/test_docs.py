@@ -125,6 +125,8 @@ def test_metrics_table_matches_the_code() -> None:
         ("Not supported in messages", set(schemas.MESSAGE_NO_OPS)),
         ("Responses", set(schemas.ResponseBody.model_fields)),
         ("Not supported in responses", set(schemas.RESPONSES_NO_OPS)),
+        ("Messages", set(schemas.MessagesBody.model_fields)),
+        ("Not supported in messages of this format", set(schemas.MESSAGES_API_NO_OPS)),
         ("Tokens", set(schemas.TokenizeBody.model_fields) | set(schemas.DetokenizeBody.model_fields)),
     ],
 )

@@ -128,6 +128,44 @@ class ResponseObject(Answer):
     usage: dict[str, Any]
 
 
+class MessageBlock(Answer):
+    """A block of a message: a text, or the call of a tool."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text", "tool_use"]
+
+
+class MessageAnswer(Answer):
+    """An answer of /v1/messages."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[MessageBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: dict[str, int]
+
+
+class CountedTokens(Answer):
+    input_tokens: int
+
+
+class MessageErrorFields(Answer):
+    type: str
+    message: str
+
+
+class MessageError(Answer):
+    """An error of /v1/messages."""
+
+    type: Literal["error"]
+    error: MessageErrorFields
+    request_id: str
+
+
 # ---- the served model ---------------------------------------------------------------------------------------------
 
 

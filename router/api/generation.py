@@ -181,18 +181,21 @@ class Generation:
         """Tokens emitted so far, over all choices."""
         return sum(choice.num_tokens for choice in self.choices)
 
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of all prompts that were cached. One counts only if none of its prompt's choices computed it."""
+        n, cached = len(self.choices) // len(self.parsed.prompts), 0
+        for first in range(0, len(self.choices), n):
+            cached += min(choice.stream.timeline.cached_tokens for choice in self.choices[first : first + n])
+        return cached
+
     def usage(self) -> Json:
-        """Return OpenAI's usage object so far. A prompt token counts as cached only if none of its choices computed it."""
-        prompts, choices = self.parsed.prompts, self.choices
-        n = len(choices) // len(prompts)
-        cached = 0
-        for i in range(len(prompts)):
-            cached += min(choice.stream.timeline.cached_tokens for choice in choices[i * n : (i + 1) * n])
+        """Return OpenAI's usage object so far."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
     def prompt_of(self, choice: int) -> list[int]:

@@ -4,7 +4,6 @@ import random
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from pdserve.errors import BadRequest, NotFound
 from pdserve.grammars.limits import check_grammar
@@ -118,12 +117,7 @@ def parse_chat(
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         message = "max_tokens (deprecated) and max_completion_tokens contradict each other; send the latter only"
         raise BadRequest(message, kind="invalid_parameter", param="max_tokens")
-    tools = parse_tools(body, tokenizer)
-    tool_schemas: list[Any] | None = None
-    if tools:
-        tool_schemas = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    messages, options = template_messages(body.messages), template_options(body)
-    prompt = tokenizer.render_chat(messages, tools=tool_schemas, options=options)
+    prompt, tools = render(body, tokenizer)
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     prompt = _truncate(prompt, body, max_tokens or 1, info)
     if max_tokens is None:
@@ -134,6 +128,15 @@ def parse_chat(
     sampling = _sampling_params(body, max_tokens, _chat_logprobs(body), grammar, info, tokenizer)
     parsed = _build(body, context, [prompt], n, sampling, info, chat=True)
     return replace(parsed, tools=tools)
+
+
+def render(body: ChatBody, tokenizer: Tokenizer) -> tuple[list[int], AllowedTools | None]:
+    """Return the token ids of a conversation, and the tools that the model may call. Raises `BadRequest`."""
+    tools = parse_tools(body, tokenizer)
+    shown = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if tools else []
+    return tokenizer.render_chat(
+        template_messages(body.messages), tools=[*shown], options=template_options(body)
+    ), tools
 
 
 def check_model(requested: str | None, served: str) -> None:

@@ -59,6 +59,15 @@ RESPONSES_NO_OPS: NoOps = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
+MESSAGES_API_NO_OPS: NoOps = {
+    "container": (),
+    "context_management": (),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "output_config": ({},),
+    "service_tier": ("auto", "standard_only"),
+    "speed": ("standard",),
+}
 
 
 def bounded(low: float, high: float) -> Any:
@@ -206,6 +215,32 @@ class ChatBody(SamplingBody):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+
+class CountTokensBody(Body):
+    """Fields of /v1/messages/count_tokens. `cache_control` has no effect: every prefix is cached."""
+
+    no_ops: ClassVar = MESSAGES_API_NO_OPS
+
+    model: str | None = None
+    messages: list[Any] = Field(json_schema_extra=MESSAGES)
+    system: Any = untyped({"anyOf": [{"type": "string"}, PARTS]})
+    tools: list[Any] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None
+
+
+class MessagesBody(CountTokensBody):
+    """Fields of /v1/messages, Anthropic's."""
+
+    max_tokens: int
+    temperature: float | None = bounded(0, 1)
+    top_k: int | None = bounded(-1, 2**31 - 1)
+    top_p: float | None = bounded(0, 1)
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    metadata: dict[str, Any] | None = None
 
 
 class TokenizeBody(Body):

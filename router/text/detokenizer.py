@@ -159,6 +159,11 @@ class TextStream:
         self.text_offsets: list[int] = []
         self.finish_reason: str | None = None
 
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended the text, if one did."""
+        return self._stop.matched
+
     def push(self, chunk: Chunk) -> tuple[str, list[int]]:
         """Return the text to emit, and the token ids of the chunk up to the end of a stop string if one was found."""
         parts: list[str] = []

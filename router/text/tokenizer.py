@@ -222,7 +222,7 @@ class Tokenizer:
         try:
             text = self._hf.apply_chat_template(
                 list(messages),
-                tools=tools,
+                tools=tools or None,
                 chat_template=options.template or None,
                 tokenize=False,
                 add_generation_prompt=options.add_generation_prompt,

@@ -29,7 +29,7 @@ from pdserve.router.web.browser_guard import BrowserGuard
 from pdserve.router.web.endpoint import Endpoint
 from pdserve.router.web.generation_endpoints import GenerationEndpoints
 from pdserve.router.web.grammar_checker import GrammarChecker
-from pdserve.router.web.middleware import BodyLimit, FastPath, RequestId
+from pdserve.router.web.middleware import BodyLimit, FastPath, MessageErrors, RequestId
 from pdserve.router.web.model_endpoints import ModelEndpoints
 from pdserve.router.web.operator_endpoints import OperatorEndpoints
 from pdserve.router.web.pages import PageFile, page_routes
@@ -79,6 +79,7 @@ def create_app(
     app.add_middleware(Authentication, access=PathAccess(routes), clients=clients, operators=operators)
     if not admission.keys:
         app.add_middleware(BrowserGuard, config=config)
+    app.add_middleware(MessageErrors)
     # Outside of the others, so that their errors have an id too.
     app.add_middleware(RequestId, prefixes={route.path: route.id_prefix for route in generation_routes})
     if config.cors_origins:

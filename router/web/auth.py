@@ -111,8 +111,11 @@ class Authentication:
         if not valid_keys:
             message = "this path is closed because the router has no admin key; start it with --admin-key"
             return Unauthorized(message, kind="invalid_api_key")
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and (name := valid_keys.identify(key.strip())) is not None:
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = headers.get("x-api-key", "")  # of Anthropic's clients
+        if key and (name := valid_keys.identify(key.strip())) is not None:
             scope["state"]["key"] = name
             return None
         message = f"this path needs a valid {access.value}, in the header `Authorization: Bearer KEY`"

@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pdserve.router.api.answers import Error
+from pdserve.router.api.answers import Answer, Error
 from pdserve.router.api.http_responses import json_response
 from pdserve.router.api.json_body import JsonBody, read_json, require_json
 from pdserve.router.api.schemas import Body
@@ -70,6 +70,7 @@ class Endpoint(APIRoute):
     Args:
         errors: statuses besides those of every endpoint, or of every endpoint with a body.
         id_prefix: of the request ids that the router generates here.
+        error_model: the body of its errors.
         json_only: answer 415 unless the content type is exactly JSON.
         options: of FastAPI's APIRoute.
     """
@@ -85,6 +86,7 @@ class Endpoint(APIRoute):
         id_prefix: str = "req-",
         json_only: bool = False,
         responses: dict[int | str, dict[str, Any]] | None = None,
+        error_model: type[Answer] = Error,
         **options: Any,
     ) -> None:
         self.access = access
@@ -94,7 +96,7 @@ class Endpoint(APIRoute):
         has_body = self._body_model is not None or json_only
         statuses = sorted({*errors, *COMMON_ERRORS, *(BODY_ERRORS if has_body else ())})
         described: dict[int | str, dict[str, Any]] = {
-            status: {"description": ERRORS[status], "model": Error} for status in statuses
+            status: {"description": ERRORS[status], "model": error_model} for status in statuses
         }
         super().__init__(
             path,

@@ -1,4 +1,4 @@
-"""The endpoints that generate: /v1/completions, /v1/chat/completions and /v1/responses."""
+"""The endpoints that generate: /v1/completions, /v1/chat/completions, /v1/responses and /v1/messages."""
 
 import time
 from collections.abc import Callable
@@ -9,9 +9,9 @@ from starlette.responses import Response
 
 from pdserve.config import RouterConfig
 from pdserve.errors import Unavailable
-from pdserve.router.api import answers, requests, responses, schemas
+from pdserve.router.api import answers, messages, requests, responses, schemas
 from pdserve.router.api.generation import Generation
-from pdserve.router.api.http_responses import CLIENT_GONE
+from pdserve.router.api.http_responses import CLIENT_GONE, json_response
 from pdserve.router.api.json_body import JsonBody
 from pdserve.router.api.parsing import BodyType
 from pdserve.router.api.requests import ParsedRequest, RequestContext
@@ -21,7 +21,7 @@ from pdserve.router.telemetry import tracing
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.auth import Access
-from pdserve.router.web.endpoint import Endpoints, endpoint, generation_examples
+from pdserve.router.web.endpoint import Endpoints, endpoint, example, generation_examples
 from pdserve.router.web.grammar_checker import GrammarChecker
 
 SESSION_HEADER = "x-session-id"
@@ -106,6 +106,54 @@ class GenerationEndpoints(Endpoints):
         """Continue a conversation, in the format of OpenAI's newer endpoint."""
         stream, build_body = responses.ResponseEventStream, responses.response_body
         return await self._generate(request, body, self._parse_response, stream, build_body)
+
+    @endpoint(
+        "POST",
+        "/v1/messages",
+        Access.CLIENT,
+        errors=[404, 429],
+        id_prefix="msg_",
+        response_model=answers.MessageAnswer,
+        error_model=answers.MessageError,
+        responses=STREAMED_TOO,
+    )
+    async def messages(
+        self,
+        request: Request,
+        body: Annotated[
+            JsonBody[schemas.MessagesBody],
+            generation_examples(messages=[{"role": "user", "content": QUESTION}], max_tokens=8),
+        ],
+    ) -> Response:
+        """Continue a conversation, in Anthropic's format."""
+        stream, build_body = messages.MessageEventStream, messages.message_body
+        return await self._generate(request, body, self._parse_message, stream, build_body)
+
+    @endpoint(
+        "POST",
+        "/v1/messages/count_tokens",
+        Access.CLIENT,
+        errors=[404],
+        response_model=answers.CountedTokens,
+        error_model=answers.MessageError,
+    )
+    async def count_tokens(
+        self,
+        request: Request,
+        body: Annotated[JsonBody[schemas.CountTokensBody], example(messages=[{"role": "user", "content": QUESTION}])],
+    ) -> Response:
+        """Count the tokens of a conversation, in Anthropic's format."""
+        count = await self._admission.parse_queue.run(
+            request.state.key, body.raw, lambda: self._num_tokens(body.parse())
+        )
+        return json_response({"input_tokens": count})
+
+    def _num_tokens(self, body: schemas.CountTokensBody) -> int:
+        requests.check_model(body.model, self._model().name)
+        return len(requests.render(messages.to_counted_body(body), self._tokenizer)[0])
+
+    def _parse_message(self, body: schemas.MessagesBody, context: RequestContext) -> ParsedRequest:
+        return self._parse_chat(messages.to_chat_body(body), context)
 
     def _parse_completion(self, body: schemas.CompletionBody, context: RequestContext) -> ParsedRequest:
         return requests.parse_completion(body, context, self._tokenizer, self._model(), self._max_n)

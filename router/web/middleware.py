@@ -1,10 +1,12 @@
-"""ASGI middleware: request ids, limits of the request body, and a fast path past FastAPI's router."""
+"""ASGI middleware: request ids, formats of errors, limits of the request body, and a fast path past FastAPI's router."""
 
 import asyncio
+import json
 import re
 import secrets
 from collections.abc import Mapping
 
+from pydantic_core import to_json
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -12,10 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve.errors import BadRequest, RequestError, TooLarge, TooSlow
 from pdserve.router.api.http_responses import CLIENT_GONE, error_response
+from pdserve.router.api.messages import error_body
 from pdserve.router.web.endpoint import Handler
 
 ID_HEADER = "x-request-id"
 ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,128}")
+MESSAGES_PATH = "/v1/messages"
 DRAIN_FACTOR = 8  # at most this many times the limit is read of a body that is too large
 
 
@@ -91,6 +95,37 @@ class BodyLimit:
                 return await receive()
         except TimeoutError:
             raise TooSlow(f"no part of the body arrived for {self.idle_timeout_s:g} s", kind="body_too_slow") from None
+
+
+class MessageErrors:
+    """Puts the errors of /v1/messages, wherever they come from, into Anthropic's format."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith(MESSAGES_PATH):
+            await self.app(scope, receive, send)
+            return
+        failed: Message | None = None  # the beginning of an error's response
+
+        async def send_converted(message: Message) -> None:
+            nonlocal failed
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                failed = message
+            elif failed is None:
+                await send(message)
+            elif not message.get("body"):  # the client is gone
+                await send(failed)
+                await send(message)
+            else:
+                text = json.loads(message["body"])["error"]["message"]
+                body = to_json({**error_body(failed["status"], text), "request_id": scope["state"]["request_id"]})
+                MutableHeaders(scope=failed)["Content-Length"] = str(len(body))
+                await send(failed)
+                await send({**message, "body": body})
+
+        await self.app(scope, receive, send_converted)
 
 
 class FastPath:

@@ -21,6 +21,7 @@ from pdserve.router.api.schemas import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    MessagesBody,
     ResponseBody,
     RoleBody,
     TokenizeBody,
@@ -34,6 +35,7 @@ FUZZ_SETTINGS = settings(
 TIMEOUT_S = 600
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+TOOL_CHOICES: list[Any] = [{"type": "any"}, {"type": []}, {}]  # of Anthropic's API
 MESSAGES: list[Any] = [
     {"role": "user", "content": "hello"},
     {"role": "user", "content": [{"type": "text", "text": "hello"}]},
@@ -45,6 +47,7 @@ MODELS: dict[str, type[Body]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
     "/v1/responses": ResponseBody,
+    "/v1/messages": MessagesBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
     "/admin/instances/{instance_id}/role": RoleBody,
@@ -53,6 +56,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hello"},
     "/v1/chat/completions": {"messages": MESSAGES[:1]},
     "/v1/responses": {"input": "hello"},
+    "/v1/messages": {"messages": MESSAGES[:2], "max_tokens": 4},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [1, 2]},
     "/admin/instances/{instance_id}/role": {"role": "decode"},
@@ -64,6 +68,10 @@ VALUES_OF: dict[str, list[Any]] = {
     "input": ["hello", MESSAGES[:2], []],
     "tokens": [[], [1], [-1], [10**9]],
     "model": ["demo", "other"],
+    "system": ["be brief", [{"type": "text", "text": "a"}], [{}]],
+    "thinking": [{"type": "disabled"}, {}],
+    "stop_sequences": [["a"], [""]],
+    "metadata": [{"user_id": "a"}, {"user_id": 1}],
     "stop": ["", "a", ["a", ""], ["x"] * 20],
     "allowed_token_ids": [[3], [], [10**9]],
     "bad_words": [["a"], [""], ["x"] * 500],
@@ -81,8 +89,8 @@ VALUES_OF: dict[str, list[Any]] = {
     "guided_regex": ["a+", "("],
     "guided_json": [{}, {"type": "integer"}, {"type": 7}, "{"],
     "guided_choice": [["a"], []],
-    "tools": [[TOOL], [TOOL, TOOL], []],
-    "tool_choice": ["auto", "none", "required", {"type": "function", "function": {"name": "look"}}],
+    "tools": [[TOOL], [TOOL, TOOL], [], [{"name": "look", "input_schema": {}}], [{}], [{"type": []}]],
+    "tool_choice": ["auto", "none", "required", {"type": "function", "function": {"name": "look"}}, *TOOL_CHOICES],
     "stream_options": [{"include_usage": True}, {}],
     "text": [{"format": {"type": "text"}}, {"format": {"type": "json_schema", "name": "n", "schema": {}}}],
     "role": ["prefill", "both", ""],
@@ -117,7 +125,7 @@ def check_answer(app: Starlette) -> Callable[[str, bytes], None]:
         assert response.status_code < 500, response.text
         if response.status_code >= 400:
             error = response.json()["error"]
-            assert error["message"] and error["type"] and error["code"]
+            assert error["message"] and error["type"] and (error.get("code") or path == "/v1/messages")
         assert "internal_error" not in response.text, response.text  # may also be the last event of a stream
 
     return check
@@ -137,7 +145,8 @@ def test_any_bytes(check_answer: Callable[[str, bytes], None], path: str, raw: b
     check_answer(path, raw)
 
 
-FIELDS = [*CompletionBody.model_fields, *ChatBody.model_fields, *ResponseBody.model_fields, *NO_OPS, "tokens", "typo"]
+FIELDS = [*CompletionBody.model_fields, *ChatBody.model_fields, *ResponseBody.model_fields, *MessagesBody.model_fields]
+FIELDS += [*NO_OPS, "tokens", "typo"]
 TEXTS = st.text(st.characters(), max_size=8)  # with halves of surrogate pairs
 RAW_SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXTS | st.just("demo")
 VALUES = st.recursive(

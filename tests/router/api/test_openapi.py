@@ -17,6 +17,8 @@ BODIES = {
     "/v1/completions": "CompletionBody",
     "/v1/chat/completions": "ChatBody",
     "/v1/responses": "ResponseBody",
+    "/v1/messages": "MessagesBody",
+    "/v1/messages/count_tokens": "CountTokensBody",
     "/tokenize": "TokenizeBody",
     "/detokenize": "DetokenizeBody",
     "/admin/instances/{instance_id}/role": "RoleBody",

@@ -1,0 +1,260 @@
+"""/v1/messages with Anthropic's own client: whole and streamed messages, an agent's session, and errors in its format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import anthropic
+import pytest
+from starlette.applications import Starlette
+
+from pdserve.errors import Overloaded, Unavailable
+from pdserve.router.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tests.router.conftest import Client, ScriptedBackend
+
+Serving = Callable[..., AbstractContextManager[str]]
+
+MESSAGES = "/v1/messages"
+ASKED: dict[str, Any] = {"model": "demo", "max_tokens": 20, "messages": [{"role": "user", "content": "hello"}]}
+TOOLS: list[Any] = [
+    {"name": "weather", "description": "of a city", "input_schema": {"type": "object", "properties": {}}},
+    {"name": "time", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}},
+]
+CALLS = (
+    'Let me see.<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+)
+
+
+def connect(url: str, **options: Any) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, **options)
+
+
+def generates_text(backend: ScriptedBackend, tokenizer: Tokenizer, text: str) -> None:
+    assert backend.info is not None
+    backend.info = replace(backend.info, max_model_len=4000, common_model_len=4000)
+    backend.generates([*tokenizer.encode(text), 0], "stop")
+
+
+def test_a_whole_message(app: Starlette, backend: ScriptedBackend, tokenizer: Tokenizer, serving: Serving) -> None:
+    backend.generates([*tokenizer.encode(" Paris."), 0], "stop", cached_tokens=3)
+    with serving(app) as url, connect(url) as client:
+        message = client.messages.create(
+            **ASKED,
+            system=[{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}],
+            stop_sequences=["x"],
+            metadata={"user_id": "ann"},
+            thinking={"type": "disabled"},
+            extra_body={"temperature": 0.5, "top_k": 4},
+        )
+        counted = client.messages.count_tokens(model="demo", system="be brief", messages=ASKED["messages"])
+    assert [block.to_dict() for block in message.content] == [{"type": "text", "text": " Paris."}]
+    assert (message.type, message.role, message.model, message.stop_reason) == (
+        "message",
+        "assistant",
+        "demo",
+        "end_turn",
+    )
+    assert message.id.startswith("msg_")
+    [request] = backend.requests
+    assert (request.sampling.max_tokens, request.sampling.temperature, request.sampling.top_k) == (20, 0.5, 4)
+    assert request.session == "ann"
+    text = "<|start|>system\nbe brief<|end|><|start|>user\nhello<|end|><|start|>assistant\n"
+    assert tokenizer.decode(request.prompt, skip_special_tokens=False) == text
+    assert counted.input_tokens == len(request.prompt)
+    usage = message.usage
+    assert (usage.input_tokens, usage.cache_read_input_tokens) == (len(request.prompt) - 3, 3)
+    assert usage.output_tokens == len(tokenizer.encode(" Paris.")) + 1
+
+
+@pytest.mark.parametrize(
+    ("stop", "reason", "matched"),
+    [(["ri"], "stop_sequence", "ri"), (None, "max_tokens", None), (["z"], "max_tokens", None)],
+)
+def test_stop_reasons(client: Client, stop: list[str] | None, reason: str, matched: str | None) -> None:
+    body = {**ASKED, "stop_sequences": stop}
+    message = client.post(MESSAGES, body).json()
+    assert (message["stop_reason"], message["stop_sequence"]) == (reason, matched)
+    last = [
+        json.loads(line[6:])
+        for line in client.post(MESSAGES, {**body, "stream": True}).text.splitlines()
+        if "stop_reason" in line
+    ]
+    assert last[-1]["delta"] == {"stop_reason": reason, "stop_sequence": matched}
+
+
+def test_events_of_a_stream(app: Starlette, serving: Serving) -> None:
+    with serving(app) as url, connect(url) as client, client.messages.stream(**ASKED) as stream:
+        events = [event.type for event in stream if event.type != "text"]
+        message = stream.get_final_message()
+    assert events[:2] == ["message_start", "content_block_start"]
+    assert events[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(events[2:-3]) == {"content_block_delta"}
+    assert message.content[0].to_dict() == {"type": "text", "text": " Paris."}
+    assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 2)
+
+
+@pytest.fixture
+def tools(tool_tokenizers: dict[str, Tokenizer]) -> Tokenizer:
+    return tool_tokenizers["hermes"]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_agents_session(
+    make_app: Callable[..., Starlette], backend: ScriptedBackend, tools: Tokenizer, serving: Serving, is_streamed: bool
+) -> None:
+    """The model calls two tools, gets their results, and answers."""
+
+    def send(client: anthropic.Anthropic, messages: list[Any]) -> Any:
+        options: dict[str, Any] = {"model": "demo", "max_tokens": 400, "tools": TOOLS, "messages": messages}
+        if not is_streamed:
+            return client.messages.create(**options)
+        with client.messages.stream(**options) as stream:
+            return stream.get_final_message()
+
+    generates_text(backend, tools, CALLS)
+    with serving(make_app(tools)) as url, connect(url) as client:
+        asked: list[Any] = [{"role": "user", "content": "sunny?"}]
+        first = send(client, asked)
+        assert first.stop_reason == "tool_use"
+        text, *calls = first.content
+        assert text.text.strip() == "Let me see."
+        assert [(call.name, call.input) for call in calls if call.type == "tool_use"] == [
+            ("weather", {"city": "Paris"}),
+            ("time", {}),
+        ]
+        results = [
+            {"type": "tool_result", "tool_use_id": calls[0].id, "content": [{"type": "text", "text": "rain"}]},
+            {"type": "tool_result", "tool_use_id": calls[-1].id, "content": "noon", "is_error": False},
+            {"type": "text", "text": "so?", "cache_control": {"type": "ephemeral"}},
+        ]
+        thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
+        answer = {"role": "assistant", "content": [thought, *(block.to_dict() for block in first.content)]}
+        generates_text(backend, tools, "No.")
+        second = send(client, [*asked, answer, {"role": "user", "content": results}])
+    assert [block.text for block in second.content] == ["No."] and second.stop_reason == "end_turn"
+    prompt = tools.decode(backend.requests[1].prompt, skip_special_tokens=False)
+    turns = prompt.partition("<|start|>user")[2].split("<|start|>")
+    assert turns[1].startswith("assistant\nLet me see.") and turns[1].count("<tool_call>") == 2
+    assert turns[2:5] == ["tool\nrain<|end|>", "tool\nnoon<|end|>", "user\nso?<|end|>"]
+    assert "hm" not in prompt.split("<|start|>assistant")[1]
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "is_parallel"),
+    [
+        ({"type": "any"}, {"weather", "time"}, True),
+        ({"type": "tool", "name": "time", "disable_parallel_tool_use": True}, {"time"}, False),
+        ({"type": "auto"}, set(), True),
+    ],
+)
+def test_the_choice_of_a_tool(
+    make_app: Callable[..., Starlette],
+    make_client: type[Client],
+    backend: ScriptedBackend,
+    tools: Tokenizer,
+    choice: Any,
+    names: set[str],
+    is_parallel: bool,
+) -> None:
+    generates_text(backend, tools, CALLS)
+    message = make_client(make_app(tools)).post(MESSAGES, {**ASKED, "tools": TOOLS, "tool_choice": choice}).json()
+    grammar = backend.requests[0].sampling.grammar
+    assert {name for name in ("weather", "time") if f'"{name}"' in grammar} == names
+    assert sum(block["type"] == "tool_use" for block in message["content"]) == 1 + is_parallel
+
+
+def test_a_call_that_is_cut_off_is_text(
+    make_app: Callable[..., Starlette], make_client: type[Client], backend: ScriptedBackend, tools: Tokenizer
+) -> None:
+    generates_text(backend, tools, "")
+    backend.generates(tools.encode(CALLS[: CALLS.index("Paris")]), "length")
+    message = make_client(make_app(tools)).post(MESSAGES, {**ASKED, "tools": TOOLS}).json()
+    assert message["stop_reason"] == "max_tokens"
+    assert message["content"][-1] == {"type": "text", "text": 'weather({"city": "'}
+
+
+def test_the_answer_continues_a_last_message_of_the_assistant(
+    client: Client, backend: ScriptedBackend, tokenizer: Tokenizer
+) -> None:
+    messages = [*ASKED["messages"], {"role": "assistant", "content": "The capital is"}]
+    assert client.post(MESSAGES, {**ASKED, "messages": messages}).status_code == 200
+    assert tokenizer.decode(backend.requests[0].prompt).endswith("assistant\nThe capital is")
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": None}, "max_tokens is required"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
+        ({"messages": []}, "messages must hold at least one message"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role must be user, assistant or system"),
+        ({"messages": [{"role": "user"}]}, "messages[0] must be an object with role and content"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content must be a string or a list of blocks"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "'image' is not supported here"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text is required"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
+            "text must be a string, not a number",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "b": 1}]}]}, "unknown field 'b'"),
+        ({"system": 3}, "system must be a string or a list of blocks, not a number"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0] is a tool of the server"),
+        ({"tools": [{"name": "f"}]}, "tools[0] must have a name and an input_schema"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice must be"),
+        ({"metadata": {"user_id": 1}}, "metadata.user_id must be a string"),
+        ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
+        ({"temprature": 1}, "did you mean 'temperature'?"),
+        ({"max_tokens": 10**6}, "this model's context is"),
+    ],
+)
+def test_invalid_bodies(client: Client, fields: dict[str, Any], message: str) -> None:
+    body = {name: value for name, value in {**ASKED, **fields}.items() if value is not None}
+    response = client.post(MESSAGES, body)
+    assert response.status_code == 400, response.text
+    error = response.json()
+    assert message in error["error"]["message"]
+    assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+    assert error["request_id"] == response.headers["x-request-id"]
+
+
+def test_errors_raise_the_clients_exceptions(
+    make_app: Callable[..., Starlette], backend: ScriptedBackend, tokenizer: Tokenizer, serving: Serving
+) -> None:
+    with serving(make_app(tokenizer, api_key="secret")) as url:
+        with connect(url) as client, pytest.raises(anthropic.AuthenticationError, match="needs a valid API key"):
+            client.messages.create(**ASKED)
+        with connect(url).with_options(api_key="secret") as client:
+            assert client.messages.create(**ASKED).content
+            with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+                client.messages.create(**{**ASKED, "model": "other"})
+            with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+                client.messages.count_tokens(model="other", messages=ASKED["messages"])
+            with pytest.raises(anthropic.RequestTooLargeError, match="larger than"):
+                client.messages.create(**{**ASKED, "system": "x" * 30_000})
+            backend.fails(Overloaded("busy", kind="max_requests"), error_at_open=True)
+            with pytest.raises(anthropic.RateLimitError, match="busy"):
+                client.messages.create(**ASKED)
+            backend.fails(Unavailable("gone", kind="no_instance"), error_at_open=True)
+            with pytest.raises(anthropic.APIStatusError, match="overloaded_error"):
+                client.messages.create(**ASKED)
+
+
+def test_an_error_in_the_middle_of_a_stream(
+    app: Starlette, backend: ScriptedBackend, tokenizer: Tokenizer, serving: Serving
+) -> None:
+    backend.generates(tokenizer.encode(" Paris"), None)
+    backend.script.error = Unavailable("instance was lost", kind="instance_lost")
+    with serving(app) as url, connect(url) as client, pytest.raises(anthropic.APIStatusError, match="was lost"):
+        for _ in client.messages.create(**ASKED, stream=True):
+            pass
