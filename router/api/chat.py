@@ -55,7 +55,7 @@ def template_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
     return rendered
 
 
-def template_options(body: ChatBody) -> TemplateOptions:
+def template_options(body: ChatBody, tokenizer: Tokenizer) -> TemplateOptions:
     """Return how the conversation of a body is rendered.
 
     Raises:
@@ -70,7 +70,7 @@ def template_options(body: ChatBody) -> TemplateOptions:
         raise BadRequest(message, kind="invalid_parameter", param="continue_final_message")
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
-        variables["reasoning_effort"] = body.reasoning_effort
+        variables = tokenizer.effort_variables(body.reasoning_effort, body.chat_template or "") | variables
     adds_prompt = or_default(body.add_generation_prompt, not continues)
     return TemplateOptions(adds_prompt, continues, variables, body.chat_template or "")
 

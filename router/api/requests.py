@@ -81,11 +81,14 @@ def parse_completion(
         NotFound: the body names another model.
     """
     check_model(body.model, info.name)
-    texts = _prompts(body.prompt)
+    texts = _prompts(body.prompt, may_be_empty=bool(body.suffix))
     n = _num_choices(body.n, len(texts), max_n)
     prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in texts]
     for prompt in prompts:
         check_token_ids(prompt, info.vocab_size)
+    if body.suffix:
+        _check_suffix(body)
+        prompts = [tokenizer.fill_in_middle(prompt, body.suffix) for prompt in prompts]
     prompts = [_truncate(prompt, body, body.max_tokens or 1, info) for prompt in prompts]
     remaining = info.max_model_len - max(map(len, prompts))
     max_tokens = body.max_tokens
@@ -134,9 +137,8 @@ def render(body: ChatBody, tokenizer: Tokenizer) -> tuple[list[int], AllowedTool
     """Return the token ids of a conversation, and the tools that the model may call. Raises `BadRequest`."""
     tools = parse_tools(body, tokenizer)
     shown = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if tools else []
-    return tokenizer.render_chat(
-        template_messages(body.messages), tools=[*shown], options=template_options(body)
-    ), tools
+    options = template_options(body, tokenizer)
+    return tokenizer.render_chat(template_messages(body.messages), tools=[*shown], options=options), tools
 
 
 def check_model(requested: str | None, served: str) -> None:
@@ -356,7 +358,7 @@ def _build_requests(
     ]
 
 
-def _prompts(prompt: object) -> list[str | list[int]]:
+def _prompts(prompt: object, *, may_be_empty: bool) -> list[str | list[int]]:
     """Return OpenAI's four forms of a prompt as a list of texts or token ids."""
     if isinstance(prompt, str):
         prompts: list[str | list[int]] = [prompt]
@@ -367,7 +369,7 @@ def _prompts(prompt: object) -> list[str | list[int]]:
     else:
         message = "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
         raise BadRequest(message, kind="invalid_prompt", param="prompt")
-    if not prompts or not all(prompts):
+    if not prompts or not (all(prompts) or may_be_empty):
         raise BadRequest("the prompt is empty", kind="invalid_prompt", param="prompt")
     return prompts
 
@@ -378,6 +380,14 @@ def _is_int(item: object) -> bool:
 
 def _is_prompt(item: object) -> bool:
     return isinstance(item, str) or (isinstance(item, list) and all(_is_int(element) for element in item))
+
+
+def _check_suffix(body: CompletionBody) -> None:
+    """Raise BadRequest for fields that need a prompt which is one text."""
+    for name in ("echo", "truncate_prompt_tokens"):
+        if getattr(body, name):
+            message = f"{name} and suffix cannot be combined: the prompt is not one text; leave out one of the two"
+            raise BadRequest(message, kind="unsupported_parameter", param=name)
 
 
 def _num_choices(n: int | None, num_prompts: int, max_n: int) -> int:

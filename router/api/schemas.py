@@ -28,7 +28,6 @@ NO_OPS: NoOps = {
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
-    "suffix": ("",),
     "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
@@ -166,6 +165,7 @@ class SamplingBody(GenerationBody):
 
 class CompletionBody(SamplingBody):
     prompt: Any = untyped({"anyOf": [TEXT, IDS, *LISTS]})
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: int | None = bounded(0, MAX_LOGPROBS)
 

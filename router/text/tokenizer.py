@@ -20,6 +20,13 @@ from pdserve.router.text.special_tokens import SpecialTokens
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # a single byte, in vocabularies with byte fallback
 LENGTH_CACHE_SIZE = 1 << 15
 WORD_START = "▁"  # SentencePiece's space
+# Tokens before the prefix, between prefix and suffix, and behind the suffix.
+FILL_IN_MIDDLE = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
+)
 RESERVED_VARIABLES = (
     frozenset(  # of a chat template, which have other fields, or are arguments of `apply_chat_template`
         {
@@ -128,6 +135,21 @@ class Tokenizer:
         ids: list[int] = encoded.ids
         return ids
 
+    def fill_in_middle(self, prefix: Sequence[int], suffix: str) -> list[int]:
+        """Return the prompt whose continuation goes between `prefix`, with or without a BOS token, and `suffix`.
+
+        Raises:
+            BadRequest: the model has no tokens for this.
+        """
+        vocab = self._rust.get_vocab()
+        names = next((names for names in FILL_IN_MIDDLE if vocab.keys() >= set(names)), None)
+        if names is None:
+            message = "suffix needs a model with tokens for filling in the middle, which this one has not; leave it out"
+            raise BadRequest(message, kind="unsupported_parameter", param="suffix")
+        start, hole, end = (vocab[name] for name in names)
+        bos = prefix[:1] if prefix[:1] == [self._hf.bos_token_id] else []
+        return [*bos, start, *prefix[len(bos) :], hole, *self.encode(suffix, add_special_tokens=False), end]
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of the ids. Bytes that form no character become U+FFFD; ids past the vocabulary add nothing."""
         return self._rust.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -157,6 +179,16 @@ class Tokenizer:
         if "<tool_call>" in template:  # as a special token the tag would be missing from the text
             return None if "<tool_call>" in map(self.id_to_token, self.special_ids) else "hermes"
         return "llama" if '"parameters": ' in template else None
+
+    def effort_variables(self, effort: str, template: str = "") -> dict[str, Any]:
+        """Return the variables of a chat template (the model's by default) for a reasoning effort.
+
+        A template that can only turn thinking on and off, such as Qwen3's, has it on unless the effort is `none`.
+        """
+        template = template or self._template(tools=False)
+        if not _holds(template, "reasoning_effort") and _holds(template, "enable_thinking"):
+            return {"enable_thinking": effort != "none"}
+        return {"reasoning_effort": effort}
 
     def _template(self, *, tools: bool) -> str:
         """Return the chat template; some models have a separate one for requests with tools."""
@@ -209,8 +241,7 @@ class Tokenizer:
             raise BadRequest(message, kind="unsupported_parameter", param="chat_template")
         template = options.template or self._template(tools=uses_tools)
         for name in options.variables:
-            # A name that the template does not hold has no effect.
-            if name in RESERVED_VARIABLES or not re.search(rf"\b{re.escape(name)}\b", template):
+            if name in RESERVED_VARIABLES or not _holds(template, name):  # then it has no effect
                 param = name if name == "reasoning_effort" else "chat_template_kwargs"
                 message = f"this model's chat template has no variable {name[:100]!r}; leave it out"
                 raise BadRequest(message, kind="unsupported_parameter", param=param)
@@ -238,6 +269,10 @@ class Tokenizer:
             raise BadRequest(message, kind="invalid_messages", param="messages") from error
         assert isinstance(text, str)
         return text
+
+
+def _holds(template: str, variable: str) -> bool:
+    return re.search(rf"\b{re.escape(variable)}\b", template) is not None
 
 
 def _load(path: Path | str) -> PreTrainedTokenizerFast:

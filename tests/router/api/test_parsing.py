@@ -37,7 +37,6 @@ def test_unsupported_fields_are_accepted_only_without_effect(
         ({"length_penalty": 0.5}, "length_penalty is not supported; leave it out or send 1"),
         ({"best_of": 2}, "best_of is not supported; ask for n choices and pick one yourself"),
         ({"request_id": "a"}, "request_id is not supported; send it in the X-Request-Id header"),
-        ({"suffix": "."}, 'suffix is not supported; leave it out or send ""'),
         ({"store": True}, "store is not supported; leave it out or send false"),
     ],
 )

@@ -121,6 +121,15 @@ def test_what_fits_of_a_long_prompt(client: Client, backend: ScriptedBackend) ->
     assert len(backend.requests[0].prompt) == 256 - 5
 
 
+def test_a_suffix_needs_tokens_for_it(expect_error: ExpectError) -> None:
+    for prompt in ("a", ""):
+        error = expect_error(COMPLETIONS, {"prompt": prompt, "suffix": "b"})
+        assert error["param"] == "suffix" and "filling in the middle" in error["message"]
+    for field in ({"echo": True}, {"truncate_prompt_tokens": 3}):
+        error = expect_error(COMPLETIONS, {"prompt": "a", "suffix": "b", **field})
+        assert error["param"] == next(iter(field)) and "cannot be combined" in error["message"]
+
+
 def test_the_echo_of_a_prompt_that_is_cut(client: Client, tokenizer: Tokenizer) -> None:
     body = {"prompt": "hello world", "truncate_prompt_tokens": 1, "echo": True}
     last = tokenizer.decode(tokenizer.encode("hello world")[-1:])

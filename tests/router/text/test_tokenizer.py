@@ -97,6 +97,35 @@ def test_template_options_do_as_in_transformers(optioned: Path, messages: list[A
     assert tokenizer.render_chat(messages, options=options) == expected
 
 
+FILLS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+
+
+@pytest.mark.parametrize("prefix", ["the quick", "", "<|start|>a"])
+def test_the_tokens_around_the_middle(tokenizer_dir: Path, tmp_path: Path, prefix: str) -> None:
+    shutil.copytree(tokenizer_dir, tmp_path / "model")
+    theirs = AutoTokenizer.from_pretrained(tokenizer_dir)
+    theirs.add_special_tokens({"additional_special_tokens": list(FILLS)})
+    theirs.save_pretrained(tmp_path / "model")
+    tokenizer = Tokenizer(tmp_path / "model")
+    ids = tokenizer.fill_in_middle(tokenizer.encode(prefix), " fox")
+    assert ids == theirs.encode(f"{FILLS[0]}{prefix}{FILLS[1]} fox{FILLS[2]}")
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "variables"),
+    [
+        ("{{ enable_thinking }}", "none", {"enable_thinking": False}),
+        ("{{ enable_thinking }}", "low", {"enable_thinking": True}),
+        ("{{ enable_thinking }}{{ reasoning_effort }}", "low", {"reasoning_effort": "low"}),
+        ("{{ x }}", "low", {"reasoning_effort": "low"}),
+    ],
+)
+def test_variables_of_a_reasoning_effort(
+    tokenizer: Tokenizer, template: str, effort: str, variables: dict[str, Any]
+) -> None:
+    assert tokenizer.effort_variables(effort, template) == variables
+
+
 def test_special_tokens_in_template_variables_are_text(optioned: Path) -> None:
     tokenizer = Tokenizer(optioned)
     options = TemplateOptions(variables={"style": {"voice": "<|end|>"}})
