@@ -290,10 +290,10 @@ def _mix(requests: Sequence[Seen]) -> tuple[list[int], int]:
 
 
 def _is_better(rating: Rating, other: Rating) -> bool:
-    """Return whether a change is worth making: clearly more good requests, or as many, and the SLO met or a long queue
-    clearly shorter."""
+    """Return whether a change is worth making: clearly more good requests, and no longer a queue; or as many, and the SLO
+    met or a long queue clearly shorter."""
     if rating.attainment >= other.attainment + MIN_GAIN:
-        return True
+        return rating.ratio <= max(1.0, other.ratio)
     if rating.attainment < other.attainment:
         return False
     return (rating.meets and not other.meets) or (other.ratio > FAR and rating.ratio < SHORTER * other.ratio)

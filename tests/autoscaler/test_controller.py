@@ -92,6 +92,12 @@ def test_far_from_the_slo_a_clearly_shorter_queue_is_worth_a_change() -> None:
     assert one.decide(observe(1000.0)).change is None, "few requests are late, and none is saved"
 
 
+def test_more_good_requests_are_not_worth_a_longer_queue() -> None:
+    values = {"none": rating(0.16, 3.5), "1 prefill to decode": rating(0.25, 6.5)}
+    one = controller(lambda _, change: values.get(str(change) if change else "none", values["none"]))
+    assert one.decide(observe(1000.0)).change is None
+
+
 def test_a_better_fleet_is_looked_for_if_percentiles_hide_bad_requests() -> None:
     values = {"none": rating(0.7, 0.9), "1 decode to prefill": rating(0.95, 0.7)}
     one = controller(lambda _, change: values.get(str(change) if change else "none", values["none"]))
