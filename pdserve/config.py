@@ -36,6 +36,9 @@ KEYS_FILE_HELP = "TOML file of further API keys, each with quotas and a weight; 
 ALLOWED_HOSTS_HELP = (
     "further Host headers for which a router on loopback without API keys answers, comma separated, or *; empty: none"
 )
+KV_EVENTS_HELP = (
+    "publish stores and removals of KV blocks over ZMQ as vLLM does: a JSON object with vLLM's keys; empty: do not"
+)
 PROFILE_HELP = "profile with which instances compare the times of their steps; empty: that of --paced, if any"
 POLICY_NAMES = ("auto", "round_robin", "least_loaded", "power_of_two", "session", "prefix_aware")
 PORTS: dict[str, Any] = {"least": 0, "most": 65535}  # 0 takes a free one
@@ -228,6 +231,7 @@ class InstanceConfig(ControlConfig, TransferConfig):
         None,
         **PORTS,
     )
+    kv_events_config: str = flag(KV_EVENTS_HELP, "")
     log_format: str = flag(LOG_HELP, "text", choices=LOG_FORMATS)
     drain_seconds: float = flag(
         "seconds that running requests may take in a drain before they are cut off", 25.0, least=0

@@ -28,6 +28,7 @@ HELP = {
     "prefill_steps_held_back": "steps that excluded prefill because stores were queued",
     "store_back_skipped_blocks": "KV blocks not stored back because too many bytes were in flight",
     "integrity_checks": "checks of the whole pool while idle, each of which passed",
+    "kv_event_batches_dropped": "batches of KV events not published because the queue was full",
     "engine_steps": "forward passes",
     "lookups_of_routers_failed": "failed lookups of the router list in the registry",
     "num_requests_running": "sequences in the running batch, loading or storing",

@@ -8,10 +8,22 @@ A block is in exactly one of three states:
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 
 class NoFreeBlocks(Exception):
     """An allocation asked for more blocks than are free or cached."""
+
+
+class BlockListener(Protocol):
+    """Is told what the pool's blocks hold."""
+
+    def store(self, key: bytes, parent: bytes | None, tokens: Sequence[int]) -> None:
+        """A key became findable. `parent` is the key of the block before, if any."""
+
+    def remove(self, key: bytes) -> None: ...
+
+    def clear(self) -> None: ...
 
 
 class BlockPool:
@@ -19,6 +31,9 @@ class BlockPool:
 
     Args:
         on_change: callback (key, cached), called when a key becomes findable (True) or stops being so (False).
+
+    Attributes:
+        listener: is told the same with parents and tokens; None: nobody.
     """
 
     def __init__(
@@ -33,6 +48,7 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._on_change = on_change
+        self.listener: BlockListener | None = None
 
     @property
     def num_free(self) -> int:
@@ -95,18 +111,26 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
-    def register(self, block: int, key: bytes) -> None:
-        """Make a held block, now full and final, findable by its key. The first block registered for a key keeps it."""
+    def register(self, block: int, key: bytes) -> bool:
+        """Make a held block, now full and final, findable by its key. The first block registered for a key keeps it.
+
+        Returns:
+            Whether the key is new.
+        """
         assert self._refs[block] > 0, f"block {block} registered without a holder"
-        if key not in self._block_of and block not in self._key_of:
+        is_new = key not in self._block_of and block not in self._key_of
+        if is_new:
             self._block_of[key] = block
             self._key_of[block] = key
             self._on_change(key, True)
+        return is_new
 
     def clear_cache(self) -> None:
         """Free every cached block. Held blocks lose their keys too."""
         for key in self._block_of:
             self._on_change(key, False)
+        if self.listener is not None:
+            self.listener.clear()
         self._free.extend(self._cached)
         self._cached.clear()
         self._block_of.clear()
@@ -128,4 +152,6 @@ class BlockPool:
         key = self._key_of.pop(block)
         del self._block_of[key]
         self._on_change(key, False)
+        if self.listener is not None:
+            self.listener.remove(key)
         return block

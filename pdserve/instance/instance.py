@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pdserve.config import InstanceConfig, parse_size
 from pdserve.decode.decoder import Decoder
@@ -19,6 +19,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.paced_runner import PacedRunner
 from pdserve.errors import RequestError
 from pdserve.instance.kv_events import KVEventPublisher
+from pdserve.instance.kv_events_config import KVEventsConfig
 from pdserve.instance.reporter import Reporter
 from pdserve.keys import unpack_tokens
 from pdserve.kv_transfer.connector import Connector
@@ -32,6 +33,9 @@ from pdserve.request import SamplingParams
 from pdserve.roles.fetcher import Fetcher
 from pdserve.roles.job import Job
 from pdserve.roles.transfers import Transfers
+
+if TYPE_CHECKING:
+    from pdserve.instance.zmq_publisher import ZmqPublisher
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -98,12 +102,33 @@ class Instance:
         # Also holds jobs with unfinished stores whose request id has been used again since.
         self._by_sequence: dict[object, Job] = {}
         self._closed_jobs: dict[Job, None] = {}  # whose last output has not been sent
+        self._event_publisher: ZmqPublisher | None = None
         self._should_stop = False
         self._turn_began_at = now()
         self._heartbeat_updated_at = 0.0
         self._integrity_checked_at = 0.0
         self._stores_probed_at = 0.0
         self._update_heartbeat()
+
+    def publish_events(self, config: KVEventsConfig) -> None:
+        """Publish KV events over ZMQ from now on. To be called before the engine thread starts.
+
+        Raises:
+            SetupError: an endpoint is invalid or in use.
+        """
+        from pdserve.instance.zmq_publisher import ZmqPublisher  # ZMQ is loaded only if it is used
+
+        pool = self.engine.pool
+        pool.listener = self._event_publisher = ZmqPublisher(
+            config, pool.block_size, lambda: self.count("kv_event_batches_dropped", 1)
+        )
+
+    def close(self) -> None:
+        """Close what has sockets or threads. The engine must not run any more."""
+        if self._event_publisher is not None:
+            self._event_publisher.close()
+        self.layout_converter.close()
+        self.connector.close()
 
     # ---- thread-safe ------------------------------------------------------------------------------------------
 
@@ -165,8 +190,7 @@ class Instance:
             idle = self.run_once(wait=idle)
         for job in list(self._by_sequence.values()):
             self._cancel(job)
-        self.layout_converter.close()
-        self.connector.close()
+        self.close()
 
     def run_once(self, *, wait: bool) -> bool:
         """Handle the inbox, reserve blocks, run one engine step, pass its results to the roles, and send all outputs.
@@ -193,6 +217,8 @@ class Instance:
                 continue
             self._role_of(job).on_step(job, seq in result.sampled, started)
         self.reporter.record_step(result, stopped - started - result.swap_seconds, stopped)
+        if self._event_publisher is not None:
+            self._event_publisher.flush()
         self._send_outputs()
         if not self.num_jobs:
             self._check_idle(started)

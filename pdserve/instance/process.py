@@ -18,6 +18,7 @@ from pdserve.control.registry import Registry
 from pdserve.engine.paced_runner import PacedRunner
 from pdserve.instance.hello import make_hello
 from pdserve.instance.instance import Instance
+from pdserve.instance.kv_events_config import KVEventsConfig
 from pdserve.instance.metrics_port import serve_metrics
 from pdserve.instance.router_link import DRAIN_POLL_S, RouterLinks
 from pdserve.kv_transfer.threaded import SWITCH_INTERVAL_S
@@ -60,6 +61,8 @@ async def _serve(role: str, config: InstanceConfig) -> None:
     instance = Instance(config, links.send, runner=PacedRunner.load(config) if config.paced else None)
     if config.profile or config.paced:
         instance.reporter.watch(_load_profile(config, instance))
+    if (kv_events := KVEventsConfig.load_setting(config.kv_events_config)).is_on:
+        instance.publish_events(kv_events)
     if config.metrics_port is not None:
         serve_metrics(config.metrics_port, instance, links)
     hello = make_hello(role, config, instance)

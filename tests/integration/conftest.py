@@ -149,8 +149,7 @@ def make_instance() -> Iterator[Callable[..., InstanceDriver]]:
 
     yield make
     for driver in drivers:
-        driver.instance.layout_converter.close()
-        driver.instance.connector.close()
+        driver.instance.close()
 
 
 class ControlledStore(ThreadedConnector):

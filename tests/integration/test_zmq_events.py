@@ -1,0 +1,168 @@
+"""KV events over ZMQ, read by a subscriber with structs of its own, written from vLLM's published format."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from pdserve.cli.deployment import free_port
+from pdserve.errors import SetupError
+from pdserve.instance.kv_events_config import KVEventsConfig
+from pdserve.proto import pdserve_pb2 as pb
+
+BLOCK = 16
+TIMEOUT_MS = 60_000
+
+
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    ts: float
+    events: list[Any]
+    data_parallel_rank: int | None = None
+
+
+class KVCacheEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
+    pass
+
+
+class BlockStored(KVCacheEvent):
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+
+
+class BlockRemoved(KVCacheEvent):
+    block_hashes: list[bytes | int]
+    medium: str | None
+
+
+class AllBlocksCleared(KVCacheEvent):
+    pass
+
+
+class KVEventBatch(EventBatch):
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+
+
+class Mirror:
+    """The blocks of a pool, by the events: key → (parent, tokens)."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[Any, tuple[Any, tuple[int, ...]]] = {}
+        self.next_number = self.num_removed = 0
+
+    def apply(self, number: bytes, payload: bytes) -> None:
+        assert int.from_bytes(number, "big") == self.next_number
+        self.next_number += 1
+        for event in msgspec.msgpack.decode(payload, type=KVEventBatch).events:
+            if isinstance(event, BlockStored):
+                assert event.medium == "GPU" and event.block_size == BLOCK
+                parent = event.parent_block_hash
+                for i, key in enumerate(event.block_hashes):
+                    assert key not in self.blocks
+                    self.blocks[key] = parent, tuple(event.token_ids[i * BLOCK : (i + 1) * BLOCK])
+                    parent = key
+            elif isinstance(event, BlockRemoved):
+                self.num_removed += len(event.block_hashes)
+                for key in event.block_hashes:
+                    del self.blocks[key]
+            else:
+                self.blocks.clear()
+
+    def prompt_of(self, key: Any) -> list[int]:
+        """Return the tokens from the start to the end of a block."""
+        parent, tokens = self.blocks[key]
+        return [*(self.prompt_of(parent) if parent is not None else []), *tokens]
+
+
+@contextmanager
+def connected(kind: int, port: int) -> Iterator[Any]:
+    socket: Any = zmq.Context.instance().socket(kind)
+    socket.connect(f"tcp://127.0.0.1:{port}")
+    try:
+        yield socket
+    finally:
+        socket.close(linger=0)
+
+
+def replay(port: int, first: int, mirror: Mirror) -> None:
+    """Apply the kept batches from number `first` on."""
+    with connected(zmq.DEALER, port) as socket:
+        socket.send_multipart((b"", first.to_bytes(8, "big")))
+        while socket.poll(TIMEOUT_MS):
+            _, number, payload = socket.recv_multipart()
+            if not payload:
+                assert int.from_bytes(number, "big", signed=True) == -1
+                return
+            mirror.apply(number, payload)
+    raise AssertionError("the replay has no end")
+
+
+def catch_up(port: int, mirror: Mirror, keys: dict[bytes, None]) -> None:
+    """Replay what is missing until the blocks equal `keys`: the publishing thread may still have batches queued."""
+    for _ in range(600):
+        replay(port, mirror.next_number, mirror)
+        if mirror.blocks.keys() == keys.keys():
+            return
+    raise AssertionError(f"{len(mirror.blocks)} blocks by the events, {len(keys)} in the pool")
+
+
+def test_events_equal_the_pool(checkpoint: Any, make_instance: Callable[..., Any]) -> None:
+    path = checkpoint("llama", dtype="float32")
+    driver = make_instance(
+        model=str(path), connector="memory://zmq-events", num_blocks=12, block_size=BLOCK, device="cpu"
+    )
+    instance, (port, replay_port) = driver.instance, (free_port(), free_port())
+    config: dict[str, Any] = {"endpoint": f"tcp://*:{port}", "replay_endpoint": f"tcp://*:{replay_port}", "topic": "kv"}
+    instance.publish_events(KVEventsConfig(enable_kv_cache_events=True, **config))
+    news = instance.kv_events.subscribe()
+    keys: dict[bytes, None] = {}
+
+    def generate(name: str, prompt: list[int]) -> None:
+        driver.submit(name, prompt, 20, pb.BOTH)
+        driver.run_until(lambda _: len(driver.tokens(name)) == 20)
+        driver.run_until_idle()
+        removed, added = news.pop_batch(1000)
+        keys.update(dict.fromkeys(added))
+        for key in removed:
+            keys.pop(key, None)
+
+    live, late = Mirror(), Mirror()
+    prompts = [[start + i for i in range(3 * BLOCK + 1)] for start in (10, 30, 50, 70, 90)]
+    generate("unheard", prompts[0])  # nobody has subscribed
+    with connected(zmq.SUB, port) as subscriber:
+        subscriber.setsockopt(zmq.SUBSCRIBE, b"kv")
+        assert subscriber.poll(0) == 0
+        for i, prompt in enumerate(prompts[1:]):
+            generate(str(i), prompt)
+        catch_up(replay_port, live, keys)  # all are kept: the whole history
+        assert set(live.blocks) == set(keys) and live.num_removed > 0
+        assert any(live.prompt_of(key) == prompts[-1][: 3 * BLOCK] for key in live.blocks)
+        generate("last", prompts[0])
+        num_replayed = live.next_number
+        while live.blocks.keys() != keys.keys() and subscriber.poll(TIMEOUT_MS):
+            topic, number, payload = subscriber.recv_multipart()
+            assert topic == b"kv"
+            if int.from_bytes(number, "big") >= live.next_number:
+                live.apply(number, payload)
+    assert live.next_number > num_replayed, "nothing came by the subscription"
+    catch_up(replay_port, late, keys)
+    assert late.blocks == live.blocks and set(live.blocks) == set(keys)
+
+    with pytest.raises(SetupError, match=f"{port}: Address already in use"):
+        instance.publish_events(KVEventsConfig(enable_kv_cache_events=True, **config))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "Invalid JSON"), ('{"port": 1}', "port: unknown key"), ('{"hwm": 0}', "hwm: Input should be greater")],
+)
+def test_invalid_settings(text: str, message: str) -> None:
+    with pytest.raises(SetupError, match=message):
+        KVEventsConfig.load_setting(text)
