@@ -91,6 +91,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "autoscaler": {"planner", "simulator", "profile", "bench", "router.telemetry", "launchers", "core"},
     "profile.steps": {"profile", "instance", "engine", "proto", "core"},
     "cli": {"core"},
+    "offline": {"cli", "core"},
 }
 # Allowed only inside functions, so that `--help` and usage errors respond without delay.
 MAY_IMPORT_LATE = {

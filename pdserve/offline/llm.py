@@ -1,0 +1,220 @@
+"""Offline use, in vLLM's words: `LLM(model).generate(prompts, params)`, and `AsyncLLM` for programs with an event loop.
+
+Both start the processes of `pdserve up` and are clients of the router, so everything that holds for a server holds here:
+topologies, restarts, validation. Nothing of the engine runs in the caller's process: scripts need no main guard.
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+from anyio.from_thread import start_blocking_portal
+from pydantic_core import from_json
+from rich.progress import MofNCompleteColumn, Progress
+
+from pdserve.cli.deployment import free_port
+from pdserve.config import UpConfig
+from pdserve.errors import PdserveError
+from pdserve.offline.fleet import Fleet
+from pdserve.offline.outputs import CompletionOutput, RequestOutput
+from pdserve.offline.params import SamplingParams
+
+Prompt = str | dict[str, Any]
+Messages = list[dict[str, Any]]
+
+ATTEMPTS = 60  # of a request that the fleet cannot take now, for example as an instance restarts
+RETRY_S = 1.0
+
+
+class _Client:
+    """What LLM and AsyncLLM share: the processes, and how they start and stop.
+
+    Args:
+        model: a directory, a hub id or `demo`.
+        prefill, decode, both: instances of each role; by default one with the role both.
+        max_in_flight: requests that are sent to the router at once.
+        settings: further flags of `pdserve up`, with underscores (docs/operations.md).
+
+    Raises:
+        SetupError: a process cannot start.
+        ValueError: a setting can never work.
+    """
+
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        prefill: int = 0,
+        decode: int = 0,
+        both: int | None = None,
+        max_in_flight: int = 256,
+        **settings: Any,
+    ) -> None:
+        both = int(not (prefill or decode)) if both is None else both
+        counts: dict[str, Any] = {"prefill": prefill, "decode": decode, "both": both}
+        self._max_in_flight = max_in_flight
+        self._fleet = Fleet(UpConfig(**{"port": free_port(), **settings}, model=str(model), **counts))
+
+    def close(self) -> None:
+        """Stop all processes. Further calls do nothing."""
+        self._fleet.close()
+
+    def _http(self) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=None)
+        return httpx.AsyncClient(base_url=self._fleet.url, timeout=None, limits=limits, trust_env=False, verify=False)
+
+
+class LLM(_Client):
+    """Answers many prompts at once. Also a context manager; at the end of the program it closes itself."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Return the prompts with their answers, in the prompts' order.
+
+        Args:
+            prompts: texts, or dictionaries with `prompt` or `prompt_token_ids`; one or several.
+            sampling_params: one for all prompts, or one for each.
+            use_tqdm: show a progress bar.
+
+        Raises:
+            ValueError: a prompt or a parameter is not valid. The other requests are cancelled.
+            PdserveError: the fleet cannot serve for a minute.
+        """
+        listed = [prompts] if isinstance(prompts, str | dict) else list(prompts)
+        bodies = [_body(prompt, params) for prompt, params in zip(listed, _each(sampling_params, listed), strict=True)]
+        with start_blocking_portal() as portal:  # leaving it by Ctrl-C cancels the requests
+            return portal.call(self._complete_all, bodies, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Return the answers to one or several conversations, through the model's chat template; errors as in `generate`."""
+        conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        with start_blocking_portal() as portal:
+            prompts = portal.call(self._apply_template, conversations)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    async def _complete_all(self, bodies: list[dict[str, Any]], show: bool) -> list[RequestOutput]:
+        slots = asyncio.Semaphore(self._max_in_flight)
+        columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+        async with self._http() as http:
+            with Progress(*columns, disable=not show) as progress:
+                task = progress.add_task("prompts", total=len(bodies))
+
+                async def complete(index: int, body: dict[str, Any]) -> RequestOutput:
+                    async with slots:
+                        output = _new_output(str(index), body)
+                        output.add(await _post(http, "/v1/completions", body))
+                    progress.advance(task)
+                    return output
+
+                return await asyncio.gather(*(complete(index, body) for index, body in enumerate(bodies)))
+
+    async def _apply_template(self, conversations: list[Messages]) -> list[Prompt]:
+        async with self._http() as http:
+            answers = [await _post(http, "/tokenize", {"messages": messages}) for messages in conversations]
+        return [{"prompt_token_ids": answer["tokens"]} for answer in answers]
+
+
+class AsyncLLM(_Client):
+    """Streams answers: `async for output in llm.generate(prompt, params, request_id)`. Also an async context manager."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        await asyncio.to_thread(self.close)
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str = ""
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield the output whenever there is more of it: always the same object, which grows. Closing the iterator cancels.
+
+        Raises:
+            ValueError: the prompt or a parameter is not valid.
+            PdserveError: the fleet could not answer.
+        """
+        body = _body(prompt, sampling_params or SamplingParams())
+        output = _new_output(request_id or uuid.uuid4().hex, body)
+        async with (
+            self._http() as http,
+            http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer,
+        ):
+            if answer.status_code != 200:
+                await answer.aread()
+                raise _error(answer)
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = from_json(line.removeprefix("data: "))
+                if "error" in event:
+                    raise PdserveError(event["error"]["message"])
+                output.add(event)
+                yield output
+
+
+def _each(params: SamplingParams | Sequence[SamplingParams] | None, prompts: list[Prompt]) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise ValueError(
+            f"there are {len(prompts)} prompts and {len(params)} sampling parameters: give one, or one for each"
+        )
+    return list(params)
+
+
+def _body(prompt: Prompt, params: SamplingParams) -> dict[str, Any]:
+    given = {"prompt": prompt} if isinstance(prompt, str) else prompt
+    if not isinstance(given, dict) or set(given) not in ({"prompt"}, {"prompt_token_ids"}):
+        raise ValueError(f"a prompt is a text, or a dictionary with prompt or prompt_token_ids, not {prompt!r}")
+    [value] = given.values()
+    if not value:
+        raise ValueError("a prompt must not be empty")
+    return {"prompt": value, "return_token_ids": True, **params.model_dump(exclude_none=True)}
+
+
+def _new_output(request_id: str, body: dict[str, Any]) -> RequestOutput:
+    prompt = body["prompt"] if isinstance(body["prompt"], str) else None
+    return RequestOutput(request_id, prompt, outputs=[CompletionOutput(index) for index in range(body["n"])])
+
+
+async def _post(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer. A request that the fleet cannot take now is repeated."""
+    failure = ""
+    for _ in range(ATTEMPTS):
+        try:
+            answer = await http.post(path, json=body)
+        except httpx.TransportError as error:
+            failure = f"the router does not answer: {error!r}"
+        else:
+            if answer.status_code == 200:
+                content: dict[str, Any] = answer.json()
+                return content
+            if answer.status_code not in (429, 503):
+                raise _error(answer)
+            failure = str(_error(answer))
+        await asyncio.sleep(RETRY_S)
+    raise PdserveError(f"gave up after {ATTEMPTS} attempts: {failure}")
+
+
+def _error(answer: httpx.Response) -> Exception:
+    message = answer.json()["error"]["message"]
+    return ValueError(message) if 400 <= answer.status_code < 429 else PdserveError(message)

@@ -1,0 +1,124 @@
+"""Offline use through the public calls: the same tokens as transformers, errors, and nothing left behind."""
+
+import asyncio
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve import LLM, AsyncLLM, SamplingParams
+from pdserve.errors import SetupError
+
+Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+SMALL = {"num_blocks": 256, "threads": 1}
+
+
+def children() -> set[str]:
+    """Return the ids of this process's children that run pdserve."""
+    listed = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    pids = {pid for file in listed for pid in file.read_text().split()}
+    return {pid for pid in pids if b"pdserve" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+
+def segments() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if f"up-{os.getpid()}" in name}
+
+
+@pytest.fixture(scope="module")
+def path(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("qwen3")
+
+
+@pytest.fixture(scope="module")
+def llm(path: Path) -> Iterator[LLM]:
+    with LLM(str(path), **SMALL) as colocated:
+        yield colocated
+
+
+def check_tokens(llm: LLM, path: Path, prompts: list[list[int]], generate: Generate) -> None:
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], GREEDY, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == generate(path, prompts, 8)
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    for output in outputs:
+        [answer] = output.outputs
+        assert output.finished and answer.finish_reason == "length" and answer.logprobs is not None
+        assert [list(entry) for entry in answer.logprobs] == [[token] for token in answer.token_ids]
+        total = sum(entry[token].logprob for entry, token in zip(answer.logprobs, answer.token_ids, strict=True))
+        assert answer.cumulative_logprob is not None and math.isclose(total, answer.cumulative_logprob)
+
+
+def test_colocated_equals_transformers(llm: LLM, path: Path, prompts: list[list[int]], generate: Generate) -> None:
+    check_tokens(llm, path, prompts, generate)
+
+
+def test_texts_chat_and_several_answers(llm: LLM) -> None:
+    params = [SamplingParams(n=2, seed=1, max_tokens=4, ignore_eos=True), SamplingParams(max_tokens=2, ignore_eos=True)]
+    first, second = llm.generate(["one", "two"], params)
+    assert (first.prompt, second.prompt) == ("one", "two") and first.request_id != second.request_id
+    assert [len(answer.token_ids) for answer in first.outputs] == [4, 4]
+    assert [answer.index for answer in first.outputs] == [0, 1]
+    assert len(second.outputs[0].token_ids) == 2
+    conversation = [{"role": "user", "content": "hello"}]
+    [alone] = llm.chat(conversation, GREEDY, use_tqdm=False)
+    [same, _] = llm.chat([conversation, conversation], GREEDY, use_tqdm=False)
+    assert alone.outputs[0].token_ids == same.outputs[0].token_ids and len(alone.prompt_token_ids) > 5
+    [scored] = llm.generate("abc", SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    assert scored.prompt_logprobs is not None and scored.prompt_logprobs[0] is None
+    pairs = zip(scored.prompt_logprobs[1:], scored.prompt_token_ids[1:], strict=True)
+    assert all(entry and token in entry for entry, token in pairs)
+
+
+def test_what_is_not_valid(llm: LLM) -> None:
+    invalid: list[dict[str, Any]] = [
+        {"temperature": -1},
+        {"n": 0},
+        {"temprature": 1},
+        {"max_tokens": 0},
+        {"logprobs": 3},
+    ]
+    for fields in invalid:
+        with pytest.raises(ValueError, match=next(iter(fields))):
+            SamplingParams(**fields)
+    with pytest.raises(ValueError, match="2 prompts and 1 sampling"):
+        llm.generate(["a", "b"], [GREEDY])
+    with pytest.raises(ValueError, match="must not be empty"):
+        llm.generate(["a", ""])
+    with pytest.raises(ValueError, match="context"):
+        llm.generate(["a", "a" * 2000], GREEDY, use_tqdm=False)
+
+
+def test_disaggregated_equals_transformers(path: Path, prompts: list[list[int]], generate: Generate) -> None:
+    before = children(), segments()
+    with LLM(str(path), prefill=1, decode=1, local_prefill_tokens=0, **SMALL) as llm:
+        check_tokens(llm, path, prompts, generate)
+        assert len(children() - before[0]) == 3 and segments() - before[1]
+    assert (children(), segments()) == before
+    llm.close()
+
+
+def test_asynchronous(path: Path, prompts: list[list[int]], generate: Generate) -> None:
+    async def run() -> None:
+        async with AsyncLLM(str(path), **SMALL) as llm:
+            steps = 0
+            async for output in llm.generate({"prompt_token_ids": prompts[-1]}, GREEDY, "mine"):
+                steps += 1
+                assert output.request_id == "mine"
+            assert output.finished and output.prompt_token_ids == prompts[-1] and steps > 1
+            assert output.outputs[0].token_ids == generate(path, prompts, 8)[-1]
+            with pytest.raises(ValueError, match="context"):
+                _ = [output async for output in llm.generate("a" * 2000)]
+
+    before = children()
+    asyncio.run(run())
+    assert children() == before
+
+
+def test_a_failed_start_says_why_and_leaves_nothing() -> None:
+    before = children()
+    with pytest.raises(SetupError, match=r"(?s)could not start.*no-such-model"):
+        LLM("/no-such-model")
+    assert children() == before
