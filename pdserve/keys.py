@@ -64,6 +64,10 @@ class Layout:
         return self.num_layers * 2 * len(self.heads) * self.block_size * self.head_dim * self.itemsize
 
     @property
+    def bytes_on_all_ranks(self) -> int:
+        return self.block_bytes * self.ranks
+
+    @property
     def namespace(self) -> bytes:
         """A 16-byte digest of all fields."""
         values = asdict(self)

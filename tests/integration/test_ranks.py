@@ -1,6 +1,7 @@
 """Instances with several ranks (--tensor-parallel-size): identity, hand-overs between different degrees, and lost ranks."""
 
 import os
+import random
 import re
 import signal
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
+
+from pdserve.counters import series
 
 Complete = Callable[..., dict[str, Any]]
 CompleteAll = Callable[..., list[list[int]]]
@@ -39,10 +42,10 @@ def has_ended(pid: int) -> bool:
     ("connector_url", "prefill", "decode"),
     [
         ("shm", TWO, TWO),
-        ("file", TWO, TWO),
-        ("redis", TWO, TWO),
-        ("shm", [], TWO),
-        ("redis", TWO, []),
+        pytest.param("file", TWO, TWO, marks=pytest.mark.slow),
+        pytest.param("redis", TWO, TWO, marks=pytest.mark.slow),
+        pytest.param("shm", [], TWO, marks=pytest.mark.slow),
+        pytest.param("redis", TWO, [], marks=pytest.mark.slow),
         pytest.param("tiered", TWO, TWO, marks=pytest.mark.slow),
         pytest.param("nixl", TWO, TWO, marks=pytest.mark.slow),
         pytest.param("nixl", TWO, [], marks=pytest.mark.slow),
@@ -86,6 +89,42 @@ def test_tokens_equal_transformers(
         followers = [int(pid) for line in log_lines for pid in re.findall(r"in processes (\d+)", line)]
         assert followers
     assert all(map(has_ended, followers))
+
+
+@pytest.mark.parametrize(("prefill", "decode", "moves"), [([1], [2], False), ([2], [1], False), ([1], [2, 1], True)])
+def test_hand_overs_between_degrees(
+    prefill: list[int],
+    decode: list[int],
+    moves: bool,
+    checkpoint: Callable[..., Path],
+    generate: Generate,
+    load_test_module: Callable[[str], Any],
+    fork_server: Any,
+    shm_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts and streams move between instances with one and with two ranks, driven in this process by a real dispatcher."""
+    monkeypatch.setattr("pdserve.ranks.followers.start_process", fork_server.start_follower)
+    driver = load_test_module("integration/test_moves")
+    degrees = {f"prefill-{i}": ranks for i, ranks in enumerate(prefill)}
+    degrees |= {f"decode-{i}": ranks for i, ranks in enumerate(decode)}
+    path = checkpoint("llama")
+    instances = [driver.LocalInstance(name, path, shm_url, ranks) for name, ranks in degrees.items()]
+    requests = driver.requests(instances)
+    migrate_at = driver.random_migrations(random.Random(11), len(requests)) if moves else [[] for _ in requests]
+    num_migrations = [len(due) for due in migrate_at]
+    states = driver.serve(instances, "round_robin", migrate_at)
+    greedy = [request.prompt for request in requests if request.sampling.temperature == 0]
+    assert [state.emitted for state in states][::2] == generate(path, greedy, driver.TOKENS)
+    assert [len(state.timeline.migrations) for state in states] == num_migrations
+    assert {state.timeline.error for state in states} == {""}
+    if not moves:
+        sources = instances[-1].instance.reporter.counts
+        assert sources[series("prompt_tokens_by_source", source="loaded")] == sum(len(one.prompt) for one in requests)
+    for instance in instances:
+        instance.instance.close()
+        if (group := instance.instance.engine.checkpoint.group) is not None:
+            group.close()
 
 
 @pytest.mark.parametrize("connector_url", ["shm"], indirect=True)
