@@ -238,7 +238,7 @@ class Decoder:
         seq.register_full_blocks(self._engine.pool)
         self._end_leases(state, state.tickets)
         self._context.count_prompt_sources(job)
-        job.report_transfers(self._engine.layout.block_bytes)
+        job.report_transfers(self._engine.layout.bytes_on_all_ranks)
         job.stamp(Stage.KV_READY, self._context.now())
         self._engine.add(seq)
 

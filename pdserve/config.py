@@ -121,9 +121,14 @@ class ModelConfig(Settings):
 class EngineConfig(ModelConfig):
     dtype: str = flag("dtype of weights and KV; auto: the checkpoint's", "auto", choices=("auto", *DTYPES))
     device: str = flag("device: auto, cpu, cuda, cuda:1, …", "auto")
+    tensor_parallel_size: int = flag(
+        "devices among which the model of one instance is divided, each with a process of its own", 1, least=1
+    )
     block_size: int = flag("tokens per KV block", 16, least=1)
     num_blocks: int | None = flag("KV blocks in the pool; default: as many as the memory allows", None, least=1)
-    kv_cache_memory: str | None = flag("bytes for the pool, such as 4GiB; default: see --gpu-memory-utilization", None)
+    kv_cache_memory: str | None = flag(
+        "bytes for the pool, on each device, such as 4GiB; default: see --gpu-memory-utilization", None
+    )
     gpu_memory_utilization: float = flag(
         "share of the GPU's memory for weights, activations and pool together", 0.9, above=0, most=1
     )

@@ -180,7 +180,7 @@ class Prefiller:
                 job.pending_output().stored.tickets.append(result.ticket)
             self._announce(state)
         elif state.stores_are_over and not state.has_gap:  # decode followed, and finished before this
-            job.report_transfers(self._engine.layout.block_bytes)
+            job.report_transfers(self._engine.layout.bytes_on_all_ranks)
             job.stamp(Stage.KV_STORED, self._context.now())
         self._end_if_done(state)
 
@@ -209,7 +209,7 @@ class Prefiller:
             return
         state.announced_blocks = coming
         if job.transferred_blocks:
-            job.report_transfers(self._engine.layout.block_bytes)
+            job.report_transfers(self._engine.layout.bytes_on_all_ranks)
         announcement = job.pending_output().stored
         announcement.num_blocks, announcement.coming = stored, coming
         announcement.final = final

@@ -177,12 +177,14 @@ class Deployment(Supervisor):
     def _place_instances(self) -> None:
         """Divide CPU threads, GPUs and GPU memory among the instances with which the deployment starts."""
         config = self.config
-        instances = config.prefill + config.decode + config.both
+        instances, ranks = config.prefill + config.decode + config.both, config.tensor_parallel_size
         self._settings = shared_settings(config, InstanceConfig)
         self._gpus = count_gpus(config.device)
         if not self._gpus and config.threads is None:
             self._settings["threads"] = max(1, len(os.sched_getaffinity(0)) // instances)
-        self._per_gpu = -(-instances // self._gpus) if self._gpus else 0
+        if 0 < self._gpus < ranks:
+            raise SetupError(f"--tensor-parallel-size {ranks} needs as many GPUs; this machine has {self._gpus}")
+        self._per_gpu = -(-instances * ranks // self._gpus) if self._gpus else 0
         if self._per_gpu > 1:
             self._settings["gpu_memory_utilization"] = config.gpu_memory_utilization / self._per_gpu
 
@@ -195,22 +197,23 @@ class Deployment(Supervisor):
         return child
 
     def _instance_child(self, role: str) -> Child:
-        """Return one more instance, on the GPU that has fewest of them.
+        """Return one more instance, on the GPU that has fewest of them, or on several.
 
         Raises:
             SetupError: every GPU has its full number of instances.
         """
-        gpu = 0
+        gpus: list[int] = []
         if self._gpus:
-            used = Counter(int(child.environment["CUDA_VISIBLE_DEVICES"]) for child in self._instances())
-            gpu = min(range(self._gpus), key=lambda index: used[index])
-            if used[gpu] >= self._per_gpu:
+            lists = (child.environment["CUDA_VISIBLE_DEVICES"].split(",") for child in self._instances())
+            used = Counter(int(gpu) for one in lists for gpu in one)
+            gpus = sorted(range(self._gpus), key=lambda index: used[index])[: self.config.tensor_parallel_size]
+            if any(used[gpu] >= self._per_gpu for gpu in gpus):
                 raise SetupError(f"no GPU is free: each of {self._gpus} GPUs has {self._per_gpu} instance(s)")
         name = f"{role}-{next(self._numbers[role])}"
         own = {"instance_id": name, "router": self._control_addresses, "connector": self.connector}
         child = self._child(name, role, InstanceConfig(**self._settings | own))
         if self._gpus:
-            child.environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
+            child.environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, sorted(gpus)))
         return child
 
 

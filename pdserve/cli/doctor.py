@@ -23,7 +23,7 @@ class Finding:
 
 def collect_findings() -> list[Finding]:
     """Inspect this machine without changing anything."""
-    return [_python(), _torch(), _gpu(), *_packages(), _compiler(), _shared_memory(), _redis()]
+    return [_python(), _torch(), _gpu(), _ranks(), *_packages(), _compiler(), _shared_memory(), _redis()]
 
 
 def doctor() -> None:
@@ -62,6 +62,16 @@ def _gpu() -> Finding:
         return Finding("GPU", False, "torch finds none", "--device cuda; everything runs on the CPU too, slower")
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return Finding("GPU", True, ", ".join(names), "--device cuda")
+
+
+def _ranks() -> Finding:
+    import torch
+    import torch.distributed as dist
+
+    backends = [name for name in ("gloo", "nccl") if dist.is_available() and dist.is_backend_available(name)]
+    gpus = torch.cuda.device_count()
+    detail = f"{', '.join(backends) or 'torch has no backend'}; {gpus} GPUs, on CPUs any number of ranks"
+    return Finding("torch.distributed", bool(backends), detail, "--tensor-parallel-size")
 
 
 def _packages() -> list[Finding]:

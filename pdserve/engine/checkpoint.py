@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pdserve.engine.parallel.rank_group import RankGroup
 from pdserve.keys import Layout
 
 
@@ -16,6 +17,7 @@ class Checkpoint:
         layout: layout of one KV block, which is the namespace of its keys.
         context_length: number of positions that the model supports with the same tokens in any batch.
         eos_token_ids: tokens that end generation.
+        group: the other ranks of the instance, if there are any; the model is then one rank's slice.
     """
 
     model: torch.nn.Module
@@ -25,3 +27,4 @@ class Checkpoint:
     eos_token_ids: frozenset[int]
     device: torch.device
     dtype: torch.dtype
+    group: RankGroup | None = None

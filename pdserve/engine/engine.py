@@ -68,7 +68,7 @@ class Engine:
         config: EngineConfig,
         checkpoint: Checkpoint | None = None,
         *,
-        runner: PacedRunner | None = None,
+        runner: "ModelRunner | PacedRunner | None" = None,
         refetch_preempted: bool = False,
         on_grammar_ready: Callable[[], None] = lambda: None,
         on_key_change: Callable[[bytes, bool], None] = lambda key, cached: None,
@@ -76,7 +76,7 @@ class Engine:
         """Load `config.model` unless a checkpoint is given, and allocate the pool.
 
         Args:
-            runner: stands in for the model.
+            runner: of the model, or in its stead.
             refetch_preempted: see `Scheduler`.
             on_grammar_ready: called in another thread when a sequence may have become schedulable.
             on_key_change: see `BlockPool.on_change`. The warm-up of the engine changes keys too.
@@ -212,6 +212,7 @@ def _load_runner(config: EngineConfig, checkpoint: Checkpoint | None) -> "ModelR
     from pdserve.engine.checkpoint_loader import load
     from pdserve.engine.model_runner import ModelRunner
 
+    assert config.tensor_parallel_size == 1, "several devices need the runner of ranks/leader.py"
     return ModelRunner(checkpoint or load(config), config)
 
 

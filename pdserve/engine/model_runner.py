@@ -59,7 +59,8 @@ class ModelRunner:
         except KernelUnavailable as error:
             raise SetupError(str(error)) from error
         is_invariant = is_batch_invariant(config.batch_invariant, self.device)
-        self.numerics = numerics_class(self.kernel, self.device, checkpoint.dtype, is_invariant)
+        ranks = checkpoint.layout.ranks
+        self.numerics = numerics_class(self.kernel, self.device, checkpoint.dtype, is_invariant, ranks)
         self.graphs: StepGraphs | None = None
         self._min_rows = largest_min_rows(checkpoint.model)
         self._row_functions = _row_functions(checkpoint.model, self.kernel)
@@ -67,6 +68,8 @@ class ModelRunner:
         if self.device.type == "cuda":
             self._profile_memory(config)
         self.num_blocks = _num_blocks(checkpoint, config)
+        if checkpoint.group is not None:
+            (self.num_blocks,) = checkpoint.group.minimum([self.num_blocks])
         self.pool_NL2GBD = self._new_pool(self.num_blocks)
         self.num_host_blocks = _num_host_blocks(checkpoint, config)
         self._host_NL2GBD = self._new_pool(self.num_host_blocks, torch.device("cpu"))
@@ -74,13 +77,13 @@ class ModelRunner:
             self._host_NL2GBD = self._host_NL2GBD.pin_memory()
         if self.device.type == "cpu":
             keep_freed_memory()
-        if self.kernel is cpu:
+        if self.kernel is cpu and ranks == 1:
             max_blocks_per_seq = min(self.num_blocks, -(-checkpoint.context_length // self.block_size))
             self.graphs = StepGraphs(self._compute_logits, max_blocks_per_seq)
 
     def _new_pool(self, num_blocks: int, device: torch.device | None = None) -> torch.Tensor:
         layout = self.checkpoint.layout
-        shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        shape = (num_blocks, layout.num_layers, 2, len(layout.heads), layout.block_size, layout.head_dim)
         pool_NL2GBD = torch.empty(shape, dtype=self.checkpoint.dtype, device=device or self.device)
         huge_pages(pool_NL2GBD)
         return pool_NL2GBD.zero_()
@@ -150,6 +153,7 @@ class ModelRunner:
             if count == seq.num_uncomputed:
                 complete.append(seq)
                 last_rows.append(len(ids) - 1)
+        self._announce(seqs, counts, ids, last_rows + scored_rows)
         batch = self._build_batch(seqs, counts, positions)
         rows = torch.tensor(last_rows + scored_rows, dtype=torch.long, device=self.device)
         logits_SV = self.forward(ids, positions, batch, rows)
@@ -163,6 +167,9 @@ class ModelRunner:
         sampled = sample(logits_SV, complete)
         record_logprobs(logprobs_AV, [complete[i] for i in logprob_rows], [sampled[i] for i in logprob_rows])
         return dict(zip(complete, sampled, strict=True))
+
+    def _announce(self, seqs: list[Sequence], counts: list[int], ids: list[int], logit_rows: list[int]) -> None:
+        """Tell other ranks of a step, which they compute too. There are none here."""
 
     def forward(
         self, ids: list[int], positions: list[int], batch: PagedBatch, logit_rows: torch.Tensor
@@ -291,7 +298,7 @@ def _num_host_blocks(checkpoint: Checkpoint, config: EngineConfig) -> int:
     Raises:
         SetupError: not one block fits, or the swap space exceeds the free memory.
     """
-    size, block_bytes = int(config.swap_space * 2**30), checkpoint.layout.block_bytes
+    size, block_bytes = int(config.swap_space * 2**30) // checkpoint.layout.ranks, checkpoint.layout.block_bytes
     if 0 < size < block_bytes:
         raise SetupError(f"--swap-space {config.swap_space} GiB is less than one block of {block_bytes} bytes")
     if size > (free := cpu_memory_available()):
@@ -303,7 +310,7 @@ def _pool_bytes(checkpoint: Checkpoint, config: EngineConfig) -> int:
     if config.kv_cache_memory is not None:
         return parse_size(config.kv_cache_memory)
     if checkpoint.device.type == "cpu":
-        return int(cpu_memory_available() * CPU_MEMORY_FRACTION)
+        return int(cpu_memory_available() * CPU_MEMORY_FRACTION) // checkpoint.layout.ranks
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(checkpoint.device)
     peak = torch.cuda.max_memory_allocated(checkpoint.device) - torch.cuda.memory_allocated(checkpoint.device)

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
@@ -29,12 +30,16 @@ from pdserve.kv_transfer.staging import attach_pool
 from pdserve.lifetime import RELEASED
 from pdserve.prefill.prefiller import Prefiller
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.ranks.followers import Followers
+from pdserve.ranks.ranked_connector import RankedConnector
+from pdserve.ranks.ranked_loader import RankedLoader
 from pdserve.request import SamplingParams
 from pdserve.roles.fetcher import Fetcher
 from pdserve.roles.job import Job
 from pdserve.roles.transfers import Transfers
 
 if TYPE_CHECKING:
+    from pdserve.engine.model_runner import ModelRunner
     from pdserve.instance.zmq_publisher import ZmqPublisher
 
 log = logging.getLogger(__name__)
@@ -56,7 +61,8 @@ class Instance:
     Args:
         send: called on the engine thread with (link, frame); must not block.
         connector: replaces the connector that `config.connector` names.
-        runner: stands in for the model that `config` names.
+        runner: of the model that `config` names, or in its stead.
+        followers: the other ranks of `runner`, if it has any.
         inbox: replaces the queue of work for the engine thread.
         now: monotonic clock in seconds.
 
@@ -71,7 +77,8 @@ class Instance:
         send: Send,
         connector: Connector | None = None,
         *,
-        runner: PacedRunner | None = None,
+        runner: "PacedRunner | ModelRunner | None" = None,
+        followers: Followers | None = None,
         inbox: "SimpleQueue[Callable[[], None]] | None" = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -88,6 +95,7 @@ class Instance:
             on_key_change=self.kv_events.publish,
         )
         pool = self.engine.runner.pool_NL2GBD
+        self._followers = followers
         self.connector = self._attach(connector)
         self.transfers = Transfers(
             self.engine.pool, self.connector, self, _max_blocks(config, self.engine), self.engine.layout.block_bytes
@@ -95,7 +103,10 @@ class Instance:
         self.fetcher = fetcher = Fetcher(self.engine, self.connector, self.transfers, self)
         self.prefiller = Prefiller(self.engine, self.transfers, fetcher, self, config.lease_seconds)
         converts = config.convert_kv or config.allow_inexact
-        self.layout_converter = LayoutConverter(pool, self.engine.layout, config.connector if converts else None)
+        on_all_ranks = None if followers is None else partial(RankedLoader, followers)
+        self.layout_converter = LayoutConverter(
+            pool, self.engine.layout, config.connector if converts else None, on_all_ranks
+        )
         self.decoder = Decoder(self.engine, self.connector, self.transfers, fetcher, self, config.store_generated)
         self.reporter = Reporter(self.engine, self.connector, self.transfers, self.layout_converter, self.now())
         self._jobs: dict[tuple[str, str], Job] = {}
@@ -109,6 +120,22 @@ class Instance:
         self._integrity_checked_at = 0.0
         self._stores_probed_at = 0.0
         self._update_heartbeat()
+
+    @classmethod
+    def start(cls, config: InstanceConfig, send: Send) -> "Instance":
+        """Return an instance with the runner that its settings ask for: paced, on one device, or on several.
+
+        Raises:
+            SetupError: the model, its devices or the connector are unavailable.
+        """
+        if config.paced:
+            return cls(config, send, runner=PacedRunner.load(config))
+        if config.tensor_parallel_size == 1:
+            return cls(config, send)
+        from pdserve.ranks.leader import start_ranks  # imports transformers, as `Engine` does if it is to load a model
+
+        runner = start_ranks(config)
+        return cls(config, send, runner=runner, followers=runner.followers)
 
     def publish_events(self, config: KVEventsConfig) -> None:
         """Publish KV events over ZMQ from now on. To be called before the engine thread starts.
@@ -129,6 +156,8 @@ class Instance:
             self._event_publisher.close()
         self.layout_converter.close()
         self.connector.close()
+        if self._followers is not None:
+            self._followers.close()
 
     # ---- thread-safe ------------------------------------------------------------------------------------------
 
@@ -336,6 +365,8 @@ class Instance:
 
     def _attach(self, connector: Connector) -> Connector:
         attached = attach_pool(connector, self.engine.runner.pool_NL2GBD, self.engine.layout)
+        if self._followers is not None:
+            attached = RankedConnector(attached, self._followers)
         return guard(attached, self._inbox.put, self.now)
 
     # ---- InstanceContext, the interface for the roles -------------------------------------------------------------

@@ -15,7 +15,7 @@ import uvloop
 from pdserve.config import InstanceConfig
 from pdserve.control.certificates import client_context
 from pdserve.control.registry import Registry
-from pdserve.engine.paced_runner import PacedRunner
+from pdserve.engine.parallel.rank_group import RankLost
 from pdserve.instance.hello import make_hello
 from pdserve.instance.instance import Instance
 from pdserve.instance.kv_events_config import KVEventsConfig
@@ -58,7 +58,7 @@ async def _serve(role: str, config: InstanceConfig) -> None:
         )
     links = RouterLinks([] if registry else config.routers, token, registry, client_context(config))
     started = time.monotonic()
-    instance = Instance(config, links.send, runner=PacedRunner.load(config) if config.paced else None)
+    instance = Instance.start(config, links.send)
     if config.profile or config.paced:
         instance.reporter.watch(_load_profile(config, instance))
     if (kv_events := KVEventsConfig.load_setting(config.kv_events_config)).is_on:
@@ -131,6 +131,10 @@ def _run_engine(instance: Instance) -> None:
     """Run the engine thread. An exception ends the process, so that routers notice the failure at once."""
     try:
         instance.run()
+    except RankLost as error:
+        log.error("%s; the instance exits", error)
+        logging.shutdown()
+        os._exit(70)
     except BaseException:
         log.exception("the engine failed; the instance exits")
         logging.shutdown()
@@ -139,9 +143,11 @@ def _run_engine(instance: Instance) -> None:
 
 def describe(hello: pb.Hello, seconds: float) -> str:
     """Return a one-line summary of the instance for the log."""
-    gib = hello.num_blocks * hello.block_bytes / 2**30
+    ranks = hello.layout.ranks
+    gib = hello.num_blocks * hello.block_bytes * ranks / 2**30
+    devices = hello.device + (f" and {ranks - 1} more" if ranks > 1 else "")
     return (
-        f"{hello.instance_id}: {hello.model} in {hello.dtype} on {hello.device}, {hello.kernel} kernel, "
+        f"{hello.instance_id}: {hello.model} in {hello.dtype} on {devices}, {hello.kernel} kernel, "
         f"{hello.num_blocks} blocks of {hello.block_size} tokens ({gib:.2f} GiB), over {hello.connector}://, "
         f"ready in {seconds:.1f} s"
     )

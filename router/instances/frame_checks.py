@@ -74,6 +74,10 @@ def _layout_fault(hello: pb.Hello) -> str:
     sizes = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.itemsize)
     if not all(1 <= size <= MAX_DIMENSION for size in sizes):
         return f"a dimension of its KV layout is not from 1 to {MAX_DIMENSION}"
+    if not layout.is_divisible or layout.ranks > MAX_DIMENSION:
+        return (
+            f"its KV layout has {layout.num_kv_heads} heads on {layout.ranks} ranks: one number must divide the other"
+        )
     if (layout.block_size, layout.block_bytes) != (hello.block_size, hello.block_bytes):
         return "its block_size and block_bytes are not those of its KV layout"
     return "" if layout.namespace == hello.namespace else "its namespace is not that of its KV layout"
