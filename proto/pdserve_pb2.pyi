@@ -294,7 +294,7 @@ class Heard(_message.Message):
     def __init__(self) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "phase", "prompt", "sampling", "salt", "output", "multi_turn", "whole", "priority", "writer")
+    __slots__ = ("request_id", "phase", "prompt", "sampling", "salt", "output", "multi_turn", "whole", "priority", "members", "writer")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -304,6 +304,7 @@ class Submit(_message.Message):
     MULTI_TURN_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
     WRITER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     phase: Phase
@@ -314,8 +315,17 @@ class Submit(_message.Message):
     multi_turn: bool
     whole: bool
     priority: int
+    members: _containers.RepeatedCompositeFieldContainer[Member]
     writer: Layout
-    def __init__(self, request_id: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., prompt: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., salt: _Optional[str] = ..., output: _Optional[_Iterable[int]] = ..., multi_turn: _Optional[bool] = ..., whole: _Optional[bool] = ..., priority: _Optional[int] = ..., writer: _Optional[_Union[Layout, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., prompt: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., salt: _Optional[str] = ..., output: _Optional[_Iterable[int]] = ..., multi_turn: _Optional[bool] = ..., whole: _Optional[bool] = ..., priority: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., writer: _Optional[_Union[Layout, _Mapping]] = ...) -> None: ...
+
+class Member(_message.Message):
+    __slots__ = ("request_id", "seed")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    seed: int
+    def __init__(self, request_id: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos", "logprobs", "logit_bias", "grammar", "frequency_penalty", "presence_penalty", "repetition_penalty", "allowed_token_ids", "bad_words", "prompt_logprobs")

@@ -1,7 +1,7 @@
 """The interface between the HTTP side (text) and dispatch (tokens): a backend opens one token stream per request."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -118,6 +118,13 @@ class Backend(Protocol):
 
         Raises:
             RequestError: no instance can serve it, it can never fit, or it would break the SLO.
+        """
+
+    def open_choices(self, requests: Sequence[Request]) -> Sequence[TokenStream]:
+        """Start requests that differ only in their ids and seeds. Their prompt is computed and transferred once.
+
+        Raises:
+            RequestError: as for `open`; none of them was started.
         """
 
     def instances(self) -> list[dict[str, object]]:

@@ -1,7 +1,7 @@
 """Inference engine of one instance: schedule, run the model, postprocess. The roles decide what happens around it."""
 
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ import numpy as np
 from pdserve.config import EngineConfig
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.checkpoint import Checkpoint
-from pdserve.engine.grammar import GrammarBackend
+from pdserve.engine.grammar import GrammarBackend, GrammarConstraint
 from pdserve.engine.paced_runner import PacedRunner
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
@@ -28,7 +28,7 @@ class StepResult:
     """Result of one step.
 
     Attributes:
-        advanced: sequences whose KV grew.
+        advanced: sequences whose KV grew, and those that share such KV from now on.
         sampled: new token of each sequence that got one (already appended to its tokens).
         preempted: number of sequences that lost their blocks.
         resumed: preempted sequences that have blocks again, and whose KV may be in the store. Their role loads it
@@ -137,9 +137,8 @@ class Engine:
             raise ValueError(f"token ids go from 0 to {self.checkpoint.vocab_size - 1}")
         tokens.extend(output)
         stops = frozenset(sampling.stop_token_ids)
-        constraint = self._grammars.compile(sampling.grammar, self._on_grammar_ready) if sampling.grammar else None
         return Sequence(
-            constraint=constraint,
+            constraint=self._constraint(sampling),
             rank=next(self._arrivals) + self._arrivals_per_priority * priority,
             request_id=request_id,
             tokens=tokens,
@@ -151,6 +150,20 @@ class Engine:
             chain=self.chains.get(request_id),
             stop_token_ids=stops if sampling.ignore_eos else stops | self.checkpoint.eos_token_ids,
         )
+
+    def new_siblings(self, seq: Sequence, members: Iterable[tuple[str, int]]) -> list[Sequence]:
+        """Return a new sequence for each (request id, seed), which continues the prompt of `seq` with the same parameters.
+
+        They have the rank of `seq`: the sequences of a request are scheduled and preempted together.
+        """
+        siblings = []
+        for request_id, seed in members:
+            sampling = replace(seq.sampling, seed=seed)
+            siblings.append(seq.sibling(request_id, sampling, self._constraint(sampling)))
+        return siblings
+
+    def _constraint(self, sampling: SamplingParams) -> GrammarConstraint | None:
+        return self._grammars.compile(sampling.grammar, self._on_grammar_ready) if sampling.grammar else None
 
     @property
     def has_work(self) -> bool:
@@ -169,10 +182,15 @@ class Engine:
         return self.scheduler.fork(seq, request_id, sampling)
 
     def remove(self, seq: Sequence) -> None:
-        """Dequeue a sequence, finished or not, and release its blocks."""
+        """Dequeue a sequence, finished or not, and release its blocks. The first that waits for it takes its place."""
         if seq in self._compiling:
             self._compiling.remove(seq)
+        seq.leave()
         self.scheduler.remove(seq)
+        if siblings := seq.take_siblings():
+            heir, *others = siblings
+            heir.lead(others)
+            self.add(heir)
 
     def step(self, *, pause_storing: bool = False) -> StepResult:
         """Schedule, run the model, postprocess. The caller removes finished sequences.
@@ -192,10 +210,11 @@ class Engine:
         for seq, count in scheduled.items():
             seq.mark_computed(count)
             seq.register_full_blocks(self.pool)
+        siblings = self._share_prompts(sampled)
         for seq, token in sampled.items():
             seq.append(token)
         return StepResult(
-            advanced=list(scheduled),
+            advanced=[*scheduled, *siblings],
             sampled=sampled,
             preempted=len(schedule.preempted),
             resumed=schedule.resumed,
@@ -205,6 +224,16 @@ class Engine:
             work=work,
             storing_paused=schedule.storing_paused,
         )
+
+    def _share_prompts(self, sampled: Iterable[Sequence]) -> list[Sequence]:
+        """Queue the sequences whose leaders have computed the prompt, and return them."""
+        shared = []
+        for leader in [seq for seq in sampled if seq.siblings]:
+            for seq in leader.take_siblings():
+                seq.share(leader, self.pool)
+                self.scheduler.add(seq)
+                shared.append(seq)
+        return shared
 
 
 def _load_runner(config: EngineConfig, checkpoint: Checkpoint | None) -> "ModelRunner":

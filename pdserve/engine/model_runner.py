@@ -129,7 +129,7 @@ class ModelRunner:
         """Compute the scheduled number of further tokens of each sequence.
 
         Returns:
-            The next token of each sequence whose KV is complete afterwards.
+            The next token of each sequence whose KV is complete afterwards, and of those that share its prompt.
         """
         if not num_scheduled_tokens:
             return {}
@@ -138,6 +138,7 @@ class ModelRunner:
         positions: list[int] = []
         complete: list[Sequence] = []
         last_rows: list[int] = []  # of the complete sequences
+        row_of: list[int] = []  # index in `last_rows` of each complete sequence and of those that share its prompt
         scored: list[tuple[Sequence, int]] = []  # and position, of tokens of prompts whose logprobs are due
         scored_rows: list[int] = []  # of the tokens before these
         for seq, count in num_scheduled_tokens.items():
@@ -148,16 +149,19 @@ class ModelRunner:
                 scored += [(seq, position) for position in due]
                 scored_rows += range(len(ids) - count, len(ids) - count + len(due))
             if count == seq.num_uncomputed:
-                complete.append(seq)
+                row_of += [len(last_rows)] * (1 + len(seq.siblings))
+                complete += [seq, *seq.siblings]
                 last_rows.append(len(ids) - 1)
         batch = self._build_batch(seqs, counts, positions)
         rows = torch.tensor(last_rows + scored_rows, dtype=torch.long, device=self.device)
         logits_SV = self.forward(ids, positions, batch, rows)
         if scored:
-            score(logits_SV[len(complete) :], scored)
-            logits_SV = logits_SV[: len(complete)]
+            score(logits_SV[len(last_rows) :], scored)
+            logits_SV = logits_SV[: len(last_rows)]
         if not complete:
             return {}
+        if len(row_of) > len(last_rows):
+            logits_SV = logits_SV[row_of]
         logprob_rows = [i for i, seq in enumerate(complete) if seq.sampling.logprobs is not None]
         logprobs_AV = model_logprobs(logits_SV, logprob_rows)  # before the sampler changes the logits
         sampled = sample(logits_SV, complete)

@@ -12,6 +12,8 @@ When a running sequence needs a block and none is free, the running sequence of 
 copied to host memory if there is room and copying takes less time than computing them again; otherwise they are recomputed
 later, except for what is still in the prefix cache or is worth loading from the store.
 
+Several sequences of one request have the same rank. Those of another request are preempted together.
+
 Rank is the order of arrival. A level of priority counts as `ARRIVALS_PER_PRIORITY` arrivals, which bounds how many later
 requests can overtake one of a lower priority: no sequence starves.
 """
@@ -201,9 +203,14 @@ class Scheduler:
     def _ensure_blocks(self, seq: Sequence, output: SchedulerOutput) -> None:
         """Give a running sequence blocks for all its tokens, preempting from the end of the queue (itself included)."""
         while not self._has_room(seq):
-            victim = self.running[-1]
-            self._preempt(victim, self.running, output)
-            if victim is seq:
+            last = self.running[-1]
+            # The sequences of another request leave together. Those of its own leave one by one: together, a request that
+            # does not fit into the pool as a whole would never advance.
+            is_own = last.rank == seq.rank
+            victims = [last] if is_own else [one for one in self.running if one.rank == last.rank]
+            for victim in victims:
+                self._preempt(victim, self.running, output)
+            if seq in victims:
                 return
         self._append_blocks(seq, output)
 
@@ -237,6 +244,7 @@ class Scheduler:
                 continue
             if seq.swapped is not None:
                 output.swap_in += self.swap_space.swap_in(seq)
+                seq.register_full_blocks(self.pool)  # others of its request find them at once
             self._append_blocks(seq, output)
             seq.admit()
             _enqueue(self.running, seq)

@@ -66,6 +66,9 @@ class Sequence:
         num_local_hit: tokens whose KV came from this pool at first admission.
         num_loaded: tokens whose KV came from the KV store at first admission.
         num_unneeded: leading tokens to which no later one attended at first admission, so that their KV came from nowhere.
+        num_shared: leading tokens whose KV it took over from another sequence of its request.
+        siblings: sequences of the same request that wait for this one's prompt, to share its KV.
+        leader: the sequence for whose prompt this one waits.
         admitted: whether it has been in the running batch.
         chain: computes its keys; None for one of its own.
     """
@@ -95,6 +98,9 @@ class Sequence:
     constraint: Constraint | None = None
     cacheable: bool = True
     stores_kv: bool = False
+    num_shared: int = 0
+    siblings: list["Sequence"] = field(default_factory=list)
+    leader: "Sequence | None" = None
     admitted: bool = False
 
     chain: KeyChain | None = None
@@ -185,6 +191,52 @@ class Sequence:
         """Keep its blocks from being registered for prefix hits."""
         self.cacheable = False
 
+    def sibling(self, request_id: str, sampling: SamplingParams, constraint: Constraint | None) -> "Sequence":
+        """Return another sequence of the same tokens, which has no KV yet."""
+        assert not self.block_ids and not self.admitted
+        return replace(
+            self,
+            request_id=request_id,
+            sampling=sampling,
+            constraint=constraint,
+            tokens=self.tokens[:],
+            keys=[],
+            block_ids=[],
+            siblings=[],
+            chain=None,
+        )
+
+    def lead(self, siblings: list["Sequence"]) -> None:
+        """Let sequences of the same tokens wait for this one's prompt."""
+        self.siblings = siblings
+        for one in siblings:
+            one.leader = self
+
+    def take_siblings(self) -> list["Sequence"]:
+        """Return the sequences that wait for this one's prompt, and let them wait no longer."""
+        siblings, self.siblings = self.siblings, []
+        for one in siblings:
+            one.leader = None
+        return siblings
+
+    def leave(self) -> None:
+        """Wait no longer for another sequence's prompt."""
+        if self.leader is not None:
+            self.leader.siblings.remove(self)
+            self.leader = None
+
+    def share(self, other: "Sequence", pool: BlockPool) -> None:
+        """Take over the KV that another sequence of the same tokens has. Later writes are copy-on-write."""
+        assert not self.block_ids and len(self) == len(other)
+        self.block_ids = other.block_ids[: pool.blocks_for(other.num_computed)]
+        self.num_dropped, self.num_computed = min(other.num_dropped, len(self.block_ids)), other.num_computed
+        pool.hold(self.held_blocks)
+        self.num_registered = min(other.num_registered, len(self.block_ids))
+        self.keys, self._chain = other.keys[:], other._chain.copy()
+        self.cacheable, self.prompt_scores = other.cacheable, other.prompt_scores
+        self.num_shared, self.num_unneeded = other.num_computed, min(other.num_unneeded, other.num_computed)
+        self.num_local_hit = other.num_computed - self.num_unneeded
+
     def fork(self, pool: BlockPool, request_id: str, sampling: SamplingParams) -> "Sequence":
         """Return a copy that shares all KV computed so far."""
         block_ids = self.block_ids[: pool.blocks_for(self.num_computed)]
@@ -197,7 +249,7 @@ class Sequence:
             keys=[*self.keys],
             block_ids=block_ids,
             swapped=None,
-            chain=None,
+            chain=self._chain.copy(),
         )
 
     def take_blocks(self, first: int, hits: list[int], fresh: list[int]) -> None:

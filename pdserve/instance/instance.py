@@ -281,14 +281,20 @@ class Instance:
             )
             converted = self.layout_converter.open_prompt(seq, message.writer) if message.HasField("writer") else None
         except ValueError as error:
-            self._reject(link, message.request_id, RequestError(str(error), kind="rejected"))
+            for request_id in (message.request_id, *(member.request_id for member in message.members)):
+                self._reject(link, request_id, RequestError(str(error), kind="rejected"))
             return
-        job = Job(link=link, seq=seq, phase=message.phase, multi_turn=message.multi_turn, whole=message.whole)
-        self._jobs[link, message.request_id] = self._by_sequence[seq] = job
+        siblings = self.engine.new_siblings(seq, [(member.request_id, member.seed) for member in message.members])
+        job, *others = [
+            Job(link=link, seq=one, phase=message.phase, multi_turn=message.multi_turn, whole=message.whole)
+            for one in (seq, *siblings)
+        ]
+        for one in (job, *others):
+            self._jobs[link, one.seq.request_id] = self._by_sequence[one.seq] = one
         if job.phase == pb.PREFILL:
-            self.prefiller.submit(job)
+            self.prefiller.submit(job, others)
         else:
-            self.decoder.submit(job, converted)
+            self.decoder.submit(job, converted, others)
 
     def _reject(self, link: str, request_id: str, error: RequestError) -> None:
         rejection = pb.Output(request_id=request_id, error=pb.Error(kind=error.kind, message=str(error)))
@@ -302,7 +308,6 @@ class Instance:
     def _cancel(self, job: Job) -> None:
         job.mark_cancelled()
         self._role_of(job).cancel(job)
-        self.transfers.cancel(job)
 
     def _cancel_all(self, link: str) -> None:
         for job in list(self._by_sequence.values()):

@@ -106,7 +106,7 @@ class Job:
     def remaining_load(self) -> pb.Load:
         """Return the work that the request still needs on this instance."""
         seq, load = self.seq, pb.Load(requests=1)
-        has_sampled = len(seq) > seq.num_initial
+        has_sampled = len(seq) > seq.num_initial or seq.leader is not None  # whose load has the prompt
         awaits_kv = self.phase == pb.DECODE and not seq.admitted  # another instance computes the prompt
         if not has_sampled and not awaits_kv:
             load.prefills = 1

@@ -6,6 +6,7 @@ open ── select, check SLO, submit ──► on_output, on_lost, on_draining 
 """
 
 import logging
+from collections.abc import Sequence
 from itertools import repeat
 
 from pdserve.config import RouterConfig
@@ -84,7 +85,39 @@ class Dispatcher:
         return len(self.fleet.instances)
 
     def open(self, request: Request) -> RequestState:
+        return self.open_choices([request])[0]
+
+    def open_choices(self, requests: Sequence[Request]) -> list[RequestState]:
         now = self._now()
+        states = [self._new_state(request, now) for request in requests]
+        first, *others = states
+        placement = self._route(first)
+        for other in others:
+            other.follow(first)
+        waited = now - (first.request.received or now)
+        rejection = check_slo(self.slo, first.prefill.candidate, first.final_instance.candidate, placement, waited)
+        if rejection is not None:
+            self._metrics.refusals.labels(reason=rejection.kind).inc()
+            for state in states:
+                state.timeline.refuse(str(rejection), self._now())
+                self.timelines.add(state.timeline)
+            raise rejection
+        for state in states:
+            state.timeline.stamp(Stage.ADMITTED, self._now())
+        self._submit(first, others)
+        for state in states:
+            self._open_ids.add(state.request.request_id)
+            self._retry_budget.deposit()
+            state.timeline.stamp(Stage.ROUTED, self._now())
+            self.timelines.add(state.timeline)
+        return states
+
+    def _new_state(self, request: Request, now: float) -> RequestState:
+        """Return the state of a request that has no instances yet.
+
+        Raises:
+            BadRequest: its id is in use.
+        """
         if request.request_id in self._open_ids:
             raise BadRequest(f"request id {request.request_id!r} is in use", kind="duplicate_request_id")
         machine = HandOverMachine(
@@ -94,20 +127,6 @@ class Dispatcher:
         if (earlier := self.timelines.get(request.request_id)) is not None:
             state.timeline.attempt = earlier.attempt + 1  # outputs of the earlier request may still arrive
         state.timeline.stamp(Stage.RECEIVED, request.received or now)
-        placement = self._route(state)
-        waited = now - (request.received or now)
-        rejection = check_slo(self.slo, state.prefill.candidate, state.final_instance.candidate, placement, waited)
-        if rejection is not None:
-            self._metrics.refusals.labels(reason=rejection.kind).inc()
-            state.timeline.refuse(str(rejection), self._now())
-            self.timelines.add(state.timeline)
-            raise rejection
-        state.timeline.stamp(Stage.ADMITTED, self._now())
-        self._submit(state)
-        self._open_ids.add(request.request_id)
-        self._retry_budget.deposit()
-        state.timeline.stamp(Stage.ROUTED, self._now())
-        self.timelines.add(state.timeline)
         return state
 
     def instances(self) -> list[dict[str, object]]:
@@ -372,28 +391,36 @@ class Dispatcher:
 
     # ---- submission and migration -----------------------------------------------------------------------------
 
-    def _submit(self, state: RequestState) -> None:
-        """Submit the request in its current state to the selected instances."""
-        prefill, decode, placement = state.prefill, state.decode, state.timeline.placement
-        assert placement is not None
-        self._metrics.placements.labels(way=placement.way, reason=placement.reason).inc()
-        state.timeline.prefill_instance = prefill.id
-        state.timeline.decode_instance = (decode or prefill).id
-        state.timeline.stored, state.timeline.loaded = TransferStats(), TransferStats()
-        state.machine.restart(is_split=decode is not None)
-        state.submitted_at, state.hedge_tried = self.fleet.awake_now(), False
-        self.states[state.id] = state
-        frame = state.submit_frame()
+    def _submit(self, state: RequestState, others: Sequence[RequestState] = ()) -> None:
+        """Submit the request in its current state, with the other choices of its prompt, to the selected instances."""
+        for one in (state, *others):
+            self._begin(one)
+        prefill, decode = state.prefill, state.decode
+        frame = state.submit_frame(others)
         if decode is not None:
             copy = pb.RouterFrame()
             copy.CopyFrom(frame)
-            state.submit(decode, pb.DECODE, copy)
+            state.submit(decode, pb.DECODE, copy, others)
         does_both = decode is None and (prefill.role != "prefill" or state.remaining_tokens > 1)
-        state.submit(prefill, pb.BOTH if does_both else pb.PREFILL, frame)
+        state.submit(prefill, pb.BOTH if does_both else pb.PREFILL, frame, others)
+
+    def _begin(self, state: RequestState) -> None:
+        """Record that a request is about to be submitted to the selected instances."""
+        placement = state.timeline.placement
+        assert placement is not None
+        self._metrics.placements.labels(way=placement.way, reason=placement.reason).inc()
+        state.timeline.prefill_instance = state.prefill.id
+        state.timeline.decode_instance = state.final_instance.id
+        state.timeline.stored, state.timeline.loaded = TransferStats(), TransferStats()
+        state.machine.restart(is_split=state.decode is not None)
+        # A hedge would compute the prompt once for each choice.
+        state.submitted_at, state.hedge_tried = self.fleet.awake_now(), state.is_follower
+        self.states[state.id] = state
 
     def _migrate(self, state: RequestState, error: RequestError) -> None:
         """Move the request to other instances; its stream continues after the last emitted token."""
         del self.states[state.id]
+        state.is_follower = False
         failed, previous_migrations = state.final_instance, len(state.timeline.migrations)
         state.timeline.migrations.append(Migration(self._now(), failed.id, str(error)))
         state.timeline.attempt += 1
