@@ -27,6 +27,7 @@ from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from pdserve.beam_search import BeamSearch
 from pdserve.decode.layout_converter import ConvertedPrompt
 from pdserve.decode.load_machine import Action, Load, LoadMachine, Start
 from pdserve.engine.engine import Engine
@@ -37,6 +38,7 @@ from pdserve.roles.fetcher import Fetcher
 from pdserve.roles.job import InstanceContext, Job
 from pdserve.roles.transfers import Transfers
 
+STEPS_PER_REPORT = 16  # of a beam search, so that routers see its progress
 STORE_BACK_BLOCKS = 8  # per store, except for the last one, so that a step starts few stores
 
 
@@ -176,7 +178,10 @@ class Decoder:
         state.submitted_blocks = max(state.submitted_blocks, seq.num_shared // seq.block_size)
         # Blocks that are about to leave the attention window must be stored now, even one at a time.
         is_urgent = self._engine.scheduler.num_out_of_window(seq.num_computed) > state.submitted_blocks
+        is_urgent |= seq.group is not None and seq.num_uncomputed == 0  # the search is about to release them
         self._store_back(state, 1 if is_urgent else STORE_BACK_BLOCKS)
+        if seq.group is not None and seq.group.search.num_steps:
+            self._report_search(state, seq.group.search)
         if not sampled:
             return
         if len(seq) - seq.num_initial == 1:
@@ -190,6 +195,20 @@ class Decoder:
         if reason is not None:
             job.finish(reason, now)
             self._store_back(state)
+            self._end(state)
+
+    def _report_search(self, state: _DecodeState, search: BeamSearch) -> None:
+        """Report a step of a beam search. It has no tokens before its end, since later ones may change every choice."""
+        job, now = state.job, self._context.now()
+        if search.num_steps == 1 and job.phase == pb.BOTH:
+            job.report_prompt_sources()
+            self._context.count_prompt_sources(job)
+        job.stamp(Stage.DECODE_STARTED, now)
+        if search.is_over or search.num_steps % STEPS_PER_REPORT == 1:
+            job.report_search(search)
+        if search.is_over:
+            self._context.count("generation_tokens", sum(len(answer.token_ids) for answer in job.output.hypotheses))
+            job.finish("stop", now)
             self._end(state)
 
     def on_resumed(self, job: Job) -> None:

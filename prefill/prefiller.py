@@ -12,6 +12,8 @@ The life of one request (phase PREFILL) on the prefill instance:
 Several choices of one prompt share a state: the first one's sequence computes and stores the prompt, and each samples its
 first token from the same logits. Each reports everything, so that any of them may end at any time.
 
+The prompt of a beam search has no first token: decode computes its last token again, for the candidates.
+
 The decode instance loads stored blocks while later ones are still computed. Stores have a lease, which decode ends once it
 has loaded them. If a block cannot be stored, later blocks are not stored either, since a load needs all preceding ones;
 decode computes the missing part.
@@ -123,7 +125,7 @@ class Prefiller:
         job.keys = job.seq.initial_keys()
         job.seq.mark_for_storing()  # the scheduler pauses it while stores are queued
         # A request for a single token has no decode phase, so its blocks need no lease.
-        is_last_token = job.seq.sampling.max_tokens - job.seq.num_output == 1
+        is_last_token = job.seq.sampling.max_tokens - job.seq.num_output == 1 and job.seq.group is None
         job.seq.lead([other.seq for other in others])
         state = _PrefillState(job, [job, *others], job.seq, 0.0 if is_last_token else self._lease_seconds)
         self._states.update(dict.fromkeys(state.jobs, state))
@@ -140,6 +142,10 @@ class Prefiller:
         self._store_computed(state)
         if sampled:
             self._report_first_token(state, job)
+        elif job.seq.group is not None and job.seq.num_uncomputed == 0:
+            job.report_prompt_sources()
+            self._context.count_prompt_sources(job)
+            self._end_prompt(state, job)
         else:
             self._announce(state)
 
@@ -210,17 +216,20 @@ class Prefiller:
         self._end_if_done(state)
 
     def _report_first_token(self, state: _PrefillState, job: Job) -> None:
-        """Report the first token at once and remove the sequence from the engine. Its stores continue."""
-        seq = job.seq
-        state.unsampled.discard(job)
+        """Report the first token at once."""
         job.report_token()
         self._context.count("generation_tokens", 1)
         job.report_prompt_sources()
         self._context.count_prompt_sources(job)
-        reason = seq.finish_reason()
+        reason = job.seq.finish_reason()
         if reason is not None:
             job.finish(reason, self._context.now())
-        self._engine.remove(seq)
+        self._end_prompt(state, job)
+
+    def _end_prompt(self, state: _PrefillState, job: Job) -> None:
+        """Remove the sequence from the engine. Its stores continue."""
+        state.unsampled.discard(job)
+        self._engine.remove(job.seq)
         self._announce(state)
         self._end_if_done(state)
 

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pdserve.beam_search import Hypothesis
 from pdserve.request import Request, TokenLogprobs
 from pdserve.router.telemetry.timeline import Timeline
 
@@ -18,12 +19,14 @@ class Chunk:
         finish_reason: set in the last chunk: `stop` (EOS or a stop token, which is the last id) or `length`.
         logprobs: one entry per token if the request asks for them, else empty.
         prompt_logprobs: in the first chunk, one entry per token of the prompt but the first, if the request asks for them.
+        hypotheses: of a beam search, in its only chunk, which has no tokens: the answers, best first.
     """
 
     token_ids: list[int]
     finish_reason: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    hypotheses: Sequence[Hypothesis] = ()
 
     def extend(self, other: "Chunk") -> None:
         """Append the chunk that follows this one."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pdserve.beam_search import BeamSearch
 from pdserve.config import EngineConfig
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.checkpoint import Checkpoint
@@ -28,7 +29,7 @@ class StepResult:
     """Result of one step.
 
     Attributes:
-        advanced: sequences whose KV grew, and those that share such KV from now on.
+        advanced: sequences whose KV grew, and those that share such KV from now on; for beams, the sequence of the prompt.
         sampled: new token of each sequence that got one (already appended to its tokens).
         preempted: number of sequences that lost their blocks.
         resumed: preempted sequences that have blocks again, and whose KV may be in the store. Their role loads it
@@ -137,7 +138,8 @@ class Engine:
             raise ValueError(f"token ids go from 0 to {self.checkpoint.vocab_size - 1}")
         tokens.extend(output)
         stops = frozenset(sampling.stop_token_ids)
-        return Sequence(
+        stops = stops if sampling.ignore_eos else stops | self.checkpoint.eos_token_ids
+        seq = Sequence(
             constraint=self._constraint(sampling),
             rank=next(self._arrivals) + self._arrivals_per_priority * priority,
             request_id=request_id,
@@ -148,8 +150,22 @@ class Engine:
             root=root_key(model_digest=self.layout.model_digest, salt=salt),
             block_size=self.layout.block_size,
             chain=self.chains.get(request_id),
-            stop_token_ids=stops if sampling.ignore_eos else stops | self.checkpoint.eos_token_ids,
+            stop_token_ids=stops,
         )
+        if width := sampling.beam_width:
+            how = sampling.length_penalty, sampling.early_stopping
+            seq.search(BeamSearch(width, stops, sampling.max_tokens, *how))
+        return seq
+
+    def beams_fault(self, num_tokens: int, width: int) -> str:
+        """Return why this engine cannot search with so many beams of up to `num_tokens` tokens; empty if it can."""
+        if width > self.scheduler.max_num_seqs:
+            return f"beam_width is {width}, and this server runs {self.scheduler.max_num_seqs} sequences at once"
+        # Without shared blocks, with one to spare for each beam: then the oldest search can always advance.
+        needed = width * (self.pool.blocks_for(num_tokens) + 1)
+        if needed > self.pool.num_blocks:
+            return f"{width} beams of {num_tokens} tokens do not fit into {self.pool.num_blocks} blocks of KV; ask for less"
+        return ""
 
     def new_siblings(self, seq: Sequence, members: Iterable[tuple[str, int]]) -> list[Sequence]:
         """Return a new sequence for each (request id, seed), which continues the prompt of `seq` with the same parameters.
@@ -187,6 +203,10 @@ class Engine:
             self._compiling.remove(seq)
         seq.leave()
         self.scheduler.remove(seq)
+        if seq.group is not None:
+            for beam in seq.group.beams:
+                self.scheduler.remove(beam)
+            seq.group.beams = []
         if siblings := seq.take_siblings():
             heir, *others = siblings
             heir.lead(others)
@@ -198,6 +218,7 @@ class Engine:
         Args:
             pause_storing: see `Scheduler.schedule`.
         """
+        searched = self._branch_beams()
         compiling, self._compiling = self._compiling, []
         for seq in compiling:
             self.add(seq)
@@ -214,7 +235,7 @@ class Engine:
         for seq, token in sampled.items():
             seq.append(token)
         return StepResult(
-            advanced=[*scheduled, *siblings],
+            advanced=[*dict.fromkeys((*searched, *map(_root, scheduled), *siblings))],
             sampled=sampled,
             preempted=len(schedule.preempted),
             resumed=schedule.resumed,
@@ -225,6 +246,31 @@ class Engine:
             storing_paused=schedule.storing_paused,
         )
 
+    def _branch_beams(self) -> list[Sequence]:
+        """Take one step of each beam search whose beams are computed. Returns the roots of these searches.
+
+        This happens before a step, not after the last one, so that the role can store the prompt's KV before its sequence
+        gives up its blocks.
+        """
+        groups = dict.fromkeys(seq.group for seq in self.scheduler.running if seq.group is not None)
+        ready = [group for group in groups if group is not None and group.is_ready]
+        for group in ready:
+            branches = group.search.step([seq.candidates or [] for seq in group.beams])
+            # Fork first: a beam that has got its token is no longer what its other branches continue.
+            heirs = {branch.parent: i for i, branch in reversed([*enumerate(branches)])}
+            beams = []
+            for i, branch in enumerate(branches):
+                parent = group.beams[branch.parent]
+                keeps = heirs[branch.parent] == i and parent is not group.root
+                beams.append(parent if keeps else self.scheduler.fork(parent, parent.request_id, parent.sampling))
+            for beam, branch in zip(beams, branches, strict=True):
+                beam.extend_beam(branch.token)
+            for parent in group.beams:
+                if parent not in beams:
+                    self.scheduler.remove(parent)
+            group.beams = beams
+        return [group.root for group in ready]
+
     def _share_prompts(self, sampled: Iterable[Sequence]) -> list[Sequence]:
         """Queue the sequences whose leaders have computed the prompt, and return them."""
         shared = []
@@ -234,6 +280,11 @@ class Engine:
                 self.scheduler.add(seq)
                 shared.append(seq)
         return shared
+
+
+def _root(seq: Sequence) -> Sequence:
+    """Return the sequence that stands for the request in results: of a beam search, the one that computed the prompt."""
+    return seq if seq.group is None else seq.group.root
 
 
 def _load_runner(config: EngineConfig, checkpoint: Checkpoint | None) -> "ModelRunner":

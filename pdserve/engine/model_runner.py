@@ -19,7 +19,7 @@ from pdserve.engine.cpu_fusion.row_products import RowProducts, needs_row_produc
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
 from pdserve.engine.numerics import numerics_class
 from pdserve.engine.paged_model import UnsupportedAttention
-from pdserve.engine.sampler import model_logprobs, record_logprobs, sample, score
+from pdserve.engine.sampler import model_logprobs, record_candidates, record_logprobs, sample, score
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step_graph import StepGraphs
 from pdserve.errors import SetupError
@@ -129,7 +129,8 @@ class ModelRunner:
         """Compute the scheduled number of further tokens of each sequence.
 
         Returns:
-            The next token of each sequence whose KV is complete afterwards, and of those that share its prompt.
+            The next token of each sequence whose KV is complete afterwards, and of those that share its prompt. Beams get
+            candidates instead.
         """
         if not num_scheduled_tokens:
             return {}
@@ -162,6 +163,13 @@ class ModelRunner:
             return {}
         if len(row_of) > len(last_rows):
             logits_SV = logits_SV[row_of]
+        if any(seq.group is not None for seq in complete):
+            beams = [i for i, seq in enumerate(complete) if seq.group is not None]
+            record_candidates(logits_SV[beams], [complete[i] for i in beams])
+            others = [i for i, seq in enumerate(complete) if seq.group is None]
+            logits_SV, complete = logits_SV[others], [complete[i] for i in others]
+        if not complete:
+            return {}
         logprob_rows = [i for i, seq in enumerate(complete) if seq.sampling.logprobs is not None]
         logprobs_AV = model_logprobs(logits_SV, logprob_rows)  # before the sampler changes the logits
         sampled = sample(logits_SV, complete)

@@ -98,6 +98,21 @@ def record_logprobs(logprobs_AV: torch.Tensor, seqs: list[Sequence], tokens: lis
         seq.record_logprobs(TokenLogprobs(logprob, tuple(zip(ids[:count], values[:count], strict=True))))
 
 
+def record_candidates(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
+    """Set the candidates of beams. Penalties and masks change log probabilities here, not logits, as in transformers."""
+    logprobs_SV = logits_SV.float().log_softmax(dim=-1)
+    _apply_penalties(logprobs_SV, seqs)
+    _apply_bias(logprobs_SV, seqs)
+    _apply_allowed_tokens(logprobs_SV, seqs)
+    _mask_early_stops(logprobs_SV, seqs)
+    _mask_bad_words(logprobs_SV, seqs)
+    counts = [seq.group.search.num_candidates for seq in seqs if seq.group is not None]
+    top_SK = logprobs_SV.topk(min(max(counts), logprobs_SV.shape[1]), dim=-1)
+    rows = zip(seqs, counts, top_SK.indices.tolist(), top_SK.values.tolist(), strict=True)
+    for seq, count, ids, values in rows:
+        seq.record_candidates([*zip(ids[:count], values[:count], strict=True)])
+
+
 def score(logits_AV: torch.Tensor, tokens: list[tuple[Sequence, int]]) -> None:
     """Record the log probability of each token of a prompt, of its sequence and position, under the logits before it."""
     num_top = [seq.sampling.prompt_logprobs or 0 for seq, _ in tokens]

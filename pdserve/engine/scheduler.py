@@ -133,7 +133,18 @@ class Scheduler:
         if not (self.running or output.storing_paused or output.preempted) and self.loaded:
             # Forks hold every block, and each needs one more to advance.
             self._preempt(self.loaded[-1], self.loaded, output)
+        if not (output.num_scheduled_tokens or output.storing_paused or output.preempted or output.resumed):
+            self._make_room_for_beams(output)
         return output
+
+    def _make_room_for_beams(self, output: SchedulerOutput) -> None:
+        """Preempt the last request if beams wait for others of their search, which wait for the room that it holds."""
+        holding = [*self.running, *self.loaded]
+        last = max((seq.rank for seq in holding), default=0)
+        if any(seq.rank < last for seq in self.sequences()):
+            for seq in holding:
+                if seq.rank == last:
+                    self._preempt(seq, self.running if seq in self.running else self.loaded, output)
 
     def sequences(self) -> Iterator[Sequence]:
         yield from self.running
@@ -230,7 +241,7 @@ class Scheduler:
         if self.swap_space.pays(seq, num_blocks, self.costs):
             swapped, pairs = self.swap_space.swap_out(seq, num_blocks)
             output.swap_out += pairs
-        seq.preempt(self.pool, swapped, is_stored=self.refetch_preempted)
+        seq.preempt(self.pool, swapped, is_stored=self.refetch_preempted and seq.group is None)
         _enqueue(self.waiting, seq)
         self.num_preemptions += 1
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from pdserve.beam_search import BeamSearch, Candidate
 from pdserve.engine.block_pool import BlockPool
 from pdserve.errors import RequestError
 from pdserve.keys import KeyChain, Tokens
@@ -41,6 +42,25 @@ class SwappedKV:
 
 
 @dataclass(eq=False)
+class BeamGroup:
+    """The sequences of one beam search, which advance together.
+
+    Attributes:
+        root: the sequence that computes the prompt.
+        beams: in the order of the search's branches.
+    """
+
+    search: BeamSearch
+    root: "Sequence"
+    beams: "list[Sequence]"
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the candidates of every beam are known, and its KV is here."""
+        return all(seq.candidates is not None and seq.num_uncomputed == 0 for seq in self.beams)
+
+
+@dataclass(eq=False)
 class Sequence:
     """A prompt and its continuation.
 
@@ -69,6 +89,8 @@ class Sequence:
         num_shared: leading tokens whose KV it took over from another sequence of its request.
         siblings: sequences of the same request that wait for this one's prompt, to share its KV.
         leader: the sequence for whose prompt this one waits.
+        group: of its beam search, if it is one.
+        candidates: most likely next tokens of a beam, with their log probabilities.
         admitted: whether it has been in the running batch.
         chain: computes its keys; None for one of its own.
     """
@@ -101,6 +123,8 @@ class Sequence:
     num_shared: int = 0
     siblings: list["Sequence"] = field(default_factory=list)
     leader: "Sequence | None" = None
+    group: BeamGroup | None = None
+    candidates: list[Candidate] | None = None
     admitted: bool = False
 
     chain: KeyChain | None = None
@@ -179,6 +203,19 @@ class Sequence:
         """Set the log probabilities of the token that is about to be appended."""
         self.last_logprobs = logprobs
 
+    def search(self, search: BeamSearch) -> None:
+        """Become the first beam of a search."""
+        self.group = BeamGroup(search, self, [self])
+
+    def record_candidates(self, candidates: list[Candidate]) -> None:
+        """Set the most likely next tokens of a beam."""
+        self.candidates = candidates
+
+    def extend_beam(self, token: int) -> None:
+        """Append a token that the beam search has chosen."""
+        self.tokens.append(token)
+        self.candidates = None
+
     def record_prompt_score(self, position: int, logprobs: TokenLogprobs) -> None:
         """Set the log probabilities of the prompt's token at a position."""
         self.prompt_scores[position] = logprobs
@@ -249,6 +286,8 @@ class Sequence:
             keys=[*self.keys],
             block_ids=block_ids,
             swapped=None,
+            siblings=[],
+            candidates=None,
             chain=self._chain.copy(),
         )
 

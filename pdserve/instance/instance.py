@@ -21,7 +21,7 @@ from pdserve.errors import RequestError
 from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.kv_events_config import KVEventsConfig
 from pdserve.instance.reporter import Reporter
-from pdserve.keys import unpack_tokens
+from pdserve.keys import TOKEN_BYTES, unpack_tokens
 from pdserve.kv_transfer.connector import Connector
 from pdserve.kv_transfer.guarded import guard
 from pdserve.kv_transfer.registry import connect
@@ -269,7 +269,16 @@ class Instance:
             allowed_token_ids=tuple(message.sampling.allowed_token_ids),
             prompt_logprobs=message.sampling.prompt_logprobs if message.sampling.HasField("prompt_logprobs") else None,
             bad_words=tuple(tuple(unpack_tokens(word)) for word in message.sampling.bad_words),
+            beam_width=message.sampling.beam_width,
+            num_answers=message.sampling.num_answers,
+            length_penalty=message.sampling.length_penalty,
+            early_stopping=message.sampling.early_stopping,
         )
+        if sampling.beam_width and message.phase != pb.PREFILL:
+            length = len(message.prompt) // TOKEN_BYTES + sampling.max_tokens
+            if reason := self.engine.beams_fault(length, sampling.beam_width):
+                self._reject(link, message.request_id, RequestError(reason, kind="beams_do_not_fit"))
+                return
         try:
             seq = self.engine.new_sequence(
                 message.request_id,

@@ -9,6 +9,7 @@ from pdserve.errors import BadRequest, NotFound
 from pdserve.grammars.limits import check_grammar
 from pdserve.keys import block_keys, root_key
 from pdserve.request import MAX_LOGPROBS, Request, SamplingParams, check_length
+from pdserve.router.api.beams import beam_settings, check_no_beam_settings
 from pdserve.router.api.chat import AllowedTools, parse_tools, template_messages, template_options
 from pdserve.router.api.grammars import check_grammar_support, parse_grammar
 from pdserve.router.api.parsing import or_default, quote
@@ -237,6 +238,10 @@ def _sampling_params(
             "prompt_logprobs are not part of a stream; leave out stream, or send echo and logprobs to /v1/completions"
         )
         raise BadRequest(message, kind="invalid_parameter", param="prompt_logprobs")
+    if body.use_beam_search:
+        sampling = replace(sampling, **beam_settings(body, sampling, info))
+    else:
+        check_no_beam_settings(body)
     sampling.validate()
     check_token_ids(stop_ids, info.vocab_size, "stop_token_ids")
     return sampling

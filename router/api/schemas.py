@@ -10,25 +10,22 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pdserve.request import MAX_LOGPROBS
+from pdserve.request import MAX_BEAM_WIDTH, MAX_LOGPROBS
 
 NoOps = Mapping[str, tuple[object, ...]]  # unsupported field → values without effect; null and absence always are
 
 NO_OPS: NoOps = {
     "add_special_tokens": (True,),
     "audio": (),
-    "best_of": (1,),
     "function_call": ("none",),
     "functions": ([],),
     "kv_transfer_params": (),
-    "length_penalty": (1, 1.0),
     "modalities": (["text"],),
     "prediction": (),
     "request_id": (),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
-    "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -161,6 +158,11 @@ class SamplingBody(GenerationBody):
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: int | None = bounded(0, MAX_LOGPROBS)
     stream_options: StreamOptions | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = bounded(1, MAX_BEAM_WIDTH)
+    best_of: int | None = bounded(1, MAX_BEAM_WIDTH)
+    length_penalty: float | None = bounded(-10, 10)
+    early_stopping: bool | Literal["never"] | None = None
 
 
 class CompletionBody(SamplingBody):

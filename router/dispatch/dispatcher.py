@@ -21,7 +21,7 @@ from pdserve.router.dispatch.hedge import PrefillHedger
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.dispatch.selector import InstanceSelector
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
-from pdserve.router.instances.frame_checks import InvalidFrame, output_fault, times_fault
+from pdserve.router.instances.frame_checks import InvalidFrame, hypotheses_fault, output_fault, times_fault
 from pdserve.router.scheduling.policy import Load, PlacementRequest
 from pdserve.router.scheduling.retry_budget import RetryBudget
 from pdserve.router.scheduling.slo_admission import check_slo
@@ -32,6 +32,7 @@ from pdserve.slo import Slo
 
 log = logging.getLogger(__name__)
 
+CLIENT_ERRORS = ("invalid_grammar", "beams_do_not_fit")  # kinds of errors of instances that the request has caused
 MAX_ERROR_CHARS = 4000  # of an instance's error message
 NO_WORK_LEFT = Load()  # prefill has sampled; the request stays on its instance until the last store has ended
 
@@ -174,6 +175,12 @@ class Dispatcher:
         max_tokens = state.remaining_tokens if is_final else 1
         logprobs = state.request.sampling.logprobs is not None
         num_scored = len(state.request.prompt) - 1 if state.scores_prompt and output.token_ids else 0
+        if state.request.sampling.beam_width:
+            answers = state.request.sampling.num_answers
+            if reason := hypotheses_fault(output, instance.hello, state.remaining_tokens, answers):
+                raise InvalidFrame(reason)
+        elif output.hypotheses or output.searching:
+            raise InvalidFrame("answers of a beam search that was not requested")
         if reason := output_fault(output, instance.hello, max_tokens, state.num_tokens, logprobs, num_scored):
             raise InvalidFrame(reason)
         try:
@@ -198,7 +205,7 @@ class Dispatcher:
             instance.last_token_at = self.fleet.awake_now()
             self.fleet.breakers.record_success(instance.id)
         if output.HasField("error"):
-            kind = BadRequest if output.error.kind == "invalid_grammar" else RequestError
+            kind = BadRequest if output.error.kind in CLIENT_ERRORS else RequestError
             self.handle(state, Event.REJECTED, kind(output.error.message[:MAX_ERROR_CHARS], kind=output.error.kind))
         elif instance is state.decode or state.decode is None:
             self._on_decode_output(state, instance, output)
@@ -315,9 +322,13 @@ class Dispatcher:
             self.handle(state, Event.FINISHED)
         elif output.stored.final:
             instance.unassign(state.id)
-            self.handle(state, Event.STORED)
+            self.handle(state, Event.PREFILLED if state.request.sampling.beam_width else Event.STORED)
 
     def _on_decode_output(self, state: RequestState, instance: InstanceHandle, output: pb.Output) -> None:
+        if output.searching:
+            self.handle(state, Event.DECODED)
+        if output.hypotheses:
+            self._emit_tokens(state, output)
         if output.token_ids:
             self.handle(state, Event.DECODED)
             self._emit_tokens(state, output)
@@ -401,7 +412,8 @@ class Dispatcher:
             copy = pb.RouterFrame()
             copy.CopyFrom(frame)
             state.submit(decode, pb.DECODE, copy, others)
-        does_both = decode is None and (prefill.role != "prefill" or state.remaining_tokens > 1)
+        one_token = state.remaining_tokens == 1 and not state.request.sampling.beam_width
+        does_both = decode is None and (prefill.role != "prefill" or not one_token)
         state.submit(prefill, pb.BOTH if does_both else pb.PREFILL, frame, others)
 
     def _begin(self, state: RequestState) -> None:
@@ -413,8 +425,9 @@ class Dispatcher:
         state.timeline.decode_instance = state.final_instance.id
         state.timeline.stored, state.timeline.loaded = TransferStats(), TransferStats()
         state.machine.restart(is_split=state.decode is not None)
-        # A hedge would compute the prompt once for each choice.
-        state.submitted_at, state.hedge_tried = self.fleet.awake_now(), state.is_follower
+        # A hedge would compute the prompt once for each choice, and wins with a first token, which a beam search has not.
+        is_hedged = not state.is_follower and not state.request.sampling.beam_width
+        state.submitted_at, state.hedge_tried = self.fleet.awake_now(), not is_hedged
         self.states[state.id] = state
 
     def _migrate(self, state: RequestState, error: RequestError) -> None:

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 
+from pdserve.beam_search import Hypothesis
 from pdserve.costs import attention_pairs
 from pdserve.errors import RequestError
 from pdserve.keys import pack_tokens
@@ -94,7 +95,8 @@ class RequestState:
             self.num_tokens,
             session=self.request.session,
             cached=self.cached,
-            output_tokens=self.remaining_tokens,
+            output_tokens=self.remaining_tokens
+            + bool(self.request.sampling.beam_width),  # one alone has no decode phase
             scores_prompt=self.scores_prompt,
         )
 
@@ -116,7 +118,8 @@ class RequestState:
         Args:
             num_computed: leading tokens that are computed or cached. At least the last token has to be computed.
         """
-        output, context = (0, 0) if phase == pb.PREFILL else (self.remaining_tokens, self.num_tokens)
+        beams = max(1, self.request.sampling.beam_width)
+        output, context = (0, 0) if phase == pb.PREFILL else (beams * self.remaining_tokens, beams * self.num_tokens)
         if phase == pb.DECODE or self.is_follower:
             return Load(output_tokens=output, context_tokens=context)
         tokens = max(1, self.num_tokens - num_computed)
@@ -181,9 +184,12 @@ class RequestState:
         self.last_token_at = now
         token_ids, finish_reason = list(output.token_ids), output.finish_reason
         self.emitted += token_ids
-        self.timeline.output_tokens += len(token_ids)
+        self.timeline.output_tokens += len(token_ids) + sum(len(one.token_ids) for one in output.hypotheses)
         self.timeline.finish_reason = finish_reason
         chunk = Chunk(token_ids, finish_reason or None, [_logprobs(one) for one in output.logprobs])
+        if output.hypotheses:
+            found = output.hypotheses
+            chunk.hypotheses = [Hypothesis(tuple(one.token_ids), one.score, one.finish_reason) for one in found]
         if output.prompt_logprobs:
             chunk.prompt_logprobs = [_logprobs(one) for one in output.prompt_logprobs]
         if self._chunks and self.request.whole:

@@ -33,10 +33,8 @@ def test_the_prompt_is_computed_and_moved_once(
 ) -> None:
     with deploy(model=str(checkpoint("qwen3", dtype="bfloat16")), num_blocks=256, **topology) as deployment:
         answer = complete(deployment, prompt=PROMPT, n=4, **BODY)
-        computed = lambda: metric(deployment, "prompt_tokens_by_source_total", source="computed")  # noqa: E731
-        generated = lambda: metric(deployment, "generation_tokens_total")  # noqa: E731
-        wait_until(lambda: generated() == 4 * 24, "the heartbeats after the answer")
-        assert computed() == len(PROMPT)
+        wait_until(lambda: metric(deployment, "generation_tokens_total") == 4 * 24, "the heartbeats after the answer")
+        assert metric(deployment, "prompt_tokens_by_source_total", source="computed") == len(PROMPT)
         if "both" not in topology:
             for direction in ("store", "load"):
                 assert metric(deployment, "kv_transfer_blocks_total", direction=direction) == 7
