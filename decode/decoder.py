@@ -54,7 +54,7 @@ class _DecodeState:
         submitted_blocks: leading blocks of prompt and output that came from the store or were passed to the connector.
         converted: source of the blocks if prefill's layout differs.
         followers: states of the other choices of the prompt that this one loads.
-        leader: state of the choice that loads the prompt of this one, or has loaded it.
+        loader: state of the choice that loads the prompt of this one, or has loaded it.
         has_heir: it has ended, and one of its followers loads the prompt instead.
     """
 
@@ -66,13 +66,13 @@ class _DecodeState:
     submitted_blocks: int = 0
     converted: ConvertedPrompt | None = None
     followers: "list[_DecodeState]" = field(default_factory=list)
-    leader: "_DecodeState | None" = None
+    loader: "_DecodeState | None" = None
     has_heir: bool = False
 
     def lead(self, followers: "list[_DecodeState]") -> None:
         self.followers = followers
         for follower in followers:
-            follower.leader = self
+            follower.loader = self
 
 
 class Decoder:
@@ -182,6 +182,10 @@ class Decoder:
         self._store_back(state, 1 if is_urgent else STORE_BACK_BLOCKS)
         if seq.group is not None and seq.group.search.num_steps:
             self._report_search(state, seq.group.search)
+        if seq.embedding:
+            self._context.count_prompt_sources(job)
+            job.report_embedding(now)
+            self._end(state)
         if not sampled:
             return
         if len(seq) - seq.num_initial == 1:
@@ -299,7 +303,7 @@ class Decoder:
     def _end_leases(self, state: _DecodeState, tickets: SequenceABC[bytes]) -> None:
         """End the leases of tickets, and of all keys after prefill's final report. A prefill that is cancelled before that
         ends the leases of its keys itself."""
-        if state.leader is not None and state.leader.job in self._states:
+        if state.loader is not None and state.loader.job in self._states:
             return  # which ends them
         keys = state.job.keys[: state.loading.available] if state.loading.is_final else ()
         if keys or tickets:
@@ -345,11 +349,11 @@ class Decoder:
             self._unreserved.remove(state)
         loading = state.loading
         loading.end()
-        if state.leader is not None and state in state.leader.followers:
-            state.leader.followers.remove(state)
+        if state.loader is not None and state in state.loader.followers:
+            state.loader.followers.remove(state)
         elif state.followers and not loading.has_started:
             heir, *others = state.followers
-            state.followers, state.has_heir, heir.leader = [], True, None
+            state.followers, state.has_heir, heir.loader = [], True, None
             heir.lead(others)
             self._enqueue(heir)
         if job.seq.block_ids or loading.has_started:

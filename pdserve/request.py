@@ -56,6 +56,7 @@ class SamplingParams:
         beam_width: beams of a beam search (`beam_search.py`), which replaces sampling; 0 for none.
         num_answers: how many answers the beam search returns, best first.
         length_penalty, early_stopping: of the beam search.
+        embed: return the embedding of the prompt instead of an output.
     """
 
     max_tokens: int = 16
@@ -80,6 +81,7 @@ class SamplingParams:
     num_answers: int = 0
     length_penalty: float = 1.0
     early_stopping: str = "false"
+    embed: bool = False
 
     def validate(self) -> None:
         """Raise BadRequest, with the field's name and its valid range, if a value is invalid."""

@@ -142,6 +142,10 @@ class Prefiller:
         self._store_computed(state)
         if sampled:
             self._report_first_token(state, job)
+        elif job.seq.embedding:
+            job.report_embedding(self._context.now())
+            self._context.count_prompt_sources(job)
+            self._end_prompt(state, job)
         elif job.seq.group is not None and job.seq.num_uncomputed == 0:
             job.report_prompt_sources()
             self._context.count_prompt_sources(job)

@@ -20,6 +20,7 @@ class Chunk:
         logprobs: one entry per token if the request asks for them, else empty.
         prompt_logprobs: in the first chunk, one entry per token of the prompt but the first, if the request asks for them.
         hypotheses: of a beam search, in its only chunk, which has no tokens: the answers, best first.
+        embedding: float32 numbers, in the only chunk of a request for one.
     """
 
     token_ids: list[int]
@@ -27,6 +28,7 @@ class Chunk:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     hypotheses: Sequence[Hypothesis] = ()
+    embedding: bytes = b""
 
     def extend(self, other: "Chunk") -> None:
         """Append the chunk that follows this one."""
@@ -53,6 +55,7 @@ class ModelInfo:
     block_sizes: frozenset[int]  # in tokens; more than one only if instances convert KV layouts
     supports_grammars: bool = False  # all instances can constrain outputs to a grammar
     supports_priorities: bool = False  # all instances schedule by priority
+    embedding_size: int = 0  # numbers of an embedding; 0: the model has none
 
 
 class TokenStream(Protocol):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from pdserve.keys import Layout
+from pdserve.pooling import Pooling
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,8 @@ class Checkpoint:
         layout: layout of one KV block, which is the namespace of its keys.
         context_length: number of positions that the model supports with the same tokens in any batch.
         eos_token_ids: tokens that end generation.
+        pooling: how embeddings are made; None: not at all.
+        hidden_size: numbers of a hidden state.
     """
 
     model: torch.nn.Module
@@ -25,3 +28,5 @@ class Checkpoint:
     eos_token_ids: frozenset[int]
     device: torch.device
     dtype: torch.dtype
+    pooling: Pooling | None = None
+    hidden_size: int = 0

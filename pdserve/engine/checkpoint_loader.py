@@ -24,6 +24,7 @@ from pdserve.kernels import memory, native
 from pdserve.kernels.attention import is_batch_invariant
 from pdserve.keys import Layout
 from pdserve.model_path import resolve_model
+from pdserve.pooling import read_pooling
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,8 @@ def load(config: EngineConfig) -> Checkpoint:
         eos_token_ids=_eos_token_ids(path, text_config),
         device=device,
         dtype=dtype,
+        pooling=read_pooling(path, config.pooling),
+        hidden_size=text_config.hidden_size,
     )
 
 

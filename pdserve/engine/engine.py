@@ -152,6 +152,10 @@ class Engine:
             chain=self.chains.get(request_id),
             stop_token_ids=stops,
         )
+        if sampling.embed:
+            if self.checkpoint.pooling is None:
+                raise ValueError("this model has no embeddings")
+            seq.embed(self.checkpoint.pooling)
         if width := sampling.beam_width:
             how = sampling.length_penalty, sampling.early_stopping
             seq.search(BeamSearch(width, stops, sampling.max_tokens, *how))

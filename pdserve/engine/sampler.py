@@ -113,6 +113,26 @@ def record_candidates(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
         seq.record_candidates([*zip(ids[:count], values[:count], strict=True)])
 
 
+def pooled_part(seq: Sequence, count: int, rows: range) -> range:
+    """Return those rows of the next `count` tokens of a sequence whose hidden states count for its embedding."""
+    assert seq.pooling is not None
+    match seq.pooling.mode:
+        case "last":
+            return rows[-1:] if count == seq.num_uncomputed else rows[:0]
+        case "cls":
+            return rows[:1] if seq.num_computed == 0 else rows[:0]
+    return rows
+
+
+def record_embedding(seq: Sequence) -> None:
+    """Set the embedding of a sequence whose tokens are computed."""
+    assert seq.pooling is not None
+    vector_H = seq.pooled / (len(seq) if seq.pooling.mode == "mean" else 1)
+    if seq.pooling.normalize:
+        vector_H = torch.nn.functional.normalize(vector_H, dim=0)
+    seq.record_embedding(vector_H.numpy().astype("<f4").tobytes())
+
+
 def score(logits_AV: torch.Tensor, tokens: list[tuple[Sequence, int]]) -> None:
     """Record the log probability of each token of a prompt, of its sequence and position, under the logits before it."""
     num_top = [seq.sampling.prompt_logprobs or 0 for seq, _ in tokens]

@@ -11,6 +11,7 @@ from pdserve.beam_search import BeamSearch, Candidate
 from pdserve.engine.block_pool import BlockPool
 from pdserve.errors import RequestError
 from pdserve.keys import KeyChain, Tokens
+from pdserve.pooling import Pooling
 from pdserve.request import SamplingParams, TokenLogprobs
 
 
@@ -91,6 +92,9 @@ class Sequence:
         leader: the sequence for whose prompt this one waits.
         group: of its beam search, if it is one.
         candidates: most likely next tokens of a beam, with their log probabilities.
+        pooling: how its embedding is made, if that is what the request asks for.
+        pooled: sum of the hidden states that count, so far.
+        embedding: float32 numbers, once its tokens are computed.
         admitted: whether it has been in the running batch.
         chain: computes its keys; None for one of its own.
     """
@@ -125,6 +129,9 @@ class Sequence:
     leader: "Sequence | None" = None
     group: BeamGroup | None = None
     candidates: list[Candidate] | None = None
+    pooling: Pooling | None = None
+    pooled: Any = None
+    embedding: bytes = b""
     admitted: bool = False
 
     chain: KeyChain | None = None
@@ -157,13 +164,18 @@ class Sequence:
     @property
     def num_usable_hits(self) -> int:
         """Leading full blocks that need not be computed. The last token always is, because its logits are needed."""
-        return 0 if self.scores_prompt else (len(self.tokens) - 1) // self.block_size
+        return 0 if self.scores_prompt or self.pools_all else (len(self.tokens) - 1) // self.block_size
 
     @property
     def scores_prompt(self) -> bool:
         """True if the logits of every token of the prompt are needed, and are not complete. Its KV must be computed here."""
         is_asked = self.sampling.prompt_logprobs is not None and self.num_initial == self.num_prompt
         return is_asked and len(self.prompt_scores) < self.num_prompt - 1
+
+    @property
+    def pools_all(self) -> bool:
+        """True if hidden states of other tokens than the last one are needed, so that its KV must be computed here."""
+        return self.pooling is not None and self.pooling.mode != "last"
 
     def full_keys(self) -> list[bytes]:
         """Return the keys of all full blocks of `tokens`."""
@@ -215,6 +227,18 @@ class Sequence:
         """Append a token that the beam search has chosen."""
         self.tokens.append(token)
         self.candidates = None
+
+    def embed(self, pooling: Pooling) -> None:
+        """Become a sequence whose embedding is wanted."""
+        self.pooling = pooling
+
+    def pool_hidden(self, hidden: Any) -> None:
+        """Add a hidden state that counts for the embedding."""
+        self.pooled = hidden if self.pooled is None else self.pooled + hidden
+
+    def record_embedding(self, embedding: bytes) -> None:
+        """Set the embedding."""
+        self.embedding, self.pooled = embedding, None
 
     def record_prompt_score(self, position: int, logprobs: TokenLogprobs) -> None:
         """Set the log probabilities of the prompt's token at a position."""
@@ -387,6 +411,8 @@ class Sequence:
             is_stored: its KV may be in the store.
         """
         self.swapped = swapped
+        if swapped is None:
+            self.pooled = None  # its tokens are computed again
         self.needs_refetch = is_stored and swapped is None
         self.release_blocks(pool)
         self.num_preemptions += 1

@@ -273,6 +273,7 @@ class Instance:
             num_answers=message.sampling.num_answers,
             length_penalty=message.sampling.length_penalty,
             early_stopping=message.sampling.early_stopping,
+            embed=message.sampling.embed,
         )
         if sampling.beam_width and message.phase != pb.PREFILL:
             length = len(message.prompt) // TOKEN_BYTES + sampling.max_tokens

@@ -67,7 +67,7 @@ class Job:
         """Drop unsent tokens. Unsent stamps, as of a store that ended just before, still complete the timeline."""
         self.cancelled = True
         if self.output is not None:
-            for field_name in ("token_ids", "logprobs", "stored", "finish_reason", "hypotheses"):
+            for field_name in ("token_ids", "logprobs", "stored", "finish_reason", "hypotheses", "embedding"):
                 self.output.ClearField(field_name)
 
     def stamp(self, stage: Stage, now: float) -> None:
@@ -140,6 +140,12 @@ class Job:
                 output.hypotheses.add(
                     token_ids=answer.token_ids, score=answer.score, finish_reason=answer.finish_reason
                 )
+
+    def report_embedding(self, now: float) -> None:
+        """Report the embedding of the prompt, which ends the request."""
+        self.report_prompt_sources()
+        self.pending_output().embedding = self.seq.embedding
+        self.finish("stop", now)
 
     def finish(self, reason: str, now: float) -> None:
         """Report the end of the request, with its OpenAI finish reason."""

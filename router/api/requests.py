@@ -82,7 +82,7 @@ def parse_completion(
         NotFound: the body names another model.
     """
     check_model(body.model, info.name)
-    texts = _prompts(body.prompt, may_be_empty=bool(body.suffix))
+    texts = prompt_forms(body.prompt, may_be_empty=bool(body.suffix))
     n = _num_choices(body.n, len(texts), max_n)
     prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in texts]
     for prompt in prompts:
@@ -363,8 +363,8 @@ def _build_requests(
     ]
 
 
-def _prompts(prompt: object, *, may_be_empty: bool) -> list[str | list[int]]:
-    """Return OpenAI's four forms of a prompt as a list of texts or token ids."""
+def prompt_forms(prompt: object, param: str = "prompt", *, may_be_empty: bool = False) -> list[str | list[int]]:
+    """Return OpenAI's four forms of a prompt as a list of texts or token ids. Raises `BadRequest`."""
     if isinstance(prompt, str):
         prompts: list[str | list[int]] = [prompt]
     elif isinstance(prompt, list) and prompt and all(_is_int(item) for item in prompt):
@@ -372,10 +372,10 @@ def _prompts(prompt: object, *, may_be_empty: bool) -> list[str | list[int]]:
     elif isinstance(prompt, list) and all(_is_prompt(item) for item in prompt):
         prompts = prompt
     else:
-        message = "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
-        raise BadRequest(message, kind="invalid_prompt", param="prompt")
+        message = f"{param} must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+        raise BadRequest(message, kind="invalid_prompt", param=param)
     if not prompts or not (all(prompts) or may_be_empty):
-        raise BadRequest("the prompt is empty", kind="invalid_prompt", param="prompt")
+        raise BadRequest(f"the {param} is empty", kind="invalid_prompt", param=param)
     return prompts
 
 

@@ -245,6 +245,28 @@ class MessagesBody(CountTokensBody):
     metadata: dict[str, Any] | None = None
 
 
+class EmbeddingBody(Body):
+    model: str | None = None
+    input: Any = untyped({"anyOf": [TEXT, IDS, *LISTS]})
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+
+
+class ScoreBody(Body):
+    model: str | None = None
+    text_1: str | list[str]
+    text_2: str | list[str]
+
+
+class RerankBody(Body):
+    model: str | None = None
+    query: str
+    documents: list[str] = Field(min_length=1)
+    top_n: int | None = Field(None, ge=0)
+    return_documents: bool | None = None
+
+
 class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None

@@ -181,6 +181,11 @@ class Dispatcher:
                 raise InvalidFrame(reason)
         elif output.hypotheses or output.searching:
             raise InvalidFrame("answers of a beam search that was not requested")
+        if (
+            output.embedding
+            and len(output.embedding) != 4 * instance.hello.embedding_size * state.request.sampling.embed
+        ):
+            raise InvalidFrame(f"an embedding of {len(output.embedding)} bytes that was not requested like this")
         if reason := output_fault(output, instance.hello, max_tokens, state.num_tokens, logprobs, num_scored):
             raise InvalidFrame(reason)
         try:
@@ -317,6 +322,8 @@ class Dispatcher:
         if output.token_ids:
             self._hedger.cancel(state)
             self._emit_tokens(state, output)
+        if output.embedding:
+            self._emit_tokens(state, output)
         if output.finish_reason:
             instance.unassign(state.id)
             self.handle(state, Event.FINISHED)
@@ -327,7 +334,7 @@ class Dispatcher:
     def _on_decode_output(self, state: RequestState, instance: InstanceHandle, output: pb.Output) -> None:
         if output.searching:
             self.handle(state, Event.DECODED)
-        if output.hypotheses:
+        if output.hypotheses or output.embedding:
             self._emit_tokens(state, output)
         if output.token_ids:
             self.handle(state, Event.DECODED)
@@ -474,6 +481,7 @@ def _common_model(name: str, hellos: list[pb.Hello]) -> ModelInfo:
         vocab_size=hellos[0].vocab_size,
         eos_token_ids=frozenset(hellos[0].eos_token_ids),
         model_digest=Layout.from_message(hellos[0].layout).model_digest,
+        embedding_size=min(hello.embedding_size for hello in hellos),
         block_sizes=frozenset(hello.block_size for hello in hellos),
         supports_grammars=all(hello.grammars for hello in hellos),
         supports_priorities=all(hello.scheduling_policy == "priority" for hello in hellos),

@@ -190,6 +190,7 @@ class RequestState:
         if output.hypotheses:
             found = output.hypotheses
             chunk.hypotheses = [Hypothesis(tuple(one.token_ids), one.score, one.finish_reason) for one in found]
+        chunk.embedding = output.embedding
         if output.prompt_logprobs:
             chunk.prompt_logprobs = [_logprobs(one) for one in output.prompt_logprobs]
         if self._chunks and self.request.whole:

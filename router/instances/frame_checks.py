@@ -166,7 +166,9 @@ def output_fault(
         reason = _logprobs_fault(output.prompt_logprobs, num_scored, "tokens of the prompt", hello.vocab_size)
         if reason:
             return reason
-    if output.finish_reason and (output.finish_reason not in FINISH_REASONS or not (ids or output.hypotheses)):
+    if output.finish_reason and (
+        output.finish_reason not in FINISH_REASONS or not (ids or output.hypotheses or output.embedding)
+    ):
         return f"the finish reason {output.finish_reason[:MAX_NAME_CHARS]!r} after {len(ids)} tokens"
     if output.HasField("error") and not ERROR_KIND.fullmatch(output.error.kind):
         return f"an error of the kind {output.error.kind[:MAX_NAME_CHARS]!r}"
