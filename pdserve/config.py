@@ -156,6 +156,11 @@ class EngineConfig(ModelConfig):
         "auto",
         choices=AUTO_ON_OFF,
     )
+    pooling: str = flag(
+        "which hidden states are a text's embedding; auto: as sentence-transformers' files of the model say, else none",
+        "auto",
+        choices=("auto", "off", "last", "mean", "cls"),
+    )
     paced: str = flag(
         "profile by whose times the instance sleeps instead of computing, to try out fleets; its answers are nonsense;"
         " empty: compute",

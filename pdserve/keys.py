@@ -137,6 +137,12 @@ class KeyChain:
     def __init__(self, root: bytes) -> None:
         self._unit_keys = [root]  # keys of the first 0, 16, 32, … tokens
 
+    def copy(self) -> "KeyChain":
+        """Return a chain of the same tokens, which may go on otherwise."""
+        chain = KeyChain(self._unit_keys[0])
+        chain._unit_keys = self._unit_keys[:]
+        return chain
+
     def keys(self, tokens: Sequence[int], ends: Sequence[int]) -> list[bytes]:
         """Return the key of the first n tokens for each n in `ends`, which must ascend."""
         if ends:

@@ -6,6 +6,7 @@ import torch
 
 from pdserve.engine.parallel.rank_group import RankGroup
 from pdserve.keys import Layout
+from pdserve.pooling import Pooling
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class Checkpoint:
         context_length: number of positions that the model supports with the same tokens in any batch.
         eos_token_ids: tokens that end generation.
         group: the other ranks of the instance, if there are any; the model is then one rank's slice.
+        pooling: how embeddings are made; None: not at all.
+        hidden_size: numbers of a hidden state.
     """
 
     model: torch.nn.Module
@@ -28,3 +31,5 @@ class Checkpoint:
     device: torch.device
     dtype: torch.dtype
     group: RankGroup | None = None
+    pooling: Pooling | None = None
+    hidden_size: int = 0

@@ -26,6 +26,7 @@ from pdserve.kernels import memory, native
 from pdserve.kernels.attention import is_batch_invariant
 from pdserve.keys import Layout
 from pdserve.model_path import resolve_model
+from pdserve.pooling import read_pooling
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,8 @@ def load(config: EngineConfig, group: RankGroup | None = None) -> Checkpoint:
         device=device,
         dtype=dtype,
         group=group,
+        pooling=read_pooling(path, config.pooling),
+        hidden_size=text_config.hidden_size,
     )
 
 

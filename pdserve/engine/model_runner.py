@@ -19,7 +19,15 @@ from pdserve.engine.cpu_fusion.row_products import RowProducts, needs_row_produc
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
 from pdserve.engine.numerics import numerics_class
 from pdserve.engine.paged_model import UnsupportedAttention
-from pdserve.engine.sampler import model_logprobs, record_logprobs, sample, score
+from pdserve.engine.sampler import (
+    model_logprobs,
+    pooled_part,
+    record_candidates,
+    record_embedding,
+    record_logprobs,
+    sample,
+    score,
+)
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step_graph import StepGraphs
 from pdserve.errors import SetupError
@@ -132,7 +140,8 @@ class ModelRunner:
         """Compute the scheduled number of further tokens of each sequence.
 
         Returns:
-            The next token of each sequence whose KV is complete afterwards.
+            The next token of each sequence whose KV is complete afterwards, and of those that share its prompt. Beams get
+            candidates instead.
         """
         if not num_scheduled_tokens:
             return {}
@@ -141,6 +150,8 @@ class ModelRunner:
         positions: list[int] = []
         complete: list[Sequence] = []
         last_rows: list[int] = []  # of the complete sequences
+        pooled_rows: list[tuple[Sequence, int]] = []  # rows whose hidden states count for embeddings
+        row_of: list[int] = []  # index in `last_rows` of each complete sequence and of those that share its prompt
         scored: list[tuple[Sequence, int]] = []  # and position, of tokens of prompts whose logprobs are due
         scored_rows: list[int] = []  # of the tokens before these
         for seq, count in num_scheduled_tokens.items():
@@ -150,16 +161,35 @@ class ModelRunner:
                 due = range(seq.num_computed + 1, min(seq.num_computed + count + 1, seq.num_prompt))
                 scored += [(seq, position) for position in due]
                 scored_rows += range(len(ids) - count, len(ids) - count + len(due))
-            if count == seq.num_uncomputed:
-                complete.append(seq)
+            if seq.pooling is not None:
+                rows_of_seq = range(len(ids) - count, len(ids))
+                pooled_rows += [(seq, row) for row in pooled_part(seq, count, rows_of_seq)]
+            elif count == seq.num_uncomputed:
+                row_of += [len(last_rows)] * (1 + len(seq.siblings))
+                complete += [seq, *seq.siblings]
                 last_rows.append(len(ids) - 1)
         self._announce(seqs, counts, ids, last_rows + scored_rows)
         batch = self._build_batch(seqs, counts, positions)
-        rows = torch.tensor(last_rows + scored_rows, dtype=torch.long, device=self.device)
-        logits_SV = self.forward(ids, positions, batch, rows)
+        if pooled_rows:
+            logits_SV = self._forward_and_pool(ids, positions, batch, last_rows + scored_rows, pooled_rows)
+            for seq, count in num_scheduled_tokens.items():
+                if seq.pooling is not None and count == seq.num_uncomputed:
+                    record_embedding(seq)
+        else:
+            rows = torch.tensor(last_rows + scored_rows, dtype=torch.long, device=self.device)
+            logits_SV = self.forward(ids, positions, batch, rows)
         if scored:
-            score(logits_SV[len(complete) :], scored)
-            logits_SV = logits_SV[: len(complete)]
+            score(logits_SV[len(last_rows) :], scored)
+            logits_SV = logits_SV[: len(last_rows)]
+        if not complete:
+            return {}
+        if len(row_of) > len(last_rows):
+            logits_SV = logits_SV[row_of]
+        if any(seq.group is not None for seq in complete):
+            beams = [i for i, seq in enumerate(complete) if seq.group is not None]
+            record_candidates(logits_SV[beams], [complete[i] for i in beams])
+            others = [i for i, seq in enumerate(complete) if seq.group is None]
+            logits_SV, complete = logits_SV[others], [complete[i] for i in others]
         if not complete:
             return {}
         logprob_rows = [i for i, seq in enumerate(complete) if seq.sampling.logprobs is not None]
@@ -181,6 +211,36 @@ class ModelRunner:
             return self.graphs.logits(ids_1T, positions_1T, batch)
         keep = logit_rows if len(logit_rows) else torch.zeros(1, dtype=torch.long, device=self.device)
         return self._compute_logits(ids_1T, positions_1T, batch, keep)
+
+    def _forward_and_pool(
+        self,
+        ids: list[int],
+        positions: list[int],
+        batch: PagedBatch,
+        logit_rows: list[int],
+        pooled_rows: list[tuple[Sequence, int]],
+    ) -> torch.Tensor:
+        """Return the logits of `logit_rows`, and add the hidden states of `pooled_rows` to their sequences.
+
+        The hidden states are the input of the model's last layer, which then only gets the rows whose logits are wanted.
+        """
+        hidden: list[torch.Tensor] = []
+
+        def capture(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            num_logits = max(len(logit_rows), self._min_rows)
+            hidden.append(args[0][0, len(logit_rows) : len(rows)].float())
+            return (args[0][:, :num_logits], *args[1:])
+
+        rows = torch.tensor([*logit_rows, *(row for _, row in pooled_rows)], dtype=torch.long, device=self.device)
+        ids_1T, positions_1T = (torch.tensor([values], device=self.device) for values in (ids, positions))
+        hook = self.checkpoint.model.get_output_embeddings().register_forward_pre_hook(capture)
+        try:
+            logits_SV = self._compute_logits(ids_1T, positions_1T, batch, rows)
+        finally:
+            hook.remove()
+        for (seq, _), row_H in zip(pooled_rows, hidden[0].cpu(), strict=True):
+            seq.pool_hidden(row_H)
+        return logits_SV[: len(logit_rows)]
 
     def _compute_logits(
         self, ids_1T: torch.Tensor, positions_1T: torch.Tensor, batch: PagedBatch, keep: torch.Tensor | int = 0

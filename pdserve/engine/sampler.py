@@ -98,6 +98,41 @@ def record_logprobs(logprobs_AV: torch.Tensor, seqs: list[Sequence], tokens: lis
         seq.record_logprobs(TokenLogprobs(logprob, tuple(zip(ids[:count], values[:count], strict=True))))
 
 
+def record_candidates(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
+    """Set the candidates of beams. Penalties and masks change log probabilities here, not logits, as in transformers."""
+    logprobs_SV = logits_SV.float().log_softmax(dim=-1)
+    _apply_penalties(logprobs_SV, seqs)
+    _apply_bias(logprobs_SV, seqs)
+    _apply_allowed_tokens(logprobs_SV, seqs)
+    _mask_early_stops(logprobs_SV, seqs)
+    _mask_bad_words(logprobs_SV, seqs)
+    counts = [seq.group.search.num_candidates for seq in seqs if seq.group is not None]
+    top_SK = logprobs_SV.topk(min(max(counts), logprobs_SV.shape[1]), dim=-1)
+    rows = zip(seqs, counts, top_SK.indices.tolist(), top_SK.values.tolist(), strict=True)
+    for seq, count, ids, values in rows:
+        seq.record_candidates([*zip(ids[:count], values[:count], strict=True)])
+
+
+def pooled_part(seq: Sequence, count: int, rows: range) -> range:
+    """Return those rows of the next `count` tokens of a sequence whose hidden states count for its embedding."""
+    assert seq.pooling is not None
+    match seq.pooling.mode:
+        case "last":
+            return rows[-1:] if count == seq.num_uncomputed else rows[:0]
+        case "cls":
+            return rows[:1] if seq.num_computed == 0 else rows[:0]
+    return rows
+
+
+def record_embedding(seq: Sequence) -> None:
+    """Set the embedding of a sequence whose tokens are computed."""
+    assert seq.pooling is not None
+    vector_H = seq.pooled / (len(seq) if seq.pooling.mode == "mean" else 1)
+    if seq.pooling.normalize:
+        vector_H = torch.nn.functional.normalize(vector_H, dim=0)
+    seq.record_embedding(vector_H.numpy().astype("<f4").tobytes())
+
+
 def score(logits_AV: torch.Tensor, tokens: list[tuple[Sequence, int]]) -> None:
     """Record the log probability of each token of a prompt, of its sequence and position, under the logits before it."""
     num_top = [seq.sampling.prompt_logprobs or 0 for seq, _ in tokens]

@@ -22,7 +22,7 @@ from pdserve.errors import RequestError
 from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.kv_events_config import KVEventsConfig
 from pdserve.instance.reporter import Reporter
-from pdserve.keys import unpack_tokens
+from pdserve.keys import TOKEN_BYTES, unpack_tokens
 from pdserve.kv_transfer.connector import Connector
 from pdserve.kv_transfer.guarded import guard
 from pdserve.kv_transfer.registry import connect
@@ -298,7 +298,17 @@ class Instance:
             allowed_token_ids=tuple(message.sampling.allowed_token_ids),
             prompt_logprobs=message.sampling.prompt_logprobs if message.sampling.HasField("prompt_logprobs") else None,
             bad_words=tuple(tuple(unpack_tokens(word)) for word in message.sampling.bad_words),
+            beam_width=message.sampling.beam_width,
+            num_answers=message.sampling.num_answers,
+            length_penalty=message.sampling.length_penalty,
+            early_stopping=message.sampling.early_stopping,
+            embed=message.sampling.embed,
         )
+        if sampling.beam_width and message.phase != pb.PREFILL:
+            length = len(message.prompt) // TOKEN_BYTES + sampling.max_tokens
+            if reason := self.engine.beams_fault(length, sampling.beam_width):
+                self._reject(link, message.request_id, RequestError(reason, kind="beams_do_not_fit"))
+                return
         try:
             seq = self.engine.new_sequence(
                 message.request_id,
@@ -310,14 +320,20 @@ class Instance:
             )
             converted = self.layout_converter.open_prompt(seq, message.writer) if message.HasField("writer") else None
         except ValueError as error:
-            self._reject(link, message.request_id, RequestError(str(error), kind="rejected"))
+            for request_id in (message.request_id, *(member.request_id for member in message.members)):
+                self._reject(link, request_id, RequestError(str(error), kind="rejected"))
             return
-        job = Job(link=link, seq=seq, phase=message.phase, multi_turn=message.multi_turn, whole=message.whole)
-        self._jobs[link, message.request_id] = self._by_sequence[seq] = job
+        siblings = self.engine.new_siblings(seq, [(member.request_id, member.seed) for member in message.members])
+        job, *others = [
+            Job(link=link, seq=one, phase=message.phase, multi_turn=message.multi_turn, whole=message.whole)
+            for one in (seq, *siblings)
+        ]
+        for one in (job, *others):
+            self._jobs[link, one.seq.request_id] = self._by_sequence[one.seq] = one
         if job.phase == pb.PREFILL:
-            self.prefiller.submit(job)
+            self.prefiller.submit(job, others)
         else:
-            self.decoder.submit(job, converted)
+            self.decoder.submit(job, converted, others)
 
     def _reject(self, link: str, request_id: str, error: RequestError) -> None:
         rejection = pb.Output(request_id=request_id, error=pb.Error(kind=error.kind, message=str(error)))
@@ -331,7 +347,6 @@ class Instance:
     def _cancel(self, job: Job) -> None:
         job.mark_cancelled()
         self._role_of(job).cancel(job)
-        self.transfers.cancel(job)
 
     def _cancel_all(self, link: str) -> None:
         for job in list(self._by_sequence.values()):

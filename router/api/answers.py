@@ -107,6 +107,56 @@ class ChatCompletion(Generated):
     prompt_logprobs: PromptLogprobs = []
 
 
+class EmbeddingUsage(Answer):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(Answer):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(Answer):
+    object: Literal["list"]
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+
+
+class Score(Answer):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(Answer):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+
+
+class Document(Answer):
+    text: str
+
+
+class Ranked(Answer):
+    index: int
+    relevance_score: float
+    document: Document | None = None
+
+
+class Ranking(Answer):
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: EmbeddingUsage
+
+
 Status = Literal["completed", "incomplete"]
 
 

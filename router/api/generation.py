@@ -5,10 +5,11 @@ those still running, so that no instance generates tokens that nothing reads.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pdserve.request import Request, TokenLogprobs
+from pdserve.router.api.beams import answer_streams
 from pdserve.router.api.requests import ParsedRequest
 from pdserve.router.backend import Backend, Chunk, TokenStream, read
 from pdserve.router.text.detokenizer import TextStream
@@ -133,14 +134,23 @@ class Generation:
             RequestError: the backend refuses a choice; the others have been cancelled.
         """
         try:
-            for index, request in enumerate(self.parsed.requests):
-                self.choices.append(self._open(index, request))
+            requests, n = self.parsed.requests, len(self.parsed.requests) // len(self.parsed.prompts)
+            for first in range(0, len(requests), n):
+                streams = self._streams(requests[first : first + n])
+                for index, stream in enumerate(streams, first):
+                    self.choices.append(self._choice(index, requests[index], stream))
         except BaseException:
             self._release(0)
             self.close()
             raise
 
-    def _open(self, index: int, request: Request) -> Choice:
+    def _streams(self, requests: list[Request]) -> Sequence[TokenStream]:
+        """Open the streams of all choices of one prompt."""
+        if requests[0].sampling.beam_width:
+            return answer_streams(self._backend.open(requests[0]), len(requests))
+        return self._backend.open_choices(requests)
+
+    def _choice(self, index: int, request: Request, stream: TokenStream) -> Choice:
         parsed, tools = self.parsed, self.parsed.tools
         text = TextStream(
             self.tokenizer,
@@ -152,7 +162,7 @@ class Generation:
         )
         echo = parsed.echo[index * len(parsed.echo) // len(parsed.requests)] if parsed.echo else ""
         tool_parser = ToolCallParser(tools.format, tools.names, tools.single_call) if tools else None
-        return Choice(index, self._backend.open(request), text, echo, tool_parser)
+        return Choice(index, stream, text, echo, tool_parser)
 
     async def run(self, emit: Emit) -> None:
         """Run all choices, emitting their deltas as they arrive. The first error cancels the other choices."""

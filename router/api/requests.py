@@ -9,6 +9,7 @@ from pdserve.errors import BadRequest, NotFound
 from pdserve.grammars.limits import check_grammar
 from pdserve.keys import block_keys, root_key
 from pdserve.request import MAX_LOGPROBS, Request, SamplingParams, check_length
+from pdserve.router.api.beams import beam_settings, check_no_beam_settings
 from pdserve.router.api.chat import AllowedTools, parse_tools, template_messages, template_options
 from pdserve.router.api.grammars import check_grammar_support, parse_grammar
 from pdserve.router.api.parsing import or_default, quote
@@ -81,7 +82,7 @@ def parse_completion(
         NotFound: the body names another model.
     """
     check_model(body.model, info.name)
-    texts = _prompts(body.prompt, may_be_empty=bool(body.suffix))
+    texts = prompt_forms(body.prompt, may_be_empty=bool(body.suffix))
     n = _num_choices(body.n, len(texts), max_n)
     prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in texts]
     for prompt in prompts:
@@ -237,6 +238,10 @@ def _sampling_params(
             "prompt_logprobs are not part of a stream; leave out stream, or send echo and logprobs to /v1/completions"
         )
         raise BadRequest(message, kind="invalid_parameter", param="prompt_logprobs")
+    if body.use_beam_search:
+        sampling = replace(sampling, **beam_settings(body, sampling, info))
+    else:
+        check_no_beam_settings(body)
     sampling.validate()
     check_token_ids(stop_ids, info.vocab_size, "stop_token_ids")
     return sampling
@@ -358,8 +363,8 @@ def _build_requests(
     ]
 
 
-def _prompts(prompt: object, *, may_be_empty: bool) -> list[str | list[int]]:
-    """Return OpenAI's four forms of a prompt as a list of texts or token ids."""
+def prompt_forms(prompt: object, param: str = "prompt", *, may_be_empty: bool = False) -> list[str | list[int]]:
+    """Return OpenAI's four forms of a prompt as a list of texts or token ids. Raises `BadRequest`."""
     if isinstance(prompt, str):
         prompts: list[str | list[int]] = [prompt]
     elif isinstance(prompt, list) and prompt and all(_is_int(item) for item in prompt):
@@ -367,10 +372,10 @@ def _prompts(prompt: object, *, may_be_empty: bool) -> list[str | list[int]]:
     elif isinstance(prompt, list) and all(_is_prompt(item) for item in prompt):
         prompts = prompt
     else:
-        message = "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
-        raise BadRequest(message, kind="invalid_prompt", param="prompt")
+        message = f"{param} must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+        raise BadRequest(message, kind="invalid_prompt", param=param)
     if not prompts or not (all(prompts) or may_be_empty):
-        raise BadRequest("the prompt is empty", kind="invalid_prompt", param="prompt")
+        raise BadRequest(f"the {param} is empty", kind="invalid_prompt", param=param)
     return prompts
 
 

@@ -10,25 +10,22 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pdserve.request import MAX_LOGPROBS
+from pdserve.request import MAX_BEAM_WIDTH, MAX_LOGPROBS
 
 NoOps = Mapping[str, tuple[object, ...]]  # unsupported field → values without effect; null and absence always are
 
 NO_OPS: NoOps = {
     "add_special_tokens": (True,),
     "audio": (),
-    "best_of": (1,),
     "function_call": ("none",),
     "functions": ([],),
     "kv_transfer_params": (),
-    "length_penalty": (1, 1.0),
     "modalities": (["text"],),
     "prediction": (),
     "request_id": (),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
-    "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -161,6 +158,11 @@ class SamplingBody(GenerationBody):
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: int | None = bounded(0, MAX_LOGPROBS)
     stream_options: StreamOptions | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = bounded(1, MAX_BEAM_WIDTH)
+    best_of: int | None = bounded(1, MAX_BEAM_WIDTH)
+    length_penalty: float | None = bounded(-10, 10)
+    early_stopping: bool | Literal["never"] | None = None
 
 
 class CompletionBody(SamplingBody):
@@ -241,6 +243,28 @@ class MessagesBody(CountTokensBody):
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
+
+
+class EmbeddingBody(Body):
+    model: str | None = None
+    input: Any = untyped({"anyOf": [TEXT, IDS, *LISTS]})
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+
+
+class ScoreBody(Body):
+    model: str | None = None
+    text_1: str | list[str]
+    text_2: str | list[str]
+
+
+class RerankBody(Body):
+    model: str | None = None
+    query: str
+    documents: list[str] = Field(min_length=1)
+    top_n: int | None = Field(None, ge=0)
+    return_documents: bool | None = None
 
 
 class TokenizeBody(Body):

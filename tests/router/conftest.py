@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -205,6 +205,9 @@ class ScriptedBackend:
 
     def ready(self) -> tuple[bool, str]:
         return not self.not_ready, self.not_ready
+
+    def open_choices(self, requests: Sequence[Request]) -> list[ScriptedStream]:
+        return [self.open(request) for request in requests]
 
     def open(self, request: Request) -> ScriptedStream:
         self.requests.append(request)
