@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdserve.errors import BadRequest
+from pdserve.reasoning import ReasoningSpan
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
@@ -52,6 +53,7 @@ class SamplingParams:
         prompt_logprobs: report the same of each token of the prompt but the first, with this many most likely tokens; None
             reports nothing.
         bad_words: sequences of token ids that must not occur in the output, unless no other token is allowed.
+        reasoning: how reasoning is delimited in the output, if it is limited, or a grammar begins after it.
     """
 
     max_tokens: int = 16
@@ -72,6 +74,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    reasoning: ReasoningSpan | None = None
 
     def validate(self) -> None:
         """Raise BadRequest, with the field's name and its valid range, if a value is invalid."""

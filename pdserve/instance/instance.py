@@ -29,6 +29,7 @@ from pdserve.kv_transfer.staging import attach_pool
 from pdserve.lifetime import RELEASED
 from pdserve.prefill.prefiller import Prefiller
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.reasoning import ReasoningSpan
 from pdserve.request import SamplingParams
 from pdserve.roles.fetcher import Fetcher
 from pdserve.roles.job import Job
@@ -269,6 +270,7 @@ class Instance:
             allowed_token_ids=tuple(message.sampling.allowed_token_ids),
             prompt_logprobs=message.sampling.prompt_logprobs if message.sampling.HasField("prompt_logprobs") else None,
             bad_words=tuple(tuple(unpack_tokens(word)) for word in message.sampling.bad_words),
+            reasoning=_reasoning(message.sampling.reasoning) if message.sampling.HasField("reasoning") else None,
         )
         try:
             seq = self.engine.new_sequence(
@@ -369,3 +371,13 @@ def _max_blocks(config: InstanceConfig, engine: Engine) -> int:
         return max(1, parse_size(config.max_inflight_bytes) // engine.layout.block_bytes)
     two_steps = 2 * -(-config.max_num_batched_tokens // config.block_size)
     return max(1, min(engine.pool.num_blocks // 2, max(two_steps, DEFAULT_INFLIGHT_BYTES // engine.layout.block_bytes)))
+
+
+def _reasoning(message: pb.Reasoning) -> ReasoningSpan:
+    return ReasoningSpan(
+        tuple(unpack_tokens(message.start)),
+        tuple(tuple(unpack_tokens(end)) for end in message.ends),
+        tuple(unpack_tokens(message.closing)),
+        message.budget if message.HasField("budget") else None,
+        message.is_required,
+    )
