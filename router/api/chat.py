@@ -19,19 +19,6 @@ FORCED_PARSER = (
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
-class Arguments(dict[str, Any]):
-    """The arguments of an earlier call, for templates that format an object, and for those that append a string."""
-
-    def __str__(self) -> str:
-        return json.dumps(self, ensure_ascii=False)
-
-    def __add__(self, other: str) -> str:
-        return str(self) + other
-
-    def __radd__(self, other: str) -> str:
-        return other + str(self)
-
-
 @dataclass(frozen=True)
 class AllowedTools:
     """The tools that the model may call.
@@ -208,7 +195,7 @@ def _template_call(call: ToolCall, index: int) -> dict[str, Any]:
     return {
         "id": call.id,
         "type": "function",
-        "function": {"name": call.function.name, "arguments": Arguments(arguments)},
+        "function": {"name": call.function.name, "arguments": arguments},
     }
 
 

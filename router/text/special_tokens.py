@@ -110,7 +110,7 @@ def _map_strings(change: Callable[[str], str], value: Any) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return type(value)({change(key): _map_strings(change, item) for key, item in value.items()})
+        return {change(key): _map_strings(change, item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_map_strings(change, item) for item in value]
     return value

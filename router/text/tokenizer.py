@@ -207,6 +207,18 @@ class Tokenizer:
             return True
         return thought not in text
 
+    @cached_property
+    def _appends_arguments(self) -> bool:
+        """Whether the chat template appends the arguments of earlier calls as strings, as DeepSeek's do, not as objects."""
+        call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+        turns: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
+        turns += [{"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            self._apply_template(turns, None, TemplateOptions())
+        except BadRequest:
+            return True
+        return False
+
     def thinking_variables(self, template: str = "", *, is_on: bool) -> dict[str, Any]:
         """Return the variables with which a chat template turns reasoning on or off; empty if it cannot."""
         template = template or self._template(tools=False)
@@ -242,6 +254,8 @@ class Tokenizer:
         if uses_tools and self.parsers.tools is None:
             message = "this model's chat template does not support tool calls; leave out messages that contain them"
             raise BadRequest(message, kind="invalid_messages", param="messages")
+        if any("tool_calls" in message for message in messages) and self._appends_arguments:
+            messages = list(map(_with_arguments_as_text, messages))
         text = self._apply_template(messages, tools, options)
         if self._special_tokens is None or not self._special_tokens.occur_in([messages, tools, options.variables]):
             return self.encode(text, add_special_tokens=False)
@@ -291,6 +305,14 @@ class Tokenizer:
             raise BadRequest(message, kind="invalid_messages", param="messages") from error
         assert isinstance(text, str)
         return text
+
+
+def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls", ())
+    functions = [call["function"] for call in calls]
+    texts = [{**one, "arguments": json.dumps(one["arguments"], ensure_ascii=False)} for one in functions]
+    pairs = zip(calls, texts, strict=True)
+    return {**message, **({"tool_calls": [{**call, "function": text} for call, text in pairs]} if calls else {})}
 
 
 def _holds(template: str, variable: str) -> bool:

@@ -41,10 +41,9 @@ def model(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def letters(model: Path) -> list[int]:
-    tokenizer = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
-    ids: list[int] = tokenizer.encode(f"<think>{LETTERS}").ids
-    return ids
+def letters(model: Path) -> list[str]:
+    """The ids of the letters, of which text is the same tokens again."""
+    return list(map(str, tokenizers.Tokenizer.from_file(str(model / "tokenizer.json")).encode(LETTERS).ids))
 
 
 def chat(deployment: Any, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
@@ -59,13 +58,13 @@ def chat(deployment: Any, messages: list[dict[str, Any]], **fields: Any) -> dict
 def test_budget_grammar_and_hits(
     roles: dict[str, int],
     model: Path,
-    letters: list[int],
+    letters: list[str],
     deploy: Callable[..., Any],
     wait_until: Callable[..., None],
 ) -> None:
     open_id, close_id = 258, 259
     with deploy(model=str(model), num_blocks=256, **roles) as deployment:
-        # The first token is `<think>` by bias, later ones are letters: the budget closes the reasoning.
+        # The model never closes its reasoning, so the budget does.
         biased = {"logit_bias": {str(open_id): 100, str(close_id): -100}, "max_tokens": BUDGET + 20}
         limited = chat(deployment, [QUESTION], **biased, thinking_token_budget=BUDGET, ignore_eos=True)
         ids = limited["choices"][0]["token_ids"]
@@ -81,11 +80,11 @@ def test_budget_grammar_and_hits(
         assert choice["finish_reason"] == "stop"
 
         # In a loop of calls, the next prompt contains the output; after another question, it goes on after the last prompt.
-        allowed = {"allowed_token_ids": letters, "thinking_token_budget": BUDGET, "max_tokens": BUDGET + 30}
         tools = [{"type": "function", "function": {"name": "f"}}]
-        first = chat(deployment, [QUESTION], **allowed, tools=tools)
+        first = chat(deployment, [QUESTION], **structured, tools=tools, logit_bias=dict.fromkeys(letters, 100))
         message = first["choices"][0]["message"]
-        earlier = {"role": "assistant", "reasoning": message.get("reasoning", ""), "content": message["content"] or ""}
+        assert set(message["reasoning"]) <= set(LETTERS)
+        earlier = {"role": "assistant", "reasoning": message["reasoning"], "content": message["content"]}
         prompt, output = first["prompt_token_ids"], first["choices"][0]["token_ids"]
         reused = len(prompt) + len(output) - 1  # the last token has no KV
         result = {"role": "tool", "tool_call_id": "1", "content": "noon"}

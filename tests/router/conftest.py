@@ -126,6 +126,21 @@ def reasoning_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
+def harmony_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer as gpt-oss has, whose delimiters are special tokens, and arguments of calls are appended as strings."""
+    tokenizer = _byte_level()
+    tags = ["<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|return|>"]
+    tokenizer.add_special_tokens(tags)
+    template = (
+        "{{ tools }}{% for m in messages %}<|start|>{{ m.role }}{% for c in m.tool_calls or [] %}"
+        "{{ ' to=' + c.function.name + '<|channel|>analysis<|message|>' + c.function.arguments + '<|call|>' }}{% endfor %}"
+        "<|message|>{{ m.content }}<|end|>{% endfor %}<|start|>assistant"
+    )
+    settings = {"eos_token": "<|return|>", "chat_template": template}
+    return Tokenizer(_save(tokenizer, tmp_path_factory.mktemp("harmony"), settings))
+
+
+@pytest.fixture(scope="session")
 def fallback_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A tokenizer with byte fallback, without EOS and chat template."""
     return Tokenizer(_save(_byte_fallback(), tmp_path_factory.mktemp("byte-fallback"), {}))

@@ -31,7 +31,9 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
     """Calls of DeepSeek V3 and R1."""
 
     def _calls(self, tag: str) -> Steps[None]:
-        yield from self._take_until(self._tag("<｜tool▁sep｜>"))
+        _, tag = yield from self._take_until(self._tag("<｜tool▁sep｜>"))
+        if not tag:
+            return
         name, _ = yield from self._take_until("\n```json\n")
         if (yield from self._call_with_json(name.strip())):
             yield from self._skip_space()
@@ -67,6 +69,8 @@ class MistralParser(JsonCallParser):
         given_id = ""
         if tag == call_id:
             given_id, tag = yield from self._take_until(arguments)
+        if not tag:
+            return
         if tag == "{":
             self._unread(tag)
         yield from self._call_with_json(name.strip(), given_id.strip())

@@ -192,3 +192,51 @@ def test_prompts_of_later_turns(
     assert second.prompt[: len(first.prompt) + len(output)] == [*first.prompt, *output]
     assert reasoning_tokenizer.encode("<think>")[0] not in third.prompt
     assert (first.multi_turn, third.multi_turn) == (True, False)
+
+
+HARMONY = (
+    "<|channel|>analysis<|message|>Hm. 漢<|end|><|start|>assistant<|channel|>commentary to=functions.time "
+    '<|constrain|>json<|message|>{"a": "é"}<|call|>'
+)
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("size", [1, 4, 1000])
+def test_harmony_by_special_tokens(
+    size: int,
+    skips: bool,
+    harmony_tokenizer: Tokenizer,
+    make_app: Callable[..., Starlette],
+    make_client: type[Client],
+    backend: ScriptedBackend,
+) -> None:
+    """The delimiters are tokens, which skip_special_tokens does not hide; the same strings as text are text."""
+    assert backend.info is not None
+    backend.info = replace(backend.info, max_model_len=1000, common_model_len=1000)
+    ids = [*harmony_tokenizer.encode(HARMONY), 0]
+    client = make_client(make_app(harmony_tokenizer))
+    answers = []
+    for output in (
+        ids,
+        [*harmony_tokenizer.encode("<|channel|>final<|message|>"), *_as_text(harmony_tokenizer, HARMONY), 0],
+    ):
+        chunks = [Chunk(output[i : i + size]) for i in range(0, len(output), size)]
+        chunks[-1].finish_reason = "stop"
+        backend.script.chunks = [chunks]
+        body = {"messages": [QUESTION], "tools": TOOLS, "skip_special_tokens": skips}
+        answers.append(client.post(CHAT, body).json()["choices"][0])
+    message = answers[0]["message"]
+    assert (message["reasoning"], message["content"], answers[0]["finish_reason"]) == ("Hm. 漢", None, "tool_calls")
+    assert message["tool_calls"][0]["function"] == {"name": "time", "arguments": '{"a": "é"}'}
+    assert answers[1]["message"] == {"role": "assistant", "content": HARMONY, "refusal": None}
+    message.pop("refusal")
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "noon"}
+    response = client.post(CHAT, {"messages": [QUESTION, message, result]})
+    assert response.status_code == 200, response.text
+    prompt = harmony_tokenizer.decode(backend.requests[-1].prompt, skip_special_tokens=False)
+    assert ' to=time<|channel|>analysis<|message|>{"a": "é"}<|call|>' in prompt
+
+
+def _as_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the tokens of a text whose special tokens are ordinary text."""
+    return [token_id for part in text.split("|") for token_id in tokenizer.encode(part + "|")][:-1]

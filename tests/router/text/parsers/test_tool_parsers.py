@@ -112,6 +112,8 @@ NO_CALLS: list[tuple[str, str]] = [
     ("deepseek_v3", V31_CALL.removesuffix("<｜tool▁call▁end｜>")),
     ("deepseek_v31", "<｜tool▁call▁begin｜>rm<｜tool▁sep｜>{}"),
     ("deepseek_v31", "<｜tool▁call▁begin｜>" + "x" * 300 + "<｜tool▁sep｜>{}"),
+    ("deepseek_v3", "<｜tool▁call▁begin｜>" + "x" * 300 + "<｜tool▁sep｜>"),
+    ("mistral", "[TOOL_CALLS]time[CALL_ID]" + "x" * 300 + "[ARGS]{}"),
     ("kimi_k2", "<|tool_call_begin|>weather<|tool_call_argument_begin|>{}"),
     ("kimi_k2", "<|tool_call_begin|>functions.time:0<|tool_call_argument_begin|>[]"),
     ("mistral", "[TOOL_CALLS]time[ARGS]5"),
