@@ -39,6 +39,7 @@ ALLOWED_HOSTS_HELP = (
 KV_EVENTS_HELP = (
     "publish stores and removals of KV blocks over ZMQ as vLLM does: a JSON object with vLLM's keys; empty: do not"
 )
+PARSER_HELP = "parser of the model's {}, by its name in vLLM, such as {}; auto: by the chat template; none: no parsing"
 PROFILE_HELP = "profile with which instances compare the times of their steps; empty: that of --paced, if any"
 POLICY_NAMES = ("auto", "round_robin", "least_loaded", "power_of_two", "session", "prefix_aware")
 PORTS: dict[str, Any] = {"least": 0, "most": 65535}  # 0 takes a free one
@@ -352,6 +353,8 @@ class RouterConfig(ControlConfig):
     trust_request_chat_template: bool = flag(
         "allow chat_template in requests: it runs in a sandbox, but a malicious one can keep the router busy", False
     )
+    tool_call_parser: str = flag(PARSER_HELP.format("tool calls", "hermes"), "auto")
+    reasoning_parser: str = flag(PARSER_HELP.format("reasoning", "deepseek_r1"), "auto")
     cors_origins: str = flag("allowed CORS origins, comma separated, or *; empty: none", "")
     allowed_hosts: str = flag(ALLOWED_HOSTS_HELP, "")
     log_format: str = flag(LOG_HELP, "text", choices=LOG_FORMATS)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdserve.errors import BadRequest
+from pdserve.reasoning import ReasoningSpan
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
@@ -57,6 +58,7 @@ class SamplingParams:
         num_answers: how many answers the beam search returns, best first.
         length_penalty, early_stopping: of the beam search.
         embed: return the embedding of the prompt instead of an output.
+        reasoning: how reasoning is delimited in the output, if it is limited, or a grammar begins after it.
     """
 
     max_tokens: int = 16
@@ -82,6 +84,7 @@ class SamplingParams:
     length_penalty: float = 1.0
     early_stopping: str = "false"
     embed: bool = False
+    reasoning: ReasoningSpan | None = None
 
     def validate(self) -> None:
         """Raise BadRequest, with the field's name and its valid range, if a value is invalid."""

@@ -55,6 +55,7 @@ def sample(logits_SV: torch.Tensor, seqs: list[Sequence]) -> list[int]:
     _apply_allowed_tokens(logits_SV, seqs)
     _mask_early_stops(logits_SV, seqs)
     _mask_bad_words(logits_SV, seqs)
+    _apply_reasoning(logits_SV, seqs)
     tokens_S = _argmax(logits_SV)
     rows = [i for i, seq in enumerate(seqs) if seq.sampling.temperature > 0]
     if rows and _has_kernels(logits_SV):
@@ -192,6 +193,19 @@ def _mask_bad_words(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
         ends = {word[-1] for word in seq.sampling.bad_words if output[len(output) - len(word) + 1 :] == list(word[:-1])}
         if ends:
             _mask(logits_SV[i], sorted(ends))
+
+
+def _apply_reasoning(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
+    """Force tokens that begin or close reasoning, and keep an output from ending before the part with a grammar."""
+    for i, seq in enumerate(seqs):
+        if seq.sampling.reasoning is None:
+            continue
+        token = seq.forced_token
+        if token is not None:
+            logits_SV[i] = float("-inf")
+            logits_SV[i, token] = 0
+        elif seq.constraint is not None and seq.answer_start is None and seq.stop_token_ids:
+            _mask(logits_SV[i], list(seq.stop_token_ids))
 
 
 def _mask(logits_V: torch.Tensor, ids: list[int]) -> None:

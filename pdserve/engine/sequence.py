@@ -12,6 +12,7 @@ from pdserve.engine.block_pool import BlockPool
 from pdserve.errors import RequestError
 from pdserve.keys import KeyChain, Tokens
 from pdserve.pooling import Pooling
+from pdserve.reasoning import ReasoningTracker
 from pdserve.request import SamplingParams, TokenLogprobs
 
 
@@ -133,11 +134,12 @@ class Sequence:
     pooled: Any = None
     embedding: bytes = b""
     admitted: bool = False
-
     chain: KeyChain | None = None
 
     def __post_init__(self) -> None:
         self._chain = self.chain or KeyChain(self.root)
+        span = self.sampling.reasoning
+        self._reasoning = ReasoningTracker(span) if span is not None else None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -200,6 +202,21 @@ class Sequence:
         if self.tokens[-1] in self.stop_token_ids and self.num_output >= self.sampling.min_tokens:
             return "stop"
         return "length" if self.num_output >= self.sampling.max_tokens else None
+
+    @property
+    def answer_start(self) -> int | None:
+        """Position in the output of the first token after its reasoning, where its grammar begins; None inside of that."""
+        if self._reasoning is None:
+            return 0
+        self._reasoning.follow(self.tokens, self.num_prompt)
+        return self._reasoning.answer_start
+
+    @property
+    def forced_token(self) -> int | None:
+        """The only token that may come next, because it begins or closes the reasoning; None if others may."""
+        if self._reasoning is None or self.answer_start is not None:
+            return None
+        return self._reasoning.forced_token(self.tokens, self.num_prompt)
 
     # ---- changes of state ---------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from pdserve.proto import pdserve_pb2 as pb
 from pdserve.ranks.followers import Followers
 from pdserve.ranks.ranked_connector import RankedConnector
 from pdserve.ranks.ranked_loader import RankedLoader
+from pdserve.reasoning import ReasoningSpan
 from pdserve.request import SamplingParams
 from pdserve.roles.fetcher import Fetcher
 from pdserve.roles.job import Job
@@ -303,6 +304,7 @@ class Instance:
             length_penalty=message.sampling.length_penalty,
             early_stopping=message.sampling.early_stopping,
             embed=message.sampling.embed,
+            reasoning=_reasoning(message.sampling.reasoning) if message.sampling.HasField("reasoning") else None,
         )
         if sampling.beam_width and message.phase != pb.PREFILL:
             length = len(message.prompt) // TOKEN_BYTES + sampling.max_tokens
@@ -415,3 +417,13 @@ def _max_blocks(config: InstanceConfig, engine: Engine) -> int:
         return max(1, parse_size(config.max_inflight_bytes) // engine.layout.block_bytes)
     two_steps = 2 * -(-config.max_num_batched_tokens // config.block_size)
     return max(1, min(engine.pool.num_blocks // 2, max(two_steps, DEFAULT_INFLIGHT_BYTES // engine.layout.block_bytes)))
+
+
+def _reasoning(message: pb.Reasoning) -> ReasoningSpan:
+    return ReasoningSpan(
+        tuple(unpack_tokens(message.start)),
+        tuple(tuple(unpack_tokens(end)) for end in message.ends),
+        tuple(unpack_tokens(message.closing)),
+        message.budget if message.HasField("budget") else None,
+        message.is_required,
+    )

@@ -2,8 +2,9 @@
 
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from pdserve.errors import BadRequest, NotFound
 from pdserve.grammars.limits import check_grammar
@@ -13,8 +14,10 @@ from pdserve.router.api.beams import beam_settings, check_no_beam_settings
 from pdserve.router.api.chat import AllowedTools, parse_tools, template_messages, template_options
 from pdserve.router.api.grammars import check_grammar_support, parse_grammar
 from pdserve.router.api.parsing import or_default, quote
+from pdserve.router.api.reasoning import ReasoningState, reasoning_span, reasoning_state
 from pdserve.router.api.schemas import ChatBody, CompletionBody, SamplingBody, StreamOptions, TokenizeBody
 from pdserve.router.backend import ModelInfo
+from pdserve.router.text.parsers.output_parser import OutputParser
 from pdserve.router.text.tokenizer import TemplateOptions, Tokenizer
 
 MAX_STOPS = 16
@@ -49,7 +52,8 @@ class ParsedRequest:
         prompts: token ids of each prompt.
         requests: the `n` choices of the first prompt, then those of the next.
         echo: the text of each prompt, if it is to precede the answer.
-        tools: the tools that the model may call.
+        open_parser: returns the parser of a choice's text; None if there is nothing to find in it but text.
+        finds_reasoning: the parser tells reasoning from the answer.
         created: when the request was parsed, in seconds since 1970.
     """
 
@@ -68,7 +72,8 @@ class ParsedRequest:
     logprobs: bool = False
     prompt_logprobs: int | None = None
     echo: tuple[str, ...] = ()
-    tools: AllowedTools | None = None
+    open_parser: Callable[[], OutputParser | None] | None = None
+    finds_reasoning: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -130,8 +135,20 @@ def parse_chat(
         max_tokens = max(1, length - len(prompt))
     grammar = _chat_grammar(body, tools, info)
     sampling = _sampling_params(body, max_tokens, _chat_logprobs(body), grammar, info, tokenizer)
+    state = reasoning_state(body, prompt, tokenizer)
+    sampling = replace(sampling, reasoning=reasoning_span(body, state, tokenizer, has_grammar=bool(grammar)))
     parsed = _build(body, context, [prompt], n, sampling, info, chat=True)
-    return replace(parsed, tools=tools)
+    if state in (ReasoningState.OPEN, ReasoningState.UNDECIDED) and tools is None and tokenizer.strips_reasoning:
+        # The next turn's prompt goes on otherwise after this prompt, so that the KV of the output is of no use to it.
+        parsed = replace(parsed, requests=[replace(request, multi_turn=False) for request in parsed.requests])
+    open_parser = partial(
+        tokenizer.parsers.open,
+        tools.parser if tools else None,
+        tools.tools if tools else None,
+        begins_in_reasoning=state is ReasoningState.OPEN,
+        shows_reasoning=or_default(body.include_reasoning, True),
+    )
+    return replace(parsed, open_parser=open_parser, finds_reasoning=tokenizer.parsers.reasoning is not None)
 
 
 def render(body: ChatBody, tokenizer: Tokenizer) -> tuple[list[int], AllowedTools | None]:

@@ -10,8 +10,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from pdserve.reasoning import MAX_BUDGET
 from pdserve.request import MAX_BEAM_WIDTH, MAX_LOGPROBS
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 NoOps = Mapping[str, tuple[object, ...]]  # unsupported field → values without effect; null and absence always are
 
 NO_OPS: NoOps = {
@@ -34,8 +36,6 @@ MESSAGE_NO_OPS: NoOps = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
-    "reasoning": (),
-    "reasoning_content": (),
     "refusal": (),
 }
 RESPONSES_NO_OPS: NoOps = {
@@ -46,7 +46,6 @@ RESPONSES_NO_OPS: NoOps = {
     "parallel_tool_calls": (True, False),
     "previous_response_id": (),
     "prompt": (),
-    "reasoning": ({},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "stream_options": ({},),
@@ -188,6 +187,8 @@ class Message(Body):
     role: str
     content: Any = untyped({"anyOf": [{"type": ["string", "null"]}, PARTS]})
     name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None  # the older name
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
@@ -204,6 +205,10 @@ class Tool(Body):
     function: Function
 
 
+class Thinking(Body):
+    type: Literal["enabled", "adaptive", "disabled"]
+
+
 class ChatBody(SamplingBody):
     messages: list[Message]
     max_completion_tokens: int | None = None
@@ -214,9 +219,12 @@ class ChatBody(SamplingBody):
     parallel_tool_calls: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    thinking: Thinking | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: int | None = bounded(0, MAX_BUDGET)
 
 
 class CountTokensBody(Body):
@@ -293,12 +301,18 @@ class Text(Body):
     format: TextFormat | None = None
 
 
+class Reasoning(Body):
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto"] | None = None  # there is none: the item of reasoning has the text itself
+
+
 class ResponseBody(GenerationBody):
     no_ops: ClassVar = RESPONSES_NO_OPS
 
     input: Any = untyped({"anyOf": [{"type": "string"}, MESSAGES]})
     instructions: str | None = None
     max_output_tokens: int | None = None
+    reasoning: Reasoning | None = None
     text: Text | None = None
 
 

@@ -140,6 +140,11 @@ class RequestState:
         sampling = vars(request.sampling)
         if words := request.sampling.bad_words:
             sampling = {**sampling, "bad_words": list(map(pack_tokens, words))}
+        if span := request.sampling.reasoning:
+            packed = {"start": pack_tokens(span.start), "closing": pack_tokens(span.closing)}
+            ends = list(map(pack_tokens, span.ends))
+            reasoning = pb.Reasoning(**packed, ends=ends, budget=span.budget, is_required=span.is_required)
+            sampling = {**sampling, "reasoning": reasoning}
         submit.sampling.CopyFrom(pb.Sampling(**sampling))
         for other in others:
             submit.members.add(request_id=other.id, seed=other.request.sampling.seed)
