@@ -31,7 +31,7 @@ TTFT_TARGET_HELP = (
 CONNECTOR_VARIABLE, REGISTRY_VARIABLE = "PDSERVE_CONNECTOR", "PDSERVE_REGISTRY"  # their URLs may hold a password
 CONTROL_TOKEN_VARIABLE = "PDSERVE_CONTROL_TOKEN"
 SLO_HELP = "reject requests that would miss this SLO by forecast, such as ttft=500ms,itl=50ms; empty: none"
-OTLP_HELP = "OTLP/HTTP collector for traces of requests, such as http://collector:4318; empty: none"
+OTLP_HELP = "OTLP/HTTP collector for traces of requests and metrics, such as http://collector:4318; empty: none"
 KEYS_FILE_HELP = "TOML file of further API keys, each with quotas and a weight; empty: none"
 ALLOWED_HOSTS_HELP = (
     "further Host headers for which a router on loopback without API keys answers, comma separated, or *; empty: none"
@@ -40,6 +40,8 @@ KV_EVENTS_HELP = (
     "publish stores and removals of KV blocks over ZMQ as vLLM does: a JSON object with vLLM's keys; empty: do not"
 )
 PROFILE_HELP = "profile with which instances compare the times of their steps; empty: that of --paced, if any"
+VLLM_METRICS_HELP = "export metrics by vLLM's names too, as one series for the whole process"
+GRPC_HELP = "port for gRPC: health checks, and vLLM's VllmEngine where pdserve[vllm-grpc] is installed; default: none"
 POLICY_NAMES = ("auto", "round_robin", "least_loaded", "power_of_two", "session", "prefix_aware")
 PORTS: dict[str, Any] = {"least": 0, "most": 65535}  # 0 takes a free one
 
@@ -231,6 +233,8 @@ class InstanceConfig(ControlConfig, TransferConfig):
         None,
         **PORTS,
     )
+    vllm_metrics: bool = flag(VLLM_METRICS_HELP, False)
+    grpc_health_port: int | None = flag("port for gRPC health checks of this instance; default: none", None, **PORTS)
     kv_events_config: str = flag(KV_EVENTS_HELP, "")
     log_format: str = flag(LOG_HELP, "text", choices=LOG_FORMATS)
     drain_seconds: float = flag(
@@ -261,6 +265,7 @@ class InstanceConfig(ControlConfig, TransferConfig):
 class RouterConfig(ControlConfig):
     host: str = flag("listen address for clients", "127.0.0.1")
     port: int = flag("port for clients", DEFAULT_PORT, **PORTS)
+    grpc_port: int | None = flag(GRPC_HELP, None, **PORTS)
     control_host: str = flag("listen address for instances", "127.0.0.1")
     control_port: int = flag("port for instances", DEFAULT_CONTROL_PORT, **PORTS)
     registry: str = flag(
@@ -335,6 +340,7 @@ class RouterConfig(ControlConfig):
     ssl_certfile: str = flag("PEM certificate chain for TLS with clients; needs --ssl-keyfile", "")
     ssl_keyfile: str = flag("PEM private key of --ssl-certfile", "")
     otlp_endpoint: str = flag(OTLP_HELP, "")
+    vllm_metrics: bool = flag(VLLM_METRICS_HELP, False)
     special_tokens_in_messages: bool = flag(
         "read the strings of special tokens in messages and tools as special tokens; by default they are ordinary text",
         False,
@@ -362,7 +368,7 @@ class RouterConfig(ControlConfig):
         """Raise `ValueError` for a setting that can never work."""
         super().__post_init__()
         self._check_ports()
-        if self.workers > 1 and not (self.port and self.control_port):
+        if self.workers > 1 and 0 in (self.port, self.control_port, self.grpc_port):
             raise ValueError(
                 "--workers needs a --port and a --control-port other than 0: with 0, each worker would take another one"
             )
@@ -376,11 +382,14 @@ class RouterConfig(ControlConfig):
             raise ValueError("--ssl-certfile and --ssl-keyfile belong together: give both or none")
 
     def _check_ports(self) -> None:
-        """Check the ports of all workers: they share --port; their other ports count up from the given one."""
+        """Check the ports of all workers: they share --port and --grpc-port; the others count up from the given one."""
         first = {"--port": self.port, "--control-port": self.control_port}
         if self.own_port is not None:
             first["--own-port"] = self.own_port
-        ports = {flag: range(port, port + (1 if flag == "--port" else self.workers)) for flag, port in first.items()}
+        if self.grpc_port is not None:
+            first["--grpc-port"] = self.grpc_port
+        of_all = ("--port", "--grpc-port")
+        ports = {flag: range(port, port + (1 if flag in of_all else self.workers)) for flag, port in first.items()}
         for flag, own in ports.items():
             _check_port(f"{flag} of the last of --workers {self.workers}", own[-1])
         for (flag, own), (other, others) in combinations(ports.items(), 2):
@@ -404,6 +413,7 @@ class UpConfig(ControlConfig, TransferConfig):
     host: str = flag("listen address for clients", "127.0.0.1")
     port: int = flag("port for clients", DEFAULT_PORT, least=1, most=65535)
     control_port: int = flag("port for instances; 0 takes a free one", 0, **PORTS)
+    grpc_port: int | None = flag(GRPC_HELP, None, **PORTS)
     policy: str = flag("routing policy for P and D", "auto", choices=POLICY_NAMES)
     prefill_policy: str | None = flag(
         "routing policy for prefill instances; default: --policy", None, choices=POLICY_NAMES
@@ -415,6 +425,7 @@ class UpConfig(ControlConfig, TransferConfig):
     ttft_target_ms: float | None = flag(TTFT_TARGET_HELP, None, above=0)
     slo: str = flag(SLO_HELP, "")
     otlp_endpoint: str = flag(OTLP_HELP, "")
+    vllm_metrics: bool = flag(VLLM_METRICS_HELP, False)
     keys_file: str = flag(KEYS_FILE_HELP, "")
     allowed_hosts: str = flag(ALLOWED_HOSTS_HELP, "")
     profile: str = flag(PROFILE_HELP, "")

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
@@ -43,6 +43,9 @@ from pdserve.router.web.grammar_checker import GrammarChecker
 from pdserve.router.web.http_server import HttpServer
 from pdserve.router.web.listening import listen
 from pdserve.router.web.overview import Overview
+
+if TYPE_CHECKING:
+    from pdserve.control.grpc_server import GrpcServer
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +84,7 @@ async def _serve(
 ) -> None:
     """Build all parts of the router, serve until a signal, and shut down in reverse order."""
     fleet = Fleet(f"router-{secrets.token_hex(4)}", config.name, config.lease_seconds, time.monotonic)
-    metrics = Metrics(fleet)
+    metrics = Metrics(fleet, config.name if config.vllm_metrics else "")
     seed = secrets.randbits(32)  # random, so that routers that start together do not rotate in step
     dispatcher = Dispatcher(config, fleet, metrics, seed)
     events = EventLog()
@@ -90,7 +93,7 @@ async def _serve(
     admission = AdmissionController(keys, config, metrics, fleet.now)
     async with AsyncExitStack() as stack:
         if config.otlp_endpoint:
-            tracer = Tracer(config.otlp_endpoint)
+            tracer = Tracer(config.otlp_endpoint, config.name)
             stack.push_async_callback(asyncio.to_thread, tracer.close)
             dispatcher.finish_listeners.append(tracer.export)
         if config.log_requests:
@@ -115,7 +118,14 @@ async def _serve(
         recent = dispatcher.timelines.latest
         app = create_app(config, tokenizer, dispatcher, admission, metrics.parts, recent, overview.snapshot, grammars)
         ports = f"clients on port {listening[0].getsockname()[1]}, instances on port {control_port}"
-        server = _DrainingServer(app, config, metrics, ports)
+        rpc = None
+        if config.grpc_port is not None:
+            from pdserve.router.rpc.server import make_server  # gRPC is loaded only if it is used
+
+            rpc = make_server(config, config.grpc_port, tokenizer, dispatcher, admission, grammars)
+            stack.push_async_callback(rpc.close)
+            ports += f", gRPC on port {rpc.port}"
+        server = _DrainingServer(app, config, metrics, ports, rpc)
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
         # Without the loops there are no timeouts and no leases, so the router stops if one of them ends.
@@ -181,13 +191,18 @@ class _DrainingServer(HttpServer):
     uvicorn's own signal handlers raise the signal again at the end, which would cut off the rest of our shutdown.
     """
 
-    def __init__(self, app: Starlette, config: RouterConfig, metrics: Metrics, ports: str) -> None:
+    def __init__(
+        self, app: Starlette, config: RouterConfig, metrics: Metrics, ports: str, rpc: "GrpcServer | None"
+    ) -> None:
         super().__init__(app, config, metrics)
         self._ports = ports
+        self._rpc = rpc
         self._drain_seconds = math.ceil(config.drain_seconds)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if self._rpc is not None:
+            await self._rpc.start()
         gc.freeze()  # exempt what is loaded from collection: a scan takes 0.1 s and stalls all streams
         gc.set_threshold(20_000)  # young objects per collection; the default is 700
         log.info("router: %s", self._ports)
@@ -199,6 +214,13 @@ class _DrainingServer(HttpServer):
         if not self.should_exit:
             log.info("shutting down: running requests may take %d s", grace)
         self.force_exit, self.should_exit = self.should_exit, True
+        if self._rpc is not None:
+            self._rpc.begin_stop(0 if self.force_exit else grace)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self._rpc is not None:
+            await self._rpc.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

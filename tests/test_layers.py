@@ -58,7 +58,18 @@ MAY_IMPORT: dict[str, set[str]] = {
         "grammars",
         "core",
     },
+    "router.rpc": {
+        "router.web",
+        "router.api",
+        "router.backend",
+        "router.limits",
+        "router.telemetry",
+        "router.text",
+        "control",
+        "core",
+    },
     "router.server": {
+        "router.rpc",
         "router.web",
         "router.dispatch",
         "router.instances",

@@ -32,10 +32,10 @@ async def whole_response(generation: Generation, receive: Receive, build_body: B
         generation.close()
     if not finished:
         return Response(status_code=CLIENT_GONE)
-    return json_response(build_body(generation, [_merge(parts) for parts in deltas]))
+    return json_response(build_body(generation, [merge(parts) for parts in deltas]))
 
 
-def _merge(deltas: list[Delta]) -> Delta:
+def merge(deltas: list[Delta]) -> Delta:
     """Merge all deltas of one choice."""
     return Delta(
         deltas[0].index,
