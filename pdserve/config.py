@@ -353,6 +353,16 @@ class RouterConfig(ControlConfig):
     log_format: str = flag(LOG_HELP, "text", choices=LOG_FORMATS)
     log_requests: bool = flag("log a line for each finished request", False)
     drain_seconds: float = flag("seconds that requests may take after SIGTERM before they are cut off", 25.0, least=0)
+    response_store: str = flag(
+        "where /v1/responses keeps responses: memory, or a Redis such as redis://host:6379/0; empty: nowhere",
+        "",
+        variable="PDSERVE_RESPONSE_STORE",
+    )
+    response_ttl_seconds: float = flag("seconds for which a response is kept", 86_400.0, above=0)
+    max_stored_responses: int = flag("maximum responses kept per API key; older ones are dropped", 1000, least=1)
+    batch_folder: str = flag("folder of the files and batches of /v1/files and /v1/batches; empty: these are off", "")
+    max_batch_bytes: str = flag("maximum bytes of all files in --batch-folder, and of one upload", "1GiB")
+    batch_concurrency: int = flag("requests of one batch that run at once", 32, least=1)
     timelines: int = flag("number of finished requests kept for /debug/requests and /debug/traffic", 1000, least=1)
     workers: int = flag(
         "router processes that share --port; each further one takes the next --control-port and --own-port",
@@ -372,6 +382,9 @@ class RouterConfig(ControlConfig):
             raise ValueError(
                 "--workers needs a --port and a --control-port other than 0: with 0, each worker would take another one"
             )
+        if self.workers > 1 and self.response_store == "memory":
+            raise ValueError("--response-store memory is not shared by --workers; name a Redis, which is")
+        parse_size(self.max_batch_bytes)
         Slo.parse(self.slo)
         for origin in map(str.strip, self.cors_origins.split(",") if self.cors_origins else ()):
             if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/]+", origin):

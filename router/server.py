@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -22,23 +23,27 @@ import uvicorn
 import uvloop
 from starlette.applications import Starlette
 
-from pdserve.config import INTERRUPT_GRACE_S, RouterConfig
+from pdserve.config import INTERRUPT_GRACE_S, RouterConfig, parse_size
 from pdserve.control.certificates import check_key_pair, server_context
 from pdserve.control.registry import Registry
 from pdserve.grammars.compiler import GrammarCompiler
+from pdserve.router.batches.batch_queue import BatchQueue
+from pdserve.router.batches.endpoints import BatchEndpoints
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.instances.control_server import ControlServer
 from pdserve.router.instances.fleet import Fleet
 from pdserve.router.limits.account_file import AccountFile
 from pdserve.router.limits.key_file import ApiKey, load_api_keys
 from pdserve.router.limits.shared_quota import SharedQuotas
+from pdserve.router.storage.file_store import FileStore
+from pdserve.router.storage.response_store import open_store
 from pdserve.router.telemetry.events import EventLog
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.telemetry.timeline import log_finished
 from pdserve.router.telemetry.tracing import Tracer
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
-from pdserve.router.web.app import create_app
+from pdserve.router.web.app import create_app, generation_handlers
 from pdserve.router.web.grammar_checker import GrammarChecker
 from pdserve.router.web.http_server import HttpServer
 from pdserve.router.web.listening import listen
@@ -116,7 +121,27 @@ async def _serve(
         if grammars is not None:
             stack.callback(grammars.close)
         recent = dispatcher.timelines.latest
-        app = create_app(config, tokenizer, dispatcher, admission, metrics.parts, recent, overview.snapshot, grammars)
+        response_store = open_store(config)
+        if response_store is not None:
+            stack.push_async_callback(response_store.close)
+        batches = _batch_queue(config)
+        further = [BatchEndpoints(batches)]
+        app = create_app(
+            config,
+            tokenizer,
+            dispatcher,
+            admission,
+            metrics.parts,
+            recent,
+            overview.snapshot,
+            grammars,
+            response_store,
+            further,
+        )
+        if batches is not None:
+            batches.handlers = generation_handlers(app)
+            stack.push_async_callback(batches.close)
+            batches.resume()
         ports = f"clients on port {listening[0].getsockname()[1]}, instances on port {control_port}"
         rpc = None
         if config.grpc_port is not None:
@@ -154,6 +179,13 @@ async def _running(loops: list[Coroutine[Any, Any, None]], on_end: Callable[[], 
     for result in results:
         if isinstance(result, Exception):
             raise result
+
+
+def _batch_queue(config: RouterConfig) -> BatchQueue | None:
+    if not config.batch_folder:
+        return None
+    store = FileStore(Path(config.batch_folder), parse_size(config.max_batch_bytes))
+    return BatchQueue(store, config.batch_concurrency)
 
 
 def _grammar_checker(model: str, metrics: Metrics) -> GrammarChecker | None:

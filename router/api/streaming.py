@@ -80,7 +80,10 @@ class EventStream(Response, ABC):
                     events += self.delta_events(delta)
                     self._unfinished -= delta.finish_reason is not None
                 last = not self._unfinished
-                await self._send(send, [*events, *self.final_events()] if last else events, last)
+                if last:
+                    events += self.final_events()
+                    await self.before_end()
+                await self._send(send, events, last)
 
         try:
             await self._generation.run(emit)
@@ -111,6 +114,9 @@ class EventStream(Response, ABC):
     @abstractmethod
     def final_events(self) -> list[Json]:
         """Return the events after the last delta of all choices."""
+
+    async def before_end(self) -> None:
+        """Do what is to be done before the client reads the final events, which have been built."""
 
     def error_event(self, error: RequestError) -> Json:
         return error.body()

@@ -295,7 +295,7 @@ def test_health_checks_and_reflection(serve: Serve, backend: ScriptedBackend) ->
         assert {SERVICE, "grpc.health.v1.Health"} <= {*ProtoReflectionDescriptorDatabase(channel).get_services()}
 
 
-def test_tls_and_a_port_that_is_in_use(serve: Serve, tmp_path: Path) -> None:
+def test_tls(serve: Serve, tmp_path: Path) -> None:
     authority = trustme.CA()
     issued = authority.issue_cert("localhost")
     issued.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
