@@ -144,7 +144,8 @@ class BatchQueue:
             for text in unanswered:
                 number = int(text.partition(":")[0].removeprefix("line "))
                 write(error_line(InvalidLine(number, text.partition(": ")[2], "no_answer")))
-        self._finish(key, batch_id, "completed")
+        self._tasks.pop(batch_id, None)  # from here on it is not cancelled
+        await asyncio.to_thread(self._finish, key, batch_id, "completed")
 
     def _sender(self, key: str) -> Callable[[BatchRequest], Any]:
         """Return a function that calls the handler of a request's endpoint, as if the key had sent it."""

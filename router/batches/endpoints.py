@@ -1,5 +1,6 @@
 """The endpoints /v1/files and /v1/batches, in OpenAI's format."""
 
+import asyncio
 from typing import Annotated
 
 from starlette.exceptions import HTTPException
@@ -50,10 +51,11 @@ class BatchEndpoints(Endpoints):
                 if file is None or isinstance(file, str):
                     message = "file must be a file of the form"
                     raise BadRequest(message, kind="missing_field", param="file")
-                name, data = (file.filename or "")[:MAX_FILENAME], await file.read()
+                name = (file.filename or "")[:MAX_FILENAME]
+                stored = await asyncio.to_thread(store.add_file, request.state.key, name, "batch", file.file)
         except HTTPException as error:  # of starlette's parser
             raise BadRequest(f"the body is no form: {error.detail}", kind="invalid_form") from None
-        return json_response(store.add_file(request.state.key, name, "batch", data))
+        return json_response(stored)
 
     @endpoint("GET", "/v1/files", Access.CLIENT, errors=[404], response_model=answers.StoredList)
     async def list_files(self, request: Request) -> Response:

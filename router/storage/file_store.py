@@ -11,10 +11,11 @@ import json
 import os
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pdserve.errors import NotFound, Overloaded, SetupError
 
@@ -41,11 +42,13 @@ class FileStore:
         except OSError as error:
             raise SetupError(f"--batch-folder {folder}: {error.strerror}") from error
 
-    def add_file(self, key: str, name: str, purpose: str, data: bytes) -> Json:
-        """Store a file and return its object. Raises Overloaded if there is no room."""
+    def add_file(self, key: str, name: str, purpose: str, source: BinaryIO) -> Json:
+        """Store a copy of an open file and return its object. Raises Overloaded if there is no room."""
         file_id = new_id("file-")
-        self.check_room(len(data))
-        self.data_path(key, file_id).write_bytes(data)
+        self.check_room(source.seek(0, os.SEEK_END))
+        source.seek(0)
+        with self.data_path(key, file_id).open("wb") as target:
+            shutil.copyfileobj(source, target)
         return self.complete_file(key, file_id, name, purpose)
 
     def check_room(self, num_bytes: int) -> None:
