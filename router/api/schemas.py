@@ -44,10 +44,8 @@ RESPONSES_NO_OPS: NoOps = {
     "include": ([],),
     "max_tool_calls": (),
     "parallel_tool_calls": (True, False),
-    "previous_response_id": (),
     "prompt": (),
     "service_tier": ("auto", "default"),
-    "store": (False,),
     "stream_options": ({},),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -310,10 +308,21 @@ class ResponseBody(GenerationBody):
     no_ops: ClassVar = RESPONSES_NO_OPS
 
     input: Any = untyped({"anyOf": [{"type": "string"}, MESSAGES]})
+    previous_response_id: str | None = None
+    store: bool | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
     reasoning: Reasoning | None = None
     text: Text | None = None
+
+
+class BatchBody(Body):
+    """Fields of /v1/batches."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: Literal["24h"]
+    metadata: dict[str, Any] | None = None
 
 
 class RoleBody(Body):
