@@ -56,6 +56,7 @@ class SamplingParams:
         beam_width: beams of a beam search (`beam_search.py`), which replaces sampling; 0 for none.
         num_answers: how many answers the beam search returns, best first.
         length_penalty, early_stopping: of the beam search.
+        logits_processors: JSON object from names of plug-ins (`logits_processors.py`) to their arguments; empty for none.
         embed: return the embedding of the prompt instead of an output.
     """
 
@@ -82,6 +83,7 @@ class SamplingParams:
     length_penalty: float = 1.0
     early_stopping: str = "false"
     embed: bool = False
+    logits_processors: str = ""
 
     def validate(self) -> None:
         """Raise BadRequest, with the field's name and its valid range, if a value is invalid."""
