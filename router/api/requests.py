@@ -1,5 +1,6 @@
 """Validates a parsed body against the served model and builds one `Request` for each choice that it asks for."""
 
+import json
 import random
 import time
 from collections.abc import Callable, Iterable
@@ -252,6 +253,7 @@ def _sampling_params(
         allowed_token_ids=_allowed_token_ids(body, grammar, info),
         bad_words=_bad_words(body.bad_words or (), tokenizer),
         prompt_logprobs=body.prompt_logprobs,
+        logits_processors=json.dumps(body.logits_processors) if body.logits_processors else "",
     )
     if body.prompt_logprobs is not None and body.stream:
         message = (

@@ -97,8 +97,10 @@ def conversation(body: ResponseBody, earlier: Sequence[Json] = ()) -> list[Json]
 
 def answer_message(response: Json) -> Json:
     """Return a finished response as a message of the conversation."""
-    parts = [part for item in response["output"] for part in item["content"]]  # type: ignore[attr-defined]
-    return {"role": "assistant", "content": "".join(part["text"] for part in parts)}
+    items: list[Json] = response["output"]  # type: ignore[assignment]
+    texts = {item["type"]: "".join(part["text"] for part in item["content"]) for item in items}  # type: ignore[attr-defined]
+    message: Json = {"role": "assistant", "content": texts["message"]}
+    return message | ({"reasoning": texts["reasoning"]} if "reasoning" in texts else {})
 
 
 def response_body(generation: Generation, choices: list[Delta]) -> Json:

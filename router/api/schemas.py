@@ -155,6 +155,7 @@ class SamplingBody(GenerationBody):
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: int | None = bounded(0, MAX_LOGPROBS)
     stream_options: StreamOptions | None = None
+    logits_processors: dict[str, dict[str, Any]] | None = None
     use_beam_search: bool | None = None
     beam_width: int | None = bounded(1, MAX_BEAM_WIDTH)
     best_of: int | None = bounded(1, MAX_BEAM_WIDTH)
