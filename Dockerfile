@@ -21,7 +21,7 @@ RUN pip install -q ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -c constraints.txt
 COPY pyproject.toml ./
 # xgrammar requires Triton (0.7 GB) but uses it only on GPUs, where torch's build includes it. Hence --no-deps.
 RUN python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; extra = p["optional-dependencies"]; \
-      print(*p["dependencies"], *extra["codecs"], *extra["otel"], "apache-tvm-ffi", sep="\n"); \
+      print(*p["dependencies"], *extra["codecs"], *extra["otel"], *extra["vllm-grpc"], "apache-tvm-ffi", sep="\n"); \
       print(*extra["structured"], sep="\n", file=open("alone.txt", "w"))' >requirements.txt \
     && pip install -q -c constraints.txt -r requirements.txt \
     && pip install -q -c constraints.txt --no-deps -r alone.txt
