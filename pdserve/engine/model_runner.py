@@ -4,11 +4,13 @@ Shape legend: see kernels/batch.py; V vocabulary, A rows for which logprobs are 
 """
 
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from pdserve.config import EngineConfig, parse_size
@@ -21,17 +23,35 @@ from pdserve.engine.numerics import numerics_class
 from pdserve.engine.paged_model import UnsupportedAttention
 from pdserve.engine.sampler import model_logprobs, record_logprobs, sample, score
 from pdserve.engine.sequence import Sequence
-from pdserve.engine.step_graph import StepGraphs
+from pdserve.engine.step_graph import PaddedGraphs, StepGraphs
 from pdserve.errors import SetupError
 from pdserve.kernels import cpu
 from pdserve.kernels.attention import KernelUnavailable, is_batch_invariant, select_kernel
-from pdserve.kernels.batch import Kernel, PagedBatch
+from pdserve.kernels.batch import Kernel, KVFormat, PagedBatch
 from pdserve.kernels.memory import huge_pages, keep_freed_memory
+from pdserve.kernels.packed import packed_copy
 from pdserve.keys import token_array
 from pdserve.request import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0)
 CPU_MEMORY_FRACTION = 0.25  # of free memory, the default pool size: leaves room for a second instance and a desktop
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What one step computes, on the device.
+
+    Attributes:
+        ids_1T, positions_1T: the new tokens and their positions.
+        logit_rows: indices of the tokens whose logits are needed; one even if none is.
+        is_decode_step: whether each sequence has one new token, whose logits are needed.
+    """
+
+    ids_1T: torch.Tensor
+    positions_1T: torch.Tensor
+    batch: PagedBatch
+    logit_rows: torch.Tensor
+    is_decode_step: bool
 
 
 class ModelRunner:
@@ -55,12 +75,13 @@ class ModelRunner:
         self.block_size = config.block_size
         try:
             batch_invariant = config.batch_invariant if checkpoint.dtype in FUSED_DTYPES else "off"
-            self.kernel = select_kernel(config.kernel, self.device, batch_invariant)
+            kv = KVFormat(checkpoint.dtype, checkpoint.layout.head_dim, config.block_size)
+            self.kernel = select_kernel(config.kernel, self.device, batch_invariant, kv)
         except KernelUnavailable as error:
             raise SetupError(str(error)) from error
         is_invariant = is_batch_invariant(config.batch_invariant, self.device)
         self.numerics = numerics_class(self.kernel, self.device, checkpoint.dtype, is_invariant)
-        self.graphs: StepGraphs | None = None
+        self.graphs: StepGraphs | PaddedGraphs | None = None
         self._min_rows = largest_min_rows(checkpoint.model)
         self._row_functions = _row_functions(checkpoint.model, self.kernel)
         self.window = self._check_architecture()
@@ -77,6 +98,9 @@ class ModelRunner:
         if self.kernel is cpu:
             max_blocks_per_seq = min(self.num_blocks, -(-checkpoint.context_length // self.block_size))
             self.graphs = StepGraphs(self._compute_logits, max_blocks_per_seq)
+        elif self.device.type == "cuda" and getattr(self.kernel, "is_capturable", False):
+            max_tokens = min(self.num_blocks * self.block_size, checkpoint.context_length)
+            self.graphs = PaddedGraphs(self._compute_logits, max_tokens)
 
     def _new_pool(self, num_blocks: int, device: torch.device | None = None) -> torch.Tensor:
         layout = self.checkpoint.layout
@@ -133,47 +157,39 @@ class ModelRunner:
         """
         if not num_scheduled_tokens:
             return {}
-        seqs, counts = list(num_scheduled_tokens), list(num_scheduled_tokens.values())
-        ids: list[int] = []
-        positions: list[int] = []
         complete: list[Sequence] = []
         last_rows: list[int] = []  # of the complete sequences
         scored: list[tuple[Sequence, int]] = []  # and position, of tokens of prompts whose logprobs are due
         scored_rows: list[int] = []  # of the tokens before these
+        end = 0
         for seq, count in num_scheduled_tokens.items():
-            ids += seq.tokens[seq.num_computed : seq.num_computed + count]
-            positions += range(seq.num_computed, seq.num_computed + count)
             if seq.scores_prompt:
                 due = range(seq.num_computed + 1, min(seq.num_computed + count + 1, seq.num_prompt))
                 scored += [(seq, position) for position in due]
-                scored_rows += range(len(ids) - count, len(ids) - count + len(due))
+                scored_rows += range(end, end + len(due))
+            end += count
             if count == seq.num_uncomputed:
                 complete.append(seq)
-                last_rows.append(len(ids) - 1)
-        batch = self._build_batch(seqs, counts, positions)
-        rows = torch.tensor(last_rows + scored_rows, dtype=torch.long, device=self.device)
-        logits_SV = self.forward(ids, positions, batch, rows)
+                last_rows.append(end - 1)
+        logits_SV = self.forward(self.inputs(num_scheduled_tokens, last_rows + scored_rows))
         if scored:
             score(logits_SV[len(complete) :], scored)
             logits_SV = logits_SV[: len(complete)]
         if not complete:
             return {}
         logprob_rows = [i for i, seq in enumerate(complete) if seq.sampling.logprobs is not None]
-        logprobs_AV = model_logprobs(logits_SV, logprob_rows)  # before the sampler changes the logits
+        # Before the sampler changes the logits.
+        logprobs_AV = model_logprobs(logits_SV, logprob_rows) if logprob_rows else None
         sampled = sample(logits_SV, complete)
-        record_logprobs(logprobs_AV, [complete[i] for i in logprob_rows], [sampled[i] for i in logprob_rows])
+        if logprobs_AV is not None:
+            record_logprobs(logprobs_AV, [complete[i] for i in logprob_rows], [sampled[i] for i in logprob_rows])
         return dict(zip(complete, sampled, strict=True))
 
-    def forward(
-        self, ids: list[int], positions: list[int], batch: PagedBatch, logit_rows: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Return the logits [S, V] of the tokens at `logit_rows`; one row if that is empty, which models do not accept."""
-        ids_1T, positions_1T = (torch.tensor([values], device=self.device) for values in (ids, positions))
-        is_decode_step = len(logit_rows) == len(batch.query_lens) == len(ids)  # every position is sampled
-        if self.graphs is not None and is_decode_step:
-            return self.graphs.logits(ids_1T, positions_1T, batch)
-        keep = logit_rows if len(logit_rows) else torch.zeros(1, dtype=torch.long, device=self.device)
-        return self._compute_logits(ids_1T, positions_1T, batch, keep)
+        if self.graphs is not None and inputs.is_decode_step:
+            return self.graphs.logits(inputs.ids_1T, inputs.positions_1T, inputs.batch)
+        return self._compute_logits(inputs.ids_1T, inputs.positions_1T, inputs.batch, inputs.logit_rows)
 
     def _compute_logits(
         self, ids_1T: torch.Tensor, positions_1T: torch.Tensor, batch: PagedBatch, keep: torch.Tensor | int = 0
@@ -190,24 +206,42 @@ class ModelRunner:
         logits_SV: torch.Tensor = output.logits[0, :num_logits]
         return logits_SV
 
-    def _build_batch(self, seqs: list[Sequence], counts: list[int], positions: list[int]) -> PagedBatch:
-        kv_lens = [seq.num_computed + count for seq, count in zip(seqs, counts, strict=True)]
-        tables_SM = torch.zeros((len(seqs), max(len(seq.block_ids) for seq in seqs)), dtype=torch.long)
+    def inputs(self, num_scheduled_tokens: Mapping[Sequence, int], logit_rows: list[int]) -> StepInputs:
+        """Return what the model needs to compute the scheduled tokens, moved to the device in one copy.
+
+        Args:
+            logit_rows: tokens whose logits are needed, as indices in the flattened batch.
+        """
+        seqs, counts = list(num_scheduled_tokens), list(num_scheduled_tokens.values())
+        first = [seq.num_computed for seq in seqs]
+        kv_lens = [begin + count for begin, count in zip(first, counts, strict=True)]
+        ids_T = np.concatenate(
+            [np.frombuffer(seq.tokens, np.uint32)[i:j] for seq, i, j in zip(seqs, first, kv_lens, strict=True)]
+        )
+        starts = np.cumsum([0, *counts])
+        rows_T = np.repeat(np.arange(len(seqs)), counts)
+        positions_T = np.arange(len(ids_T)) + np.subtract(first, starts[:-1])[rows_T]
+        tables_SM = np.zeros((len(seqs), max(len(seq.block_ids) for seq in seqs)), dtype=np.int64)
         for row, seq in enumerate(seqs):
-            tables_SM[row, : len(seq.block_ids)] = torch.tensor(seq.block_ids)
-        rows_T = torch.repeat_interleave(torch.arange(len(seqs)), torch.tensor(counts))
-        positions_T = torch.tensor(positions)
-        blocks_T = tables_SM[rows_T, positions_T // self.block_size]
-        slots_T = blocks_T * self.block_size + positions_T % self.block_size
-        return PagedBatch(
+            tables_SM[row, : len(seq.block_ids)] = seq.block_ids
+        slots_T = tables_SM[rows_T, positions_T // self.block_size] * self.block_size + positions_T % self.block_size
+        rows = np.array(logit_rows or [0])
+        arrays = (ids_T[None].astype(np.int64), positions_T[None], slots_T, np.array(kv_lens), starts, rows, tables_SM)
+        ids_1T, positions_1T, slots, kv_lens_S, starts_on_device, rows_on_device, tables = packed_copy(
+            arrays, self.device
+        )
+        batch = PagedBatch(
             pool_NL2GBD=self.pool_NL2GBD,
-            slots_T=slots_T.to(self.device),
-            tables_SM=tables_SM.to(self.device),
+            slots_T=slots,
+            tables_SM=tables,
             query_lens=counts,
             kv_lens=kv_lens,
-            kv_lens_S=torch.tensor(kv_lens, device=self.device),
+            kv_lens_S=kv_lens_S,
             kernel=self.kernel,
+            known_starts=starts_on_device,
         )
+        is_decode_step = len(logit_rows) == len(seqs) == len(ids_T)  # every position is sampled
+        return StepInputs(ids_1T, positions_1T, batch, rows_on_device, is_decode_step)
 
     @torch.inference_mode()
     def _check_architecture(self) -> int | None:
@@ -230,9 +264,9 @@ class ModelRunner:
             return self.kernel.attend(*args)
 
         spy = cast(Kernel, SimpleNamespace(write_kv=self.kernel.write_kv, attend=attend))
-        batch = replace(self._build_batch([probe], [2], [0, 1]), kernel=spy)
+        inputs = self.inputs({probe: 2}, [1])
         try:
-            self.forward([0, 0], [0, 1], batch, torch.tensor([1], device=self.device))
+            self.forward(replace(inputs, batch=replace(inputs.batch, kernel=spy)))
         except (UnsupportedAttention, TypeError) as error:
             if isinstance(error, TypeError) and "paged" not in str(error):
                 raise  # a defect, not a model that rejects the `paged` argument
