@@ -97,7 +97,7 @@ def gate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> None:
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _rotate_and_write(
     out,
     cache,

@@ -274,7 +274,7 @@ def _first(out: Any) -> torch.Tensor:
     return result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tables", "kv_starts", "table_length"])  # which change from step to step
 def _gather_kv(
     k,
     v,
