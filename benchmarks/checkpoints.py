@@ -65,9 +65,8 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def make(shape: Shape, path: Path, seed: int = 0) -> Path:
-    """Write the checkpoint and its tokenizer into `path`; transformers and pdserve can load it."""
-    config = transformers.Qwen3Config(
+def config_of(shape: Shape) -> transformers.Qwen3Config:
+    return transformers.Qwen3Config(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -81,11 +80,15 @@ def make(shape: Shape, path: Path, seed: int = 0) -> Path:
         eos_token_id=BYTE_VOCABULARY - len(SPECIAL_TOKENS),
         pad_token_id=BYTE_VOCABULARY - 1,
     )
+
+
+def make(shape: Shape, path: Path, seed: int = 0) -> Path:
+    """Write the checkpoint and its tokenizer into `path`; transformers and pdserve can load it."""
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     torch.manual_seed(seed)
     dtype = torch_dtype(shape.dtype)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = transformers.AutoModelForCausalLM.from_config(config_of(shape), dtype=dtype)
     model.save_pretrained(path)
     del model
     gc.collect()  # modules form reference cycles; their weights would distort memory measurements

@@ -33,7 +33,7 @@ from pdserve.kv_transfer.operation import Cancellation, submit
 from pdserve.kv_transfer.registry import connect
 from pdserve.kv_transfer.staging import host_rows
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.rank_tickets import tickets_of_rank
+from pdserve.roles.rank_tickets import tickets_of_rank
 
 log = logging.getLogger(__name__)
 

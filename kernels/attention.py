@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from pdserve.kernels import cpu, native, reference
-from pdserve.kernels.batch import Kernel, PagedBatch
+from pdserve.kernels.batch import Kernel, KVFormat, PagedBatch
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +47,13 @@ def paged_attention(
     options: AttentionOptions,
 ) -> torch.Tensor:
     """Write the new KV and return causal attention of the new tokens over it, [T, H, D] in the dtype of the query."""
-    cache_N2GBD = batch.layer(layer)
-    batch.kernel.write_kv(cache_N2GBD, k_TGD, v_TGD, batch.slots_T)
-    return batch.kernel.attend(q_THD, cache_N2GBD, batch, options.scale, options.window, options.softcap)
+    batch.kernel.write_kv(batch.layer(layer), k_TGD, v_TGD, batch.slots_T)
+    return attend(q_THD, layer, batch, options)
+
+
+def attend(q_THD: torch.Tensor, layer: int, batch: PagedBatch, options: AttentionOptions) -> torch.Tensor:
+    """Return causal attention of the new tokens, whose KV is written, [T, H, D]."""
+    return batch.kernel.attend(q_THD, batch.layer(layer), batch, options.scale, options.window, options.softcap)
 
 
 def is_batch_invariant(setting: str, device: torch.device) -> bool:
@@ -57,10 +61,14 @@ def is_batch_invariant(setting: str, device: torch.device) -> bool:
     return BATCH_INVARIANT[device.type] if setting == "auto" else setting == "on"
 
 
-def select_kernel(name: str, device: torch.device, batch_invariant: str = "auto") -> Kernel:
-    """Return the kernel of a name: reference, cpu, triton, or auto, the fastest that runs on `device`.
+def select_kernel(name: str, device: torch.device, batch_invariant: str = "auto", kv: KVFormat | None = None) -> Kernel:
+    """Return the kernel of a name: reference, cpu, triton, flash, or auto, the fastest that runs on `device`.
 
-    With auto, a fallback to the reference kernel is logged with its reason.
+    With auto, a fallback to the reference kernel is logged with its reason. On GPUs, auto takes flash-attn and FlashInfer
+    for the phases that they can compute, unless rows must have the same bits in any batch.
+
+    Args:
+        kv: what the kernel will attend over, without which flash is not chosen.
 
     Raises:
         KernelUnavailable: a kernel requested by name cannot run here, or none that is batch-invariant if that is "on".
@@ -71,9 +79,11 @@ def select_kernel(name: str, device: torch.device, batch_invariant: str = "auto"
                 "--batch-invariant on: not with the reference kernel, whose rounding depends on the batch"
             )
         return reference
-    requested = name if name != "auto" else "cpu" if device.type == "cpu" else "triton"
+    invariant = is_batch_invariant(batch_invariant, device)
     try:
-        return _LOADERS[requested](device, is_batch_invariant(batch_invariant, device))
+        if name == "flash" or (name == "auto" and device.type == "cuda" and kv is not None and not invariant):
+            return _flash_kernel(device, invariant, kv, required=name == "flash")
+        return _LOADERS[name if name != "auto" else "cpu" if device.type == "cpu" else "triton"](device, invariant)
     except KernelUnavailable as error:
         if name != "auto" or batch_invariant == "on":
             raise
@@ -99,6 +109,26 @@ def _triton_kernel(device: torch.device, batch_invariant: bool) -> Kernel:
     if device.type == "cpu" and not launch.INTERPRETED:
         raise KernelUnavailable("on the CPU the triton kernel runs only with TRITON_INTERPRET=1")
     return triton_kernels.INVARIANT if batch_invariant else triton_kernels
+
+
+def _flash_kernel(device: torch.device, batch_invariant: bool, kv: KVFormat | None, *, required: bool) -> Kernel:
+    """Return flash-attn and FlashInfer where they can be used, and the Triton kernel for the rest."""
+    triton = _triton_kernel(device, batch_invariant)
+    if batch_invariant or kv is None:
+        raise KernelUnavailable(
+            "the flash kernel rounds a row otherwise in another batch: not with --batch-invariant on"
+        )
+    from pdserve.kernels.gpu import flash
+
+    chosen = flash.choose(flash.installed(), flash.capability(device), kv)
+    log.info("attention on %s: prefill by %s, decode by %s", device, chosen.prefill, chosen.decode)
+    for reason in chosen.reasons:
+        (log.warning if required else log.debug)("attention: %s", reason)
+    if chosen.prefill == chosen.decode == triton.NAME:
+        if required:
+            raise KernelUnavailable(f"the flash kernel can compute neither phase: {'; '.join(chosen.reasons)}")
+        return triton
+    return flash.FlashKernel(chosen, device)
 
 
 _LOADERS = {"cpu": _cpu_kernel, "triton": _triton_kernel}

@@ -8,15 +8,15 @@ Shape legend, here and in the kernels:
     D  head size                        C  blocks to copy
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 
 class Kernel(Protocol):
-    """One back end of paged attention. Implemented by the modules `reference`, `cpu` and `gpu.triton_kernels`."""
+    """One back end of paged attention: the modules `reference`, `cpu`, `gpu.triton_kernels`, and a class in `gpu.flash`."""
 
     NAME: str
 
@@ -47,18 +47,30 @@ class Kernel(Protocol):
 
 
 @dataclass(frozen=True)
+class KVFormat:
+    """What a kernel attends over."""
+
+    dtype: torch.dtype
+    head_dim: int
+    block_size: int  # tokens
+
+
+@dataclass(frozen=True)
 class PagedBatch:
     """A flattened batch: the new tokens of each sequence, one sequence after the other.
 
     Attributes:
         pool_NL2GBD: the whole pool, [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
-        slots_T: int64, destination of each new token's KV: block id × block size + offset.
-        tables_SM: int64, block ids of each sequence in order; unused entries are 0, and those outside the attention window
-            of every layer are void.
+        slots_T: integers, destination of each new token's KV: block id × block size + offset; -1: nowhere (GPUs only).
+        tables_SM: integers, block ids of each sequence in order; unused entries are 0, and those outside the attention
+            window of every layer are void.
         query_lens: new tokens of each sequence.
         kv_lens: tokens of each sequence that have KV after this step, the new ones included.
-        kv_lens_S: the same on the device, int64.
+        kv_lens_S: the same on the device, integers.
         kernel: the back end that all layers use.
+        known_starts: `starts`, where the device has them already.
+
+    The integers on the device are int64 for CPU kernels, and int32 on GPUs.
     """
 
     pool_NL2GBD: torch.Tensor
@@ -68,6 +80,7 @@ class PagedBatch:
     kv_lens: list[int]
     kv_lens_S: torch.Tensor
     kernel: Kernel
+    known_starts: torch.Tensor | None = None
 
     @property
     def block_size(self) -> int:
@@ -79,7 +92,44 @@ class PagedBatch:
 
     @cached_property
     def starts(self) -> torch.Tensor:
-        """Index of each sequence's first new token in the flattened batch, then T: int64 [S + 1] on the device."""
+        """Index of each sequence's first new token in the flattened batch, then T: integers [S + 1] on the device."""
+        if self.known_starts is not None:
+            return self.known_starts
         starts = torch.zeros(len(self.query_lens) + 1, dtype=torch.long)
         torch.cumsum(torch.tensor(self.query_lens), 0, out=starts[1:])
-        return starts.to(self.kv_lens_S.device)
+        return starts.to(self.kv_lens_S.device, self.kv_lens_S.dtype)
+
+    @cached_property
+    def plans(self) -> dict[object, Any]:
+        """What a kernel has derived from the lengths, by its own keys: the layers of a step do it once."""
+        return {}
+
+    @cached_property
+    def kv_starts(self) -> torch.Tensor:
+        """Sums of the tokens with KV of the sequences before each, then of all: int32 [S + 1] on the device."""
+        return torch.nn.functional.pad(self.kv_lens_S.cumsum(0), (1, 0)).int()
+
+    @cached_property
+    def num_decoding(self) -> int:
+        """How many sequences at the front have one new token. The scheduler puts decoding ones first."""
+        return next((i for i, length in enumerate(self.query_lens) if length > 1), len(self.query_lens))
+
+    @cached_property
+    def phases(self) -> tuple["PagedBatch", "PagedBatch"]:
+        """The decoding sequences at the front, and all others, as views of this batch; either may be empty."""
+        count = self.num_decoding  # of sequences, and of their tokens
+        starts = self.starts
+        parts = ((slice(None, count), starts[: count + 1]), (slice(count, None), starts[count:] - count))
+        decoding, others = (
+            replace(
+                self,
+                slots_T=self.slots_T[part],
+                tables_SM=self.tables_SM[part],
+                query_lens=self.query_lens[part],
+                kv_lens=self.kv_lens[part],
+                kv_lens_S=self.kv_lens_S[part],
+                known_starts=starts,
+            )
+            for part, starts in parts
+        )
+        return decoding, others

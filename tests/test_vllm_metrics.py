@@ -5,13 +5,13 @@ import time
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdserve.control.vllm_metrics import INSTANCE_COUNTERS, vllm_families
 from pdserve.counters import metric_families, series
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.instances.fleet import Fleet
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.telemetry.timeline import Timeline
-from pdserve.vllm_metrics import INSTANCE_COUNTERS, vllm_families
 
 COUNTERS = {
     "num_requests_running": 3.0,

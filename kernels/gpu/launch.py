@@ -2,6 +2,7 @@
 
 import os
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 
@@ -9,6 +10,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 INTERPRETER_PROCESSORS = 4  # assumed in the interpreter, so that tests cover split KV and persistent programs
 
 
+@cache
 def processors(device: torch.device) -> int:
     """Return the number of multiprocessors."""
     if device.type != "cuda":

@@ -27,6 +27,7 @@ from pdserve.kernels.batch import Kernel, PagedBatch
 from pdserve.kernels.gpu.launch import INTERPRETED, device_of, processors
 
 NAME = "triton"
+is_capturable = True  # in a CUDA graph: nothing is read from the device, and grids follow from the lengths on the host
 MIN_SPLIT_TOKENS = 256  # KV tokens: shorter splits do not pay for the second kernel
 INVARIANT_SPLIT_TOKENS = 512
 UNSPLIT = 1 << 30  # KV tokens: more than any sequence has
@@ -55,7 +56,9 @@ def _write_kv(
 ):
     t, g = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, D_PAD)
-    slot = tl.load(slots + t)
+    slot = tl.load(slots + t).to(tl.int64)
+    if slot < 0:
+        return
     target = cache + slot // B * stride_block + g * stride_head + slot % B * D + d
     tl.store(target, tl.load(k + t * k_token + g * k_head + d, mask=d < D), mask=d < D)
     tl.store(target + stride_half, tl.load(v + t * v_token + g * v_head + d, mask=d < D), mask=d < D)
@@ -121,7 +124,7 @@ def _attend_split(
         inside = kv_position < kv_end
         if WINDOWED:
             inside = inside & (kv_position >= kv_start)
-        block = tl.load(table + kv_position // B, mask=inside, other=0)
+        block = tl.load(table + kv_position // B, mask=inside, other=0).to(tl.int64)
         k_rows = k_head + block * stride_block + kv_position % B * D
         inside_elements = inside[:, None] & (d < D)[None, :]
         k_tile = tl.load(k_rows[:, None] + d[None, :], mask=inside_elements, other=0.0)
@@ -186,7 +189,7 @@ def _attend(
     # One axis for three, as the length of the others is limited to 65535.
     tile, g = tl.program_id(0) % tiles, tl.program_id(1)
     s, split = tl.program_id(0) // tiles // splits_per_seq, tl.program_id(0) // tiles % splits_per_seq
-    start = tl.load(starts + s)
+    start = tl.load(starts + s).to(tl.int64)
     query_len = tl.load(starts + s + 1) - start
     kv_len = tl.load(kv_lens + s)
     if (query_len == 1) != DECODE:
@@ -260,7 +263,7 @@ def _combine(
     D_PAD: tl.constexpr,
 ):
     s, h = tl.program_id(0), tl.program_id(1)
-    start = tl.load(starts + s)
+    start = tl.load(starts + s).to(tl.int64)
     if tl.load(starts + s + 1) - start != 1:
         return
     splits, _ = _num_splits(tl.load(kv_lens + s), split_length, window, WINDOWED)
@@ -347,12 +350,10 @@ def attend(
     tables_SM = batch.tables_SM.contiguous()
     windowed, seqs_padded = window is not None, triton.next_power_of_2(seqs)
 
-    def launch(decode: bool, split_length: int) -> None:
-        kv_lens = [kv for new, kv in zip(batch.query_lens, batch.kv_lens, strict=True) if (new == 1) == decode]
-        splits = max(_count_splits(kv, split_length, window if decode else None) for kv in kv_lens)
+    def launch(decode: bool, split_length: int, splits: int, num_parts: int) -> None:
         parts = [out_THD] * 3
         if decode and splits > 1:
-            shape = (sum(_count_splits(kv, split_length, window) for kv in batch.kv_lens), heads)
+            shape = (num_parts, heads)
             parts = [q_THD.new_empty(s, dtype=torch.float32) for s in ((*shape, size), shape, shape)]
         tuning = _tuning(decode, invariant, repeats, padded * q_THD.itemsize)
         tiles = triton.cdiv(max(batch.query_lens) * repeats if not decode else repeats, tuning["ROWS"])
@@ -404,15 +405,31 @@ def attend(
                 enable_fp_fusion=tuning["enable_fp_fusion"],
             )
 
+    key = (NAME, window, kv_heads, invariant)
+    if key not in batch.plans:
+        batch.plans[key] = _plan(batch, window, kv_heads, invariant, q_THD.device)
     with device_of(q_THD):
-        decoding = [kv for new, kv in zip(batch.query_lens, batch.kv_lens, strict=True) if new == 1]
-        if len(decoding) < seqs:
-            launch(False, INVARIANT_SPLIT_TOKENS if invariant else UNSPLIT)
-        if decoding:
-            max_kv_len = min(window or UNSPLIT, max(decoding))
-            by_load = _split_length(len(decoding) * kv_heads, max_kv_len, q_THD.device)
-            launch(True, INVARIANT_SPLIT_TOKENS if invariant else by_load)
+        for arguments in batch.plans[key]:
+            launch(*arguments)
     return out_THD
+
+
+def _plan(
+    batch: PagedBatch, window: int | None, kv_heads: int, invariant: bool, device: torch.device
+) -> list[tuple[bool, int, int, int]]:
+    """Return the launches of a step: whether of decode, length and largest number of splits, partial results in all."""
+    lengths = list(zip(batch.query_lens, batch.kv_lens, strict=True))
+    decoding, others = [kv for new, kv in lengths if new == 1], [kv for new, kv in lengths if new > 1]
+    plan = []
+    if others:
+        length = INVARIANT_SPLIT_TOKENS if invariant else UNSPLIT
+        plan.append((False, length, max(_count_splits(kv, length, None) for kv in others), 0))
+    if decoding:
+        longest = min(window or UNSPLIT, max(decoding))
+        length = INVARIANT_SPLIT_TOKENS if invariant else _split_length(len(decoding) * kv_heads, longest, device)
+        splits = max(_count_splits(kv, length, window) for kv in decoding)
+        plan.append((True, length, splits, sum(_count_splits(kv, length, window) for kv in batch.kv_lens)))
+    return plan
 
 
 def copy_blocks(pool_N: torch.Tensor, sources_C: torch.Tensor, targets_C: torch.Tensor) -> None:
@@ -499,6 +516,7 @@ INVARIANT = cast(
     Kernel,
     SimpleNamespace(
         NAME="triton-invariant",
+        is_capturable=True,
         write_kv=write_kv,
         attend=partial(attend, invariant=True),
         copy_blocks=copy_blocks,

@@ -1,5 +1,6 @@
 """Loading of checkpoints: any decoder that transformers supports, with paged attention and fused CPU layers in place."""
 
+import importlib.util
 import logging
 import os
 from pathlib import Path
@@ -30,6 +31,7 @@ from pdserve.pooling import read_pooling
 
 log = logging.getLogger(__name__)
 
+MIN_FP8_CAPABILITY = (8, 9)
 DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
@@ -167,9 +169,13 @@ def _load_model(
         raise SetupError(f"{unsupported}: transformers {transformers.__version__} has no causal language model for it")
     invariant = is_batch_invariant(config.batch_invariant, device)
     by_rows = dtype in FUSED_DTYPES and (device.type == "cpu" or invariant)
-    options = {"dtype": dtype, "attn_implementation": paged_model.NAME, "use_safetensors": True}
-    if by_rows:
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": paged_model.NAME, "use_safetensors": True}
+    if by_rows:  # by default, transformers computes experts as grouped products, without a loop over them
         options["experts_implementation"] = experts.NAME
+    if is_quantized := _check_quantization(hf_config, device, invariant):
+        if group is not None:
+            raise SetupError("quantized weights are not divided among ranks: leave out --tensor-parallel-size")
+        options["device_map"] = {"": device}  # where its layers pack the weights
     try:
         if group is not None:
             model = Shard(path, hf_config, group).load(**options)
@@ -178,7 +184,8 @@ def _load_model(
     except ValueError as error:
         raise SetupError(f"{unsupported}: {str(error).strip().splitlines()[0]}") from error
     loaded: torch.nn.Module = model.eval().requires_grad_(False)
-    loaded = loaded.to(device)
+    if not is_quantized:
+        loaded = loaded.to(device)
     if device.type == "cpu" and config.kernel != "triton":  # in Triton's interpreter, the model runs as on a GPU
         fuse = config.kernel != "reference"
         prepack(loaded, tiled=fuse, min_rows=2 if invariant else 1)
@@ -188,7 +195,53 @@ def _load_model(
             fuse_mlps(loaded)
         for parameter in loaded.parameters():  # each step reads them all: fewer page walks save a tenth of its time
             memory.huge_pages(parameter.data, written=True)
+    elif config.kernel != "reference":
+        _fuse_for_gpu(loaded)
     return loaded
+
+
+def _check_quantization(hf_config: Any, device: torch.device, invariant: bool) -> bool:
+    """Return whether the weights are quantized, in a way that transformers and the device support.
+
+    Raises:
+        SetupError: in another way, or not on this device.
+    """
+    quantization = getattr(hf_config, "quantization_config", None)
+    if not quantization:
+        return False
+    if not isinstance(quantization, dict):
+        quantization = quantization.to_dict()
+    method = getattr(quantization.get("quant_method"), "value", quantization.get("quant_method"))
+    if method != "fp8":
+        raise SetupError(f"weights quantized by {method} are not supported; use an FP8 or an unquantized checkpoint")
+    if device.type != "cuda":
+        raise SetupError(f"FP8 weights need a GPU, and the device is {device}; use the unquantized checkpoint")
+    if (capability := torch.cuda.get_device_capability(device)) < MIN_FP8_CAPABILITY:
+        needed, found = (".".join(map(str, each)) for each in (MIN_FP8_CAPABILITY, capability))
+        raise SetupError(
+            f"FP8 weights need a GPU of compute capability {needed}, and this one has {found}; use the unquantized checkpoint"
+        )
+    if invariant:
+        raise SetupError("--batch-invariant on: not with FP8 weights, whose products are not ours")
+    if importlib.util.find_spec("accelerate") is None:
+        raise SetupError("FP8 weights need the package accelerate: pip install accelerate")
+    return True
+
+
+def _fuse_for_gpu(model: torch.nn.Module) -> None:
+    """Replace in place what fewer launches can compute. On the CPU, in Triton's interpreter."""
+    try:
+        from pdserve.engine.gpu_fusion.fused_attention import fuse_attention
+        from pdserve.engine.gpu_fusion.fused_layer import fuse_layers
+        from pdserve.kernels.gpu import elementwise, launch
+    except ImportError as error:
+        log.warning("the model's layers are not fused: %s", error)
+        return
+    if next(model.parameters()).device.type == "cpu" and not launch.INTERPRETED:
+        return  # the kernel is refused later, with its reason
+    norms, mlps = fuse_norms(model, elementwise), fuse_mlps(model, elementwise)
+    attentions, layers = fuse_attention(model), fuse_layers(model)
+    log.info("fused for the GPU: %d norms, %d MLPs, %d attentions, %d layers", norms, mlps, attentions, layers)
 
 
 def _eos_token_ids(path: Path, text_config: Any) -> frozenset[int]:

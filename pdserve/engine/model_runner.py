@@ -4,11 +4,14 @@ Shape legend: see kernels/batch.py; V vocabulary, A rows for which logprobs are 
 """
 
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from pdserve.config import EngineConfig, parse_size
@@ -29,17 +32,38 @@ from pdserve.engine.sampler import (
     score,
 )
 from pdserve.engine.sequence import Sequence
-from pdserve.engine.step_graph import StepGraphs
+from pdserve.engine.step_graph import PaddedGraphs, StepGraphs
 from pdserve.errors import SetupError
 from pdserve.kernels import cpu
 from pdserve.kernels.attention import KernelUnavailable, is_batch_invariant, select_kernel
-from pdserve.kernels.batch import Kernel, PagedBatch
+from pdserve.kernels.batch import Kernel, KVFormat, PagedBatch
 from pdserve.kernels.memory import huge_pages, keep_freed_memory
+from pdserve.kernels.packed import packed_copy
 from pdserve.keys import token_array
 from pdserve.request import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0)
 CPU_MEMORY_FRACTION = 0.25  # of free memory, the default pool size: leaves room for a second instance and a desktop
+
+
+TokenIds = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What one step computes, on the device.
+
+    Attributes:
+        ids_1T, positions_1T: the new tokens and their positions.
+        logit_rows: indices of the tokens whose logits are needed; one even if none is.
+        is_decode_step: whether each sequence has one new token, whose logits are needed.
+    """
+
+    ids_1T: torch.Tensor
+    positions_1T: torch.Tensor
+    batch: PagedBatch
+    logit_rows: torch.Tensor
+    is_decode_step: bool
 
 
 class ModelRunner:
@@ -63,13 +87,14 @@ class ModelRunner:
         self.block_size = config.block_size
         try:
             batch_invariant = config.batch_invariant if checkpoint.dtype in FUSED_DTYPES else "off"
-            self.kernel = select_kernel(config.kernel, self.device, batch_invariant)
+            kv = KVFormat(checkpoint.dtype, checkpoint.layout.head_dim, config.block_size)
+            self.kernel = select_kernel(config.kernel, self.device, batch_invariant, kv)
         except KernelUnavailable as error:
             raise SetupError(str(error)) from error
         is_invariant = is_batch_invariant(config.batch_invariant, self.device)
         ranks = checkpoint.layout.ranks
         self.numerics = numerics_class(self.kernel, self.device, checkpoint.dtype, is_invariant, ranks)
-        self.graphs: StepGraphs | None = None
+        self.graphs: StepGraphs | PaddedGraphs | None = None
         self._min_rows = largest_min_rows(checkpoint.model)
         self._row_functions = _row_functions(checkpoint.model, self.kernel)
         self.window = self._check_architecture()
@@ -88,6 +113,9 @@ class ModelRunner:
         if self.kernel is cpu and ranks == 1:
             max_blocks_per_seq = min(self.num_blocks, -(-checkpoint.context_length // self.block_size))
             self.graphs = StepGraphs(self._compute_logits, max_blocks_per_seq)
+        elif ranks == 1 and self.device.type == "cuda" and getattr(self.kernel, "is_capturable", False):
+            max_tokens = min(self.num_blocks * self.block_size, checkpoint.context_length)
+            self.graphs = PaddedGraphs(self._compute_logits, max_tokens)
 
     def _new_pool(self, num_blocks: int, device: torch.device | None = None) -> torch.Tensor:
         layout = self.checkpoint.layout
@@ -145,39 +173,34 @@ class ModelRunner:
         """
         if not num_scheduled_tokens:
             return {}
-        seqs, counts = list(num_scheduled_tokens), list(num_scheduled_tokens.values())
-        ids: list[int] = []
-        positions: list[int] = []
         complete: list[Sequence] = []
         last_rows: list[int] = []  # of the complete sequences
         pooled_rows: list[tuple[Sequence, int]] = []  # rows whose hidden states count for embeddings
         row_of: list[int] = []  # index in `last_rows` of each complete sequence and of those that share its prompt
         scored: list[tuple[Sequence, int]] = []  # and position, of tokens of prompts whose logprobs are due
         scored_rows: list[int] = []  # of the tokens before these
+        end = 0
         for seq, count in num_scheduled_tokens.items():
-            ids += seq.tokens[seq.num_computed : seq.num_computed + count]
-            positions += range(seq.num_computed, seq.num_computed + count)
             if seq.scores_prompt:
                 due = range(seq.num_computed + 1, min(seq.num_computed + count + 1, seq.num_prompt))
                 scored += [(seq, position) for position in due]
-                scored_rows += range(len(ids) - count, len(ids) - count + len(due))
+                scored_rows += range(end, end + len(due))
             if seq.pooling is not None:
-                rows_of_seq = range(len(ids) - count, len(ids))
-                pooled_rows += [(seq, row) for row in pooled_part(seq, count, rows_of_seq)]
+                pooled_rows += [(seq, row) for row in pooled_part(seq, count, range(end, end + count))]
             elif count == seq.num_uncomputed:
                 row_of += [len(last_rows)] * (1 + len(seq.siblings))
                 complete += [seq, *seq.siblings]
-                last_rows.append(len(ids) - 1)
-        self._announce(seqs, counts, ids, last_rows + scored_rows)
-        batch = self._build_batch(seqs, counts, positions)
+                last_rows.append(end + count - 1)
+            end += count
+        logit_rows = last_rows + scored_rows
+        inputs = self.inputs(num_scheduled_tokens, logit_rows)
         if pooled_rows:
-            logits_SV = self._forward_and_pool(ids, positions, batch, last_rows + scored_rows, pooled_rows)
+            logits_SV = self._forward_and_pool(inputs, logit_rows, pooled_rows)
             for seq, count in num_scheduled_tokens.items():
                 if seq.pooling is not None and count == seq.num_uncomputed:
                     record_embedding(seq)
         else:
-            rows = torch.tensor(last_rows + scored_rows, dtype=torch.long, device=self.device)
-            logits_SV = self.forward(ids, positions, batch, rows)
+            logits_SV = self.forward(inputs)
         if scored:
             score(logits_SV[len(last_rows) :], scored)
             logits_SV = logits_SV[: len(last_rows)]
@@ -193,32 +216,21 @@ class ModelRunner:
         if not complete:
             return {}
         logprob_rows = [i for i, seq in enumerate(complete) if seq.sampling.logprobs is not None]
-        logprobs_AV = model_logprobs(logits_SV, logprob_rows)  # before the sampler changes the logits
+        # Before the sampler changes the logits.
+        logprobs_AV = model_logprobs(logits_SV, logprob_rows) if logprob_rows else None
         sampled = sample(logits_SV, complete)
-        record_logprobs(logprobs_AV, [complete[i] for i in logprob_rows], [sampled[i] for i in logprob_rows])
+        if logprobs_AV is not None:
+            record_logprobs(logprobs_AV, [complete[i] for i in logprob_rows], [sampled[i] for i in logprob_rows])
         return dict(zip(complete, sampled, strict=True))
 
-    def _announce(self, seqs: list[Sequence], counts: list[int], ids: list[int], logit_rows: list[int]) -> None:
-        """Tell other ranks of a step, which they compute too. There are none here."""
-
-    def forward(
-        self, ids: list[int], positions: list[int], batch: PagedBatch, logit_rows: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Return the logits [S, V] of the tokens at `logit_rows`; one row if that is empty, which models do not accept."""
-        ids_1T, positions_1T = (torch.tensor([values], device=self.device) for values in (ids, positions))
-        is_decode_step = len(logit_rows) == len(batch.query_lens) == len(ids)  # every position is sampled
-        if self.graphs is not None and is_decode_step:
-            return self.graphs.logits(ids_1T, positions_1T, batch)
-        keep = logit_rows if len(logit_rows) else torch.zeros(1, dtype=torch.long, device=self.device)
-        return self._compute_logits(ids_1T, positions_1T, batch, keep)
+        if self.graphs is not None and inputs.is_decode_step:
+            return self.graphs.logits(inputs.ids_1T, inputs.positions_1T, inputs.batch)
+        return self._compute_logits(inputs.ids_1T, inputs.positions_1T, inputs.batch, inputs.logit_rows)
 
     def _forward_and_pool(
-        self,
-        ids: list[int],
-        positions: list[int],
-        batch: PagedBatch,
-        logit_rows: list[int],
-        pooled_rows: list[tuple[Sequence, int]],
+        self, inputs: StepInputs, logit_rows: list[int], pooled_rows: list[tuple[Sequence, int]]
     ) -> torch.Tensor:
         """Return the logits of `logit_rows`, and add the hidden states of `pooled_rows` to their sequences.
 
@@ -232,11 +244,10 @@ class ModelRunner:
             return (args[0][:, :num_logits], *args[1:])
 
         rows = torch.tensor([*logit_rows, *(row for _, row in pooled_rows)], dtype=torch.long, device=self.device)
-        ids_1T, positions_1T = (torch.tensor([values], device=self.device) for values in (ids, positions))
         model: Any = self.checkpoint.model
         hook = model.get_output_embeddings().register_forward_pre_hook(capture)
         try:
-            logits_SV = self._compute_logits(ids_1T, positions_1T, batch, rows)
+            logits_SV = self._compute_logits(inputs.ids_1T, inputs.positions_1T, inputs.batch, rows)
         finally:
             hook.remove()
         for (seq, _), row_H in zip(pooled_rows, hidden[0].cpu(), strict=True):
@@ -258,24 +269,50 @@ class ModelRunner:
         logits_SV: torch.Tensor = output.logits[0, :num_logits]
         return logits_SV
 
-    def _build_batch(self, seqs: list[Sequence], counts: list[int], positions: list[int]) -> PagedBatch:
-        kv_lens = [seq.num_computed + count for seq, count in zip(seqs, counts, strict=True)]
-        tables_SM = torch.zeros((len(seqs), max(len(seq.block_ids) for seq in seqs)), dtype=torch.long)
-        for row, seq in enumerate(seqs):
-            tables_SM[row, : len(seq.block_ids)] = torch.tensor(seq.block_ids)
-        rows_T = torch.repeat_interleave(torch.arange(len(seqs)), torch.tensor(counts))
-        positions_T = torch.tensor(positions)
-        blocks_T = tables_SM[rows_T, positions_T // self.block_size]
-        slots_T = blocks_T * self.block_size + positions_T % self.block_size
-        return PagedBatch(
+    def inputs(self, num_scheduled_tokens: Mapping[Sequence, int], logit_rows: list[int]) -> StepInputs:
+        """Return what the model needs to compute the scheduled tokens, moved to the device in one copy.
+
+        Args:
+            logit_rows: tokens whose logits are needed, as indices in the flattened batch.
+        """
+        seqs, counts = list(num_scheduled_tokens), list(num_scheduled_tokens.values())
+        first = [seq.num_computed for seq in seqs]
+        new = [
+            np.frombuffer(seq.tokens, np.uint32)[begin : begin + count]
+            for seq, begin, count in zip(seqs, first, counts, strict=True)
+        ]
+        return self.step_inputs(np.concatenate(new), counts, first, [seq.block_ids for seq in seqs], logit_rows)
+
+    def step_inputs(
+        self, ids_T: TokenIds, counts: list[int], first: list[int], tables: list[list[int]], logit_rows: list[int]
+    ) -> StepInputs:
+        """Return the same, given the new tokens of all sequences, and of each their number, the position of the first, and
+        the block table."""
+        kv_lens = [begin + count for begin, count in zip(first, counts, strict=True)]
+        starts = np.cumsum([0, *counts])
+        rows_T = np.repeat(np.arange(len(counts)), counts)
+        positions_T = np.arange(len(ids_T)) + np.subtract(first, starts[:-1])[rows_T]
+        tables_SM = np.zeros((len(counts), max(map(len, tables))), dtype=np.int64)
+        for row, table in enumerate(tables):
+            tables_SM[row, : len(table)] = table
+        slots_T = tables_SM[rows_T, positions_T // self.block_size] * self.block_size + positions_T % self.block_size
+        rows = np.array(logit_rows or [0])
+        arrays = (ids_T[None].astype(np.int64), positions_T[None], slots_T, np.array(kv_lens), starts, rows, tables_SM)
+        ids_1T, positions_1T, slots, kv_lens_S, starts_on_device, rows_on_device, tables_on_device = packed_copy(
+            arrays, self.device
+        )
+        batch = PagedBatch(
             pool_NL2GBD=self.pool_NL2GBD,
-            slots_T=slots_T.to(self.device),
-            tables_SM=tables_SM.to(self.device),
+            slots_T=slots,
+            tables_SM=tables_on_device,
             query_lens=counts,
             kv_lens=kv_lens,
-            kv_lens_S=torch.tensor(kv_lens, device=self.device),
+            kv_lens_S=kv_lens_S,
             kernel=self.kernel,
+            known_starts=starts_on_device,
         )
+        is_decode_step = len(logit_rows) == len(counts) == len(ids_T)  # every position is sampled
+        return StepInputs(ids_1T, positions_1T, batch, rows_on_device, is_decode_step)
 
     @torch.inference_mode()
     def _check_architecture(self) -> int | None:
@@ -298,9 +335,9 @@ class ModelRunner:
             return self.kernel.attend(*args)
 
         spy = cast(Kernel, SimpleNamespace(write_kv=self.kernel.write_kv, attend=attend))
-        batch = replace(self._build_batch([probe], [2], [0, 1]), kernel=spy)
+        inputs = self.inputs({probe: 2}, [1])
         try:
-            self.forward([0, 0], [0, 1], batch, torch.tensor([1], device=self.device))
+            self.forward(replace(inputs, batch=replace(inputs.batch, kernel=spy)))
         except (UnsupportedAttention, TypeError) as error:
             if isinstance(error, TypeError) and "paged" not in str(error):
                 raise  # a defect, not a model that rejects the `paged` argument

@@ -4,13 +4,16 @@ The batch travels as a keyword argument (`paged=`) of the forward, through the m
 Shape legend: see kernels/batch.py.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
-from pdserve.kernels.attention import AttentionOptions, paged_attention
+from pdserve.kernels.attention import AttentionOptions, attend, paged_attention
 from pdserve.kernels.batch import PagedBatch
+
+if TYPE_CHECKING:
+    from pdserve.engine.gpu_fusion.fused_attention import Deferred
 
 NAME = "pdserve_paged"
 
@@ -20,9 +23,12 @@ class UnsupportedAttention(Exception):
 
 
 def register() -> None:
-    """Register `attn_implementation=NAME` with transformers. Idempotent."""
+    """Register `attn_implementation=NAME` with transformers. Idempotent.
+
+    Without a mask function, transformers builds no mask: the kernel derives causality and windows from the batch. With one,
+    it would first look for packed sequences in the positions, whose result it reads: a wait for the GPU in every step.
+    """
     AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, _no_mask)
 
 
 def attention_forward(
@@ -36,11 +42,13 @@ def attention_forward(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    deferred: "Deferred | None" = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return the attention output [1, T, H, D] and no weights. The signature is the one that transformers calls.
 
-    Where the batch has one token and T is larger, the other rows are the same token again (`ModelRunner._compute_logits`).
+    With `deferred`, q and k are not yet normalised and rotated (`gpu_fusion/fused_attention.py`). Where the batch has one
+    token and T is larger, the other rows are the same token again (`ModelRunner._compute_logits`).
 
     Raises:
         UnsupportedAttention: attention sinks, or layers whose KV does not fit the pool's shape.
@@ -57,9 +65,9 @@ def attention_forward(
     )
     num_tokens = len(paged.slots_T)
     q_THD, k_TGD, v_TGD = (x[0, :, :num_tokens].transpose(0, 1) for x in (q_1HTD, k_1GTD, v_1GTD))
-    y_THD = paged_attention(q_THD, k_TGD, v_TGD, layer, paged, options)
+    if deferred is not None:
+        q_THD = deferred.rotate_and_write(q_THD, k_TGD, v_TGD, paged.layer(layer), paged.slots_T)
+        y_THD = attend(q_THD, layer, paged, options)
+    else:
+        y_THD = paged_attention(q_THD, k_TGD, v_TGD, layer, paged, options)
     return y_THD.expand(q_1HTD.shape[2], -1, -1)[None], None
-
-
-def _no_mask(*args: object, **kwargs: object) -> None:
-    """Build no mask: the kernel derives causality and windows from the batch."""

@@ -6,6 +6,7 @@ Shape legend: S sequences, V vocabulary, R rows to sample with the CPU kernel, A
 import hashlib
 from array import array
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 
@@ -13,14 +14,13 @@ from pdserve.engine.grammar import apply_grammars
 from pdserve.engine.sequence import Sequence
 from pdserve.kernels import elementwise, native
 from pdserve.kernels.draw import draw
+from pdserve.kernels.gpu.draw import draw as gpu_draw
+from pdserve.kernels.noise import gumbel, random_bits
 from pdserve.logits_processors import apply_processors
 from pdserve.request import SamplingParams, TokenLogprobs
 
+GPU_ROWS = 16  # per pass on GPUs: 20 MiB in float64 for a vocabulary of 150,000
 CHUNK_LOGITS = 1 << 17  # logits per pass on CPUs: 1 MiB in float64, which stays in the cache
-# Constants of SplitMix64, as signed 64-bit integers.
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def rng_counter(seed: int, position: int) -> int:
@@ -30,22 +30,8 @@ def rng_counter(seed: int, position: int) -> int:
 
 
 def gumbel_noise(counters_S: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Return Gumbel noise [S, V] float64; entry (s, v) is a function of counters_S[s] and v alone.
-
-    The generator is SplitMix64 (Steele, Lea, Flood 2014) with v as its counter. Its products are meant to wrap around.
-    """
-    steps_V = torch.arange(1, vocab + 1, device=counters_S.device) * _GOLDEN
-    z_SV = counters_S[:, None] + steps_V
-    z_SV = (z_SV ^ _logical_shift_right(z_SV, 30)) * _MIX_1
-    z_SV = (z_SV ^ _logical_shift_right(z_SV, 27)) * _MIX_2
-    uniform_SV = (_logical_shift_right(z_SV ^ _logical_shift_right(z_SV, 31), 11).double() + 0.5) * 2.0**-53
-    uniform_SV.clamp_(max=1 - 2.0**-53)  # the largest would round to 1, whose noise is infinite
-    return -torch.log(-torch.log(uniform_SV))
-
-
-def _logical_shift_right(bits: torch.Tensor, by: int) -> torch.Tensor:
-    """Shift right and fill with zeros; torch's own operator keeps the sign."""
-    return (bits >> by) & ((1 << (64 - by)) - 1)
+    """Return Gumbel noise [S, V] float64; entry (s, v) is a function of counters_S[s] and v alone."""
+    return gumbel(random_bits(counters_S, torch.arange(vocab, device=counters_S.device)))
 
 
 def sample(logits_SV: torch.Tensor, seqs: list[Sequence]) -> list[int]:
@@ -60,18 +46,33 @@ def sample(logits_SV: torch.Tensor, seqs: list[Sequence]) -> list[int]:
     _apply_reasoning(logits_SV, seqs)
     tokens_S = _argmax(logits_SV)
     rows = [i for i, seq in enumerate(seqs) if seq.sampling.temperature > 0]
-    if rows and _has_kernels(logits_SV):
+    if rows and (draw_rows := _draw_function(logits_SV)) is not None:
         settings = [(p.temperature, p.top_k, p.top_p, p.min_p) for p in (seqs[i].sampling for i in rows)]
-        drawn_R = draw(logits_SV, tokens_S, rows, [_counter_of(seqs[i]) for i in rows], settings)
-        tokens_S[rows] = drawn_R
-        rows = [row for row, token in zip(rows, drawn_R.tolist(), strict=True) if token < 0]  # left to the reference
-    # On a CPU a few rows at a time: a dozen passes over them stay in the cache, which takes a quarter of the time.
-    chunk = max(1, CHUNK_LOGITS // logits_SV.shape[1]) if logits_SV.device.type == "cpu" else len(seqs)
+        drawn_R = draw_rows(logits_SV, tokens_S, rows, [_counter_of(seqs[i]) for i in rows], settings)
+        if len(rows) == len(seqs):
+            tokens_S = drawn_R
+        else:
+            tokens_S[rows] = drawn_R
+    elif rows:
+        tokens_S[rows] = -1
+    tokens: list[int] = tokens_S.tolist()
+    rows = [row for row in rows if tokens[row] < 0]  # left to the reference
+    # A few rows at a time. On a CPU a dozen passes over them stay in the cache, which takes a quarter of the time; on a GPU
+    # they take little memory.
+    chunk = max(1, CHUNK_LOGITS // logits_SV.shape[1]) if logits_SV.device.type == "cpu" else GPU_ROWS
     for start in range(0, len(rows), chunk):
         part = rows[start : start + chunk]
-        tokens_S[part] = _sample_gumbel(logits_SV[part].float(), [seqs[i] for i in part])
-    tokens: list[int] = tokens_S.tolist()
+        drawn = _sample_gumbel(logits_SV[part].float(), [seqs[i] for i in part]).tolist()
+        for row, token in zip(part, drawn, strict=True):
+            tokens[row] = token
     return tokens
+
+
+def _draw_function(logits_SV: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+    """Return the sampling kernel for a device, if it has one."""
+    if logits_SV.device.type != "cpu":
+        return gpu_draw
+    return draw if native.is_available() else None
 
 
 def _argmax(logits_SV: torch.Tensor) -> torch.Tensor:

@@ -19,11 +19,11 @@ from prometheus_client import (
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from pdserve.control.vllm_metrics import INSTANCE_COUNTERS, vllm_families
 from pdserve.counters import metric_families
 from pdserve.errors import SetupError, Unavailable
 from pdserve.instance.instance import Instance
 from pdserve.instance.router_link import RouterLinks
-from pdserve.vllm_metrics import INSTANCE_COUNTERS, vllm_families
 
 MAX_TURN_S = 60.0  # of the engine thread; a router, too, gives up on an instance that makes no progress for so long
 LOOP_TIMEOUT_S = 5.0  # for the event loop to answer, which takes milliseconds

@@ -17,9 +17,9 @@ from pdserve.kv_transfer.connector import (
     first_failure,
     request_cancel,
 )
-from pdserve.rank_tickets import join_tickets, tickets_of_rank
 from pdserve.ranks.followers import Followers
 from pdserve.ranks.messages import Cancel, Follow, Load, Match, Release, Store
+from pdserve.roles.rank_tickets import join_tickets, tickets_of_rank
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -1,15 +1,14 @@
 """Model runners of several ranks: rank 0 passes on what its engine asks of it, and the followers do the same."""
 
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from pdserve.config import EngineConfig
 from pdserve.engine.checkpoint import Checkpoint
-from pdserve.engine.model_runner import ModelRunner
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.model_runner import ModelRunner, StepInputs, TokenIds
 from pdserve.ranks.messages import ClearTail, CopyBlocks, Pairs, Step, Swap, pack_ids, unpack_ids
 
 if TYPE_CHECKING:
@@ -30,10 +29,12 @@ class LeadingRunner(ModelRunner):
         self.followers = followers
         self._is_leading = True
 
-    def _announce(self, seqs: list[Sequence], counts: list[int], ids: list[int], logit_rows: list[int]) -> None:
+    def step_inputs(
+        self, ids_T: TokenIds, counts: list[int], first: list[int], tables: list[list[int]], logit_rows: list[int]
+    ) -> StepInputs:
         if self._is_leading:
-            computed, tables = [seq.num_computed for seq in seqs], [pack_ids(seq.block_ids) for seq in seqs]
-            self.followers.send(Step(pack_ids(ids), counts, computed, tables, logit_rows))
+            self.followers.send(Step(pack_ids(ids_T.tolist()), counts, first, [*map(pack_ids, tables)], logit_rows))
+        return super().step_inputs(ids_T, counts, first, tables, logit_rows)
 
     def copy_blocks(self, pairs: Pairs) -> None:
         if pairs:
@@ -50,14 +51,6 @@ class LeadingRunner(ModelRunner):
         super().clear_tail(block, used)
 
 
-@dataclass(frozen=True)
-class _Progress:
-    """What a step needs to know of a sequence."""
-
-    num_computed: int
-    block_ids: list[int]
-
-
 class FollowingRunner(ModelRunner):
     """The runner of another rank."""
 
@@ -65,9 +58,5 @@ class FollowingRunner(ModelRunner):
     def follow(self, step: Step) -> None:
         """Compute the same step as rank 0, which alone gets the logits."""
         tables = [unpack_ids(table) for table in step.tables]
-        seqs = [_Progress(computed, table) for computed, table in zip(step.computed, tables, strict=True)]
-        spans = [range(one, one + count) for one, count in zip(step.computed, step.counts, strict=True)]
-        positions = [position for span in spans for position in span]
-        batch = self._build_batch(cast(list[Sequence], seqs), step.counts, positions)
-        rows = torch.tensor(step.logit_rows, dtype=torch.long, device=self.device)
-        self.forward(unpack_ids(step.ids), positions, batch, rows)
+        ids_T = np.array(unpack_ids(step.ids), dtype=np.uint32)
+        self.forward(self.step_inputs(ids_T, step.counts, step.computed, tables, step.logit_rows))

@@ -8,12 +8,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pdserve.control.vllm_metrics import ROUTER_COUNTERS, vllm_families
 from pdserve.counters import metric_families
 from pdserve.lifetime import LATENCY_METRICS
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
 from pdserve.router.scheduling.breaker import BreakerState
 from pdserve.router.telemetry.timeline import Timeline
-from pdserve.vllm_metrics import ROUTER_COUNTERS, vllm_families
 
 BREAKER_HELP = "circuit breaker of an instance: 0 closed (serves), 1 half-open (one request at a time), 2 open (none)"
 LATENCY_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120)

@@ -61,14 +61,9 @@ def compute(engine: Engine, steps: Steps) -> tuple[torch.Tensor, torch.Tensor]:
         seq.take_blocks(0, [], list(range(i * blocks, (i + 1) * blocks)))
     logits: list[list[torch.Tensor]] = [[] for _ in seqs]
     for step in steps:
-        spans = [range(seqs[i].num_computed, seqs[i].num_computed + count) for i, count in step]
-        positions = [position for span in spans for position in span]
-        ids = [seqs[i].tokens[position] for (i, _), span in zip(step, spans, strict=True) for position in span]
-        batch = runner._build_batch([seqs[i] for i, _ in step], [count for _, count in step], positions)
-        if all(count == 1 for _, count in step):
-            rows_TV = runner.forward(ids, positions, batch, torch.arange(len(ids))).clone()  # recorded or replayed
-        else:
-            rows_TV = runner._compute_logits(torch.tensor([ids]), torch.tensor([positions]), batch)
+        total = sum(count for _, count in step)
+        inputs = runner.inputs({seqs[i]: count for i, count in step}, list(range(total)))
+        rows_TV = runner.forward(inputs).clone()  # of decode steps recorded or replayed
         for (i, count), part_TV in zip(step, rows_TV.split([count for _, count in step]), strict=True):
             logits[i].append(part_TV)
             seqs[i].mark_computed(count)

@@ -2,8 +2,10 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,9 +14,9 @@ from pdserve.config import EngineConfig
 from pdserve.engine import step_graph
 from pdserve.engine.engine import Engine
 from pdserve.engine.model_runner import ModelRunner
-from pdserve.engine.step_graph import RECORD_AT_STEP, StepGraphs
-from pdserve.kernels import cpu, native
-from pdserve.kernels.batch import PagedBatch
+from pdserve.engine.step_graph import RECORD_AT_STEP, PaddedGraphs, StepGraphs, padded_rows, padded_tokens
+from pdserve.kernels import cpu, native, reference
+from pdserve.kernels.batch import Kernel, PagedBatch
 from pdserve.request import SamplingParams
 
 if not native.is_available():
@@ -57,7 +59,7 @@ def test_replayed_steps_have_the_logits_of_eager_ones(
 
     counts = [3 * RECORD_AT_STEP, 6 * RECORD_AT_STEP, 9 * RECORD_AT_STEP]
     eager, replaying = engine(), engine()
-    assert eager.runner.graphs is not None and replaying.runner.graphs is not None
+    assert isinstance(eager.runner.graphs, StepGraphs) and isinstance(replaying.runner.graphs, StepGraphs)
     eager.runner.graphs = None
     for expected, logits in zip(decode_logits(eager, counts), decode_logits(replaying, counts), strict=True):
         assert torch.equal(expected, logits)
@@ -169,3 +171,82 @@ def test_graphs_are_evicted_beyond_the_memory_limit(batch: PagedBatch, monkeypat
         step(11)
     assert graphs.verified == {8, 11}, "the most recently used"
     assert graphs.nbytes <= step_graph.MAX_BYTES
+
+
+def record_by_running(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+    """Stand in for CUDA: a replay runs the recorded function on the same tensors, into the same result."""
+    result = run()
+    return lambda: (result.copy_(run()), None)[1], result
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "mistral"])
+def test_padded_steps_have_the_logits_of_unpadded_ones(
+    architecture: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences end one after the other, and outgrow a limit of lengths."""
+    monkeypatch.setattr(step_graph, "MIN_PADDED_TOKENS", 8)
+    path = str(checkpoint(architecture, dtype="float32"))
+    counts = [4, 6, 9, 12, 40]
+    config = EngineConfig(model=path, kernel="reference", num_blocks=60, block_size=4, device="cpu")
+    plain, padded = Engine(config), Engine(config)
+    assert isinstance(padded.runner, ModelRunner) and padded.runner.graphs is None
+    graphs = PaddedGraphs(padded.runner._compute_logits, 200, record_by_running)
+    write_kv = padded.runner.kernel.write_kv
+
+    def skip_padding(cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        write_kv(cache, k[slots >= 0], v[slots >= 0], slots[slots >= 0])  # as the Triton kernel does
+
+    kernels = SimpleNamespace(NAME="double", write_kv=skip_padding, attend=attend_by_device_lengths)
+    padded.runner.kernel = cast(Kernel, kernels)
+    padded.runner.graphs = graphs
+    for got, expected in zip(decode_logits(padded, counts), decode_logits(plain, counts), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert {rows for rows, _ in graphs.sizes} == {1, 2, 4, 8} and len({tokens for _, tokens in graphs.sizes}) > 1
+    assert graphs.num_replayed > 20
+    assert isinstance(plain.runner, ModelRunner)
+    torch.testing.assert_close(padded.runner.pool_NL2GBD, plain.runner.pool_NL2GBD, rtol=1e-4, atol=1e-4)
+
+
+def attend_by_device_lengths(
+    q_THD: torch.Tensor, cache_N2GBD: torch.Tensor, batch: PagedBatch, *options: Any
+) -> torch.Tensor:
+    """The reference kernel with the lengths on the device: those on the host are limits."""
+    real = batch.kv_lens_S.tolist()
+    assert len(real) == len(batch.kv_lens) and all(a <= b for a, b in zip(real, batch.kv_lens, strict=True))
+    return reference.attend(q_THD, cache_N2GBD, replace(batch, kv_lens=real), *options)
+
+
+def test_a_step_that_cannot_be_recorded_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    def wrong(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        return lambda: None, run() + 1
+
+    pool = torch.zeros(2, 1, 2, 1, 4, 8)
+    one = torch.ones(1, dtype=torch.long)
+    batch = PagedBatch(pool, one, one[None], [1], [2], 2 * one, cpu)
+    for record, reason in ((refuse, "not permitted"), (wrong, "other logits")):
+        calls: list[int] = []
+
+        def model(ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+            calls.append(ids.shape[1])  # noqa: B023
+            return ids[0, :, None].float()
+
+        graphs = PaddedGraphs(model, 100, record)
+        for _ in range(3):
+            assert graphs.logits(one[None], one[None], batch).tolist() == [[1.0]]
+        assert not graphs.sizes and len(calls) >= 3 and reason in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("count", "rows"), [(1, 1), (2, 2), (3, 4), (5, 8), (33, 40), (64, 64), (65, 80), (250, 256), (257, 288)]
+)
+def test_padded_rows(count: int, rows: int) -> None:
+    assert padded_rows(count) == rows
+
+
+def test_padded_tokens() -> None:
+    lengths = [padded_tokens(longest, 10_000) for longest in (1, 1024, 1025, 4097, 10_000)]
+    assert lengths == [1024, 1024, 4096, 10_000, 10_000]
+    assert padded_tokens(300, 200) == 300

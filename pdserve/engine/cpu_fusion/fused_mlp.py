@@ -1,10 +1,11 @@
-"""Gated MLPs, down(activation(gate(x)) · up(x)), with the activation and the product in one pass; 16-bit types on CPUs.
+"""Gated MLPs, down(activation(gate(x)) · up(x)), with the activation and the product in one pass; 16-bit types.
 
 Candidates are found by trial: a module with these parts is replaced if it computes this, with an activation that the kernel
 implements.
 """
 
 from inspect import signature
+from types import ModuleType
 
 import torch
 
@@ -17,13 +18,19 @@ class FusedMLP(torch.nn.Module):
     """Gated MLP over three existing linear layers."""
 
     def __init__(
-        self, gate_proj: torch.nn.Module, up_proj: torch.nn.Module, down_proj: torch.nn.Module, activation: str
+        self,
+        gate_proj: torch.nn.Module,
+        up_proj: torch.nn.Module,
+        down_proj: torch.nn.Module,
+        activation: str,
+        kernels: ModuleType,
     ) -> None:
         super().__init__()
         self.gate_proj = gate_proj
         self.up_proj = up_proj
         self.down_proj = down_proj
         self._activation = activation
+        self._gate = kernels.gate
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden size] → [..., hidden size]"""
@@ -35,13 +42,16 @@ class FusedMLP(torch.nn.Module):
         if isinstance(gate, TiledLinear) and isinstance(up, TiledLinear) and gate.bias is up.bias is None:
             return linear.gated(x, gate.tiles, up.tiles, gate.out_features, self._activation)
         y: torch.Tensor = gate(x)
-        elementwise.gate(y, up(x), self._activation)
+        self._gate(y, up(x), self._activation)
         return y
 
 
 @torch.inference_mode()
-def fuse_mlps(model: torch.nn.Module) -> int:
-    """Replace in place the MLPs of a model on the CPU that `FusedMLP` equals.
+def fuse_mlps(model: torch.nn.Module, kernels: ModuleType = elementwise) -> int:
+    """Replace in place the MLPs of a model that `FusedMLP` equals.
+
+    Args:
+        kernels: the module with `gate` for the device of the model.
 
     Returns:
         The number of MLPs replaced.
@@ -52,14 +62,14 @@ def fuse_mlps(model: torch.nn.Module) -> int:
     count = 0
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            fused = _fused(child, dtype)
+            fused = _fused(child, dtype, kernels)
             if fused is not None:
                 setattr(parent, name, fused)
                 count += 1
     return count
 
 
-def _fused(mlp: torch.nn.Module, dtype: torch.dtype) -> FusedMLP | None:
+def _fused(mlp: torch.nn.Module, dtype: torch.dtype, kernels: ModuleType) -> FusedMLP | None:
     """Return the replacement of an MLP, or None if the module is no gated MLP or computes something else."""
     names = ("gate_proj", "up_proj", "down_proj", "act_fn")
     parts = [part for name in names if isinstance(part := getattr(mlp, name, None), torch.nn.Module)]
@@ -67,14 +77,15 @@ def _fused(mlp: torch.nn.Module, dtype: torch.dtype) -> FusedMLP | None:
     if width is None or len(signature(mlp.forward).parameters) > 1:  # further arguments would be ignored
         return None
     gate_proj, up_proj, down_proj, act_fn = parts
-    x = torch.randn((1, 1, width), generator=torch.Generator().manual_seed(0)).to(dtype)
+    device = next(mlp.parameters(), torch.empty(0)).device  # packed weights are no parameters
+    x = torch.randn((1, 1, width), generator=torch.Generator().manual_seed(0)).to(device, dtype)
     gate, up = gate_proj(x), up_proj(x)
     if gate.shape != up.shape or not nearly_equal(mlp(x), down_proj(act_fn(gate) * up)):
         return None
     for activation in elementwise.ACTIVATIONS:
-        gate = torch.linspace(-8, 8, 257, dtype=dtype)
+        gate = torch.linspace(-8, 8, 257, dtype=dtype).to(device)
         expected = act_fn(gate)
-        elementwise.gate(gate, torch.ones_like(gate), activation)
+        kernels.gate(gate, torch.ones_like(gate), activation)
         if nearly_equal(gate, expected):
-            return FusedMLP(gate_proj, up_proj, down_proj, activation)
+            return FusedMLP(gate_proj, up_proj, down_proj, activation, kernels)
     return None

@@ -1,7 +1,9 @@
-"""RMS norms in one pass over their input instead of seven, for 16-bit types on CPUs.
+"""RMS norms in one pass over their input instead of seven, for 16-bit types.
 
 Candidates are found by trial, not by name: models differ in where they round, and in whether 1 is added to the weight.
 """
+
+from types import ModuleType
 
 import torch
 
@@ -14,19 +16,24 @@ _TEST_ROWS = 16
 class FusedNorm(torch.nn.Module):
     """RMS norm: weight · x / √(mean(x²) + eps)."""
 
-    def __init__(self, weight_N: torch.nn.Parameter, eps: float) -> None:
+    def __init__(self, weight_N: torch.nn.Parameter, eps: float, kernels: ModuleType) -> None:
         super().__init__()
         self.weight = weight_N
         self.eps = eps
+        self._rms_norm = kernels.rms_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., N] → [..., N]"""
-        return elementwise.rms_norm(x, self.weight, self.eps)
+        y: torch.Tensor = self._rms_norm(x, self.weight, self.eps)
+        return y
 
 
 @torch.inference_mode()
-def fuse_norms(model: torch.nn.Module) -> int:
-    """Replace in place the norms on the CPU that `FusedNorm` equals.
+def fuse_norms(model: torch.nn.Module, kernels: ModuleType = elementwise) -> int:
+    """Replace in place the norms of a model that `FusedNorm` equals.
+
+    Args:
+        kernels: the module with `rms_norm` for the device of the model.
 
     Returns:
         The number of norms replaced.
@@ -34,23 +41,23 @@ def fuse_norms(model: torch.nn.Module) -> int:
     count = 0
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            fused = _fused(child)
+            fused = _fused(child, kernels)
             if fused is not None:
                 setattr(parent, name, fused)
                 count += 1
     return count
 
 
-def _fused(norm: torch.nn.Module) -> FusedNorm | None:
+def _fused(norm: torch.nn.Module, kernels: ModuleType) -> FusedNorm | None:
     """Return the replacement of a norm, or None if the module is no norm or computes something else."""
     weight_N = getattr(norm, "weight", None)
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if not isinstance(weight_N, torch.nn.Parameter) or weight_N.dim() != 1 or not isinstance(eps, float):
         return None
-    if weight_N.device.type != "cpu" or weight_N.dtype not in FUSED_DTYPES or list(norm.children()):
+    if weight_N.dtype not in FUSED_DTYPES or list(norm.children()):
         return None
-    fused = FusedNorm(weight_N, eps)
+    fused = FusedNorm(weight_N, eps, kernels)
     random = torch.Generator().manual_seed(0)
     scale = torch.logspace(-4, 2, _TEST_ROWS)[:, None]
-    x = (torch.randn((_TEST_ROWS, len(weight_N)), generator=random) * scale).to(weight_N.dtype)
+    x = (torch.randn((_TEST_ROWS, len(weight_N)), generator=random) * scale).to(weight_N)
     return fused if nearly_equal(fused(x), norm(x)) else None

@@ -13,7 +13,7 @@ MMA = r"(?:wgmma\.mma_async|mma)\.sync\.[\w.]+"
 POINTERS = {
     **dict.fromkeys(("out", "q", "cache", "y", "x", "weight", "bias"), "*bf16"),
     **dict.fromkeys(("part_o", "part_m", "part_l"), "*fp32"),
-    **dict.fromkeys(("tables", "starts", "kv_lens"), "*i64"),
+    **dict.fromkeys(("tables", "starts", "kv_lens"), "*i32"),
     **dict.fromkeys(("scale", "softcap"), "fp32"),
 }
 
@@ -72,3 +72,22 @@ def test_linear_layers_and_sums(processor: int) -> None:
         ptx = compiled(matmul._linear, processor, {**constants, "TILE_N": tile_n}, num_warps=4, num_stages=3)
         assert re.findall(MMA, ptx)
     compiled(row_sum._row_sum, processor, {"TILE": row_sum.TILE}, num_warps=4)
+
+
+@pytest.mark.parametrize("processor", [80, 90])
+def test_fused_operations(processor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pdserve.kernels.gpu import elementwise, flash
+
+    elements = ("total", "residual", "gate", "up", "k", "v", "cos", "sin", "q_weight", "k_weight")
+    for names, kind in ((elements, "*bf16"), (("slots", "kv_starts"), "*i32"), (("eps",), "fp32")):
+        for name in names:
+            monkeypatch.setitem(POINTERS, name, kind)
+    for add in (False, True):
+        compiled(elementwise._rms_norm, processor, {"ADD": add, "TILE": 4096}, num_warps=16)
+    for gelu in (False, True):
+        compiled(elementwise._gate, processor, {"GELU": gelu, "TILE": elementwise.GATE_TILE}, num_warps=4)
+    for size, rotated, norm in ((128, 128, True), (64, 64, False), (80, 20, True)):
+        padded = {"D": size, "D_PAD": triton.next_power_of_2(size), "R": rotated, "HEADS": elementwise.HEADS}
+        constants = {"NORM": norm, "B": 16, **padded, "R_HALF_PAD": triton.next_power_of_2(rotated // 2)}
+        compiled(elementwise._rotate_and_write, processor, constants, num_warps=2)
+    compiled(flash._gather_kv, processor, {"G": 8, "B": 16, "B_PAD": 16, "D": 128, "D_PAD": 128}, num_warps=4)

@@ -1,0 +1,113 @@
+"""Token sampling on GPUs in torch: the Gumbel-max trick in float32, and without sorting the vocabulary.
+
+Top-k, top-p and min-p need the largest logits in order: `topk` finds some candidates, and only these are sorted, and their
+noise computed, as the reference does it (engine/sampler.py), in float64. Without these settings every token is a candidate;
+then noise and sums are in float32, and a token counts only if it wins by more than their error.
+
+Shape legend: S rows of logits, V vocabulary, R rows to sample, K candidates.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from pdserve.kernels.noise import fast_gumbel, gumbel, random_bits
+
+CANDIDATES = 1024
+MARGIN = 1e-4  # of sums of logits and noise in float32 that decide: ten times their error
+SHARE_MARGIN = 2e-6  # of shares of probability that are sums over the vocabulary, in float32 until they are summed
+EXACT_MARGIN = 1e-9  # of what is in float64 here and in the reference, which may add up in another order
+
+
+def draw(
+    logits_SV: torch.Tensor,
+    argmax_S: torch.Tensor,
+    rows: list[int],
+    counters: list[int],
+    settings: Sequence[tuple[float, float, float, float]],
+) -> torch.Tensor:
+    """Sample one token for each of `rows`, int64 [R] on the device, of which nothing is read: no wait.
+
+    The result is exactly the token of the torch reference, or -1 where the reference must decide: rounding could change the
+    token, or the candidates do not cover what the settings keep. The arguments are those of `kernels/draw.py`.
+    """
+    device = logits_SV.device
+    columns = np.empty((6, len(rows)), dtype=np.int64)
+    columns[0], columns[1] = rows, counters
+    columns[2:] = np.ascontiguousarray(np.array(settings, dtype=np.float64).T).view(np.int64)
+    staging = torch.from_numpy(columns)
+    packed = (staging.pin_memory() if device.type == "cuda" else staging).to(device, non_blocking=True)
+    rows_R, counters_R = packed[0], packed[1]
+    temperature, top_k, top_p, min_p = packed[2:].view(torch.float64)
+    plain = [not (k or p < 1 or m > 0) for _, k, p, m in settings]
+    logits_RV = logits_SV.index_select(0, rows_R)
+    if all(plain):
+        return _draw_plain(logits_RV, counters_R, temperature)
+    filtered = _draw_filtered(logits_RV, counters_R, temperature, top_k, top_p, min_p)
+    if not any(plain):
+        return filtered
+    is_plain = ~((top_k > 0) | (top_p < 1) | (min_p > 0))
+    return torch.where(is_plain, _draw_plain(logits_RV, counters_R, temperature), filtered)
+
+
+def _draw_plain(logits_RV: torch.Tensor, counters_R: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:
+    logits_RV = logits_RV.float()
+    maximum_R1 = logits_RV.amax(-1, keepdim=True)
+    scaled_RV = (logits_RV - maximum_R1) / temperature_R[:, None].float()
+    ids_V = torch.arange(logits_RV.shape[1], device=logits_RV.device)
+    scaled_RV += fast_gumbel(random_bits(counters_R, ids_V))
+    best = scaled_RV.topk(min(2, scaled_RV.shape[1]), -1)
+    sure_R = (best.values[:, 0] - best.values[:, -1] > MARGIN) & maximum_R1[:, 0].isfinite()
+    return torch.where(sure_R, best.indices[:, 0], -1)
+
+
+def _draw_filtered(
+    logits_RV: torch.Tensor,
+    counters_R: torch.Tensor,
+    temperature_R: torch.Tensor,
+    top_k_R: torch.Tensor,
+    top_p_R: torch.Tensor,
+    min_p_R: torch.Tensor,
+) -> torch.Tensor:
+    vocab = logits_RV.shape[1]
+    count = min(CANDIDATES, vocab)
+    values_RK, ids_RK = logits_RV.topk(count, -1)
+    # In the reference's order: by value, then by id.
+    ids_RK, by_id = ids_RK.sort(-1)
+    values_RK, by_value = values_RK.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
+    ids_RK = ids_RK.gather(-1, by_value)
+    maximum_R1, temperature_R1 = values_RK[:, :1].double(), temperature_R[:, None]
+    scaled_RK = (values_RK.double() - maximum_R1) / temperature_R1
+    weights_RK = scaled_RK.exp()
+
+    ranks_K = torch.arange(count, device=logits_RV.device)
+    limit_R1 = torch.where(top_k_R > 0, top_k_R, float(vocab))[:, None]
+    kept_RK = (ranks_K < limit_R1) & (weights_RK >= min_p_R[:, None])
+    near_RK = (weights_RK - min_p_R[:, None]).abs() < EXACT_MARGIN * min_p_R[:, None]  # rounding may decide
+    # Different logits may have equal probabilities, which the reference orders by id.
+    steps_RK = -scaled_RK.diff(dim=-1)
+    near_RK[:, 1:] |= (steps_RK > 0) & (steps_RK < EXACT_MARGIN)
+    weights_RK = weights_RK * kept_RK
+    within_R1 = weights_RK.sum(-1, keepdim=True)
+    # What top-k and min-p keep beyond the candidates: nothing if they end among them, else all that passes min-p.
+    scaled_RV = (logits_RV.float() - values_RK[:, :1].float()) / temperature_R1.float()
+    weights_RV = scaled_RV.exp()
+    passing_R1 = (weights_RV * (weights_RV >= min_p_R[:, None].float())).sum(-1, keepdim=True, dtype=torch.float64)
+    ends_R1 = (limit_R1 <= count) | ~kept_RK[:, -1:] | (count == vocab)
+    total_R1 = torch.where(ends_R1, within_R1, passing_R1)
+    threshold_R1 = top_p_R[:, None] * total_R1
+    before_RK = weights_RK.cumsum(-1) - weights_RK
+    margin_R1 = total_R1 * torch.where(ends_R1, EXACT_MARGIN, SHARE_MARGIN)
+    near_RK |= kept_RK & (top_p_R[:, None] < 1) & ((before_RK - threshold_R1).abs() < margin_R1)
+    kept_RK &= before_RK < threshold_R1
+    is_cut_R1 = ends_R1 | ~kept_RK[:, -1:]  # no token beyond the candidates is kept
+    is_cut_R1 &= (limit_R1 <= count) | (limit_R1 >= vocab)
+    # Tokens beyond the candidates that equal the last kept one would compete for its place.
+    last_R1 = values_RK.gather(-1, (kept_RK.sum(-1, keepdim=True) - 1).clamp(min=0))
+    is_cut_R1 &= (last_R1 != values_RK[:, -1:]) | (count == vocab)
+
+    noisy_RK = torch.where(kept_RK, scaled_RK + gumbel(random_bits(counters_R, ids_RK)), float("-inf"))
+    drawn_R = ids_RK.gather(-1, noisy_RK.argmax(-1, keepdim=True))[:, 0]
+    sure_R = is_cut_R1[:, 0] & kept_RK[:, 0] & ~near_RK.any(-1) & maximum_R1[:, 0].isfinite()
+    return torch.where(sure_R, drawn_R, -1)

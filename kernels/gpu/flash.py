@@ -1,0 +1,329 @@
+"""Paged attention by flash-attn (Dao 2023, Shah et al. 2024) and FlashInfer (Ye et al. 2025), where they are installed.
+
+Each phase has the first back end that can compute it (`choose`), the last of which is the Triton kernel:
+    - Prefill gathers the KV of its sequences into rows, with one Triton kernel, and calls `flash_attn_varlen_func`, whose
+      pages would have to be larger than our blocks. Its causal mask is aligned at the bottom right, as ours is.
+    - Decode reads the pool in place: flash-attn 3 and FlashInfer accept pages of any size and strided views of the pool,
+      flash-attn 2 pages of multiples of 256 tokens.
+
+Contract-tested with doubles of these functions in torch; never run on a GPU. Shape legend: see batch.py.
+"""
+
+import importlib
+import importlib.util
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from pdserve.kernels.batch import KVFormat, PagedBatch
+from pdserve.kernels.gpu import triton_kernels
+from pdserve.kernels.gpu.launch import device_of
+
+TRITON = triton_kernels.NAME
+PREFILL = ("flash-attn-3", "flash-attn-4", "flash-attn-2")  # in order of preference
+DECODE = ("flash-attn-3", "flash-attn-2", "flashinfer")
+MODULES = {
+    "flash-attn-2": "flash_attn",
+    "flash-attn-3": "flash_attn_interface",
+    "flash-attn-4": "flash_attn.cute",
+    "flashinfer": "flashinfer",
+}
+MIN_CAPABILITY = {"flash-attn-2": (8, 0), "flash-attn-3": (9, 0), "flash-attn-4": (9, 0), "flashinfer": (8, 0)}
+MAX_CAPABILITY = {"flash-attn-3": (9, 9)}
+MAX_HEAD_DIM = {"flash-attn-2": 256, "flash-attn-3": 256, "flash-attn-4": 128, "flashinfer": 256}
+PAGE_MULTIPLE = 256  # tokens, of flash-attn 2
+WORKSPACE_BYTES = 128 << 20  # of FlashInfer, as its documentation recommends
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Back ends by phase, and why the preferred ones were not chosen."""
+
+    prefill: str
+    decode: str
+    reasons: tuple[str, ...] = ()
+
+
+def installed() -> frozenset[str]:
+    """Return the names of the back ends that this environment can import and, if they compile at run time, build."""
+    present = {name for name, module in MODULES.items() if _is_importable(module)}
+    if not _is_importable("flash_attn_2_cuda"):
+        present.discard("flash-attn-2")  # flash-attn 4 alone has the folder, too
+    if not _is_importable("flashinfer_jit_cache") and not (shutil.which("nvcc") and shutil.which("ninja")):
+        present.discard("flashinfer")
+    return frozenset(present)
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability; (0, 0) for a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def choose(installed: Iterable[str], capability: tuple[int, int], kv: KVFormat) -> Choice:
+    """Return the back end of each phase."""
+    reasons: dict[str, None] = {}
+
+    def first(phase: str, names: tuple[str, ...]) -> str:
+        for name in names:
+            if (obstacle := _obstacle(name, phase, frozenset(installed), capability, kv)) is None:
+                return name
+            reasons[f"{name} {obstacle}"] = None
+        return TRITON
+
+    prefill, decode = first("prefill", PREFILL), first("decode", DECODE)
+    return Choice(prefill, decode, tuple(reasons))
+
+
+def _obstacle(
+    name: str, phase: str, installed: frozenset[str], capability: tuple[int, int], kv: KVFormat
+) -> str | None:
+    """Return why a back end cannot compute a phase, or None if it can."""
+    if name not in installed:
+        return "is not installed" + (", or nvcc and ninja are not" if name == "flashinfer" else "")
+    if not MIN_CAPABILITY[name] <= capability <= MAX_CAPABILITY.get(name, capability):
+        return "does not support compute capability {}.{}".format(*capability)
+    if kv.dtype not in (torch.float16, torch.bfloat16):
+        return f"has no {str(kv.dtype).removeprefix('torch.')}"
+    if kv.head_dim > MAX_HEAD_DIM[name] or kv.head_dim % 8:
+        return f"does not support heads of {kv.head_dim} elements"
+    if name == "flashinfer" and kv.head_dim not in (64, 128, 256):
+        return f"does not support heads of {kv.head_dim} elements"
+    if name == "flash-attn-2" and phase == "decode" and kv.block_size % PAGE_MULTIPLE:
+        return f"decodes over blocks of multiples of {PAGE_MULTIPLE} tokens only, not of {kv.block_size}"
+    return None
+
+
+def _is_importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # a parent package is not there
+        return False
+
+
+class FlashKernel:
+    """The kernel of a choice of back ends. A `Kernel` of batch.py."""
+
+    def __init__(self, chosen: Choice, device: torch.device) -> None:
+        self.NAME = "+".join(dict.fromkeys((chosen.prefill, chosen.decode)))
+        self.write_kv = triton_kernels.write_kv
+        self.copy_blocks = triton_kernels.copy_blocks
+        self.gather_blocks = triton_kernels.gather_blocks
+        self.scatter_blocks = triton_kernels.scatter_blocks
+        self._prefill = triton_kernels.attend if chosen.prefill == TRITON else _Varlen(chosen.prefill)
+        self._decode: Callable[..., torch.Tensor] = triton_kernels.attend
+        if chosen.decode != TRITON:
+            self._decode = _FlashInfer(device) if chosen.decode == "flashinfer" else _KVCache(chosen.decode)
+        self.is_capturable = chosen.decode != "flashinfer"  # whose plan of a step is made on the host
+
+    def attend(
+        self,
+        q_THD: torch.Tensor,
+        cache_N2GBD: torch.Tensor,
+        batch: PagedBatch,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Return the attention of every new token over its own sequence, [T, H, D]."""
+        decoding, others = batch.phases
+        count = len(decoding.query_lens)
+        parts = []
+        if count:
+            parts.append(self._decode(q_THD[:count], cache_N2GBD, decoding, scale, window, softcap))
+        if others.query_lens:
+            parts.append(self._prefill(q_THD[count:], cache_N2GBD, others, scale, window, softcap))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class _Varlen:
+    """Prefill by `flash_attn_varlen_func`, over KV gathered into rows."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._function = importlib.import_module(MODULES[name]).flash_attn_varlen_func
+
+    def __call__(
+        self,
+        q_THD: torch.Tensor,
+        cache_N2GBD: torch.Tensor,
+        batch: PagedBatch,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        kv_starts = batch.kv_starts
+        k_LGD, v_LGD = gather_kv(cache_N2GBD, batch)
+        unlimited = (None, None) if self._name == "flash-attn-4" else (-1, -1)
+        out = self._function(
+            q_THD if q_THD.stride(2) == 1 else q_THD.contiguous(),
+            k_LGD,
+            v_LGD,
+            cu_seqlens_q=batch.starts.int(),
+            cu_seqlens_k=kv_starts,
+            max_seqlen_q=max(batch.query_lens),
+            max_seqlen_k=max(batch.kv_lens),
+            softmax_scale=scale,
+            causal=True,
+            window_size=unlimited if window is None else (window - 1, 0),
+            softcap=softcap or 0.0,
+        )
+        return _first(out)
+
+
+class _KVCache:
+    """Decode by `flash_attn_with_kvcache` over the pool."""
+
+    def __init__(self, name: str) -> None:
+        self._function = importlib.import_module(MODULES[name]).flash_attn_with_kvcache
+        self._table = "block_table" if name == "flash-attn-2" else "page_table"
+
+    def __call__(
+        self,
+        q_SHD: torch.Tensor,
+        cache_N2GBD: torch.Tensor,
+        batch: PagedBatch,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        k_NBGD, v_NBGD = (cache_N2GBD[:, half].transpose(1, 2) for half in (0, 1))
+        out = self._function(
+            (q_SHD if q_SHD.stride(2) == 1 else q_SHD.contiguous())[:, None],
+            k_NBGD,
+            v_NBGD,
+            cache_seqlens=batch.kv_lens_S.int(),
+            **{self._table: batch.tables_SM.int().contiguous()},
+            softmax_scale=scale,
+            causal=True,
+            window_size=(-1, -1) if window is None else (window - 1, 0),
+            softcap=softcap or 0.0,
+        )
+        return _first(out)[:, 0]
+
+
+class _FlashInfer:
+    """Decode by FlashInfer over the pool. A step is planned once for each combination of scale, window and soft cap."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = importlib.import_module(MODULES["flashinfer"])
+        self._device = device
+        self._wrappers: dict[tuple[float, int | None, float | None], Any] = {}
+        self._planned: dict[tuple[float, int | None, float | None], PagedBatch] = {}
+
+    def __call__(
+        self,
+        q_SHD: torch.Tensor,
+        cache_N2GBD: torch.Tensor,
+        batch: PagedBatch,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        key = (scale, window, softcap)
+        if key not in self._wrappers:
+            workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
+            # Tensor cores pay once several query heads share a key/value head.
+            shared = q_SHD.shape[1] > cache_N2GBD.shape[2]
+            self._wrappers[key] = self._module.BatchDecodeWithPagedKVCacheWrapper(
+                workspace, "HND", use_tensor_cores=shared
+            )
+        if self._planned.get(key) is not batch:
+            self._plan(self._wrappers[key], q_SHD, cache_N2GBD, batch, scale, window, softcap)
+            self._planned[key] = batch
+        out: torch.Tensor = self._wrappers[key].run(q_SHD.contiguous(), (cache_N2GBD[:, 0], cache_N2GBD[:, 1]))
+        return out
+
+    @staticmethod
+    def _plan(
+        wrapper: Any,
+        q_SHD: torch.Tensor,
+        cache_N2GBD: torch.Tensor,
+        batch: PagedBatch,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> None:
+        _, _, kv_heads, block_size, size = cache_N2GBD.shape
+        pages = [-(-length // block_size) for length in batch.kv_lens]
+        last = [length - (count - 1) * block_size for length, count in zip(batch.kv_lens, pages, strict=True)]
+        wrapper.plan(
+            torch.tensor([0, *accumulate(pages)], dtype=torch.int32),  # on the host, where plans are made
+            torch.cat([row[:count] for row, count in zip(batch.tables_SM, pages, strict=True)]).int(),
+            torch.tensor(last, dtype=torch.int32),
+            q_SHD.shape[1],
+            kv_heads,
+            size,
+            block_size,
+            window_left=-1 if window is None else window - 1,
+            logits_soft_cap=softcap,
+            q_data_type=q_SHD.dtype,
+            kv_data_type=cache_N2GBD.dtype,
+            sm_scale=scale,
+        )
+
+
+def _first(out: Any) -> torch.Tensor:
+    """Return the output of a function that may also return the logarithm of the sum of exponentials."""
+    result: torch.Tensor = out[0] if isinstance(out, tuple) else out
+    return result
+
+
+@triton.jit(do_not_specialize=["tables", "kv_starts", "table_length"])  # which change from step to step
+def _gather_kv(
+    k,
+    v,
+    cache,
+    tables,
+    kv_starts,
+    table_length,
+    stride_block,
+    stride_half,
+    stride_head,
+    G: tl.constexpr,
+    B: tl.constexpr,
+    B_PAD: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+):
+    s, m, g = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(kv_starts + s).to(tl.int64)
+    kv_len = tl.load(kv_starts + s + 1) - start
+    if m * B >= kv_len:
+        return
+    block = tl.load(tables + s * table_length + m).to(tl.int64)
+    b, d = tl.arange(0, B_PAD)[:, None], tl.arange(0, D_PAD)[None, :]
+    source = cache + block * stride_block + g * stride_head + b * D + d
+    target = ((start + m * B + b) * G + g) * D + d
+    valid = (b < B) & (m * B + b < kv_len) & (d < D)
+    tl.store(k + target, tl.load(source, mask=valid), mask=valid)
+    tl.store(v + target, tl.load(source + stride_half, mask=valid), mask=valid)
+
+
+def gather_kv(cache_N2GBD: torch.Tensor, batch: PagedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return K and V of all sequences, one after the other, each [L, G, D] with L the sum of their tokens with KV."""
+    _, _, kv_heads, block_size, size = cache_N2GBD.shape
+    k_LGD, v_LGD = cache_N2GBD.new_empty((2, sum(batch.kv_lens), kv_heads, size))
+    tables_SM = batch.tables_SM.contiguous()
+    with device_of(cache_N2GBD):
+        _gather_kv[(len(batch.kv_lens), triton.cdiv(max(batch.kv_lens), block_size), kv_heads)](
+            k_LGD,
+            v_LGD,
+            cache_N2GBD,
+            tables_SM,
+            batch.kv_starts,
+            tables_SM.shape[1],
+            *cache_N2GBD.stride()[:3],
+            G=kv_heads,
+            B=block_size,
+            B_PAD=triton.next_power_of_2(block_size),
+            D=size,
+            D_PAD=triton.next_power_of_2(size),
+            num_warps=4,
+        )
+    return k_LGD, v_LGD
