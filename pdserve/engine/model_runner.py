@@ -168,7 +168,10 @@ class ModelRunner:
                 row_of += [len(last_rows)] * (1 + len(seq.siblings))
                 complete += [seq, *seq.siblings]
                 last_rows.append(len(ids) - 1)
-        self._announce(seqs, counts, ids, last_rows + scored_rows)
+        logit_rows = last_rows + scored_rows
+        if pooled_rows:  # as many as `_forward_and_pool` has the last layer compute, since ranks gather its results
+            logit_rows = logit_rows + [0] * (self._min_rows - len(logit_rows))
+        self._announce(seqs, counts, ids, logit_rows)
         batch = self._build_batch(seqs, counts, positions)
         if pooled_rows:
             logits_SV = self._forward_and_pool(ids, positions, batch, last_rows + scored_rows, pooled_rows)
