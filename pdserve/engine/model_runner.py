@@ -193,6 +193,8 @@ class ModelRunner:
                 last_rows.append(end + count - 1)
             end += count
         logit_rows = last_rows + scored_rows
+        if pooled_rows:  # as many as `_forward_and_pool` has the last layer compute, since ranks gather its results
+            logit_rows = logit_rows + [0] * (self._min_rows - len(logit_rows))
         inputs = self.inputs(num_scheduled_tokens, logit_rows)
         if pooled_rows:
             logits_SV = self._forward_and_pool(inputs, logit_rows, pooled_rows)
@@ -202,8 +204,8 @@ class ModelRunner:
         else:
             logits_SV = self.forward(inputs)
         if scored:
-            score(logits_SV[len(last_rows) :], scored)
-            logits_SV = logits_SV[: len(last_rows)]
+            score(logits_SV[len(last_rows) : len(last_rows) + len(scored)], scored)
+        logits_SV = logits_SV[: len(last_rows)]
         if not complete:
             return {}
         if len(row_of) > len(last_rows):
