@@ -254,7 +254,7 @@ class ScriptedBackend:
             raise self.script.error
         chunks = self.script.chunks[len(self.streams) % len(self.script.chunks)] if self.script.chunks else []
         if request.sampling.embed:
-            chunks = [Chunk([], "stop", embedding=np.float32([3, 4]).tobytes())]
+            chunks = [Chunk([], "stop", embedding=np.array([3, 4], np.float32).tobytes())]
         stream = ScriptedStream(request, chunks, self.script)
         self.streams.append(stream)
         self.log.add(stream.timeline)
