@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 
 import httpx
 
+from pdserve.cli.gpus import VISIBLE, gpus_for
 from pdserve.cli.supervisor import Child, Supervisor, child_of
 from pdserve.cli.workers import quota_file
 from pdserve.config import (
@@ -179,12 +179,14 @@ class Deployment(Supervisor):
         config = self.config
         instances = config.prefill + config.decode + config.both
         self._settings = shared_settings(config, InstanceConfig)
-        self._gpus = count_gpus(config.device)
+        self._gpus, self._gpu_of = gpus_for(config.device), dict[str, str]()
         if not self._gpus and config.threads is None:
             self._settings["threads"] = max(1, len(os.sched_getaffinity(0)) // instances)
-        self._per_gpu = -(-instances // self._gpus) if self._gpus else 0
+        self._per_gpu = -(-instances // len(self._gpus)) if self._gpus else 0
         if self._per_gpu > 1:
             self._settings["gpu_memory_utilization"] = config.gpu_memory_utilization / self._per_gpu
+        if any(self._gpus) and config.device != "auto":
+            self._settings["device"] = "cuda"  # the only one that it sees
 
     def _instances(self) -> list[Child]:
         return [child for child in self.children if child.arguments[0] != "router"]
@@ -200,23 +202,19 @@ class Deployment(Supervisor):
         Raises:
             SetupError: every GPU has its full number of instances.
         """
-        gpu = 0
+        gpu = ""
         if self._gpus:
-            used = Counter(int(child.environment["CUDA_VISIBLE_DEVICES"]) for child in self._instances())
-            gpu = min(range(self._gpus), key=lambda index: used[index])
+            used = Counter(self._gpu_of[child.name] for child in self._instances())
+            gpu = min(self._gpus, key=lambda one: used[one])
             if used[gpu] >= self._per_gpu:
-                raise SetupError(f"no GPU is free: each of {self._gpus} GPUs has {self._per_gpu} instance(s)")
+                raise SetupError(f"no GPU is free: each of {len(self._gpus)} GPUs has {self._per_gpu} instance(s)")
         name = f"{role}-{next(self._numbers[role])}"
         own = {"instance_id": name, "router": self._control_addresses, "connector": self.connector}
         child = self._child(name, role, InstanceConfig(**self._settings | own))
-        if self._gpus:
-            child.environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        self._gpu_of[name] = gpu
+        if gpu:
+            child.environment[VISIBLE] = gpu
         return child
-
-
-def count_gpus(device: str) -> int:
-    """Return the number of GPUs for instances with this --device."""
-    return len(list(Path("/dev").glob("nvidia[0-9]*"))) if device in ("auto", "cuda") else 0
 
 
 def _random_unused_port() -> int:
