@@ -29,7 +29,9 @@ class CompilationError(TritonError):
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore"), ("no memory left", "2 GiB")),
         (RuntimeError("CUDA error: out of memory"), ("no memory left", "--gpu-memory-utilization")),
         (
-            torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device\nCompile with"),
+            torch.AcceleratorError(
+                "CUDA error: no kernel image is available for execution on the device\nCompile with"
+            ),
             ("this build of torch does not support the GPU",),
         ),
         (

@@ -27,6 +27,7 @@ from pdserve.kernels import cpu
 from pdserve.kernels.attention import KernelUnavailable, is_batch_invariant, select_kernel
 from pdserve.kernels.batch import Kernel, PagedBatch
 from pdserve.kernels.gpu import memory as gpu_memory
+from pdserve.kernels.gpu.copies import PoolCopies
 from pdserve.kernels.memory import huge_pages, keep_freed_memory
 from pdserve.keys import token_array
 from pdserve.request import MAX_LOGPROBS, SamplingParams
@@ -88,6 +89,10 @@ class ModelRunner:
         pool_NL2GBD = torch.empty(shape, dtype=self.checkpoint.dtype, device=device or self.device)
         huge_pages(pool_NL2GBD)
         return pool_NL2GBD.zero_()
+
+    def pool_copies(self) -> PoolCopies:
+        """Return what copies blocks between the pool and host memory, beside the steps."""
+        return PoolCopies(self.pool_NL2GBD, self.kernel)
 
     @torch.inference_mode()
     def clear_tail(self, block: int, used: int) -> None:

@@ -150,7 +150,7 @@ def _run_engine(instance: Instance) -> None:
     """
     try:
         instance.run()
-    except BaseException as error:  # noqa: BLE001 - the process ends
+    except BaseException as error:
         if (fault := gpu_fault(error)) is None:
             log.exception("the engine failed; the instance exits")
         else:

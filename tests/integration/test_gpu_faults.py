@@ -42,7 +42,7 @@ def test_an_instance_whose_gpu_fails_ends_with_one_sentence_and_its_streams_move
     wait_until: Callable[..., None],
 ) -> None:
     (url, marks), path = failing_gpu, checkpoint("llama")
-    lines: list[str] = []
+    expected, lines = generate(path, PROMPTS, TOKENS), list[str]()
     with (
         deploy(model=str(path), connector=url, num_blocks=256, log_lines=lines) as deployment,
         ThreadPoolExecutor(1) as thread,
@@ -56,10 +56,14 @@ def test_an_instance_whose_gpu_fails_ends_with_one_sentence_and_its_streams_move
 
         wait_until(decodes, "decode-0 is busy")
         (marks / f"failed.{victim.pid}").touch()
-        assert answers.result(600) == generate(path, PROMPTS, TOKENS)
-        wait_until(lambda: any("restarting" in line for line in lines), "it is restarted")
+        assert answers.result(600) == expected
+        wait_until(lambda: not victim.running, "it has ended")
+        deployment.check_children()
+        wait_until(lambda: any("restarting" in line for line in lines), "it is to be restarted")
     of_victim = [line for line in lines if line.startswith("[decode-0]")]
-    assert sum("the GPU failed (CUDA error: an illegal memory access was encountered)" in line for line in of_victim) == 1
+    assert (
+        sum("the GPU failed (CUDA error: an illegal memory access was encountered)" in line for line in of_victim) == 1
+    )
     assert any("exited (exit code 70)" in line for line in of_victim)
     assert not any("Traceback" in line for line in lines)
 

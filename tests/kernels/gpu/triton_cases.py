@@ -14,7 +14,7 @@ from pdserve.engine.engine import Engine
 from pdserve.kernels import reference
 from pdserve.kernels.attention import select_kernel
 from pdserve.kernels.batch import Kernel
-from pdserve.kernels.gpu import triton_kernels
+from pdserve.kernels.gpu import launch, triton_kernels
 from pdserve.kernels.gpu.matmul import linear
 from pdserve.kernels.gpu.row_functions import RowFunctions
 from pdserve.request import SamplingParams
@@ -63,6 +63,7 @@ def kernel(request: pytest.FixtureRequest) -> Kernel:
         (torch.float32, 4, 1, 80, 16, MIXED, None, 20.0),
         (torch.float32, 8, 4, 128, 32, DECODE, 16, 30.0),
         (torch.float32, 8, 1, 256, 16, DECODE, None, None),
+        (torch.float32, 40, 1, 32, 16, LONG, None, None),  # more heads of one token than a tile has rows
         (torch.float32, 4, 2, 32, 16, LONG, None, None),
         (torch.float32, 4, 2, 32, 16, LONG, 550, 20.0),
         (torch.float32, 4, 2, 32, 16, TILES, None, None),
@@ -207,6 +208,23 @@ def test_write_kv(make_case: Callable[..., Any], kernel: Kernel) -> None:
     reference.write_kv(expected[:, 1], case.k_TGD, case.v_TGD, case.batch.slots_T)
     kernel.write_kv(case.cache_N2GBD, case.k_TGD, case.v_TGD, case.batch.slots_T)
     assert torch.equal(case.batch.pool_NL2GBD.view(torch.int16), expected.view(torch.int16))
+
+
+def test_partial_results_of_many_sequences(make_case: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The places of partial results are counted over all sequences before, some at a time."""
+    monkeypatch.setattr(triton_kernels, "SLOT_SEQS", 2)
+    monkeypatch.setattr(triton_kernels, "MIN_SPLIT_TOKENS", 64)
+    monkeypatch.setattr(launch, "INTERPRETER_PROCESSORS", 40)
+    launch.processors.cache_clear()
+    lengths = [(1, kv) for kv in (300, 5, 200, 130, 1, 290)]
+    for kernel in (INVARIANT, select_kernel("triton", DEVICE, batch_invariant="off")):
+        monkeypatch.setattr(triton_kernels, "INVARIANT_SPLIT_TOKENS", 128)
+        case = make_case(torch.float32, 4, 2, 32, 16, lengths, kernel, DEVICE)
+        expected = case.expected(0.2, None, None)
+        kernel.write_kv(case.cache_N2GBD, case.k_TGD, case.v_TGD, case.batch.slots_T)
+        got = kernel.attend(case.q_THD, case.cache_N2GBD, case.batch, 0.2, None, None)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    launch.processors.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
