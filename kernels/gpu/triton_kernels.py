@@ -32,13 +32,13 @@ INVARIANT_SPLIT_TOKENS = 512
 UNSPLIT = 1 << 30  # KV tokens: more than any sequence has
 COPY_WORDS = 4096  # words of 8 bytes per program
 SLOT_SEQS = 64  # sequences whose splits are counted at a time
-# Arguments that change from step to step. Triton would compile a kernel for a value of 1, one for multiples of 16 and one for all
-# others, each when it first occurs: in the middle of a stream.
+# Arguments that change from step to step. Triton would compile a kernel for a value of 1, one for multiples of 16 and one
+# for all others, each when it first occurs: in the middle of a stream.
 STEP_ARGUMENTS = ("tables", "starts", "kv_lens", "table_length", "split_length", "tiles", "splits_per_seq")
 
-# Tiles of the attention kernel by phase, bytes of an element and padded head size: bytes of shared memory that a block of threads
-# must be allowed, rows, tokens, warps, stages. The first that fits is taken; none spills registers (tests/kernels/gpu). GPUs of
-# compute capability 8.6, 8.9 and 12.0 allow 99 KiB, 8.0 allows 163, 9.0 allows 227.
+# Tiles of the attention kernel by phase, bytes of an element and padded head size: bytes of shared memory that a block of
+# threads must be allowed, rows, tokens, warps, stages. The first that fits is taken; none spills registers (see the tests).
+# GPUs of compute capability 8.6, 8.9 and 12.0 allow 99 KiB, 8.0 allows 163, 9.0 allows 227.
 _LEAST = 99 << 10
 _TILES = {
     ("prefill", 2, 64): [(_LEAST, 128, 64, 8, 2)],
@@ -51,7 +51,7 @@ _TILES = {
     ("prefill", 4, 512): [(_LEAST, 16, 16, 8, 2)],
     # Rows here are the most: a tile has those of one token.
     ("decode", 2, 64): [(_LEAST, 64, 64, 4, 3)],
-    ("decode", 2, 128): [(_LEAST, 64, 64, 4, 3)],
+    ("decode", 2, 128): [(_LEAST, 32, 64, 4, 3)],
     ("decode", 2, 256): [(_LEAST, 16, 64, 4, 3)],
     ("decode", 2, 512): [(_LEAST, 16, 32, 4, 3)],
     ("decode", 4, 64): [(_LEAST, 16, 64, 4, 3)],

@@ -90,6 +90,15 @@ class ModelRunner:
         huge_pages(pool_NL2GBD)
         return pool_NL2GBD.zero_()
 
+    @torch.inference_mode()
+    def compile_copies(self) -> None:
+        """Copy a block in every way that the kernel offers, which compiles it. For an unused pool."""
+        first_C = torch.zeros(1, dtype=torch.long, device=self.device)
+        block_C = torch.empty_like(self.pool_NL2GBD[:1])
+        self.kernel.gather_blocks(self.pool_NL2GBD, first_C, block_C)
+        self.kernel.scatter_blocks(self.pool_NL2GBD, first_C, block_C)
+        self.kernel.copy_blocks(self.pool_NL2GBD, first_C, first_C + 1)
+
     def pool_copies(self) -> PoolCopies:
         """Return what copies blocks between the pool and host memory, beside the steps."""
         return PoolCopies(self.pool_NL2GBD, self.kernel)

@@ -1,6 +1,7 @@
 """Cases of test_triton_kernels.py, run in a new process. Shapes are small: the interpreter is 200 times slower than torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
+from pdserve.engine.warm_up import compile_kernels
 from pdserve.kernels import reference
 from pdserve.kernels.attention import select_kernel
 from pdserve.kernels.batch import Kernel
@@ -179,6 +181,66 @@ def test_kv_depends_on_its_own_history_only(architecture: str, checkpoint: Calla
         assert again == tokens and torch.equal(kv_alone, kv), "alone"
         ((_, kv_prefilled),) = generate(path, [tokens[:-1]], 1)
         assert torch.equal(kv_prefilled, kv), "by prefill"
+
+
+@pytest.mark.parametrize("batch_invariant", ["off", pytest.param("on", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("architecture", ["gemma2"])  # layers with and without a window, and soft caps
+def test_nothing_is_compiled_after_the_warm_up(
+    architecture: str, batch_invariant: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton compiles a kernel for each specialization of its arguments. The interpreter has none, so they are computed."""
+    monkeypatch.setattr(triton_kernels, "MIN_SPLIT_TOKENS", 64)
+    monkeypatch.setattr(triton_kernels, "INVARIANT_SPLIT_TOKENS", 32)
+    path = str(checkpoint(architecture, dtype="bfloat16"))
+    settings: dict[str, Any] = {"num_blocks": 20, "block_size": 8, "max_num_seqs": 3, "max_num_batched_tokens": 40}
+    engine = Engine(EngineConfig(model=path, kernel="triton", batch_invariant=batch_invariant, **settings))
+    with compiled_kernels() as warm:
+        compile_kernels(engine)
+    assert {name for name, *_ in warm} >= {"_attend", "_combine", "_write_kv", "_copy"}
+    with compiled_kernels() as used:
+        random = np.random.default_rng(5)
+        for number, length in enumerate([1, 16, 31, 128, 3, 70]):
+            sampling = SamplingParams(max_tokens=2 + number % 3, temperature=0, ignore_eos=True)
+            seq = engine.new_sequence(str(number), random.integers(3, 200, length).tolist(), sampling)
+            engine.add(seq)
+            for _ in range(number % 3):
+                step(engine)
+            if seq.num_computed and number % 2:
+                engine.fork(seq, f"{number}, again", sampling)
+        while engine.has_work:
+            step(engine)
+    assert used and used <= warm, used - warm
+
+
+def step(engine: Engine) -> None:
+    for seq in engine.step().sampled:
+        if seq.finish_reason():
+            engine.remove(seq)
+
+
+@contextmanager
+def compiled_kernels() -> Iterator[set[tuple[object, ...]]]:
+    """Collect what Triton would compile: kernel, specialization of each argument, and constants."""
+    from triton.backends.compiler import BaseBackend
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import native_specialize_impl
+
+    found: set[tuple[object, ...]] = set()
+    run = InterpretedFunction.run
+
+    def record(self: Any, *arguments: Any, **options: Any) -> Any:
+        constant = self.kwargs.get("do_not_specialize") or ()
+        specializations = [
+            native_specialize_impl(BaseBackend, argument, False, name not in constant, True)
+            for name, argument in zip(self.arg_names, arguments, strict=False)
+        ]
+        constants = sorted((name, value) for name, value in options.items() if name not in ("grid", "warmup"))
+        found.add((self.fn.__name__, *specializations, *constants))
+        return run(self, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpretedFunction, "run", record)
+        yield found
 
 
 def generate(
