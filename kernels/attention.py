@@ -71,7 +71,7 @@ def select_kernel(name: str, device: torch.device, batch_invariant: str = "auto"
                 "--batch-invariant on: not with the reference kernel, whose rounding depends on the batch"
             )
         return reference
-    requested = name if name != "auto" else "cpu" if device.type == "cpu" else "triton"
+    requested = name if name != "auto" else default_kernel(device)
     try:
         return _LOADERS[requested](device, is_batch_invariant(batch_invariant, device))
     except KernelUnavailable as error:
@@ -79,6 +79,23 @@ def select_kernel(name: str, device: torch.device, batch_invariant: str = "auto"
             raise
         log.warning("attention falls back to the slower reference kernel: %s", error)
         return reference
+
+
+def default_kernel(device: torch.device) -> str:
+    """Return the kernel that `auto` tries first on a device."""
+    return "cpu" if device.type == "cpu" else "triton"
+
+
+def explain_kernels(device: torch.device) -> dict[str, str]:
+    """Return for each kernel why it cannot run on a device; empty for one that can."""
+    reasons = {}
+    for name, load in _LOADERS.items():
+        try:
+            load(device, is_batch_invariant("auto", device))
+            reasons[name] = ""
+        except KernelUnavailable as error:
+            reasons[name] = str(error)
+    return {**reasons, "reference": ""}
 
 
 def _cpu_kernel(device: torch.device, batch_invariant: bool) -> Kernel:

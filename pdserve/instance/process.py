@@ -18,6 +18,7 @@ from pdserve.control.registry import Registry
 from pdserve.engine.paced_runner import PacedRunner
 from pdserve.errors import SetupError
 from pdserve.gpu_fault import gpu_fault
+from pdserve.instance.affinity import run_beside
 from pdserve.instance.hello import make_hello
 from pdserve.instance.instance import Instance
 from pdserve.instance.kv_events_config import KVEventsConfig
@@ -43,6 +44,8 @@ def serve(role: str, config: InstanceConfig) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    if torch.cuda.is_available() and not config.paced:
+        run_beside(config.device)
     torch.manual_seed(config.seed)
     uvloop.run(_serve(role, config))
     # Everything is closed. Skip torch's clean-up, which takes a second and releases nothing of pdserve.
