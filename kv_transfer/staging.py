@@ -53,6 +53,7 @@ class Copies(Protocol):
 
     def rows(self, count: int) -> torch.Tensor: ...
     def lane(self, max_blocks: int) -> Lane: ...
+    def in_place(self) -> Any: ...
 
 
 def attach_pool(
@@ -72,12 +73,17 @@ def attach_pool(
     if pool.device.type == "cpu":
         connector.attach(PoolMemory(host_rows(pool), layout))
         return connector
+    assert make_copies is not None
+    copies = make_copies()
+    if connector.capabilities.gpu_memory:
+        no_bytes = np.broadcast_to(np.uint8(0), (pool.shape[0], layout.block_bytes))
+        connector.attach(PoolMemory(no_bytes, layout, copies.in_place()))
+        return connector
     if connector.in_place:
         raise SetupError(
             f"{connector.scheme}:// reads pools in place, which is not supported for a pool on {pool.device}"
         )
-    assert make_copies is not None
-    return StagedConnector(connector, make_copies(), layout, pool.shape[0])
+    return StagedConnector(connector, copies, layout, pool.shape[0])
 
 
 def host_rows(pool: torch.Tensor) -> npt.NDArray[np.uint8]:

@@ -10,12 +10,14 @@ them although its tokens are known: hence the mark in both directions.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from pdserve.kernels.batch import Kernel
 from pdserve.kernels.gpu.memory import pin
+from pdserve.kernels.gpu.rows import GPURows, Synchronized
 
 
 class PoolCopies:
@@ -36,6 +38,10 @@ class PoolCopies:
         """Return host memory for `count` blocks, uint8 [count, bytes of a block]."""
         rows = torch.zeros((count, self._pool_N[0].nbytes), dtype=torch.uint8)
         return pin(rows) if self._pool_N.is_cuda else rows
+
+    def in_place(self) -> GPURows:
+        """Return the pool's own rows, for peers that read and write them."""
+        return GPURows(_bytes(self._pool_N), self._cuda)
 
     def lane(self, max_blocks: int) -> "Lane":
         """Return a lane for copies of up to `max_blocks` blocks."""
@@ -85,23 +91,8 @@ class Lane:
         if event is not None:
             self._stream.wait_event(event)
 
-    def _synchronized(self) -> "_Synchronized | torch.inference_mode":
-        return torch.inference_mode() if self._cuda is None else _Synchronized(self._stream, self._cuda)
-
-
-class _Synchronized:
-    """Context manager that makes a stream the current one of this thread, and waits for it at the end."""
-
-    def __init__(self, stream: Any, cuda: Any) -> None:
-        self._stream = stream
-        self._context = cuda.stream(stream)
-
-    def __enter__(self) -> None:
-        self._context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._stream.synchronize()
-        self._context.__exit__(*error)
+    def _synchronized(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._cuda is None else Synchronized(self._stream, self._cuda)
 
 
 def _bytes(blocks_C: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,7 @@ _TILES = {
     ("decode", 4, 512): [(_LEAST, 16, 16, 8, 3)],
     ("invariant", 2, 64): [(_LEAST, 64, 32, 4, 2)],
     ("invariant", 2, 128): [(_LEAST, 64, 32, 8, 2)],
-    ("invariant", 2, 256): [(_LEAST, 32, 32, 8, 2)],
+    ("invariant", 2, 256): [(_LEAST, 32, 16, 8, 2)],
     ("invariant", 2, 512): [(_LEAST, 32, 16, 8, 2)],
 }
 

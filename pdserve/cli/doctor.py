@@ -81,7 +81,9 @@ def _gpus() -> list[Finding]:
 
     cuda = f"CUDA {torch.version.cuda}"
     if not torch.cuda.is_available():
-        reason = f"this torch is for {cuda} and finds none" if torch.version.cuda else "this torch is built without CUDA"
+        reason = (
+            f"this torch is for {cuda} and finds none" if torch.version.cuda else "this torch is built without CUDA"
+        )
         return [Finding("GPU", False, reason, "--device cuda; everything runs on the CPU too, slower")]
     rows = []
     for number in range(torch.cuda.device_count()):

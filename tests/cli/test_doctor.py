@@ -19,7 +19,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(doctor, "NVIDIA_MODULE", tmp_path / "version")
-    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23\nGCC 13.2\n")
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23\nGCC 13.2\n"
+    )
 
 
 def report() -> dict[str, tuple[bool, str]]:
