@@ -302,6 +302,7 @@ class _Transfer:
             self.future.set_result(Result(self._outcomes, time.perf_counter() - self._started))
 
     def fail(self, error: Exception) -> None:
+        self.is_cancelled = True
         if self._settle():
             self.future.set_exception(error)
 

@@ -255,17 +255,17 @@ def test_a_cancelled_load_ends_after_the_block_being_moved(follows: bool) -> Non
     connector.close()
 
 
-def test_a_gpu_that_fails_in_a_copy_fails_the_operation() -> None:
+def test_a_gpu_that_fails_in_a_copy_fails_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
     connector = staged(connect("memory://staging-fault"), torch.randn(SHAPE), recorder)
 
     def fail(*_: object) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    gather, recorder.gather_blocks = recorder.gather_blocks, fail  # type: ignore[method-assign]
-    with pytest.raises(torch.AcceleratorError):
-        connector.store(KEYS, range(10), lease_s=10).result(60)
-    recorder.gather_blocks = gather  # type: ignore[method-assign]
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder, "gather_blocks", fail)
+        with pytest.raises(torch.AcceleratorError):
+            connector.store(KEYS, range(10), lease_s=10).result(60)
     assert connector.store(KEYS, range(10), lease_s=10).result(60).leading == 10, "no rows are lost"
     connector.close()
 
