@@ -8,7 +8,7 @@ Simulated, all on the same requests:
   instances for each role, and with --smallest below --instances they start and end instances, too.
 
 With --live, the best fixed split and the controller (`pdserve autoscale --apply`) play the same requests with real routers,
-connectors and paced instances. --html draws the attainment over time.
+connectors and instances, which are paced, or compute if there is a --profile. --html draws the attainment over time.
 """
 
 import json
@@ -26,7 +26,7 @@ import report
 from forecast import deployed
 from mean_controller import MeanController
 from rich.table import Table
-from shifting_load import LOADS, PROFILE, data_set, shifting
+from shifting_load import LOADS, PROFILE, data_set, parse_lengths, shifting
 
 from pdserve.autoscaler.change import Change
 from pdserve.autoscaler.command import limits_of, make_controller
@@ -39,6 +39,7 @@ from pdserve.config import flag
 from pdserve.load_config import AutoscaleConfig
 from pdserve.planner.slo_file import load_targets
 from pdserve.planner.targets import Target
+from pdserve.profile.profile import Profile
 from pdserve.simulator.fleet import Fleet, draw_requests, instance_model, mean_rate
 from pdserve.simulator.simulation import Simulation
 
@@ -49,7 +50,7 @@ OTHER = "#d7191c"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(report.Settings):
-    live: bool = flag("also with real processes and paced instances", False)
+    live: bool = flag("also with real processes", False)
     load: str = flag(
         "shift: of lengths, every --period; wave: of the rate, within it; or a trace", "shift", choices=LOADS
     )
@@ -67,6 +68,8 @@ class Settings(report.Settings):
     horizon: float = flag("--horizon of the controller", 40.0, above=0)
     cooldown: float = flag("--cooldown of the controllers", 15.0, least=0)
     interval: float = flag("--interval of the controllers", 10.0, above=0)
+    lengths: str = flag("tokens of prompts/answers before and after a shift, such as 250/10,25/50", "250/10,25/50")
+    profile: str = flag("of the demo model with one thread: live instances compute; empty: they are paced", "")
     seed: int = flag("of the load", 18)
     html: str = flag("file with a plot of the attainment over time; empty: none", "")
 
@@ -81,15 +84,19 @@ class Exam:
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         self._settings = settings
-        lines = shifting(settings.load, settings.request_rate, settings.period, settings.periods, settings.seed)
+        self.profile = profile = Profile.load(settings.profile) if settings.profile else PROFILE
+        lengths = parse_lengths(settings.lengths)
+        lines = shifting(
+            settings.load, settings.request_rate, settings.period, settings.periods, lengths, settings.seed
+        )
         source = data_set(settings.load, folder, Path(settings.traces), settings.speed, settings.requests, lines)
         names = ("slo", "window", "horizon", "cooldown", "interval")
         most = settings.instances if self._is_elastic else 0
         self.config = AutoscaleConfig(**source, **{name: getattr(settings, name) for name in names}, max_instances=most)
         self.loads = draw_requests(self.config, mean_rate(self.config))
-        self.controller, self._empty = make_controller(self.config, PROFILE, can_start=self._is_elastic)
+        self.controller, self._empty = make_controller(self.config, profile, can_start=self._is_elastic)
         self.targets = load_targets(settings.slo, "")
-        self._model = instance_model(self.config, PROFILE)
+        self._model = instance_model(self.config, profile)
 
     @property
     def _is_elastic(self) -> bool:
@@ -185,11 +192,11 @@ def num_undone(flips: Sequence[tuple[float, str, str]], protected_s: float) -> i
 
 
 def live(exam: Exam, settings: Settings, fleet: Fleet, folder: Path, *, is_steered: bool) -> dict[str, Any]:
-    """Play the load on a real deployment of paced instances, with the controller or without."""
+    """Play the load on a real deployment, with the controller or without."""
     profile, controller = folder / "profile.json", None
-    PROFILE.save(profile)
+    exam.profile.save(profile)
     decisions = folder / "decisions.jsonl"
-    with deployed(fleet, PROFILE, str(profile)) as deployment:
+    with deployed(fleet, exam.profile, "" if settings.profile else str(profile)) as deployment:
         if is_steered:
             names = ("slo", "window", "horizon", "cooldown", "interval")
             flags = [word for name in names for word in (f"--{name}", str(getattr(settings, name)))]
@@ -253,7 +260,8 @@ def run(settings: Settings) -> None:
     report.show(as_table(rows))
     if settings.html:
         Path(settings.html).write_text(plot(settings, rows))
-    settings = replace(settings, traces=Path(settings.traces).name, html=Path(settings.html).name)
+    names: dict[str, Any] = {name: Path(getattr(settings, name)).name for name in ("traces", "html", "profile")}
+    settings = replace(settings, **names)
     print(report.write("autoscale", settings, {"requests": len(exam.loads), "rows": rows}))
 
 

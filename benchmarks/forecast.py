@@ -237,13 +237,18 @@ def run(settings: Settings) -> None:
                         row |= {"saturated": predicted.saturated, "bottleneck": measured["client_bottleneck"]}
                         row |= {f"predicted_{key}": predicted.figures[key] for key in FIGURES}
                         row |= {f"measured_{key}": measured[key] for key in FIGURES}
+                        row |= {"predicted_request_throughput": predicted.figures["request_throughput"]}
+                        row |= {"measured_request_throughput": measured["request_throughput"]}
                         rows.append(row)
                         print(json.dumps(row), flush=True)
     report.show(as_table(rows))
     for mixed, load in dict.fromkeys((row["mix"], row["load"]) for row in rows) if settings.same_rates else ():
         print(choice([row for row in rows if (row["mix"], row["load"]) == (mixed, load)]))
     settings = replace(settings, traces=Path(settings.traces).name, profile=Path(settings.profile).name)
-    print(report.write("forecast", settings, {"rows": rows, "errors": errors(rows)}))
+    loads = sorted({row["load"] for row in rows})
+    by_load = {load: errors([row for row in rows if row["load"] == load]) for load in loads}
+    report.show(by_load_table(by_load))
+    print(report.write("forecast", settings, {"rows": rows, "errors": errors(rows), "errors_by_load": by_load}))
 
 
 def errors(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -255,6 +260,14 @@ def errors(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
         absolute = sorted(map(abs, off))
         summary[key] = {"median_error": absolute[len(absolute) // 2], "bias": sum(off) / len(off)}
     return summary
+
+
+def by_load_table(by_load: dict[float, dict[str, dict[str, float]]]) -> Table:
+    table = Table("load", *(key.removesuffix("_ms") for key in FIGURES), title="median error, bias")
+    for load, figures in by_load.items():
+        cells = [f"{figures[key]['median_error']:.1%}, {figures[key]['bias']:+.1%}" for key in FIGURES]
+        table.add_row(f"{load:.0%}", *cells)
+    return table
 
 
 def choice(rows: list[dict[str, Any]]) -> str:

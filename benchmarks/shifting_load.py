@@ -24,7 +24,6 @@ PROFILE = Profile(
     transfers={"shm": TransferModel(8e-3, 3e7, 8e-3, 3e7, 6e7)},
     overheads=Overheads(4e-3, 1e-4, 1e-3, 5e-5, 8e-4),
 )
-LONG, SHORT = (250, 10), (25, 50)  # tokens of prompts and answers, before and after a shift
 WAVE = (200, 25)  # of ai-dynamo/dynamo#10528: 8,000 and 1,000, a tenth, and a fourth of that
 # Of the folder of traces: file, name of its format, and factor of its lengths, with which most requests fit.
 TRACES = {
@@ -35,7 +34,15 @@ TRACES = {
 LOADS = ("shift", "wave", *TRACES)
 
 
-def shifting(load: str, rate: float, period: float, periods: int, seed: int) -> Iterator[str]:
+Lengths = list[tuple[int, ...]]  # tokens of prompts and answers, before and after a shift
+
+
+def parse_lengths(text: str) -> Lengths:
+    """Parse lengths such as `250/10,25/50`."""
+    return [tuple(map(int, part.split("/"))) for part in text.split(",")]
+
+
+def shifting(load: str, rate: float, period: float, periods: int, lengths: Lengths, seed: int) -> Iterator[str]:
     """Yield the lines of a trace in Azure's format: `shift`, of the lengths every period, or `wave`, of the rate within it.
 
     Args:
@@ -49,7 +56,7 @@ def shifting(load: str, rate: float, period: float, periods: int, seed: int) -> 
         at += random.expovariate(rate * (1 + height))
         if at >= period * periods:
             return
-        mean = WAVE if load == "wave" else (LONG, SHORT)[int(at / period) % 2]
+        mean = WAVE if load == "wave" else lengths[int(at / period) % 2]
         prompt, answer = mean if load == "wave" else (round(one * random.uniform(0.7, 1.3)) for one in mean)
         yield f"{datetime.fromtimestamp(at, UTC).isoformat(sep=' ').removesuffix('+00:00')},{prompt},{answer}"
 

@@ -43,20 +43,28 @@ class Change:
         return after
 
 
-def flips(counts: Mapping[str, int], least: Mapping[str, int]) -> Iterator[list[Change]]:
-    """Yield, for either direction, the changes that leave at least `least` instances of each role, small ones first."""
+def flips(counts: Mapping[str, int], least: Mapping[str, int], unit: int = 1) -> Iterator[list[Change]]:
+    """Yield, for either direction, the changes that leave at least `least` instances of each role, small ones first.
+
+    Args:
+        unit: the smallest one, of which the others are multiples.
+    """
     size = counts[ROLES[0]] + counts[ROLES[1]]
     for before, after in (ROLES, ROLES[::-1]):
         most = min(counts[before] - max(1, least[before]), max(1, int(MAX_FLIPPED_SHARE * size)))
-        yield [Change(before, after, number) for number in CHANGE_COUNTS if number <= most]
+        yield [Change(before, after, number) for number in _numbers(unit) if number <= most]
 
 
-def starts(counts: Mapping[str, int], most: int) -> Iterator[list[Change]]:
+def starts(counts: Mapping[str, int], most: int, unit: int = 1) -> Iterator[list[Change]]:
     """Yield, for either role, the starts that a budget of `most` instances allows, small ones first."""
     for role in ROLES:
-        yield [Change("", role, number) for number in CHANGE_COUNTS if number <= most - sum(counts.values())]
+        yield [Change("", role, number) for number in _numbers(unit) if number <= most - sum(counts.values())]
 
 
-def stops(counts: Mapping[str, int], least: Mapping[str, int]) -> Iterator[Change]:
-    """Yield the ends of an instance that leave at least `least` instances of each role."""
-    yield from (Change(role, "") for role in ROLES if counts[role] - 1 >= max(1, least[role]))
+def stops(counts: Mapping[str, int], least: Mapping[str, int], unit: int = 1) -> Iterator[Change]:
+    """Yield the ends of `unit` instances that leave at least `least` instances of each role."""
+    yield from (Change(role, "", unit) for role in ROLES if counts[role] - unit >= max(1, least[role]))
+
+
+def _numbers(unit: int) -> list[int]:
+    return [unit * count for count in CHANGE_COUNTS]

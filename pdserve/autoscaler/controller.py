@@ -10,10 +10,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from pdserve.autoscaler.cell import cell_share
 from pdserve.autoscaler.change import Change, flips, starts, stops
-from pdserve.autoscaler.forecast import Rating, Situation, rate
+from pdserve.autoscaler.forecast import Rating, rate
 from pdserve.autoscaler.load import answer_lengths, expected_load, expected_rate, replayed, since_change
 from pdserve.autoscaler.observation import Observation, Seen
+from pdserve.autoscaler.situation import Situation
 from pdserve.planner.targets import Target
 
 MIN_REQUESTS = 20  # in the window, with fewer of which there is no forecast
@@ -253,9 +255,10 @@ class Controller:
 
     def _candidates(self, seen: Observation) -> Iterator[list[Change]]:
         """Yield changes of one kind, small ones first."""
-        yield from flips(seen.counts, self._limits.least)
+        unit = _unit(seen.counts)
+        yield from flips(seen.counts, self._limits.least, unit)
         if self._can_start:
-            yield from starts(seen.counts, self._limits.most)
+            yield from starts(seen.counts, self._limits.most, unit)
 
     def _rejection(self, seen: Observation, change: Change) -> str:
         """Return why a change is not even forecast; empty if it is."""
@@ -273,7 +276,8 @@ class Controller:
         if self._can_start and seen.at >= self._stop_tried_at + self._limits.window:
             self._stop_tried_at = seen.at
             situation = self._situation(seen, max(draft.rate, *self._rates))
-            ratings = {change: self._forecast(situation, change) for change in stops(seen.counts, self._limits.least)}
+            changes = stops(seen.counts, self._limits.least, _unit(seen.counts))
+            ratings = {change: self._forecast(situation, change) for change in changes}
             considered += [Considered(str(change), rating) for change, rating in ratings.items()]
             if ratings:
                 change = min(ratings, key=lambda one: ratings[one].ratio)
@@ -303,6 +307,11 @@ def _is_towards(rating: Rating, other: Rating) -> bool:
     """Return whether a change is in the right direction: far from the SLO, one instance may save no request, but shortens
     the queue."""
     return _is_better(rating, other) or rating.ratio < NEARER * other.ratio
+
+
+def _unit(counts: Counter[str]) -> int:
+    """Return the smallest number of instances whose change a forecast can show: one of its cell stands for so many."""
+    return max(1, round(1 / cell_share(counts)))
 
 
 def _text(counts: Counter[str]) -> str:

@@ -1,14 +1,16 @@
 """Forecasts of the controller: the traffic of the window again, then the expected one, on the fleet with a change."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
+from pdserve.autoscaler.cell import make_cell
 from pdserve.autoscaler.change import Change
 from pdserve.autoscaler.observation import Member
+from pdserve.autoscaler.situation import Situation
 from pdserve.bench.metrics import summarize
-from pdserve.bench.requests import Request, Sample
+from pdserve.bench.requests import Sample
 from pdserve.bench.slo import METRICS
 from pdserve.errors import Conflict, NotFound
 from pdserve.planner.targets import FAILED, Target, attainment, compare
@@ -59,29 +61,6 @@ def choose(members: Sequence[Member], role: str, count: int) -> list[str]:
     return [member.name for member in sorted(able, key=lambda one: (one.requests, one.name))[:count]]
 
 
-@dataclass(frozen=True)
-class Situation:
-    """Input of a forecast: the fleet and its requests up to now, and the requests that are expected.
-
-    Attributes:
-        began_at: beginning of the replayed part of the window, on the routers' clock in seconds.
-        now: its end.
-        members: roles of the instances at `began_at`, by name.
-        moves: (time, name, new role) since then, in order of time; an empty role: the instance left.
-        received: requests since then.
-        waiting: indices of those without a token.
-        expected: requests after `now`.
-    """
-
-    began_at: float
-    now: float
-    members: Mapping[str, str]
-    moves: Sequence[tuple[float, str, str]]
-    received: Sequence[Request]
-    waiting: frozenset[int]
-    expected: Sequence[Request]
-
-
 class Forecaster:
     """Simulates situations. The forecast is of the requests that wait now, and of those that are expected."""
 
@@ -93,7 +72,8 @@ class Forecaster:
         self._seed = seed
 
     def forecast(self, situation: Situation, change: Change | None = None) -> Rating:
-        """Return how the fleet will do with a change made now; None: without one."""
+        """Return how the fleet will do with a change made now; None: without one. Of a large fleet, a cell is simulated."""
+        situation, change = make_cell(situation, change)
         simulation = Simulation(self._deployment, self._model, self._seed)
         self._plan_moves(simulation, situation)
         if change is not None:

@@ -43,6 +43,15 @@ class Usage(Answer):
     prompt_tokens_details: CachedTokens
 
 
+class PromptLogprob(Answer):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class Choice(Answer):
     index: int
     logprobs: dict[str, Any] | None
@@ -52,6 +61,7 @@ class Choice(Answer):
 
 class CompletionChoice(Choice):
     text: str
+    prompt_logprobs: PromptLogprobs = []
 
 
 class FunctionOfCall(Answer):
@@ -94,6 +104,7 @@ class Completion(Generated):
 class ChatCompletion(Generated):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_logprobs: PromptLogprobs = []
 
 
 Status = Literal["completed", "incomplete"]

@@ -224,7 +224,7 @@ class CountTokensBody(Body):
 
     model: str | None = None
     messages: list[Any] = Field(json_schema_extra=MESSAGES)
-    system: Any = untyped({"anyOf": [{"type": "string"}, PARTS]})
+    system: Any = untyped({"anyOf": [{"type": ["string", "null"]}, PARTS]})
     tools: list[Any] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None

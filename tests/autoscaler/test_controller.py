@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from pdserve.autoscaler.change import Change, flips, starts, stops
 from pdserve.autoscaler.controller import Controller, Decision, Limits
-from pdserve.autoscaler.forecast import Rating, Situation
+from pdserve.autoscaler.forecast import Rating
 from pdserve.autoscaler.observation import Member, Observation, Seen
+from pdserve.autoscaler.situation import Situation
 from pdserve.bench.requests import Request
 from pdserve.planner.targets import parse_targets
 
@@ -223,3 +224,10 @@ def test_changes_respect_the_least_and_the_most() -> None:
     assert [str(one) for one in stops(counts, least)] == ["stop 1 decode"] and not list(
         stops(counts, Counter(decode=8))
     )
+
+
+def test_changes_of_a_large_fleet_are_multiples_of_what_one_simulated_instance_stands_for() -> None:
+    forecast = promise(none=0.2, **{"4 decode to prefill": 0.4, "8 decode to prefill": 0.95})
+    decision = controller(forecast, 24, 40).decide(observe(1000.0, 24, 40))
+    assert decision.change == replace(MORE_PREFILL, count=8)
+    assert [one.change for one in decision.considered][:2] == ["none", "4 prefill to decode"]

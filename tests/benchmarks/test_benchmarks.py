@@ -98,6 +98,7 @@ def test_forecast(run: Callable[..., Any]) -> None:
     assert row["fleet"] == "1P+1D" and row["measured_p50_itl_ms"] > 24, "a step of the profile takes as long"
     assert all(row[f"{kind}_p50_ttft_ms"] > 24 for kind in ("predicted", "measured"))
     assert content["errors"]["p50_ttft_ms"].keys() == {"median_error", "bias"}
+    assert content["errors_by_load"] == {"0.5": content["errors"]} and row["measured_request_throughput"] > 0
 
 
 def test_autoscale(run: Callable[..., Any]) -> None:

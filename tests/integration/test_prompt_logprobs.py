@@ -10,6 +10,8 @@ import pytest
 import torch
 import transformers
 
+from pdserve.router.api.answers import ChatCompletion, Completion
+
 LENGTHS = (1, 2, 16, 33, 300)
 TOPOLOGIES = [{"prefill": 1, "decode": 1}, {"prefill": 0, "decode": 0, "both": 1}]
 
@@ -29,9 +31,10 @@ def test_log_probabilities_of_prompts(
         for prompt in prompts:
             complete(deployment, prompt=prompt, max_tokens=2)  # fills pools and store
         for max_tokens in (1, 3):
-            choices = complete(
+            answer = complete(
                 deployment, prompt=prompts, max_tokens=max_tokens, prompt_logprobs=3, temperature=0, ignore_eos=True
-            )["choices"]
+            )
+            choices = Completion.model_validate(answer).model_dump()["choices"]
             for prompt, choice in zip(prompts, choices, strict=True):
                 _check(model, prompt, choice["prompt_logprobs"])
                 assert len(choice["token_ids"]) == max_tokens
@@ -39,7 +42,7 @@ def test_log_probabilities_of_prompts(
             _check_echo(deployment, model, prompts[-1], stream=stream)
         chat = {"messages": [{"role": "user", "content": "hello"}], "prompt_logprobs": 0, "max_tokens": 2}
         answer = httpx.post(f"{deployment.url}/v1/chat/completions", json=chat).raise_for_status().json()
-        assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+        assert len(ChatCompletion.model_validate(answer).prompt_logprobs) == answer["usage"]["prompt_tokens"]
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 

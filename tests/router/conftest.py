@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -21,6 +22,7 @@ from pdserve.config import RouterConfig
 from pdserve.errors import RequestError
 from pdserve.lifetime import Stage
 from pdserve.request import Request, TokenLogprobs
+from pdserve.router.api import answers
 from pdserve.router.backend import Chunk, ModelInfo
 from pdserve.router.instances.fleet import Fleet
 from pdserve.router.limits.key_file import load_api_keys
@@ -269,8 +271,16 @@ def app(tokenizer: Tokenizer, make_app: Callable[..., Starlette]) -> Starlette:
     return make_app(tokenizer)
 
 
+ANSWERS: dict[str, type[BaseModel]] = {
+    "/v1/completions": answers.Completion,
+    "/v1/chat/completions": answers.ChatCompletion,
+    "/v1/responses": answers.ResponseObject,
+    "/v1/messages": answers.MessageAnswer,
+}
+
+
 class Client:
-    """Synchronous in-process client of an application."""
+    """Synchronous in-process client of an application. Generated answers must be those that /openapi.json declares."""
 
     def __init__(self, app: Starlette) -> None:
         self._app = app
@@ -282,7 +292,10 @@ class Client:
         return self.request("GET", path)
 
     def post(self, path: str, body: object, **options: Any) -> httpx.Response:
-        return self.request("POST", path, content=json.dumps(body).encode(), **options)
+        response = self.request("POST", path, content=json.dumps(body).encode(), **options)
+        if path in ANSWERS and response.status_code == 200 and response.headers["content-type"] == "application/json":
+            ANSWERS[path].model_validate(response.json())
+        return response
 
     async def _request(self, method: str, path: str, options: dict[str, Any]) -> httpx.Response:
         transport = httpx.ASGITransport(self._app, raise_app_exceptions=False)

@@ -228,6 +228,15 @@ def test_invalid_bodies(client: Client, fields: dict[str, Any], message: str) ->
     assert error["request_id"] == response.headers["x-request-id"]
 
 
+def test_fields_may_be_null(client: Client) -> None:
+    """As /openapi.json says, too: Schemathesis holds the router to it."""
+    schema = client.get("/openapi.json").json()["components"]["schemas"]["CountTokensBody"]["properties"]
+    optional = [name for name in schema if name not in ("messages", "model")]
+    assert [name for name in optional if "null" not in str(schema[name])] == [], schema
+    body = {"messages": ASKED["messages"], **dict.fromkeys(optional)}
+    assert client.post(f"{MESSAGES}/count_tokens", body).status_code == 200
+
+
 def test_errors_raise_the_clients_exceptions(
     make_app: Callable[..., Starlette], backend: ScriptedBackend, tokenizer: Tokenizer, serving: Serving
 ) -> None:
