@@ -47,7 +47,7 @@ _TILES = {
     ("prefill", 2, 512): [(_LEAST, 32, 32, 8, 2)],
     ("prefill", 4, 64): [(_LEAST, 64, 32, 8, 2)],
     ("prefill", 4, 128): [(_LEAST, 32, 32, 8, 2)],
-    ("prefill", 4, 256): [(_LEAST, 32, 16, 8, 2)],
+    ("prefill", 4, 256): [(_LEAST, 16, 16, 4, 2)],
     ("prefill", 4, 512): [(_LEAST, 16, 16, 8, 2)],
     # Rows here are the most: a tile has those of one token.
     ("decode", 2, 64): [(_LEAST, 64, 64, 4, 3)],

@@ -5,13 +5,14 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+from pdserve.cli.gpus import nvidia_smi
 
 NVIDIA_MODULE = Path("/proc/driver/nvidia/version")
 
@@ -65,14 +66,11 @@ def _torch() -> Finding:
 
 def _driver() -> Finding:
     """Return the version of NVIDIA's driver, of nvidia-smi or the kernel module; on WSL there is only the former."""
-    text, used_by = "", "--device cuda"
-    if (command := shutil.which("nvidia-smi")) is not None:
-        query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
-        text = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60).stdout
-    elif NVIDIA_MODULE.exists():
+    text = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
+    if not text and NVIDIA_MODULE.exists():
         text = NVIDIA_MODULE.read_text()
     found = re.search(r"\d+\.\d+(\.\d+)?", text)
-    return Finding("NVIDIA driver", found is not None, found[0] if found else "none", used_by)
+    return Finding("NVIDIA driver", found is not None, found[0] if found else "none", "--device cuda")
 
 
 def _gpus() -> list[Finding]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from pdserve.errors import SetupError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+NVIDIA_SMI_TIMEOUT_S = 30.0
 UNNAMED = ""  # id of a GPU that only the instance can find: without nvidia-smi there is no list
 _LINE = re.compile(r"(GPU |\s+MIG ).*\(UUID: ([\w-]+)\)")  # of nvidia-smi -L
 
@@ -57,9 +58,19 @@ def _named_by_user(value: str) -> list[str]:
     return names[:end]
 
 
+def nvidia_smi(*arguments: str) -> str:
+    """Return the output of nvidia-smi; empty if there is none, or it hangs as it does with a GPU that fell off the bus."""
+    if (command := shutil.which("nvidia-smi")) is None:
+        return ""
+    try:
+        return subprocess.run(
+            [command, *arguments], capture_output=True, text=True, check=False, timeout=NVIDIA_SMI_TIMEOUT_S
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
 def _installed() -> list[str]:
-    if (command := shutil.which("nvidia-smi")) is not None:
-        listing = subprocess.run([command, "-L"], capture_output=True, text=True, check=False, timeout=60)
-        if ids := parse_list(listing.stdout):
-            return ids
+    if ids := parse_list(nvidia_smi("-L")):
+        return ids
     return [str(i) for i in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
