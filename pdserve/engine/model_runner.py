@@ -173,8 +173,8 @@ class ModelRunner:
         logits_SV = self.forward(ids, positions, batch, rows)
         if scored:
             for start in range(0, len(scored), SCORED_ROWS):
-                rows = slice(len(complete) + start, len(complete) + start + SCORED_ROWS)
-                score(logits_SV[rows], scored[start : start + SCORED_ROWS])
+                part = scored[start : start + SCORED_ROWS]
+                score(logits_SV[len(complete) + start :][: len(part)], part)
             logits_SV = logits_SV[: len(complete)]
         if not complete:
             return {}

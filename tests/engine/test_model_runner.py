@@ -82,8 +82,10 @@ def test_a_gpu_without_room_for_kv_is_a_setup_error_that_names_its_memory(
 
 def test_the_largest_steps_take_at_least_the_memory_of_any_other(tmp_path: Path) -> None:
     """The steps by which a GPU's memory is measured, with the peaks of torch's allocations on the CPU."""
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=20_000, **shape)).save_pretrained(tmp_path)
+    shape = transformers.LlamaConfig(
+        vocab_size=20_000, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    transformers.LlamaForCausalLM(shape).save_pretrained(tmp_path)
     config = EngineConfig(
         model=str(tmp_path),
         num_blocks=40,
@@ -114,7 +116,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
     """Return the most bytes that tensors take at a time while `run` runs, beyond those before."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
-    changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     changes.sort(key=lambda event: event.start_ns())
     held = peak = 0
     for change in changes:

@@ -36,12 +36,12 @@ def test_copies_wait_for_steps_before_them(copies: tuple[torch.Tensor, PoolCopie
     pool, maker = copies
     out, back, rows = maker.lane(8), maker.lane(8), maker.rows(16)
     for turn in range(1, 20):
-        torch.cuda._sleep(LONG)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(LONG)
         pool[8:16].fill_(turn)
         out.read(range(8, 16), rows[:8], out.mark())
         assert (rows[:8].view(torch.float32) == turn).all()
         rows[8:].view(torch.float32).fill_(-turn)
-        torch.cuda._sleep(LONG)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(LONG)
         pool[20:28].fill_(turn)
         back.write(rows[8:], range(20, 28), back.mark())
         assert (pool[20:28] == -turn).all() and not pool[28:].any()
