@@ -270,15 +270,27 @@ def test_a_gpu_that_fails_in_a_copy_fails_the_operation(monkeypatch: pytest.Monk
     connector.close()
 
 
-def test_a_pool_on_a_gpu_needs_a_connector_that_copies() -> None:
+def test_a_pool_on_a_gpu_needs_a_connector_that_copies_or_knows_gpus() -> None:
     class InPlace(MemoryConnector):
+        knows_gpus = False
+
         @property
         def capabilities(self) -> Any:
-            return replace(super().capabilities, in_place=True)
+            return replace(super().capabilities, in_place=True, gpu_memory=self.knows_gpus)
 
     pool = torch.empty(SHAPE, device="meta")  # any device but the CPU
+    connector = InPlace("memory://staging-in-place")
     with pytest.raises(SetupError, match="memory:// reads pools in place"):
-        attach_pool(InPlace("memory://staging-in-place"), pool, LAYOUT, lambda: PoolCopies(pool, reference))
+        attach_pool(connector, pool, LAYOUT, lambda: PoolCopies(pool, reference))
+    connector.knows_gpus = True
+    assert attach_pool(connector, pool, LAYOUT, lambda: PoolCopies(pool, reference)) is connector
+    memory = connector.memory
+    assert (memory.gpu.kind, len(memory.gpu), memory.gpu.nbytes) == ("VRAM", 40, pool.nbytes)
+    assert memory.rows.shape == (40, LAYOUT.block_bytes)
+    memory.check(KEYS[:1], [39])
+    with pytest.raises(ValueError):
+        memory.check(KEYS[:1], [40])
+    connector.close()
 
 
 def test_the_buffers_on_the_gpu_are_counted_when_its_memory_is_divided() -> None:
