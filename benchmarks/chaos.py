@@ -33,6 +33,7 @@ class Settings(report.Settings):
     deadline: float = flag("seconds that a request may take", 120.0)
     store: str = flag("where KV blocks go: redis, shm", "redis")
     dtype: str = flag("of the model and its KV: bfloat16, float16, float32", "bfloat16")
+    tensor_parallel_size: int = flag("ranks of each instance; with 2, one of the faults is to kill the second one", 1)
     seed: int = flag("of the order of faults, and of the requests", 0)
 
 
@@ -42,6 +43,7 @@ EXPECTED_EXITS = (
     "exit code 0",
     "exit code 2",
 )  # killed, drained, started while the store or the network was out
+LOST_RANK_EXIT = "exit code 70"
 ENDED = re.compile(r"\[(\S+)\] exited \((.+)\)")
 MOVED = re.compile(r"(chaos-\d+)\S* migrated to ")
 COUNTED = ("migrations_total", "fallbacks_total", "instances_lost_total", "requests_total", "prompt_tokens_by_source")
@@ -65,12 +67,13 @@ def chaos(settings: Settings) -> None:
 
 def play(settings: Settings, make: Make = ChaosDeployment) -> dict[str, Any]:
     """Run the benchmark and return the content of its JSON report."""
-    with stage(settings.store, settings.dtype, make) as at:
+    with stage(settings.store, settings.dtype, make, settings.tensor_parallel_size) as at:
         traffic, monkey = Traffic(at.deployment.url, at.deployment.config.name, settings), FaultInjector(at, settings)
         before, left, after, seconds = asyncio.run(_play(at, traffic, monkey))
         metrics = {name: n for name, n in sorted(totals(at.deployment).items()) if any(one in name for one in COUNTED)}
     ended = [match for match in map(ENDED.search, at.log_lines) if match is not None]
     moved = {match[1] for match in map(MOVED.search, at.log_lines) if match is not None}
+    expected = EXPECTED_EXITS if settings.tensor_parallel_size == 1 else (*EXPECTED_EXITS, LOST_RANK_EXIT)
     none = {
         "requests that ended wrong, or not at all": len(traffic.defects),
         "requests refused or ended though an instance was available": sum(
@@ -78,7 +81,7 @@ def play(settings: Settings, make: Make = ChaosDeployment) -> dict[str, Any]:
         ),
         **left,
         **at.left(),
-        "instances that ended by themselves": sum(match[2] not in EXPECTED_EXITS for match in ended),
+        "instances that ended by themselves": sum(match[2] not in expected for match in ended),
         "tracebacks in logs": sum("Traceback" in line for line in at.log_lines),
         "kinds of faults that did not come": len(monkey.missing),
     }

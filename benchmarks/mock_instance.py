@@ -140,7 +140,11 @@ class MockInstance:
         self._running.pop((link, request_id), None)
 
     def submit(self, link: str, submit: pb.Submit) -> None:
-        key, tokens = (link, submit.request_id), submit.sampling.max_tokens
+        for request_id in (submit.request_id, *(member.request_id for member in submit.members)):
+            self._submit((link, request_id), submit)
+
+    def _submit(self, key: tuple[str, str], submit: pb.Submit) -> None:
+        tokens = submit.sampling.max_tokens
         if submit.phase == pb.DECODE:
             self._reserved[key] = Answer(tokens - 1, submit.whole, begun=True)
             self._say(key, Stage.RESERVED)

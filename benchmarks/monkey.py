@@ -7,6 +7,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
@@ -15,8 +16,14 @@ from stage import Stage
 if TYPE_CHECKING:
     from chaos import Settings
 
-KINDS = ("kill", "freeze", "drain", "flip", "store", "cut")
+KINDS = ("kill", "freeze", "drain", "flip", "store", "cut", "rank")
 ROLES = ("prefill", "decode", "both")
+
+
+def followers_of(pid: int) -> list[int]:
+    """Return the processes of the other ranks of an instance."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children if "pdserve.ranks.follower" in Path(f"/proc/{child}/cmdline").read_text()]
 
 
 class FaultInjector:
@@ -83,9 +90,12 @@ class FaultInjector:
         if victim in self._lasting or not child.running:
             return "not now"
         pid = child.pid
-        if kind == "kill":
+        if kind in ("kill", "rank"):
+            victims = [pid] if kind == "kill" else followers_of(pid)
+            if not victims:
+                return "not now"
             child.failures = 0
-            os.kill(pid, signal.SIGKILL)
+            os.kill(victims[0], signal.SIGKILL)
             return "done"
 
         def thaw() -> None:

@@ -4,6 +4,7 @@ One instance runs in a separate network namespace, if the permissions allow it.
 """
 
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -85,19 +86,24 @@ class Stage:
     log_lines: list[str]
     left_out: dict[str, str]
 
+    @property
+    def followers(self) -> set[int]:
+        """Processes of all further ranks ever started."""
+        return {int(pid) for line in self.log_lines for pid in re.findall(r"in processes (\d+)$", line)}
+
     def left(self) -> dict[str, int]:
         """Counts that must be 0 after the last request."""
         name = self.deployment.connector.partition("://")[2].partition("?")[0]
         return {
-            "processes": sum(Path(f"/proc/{pid}").exists() for pid in self.deployment.pids),
+            "processes": sum(Path(f"/proc/{pid}").exists() for pid in self.deployment.pids | self.followers),
             "segments of shared memory": sum(name in file for file in os.listdir("/dev/shm")),
         }
 
 
 @contextmanager
-def stage(kind: str, dtype: str, make: Make) -> Iterator[Stage]:
-    """`kind` of store: redis or shm."""
-    left_out: dict[str, str] = {}
+def stage(kind: str, dtype: str, make: Make, ranks: int = 1) -> Iterator[Stage]:
+    """`kind` of store: redis or shm; `ranks` of each instance."""
+    left_out: dict[str, str] = {} if ranks > 1 else {"rank": "instances have one rank"}
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         island = store = None
@@ -116,6 +122,7 @@ def stage(kind: str, dtype: str, make: Make) -> Iterator[Stage]:
         config = UpConfig(
             model=str(checkpoints.make(checkpoints.TINY, Path(folder) / "model")),
             dtype=dtype,
+            tensor_parallel_size=ranks,
             port=free_port(),
             prefill=2,
             decode=2,

@@ -10,6 +10,9 @@ The life of one request (phase DECODE) on the decode instance:
            ─► all blocks loaded, or no more to come: join the engine's running batch with the first token
     on_step ─► report one token per step, until the request finishes and its blocks are released
 
+Of several choices of one prompt, the first one loads it. The others share its KV when it joins the engine, and join once they
+have their own first tokens. If it ends before, the next one takes its place.
+
 If a block cannot be loaded, the engine computes it and everything after it, or the whole prompt if the block's own window
 reaches blocks that were not reserved. A request without a hand-over (phase BOTH) has no reservation: its prefix is fetched
 from the store and the rest computed here, as in the prefill role.
@@ -24,6 +27,7 @@ from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from pdserve.beam_search import BeamSearch
 from pdserve.decode.layout_converter import ConvertedPrompt
 from pdserve.decode.load_machine import Action, Load, LoadMachine, Start
 from pdserve.engine.engine import Engine
@@ -34,6 +38,7 @@ from pdserve.roles.fetcher import Fetcher
 from pdserve.roles.job import InstanceContext, Job
 from pdserve.roles.transfers import Transfers
 
+STEPS_PER_REPORT = 16  # of a beam search, so that routers see its progress
 STORE_BACK_BLOCKS = 8  # per store, except for the last one, so that a step starts few stores
 
 
@@ -48,6 +53,9 @@ class _DecodeState:
         store_limit: leading tokens, of prompt and output, that are worth storing back.
         submitted_blocks: leading blocks of prompt and output that came from the store or were passed to the connector.
         converted: source of the blocks if prefill's layout differs.
+        followers: states of the other choices of the prompt that this one loads.
+        loader: state of the choice that loads the prompt of this one, or has loaded it.
+        has_heir: it has ended, and one of its followers loads the prompt instead.
     """
 
     job: Job
@@ -57,6 +65,14 @@ class _DecodeState:
     store_limit: float = 0
     submitted_blocks: int = 0
     converted: ConvertedPrompt | None = None
+    followers: "list[_DecodeState]" = field(default_factory=list)
+    loader: "_DecodeState | None" = None
+    has_heir: bool = False
+
+    def lead(self, followers: "list[_DecodeState]") -> None:
+        self.followers = followers
+        for follower in followers:
+            follower.loader = self
 
 
 class Decoder:
@@ -90,22 +106,28 @@ class Decoder:
         """Requests that have no blocks yet."""
         return len(self._unreserved)
 
-    def submit(self, job: Job, converted: ConvertedPrompt | None = None) -> None:
+    def submit(self, job: Job, converted: ConvertedPrompt | None = None, others: SequenceABC[Job] = ()) -> None:
         """Start a request: reserve its blocks or, in phase BOTH, fetch its prefix and queue it in the engine.
 
         Args:
             converted: source of the prompt's blocks, if prefill's layout differs.
+            others: further choices of the same prompt.
         """
         if job.phase == pb.DECODE:
             job.keys = job.seq.initial_keys()
-        loading = LoadMachine(len(job.keys), self._transfers.max_transfer_blocks, self._transfers.split)
-        state = _DecodeState(job, loading, store_limit=self._store_limit(job), converted=converted)
-        self._states[job] = state
+        for one in (job, *others):
+            loading = LoadMachine(len(job.keys), self._transfers.max_transfer_blocks, self._transfers.split)
+            one.keys = job.keys
+            self._states[one] = _DecodeState(one, loading, store_limit=self._store_limit(one), converted=converted)
+        state, followers = self._states[job], [self._states[other] for other in others]
         if job.phase == pb.BOTH:
-            loading.skip()
+            for one_state in (state, *followers):
+                one_state.loading.skip()
+            job.seq.lead([other.seq for other in others])
             self._fetcher.fetch(job, on_cancelled=lambda: self._end(state))
         else:
-            insort(self._unreserved, state, key=lambda one: one.job.seq.rank)
+            state.lead(followers)
+            self._enqueue(state)
             self.reserve()
 
     def hand_over(self, job: Job, message: pb.HandOver) -> None:
@@ -129,6 +151,9 @@ class Decoder:
             self._end_leases(state, message.tickets)
         self._carry_out(state, actions)
 
+    def _enqueue(self, state: _DecodeState) -> None:
+        insort(self._unreserved, state, key=lambda one: one.job.seq.rank)
+
     def reserve(self) -> None:
         """Reserve blocks for waiting requests, in order of rank. To be called whenever blocks were freed."""
         while self._unreserved:
@@ -141,7 +166,8 @@ class Decoder:
             if not scheduler.reserve(seq, max_hit_blocks, seq.num_initial + 1, first_block=first, respect_queue=True):
                 return
             self._unreserved.pop(0)
-            state.job.stamp(Stage.RESERVED, self._context.now())
+            for one in (state, *state.followers):
+                one.job.stamp(Stage.RESERVED, self._context.now())
             self._carry_out(state, state.loading.reserved(seq.num_registered))
 
     def on_step(self, job: Job, sampled: bool, step_started: float) -> None:
@@ -149,9 +175,17 @@ class Decoder:
         seq, now, state = job.seq, self._context.now(), self._states[job]
         if job.phase == pb.BOTH:
             job.stamp(Stage.PREFILL_STARTED, step_started)
+        state.submitted_blocks = max(state.submitted_blocks, seq.num_shared // seq.block_size)
         # Blocks that are about to leave the attention window must be stored now, even one at a time.
         is_urgent = self._engine.scheduler.num_out_of_window(seq.num_computed) > state.submitted_blocks
+        is_urgent |= seq.group is not None and seq.num_uncomputed == 0  # the search is about to release them
         self._store_back(state, 1 if is_urgent else STORE_BACK_BLOCKS)
+        if seq.group is not None and seq.group.search.num_steps:
+            self._report_search(state, seq.group.search)
+        if seq.embedding:
+            self._context.count_prompt_sources(job)
+            job.report_embedding(now)
+            self._end(state)
         if not sampled:
             return
         if len(seq) - seq.num_initial == 1:
@@ -165,6 +199,20 @@ class Decoder:
         if reason is not None:
             job.finish(reason, now)
             self._store_back(state)
+            self._end(state)
+
+    def _report_search(self, state: _DecodeState, search: BeamSearch) -> None:
+        """Report a step of a beam search. It has no tokens before its end, since later ones may change every choice."""
+        job, now = state.job, self._context.now()
+        if search.num_steps == 1 and job.phase == pb.BOTH:
+            job.report_prompt_sources()
+            self._context.count_prompt_sources(job)
+        job.stamp(Stage.DECODE_STARTED, now)
+        if search.is_over or search.num_steps % STEPS_PER_REPORT == 1:
+            job.report_search(search)
+        if search.is_over:
+            self._context.count("generation_tokens", sum(len(answer.token_ids) for answer in job.output.hypotheses))
+            job.finish("stop", now)
             self._end(state)
 
     def on_resumed(self, job: Job) -> None:
@@ -183,6 +231,7 @@ class Decoder:
         state = self._states.get(job)
         if state is not None:
             job.ended = True
+            self._transfers.cancel(job)
             if state.loading.has_started:
                 self._store_back(state)  # still useful: the router cancels at a stop string, or to migrate the request
             self._end(state)
@@ -223,11 +272,6 @@ class Decoder:
             num_tokens = 0  # the next token attends to blocks that were not reserved
             seq.give_up_blocks(self._engine.pool)
         seq.mark_loaded(num_tokens)
-        if state.first_token is not None:
-            seq.append(state.first_token)
-        elif seq.num_computed == seq.num_initial:
-            seq.reopen_prompt()  # prefill failed before the first token
-        state.submitted_blocks = seq.num_computed // seq.block_size
         if seq.num_loaded and state.converted is not None and not state.converted.exact:
             # KV that was rounded otherwise differs from what our own prefill would compute, and so does everything computed
             # from it. It is good enough for this request, as the deployer allowed it, but other requests must not find it
@@ -235,16 +279,32 @@ class Decoder:
             seq.forbid_caching()
             state.store_limit = 0
             self._context.count("inexact_prompts", 1)
+        self._share(state, start.num_blocks if num_tokens else 0)
+        if state.first_token is not None:
+            seq.append(state.first_token)
+        elif seq.num_computed == seq.num_initial:
+            seq.reopen_prompt()  # prefill failed before the first token
+        state.submitted_blocks = seq.num_computed // seq.block_size
         seq.register_full_blocks(self._engine.pool)
         self._end_leases(state, state.tickets)
         self._context.count_prompt_sources(job)
-        job.report_transfers(self._engine.layout.block_bytes)
+        job.report_transfers(self._engine.layout.bytes_on_all_ranks)
         job.stamp(Stage.KV_READY, self._context.now())
         self._engine.add(seq)
+
+    def _share(self, state: _DecodeState, num_blocks: int) -> None:
+        """Let the other choices of the prompt share the KV of its first `num_blocks`."""
+        followers, state.followers = state.followers, []
+        for follower in followers:
+            follower.job.seq.share(state.job.seq, self._engine.pool)
+            follower.store_limit = min(follower.store_limit, state.store_limit)
+            self._carry_out(follower, follower.loading.shared(num_blocks))
 
     def _end_leases(self, state: _DecodeState, tickets: SequenceABC[bytes]) -> None:
         """End the leases of tickets, and of all keys after prefill's final report. A prefill that is cancelled before that
         ends the leases of its keys itself."""
+        if state.loader is not None and state.loader.job in self._states:
+            return  # which ends them
         keys = state.job.keys[: state.loading.available] if state.loading.is_final else ()
         if keys or tickets:
             (state.converted or self._connector).release(keys, tickets=tuple(tickets))
@@ -289,10 +349,17 @@ class Decoder:
             self._unreserved.remove(state)
         loading = state.loading
         loading.end()
+        if state.loader is not None and state in state.loader.followers:
+            state.loader.followers.remove(state)
+        elif state.followers and not loading.has_started:
+            heir, *others = state.followers
+            state.followers, state.has_heir, heir.loader = [], True, None
+            heir.lead(others)
+            self._enqueue(heir)
         if job.seq.block_ids or loading.has_started:
             self._engine.remove(job.seq)
         if job.open_transfers == 0:
-            if not loading.has_started:
+            if not loading.has_started and not state.has_heir:
                 self._end_leases(state, state.tickets)  # no instance will load what was stored for this request
             elif loading.coming and not loading.is_final:  # it followed, and finished before prefill's final report
                 self._connector.release(job.keys)

@@ -1,4 +1,4 @@
-"""Loads KV that instances with another block size, dtype or numerics class have stored, as KV of this pool's layout.
+"""Loads KV that instances with another block size, dtype, numerics class or number of ranks have stored, into this pool.
 
     KV store ─► a second connector, attached to staging rows in the source layout ─► copied into blocks of the pool
 
@@ -6,17 +6,20 @@ The source is the layout of the instance that stored the KV, the target that of 
 alone, not on the block size (`keys.py`), so the source's keys follow from the prompt. Only the requested target blocks are
 written, and in them only the prompt's tokens. A target block of which a token did not arrive is reported with the outcome of
 the source block that failed. torch rounds to the pool's dtype.
+
+Where the source is divided among ranks, each of which stores its heads, a block is loaded from those that have heads of this
+pool. If this instance has ranks, too, each of them loads what its pool needs.
 """
 
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
@@ -24,12 +27,13 @@ from pdserve.config import DTYPES
 from pdserve.engine.sequence import Sequence as TokenSequence
 from pdserve.errors import SetupError
 from pdserve.keys import KEY_BYTES, Layout, block_ends
-from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats
+from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats, first_failure
 from pdserve.kv_transfer.guarded import guard
 from pdserve.kv_transfer.operation import Cancellation, submit
 from pdserve.kv_transfer.registry import connect
 from pdserve.kv_transfer.staging import host_rows
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.rank_tickets import tickets_of_rank
 
 log = logging.getLogger(__name__)
 
@@ -37,20 +41,38 @@ STAGING_BYTES: Final = 64 << 20  # for each source layout
 ATTACH_RETRY_S: Final = 5.0
 
 
+class Loader(Protocol):
+    """Loads KV of one source layout: `SourceLoader`, or several of them on different ranks."""
+
+    def load(self, keys: list[bytes], tokens: range, blocks: list[int], tickets: list[bytes]) -> Future[Result]: ...
+    def release(self, keys: Sequence[bytes], tickets: Sequence[bytes]) -> None: ...
+    def stats(self) -> Stats: ...
+    def probe(self) -> None: ...
+    def close(self) -> None: ...
+
+
 class LayoutConverter:
     """Loads KV of all other layouts into one pool. Each source layout gets a loader when a request first needs it.
 
     Args:
-        pool: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+        pool: [num_blocks, num_layers, 2, heads of the layout, block_size, head_dim].
         target: layout of the pool's blocks.
         url: URL of the instance's connector; None disables conversion.
+        on_all_ranks: makes a loader for the pools of all ranks from that for this pool; None if there is one rank.
     """
 
-    def __init__(self, pool: torch.Tensor, target: Layout, url: str | None) -> None:
+    def __init__(
+        self,
+        pool: torch.Tensor,
+        target: Layout,
+        url: str | None,
+        on_all_ranks: Callable[["SourceLoader", Layout], Loader] | None = None,
+    ) -> None:
         self._pool = pool
         self._target = target
         self._url = url
-        self._loaders: dict[bytes, _SourceLoader] = {}  # by namespace of the source layout
+        self._on_all_ranks = on_all_ranks
+        self._loaders: dict[bytes, Loader] = {}  # by namespace of the source layout
 
     def open_prompt(self, seq: TokenSequence, message: pb.Layout) -> "ConvertedPrompt":
         """Return access to a sequence's prompt as an instance with the layout of `message` stores it.
@@ -63,11 +85,15 @@ class LayoutConverter:
             flags = "--convert-kv or --allow-inexact"
             raise ValueError(f"the KV is in another layout, and this instance was started without {flags}")
         is_known = source.dtype in DTYPES and getattr(torch, source.dtype).itemsize == source.itemsize
-        if not source.is_convertible_to(self._target) or not is_known or source.block_size < 1:
+        is_valid = is_known and source.block_size >= 1 and source.is_divisible
+        if not source.is_convertible_to(self._target) or not is_valid:
             raise ValueError("the KV is of another model, and cannot be converted")
         loader = self._loaders.get(source.namespace)
         if loader is None:
-            loader = self._loaders[source.namespace] = _SourceLoader(self._pool, self._target, source, self._url)
+            loader = own = SourceLoader(self._pool, self._target, source, self._url)
+            if self._on_all_ranks is not None:
+                loader = self._on_all_ranks(own, source)
+            self._loaders[source.namespace] = loader
         return ConvertedPrompt(loader, seq, self._target, source)
 
     def stats(self) -> Stats | None:
@@ -92,7 +118,7 @@ class ConvertedPrompt:
         exact: the values are, bit for bit, those that this instance would compute.
     """
 
-    def __init__(self, loader: "_SourceLoader", seq: TokenSequence, target: Layout, source: Layout) -> None:
+    def __init__(self, loader: Loader, seq: TokenSequence, target: Layout, source: Layout) -> None:
         self._loader = loader
         self._target_block_size = target.block_size
         self._source_block_size = source.block_size
@@ -118,7 +144,44 @@ class ConvertedPrompt:
         self._loader.release(self._source_keys, tickets)
 
 
-class _SourceLoader:
+@dataclass(frozen=True)
+class _Slice:
+    """What one rank of the source has of the pool's heads.
+
+    Attributes:
+        rows: staging rows, [rows, num_layers, 2, heads of the layout, block_size, head_dim].
+        source_heads, target_heads: the same heads, in a staging row and in a block of the pool.
+    """
+
+    layout: Layout
+    rows: torch.Tensor
+    source_heads: slice
+    target_heads: slice
+
+
+def _slices(source: Layout, target: Layout) -> Iterator[_Slice]:
+    """Yield the slices that together have all heads of the target, each once."""
+    heads, num_slices = target.heads, min(source.ranks, len(target.heads))
+    start = heads.start
+    for layout in (replace(source, rank=rank) for rank in range(source.ranks)):
+        stop = min(heads.stop, layout.heads.stop)
+        if layout.heads.start <= start < stop:
+            shape = (source.num_layers, 2, len(layout.heads), source.block_size, source.head_dim)
+            num_rows = max(1, STAGING_BYTES // num_slices // layout.block_bytes)
+            rows = torch.zeros((num_rows, *shape), dtype=getattr(torch, source.dtype))
+            first = layout.heads.start
+            yield _Slice(
+                layout, rows, slice(start - first, stop - first), slice(start - heads.start, stop - heads.start)
+            )
+            start = stop
+
+
+def _load_nothing(connector: Connector) -> None:
+    """Ask for a block that no store has."""
+    connector.load([os.urandom(KEY_BYTES)], [0]).result()
+
+
+class SourceLoader:
     """Loads KV of one source layout. A thread of its own executes everything in order, attaching included."""
 
     def __init__(self, pool: torch.Tensor, target: Layout, source: Layout, url: str) -> None:
@@ -126,10 +189,9 @@ class _SourceLoader:
         self._target = target
         self._source = source
         self._url = url
-        shape = (source.num_layers, 2, source.num_kv_heads, source.block_size, source.head_dim)
-        num_rows = max(1, STAGING_BYTES // source.block_bytes)
-        self._rows = torch.zeros((num_rows, *shape), dtype=getattr(torch, source.dtype))
-        self._connector: Connector | None = None
+        self._slices = list(_slices(source, target))
+        self._num_rows = min(len(one.rows) for one in self._slices)
+        self._connectors: list[Connector] = []  # one per slice; empty until they are attached
         self._next_attach_at = 0.0
         self._skipped = Stats()  # failures of blocks that were never requested from the connector
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-converter")
@@ -151,26 +213,26 @@ class _SourceLoader:
         return submit(self._thread, run)
 
     def release(self, keys: Sequence[bytes], tickets: Sequence[bytes]) -> None:
-        self._thread.submit(self._with_connector, lambda connector: connector.release(keys, tickets=tickets))
+        self._thread.submit(self._release, keys, tickets)
 
     def stats(self) -> Stats:
-        if self._connector is None:
-            return self._skipped
-        stats = self._connector.stats()
-        return replace(stats.plus(self._skipped), is_out=stats.is_out)
+        all_stats = [connector.stats() for connector in self._connectors]
+        total = reduce(Stats.plus, all_stats, self._skipped)
+        return replace(total, is_out=any(stats.is_out for stats in all_stats))
 
     def probe(self) -> None:
-        connector = self._connector
-        if connector is not None and connector.stats().any_out:
-            self._thread.submit(lambda: connector.load([os.urandom(KEY_BYTES)], [0]).result())
+        for connector in self._connectors:
+            if connector.stats().any_out:
+                self._thread.submit(_load_nothing, connector)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
-        self._with_connector(lambda connector: connector.close())
+        for connector in self._connectors:
+            connector.close()
 
-    def _with_connector(self, action: Callable[[Connector], None]) -> None:
-        if self._connector is not None:
-            action(self._connector)
+    def _release(self, keys: Sequence[bytes], tickets: Sequence[bytes]) -> None:
+        for connector, one in zip(self._connectors, self._slices, strict=False):
+            connector.release(keys, tickets=tickets_of_rank(tickets, one.layout.rank, one.layout.ranks))
 
     def _post(self, work: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # closed
@@ -182,21 +244,30 @@ class _SourceLoader:
     ) -> list[Outcome]:
         """Load and copy all source blocks, as many at a time as there are staging rows. Return one outcome for each."""
         first, outcomes = tokens.start // self._source.block_size, list[Outcome]()
-        connector = self._attached_connector()
+        connectors = self._attached_connectors()
         while len(outcomes) < len(keys):
-            batch = keys[len(outcomes) : len(outcomes) + len(self._rows)]
+            batch = keys[len(outcomes) : len(outcomes) + self._num_rows]
             if cancellation.requested:
                 return outcomes + [Outcome.CANCELLED] * (len(keys) - len(outcomes))
             # Once the store is unavailable, do not request later blocks: they would be useless after the gap.
-            if connector is None or outcomes[-1:] == [Outcome.UNAVAILABLE]:
+            if not connectors or outcomes[-1:] == [Outcome.UNAVAILABLE]:
                 self._skipped.count_failures("load", Outcome.UNAVAILABLE, len(batch))
                 outcomes += [Outcome.UNAVAILABLE] * len(batch)
                 continue
-            result = cancellation.wait(connector.load(batch, range(len(batch)), tickets=tickets))
-            for row, outcome in enumerate(result.outcomes):
+            loads = [
+                connector.load(
+                    batch,
+                    range(len(batch)),
+                    tickets=tickets_of_rank(tickets, one.layout.rank, one.layout.ranks),
+                )
+                for connector, one in zip(connectors, self._slices, strict=True)
+            ]
+            results = [cancellation.wait(load).outcomes for load in loads]
+            loaded = [first_failure(parts) for parts in zip(*results, strict=True)]
+            for row, outcome in enumerate(loaded):
                 if outcome is Outcome.OK:
                     self._copy(row, first + len(outcomes) + row, tokens, blocks)
-            outcomes += result.outcomes
+            outcomes += loaded
         return outcomes
 
     def _copy(self, row: int, index: int, tokens: range, blocks: list[int]) -> None:
@@ -205,9 +276,11 @@ class _SourceLoader:
         start, stop = max(index * source_size, tokens.start), min((index + 1) * source_size, tokens.stop)
         for target_index in range(start // target_size, -(-stop // target_size)):
             begin, end = max(start, target_index * target_size), min(stop, (target_index + 1) * target_size)
-            values = self._rows[row, :, :, :, begin - index * source_size : end - index * source_size]
             block = self._pool[blocks[target_index - tokens.start // target_size]]
-            block[:, :, :, begin - target_index * target_size : end - target_index * target_size].copy_(values)
+            source_tokens = slice(begin - index * source_size, end - index * source_size)
+            target_tokens = slice(begin - target_index * target_size, end - target_index * target_size)
+            for one in self._slices:
+                block[:, :, one.target_heads, target_tokens].copy_(one.rows[row, :, :, one.source_heads, source_tokens])
 
     def _target_outcomes(self, source_outcomes: list[Outcome], tokens: range, num_blocks: int) -> list[Outcome]:
         """Return one outcome per target block: the first failure among the source blocks that contain its tokens, or OK."""
@@ -216,19 +289,22 @@ class _SourceLoader:
         for begin in range(tokens.start, tokens.start + num_blocks * target_size, target_size):
             end = min(begin + target_size, tokens.stop)
             parts = source_outcomes[begin // source_size - first : -(-end // source_size) - first]
-            outcomes.append(next((part for part in parts if part is not Outcome.OK), Outcome.OK))
+            outcomes.append(first_failure(parts))
         return outcomes
 
-    def _attached_connector(self) -> Connector | None:
-        """Return the connector, attaching it first if needed; None if that failed within the last `ATTACH_RETRY_S`."""
-        if self._connector is None and time.monotonic() >= self._next_attach_at:
-            connector = connect(self._url)
+    def _attached_connectors(self) -> list[Connector]:
+        """Return the connectors, attaching them first if needed; none if that failed within the last `ATTACH_RETRY_S`."""
+        if not self._connectors and time.monotonic() >= self._next_attach_at:
+            connectors: list[Connector] = []
             try:
-                connector.attach(PoolMemory(host_rows(self._rows), self._source))
-                self._connector = guard(connector, self._post)
+                for one in self._slices:
+                    connectors.append(connect(self._url))
+                    connectors[-1].attach(PoolMemory(host_rows(one.rows), one.layout))
+                self._connectors = [guard(connector, self._post) for connector in connectors]
                 log.info("converting KV from blocks of %d tokens in %s", self._source.block_size, self._source.dtype)
             except SetupError as error:
-                connector.close()
+                for connector in connectors:
+                    connector.close()
                 self._next_attach_at = time.monotonic() + ATTACH_RETRY_S
                 log.warning("KV of another layout cannot be loaded and is computed instead: %s", error)
-        return self._connector
+        return self._connectors

@@ -132,6 +132,14 @@ class LoadMachine:
         self._requested = first
         return self._handle(Event.RESERVED)
 
+    def shared(self, num_blocks: int) -> list[Action]:
+        """Handle that the sequence shares the first `num_blocks` of another one of its request, which has loaded them."""
+        self._move(Event.RESERVED)
+        self._requested = self._bad_block = num_blocks
+        if num_blocks < self._num_blocks:
+            self._move(Event.FAILED)
+        return list(self._next_actions())
+
     def reported(self, available: int, coming: int, *, is_final: bool, has_first_token: bool) -> list[Action]:
         """Handle prefill's report. Its numbers only grow."""
         self.available = max(self.available, min(available, self._num_blocks))

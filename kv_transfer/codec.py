@@ -171,7 +171,7 @@ class _Quantized(Codec):
         if layout.dtype not in supported:
             raise SetupError(f"codec={self.name} supports KV in {', '.join(supported)}, not in {layout.dtype}.")
         self._dtype = np.dtype(supported[layout.dtype])
-        self._heads = layout.num_layers * 2 * layout.num_kv_heads
+        self._heads = layout.num_layers * 2 * len(layout.heads)
         self._code_dtype = np.dtype(self._get_code_type(types))
         codes = np.arange(256, dtype=np.uint8).view(self._code_dtype)
         self._decoded_codes: npt.NDArray[np.float32] = codes.astype(np.float32) / np.float32(self.max_code)

@@ -19,7 +19,7 @@ Rules that every connector keeps:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -46,6 +46,11 @@ class Outcome(StrEnum):
     FULL = "full"  # store: no space left
     UNAVAILABLE = "unavailable"  # the store did not respond in time, or not at all
     CANCELLED = "cancelled"  # the caller cancelled the operation
+
+
+def first_failure(outcomes: Iterable[Outcome]) -> Outcome:
+    """Return the outcome of what consists of several parts."""
+    return next((outcome for outcome in outcomes if outcome is not Outcome.OK), Outcome.OK)
 
 
 @dataclass(frozen=True)

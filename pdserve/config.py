@@ -39,6 +39,7 @@ ALLOWED_HOSTS_HELP = (
 KV_EVENTS_HELP = (
     "publish stores and removals of KV blocks over ZMQ as vLLM does: a JSON object with vLLM's keys; empty: do not"
 )
+PARSER_HELP = "parser of the model's {}, by its name in vLLM, such as {}; auto: by the chat template; none: no parsing"
 PROFILE_HELP = "profile with which instances compare the times of their steps; empty: that of --paced, if any"
 POLICY_NAMES = ("auto", "round_robin", "least_loaded", "power_of_two", "session", "prefix_aware")
 PORTS: dict[str, Any] = {"least": 0, "most": 65535}  # 0 takes a free one
@@ -121,9 +122,14 @@ class ModelConfig(Settings):
 class EngineConfig(ModelConfig):
     dtype: str = flag("dtype of weights and KV; auto: the checkpoint's", "auto", choices=("auto", *DTYPES))
     device: str = flag("device: auto, cpu, cuda, cuda:1, …", "auto")
+    tensor_parallel_size: int = flag(
+        "devices among which the model of one instance is divided, each with a process of its own", 1, least=1
+    )
     block_size: int = flag("tokens per KV block", 16, least=1)
     num_blocks: int | None = flag("KV blocks in the pool; default: as many as the memory allows", None, least=1)
-    kv_cache_memory: str | None = flag("bytes for the pool, such as 4GiB; default: see --gpu-memory-utilization", None)
+    kv_cache_memory: str | None = flag(
+        "bytes for the pool, on each device, such as 4GiB; default: see --gpu-memory-utilization", None
+    )
     gpu_memory_utilization: float = flag(
         "share of the GPU's memory for weights, activations and pool together", 0.9, above=0, most=1
     )
@@ -150,6 +156,11 @@ class EngineConfig(ModelConfig):
         "in 16 bits, give a token the same bits in any batch and phase; auto: on CPUs",
         "auto",
         choices=AUTO_ON_OFF,
+    )
+    pooling: str = flag(
+        "which hidden states are a text's embedding; auto: as sentence-transformers' files of the model say, else none",
+        "auto",
+        choices=("auto", "off", "last", "mean", "cls"),
     )
     paced: str = flag(
         "profile by whose times the instance sleeps instead of computing, to try out fleets; its answers are nonsense;"
@@ -342,6 +353,8 @@ class RouterConfig(ControlConfig):
     trust_request_chat_template: bool = flag(
         "allow chat_template in requests: it runs in a sandbox, but a malicious one can keep the router busy", False
     )
+    tool_call_parser: str = flag(PARSER_HELP.format("tool calls", "hermes"), "auto")
+    reasoning_parser: str = flag(PARSER_HELP.format("reasoning", "deepseek_r1"), "auto")
     cors_origins: str = flag("allowed CORS origins, comma separated, or *; empty: none", "")
     allowed_hosts: str = flag(ALLOWED_HOSTS_HELP, "")
     log_format: str = flag(LOG_HELP, "text", choices=LOG_FORMATS)

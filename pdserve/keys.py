@@ -44,15 +44,36 @@ class Layout:
     itemsize: int  # bytes
     numerics: str = ""  # class within which equal tokens give equal bits; see engine/numerics.py
     version: int = LAYOUT_VERSION
+    rank: int = 0  # tensor parallelism: the block has the KV heads of this one of `ranks` devices
+    ranks: int = 1
+
+    @property
+    def heads(self) -> range:
+        """KV heads in the block. Ranks share a head if there are fewer heads than ranks."""
+        first = self.rank * self.num_kv_heads // self.ranks
+        return range(first, first + max(1, self.num_kv_heads // self.ranks))
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether all ranks have as many heads. Otherwise there are no such blocks."""
+        heads, ranks = self.num_kv_heads, self.ranks
+        return 0 <= self.rank < ranks and not (heads % ranks and ranks % heads)
 
     @property
     def block_bytes(self) -> int:
-        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * self.itemsize
+        return self.num_layers * 2 * len(self.heads) * self.block_size * self.head_dim * self.itemsize
+
+    @property
+    def bytes_on_all_ranks(self) -> int:
+        return self.block_bytes * self.ranks
 
     @property
     def namespace(self) -> bytes:
         """A 16-byte digest of all fields."""
-        return _digest(json.dumps(asdict(self), sort_keys=True).encode())
+        values = asdict(self)
+        if self.ranks == 1:  # as before there were ranks
+            del values["rank"], values["ranks"]
+        return _digest(json.dumps(values, sort_keys=True).encode())
 
     @property
     def model_digest(self) -> bytes:
@@ -60,9 +81,9 @@ class Layout:
         return _digest(self.model_fingerprint.encode())
 
     def is_convertible_to(self, other: "Layout") -> bool:
-        """Return whether both describe the same values, apart from the block size and rounding."""
+        """Return whether both describe the same values, apart from the block size, the ranks and rounding."""
         rounded = replace(self, dtype=other.dtype, itemsize=other.itemsize, numerics=other.numerics)
-        return replace(rounded, block_size=other.block_size) == other
+        return replace(rounded, block_size=other.block_size, rank=other.rank, ranks=other.ranks) == other
 
     def is_exact_for(self, other: "Layout") -> bool:
         """Return whether values of this layout are, bit for bit, those that a pool with the other one would compute."""
@@ -71,7 +92,8 @@ class Layout:
     @classmethod
     def from_message(cls, message: object) -> "Layout":
         """Build a layout from an object with the same attributes, such as a `pb.Layout`."""
-        return cls(**{field.name: getattr(message, field.name) for field in fields(cls)})
+        layout = cls(**{field.name: getattr(message, field.name) for field in fields(cls)})
+        return layout if layout.ranks else replace(layout, ranks=1)
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
@@ -114,6 +136,12 @@ class KeyChain:
 
     def __init__(self, root: bytes) -> None:
         self._unit_keys = [root]  # keys of the first 0, 16, 32, … tokens
+
+    def copy(self) -> "KeyChain":
+        """Return a chain of the same tokens, which may go on otherwise."""
+        chain = KeyChain(self._unit_keys[0])
+        chain._unit_keys = self._unit_keys[:]
+        return chain
 
     def keys(self, tokens: Sequence[int], ends: Sequence[int]) -> list[bytes]:
         """Return the key of the first n tokens for each n in `ends`, which must ascend."""

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdserve.errors import BadRequest
+from pdserve.reasoning import ReasoningSpan
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+MAX_BEAM_WIDTH = 64
 MAX_BAD_WORDS = 256  # each is looked for with and without a space before it
 ARRIVALS_PER_PRIORITY = 1000  # in every queue, one priority level outranks this many earlier arrivals
 
@@ -52,6 +54,11 @@ class SamplingParams:
         prompt_logprobs: report the same of each token of the prompt but the first, with this many most likely tokens; None
             reports nothing.
         bad_words: sequences of token ids that must not occur in the output, unless no other token is allowed.
+        beam_width: beams of a beam search (`beam_search.py`), which replaces sampling; 0 for none.
+        num_answers: how many answers the beam search returns, best first.
+        length_penalty, early_stopping: of the beam search.
+        embed: return the embedding of the prompt instead of an output.
+        reasoning: how reasoning is delimited in the output, if it is limited, or a grammar begins after it.
     """
 
     max_tokens: int = 16
@@ -72,6 +79,12 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    beam_width: int = 0
+    num_answers: int = 0
+    length_penalty: float = 1.0
+    early_stopping: str = "false"
+    embed: bool = False
+    reasoning: ReasoningSpan | None = None
 
     def validate(self) -> None:
         """Raise BadRequest, with the field's name and its valid range, if a value is invalid."""
@@ -97,6 +110,10 @@ class SamplingParams:
         _require(count <= MAX_LOGIT_BIAS, "logit_bias", f"of at most {MAX_LOGIT_BIAS} tokens", count)
         count = len(self.bad_words)
         _require(count <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} sequences of tokens", count)
+        _require(0 <= self.beam_width <= MAX_BEAM_WIDTH, "beam_width", f"from 1 to {MAX_BEAM_WIDTH}", self.beam_width)
+        _require(
+            _between(self.length_penalty, -10, 10), "length_penalty", "a number from -10 to 10", self.length_penalty
+        )
         for bias in self.logit_bias.values():
             _require(_between(bias, -100, 100), "logit_bias", "of numbers from -100 to 100", bias)
 

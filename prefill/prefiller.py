@@ -9,6 +9,11 @@ The life of one request (phase PREFILL) on the prefill instance:
            ─► after the last chunk: store the partial last block too, report the first token, leave the engine
     last store done ─► announce that no more will come ("final"); the job ends and its blocks are released
 
+Several choices of one prompt share a state: the first one's sequence computes and stores the prompt, and each samples its
+first token from the same logits. Each reports everything, so that any of them may end at any time.
+
+The prompt of a beam search has no first token: decode computes its last token again, for the candidates.
+
 The decode instance loads stored blocks while later ones are still computed. Stores have a lease, which decode ends once it
 has loaded them. If a block cannot be stored, later blocks are not stored either, since a load needs all preceding ones;
 decode computes the missing part.
@@ -18,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdserve.engine.engine import Engine
+from pdserve.engine.sequence import Sequence as TokenSequence
 from pdserve.kv_transfer.connector import Result
 from pdserve.lifetime import Stage
 from pdserve.roles.fetcher import Fetcher
@@ -40,24 +46,36 @@ class _StorePart:
 
 @dataclass(eq=False)
 class _PrefillState:
-    """State of one job in the prefill role.
+    """State of one prompt in the prefill role.
 
-    Until the job ends, `stored_blocks` <= `announced_blocks` <= `submitted_blocks`.
+    Until its jobs end, `stored_blocks` <= `announced_blocks` <= `submitted_blocks`.
 
     Attributes:
+        job: to which the transfers belong.
+        jobs: of all choices of the prompt, itself included.
+        seq: the sequence that computes the prompt.
         lease_s: lease of the stored blocks; 0 if no decode instance will load them.
         submitted_blocks: leading blocks of the prompt that were passed to the connector.
         parts: stores of consecutive parts of the prompt, in order.
         announced_blocks: leading blocks that were reported to the router as loadable, or followable.
-        has_sampled: the first token was sampled.
+        unsampled: jobs that wait for their first tokens.
     """
 
     job: Job
+    jobs: list[Job]
+    seq: TokenSequence
     lease_s: float
     submitted_blocks: int = 0
     parts: list[_StorePart] = field(default_factory=list)
     announced_blocks: int = 0
-    has_sampled: bool = False
+
+    def __post_init__(self) -> None:
+        self.unsampled = set(self.jobs)
+
+    @property
+    def running(self) -> list[Job]:
+        """Jobs that have not ended."""
+        return [job for job in self.jobs if not job.ended]
 
     @property
     def has_gap(self) -> bool:
@@ -72,7 +90,7 @@ class _PrefillState:
     @property
     def stores_are_over(self) -> bool:
         """True if the prompt is computed, and every store of it has ended."""
-        return self.has_sampled and not self.is_storing
+        return not self.unsampled and not self.is_storing
 
     @property
     def stored_blocks(self) -> int:
@@ -102,13 +120,15 @@ class Prefiller:
         self._lease_seconds = lease_seconds
         self._states: dict[Job, _PrefillState] = {}
 
-    def submit(self, job: Job) -> None:
-        """Start a request: fetch stored blocks, then queue the sequence in the engine."""
+    def submit(self, job: Job, others: Sequence[Job] = ()) -> None:
+        """Start a request: fetch stored blocks, then queue the sequence in the engine. `others` continue the same prompt."""
         job.keys = job.seq.initial_keys()
         job.seq.mark_for_storing()  # the scheduler pauses it while stores are queued
         # A request for a single token has no decode phase, so its blocks need no lease.
-        is_last_token = job.seq.sampling.max_tokens - job.seq.num_output == 1
-        state = self._states[job] = _PrefillState(job, 0.0 if is_last_token else self._lease_seconds)
+        is_last_token = job.seq.sampling.max_tokens - job.seq.num_output == 1 and job.seq.group is None
+        job.seq.lead([other.seq for other in others])
+        state = _PrefillState(job, [job, *others], job.seq, 0.0 if is_last_token else self._lease_seconds)
+        self._states.update(dict.fromkeys(state.jobs, state))
         if is_last_token and self._transfers.in_place:
             # No decode will read the blocks in place, and other prefills cannot: mark them as submitted.
             state.submitted_blocks = len(job.keys)
@@ -117,10 +137,19 @@ class Prefiller:
     def on_step(self, job: Job, sampled: bool, step_started: float) -> None:
         """Store the new blocks after an engine step that computed part of the prompt."""
         state = self._states[job]
-        job.stamp(Stage.PREFILL_STARTED, step_started)
+        for one in state.running:
+            one.stamp(Stage.PREFILL_STARTED, step_started)
         self._store_computed(state)
         if sampled:
-            self._report_first_token(state)
+            self._report_first_token(state, job)
+        elif job.seq.embedding:
+            job.report_embedding(self._context.now())
+            self._context.count_prompt_sources(job)
+            self._end_prompt(state, job)
+        elif job.seq.group is not None and job.seq.num_uncomputed == 0:
+            job.report_prompt_sources()
+            self._context.count_prompt_sources(job)
+            self._end_prompt(state, job)
         else:
             self._announce(state)
 
@@ -133,9 +162,15 @@ class Prefiller:
         """Stop computing. Blocks in use by a transfer are released when it ends."""
         if job in self._states:
             job.ended, state = True, self._states[job]
-            if not self._transfers.in_place and state.lease_s:  # in place, decode may still be reading
-                self._transfers.end_leases(job.keys[: state.stored_blocks], b"")
+            state.unsampled.discard(job)
+            if job.seq.siblings:  # the first of them takes its place
+                state.seq = job.seq.siblings[0]
+                state.seq.mark_for_storing()
             self._engine.remove(job.seq)
+            if not state.running:
+                self._transfers.cancel(state.job)
+                if not self._transfers.in_place and state.lease_s:  # in place, decode may still be reading
+                    self._transfers.end_leases(state.job.keys[: state.stored_blocks], b"")
             self._end_if_done(state)
 
     def _store_computed(self, state: _PrefillState) -> None:
@@ -143,7 +178,7 @@ class Prefiller:
 
         Prefix hits and loaded blocks too: decode may lack them, and the store knows what it has.
         """
-        job, seq = state.job, state.job.seq
+        job, seq = state.job, state.seq
         is_complete = seq.num_computed >= seq.num_initial
         ready = len(job.keys) if is_complete else seq.num_computed // seq.block_size
         first = state.submitted_blocks
@@ -160,7 +195,7 @@ class Prefiller:
         job = state.job
         part = _StorePart(stop - first)
         state.parts.append(part)
-        keys, blocks = job.keys[first:stop], job.seq.blocks(first, stop)
+        keys, blocks = job.keys[first:stop], state.seq.blocks(first, stop)
         self._transfers.store(
             job, keys, blocks, state.lease_s, lambda result: self._on_stored(state, part, keys, result)
         )
@@ -168,57 +203,61 @@ class Prefiller:
     def _on_stored(self, state: _PrefillState, part: _StorePart, keys: Sequence[bytes], result: Result) -> None:
         job = state.job
         part.stored = result.leading
-        if job.ended and state.lease_s:  # too late: decode will not be told of these blocks
+        if not state.running and state.lease_s:  # too late: decode will not be told of these blocks
             self._transfers.end_leases(keys[: result.leading], result.ticket)
         if state.has_gap:
             self._transfers.cancel(job)
             if state.lease_s and not state.is_storing:  # decode will not be told of what is stored behind the gap
                 self._transfers.end_leases(job.keys[state.stored_blocks : state.submitted_blocks], b"")
         job.record_transfer(result, self._context.now())
-        if not job.ended:
+        for one in state.running:
             if result.ticket:
-                job.pending_output().stored.tickets.append(result.ticket)
-            self._announce(state)
-        elif state.stores_are_over and not state.has_gap:  # decode followed, and finished before this
-            job.report_transfers(self._engine.layout.block_bytes)
+                one.pending_output().stored.tickets.append(result.ticket)
+        self._announce(state)
+        if job.ended and state.stores_are_over and not state.has_gap:  # decode followed, and finished before this
+            job.report_transfers(self._engine.layout.bytes_on_all_ranks)
             job.stamp(Stage.KV_STORED, self._context.now())
         self._end_if_done(state)
 
-    def _report_first_token(self, state: _PrefillState) -> None:
-        """Report the first token at once and remove the sequence from the engine. Its stores continue."""
-        job, seq = state.job, state.job.seq
-        state.has_sampled = True
+    def _report_first_token(self, state: _PrefillState, job: Job) -> None:
+        """Report the first token at once."""
         job.report_token()
         self._context.count("generation_tokens", 1)
         job.report_prompt_sources()
         self._context.count_prompt_sources(job)
-        reason = seq.finish_reason()
+        reason = job.seq.finish_reason()
         if reason is not None:
             job.finish(reason, self._context.now())
-        self._engine.remove(seq)
+        self._end_prompt(state, job)
+
+    def _end_prompt(self, state: _PrefillState, job: Job) -> None:
+        """Remove the sequence from the engine. Its stores continue."""
+        state.unsampled.discard(job)
+        self._engine.remove(job.seq)
         self._announce(state)
         self._end_if_done(state)
 
     def _announce(self, state: _PrefillState) -> None:
         """Report to the router how many leading blocks decode may load or follow, and whether more will come."""
-        job = state.job
         stored = state.stored_blocks
         coming = state.submitted_blocks if self._transfers.follows and not state.has_gap else stored
         final = state.stores_are_over
-        if job.ended or (coming <= state.announced_blocks and not final):
+        if coming <= state.announced_blocks and not final:
             return
         state.announced_blocks = coming
-        if job.transferred_blocks:
-            job.report_transfers(self._engine.layout.block_bytes)
-        announcement = job.pending_output().stored
-        announcement.num_blocks, announcement.coming = stored, coming
-        announcement.final = final
-        if final:
-            job.stamp(Stage.KV_STORED, self._context.now())
+        for job in state.running:
+            if job.transferred_blocks:
+                job.report_transfers(self._engine.layout.bytes_on_all_ranks)
+            announcement = job.pending_output().stored
+            announcement.num_blocks, announcement.coming = stored, coming
+            announcement.final = final
+            if final:
+                job.stamp(Stage.KV_STORED, self._context.now())
 
     def _end_if_done(self, state: _PrefillState) -> None:
-        """Close the job once its first token is sampled, or it was cancelled, and no transfer is left."""
-        job = state.job
-        if job.open_transfers == 0 and (state.has_sampled or job.ended) and job in self._states:
-            del self._states[job]
-            self._context.close_job(job)
+        """Close the jobs once all have their first tokens or were cancelled, and no transfer is left."""
+        if state.unsampled or any(job.open_transfers for job in state.jobs):
+            return
+        for job in state.jobs:
+            if self._states.pop(job, None) is not None:
+                self._context.close_job(job)

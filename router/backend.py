@@ -1,10 +1,11 @@
 """The interface between the HTTP side (text) and dispatch (tokens): a backend opens one token stream per request."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pdserve.beam_search import Hypothesis
 from pdserve.request import Request, TokenLogprobs
 from pdserve.router.telemetry.timeline import Timeline
 
@@ -18,12 +19,16 @@ class Chunk:
         finish_reason: set in the last chunk: `stop` (EOS or a stop token, which is the last id) or `length`.
         logprobs: one entry per token if the request asks for them, else empty.
         prompt_logprobs: in the first chunk, one entry per token of the prompt but the first, if the request asks for them.
+        hypotheses: of a beam search, in its only chunk, which has no tokens: the answers, best first.
+        embedding: float32 numbers, in the only chunk of a request for one.
     """
 
     token_ids: list[int]
     finish_reason: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    hypotheses: Sequence[Hypothesis] = ()
+    embedding: bytes = b""
 
     def extend(self, other: "Chunk") -> None:
         """Append the chunk that follows this one."""
@@ -50,6 +55,7 @@ class ModelInfo:
     block_sizes: frozenset[int]  # in tokens; more than one only if instances convert KV layouts
     supports_grammars: bool = False  # all instances can constrain outputs to a grammar
     supports_priorities: bool = False  # all instances schedule by priority
+    embedding_size: int = 0  # numbers of an embedding; 0: the model has none
 
 
 class TokenStream(Protocol):
@@ -118,6 +124,13 @@ class Backend(Protocol):
 
         Raises:
             RequestError: no instance can serve it, it can never fit, or it would break the SLO.
+        """
+
+    def open_choices(self, requests: Sequence[Request]) -> Sequence[TokenStream]:
+        """Start requests that differ only in their ids and seeds. Their prompt is computed and transferred once.
+
+        Raises:
+            RequestError: as for `open`; none of them was started.
         """
 
     def instances(self) -> list[dict[str, object]]:

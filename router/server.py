@@ -68,6 +68,8 @@ def serve(config: RouterConfig) -> None:
         config.model,
         special_tokens_in_messages=config.special_tokens_in_messages,
         trust_request_chat_template=config.trust_request_chat_template,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
     )
     uvloop.run(_serve(config, keys, tls, tokenizer, listening))
 

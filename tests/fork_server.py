@@ -4,8 +4,9 @@
 
 imports the modules of instances and routers, and then reads requests from the socket with the descriptor REQUESTS. A request
 is a JSON list of arguments and environment, with three descriptors: stdout, stderr, and a status pipe, which receives the
-pid and later the return code, one line each. For each request the server forks a keeper, which forks the command and waits
-for it. The children that a command supervises are requested from this server too, through CLIENTS, the other end.
+pid and later the return code, one line each. The command `follower`, of pdserve/ranks/, has a fourth: its connection. For
+each request the server forks a keeper, which forks the command and waits for it. The children and followers that a command
+starts are requested from this server too, through CLIENTS, the other end.
 """
 
 import ctypes
@@ -72,11 +73,13 @@ class ForkServer:
             command = [sys.executable, "-P", __file__, *map(str, ends)]
             return cls(ours, subprocess.Popen(command, pass_fds=ends, start_new_session=True))
 
-    def start(self, arguments: list[str], environment: Mapping[str, str], output: int, errors: int) -> ForkedProcess:
+    def start(
+        self, arguments: list[str], environment: Mapping[str, str], output: int, errors: int, *inherited: int
+    ) -> ForkedProcess:
         """Start a command; `output` and `errors` are file descriptors for its stdout and stderr."""
         status, written = os.pipe()
         message = json.dumps([arguments, dict(environment)]).encode()
-        socket.send_fds(self._clients, [message], [output, errors, written])
+        socket.send_fds(self._clients, [message], [output, errors, written, *inherited])
         os.close(written)
         return ForkedProcess(status)
 
@@ -87,6 +90,10 @@ class ForkServer:
         os.close(printed)
         child.stdout = open(output)  # noqa: SIM115 - closed by its reader
         return child
+
+    def start_follower(self, connection: int, rank: int, port: int) -> ForkedProcess:
+        """Start a follower as `pdserve.ranks.followers.start_process` does."""
+        return self.start(["follower", str(rank), str(port)], os.environ, 1, 2, connection)
 
     def close(self) -> None:
         assert self._process is not None
@@ -101,11 +108,18 @@ def main() -> None:
     with requests:
         arguments = wait_for_command(requests)
     import pdserve.cli.commands
+    import pdserve.ranks.followers
     from pdserve.cli.supervisor import Supervisor
 
-    # Patched because the process factory is not a parameter of the product.
+    # Patched because the process factories are not parameters of the product.
+    pdserve.ranks.followers.start_process = ForkServer(clients).start_follower  # type: ignore[assignment]
     Supervisor._spawn = lambda _, *command: ForkServer(clients).spawn(*command)  # type: ignore[assignment,method-assign]
-    if arguments[0].endswith(".py"):
+    if arguments[0] == "follower":
+        import pdserve.ranks.follower
+
+        _, rank, port, connection = arguments
+        pdserve.ranks.follower.main(int(connection), int(rank), int(port))
+    elif arguments[0].endswith(".py"):
         sys.argv[:] = arguments
         sys.path.insert(0, str(Path(arguments[0]).parent))
         runpy.run_path(arguments[0], run_name="__main__")
@@ -118,16 +132,16 @@ def wait_for_command(requests: socket.socket) -> list[str]:
     """Serve requests; return the command's arguments in each forked process that is to run one."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the keepers are not waited for
     while True:
-        message, descriptors, _, _ = socket.recv_fds(requests, 1 << 17, 3)
-        output, errors, status = descriptors
+        message, descriptors, _, _ = socket.recv_fds(requests, 1 << 17, 4)
+        output, errors, status, *inherited = descriptors
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             requests.close()
             if (child := os.fork()) == 0:
                 os.close(status)
-                return become(output, errors, *json.loads(message))
-            os.close(output)
-            os.close(errors)
+                return [*become(output, errors, *json.loads(message)), *map(str, inherited)]
+            for descriptor in (output, errors, *inherited):
+                os.close(descriptor)
             keep(child, status)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -169,6 +183,7 @@ if __name__ == "__main__":
 
     get_checkpoint_conversion_mapping("llama")  # fills a cache
     import pdserve.instance.process
+    import pdserve.ranks.follower
     import pdserve.router.server  # noqa: F401
 
     main()

@@ -177,16 +177,18 @@ class Deployment(Supervisor):
     def _place_instances(self) -> None:
         """Divide CPU threads, GPUs and GPU memory among the instances with which the deployment starts."""
         config = self.config
-        instances = config.prefill + config.decode + config.both
+        instances, ranks = config.prefill + config.decode + config.both, config.tensor_parallel_size
         self._settings = shared_settings(config, InstanceConfig)
-        self._gpus, self._gpu_of = gpus_for(config.device), dict[str, str]()
+        self._gpus, self._gpus_of = gpus_for(config.device), dict[str, list[str]]()
         if not self._gpus and config.threads is None:
             self._settings["threads"] = max(1, len(os.sched_getaffinity(0)) // instances)
-        self._per_gpu = -(-instances // len(self._gpus)) if self._gpus else 0
+        if any(self._gpus) and len(self._gpus) < ranks:
+            raise SetupError(f"--tensor-parallel-size {ranks} needs as many GPUs; there are {len(self._gpus)} here")
+        self._per_gpu = -(-instances * ranks // len(self._gpus)) if self._gpus else 0
         if self._per_gpu > 1:
             self._settings["gpu_memory_utilization"] = config.gpu_memory_utilization / self._per_gpu
         if any(self._gpus) and config.device != "auto":
-            self._settings["device"] = "cuda"  # the only one that it sees
+            self._settings["device"] = "cuda"  # of those that it sees
 
     def _instances(self) -> list[Child]:
         return [child for child in self.children if child.arguments[0] != "router"]
@@ -197,23 +199,24 @@ class Deployment(Supervisor):
         return child
 
     def _instance_child(self, role: str) -> Child:
-        """Return one more instance, on the GPU that has fewest of them.
+        """Return one more instance, on the GPU that has fewest of them, or on several.
 
         Raises:
             SetupError: every GPU has its full number of instances.
         """
-        gpu = ""
+        gpus: list[str] = []
         if self._gpus:
-            used = Counter(self._gpu_of[child.name] for child in self._instances())
-            gpu = min(self._gpus, key=lambda one: used[one])
-            if used[gpu] >= self._per_gpu:
+            used = Counter(gpu for child in self._instances() for gpu in self._gpus_of[child.name])
+            least_used = sorted(self._gpus, key=lambda one: used[one])[: self.config.tensor_parallel_size]
+            gpus = [gpu for gpu in self._gpus if gpu in least_used]
+            if any(used[gpu] >= self._per_gpu for gpu in gpus):
                 raise SetupError(f"no GPU is free: each of {len(self._gpus)} GPUs has {self._per_gpu} instance(s)")
         name = f"{role}-{next(self._numbers[role])}"
         own = {"instance_id": name, "router": self._control_addresses, "connector": self.connector}
         child = self._child(name, role, InstanceConfig(**self._settings | own))
-        self._gpu_of[name] = gpu
-        if gpu:
-            child.environment[VISIBLE] = gpu
+        self._gpus_of[name] = gpus
+        if any(gpus):
+            child.environment[VISIBLE] = ",".join(gpus)
         return child
 
 

@@ -30,7 +30,7 @@ class Finding:
 def collect_findings() -> list[Finding]:
     """Inspect this machine without changing anything."""
     return [
-        *(_python(), _torch(), _driver(), *_gpus(), *_kernels()),
+        *(_python(), _torch(), _driver(), *_gpus(), _ranks(), *_kernels()),
         *(*_packages(), _compiler(), _shared_memory(), _redis()),
     ]
 
@@ -111,6 +111,16 @@ def _kernels() -> list[Finding]:
         )
         for name, reason in explain_kernels(device).items()
     ]
+
+
+def _ranks() -> Finding:
+    import torch
+    import torch.distributed as dist
+
+    backends = [name for name in ("gloo", "nccl") if dist.is_available() and dist.is_backend_available(name)]
+    gpus = torch.cuda.device_count()
+    detail = f"{', '.join(backends) or 'torch has no backend'}; {gpus} GPUs, on CPUs any number of ranks"
+    return Finding("torch.distributed", bool(backends), detail, "--tensor-parallel-size")
 
 
 def _packages() -> list[Finding]:

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+from pdserve.engine.parallel.rank_group import RankGroup
 from pdserve.keys import Layout
+from pdserve.pooling import Pooling
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,9 @@ class Checkpoint:
         layout: layout of one KV block, which is the namespace of its keys.
         context_length: number of positions that the model supports with the same tokens in any batch.
         eos_token_ids: tokens that end generation.
+        group: the other ranks of the instance, if there are any; the model is then one rank's slice.
+        pooling: how embeddings are made; None: not at all.
+        hidden_size: numbers of a hidden state.
     """
 
     model: torch.nn.Module
@@ -25,3 +30,6 @@ class Checkpoint:
     eos_token_ids: frozenset[int]
     device: torch.device
     dtype: torch.dtype
+    group: RankGroup | None = None
+    pooling: Pooling | None = None
+    hidden_size: int = 0

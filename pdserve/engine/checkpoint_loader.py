@@ -19,28 +19,34 @@ from pdserve.engine.cpu_fusion.fused_norm import fuse_norms
 from pdserve.engine.cpu_fusion.fused_rotary import fuse_rotary
 from pdserve.engine.cpu_fusion.prepack import prepack
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
+from pdserve.engine.parallel.rank_group import RankGroup
+from pdserve.engine.parallel.shard import Shard
 from pdserve.errors import SetupError
 from pdserve.kernels import memory, native
 from pdserve.kernels.attention import is_batch_invariant
 from pdserve.keys import Layout
 from pdserve.model_path import resolve_model
+from pdserve.pooling import read_pooling
 
 log = logging.getLogger(__name__)
 
 DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
-def load(config: EngineConfig) -> Checkpoint:
+def load(config: EngineConfig, group: RankGroup | None = None) -> Checkpoint:
     """Load `config.model`, a local directory or a hub id, onto its device.
+
+    Args:
+        group: the ranks among which the model is divided.
 
     Raises:
         SetupError: the model or the device does not exist, or the architecture is not supported.
     """
     path = _local_directory(config.model)
-    device = _device(config.device)
+    device = find_device(config.device)
     hf_config = _hf_config(path)
     dtype = _dtype(config.dtype, hf_config)
-    model = _load_model(path, hf_config, dtype, device, config)
+    model = _load_model(path, hf_config, dtype, device, config, group)
     text_config = hf_config.get_text_config()
     if not getattr(text_config, "num_attention_heads", None):
         raise SetupError(f"{_unsupported(hf_config)}: it has no attention heads, hence no KV")
@@ -52,6 +58,8 @@ def load(config: EngineConfig) -> Checkpoint:
         block_size=config.block_size,
         dtype=str(dtype).removeprefix("torch."),
         itemsize=dtype.itemsize,
+        rank=group.rank if group else 0,
+        ranks=group.ranks if group else 1,
     )
     return Checkpoint(
         model=model,
@@ -61,6 +69,9 @@ def load(config: EngineConfig) -> Checkpoint:
         eos_token_ids=_eos_token_ids(path, text_config),
         device=device,
         dtype=dtype,
+        group=group,
+        pooling=read_pooling(path, config.pooling),
+        hidden_size=text_config.hidden_size,
     )
 
 
@@ -111,7 +122,7 @@ def _local_directory(name: str) -> Path:
     return path
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
     cuda = torch.cuda.is_available()
     device = torch.device(("cuda" if cuda else "cpu") if name == "auto" else name)
     if device.type == "cuda" and not cuda:
@@ -141,7 +152,12 @@ def _unsupported(hf_config: Any) -> str:
 
 
 def _load_model(
-    path: Path, hf_config: Any, dtype: torch.dtype, device: torch.device, config: EngineConfig
+    path: Path,
+    hf_config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    config: EngineConfig,
+    group: RankGroup | None,
 ) -> torch.nn.Module:
     paged_model.register()
     experts.register()
@@ -151,11 +167,14 @@ def _load_model(
         raise SetupError(f"{unsupported}: transformers {transformers.__version__} has no causal language model for it")
     invariant = is_batch_invariant(config.batch_invariant, device)
     by_rows = dtype in FUSED_DTYPES and (device.type == "cpu" or invariant)
-    experts_by_rows = {"experts_implementation": experts.NAME} if by_rows else {}
+    options = {"dtype": dtype, "attn_implementation": paged_model.NAME, "use_safetensors": True}
+    if by_rows:
+        options["experts_implementation"] = experts.NAME
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=paged_model.NAME, use_safetensors=True, **experts_by_rows
-        )
+        if group is not None:
+            model = Shard(path, hf_config, group).load(**options)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(path, **options)
     except ValueError as error:
         raise SetupError(f"{unsupported}: {str(error).strip().splitlines()[0]}") from error
     loaded: torch.nn.Module = model.eval().requires_grad_(False)

@@ -1,17 +1,18 @@
 """Inference engine of one instance: schedule, run the model, postprocess. The roles decide what happens around it."""
 
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pdserve.beam_search import BeamSearch
 from pdserve.config import EngineConfig
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.checkpoint import Checkpoint
-from pdserve.engine.grammar import GrammarBackend
+from pdserve.engine.grammar import GrammarBackend, GrammarConstraint
 from pdserve.engine.paced_runner import PacedRunner
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
@@ -28,7 +29,7 @@ class StepResult:
     """Result of one step.
 
     Attributes:
-        advanced: sequences whose KV grew.
+        advanced: sequences whose KV grew, and those that share such KV from now on; for beams, the sequence of the prompt.
         sampled: new token of each sequence that got one (already appended to its tokens).
         preempted: number of sequences that lost their blocks.
         resumed: preempted sequences that have blocks again, and whose KV may be in the store. Their role loads it
@@ -68,7 +69,7 @@ class Engine:
         config: EngineConfig,
         checkpoint: Checkpoint | None = None,
         *,
-        runner: PacedRunner | None = None,
+        runner: "ModelRunner | PacedRunner | None" = None,
         refetch_preempted: bool = False,
         on_grammar_ready: Callable[[], None] = lambda: None,
         on_key_change: Callable[[bytes, bool], None] = lambda key, cached: None,
@@ -76,7 +77,7 @@ class Engine:
         """Load `config.model` unless a checkpoint is given, and allocate the pool.
 
         Args:
-            runner: stands in for the model.
+            runner: of the model, or in its stead.
             refetch_preempted: see `Scheduler`.
             on_grammar_ready: called in another thread when a sequence may have become schedulable.
             on_key_change: see `BlockPool.on_change`. The warm-up of the engine changes keys too.
@@ -137,9 +138,9 @@ class Engine:
             raise ValueError(f"token ids go from 0 to {self.checkpoint.vocab_size - 1}")
         tokens.extend(output)
         stops = frozenset(sampling.stop_token_ids)
-        constraint = self._grammars.compile(sampling.grammar, self._on_grammar_ready) if sampling.grammar else None
-        return Sequence(
-            constraint=constraint,
+        stops = stops if sampling.ignore_eos else stops | self.checkpoint.eos_token_ids
+        seq = Sequence(
+            constraint=self._constraint(sampling),
             rank=next(self._arrivals) + self._arrivals_per_priority * priority,
             request_id=request_id,
             tokens=tokens,
@@ -149,8 +150,40 @@ class Engine:
             root=root_key(model_digest=self.layout.model_digest, salt=salt),
             block_size=self.layout.block_size,
             chain=self.chains.get(request_id),
-            stop_token_ids=stops if sampling.ignore_eos else stops | self.checkpoint.eos_token_ids,
+            stop_token_ids=stops,
         )
+        if sampling.embed:
+            if self.checkpoint.pooling is None:
+                raise ValueError("this model has no embeddings")
+            seq.embed(self.checkpoint.pooling)
+        if width := sampling.beam_width:
+            how = sampling.length_penalty, sampling.early_stopping
+            seq.search(BeamSearch(width, stops, sampling.max_tokens, *how))
+        return seq
+
+    def beams_fault(self, num_tokens: int, width: int) -> str:
+        """Return why this engine cannot search with so many beams of up to `num_tokens` tokens; empty if it can."""
+        if width > self.scheduler.max_num_seqs:
+            return f"beam_width is {width}, and this server runs {self.scheduler.max_num_seqs} sequences at once"
+        # Without shared blocks, with one to spare for each beam: then the oldest search can always advance.
+        needed = width * (self.pool.blocks_for(num_tokens) + 1)
+        if needed > self.pool.num_blocks:
+            return f"{width} beams of {num_tokens} tokens do not fit into {self.pool.num_blocks} blocks of KV; ask for less"
+        return ""
+
+    def new_siblings(self, seq: Sequence, members: Iterable[tuple[str, int]]) -> list[Sequence]:
+        """Return a new sequence for each (request id, seed), which continues the prompt of `seq` with the same parameters.
+
+        They have the rank of `seq`: the sequences of a request are scheduled and preempted together.
+        """
+        siblings = []
+        for request_id, seed in members:
+            sampling = replace(seq.sampling, seed=seed)
+            siblings.append(seq.sibling(request_id, sampling, self._constraint(sampling)))
+        return siblings
+
+    def _constraint(self, sampling: SamplingParams) -> GrammarConstraint | None:
+        return self._grammars.compile(sampling.grammar, self._on_grammar_ready) if sampling.grammar else None
 
     @property
     def has_work(self) -> bool:
@@ -169,10 +202,19 @@ class Engine:
         return self.scheduler.fork(seq, request_id, sampling)
 
     def remove(self, seq: Sequence) -> None:
-        """Dequeue a sequence, finished or not, and release its blocks."""
+        """Dequeue a sequence, finished or not, and release its blocks. The first that waits for it takes its place."""
         if seq in self._compiling:
             self._compiling.remove(seq)
+        seq.leave()
         self.scheduler.remove(seq)
+        if seq.group is not None:
+            for beam in seq.group.beams:
+                self.scheduler.remove(beam)
+            seq.group.beams = []
+        if siblings := seq.take_siblings():
+            heir, *others = siblings
+            heir.lead(others)
+            self.add(heir)
 
     def step(self, *, pause_storing: bool = False) -> StepResult:
         """Schedule, run the model, postprocess. The caller removes finished sequences.
@@ -180,6 +222,7 @@ class Engine:
         Args:
             pause_storing: see `Scheduler.schedule`.
         """
+        searched = self._branch_beams()
         compiling, self._compiling = self._compiling, []
         for seq in compiling:
             self.add(seq)
@@ -192,10 +235,11 @@ class Engine:
         for seq, count in scheduled.items():
             seq.mark_computed(count)
             seq.register_full_blocks(self.pool)
+        siblings = self._share_prompts(sampled)
         for seq, token in sampled.items():
             seq.append(token)
         return StepResult(
-            advanced=list(scheduled),
+            advanced=[*dict.fromkeys((*searched, *map(_root, scheduled), *siblings))],
             sampled=sampled,
             preempted=len(schedule.preempted),
             resumed=schedule.resumed,
@@ -206,12 +250,53 @@ class Engine:
             storing_paused=schedule.storing_paused,
         )
 
+    def _branch_beams(self) -> list[Sequence]:
+        """Take one step of each beam search whose beams are computed. Returns the roots of these searches.
+
+        This happens before a step, not after the last one, so that the role can store the prompt's KV before its sequence
+        gives up its blocks.
+        """
+        groups = dict.fromkeys(seq.group for seq in self.scheduler.running if seq.group is not None)
+        ready = [group for group in groups if group is not None and group.is_ready]
+        for group in ready:
+            branches = group.search.step([seq.candidates or [] for seq in group.beams])
+            # Fork first: a beam that has got its token is no longer what its other branches continue.
+            heirs = {branch.parent: i for i, branch in reversed([*enumerate(branches)])}
+            beams = []
+            for i, branch in enumerate(branches):
+                parent = group.beams[branch.parent]
+                keeps = heirs[branch.parent] == i and parent is not group.root
+                beams.append(parent if keeps else self.scheduler.fork(parent, parent.request_id, parent.sampling))
+            for beam, branch in zip(beams, branches, strict=True):
+                beam.extend_beam(branch.token)
+            for parent in group.beams:
+                if parent not in beams:
+                    self.scheduler.remove(parent)
+            group.beams = beams
+        return [group.root for group in ready]
+
+    def _share_prompts(self, sampled: Iterable[Sequence]) -> list[Sequence]:
+        """Queue the sequences whose leaders have computed the prompt, and return them."""
+        shared = []
+        for leader in [seq for seq in sampled if seq.siblings]:
+            for seq in leader.take_siblings():
+                seq.share(leader, self.pool)
+                self.scheduler.add(seq)
+                shared.append(seq)
+        return shared
+
+
+def _root(seq: Sequence) -> Sequence:
+    """Return the sequence that stands for the request in results: of a beam search, the one that computed the prompt."""
+    return seq if seq.group is None else seq.group.root
+
 
 def _load_runner(config: EngineConfig, checkpoint: Checkpoint | None) -> "ModelRunner":
     # Imported here, because a paced runner needs no transformers, whose import takes seconds.
     from pdserve.engine.checkpoint_loader import load
     from pdserve.engine.model_runner import ModelRunner
 
+    assert config.tensor_parallel_size == 1, "several devices need the runner of ranks/leader.py"
     return ModelRunner(checkpoint or load(config), config)
 
 

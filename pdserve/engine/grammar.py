@@ -103,7 +103,7 @@ class GrammarBackend:
 
 def apply_grammars(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
     """Mask in place the tokens that each row's grammar does not allow next; logits_SV[i] belongs to seqs[i]."""
-    rows = [i for i, seq in enumerate(seqs) if seq.constraint is not None]
+    rows = [i for i, seq in enumerate(seqs) if seq.constraint is not None and seq.answer_start is not None]
     if not rows:
         return
     from xgrammar import allocate_token_bitmask, apply_token_bitmask_inplace
@@ -113,7 +113,8 @@ def apply_grammars(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
     for row in rows:
         seq = seqs[row]
         assert seq.constraint is not None
-        mask_row = seq.constraint.mask_row(seq.tokens[seq.num_prompt :].tolist(), mask_SW[row])
+        output = seq.tokens[seq.num_prompt + (seq.answer_start or 0) :]
+        mask_row = seq.constraint.mask_row(output.tolist(), mask_SW[row])
         if mask_row is not None:
             wanted.append(mask_row)
     fill_masks(wanted)

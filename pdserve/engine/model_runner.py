@@ -19,7 +19,15 @@ from pdserve.engine.cpu_fusion.row_products import RowProducts, needs_row_produc
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
 from pdserve.engine.numerics import numerics_class
 from pdserve.engine.paged_model import UnsupportedAttention
-from pdserve.engine.sampler import model_logprobs, record_logprobs, sample, score
+from pdserve.engine.sampler import (
+    model_logprobs,
+    pooled_part,
+    record_candidates,
+    record_embedding,
+    record_logprobs,
+    sample,
+    score,
+)
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step_graph import StepGraphs
 from pdserve.errors import SetupError
@@ -65,13 +73,16 @@ class ModelRunner:
         except KernelUnavailable as error:
             raise SetupError(str(error)) from error
         is_invariant = is_batch_invariant(config.batch_invariant, self.device)
-        self.numerics = numerics_class(self.kernel, self.device, checkpoint.dtype, is_invariant)
+        ranks = checkpoint.layout.ranks
+        self.numerics = numerics_class(self.kernel, self.device, checkpoint.dtype, is_invariant, ranks)
         self.graphs: StepGraphs | None = None
         self._min_rows = largest_min_rows(checkpoint.model)
         self._row_functions = _row_functions(checkpoint.model, self.kernel)
         self.window = self._check_architecture()
         step_bytes = self._profile_memory(config) if self.device.type == "cuda" else 0
         self.num_blocks = _num_blocks(checkpoint, config, step_bytes)
+        if checkpoint.group is not None:
+            (self.num_blocks,) = checkpoint.group.minimum([self.num_blocks])
         self.pool_NL2GBD = self._new_pool(self.num_blocks)
         self.num_host_blocks = _num_host_blocks(checkpoint, config)
         self._host_NL2GBD = self._new_pool(self.num_host_blocks, torch.device("cpu"))
@@ -79,13 +90,13 @@ class ModelRunner:
             _pin(self._host_NL2GBD)
         if self.device.type == "cpu":
             keep_freed_memory()
-        if self.kernel is cpu:
+        if self.kernel is cpu and ranks == 1:
             max_blocks_per_seq = min(self.num_blocks, -(-checkpoint.context_length // self.block_size))
             self.graphs = StepGraphs(self._compute_logits, max_blocks_per_seq)
 
     def _new_pool(self, num_blocks: int, device: torch.device | None = None) -> torch.Tensor:
         layout = self.checkpoint.layout
-        shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        shape = (num_blocks, layout.num_layers, 2, len(layout.heads), layout.block_size, layout.head_dim)
         pool_NL2GBD = torch.empty(shape, dtype=self.checkpoint.dtype, device=device or self.device)
         huge_pages(pool_NL2GBD)
         return pool_NL2GBD.zero_()
@@ -147,7 +158,8 @@ class ModelRunner:
         """Compute the scheduled number of further tokens of each sequence.
 
         Returns:
-            The next token of each sequence whose KV is complete afterwards.
+            The next token of each sequence whose KV is complete afterwards, and of those that share its prompt. Beams get
+            candidates instead.
         """
         if not num_scheduled_tokens:
             return {}
@@ -156,6 +168,8 @@ class ModelRunner:
         positions: list[int] = []
         complete: list[Sequence] = []
         last_rows: list[int] = []  # of the complete sequences
+        pooled_rows: list[tuple[Sequence, int]] = []  # rows whose hidden states count for embeddings
+        row_of: list[int] = []  # index in `last_rows` of each complete sequence and of those that share its prompt
         scored: list[tuple[Sequence, int]] = []  # and position, of tokens of prompts whose logprobs are due
         scored_rows: list[int] = []  # of the tokens before these
         for seq, count in num_scheduled_tokens.items():
@@ -165,17 +179,37 @@ class ModelRunner:
                 due = range(seq.num_computed + 1, min(seq.num_computed + count + 1, seq.num_prompt))
                 scored += [(seq, position) for position in due]
                 scored_rows += range(len(ids) - count, len(ids) - count + len(due))
-            if count == seq.num_uncomputed:
-                complete.append(seq)
+            if seq.pooling is not None:
+                rows_of_seq = range(len(ids) - count, len(ids))
+                pooled_rows += [(seq, row) for row in pooled_part(seq, count, rows_of_seq)]
+            elif count == seq.num_uncomputed:
+                row_of += [len(last_rows)] * (1 + len(seq.siblings))
+                complete += [seq, *seq.siblings]
                 last_rows.append(len(ids) - 1)
+        self._announce(seqs, counts, ids, last_rows + scored_rows)
         batch = self._build_batch(seqs, counts, positions)
-        rows = torch.tensor(last_rows + scored_rows, dtype=torch.long, device=self.device)
-        logits_SV = self.forward(ids, positions, batch, rows)
+        if pooled_rows:
+            logits_SV = self._forward_and_pool(ids, positions, batch, last_rows + scored_rows, pooled_rows)
+            for seq, count in num_scheduled_tokens.items():
+                if seq.pooling is not None and count == seq.num_uncomputed:
+                    record_embedding(seq)
+        else:
+            rows = torch.tensor(last_rows + scored_rows, dtype=torch.long, device=self.device)
+            logits_SV = self.forward(ids, positions, batch, rows)
         if scored:
             for start in range(0, len(scored), SCORED_ROWS):
                 part = scored[start : start + SCORED_ROWS]
-                score(logits_SV[len(complete) + start :][: len(part)], part)
-            logits_SV = logits_SV[: len(complete)]
+                score(logits_SV[len(last_rows) + start :][: len(part)], part)
+            logits_SV = logits_SV[: len(last_rows)]
+        if not complete:
+            return {}
+        if len(row_of) > len(last_rows):
+            logits_SV = logits_SV[row_of]
+        if any(seq.group is not None for seq in complete):
+            beams = [i for i, seq in enumerate(complete) if seq.group is not None]
+            record_candidates(logits_SV[beams], [complete[i] for i in beams])
+            others = [i for i, seq in enumerate(complete) if seq.group is None]
+            logits_SV, complete = logits_SV[others], [complete[i] for i in others]
         if not complete:
             return {}
         logprob_rows = [i for i, seq in enumerate(complete) if seq.sampling.logprobs is not None]
@@ -183,6 +217,9 @@ class ModelRunner:
         sampled = sample(logits_SV, complete)
         record_logprobs(logprobs_AV, [complete[i] for i in logprob_rows], [sampled[i] for i in logprob_rows])
         return dict(zip(complete, sampled, strict=True))
+
+    def _announce(self, seqs: list[Sequence], counts: list[int], ids: list[int], logit_rows: list[int]) -> None:
+        """Tell other ranks of a step, which they compute too. There are none here."""
 
     def forward(
         self, ids: list[int], positions: list[int], batch: PagedBatch, logit_rows: torch.Tensor
@@ -194,6 +231,36 @@ class ModelRunner:
             return self.graphs.logits(ids_1T, positions_1T, batch)
         keep = logit_rows if len(logit_rows) else torch.zeros(1, dtype=torch.long, device=self.device)
         return self._compute_logits(ids_1T, positions_1T, batch, keep)
+
+    def _forward_and_pool(
+        self,
+        ids: list[int],
+        positions: list[int],
+        batch: PagedBatch,
+        logit_rows: list[int],
+        pooled_rows: list[tuple[Sequence, int]],
+    ) -> torch.Tensor:
+        """Return the logits of `logit_rows`, and add the hidden states of `pooled_rows` to their sequences.
+
+        The hidden states are the input of the model's last layer, which then only gets the rows whose logits are wanted.
+        """
+        hidden: list[torch.Tensor] = []
+
+        def capture(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            num_logits = max(len(logit_rows), self._min_rows)
+            hidden.append(args[0][0, len(logit_rows) : len(rows)].float())
+            return (args[0][:, :num_logits], *args[1:])
+
+        rows = torch.tensor([*logit_rows, *(row for _, row in pooled_rows)], dtype=torch.long, device=self.device)
+        ids_1T, positions_1T = (torch.tensor([values], device=self.device) for values in (ids, positions))
+        hook = self.checkpoint.model.get_output_embeddings().register_forward_pre_hook(capture)
+        try:
+            logits_SV = self._compute_logits(ids_1T, positions_1T, batch, rows)
+        finally:
+            hook.remove()
+        for (seq, _), row_H in zip(pooled_rows, hidden[0].cpu(), strict=True):
+            seq.pool_hidden(row_H)
+        return logits_SV[: len(logit_rows)]
 
     def _compute_logits(
         self, ids_1T: torch.Tensor, positions_1T: torch.Tensor, batch: PagedBatch, keep: torch.Tensor | int = 0
@@ -277,7 +344,7 @@ class ModelRunner:
         Their sampling uses every feature that takes memory, and all logits are kept, for the log probabilities of prompts.
         """
         limit, longest = config.max_num_batched_tokens, self.checkpoint.context_length
-        for num_seqs in {-(-limit // longest), min(config.max_num_seqs, limit)}:
+        for num_seqs in sorted({-(-limit // longest), min(config.max_num_seqs, limit)}):
             num_seqs = min(num_seqs, config.max_num_seqs)
             count = min(-(-limit // num_seqs), longest)
             counts = [min(count, max(1, limit - i * count)) for i in range(num_seqs)]
@@ -331,7 +398,7 @@ def _num_host_blocks(checkpoint: Checkpoint, config: EngineConfig) -> int:
     Raises:
         SetupError: not one block fits, or the swap space exceeds the free memory.
     """
-    size, block_bytes = int(config.swap_space * 2**30), checkpoint.layout.block_bytes
+    size, block_bytes = int(config.swap_space * 2**30) // checkpoint.layout.ranks, checkpoint.layout.block_bytes
     if 0 < size < block_bytes:
         raise SetupError(f"--swap-space {config.swap_space} GiB is less than one block of {block_bytes} bytes")
     if size > (free := cpu_memory_available()):
@@ -343,7 +410,7 @@ def _pool_bytes(checkpoint: Checkpoint, config: EngineConfig, step_bytes: int) -
     if config.kv_cache_memory is not None:
         return parse_size(config.kv_cache_memory)
     if checkpoint.device.type == "cpu":
-        return int(cpu_memory_available() * CPU_MEMORY_FRACTION)
+        return int(cpu_memory_available() * CPU_MEMORY_FRACTION) // checkpoint.layout.ranks
     return gpu_memory.free_for_pool(checkpoint.device, step_bytes, config.gpu_memory_utilization)
 
 

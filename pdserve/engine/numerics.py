@@ -12,15 +12,19 @@ from pdserve.kernels import cpu, linear
 from pdserve.kernels.batch import Kernel
 
 
-def numerics_class(kernel: Kernel, device: torch.device, dtype: torch.dtype, batch_invariant: bool) -> str:
+def numerics_class(
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, batch_invariant: bool, ranks: int = 1
+) -> str:
     """Return the class, such as `cpu-avx512-onednn-torch2.13.0-transformers5.23.0`.
 
-    "" for float32, in which rounding decides no token.
+    "" for float32, in which rounding decides no token. The number of ranks is part of the class, because their partial sums
+    are rounded one by one.
     """
     if dtype == torch.float32:
         return ""
     versions = (f"{package}{version(package).split('+')[0]}" for package in ("torch", "transformers"))
-    return "-".join((*_hardware(kernel, device, batch_invariant), *versions))
+    degree = (f"{ranks}ranks",) if ranks > 1 else ()
+    return "-".join((*_hardware(kernel, device, batch_invariant), *degree, *versions))
 
 
 def _hardware(kernel: Kernel, device: torch.device, batch_invariant: bool) -> tuple[str, ...]:

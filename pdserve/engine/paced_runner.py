@@ -131,7 +131,12 @@ class PacedRunner:
         if not num_scheduled_tokens:
             return {}
         self._take(self._step_seconds([(count, seq.num_computed) for seq, count in num_scheduled_tokens.items()]))
-        return {seq: next_token(len(seq)) for seq, count in num_scheduled_tokens.items() if count == seq.num_uncomputed}
+        complete = [seq for seq, count in num_scheduled_tokens.items() if count == seq.num_uncomputed]
+        for seq in complete:
+            if seq.group is not None:
+                count = seq.group.search.num_candidates
+                seq.record_candidates([(next_token(len(seq)) + i, -1.0 - i) for i in range(count)])
+        return {one: next_token(len(one)) for seq in complete if seq.group is None for one in (seq, *seq.siblings)}
 
     def swap(self, swap_out: list[tuple[int, int]], swap_in: list[tuple[int, int]]) -> float:
         """Take the time of copying blocks, and return it in seconds."""

@@ -55,6 +55,7 @@ def sample(logits_SV: torch.Tensor, seqs: list[Sequence]) -> list[int]:
     _apply_allowed_tokens(logits_SV, seqs)
     _mask_early_stops(logits_SV, seqs)
     _mask_bad_words(logits_SV, seqs)
+    _apply_reasoning(logits_SV, seqs)
     tokens_S = _argmax(logits_SV)
     rows = [i for i, seq in enumerate(seqs) if seq.sampling.temperature > 0]
     if rows and _has_kernels(logits_SV):
@@ -96,6 +97,41 @@ def record_logprobs(logprobs_AV: torch.Tensor, seqs: list[Sequence], tokens: lis
     rows = zip(chosen_A.tolist(), top_AK.indices.tolist(), top_AK.values.tolist(), strict=True)
     for seq, count, (logprob, ids, values) in zip(seqs, num_top, rows, strict=True):
         seq.record_logprobs(TokenLogprobs(logprob, tuple(zip(ids[:count], values[:count], strict=True))))
+
+
+def record_candidates(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
+    """Set the candidates of beams. Penalties and masks change log probabilities here, not logits, as in transformers."""
+    logprobs_SV = logits_SV.float().log_softmax(dim=-1)
+    _apply_penalties(logprobs_SV, seqs)
+    _apply_bias(logprobs_SV, seqs)
+    _apply_allowed_tokens(logprobs_SV, seqs)
+    _mask_early_stops(logprobs_SV, seqs)
+    _mask_bad_words(logprobs_SV, seqs)
+    counts = [seq.group.search.num_candidates for seq in seqs if seq.group is not None]
+    top_SK = logprobs_SV.topk(min(max(counts), logprobs_SV.shape[1]), dim=-1)
+    rows = zip(seqs, counts, top_SK.indices.tolist(), top_SK.values.tolist(), strict=True)
+    for seq, count, ids, values in rows:
+        seq.record_candidates([*zip(ids[:count], values[:count], strict=True)])
+
+
+def pooled_part(seq: Sequence, count: int, rows: range) -> range:
+    """Return those rows of the next `count` tokens of a sequence whose hidden states count for its embedding."""
+    assert seq.pooling is not None
+    match seq.pooling.mode:
+        case "last":
+            return rows[-1:] if count == seq.num_uncomputed else rows[:0]
+        case "cls":
+            return rows[:1] if seq.num_computed == 0 else rows[:0]
+    return rows
+
+
+def record_embedding(seq: Sequence) -> None:
+    """Set the embedding of a sequence whose tokens are computed."""
+    assert seq.pooling is not None
+    vector_H = seq.pooled / (len(seq) if seq.pooling.mode == "mean" else 1)
+    if seq.pooling.normalize:
+        vector_H = torch.nn.functional.normalize(vector_H, dim=0)
+    seq.record_embedding(vector_H.numpy().astype("<f4").tobytes())
 
 
 def score(logits_AV: torch.Tensor, tokens: list[tuple[Sequence, int]]) -> None:
@@ -157,6 +193,19 @@ def _mask_bad_words(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
         ends = {word[-1] for word in seq.sampling.bad_words if output[len(output) - len(word) + 1 :] == list(word[:-1])}
         if ends:
             _mask(logits_SV[i], sorted(ends))
+
+
+def _apply_reasoning(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
+    """Force tokens that begin or close reasoning, and keep an output from ending before the part with a grammar."""
+    for i, seq in enumerate(seqs):
+        if seq.sampling.reasoning is None:
+            continue
+        token = seq.forced_token
+        if token is not None:
+            logits_SV[i] = float("-inf")
+            logits_SV[i, token] = 0
+        elif seq.constraint is not None and seq.answer_start is None and seq.stop_token_ids:
+            _mask(logits_SV[i], list(seq.stop_token_ids))
 
 
 def _mask(logits_V: torch.Tensor, ids: list[int]) -> None:

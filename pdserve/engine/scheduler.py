@@ -12,6 +12,8 @@ When a running sequence needs a block and none is free, the running sequence of 
 copied to host memory if there is room and copying takes less time than computing them again; otherwise they are recomputed
 later, except for what is still in the prefix cache or is worth loading from the store.
 
+Several sequences of one request have the same rank. Those of another request are preempted together.
+
 Rank is the order of arrival. A level of priority counts as `ARRIVALS_PER_PRIORITY` arrivals, which bounds how many later
 requests can overtake one of a lower priority: no sequence starves.
 """
@@ -131,7 +133,18 @@ class Scheduler:
         if not (self.running or output.storing_paused or output.preempted) and self.loaded:
             # Forks hold every block, and each needs one more to advance.
             self._preempt(self.loaded[-1], self.loaded, output)
+        if not (output.num_scheduled_tokens or output.storing_paused or output.preempted or output.resumed):
+            self._make_room_for_beams(output)
         return output
+
+    def _make_room_for_beams(self, output: SchedulerOutput) -> None:
+        """Preempt the last request if beams wait for others of their search, which wait for the room that it holds."""
+        holding = [*self.running, *self.loaded]
+        last = max((seq.rank for seq in holding), default=0)
+        if any(seq.rank < last for seq in self.sequences()):
+            for seq in holding:
+                if seq.rank == last:
+                    self._preempt(seq, self.running if seq in self.running else self.loaded, output)
 
     def sequences(self) -> Iterator[Sequence]:
         yield from self.running
@@ -201,9 +214,14 @@ class Scheduler:
     def _ensure_blocks(self, seq: Sequence, output: SchedulerOutput) -> None:
         """Give a running sequence blocks for all its tokens, preempting from the end of the queue (itself included)."""
         while not self._has_room(seq):
-            victim = self.running[-1]
-            self._preempt(victim, self.running, output)
-            if victim is seq:
+            last = self.running[-1]
+            # The sequences of another request leave together. Those of its own leave one by one: together, a request that
+            # does not fit into the pool as a whole would never advance.
+            is_own = last.rank == seq.rank
+            victims = [last] if is_own else [one for one in self.running if one.rank == last.rank]
+            for victim in victims:
+                self._preempt(victim, self.running, output)
+            if seq in victims:
                 return
         self._append_blocks(seq, output)
 
@@ -223,7 +241,7 @@ class Scheduler:
         if self.swap_space.pays(seq, num_blocks, self.costs):
             swapped, pairs = self.swap_space.swap_out(seq, num_blocks)
             output.swap_out += pairs
-        seq.preempt(self.pool, swapped, is_stored=self.refetch_preempted)
+        seq.preempt(self.pool, swapped, is_stored=self.refetch_preempted and seq.group is None)
         _enqueue(self.waiting, seq)
         self.num_preemptions += 1
 
@@ -237,6 +255,7 @@ class Scheduler:
                 continue
             if seq.swapped is not None:
                 output.swap_in += self.swap_space.swap_in(seq)
+                seq.register_full_blocks(self.pool)  # others of its request find them at once
             self._append_blocks(seq, output)
             seq.admit()
             _enqueue(self.running, seq)

@@ -7,9 +7,12 @@ from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from pdserve.beam_search import BeamSearch, Candidate
 from pdserve.engine.block_pool import BlockPool
 from pdserve.errors import RequestError
 from pdserve.keys import KeyChain, Tokens
+from pdserve.pooling import Pooling
+from pdserve.reasoning import ReasoningTracker
 from pdserve.request import SamplingParams, TokenLogprobs
 
 
@@ -41,6 +44,25 @@ class SwappedKV:
 
 
 @dataclass(eq=False)
+class BeamGroup:
+    """The sequences of one beam search, which advance together.
+
+    Attributes:
+        root: the sequence that computes the prompt.
+        beams: in the order of the search's branches.
+    """
+
+    search: BeamSearch
+    root: "Sequence"
+    beams: "list[Sequence]"
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the candidates of every beam are known, and its KV is here."""
+        return all(seq.candidates is not None and seq.num_uncomputed == 0 for seq in self.beams)
+
+
+@dataclass(eq=False)
 class Sequence:
     """A prompt and its continuation.
 
@@ -66,6 +88,14 @@ class Sequence:
         num_local_hit: tokens whose KV came from this pool at first admission.
         num_loaded: tokens whose KV came from the KV store at first admission.
         num_unneeded: leading tokens to which no later one attended at first admission, so that their KV came from nowhere.
+        num_shared: leading tokens whose KV it took over from another sequence of its request.
+        siblings: sequences of the same request that wait for this one's prompt, to share its KV.
+        leader: the sequence for whose prompt this one waits.
+        group: of its beam search, if it is one.
+        candidates: most likely next tokens of a beam, with their log probabilities.
+        pooling: how its embedding is made, if that is what the request asks for.
+        pooled: sum of the hidden states that count, so far.
+        embedding: float32 numbers, once its tokens are computed.
         admitted: whether it has been in the running batch.
         chain: computes its keys; None for one of its own.
     """
@@ -95,12 +125,21 @@ class Sequence:
     constraint: Constraint | None = None
     cacheable: bool = True
     stores_kv: bool = False
+    num_shared: int = 0
+    siblings: list["Sequence"] = field(default_factory=list)
+    leader: "Sequence | None" = None
+    group: BeamGroup | None = None
+    candidates: list[Candidate] | None = None
+    pooling: Pooling | None = None
+    pooled: Any = None
+    embedding: bytes = b""
     admitted: bool = False
-
     chain: KeyChain | None = None
 
     def __post_init__(self) -> None:
         self._chain = self.chain or KeyChain(self.root)
+        span = self.sampling.reasoning
+        self._reasoning = ReasoningTracker(span) if span is not None else None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -127,13 +166,18 @@ class Sequence:
     @property
     def num_usable_hits(self) -> int:
         """Leading full blocks that need not be computed. The last token always is, because its logits are needed."""
-        return 0 if self.scores_prompt else (len(self.tokens) - 1) // self.block_size
+        return 0 if self.scores_prompt or self.pools_all else (len(self.tokens) - 1) // self.block_size
 
     @property
     def scores_prompt(self) -> bool:
         """True if the logits of every token of the prompt are needed, and are not complete. Its KV must be computed here."""
         is_asked = self.sampling.prompt_logprobs is not None and self.num_initial == self.num_prompt
         return is_asked and len(self.prompt_scores) < self.num_prompt - 1
+
+    @property
+    def pools_all(self) -> bool:
+        """True if hidden states of other tokens than the last one are needed, so that its KV must be computed here."""
+        return self.pooling is not None and self.pooling.mode != "last"
 
     def full_keys(self) -> list[bytes]:
         """Return the keys of all full blocks of `tokens`."""
@@ -159,6 +203,21 @@ class Sequence:
             return "stop"
         return "length" if self.num_output >= self.sampling.max_tokens else None
 
+    @property
+    def answer_start(self) -> int | None:
+        """Position in the output of the first token after its reasoning, where its grammar begins; None inside of that."""
+        if self._reasoning is None:
+            return 0
+        self._reasoning.follow(self.tokens, self.num_prompt)
+        return self._reasoning.answer_start
+
+    @property
+    def forced_token(self) -> int | None:
+        """The only token that may come next, because it begins or closes the reasoning; None if others may."""
+        if self._reasoning is None or self.answer_start is not None:
+            return None
+        return self._reasoning.forced_token(self.tokens, self.num_prompt)
+
     # ---- changes of state ---------------------------------------------------------------------------------------
 
     def append(self, token: int) -> None:
@@ -173,6 +232,31 @@ class Sequence:
         """Set the log probabilities of the token that is about to be appended."""
         self.last_logprobs = logprobs
 
+    def search(self, search: BeamSearch) -> None:
+        """Become the first beam of a search."""
+        self.group = BeamGroup(search, self, [self])
+
+    def record_candidates(self, candidates: list[Candidate]) -> None:
+        """Set the most likely next tokens of a beam."""
+        self.candidates = candidates
+
+    def extend_beam(self, token: int) -> None:
+        """Append a token that the beam search has chosen."""
+        self.tokens.append(token)
+        self.candidates = None
+
+    def embed(self, pooling: Pooling) -> None:
+        """Become a sequence whose embedding is wanted."""
+        self.pooling = pooling
+
+    def pool_hidden(self, hidden: Any) -> None:
+        """Add a hidden state that counts for the embedding."""
+        self.pooled = hidden if self.pooled is None else self.pooled + hidden
+
+    def record_embedding(self, embedding: bytes) -> None:
+        """Set the embedding."""
+        self.embedding, self.pooled = embedding, None
+
     def record_prompt_score(self, position: int, logprobs: TokenLogprobs) -> None:
         """Set the log probabilities of the prompt's token at a position."""
         self.prompt_scores[position] = logprobs
@@ -184,6 +268,52 @@ class Sequence:
     def forbid_caching(self) -> None:
         """Keep its blocks from being registered for prefix hits."""
         self.cacheable = False
+
+    def sibling(self, request_id: str, sampling: SamplingParams, constraint: Constraint | None) -> "Sequence":
+        """Return another sequence of the same tokens, which has no KV yet."""
+        assert not self.block_ids and not self.admitted
+        return replace(
+            self,
+            request_id=request_id,
+            sampling=sampling,
+            constraint=constraint,
+            tokens=self.tokens[:],
+            keys=[],
+            block_ids=[],
+            siblings=[],
+            chain=None,
+        )
+
+    def lead(self, siblings: list["Sequence"]) -> None:
+        """Let sequences of the same tokens wait for this one's prompt."""
+        self.siblings = siblings
+        for one in siblings:
+            one.leader = self
+
+    def take_siblings(self) -> list["Sequence"]:
+        """Return the sequences that wait for this one's prompt, and let them wait no longer."""
+        siblings, self.siblings = self.siblings, []
+        for one in siblings:
+            one.leader = None
+        return siblings
+
+    def leave(self) -> None:
+        """Wait no longer for another sequence's prompt."""
+        if self.leader is not None:
+            self.leader.siblings.remove(self)
+            self.leader = None
+
+    def share(self, other: "Sequence", pool: BlockPool) -> None:
+        """Take over the KV that another sequence of the same tokens has. Later writes are copy-on-write."""
+        assert not self.block_ids and len(self) == len(other)
+        self.block_ids = other.block_ids[: pool.blocks_for(other.num_computed)]
+        self.num_dropped, self.num_computed = min(other.num_dropped, len(self.block_ids)), other.num_computed
+        pool.hold(self.held_blocks)
+        self.num_registered = min(other.num_registered, len(self.block_ids))
+        self.keys, self._chain = other.keys[:], other._chain.copy()
+        self.cacheable, self.prompt_scores = other.cacheable, other.prompt_scores
+        self.num_shared, self.num_unneeded = other.num_computed, min(other.num_unneeded, other.num_computed)
+        self.num_local_hit = other.num_computed - self.num_unneeded
 
     def fork(self, pool: BlockPool, request_id: str, sampling: SamplingParams) -> "Sequence":
         """Return a copy that shares all KV computed so far."""
@@ -197,7 +327,9 @@ class Sequence:
             keys=[*self.keys],
             block_ids=block_ids,
             swapped=None,
-            chain=None,
+            siblings=[],
+            candidates=None,
+            chain=self._chain.copy(),
         )
 
     def take_blocks(self, first: int, hits: list[int], fresh: list[int]) -> None:
@@ -296,6 +428,8 @@ class Sequence:
             is_stored: its KV may be in the store.
         """
         self.swapped = swapped
+        if swapped is None:
+            self.pooled = None  # its tokens are computed again
         self.needs_refetch = is_stored and swapped is None
         self.release_blocks(pool)
         self.num_preemptions += 1

@@ -39,5 +39,6 @@ def make_hello(role: str, config: InstanceConfig, instance: Instance) -> pb.Hell
         allow_inexact=config.allow_inexact,
         scheduling_policy=config.scheduling_policy,
         itl_target=(config.itl_target_ms or 0) / 1e3,
+        embedding_size=engine.checkpoint.hidden_size if engine.checkpoint.pooling is not None else 0,
         grammars=importlib.util.find_spec("xgrammar") is not None,
     )

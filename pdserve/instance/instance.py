@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,7 +22,7 @@ from pdserve.errors import RequestError
 from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.kv_events_config import KVEventsConfig
 from pdserve.instance.reporter import Reporter
-from pdserve.keys import unpack_tokens
+from pdserve.keys import TOKEN_BYTES, unpack_tokens
 from pdserve.kv_transfer.connector import Connector
 from pdserve.kv_transfer.guarded import guard
 from pdserve.kv_transfer.registry import connect
@@ -29,12 +30,17 @@ from pdserve.kv_transfer.staging import attach_pool
 from pdserve.lifetime import RELEASED
 from pdserve.prefill.prefiller import Prefiller
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.ranks.followers import Followers
+from pdserve.ranks.ranked_connector import RankedConnector
+from pdserve.ranks.ranked_loader import RankedLoader
+from pdserve.reasoning import ReasoningSpan
 from pdserve.request import SamplingParams
 from pdserve.roles.fetcher import Fetcher
 from pdserve.roles.job import Job
 from pdserve.roles.transfers import Transfers
 
 if TYPE_CHECKING:
+    from pdserve.engine.model_runner import ModelRunner
     from pdserve.instance.zmq_publisher import ZmqPublisher
 
 log = logging.getLogger(__name__)
@@ -56,7 +62,8 @@ class Instance:
     Args:
         send: called on the engine thread with (link, frame); must not block.
         connector: replaces the connector that `config.connector` names.
-        runner: stands in for the model that `config` names.
+        runner: of the model that `config` names, or in its stead.
+        followers: the other ranks of `runner`, if it has any.
         inbox: replaces the queue of work for the engine thread.
         now: monotonic clock in seconds.
 
@@ -71,7 +78,8 @@ class Instance:
         send: Send,
         connector: Connector | None = None,
         *,
-        runner: PacedRunner | None = None,
+        runner: "PacedRunner | ModelRunner | None" = None,
+        followers: Followers | None = None,
         inbox: "SimpleQueue[Callable[[], None]] | None" = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -88,6 +96,7 @@ class Instance:
             on_key_change=self.kv_events.publish,
         )
         pool = self.engine.runner.pool_NL2GBD
+        self._followers = followers
         self.connector = self._attach(connector)
         self.transfers = Transfers(
             self.engine.pool, self.connector, self, _max_blocks(config, self.engine), self.engine.layout.block_bytes
@@ -95,7 +104,10 @@ class Instance:
         self.fetcher = fetcher = Fetcher(self.engine, self.connector, self.transfers, self)
         self.prefiller = Prefiller(self.engine, self.transfers, fetcher, self, config.lease_seconds)
         converts = config.convert_kv or config.allow_inexact
-        self.layout_converter = LayoutConverter(pool, self.engine.layout, config.connector if converts else None)
+        on_all_ranks = None if followers is None else partial(RankedLoader, followers)
+        self.layout_converter = LayoutConverter(
+            pool, self.engine.layout, config.connector if converts else None, on_all_ranks
+        )
         self.decoder = Decoder(self.engine, self.connector, self.transfers, fetcher, self, config.store_generated)
         self.reporter = Reporter(self.engine, self.connector, self.transfers, self.layout_converter, self.now())
         self._jobs: dict[tuple[str, str], Job] = {}
@@ -109,6 +121,22 @@ class Instance:
         self._integrity_checked_at = 0.0
         self._stores_probed_at = 0.0
         self._update_heartbeat()
+
+    @classmethod
+    def start(cls, config: InstanceConfig, send: Send) -> "Instance":
+        """Return an instance with the runner that its settings ask for: paced, on one device, or on several.
+
+        Raises:
+            SetupError: the model, its devices or the connector are unavailable.
+        """
+        if config.paced:
+            return cls(config, send, runner=PacedRunner.load(config))
+        if config.tensor_parallel_size == 1:
+            return cls(config, send)
+        from pdserve.ranks.leader import start_ranks  # imports transformers, as `Engine` does if it is to load a model
+
+        runner = start_ranks(config)
+        return cls(config, send, runner=runner, followers=runner.followers)
 
     def publish_events(self, config: KVEventsConfig) -> None:
         """Publish KV events over ZMQ from now on. To be called before the engine thread starts.
@@ -129,6 +157,8 @@ class Instance:
             self._event_publisher.close()
         self.layout_converter.close()
         self.connector.close()
+        if self._followers is not None:
+            self._followers.close()
 
     # ---- thread-safe ------------------------------------------------------------------------------------------
 
@@ -269,7 +299,18 @@ class Instance:
             allowed_token_ids=tuple(message.sampling.allowed_token_ids),
             prompt_logprobs=message.sampling.prompt_logprobs if message.sampling.HasField("prompt_logprobs") else None,
             bad_words=tuple(tuple(unpack_tokens(word)) for word in message.sampling.bad_words),
+            beam_width=message.sampling.beam_width,
+            num_answers=message.sampling.num_answers,
+            length_penalty=message.sampling.length_penalty,
+            early_stopping=message.sampling.early_stopping,
+            embed=message.sampling.embed,
+            reasoning=_reasoning(message.sampling.reasoning) if message.sampling.HasField("reasoning") else None,
         )
+        if sampling.beam_width and message.phase != pb.PREFILL:
+            length = len(message.prompt) // TOKEN_BYTES + sampling.max_tokens
+            if reason := self.engine.beams_fault(length, sampling.beam_width):
+                self._reject(link, message.request_id, RequestError(reason, kind="beams_do_not_fit"))
+                return
         try:
             seq = self.engine.new_sequence(
                 message.request_id,
@@ -281,14 +322,20 @@ class Instance:
             )
             converted = self.layout_converter.open_prompt(seq, message.writer) if message.HasField("writer") else None
         except ValueError as error:
-            self._reject(link, message.request_id, RequestError(str(error), kind="rejected"))
+            for request_id in (message.request_id, *(member.request_id for member in message.members)):
+                self._reject(link, request_id, RequestError(str(error), kind="rejected"))
             return
-        job = Job(link=link, seq=seq, phase=message.phase, multi_turn=message.multi_turn, whole=message.whole)
-        self._jobs[link, message.request_id] = self._by_sequence[seq] = job
+        siblings = self.engine.new_siblings(seq, [(member.request_id, member.seed) for member in message.members])
+        job, *others = [
+            Job(link=link, seq=one, phase=message.phase, multi_turn=message.multi_turn, whole=message.whole)
+            for one in (seq, *siblings)
+        ]
+        for one in (job, *others):
+            self._jobs[link, one.seq.request_id] = self._by_sequence[one.seq] = one
         if job.phase == pb.PREFILL:
-            self.prefiller.submit(job)
+            self.prefiller.submit(job, others)
         else:
-            self.decoder.submit(job, converted)
+            self.decoder.submit(job, converted, others)
 
     def _reject(self, link: str, request_id: str, error: RequestError) -> None:
         rejection = pb.Output(request_id=request_id, error=pb.Error(kind=error.kind, message=str(error)))
@@ -302,7 +349,6 @@ class Instance:
     def _cancel(self, job: Job) -> None:
         job.mark_cancelled()
         self._role_of(job).cancel(job)
-        self.transfers.cancel(job)
 
     def _cancel_all(self, link: str) -> None:
         for job in list(self._by_sequence.values()):
@@ -338,6 +384,8 @@ class Instance:
         runner = self.engine.runner
         make_copies = None if isinstance(runner, PacedRunner) else runner.pool_copies
         attached = attach_pool(connector, runner.pool_NL2GBD, self.engine.layout, make_copies)
+        if self._followers is not None:
+            attached = RankedConnector(attached, self._followers)
         return guard(attached, self._inbox.put, self.now)
 
     # ---- InstanceContext, the interface for the roles -------------------------------------------------------------
@@ -371,3 +419,13 @@ def _max_blocks(config: InstanceConfig, engine: Engine) -> int:
         return max(1, parse_size(config.max_inflight_bytes) // engine.layout.block_bytes)
     two_steps = 2 * -(-config.max_num_batched_tokens // config.block_size)
     return max(1, min(engine.pool.num_blocks // 2, max(two_steps, DEFAULT_INFLIGHT_BYTES // engine.layout.block_bytes)))
+
+
+def _reasoning(message: pb.Reasoning) -> ReasoningSpan:
+    return ReasoningSpan(
+        tuple(unpack_tokens(message.start)),
+        tuple(tuple(unpack_tokens(end)) for end in message.ends),
+        tuple(unpack_tokens(message.closing)),
+        message.budget if message.HasField("budget") else None,
+        message.is_required,
+    )

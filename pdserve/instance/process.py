@@ -15,7 +15,7 @@ import uvloop
 from pdserve.config import InstanceConfig
 from pdserve.control.certificates import client_context
 from pdserve.control.registry import Registry
-from pdserve.engine.paced_runner import PacedRunner
+from pdserve.engine.parallel.rank_group import RankLost
 from pdserve.errors import SetupError
 from pdserve.gpu_fault import gpu_fault
 from pdserve.instance.affinity import run_beside
@@ -98,7 +98,7 @@ def _create_instance(config: InstanceConfig, links: RouterLinks) -> Instance:
         SetupError: also for a GPU that cannot run the model, which a restart would not change.
     """
     try:
-        return Instance(config, links.send, runner=PacedRunner.load(config) if config.paced else None)
+        return Instance.start(config, links.send)
     except Exception as error:
         if (fault := gpu_fault(error)) is None:
             raise
@@ -153,6 +153,10 @@ def _run_engine(instance: Instance) -> None:
     """
     try:
         instance.run()
+    except RankLost as error:
+        log.error("%s; the instance exits", error)
+        logging.shutdown()
+        os._exit(70)
     except BaseException as error:
         if (fault := gpu_fault(error)) is None:
             log.exception("the engine failed; the instance exits")
@@ -164,9 +168,11 @@ def _run_engine(instance: Instance) -> None:
 
 def describe(hello: pb.Hello, seconds: float) -> str:
     """Return a one-line summary of the instance for the log."""
-    gib = hello.num_blocks * hello.block_bytes / 2**30
+    ranks = hello.layout.ranks
+    gib = hello.num_blocks * hello.block_bytes * ranks / 2**30
+    devices = hello.device + (f" and {ranks - 1} more" if ranks > 1 else "")
     return (
-        f"{hello.instance_id}: {hello.model} in {hello.dtype} on {hello.device}, {hello.kernel} kernel, "
+        f"{hello.instance_id}: {hello.model} in {hello.dtype} on {devices}, {hello.kernel} kernel, "
         f"{hello.num_blocks} blocks of {hello.block_size} tokens ({gib:.2f} GiB), over {hello.connector}://, "
         f"ready in {seconds:.1f} s"
     )

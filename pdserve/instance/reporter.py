@@ -150,7 +150,7 @@ class Reporter:
 
     def _transfer_metrics(self) -> dict[str, float]:
         """Return the metrics of transfers and of each store, by series."""
-        stats, block_bytes = self._connector.stats(), self._engine.layout.block_bytes
+        stats, block_bytes = self._connector.stats(), self._engine.layout.bytes_on_all_ranks
         metrics: dict[str, float] = {
             "kv_transfer_bytes_in_flight": self._transfers.in_flight * block_bytes,
             "kv_transfer_bytes_waiting": self._transfers.waiting * block_bytes,

@@ -41,7 +41,7 @@ class RayCluster:
     Args:
         instances: number of instances among which the CPUs are divided.
         cpus: CPUs of an instance; None: an equal share of all.
-        wants_gpu: give each instance a GPU if the cluster has any.
+        gpus: GPUs of an instance, if the cluster has any.
         one_node: place all instances on this node.
 
     Attributes:
@@ -52,7 +52,7 @@ class RayCluster:
         SetupError: there is no Ray cluster, or it is too small.
     """
 
-    def __init__(self, instances: int, cpus: int | None, *, wants_gpu: bool, one_node: bool) -> None:
+    def __init__(self, instances: int, cpus: int | None, *, gpus: int, one_node: bool) -> None:
         self._groups: list[PlacementGroup] = []
         self._cleanup = _connect()
         self._cleanup.callback(self._remove_groups)
@@ -71,8 +71,8 @@ class RayCluster:
             self.close()
             raise SetupError(f"the Ray cluster has no CPU for each of {instances} instances{self._hint}")
         self.bundle = {"CPU": share}
-        if wants_gpu and any(one.get("GPU", 0.0) >= 1 for one in resources):
-            self.bundle["GPU"] = 1
+        if gpus and any(one.get("GPU", 0.0) >= 1 for one in resources):
+            self.bundle["GPU"] = gpus
 
     def place(self) -> Place:
         """Reserve the resources of one instance.

@@ -123,7 +123,7 @@ def _measure_engine(config: ProfileConfig, show: Show) -> Profile:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     settings = shared_settings(config, InstanceConfig) | {"connector": "memory://profile?size=64MiB"}
-    instance = Instance(InstanceConfig(**settings), lambda link, frame: None)
+    instance = Instance.start(InstanceConfig(**settings), lambda link, frame: None)
     engine, layout = instance.engine, instance.engine.layout
     limits = engine.max_model_len - 1, config.max_num_batched_tokens, config.max_num_seqs
     works, checked = grid(*limits, quick=config.quick), random_steps(*limits, CHECKED_STEPS, config.seed)

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from pdserve.beam_search import BeamSearch
 from pdserve.costs import attention_pairs
 from pdserve.engine.sequence import Sequence
 from pdserve.kv_transfer.connector import Outcome, Result
@@ -66,7 +67,7 @@ class Job:
         """Drop unsent tokens. Unsent stamps, as of a store that ended just before, still complete the timeline."""
         self.cancelled = True
         if self.output is not None:
-            for field_name in ("token_ids", "logprobs", "stored", "finish_reason"):
+            for field_name in ("token_ids", "logprobs", "stored", "finish_reason", "hypotheses", "embedding"):
                 self.output.ClearField(field_name)
 
     def stamp(self, stage: Stage, now: float) -> None:
@@ -106,7 +107,8 @@ class Job:
     def remaining_load(self) -> pb.Load:
         """Return the work that the request still needs on this instance."""
         seq, load = self.seq, pb.Load(requests=1)
-        has_sampled = len(seq) > seq.num_initial
+        has_sampled = len(seq) > seq.num_initial or seq.leader is not None  # whose load has the prompt
+        has_sampled |= seq.group is not None and seq.group.search.num_steps > 0
         awaits_kv = self.phase == pb.DECODE and not seq.admitted  # another instance computes the prompt
         if not has_sampled and not awaits_kv:
             load.prefills = 1
@@ -128,6 +130,22 @@ class Job:
         if len(self.seq) == self.seq.num_initial + 1:
             for _, of_prompt in sorted(self.seq.prompt_scores.items()):
                 output.prompt_logprobs.append(_logprobs(of_prompt))
+
+    def report_search(self, search: BeamSearch) -> None:
+        """Report that a beam search has advanced, and its answers once it is over."""
+        output = self.pending_output()
+        output.searching = True
+        if search.is_over:
+            for answer in search.hypotheses(self.seq.sampling.num_answers):
+                output.hypotheses.add(
+                    token_ids=answer.token_ids, score=answer.score, finish_reason=answer.finish_reason
+                )
+
+    def report_embedding(self, now: float) -> None:
+        """Report the embedding of the prompt, which ends the request."""
+        self.report_prompt_sources()
+        self.pending_output().embedding = self.seq.embedding
+        self.finish("stop", now)
 
     def finish(self, reason: str, now: float) -> None:
         """Report the end of the request, with its OpenAI finish reason."""

@@ -36,11 +36,16 @@ class CachedTokens(Answer):
     cached_tokens: int
 
 
+class ReasoningTokens(Answer):
+    reasoning_tokens: int
+
+
 class Usage(Answer):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens = ReasoningTokens(reasoning_tokens=0)
 
 
 class PromptLogprob(Answer):
@@ -79,6 +84,8 @@ class ChatAnswer(Answer):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning: str = ""
+    reasoning_content: str = ""
     tool_calls: list[Call] = []
 
 
@@ -107,6 +114,56 @@ class ChatCompletion(Generated):
     prompt_logprobs: PromptLogprobs = []
 
 
+class EmbeddingUsage(Answer):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(Answer):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(Answer):
+    object: Literal["list"]
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+
+
+class Score(Answer):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(Answer):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+
+
+class Document(Answer):
+    text: str
+
+
+class Ranked(Answer):
+    index: int
+    relevance_score: float
+    document: Document | None = None
+
+
+class Ranking(Answer):
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: EmbeddingUsage
+
+
 Status = Literal["completed", "incomplete"]
 
 
@@ -125,6 +182,19 @@ class OutputMessage(Answer):
     content: list[OutputText]
 
 
+class ReasoningText(Answer):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(Answer):
+    id: str
+    type: Literal["reasoning"]
+    status: Status
+    summary: list[dict[str, Any]]
+    content: list[ReasoningText]
+
+
 class ResponseObject(Answer):
     """An answer of /v1/responses, which also repeats fields of its request."""
 
@@ -135,16 +205,16 @@ class ResponseObject(Answer):
     created_at: int
     status: Status
     model: str
-    output: list[OutputMessage]
+    output: list[ReasoningItem | OutputMessage]
     usage: dict[str, Any]
 
 
 class MessageBlock(Answer):
-    """A block of a message: a text, or the call of a tool."""
+    """A block of a message: reasoning, a text, or the call of a tool."""
 
     model_config = ConfigDict(extra="allow")
 
-    type: Literal["text", "tool_use"]
+    type: Literal["thinking", "text", "tool_use"]
 
 
 class MessageAnswer(Answer):

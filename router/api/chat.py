@@ -9,9 +9,13 @@ from typing import Any
 from pdserve.errors import BadRequest
 from pdserve.router.api.parsing import json_type, or_default, quote
 from pdserve.router.api.schemas import ChatBody, Function, Message, Tool, ToolCall
-from pdserve.router.text.tokenizer import TemplateOptions, Tokenizer
+from pdserve.router.text.parsers.json_calls import HermesParser, Llama3JsonParser
+from pdserve.router.text.parsers.tool_parser import ToolParser, Tools
+from pdserve.router.text.tokenizer import REASONING_VARIABLES, TemplateOptions, Tokenizer
 
-FORCED_FORMAT = "llama"  # of models whose template knows no tools: plain JSON, which any grammar can force
+FORCED_PARSER = (
+    Llama3JsonParser  # of calls without tags of their own: plain JSON, which a grammar can force on any model
+)
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -20,15 +24,13 @@ class AllowedTools:
     """The tools that the model may call.
 
     Attributes:
-        format: the tool-call format of the chat template, as in `router/text/tool_calls.py`.
-        names: the functions.
-        single_call: at most one call per answer.
+        parser: the parser of the calls.
+        tools: the functions.
         grammar: the grammar that forces a call, see `grammars/specification.py`; empty if calls are optional.
     """
 
-    format: str
-    names: frozenset[str]
-    single_call: bool
+    parser: type[ToolParser]
+    tools: Tools
     grammar: str = ""
 
 
@@ -49,6 +51,9 @@ def template_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
         item: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
         item |= {"tool_calls": calls} if calls else {}
         item |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name)) is not None}
+        reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
+        if reasoning is not None:
+            item |= dict.fromkeys(REASONING_VARIABLES, reasoning)
         rendered.append(item)
     if not rendered:
         raise _invalid_messages("messages must hold at least one message")
@@ -68,9 +73,15 @@ def template_options(body: ChatBody, tokenizer: Tokenizer) -> TemplateOptions:
     if continues and body.messages and body.messages[-1].role != "assistant":
         message = "continue_final_message needs a last message with role assistant, which the answer continues"
         raise BadRequest(message, kind="invalid_parameter", param="continue_final_message")
-    variables = dict(body.chat_template_kwargs or {})
+    template, variables = body.chat_template or "", dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
-        variables = tokenizer.effort_variables(body.reasoning_effort, body.chat_template or "") | variables
+        variables = tokenizer.effort_variables(body.reasoning_effort, template) | variables
+    if body.thinking is not None:
+        is_on = body.thinking.type != "disabled"
+        if is_on and tokenizer.parsers.reasoning is None:
+            message = 'this model does not reason; leave thinking out, or send {"type": "disabled"}'
+            raise BadRequest(message, kind="unsupported_parameter", param="thinking")
+        variables = tokenizer.thinking_variables(template, is_on=is_on) | variables
     adds_prompt = or_default(body.add_generation_prompt, not continues)
     return TemplateOptions(adds_prompt, continues, variables, body.chat_template or "")
 
@@ -93,15 +104,18 @@ def parse_tools(body: ChatBody, tokenizer: Tokenizer) -> AllowedTools | None:
     forced = _forced_functions(choice, names)
     if choice == "none" or not names:
         return None
-    tool_format = tokenizer.tool_format or (FORCED_FORMAT if forced else None)
-    if tool_format is None:
+    parser = tokenizer.parsers.tools
+    if forced and parser is not HermesParser:
+        parser = FORCED_PARSER
+    if parser is None:
         message = (
-            "this model's chat template has no tool-call format that this router supports (Hermes's, as used by Qwen, and "
-            'Llama 3\'s JSON); leave tools out, or force a call with tool_choice "required"'
+            "this model's chat template has no tool-call format that this router supports; leave tools out, or force a call "
+            'with tool_choice "required"'
         )
         raise BadRequest(message, kind="unsupported_parameter", param="tools")
-    grammar = _forced_call_grammar(tool_format, [tool for tool in body.tools or () if tool.function.name in forced])
-    return AllowedTools(tool_format, frozenset(names), body.parallel_tool_calls is False, grammar)
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in body.tools or ()}
+    grammar = _forced_call_grammar(parser, [tool for tool in body.tools or () if tool.function.name in forced])
+    return AllowedTools(parser, Tools(schemas, single_call=body.parallel_tool_calls is False), grammar)
 
 
 def _forced_functions(choice: object, names: list[str]) -> list[str]:
@@ -118,18 +132,18 @@ def _forced_functions(choice: object, names: list[str]) -> list[str]:
     raise BadRequest(message, kind="invalid_parameter", param="tool_choice")
 
 
-def _forced_call_grammar(tool_format: str, tools: list[Tool]) -> str:
+def _forced_call_grammar(parser: type[ToolParser], tools: list[Tool]) -> str:
     """Return the grammar of a call of one of the tools; empty if there are none."""
     if not tools:
         return ""
     definitions: dict[str, Any] = {}
-    calls = [_call_schema(tool_format, tool.function, definitions) for tool in tools]
+    calls = [_call_schema(parser, tool.function, definitions) for tool in tools]
     schema = {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), **({"$defs": definitions} if definitions else {})}
-    tags = {"begin": "<tool_call>\n", "end": "\n</tool_call>"} if tool_format == "hermes" else {}
+    tags = {"begin": "<tool_call>\n", "end": "\n</tool_call>"} if parser is HermesParser else {}
     return json.dumps({"json": schema, **tags})
 
 
-def _call_schema(tool_format: str, function: Function, definitions: dict[str, Any]) -> dict[str, Any]:
+def _call_schema(parser: type[ToolParser], function: Function, definitions: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON schema of a call. The `$defs` of its parameters are added to `definitions` under unique names."""
     parameters = dict(function.parameters or {"type": "object"})
     own_definitions = parameters.pop("$defs", {})
@@ -137,7 +151,7 @@ def _call_schema(tool_format: str, function: Function, definitions: dict[str, An
         raise _invalid_tools(f"the parameters of {function.name} must be the JSON schema of an object")
     for name, definition in own_definitions.items():
         definitions[f"{function.name}.{name}"] = _qualify_refs(definition, function.name)
-    arguments = "arguments" if tool_format == "hermes" else "parameters"
+    arguments = "arguments" if parser is HermesParser else "parameters"
     properties = {"name": {"const": function.name}, arguments: _qualify_refs(parameters, function.name)}
     return {"type": "object", "properties": properties, "required": ["name", arguments], "additionalProperties": False}
 
@@ -165,8 +179,9 @@ def _check_role(message: Message, index: int) -> None:
         )
     if (message.tool_call_id is not None) != (message.role == "tool"):
         raise _invalid_messages(f"messages[{index}]: role tool requires tool_call_id, and no other role may have it")
-    if message.tool_calls and message.role != "assistant":
-        raise _invalid_messages(f"messages[{index}]: only messages with role assistant may have tool_calls")
+    for name in ("tool_calls", "reasoning", "reasoning_content"):
+        if getattr(message, name) and message.role != "assistant":
+            raise _invalid_messages(f"messages[{index}]: only messages with role assistant may have {name}")
 
 
 def _template_call(call: ToolCall, index: int) -> dict[str, Any]:
@@ -177,7 +192,11 @@ def _template_call(call: ToolCall, index: int) -> dict[str, Any]:
         arguments = None
     if not isinstance(arguments, dict):
         raise _invalid_messages(f"messages[{index}]: the arguments of a tool call must be a JSON object in a string")
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.function.name, "arguments": arguments},
+    }
 
 
 def _text_of(content: object, index: int) -> str:

@@ -5,15 +5,17 @@ those still running, so that no instance generates tokens that nothing reads.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from pdserve.request import Request, TokenLogprobs
+from pdserve.router.api.beams import answer_streams
 from pdserve.router.api.requests import ParsedRequest
 from pdserve.router.backend import Backend, Chunk, TokenStream, read
 from pdserve.router.text.detokenizer import TextStream
+from pdserve.router.text.parsers.output import ParsedOutput, ToolCallDelta
+from pdserve.router.text.parsers.output_parser import OutputParser
 from pdserve.router.text.tokenizer import Tokenizer
-from pdserve.router.text.tool_calls import ParsedOutput, ToolCallDelta, ToolCallParser
 
 Json = dict[str, object]
 
@@ -27,6 +29,7 @@ class Delta:
         logprobs: one entry per token, if the request asks for them.
         text_offsets: the character offset in the choice's text at which each token begins, if it asks for logprobs.
         tool_calls: increments of tool calls; these are not part of `text`.
+        reasoning: an increment of the reasoning before the answer, which is not part of `text` either.
         prompt_logprobs: in the first delta, one entry per token of the prompt but the first, if the request asks for them;
             None in the others.
     """
@@ -39,6 +42,7 @@ class Delta:
     text_offsets: list[int]
     tool_calls: list[ToolCallDelta]
     prompt_logprobs: list[TokenLogprobs] | None = None
+    reasoning: str = ""
 
 
 Emit = Callable[[Iterable[Delta]], Awaitable[None]]  # consumes deltas of one choice
@@ -57,7 +61,7 @@ class Choice:
     stream: TokenStream
     text: TextStream
     echo: str = ""
-    tool_parser: ToolCallParser | None = None
+    parser: OutputParser | None = None
     num_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -80,36 +84,49 @@ class Choice:
     def _deltas(self, chunks: list[Chunk]) -> Iterator[Delta]:
         """Yield one delta per chunk up to the end of the choice. Tokens are counted as the iterator advances."""
         for chunk in chunks:
-            text, token_ids = self.text.push(chunk)
-            text, self.echo = self.echo + text, ""
+            output, token_ids = self._parse(chunk)
+            output.text, self.echo = self.echo + output.text, ""
             self.num_tokens += len(token_ids)
             logprobs, offsets = chunk.logprobs[: len(token_ids)], self.text.text_offsets
             if self.echo_length and logprobs:
                 offsets = [self.echo_length + offset for offset in offsets]
-            output, finish_reason = self._parse_output(text)
             yield Delta(
                 self.index,
                 output.text,
                 token_ids,
-                finish_reason,
+                self._finish_reason(),
                 logprobs,
                 offsets,
                 output.calls,
                 chunk.prompt_logprobs if self.num_tokens == len(token_ids) else None,
+                output.reasoning,
             )
             if self.text.finish_reason is not None:
                 return
 
-    def _parse_output(self, text: str) -> tuple[ParsedOutput, str | None]:
-        """Separate tool calls from the text; also return the finish reason if the choice has ended."""
-        finish_reason = self.text.finish_reason
-        if self.tool_parser is None:
-            return ParsedOutput(text), finish_reason
-        output = self.tool_parser.push(text)
-        if finish_reason is not None:
-            output.text += self.tool_parser.finish().text
-        has_calls = finish_reason == "stop" and self.tool_parser.num_calls
-        return output, "tool_calls" if has_calls else finish_reason
+    def _parse(self, chunk: Chunk) -> tuple[ParsedOutput, list[int]]:
+        """Return what the chunk adds, and its token ids up to the end of the choice."""
+        if self.parser is None:
+            text, token_ids = self.text.push(chunk)
+            return ParsedOutput(text), token_ids
+        output, token_ids = ParsedOutput(), list[int]()
+        while len(token_ids) < len(chunk.token_ids) - 1 and self.parser.may_reason:
+            self._parse_part(Chunk([chunk.token_ids[len(token_ids)]]), output, token_ids)
+            if self.text.finish_reason is not None:
+                return output, token_ids
+        self._parse_part(replace(chunk, token_ids=chunk.token_ids[len(token_ids) :]), output, token_ids)
+        return output, token_ids
+
+    def _parse_part(self, part: Chunk, output: ParsedOutput, token_ids: list[int]) -> None:
+        """Parse a part of a chunk, and append to its output and its ids up to the end of the choice."""
+        assert self.parser is not None
+        text, taken = self.text.push(part)
+        output.extend(self.parser.push(text, len(taken), is_end=self.text.finish_reason is not None))
+        token_ids += taken
+
+    def _finish_reason(self) -> str | None:
+        has_calls = self.text.finish_reason == "stop" and self.parser is not None and self.parser.num_calls
+        return "tool_calls" if has_calls else self.text.finish_reason
 
 
 class Generation:
@@ -133,15 +150,25 @@ class Generation:
             RequestError: the backend refuses a choice; the others have been cancelled.
         """
         try:
-            for index, request in enumerate(self.parsed.requests):
-                self.choices.append(self._open(index, request))
+            requests, n = self.parsed.requests, len(self.parsed.requests) // len(self.parsed.prompts)
+            for first in range(0, len(requests), n):
+                streams = self._streams(requests[first : first + n])
+                for index, stream in enumerate(streams, first):
+                    self.choices.append(self._choice(index, requests[index], stream))
         except BaseException:
             self._release(0)
             self.close()
             raise
 
-    def _open(self, index: int, request: Request) -> Choice:
-        parsed, tools = self.parsed, self.parsed.tools
+    def _streams(self, requests: list[Request]) -> Sequence[TokenStream]:
+        """Open the streams of all choices of one prompt."""
+        if requests[0].sampling.beam_width:
+            return answer_streams(self._backend.open(requests[0]), len(requests))
+        return self._backend.open_choices(requests)
+
+    def _choice(self, index: int, request: Request, stream: TokenStream) -> Choice:
+        parsed = self.parsed
+        parser = parsed.open_parser() if parsed.open_parser is not None else None
         text = TextStream(
             self.tokenizer,
             parsed.stops,
@@ -149,10 +176,10 @@ class Generation:
             min_tokens=request.sampling.min_tokens,
             track_offsets=parsed.logprobs,
             skip_special_tokens=parsed.skip_special_tokens,
+            replaced=parser.special_tokens if parser is not None else None,
         )
         echo = parsed.echo[index * len(parsed.echo) // len(parsed.requests)] if parsed.echo else ""
-        tool_parser = ToolCallParser(tools.format, tools.names, tools.single_call) if tools else None
-        return Choice(index, self._backend.open(request), text, echo, tool_parser)
+        return Choice(index, stream, text, echo, parser)
 
     async def run(self, emit: Emit) -> None:
         """Run all choices, emitting their deltas as they arrive. The first error cancels the other choices."""
@@ -190,13 +217,21 @@ class Generation:
         return cached
 
     def usage(self) -> Json:
-        """Return OpenAI's usage object so far."""
-        return {
+        """Return OpenAI's usage object so far; tokens of reasoning are part of it if they are told from others."""
+        usage: Json = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.parsed.finds_reasoning:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of reasoning so far, over all choices."""
+        return sum(choice.parser.num_reasoning_tokens for choice in self.choices if choice.parser is not None)
 
     def prompt_of(self, choice: int) -> list[int]:
         """Return the token ids of the prompt of a choice."""

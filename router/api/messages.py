@@ -1,7 +1,7 @@
 """/v1/messages, Anthropic's API: converts its bodies to chat bodies, and generations to messages and their events.
 
-The chat parser validates what is common to both. Thinking blocks of earlier turns are left out of the prompt, as the chat
-templates of reasoning models do, and `cache_control` is accepted without effect: every prefix is cached.
+The chat parser validates what is common to both. Thinking blocks of earlier turns are given to the chat template, which may
+leave them out of the prompt, and `cache_control` is accepted without effect: every prefix is cached.
 """
 
 import json
@@ -21,11 +21,12 @@ from pdserve.router.api.schemas import (
     Message,
     MessagesBody,
     StreamOptions,
+    Thinking,
     Tool,
     ToolCall,
 )
 from pdserve.router.api.streaming import EventStream
-from pdserve.router.text.tool_calls import ToolCallDelta
+from pdserve.router.text.parsers.output import ToolCallDelta
 
 ERROR_TYPES = {
     401: "authentication_error",
@@ -74,21 +75,33 @@ def to_chat_body(body: MessagesBody) -> ChatBody:
         stream_options=StreamOptions() if body.stream else None,
         user=_user(body.metadata),
         **_conversation(body),
+        **_thinking(body.thinking or {}, body.max_tokens),
     )
 
 
 def to_counted_body(body: CountTokensBody) -> ChatBody:
     """Return the chat body whose prompt has the tokens to count. Raises the same."""
-    return ChatBody(model=body.model, **_conversation(body))
+    return ChatBody(model=body.model, **_conversation(body), **_thinking(body.thinking or {}, None))
+
+
+def _thinking(thinking: dict[str, Any], max_tokens: int | None) -> dict[str, Any]:
+    """Return the fields that turn reasoning on, perhaps within a budget, or off; empty: the chat template decides."""
+    kind, budget = thinking.get("type"), thinking.get("budget_tokens")
+    if not thinking:
+        return {}
+    has_budget = isinstance(budget, int) and not isinstance(budget, bool) and 1 <= budget < (max_tokens or budget + 1)
+    if kind not in ("enabled", "adaptive", "disabled") or (kind == "enabled") != has_budget:
+        message = (
+            'thinking must be {"type": "enabled", "budget_tokens": …} with a number of tokens less than max_tokens, '
+            '{"type": "adaptive"}, or {"type": "disabled"}'
+        )
+        raise BadRequest(message, kind="invalid_parameter", param="thinking")
+    return {"thinking": Thinking(type=kind), "thinking_token_budget": budget}
 
 
 def _conversation(body: CountTokensBody) -> dict[str, Any]:
     """Return the fields that determine the prompt."""
     messages = [*_system(body.system), *_messages(body.messages)]
-    thinking = body.thinking or {"type": "disabled"}
-    if thinking.get("type") != "disabled":
-        message = 'thinking is not supported; leave it out, or send {"type": "disabled"}'
-        raise BadRequest(message, kind="unsupported_parameter", param="thinking")
     choice = body.tool_choice or {}
     return {
         "messages": messages,
@@ -141,6 +154,7 @@ def _user_messages(role: str, blocks: list[dict[str, Any]], path: str) -> Iterat
 
 def _assistant_message(blocks: list[dict[str, Any]]) -> Message:
     texts = [block["text"] for block in blocks if block["type"] == "text"]
+    thoughts = [block["thinking"] for block in blocks if block["type"] == "thinking"]
     calls = [
         ToolCall(
             id=block["id"],
@@ -150,7 +164,8 @@ def _assistant_message(blocks: list[dict[str, Any]]) -> Message:
         for block in blocks
         if block["type"] == "tool_use"
     ]
-    return Message(role="assistant", content="\n".join(texts), tool_calls=calls or None)
+    reasoning = "\n".join(thoughts) or None
+    return Message(role="assistant", content="\n".join(texts), reasoning=reasoning, tool_calls=calls or None)
 
 
 def _texts(content: object, path: str) -> list[str]:
@@ -232,7 +247,8 @@ def _invalid(message: str) -> BadRequest:
 def message_body(generation: Generation, choices: list[Delta]) -> Json:
     """Return the body of a whole message."""
     [choice] = choices
-    content: list[Json] = [_text_block(choice.text)] if choice.text else []
+    content: list[Json] = [_thinking_block(choice.reasoning)] if choice.reasoning else []
+    content += [_text_block(choice.text)] if choice.text else []
     for call in choice.tool_calls:
         if call.id:
             text = "".join(one.arguments for one in choice.tool_calls if one.index == call.index)
@@ -246,7 +262,7 @@ class MessageEventStream(EventStream):
     def __init__(self, generation: Generation) -> None:
         super().__init__(generation)
         self._num_blocks = 0
-        self._open: int | str | None = None  # the block that is being sent: `text`, or the index of a tool call
+        self._open: int | str | None = None  # the block being sent: `thinking`, `text`, or the index of a call
         self._has_begun = False
         self._finish_reason: str | None = None
 
@@ -258,6 +274,9 @@ class MessageEventStream(EventStream):
             start: Json = {"type": "message_start", "message": started}
             ping: Json = {"type": "ping"}
             events = [start, ping]
+        if delta.reasoning:
+            events += self._begin("thinking", _thinking_block(""))
+            events.append(self._delta({"type": "thinking_delta", "thinking": delta.reasoning}))
         if delta.text:
             events += self._begin("text", _text_block(""))
             events.append(self._delta({"type": "text_delta", "text": delta.text}))
@@ -293,12 +312,13 @@ class MessageEventStream(EventStream):
         return {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
 
     def _end(self) -> list[Json]:
-        """Return the event that ends the open block, if there is one."""
+        """Return the events that end the open block, if there is one."""
         if self._open is None:
             return []
+        signature = [self._delta({"type": "signature_delta", "signature": ""})] if self._open == "thinking" else []
         self._open = None
         self._num_blocks += 1
-        return [{"type": "content_block_stop", "index": self._num_blocks - 1}]
+        return [*signature, {"type": "content_block_stop", "index": self._num_blocks - 1}]
 
 
 def _whole_call(call: ToolCallDelta, arguments: str) -> Json:
@@ -340,6 +360,11 @@ def _stop(generation: Generation, finish_reason: str | None) -> Json:
 
 def _text_block(text: str) -> Json:
     return {"type": "text", "text": text}
+
+
+def _thinking_block(text: str) -> Json:
+    """Return a block of reasoning. Its signature is empty: clients may send back any, or other reasoning."""
+    return {"type": "thinking", "thinking": text, "signature": ""}
 
 
 def _tool_block(call: ToolCallDelta, arguments: Json) -> Json:

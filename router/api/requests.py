@@ -2,18 +2,22 @@
 
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from pdserve.errors import BadRequest, NotFound
 from pdserve.grammars.limits import check_grammar
 from pdserve.keys import block_keys, root_key
 from pdserve.request import MAX_LOGPROBS, Request, SamplingParams, check_length
+from pdserve.router.api.beams import beam_settings, check_no_beam_settings
 from pdserve.router.api.chat import AllowedTools, parse_tools, template_messages, template_options
 from pdserve.router.api.grammars import check_grammar_support, parse_grammar
 from pdserve.router.api.parsing import or_default, quote
+from pdserve.router.api.reasoning import ReasoningState, reasoning_span, reasoning_state
 from pdserve.router.api.schemas import ChatBody, CompletionBody, SamplingBody, StreamOptions, TokenizeBody
 from pdserve.router.backend import ModelInfo
+from pdserve.router.text.parsers.output_parser import OutputParser
 from pdserve.router.text.tokenizer import TemplateOptions, Tokenizer
 
 MAX_STOPS = 16
@@ -48,7 +52,8 @@ class ParsedRequest:
         prompts: token ids of each prompt.
         requests: the `n` choices of the first prompt, then those of the next.
         echo: the text of each prompt, if it is to precede the answer.
-        tools: the tools that the model may call.
+        open_parser: returns the parser of a choice's text; None if there is nothing to find in it but text.
+        finds_reasoning: the parser tells reasoning from the answer.
         created: when the request was parsed, in seconds since 1970.
     """
 
@@ -67,7 +72,8 @@ class ParsedRequest:
     logprobs: bool = False
     prompt_logprobs: int | None = None
     echo: tuple[str, ...] = ()
-    tools: AllowedTools | None = None
+    open_parser: Callable[[], OutputParser | None] | None = None
+    finds_reasoning: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -81,7 +87,7 @@ def parse_completion(
         NotFound: the body names another model.
     """
     check_model(body.model, info.name)
-    texts = _prompts(body.prompt, may_be_empty=bool(body.suffix))
+    texts = prompt_forms(body.prompt, may_be_empty=bool(body.suffix))
     n = _num_choices(body.n, len(texts), max_n)
     prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in texts]
     for prompt in prompts:
@@ -129,8 +135,20 @@ def parse_chat(
         max_tokens = max(1, length - len(prompt))
     grammar = _chat_grammar(body, tools, info)
     sampling = _sampling_params(body, max_tokens, _chat_logprobs(body), grammar, info, tokenizer)
+    state = reasoning_state(body, prompt, tokenizer)
+    sampling = replace(sampling, reasoning=reasoning_span(body, state, tokenizer, has_grammar=bool(grammar)))
     parsed = _build(body, context, [prompt], n, sampling, info, chat=True)
-    return replace(parsed, tools=tools)
+    if state in (ReasoningState.OPEN, ReasoningState.UNDECIDED) and tools is None and tokenizer.strips_reasoning:
+        # The next turn's prompt goes on otherwise after this prompt, so that the KV of the output is of no use to it.
+        parsed = replace(parsed, requests=[replace(request, multi_turn=False) for request in parsed.requests])
+    open_parser = partial(
+        tokenizer.parsers.open,
+        tools.parser if tools else None,
+        tools.tools if tools else None,
+        begins_in_reasoning=state is ReasoningState.OPEN,
+        shows_reasoning=or_default(body.include_reasoning, True),
+    )
+    return replace(parsed, open_parser=open_parser, finds_reasoning=tokenizer.parsers.reasoning is not None)
 
 
 def render(body: ChatBody, tokenizer: Tokenizer) -> tuple[list[int], AllowedTools | None]:
@@ -237,6 +255,10 @@ def _sampling_params(
             "prompt_logprobs are not part of a stream; leave out stream, or send echo and logprobs to /v1/completions"
         )
         raise BadRequest(message, kind="invalid_parameter", param="prompt_logprobs")
+    if body.use_beam_search:
+        sampling = replace(sampling, **beam_settings(body, sampling, info))
+    else:
+        check_no_beam_settings(body)
     sampling.validate()
     check_token_ids(stop_ids, info.vocab_size, "stop_token_ids")
     return sampling
@@ -358,8 +380,8 @@ def _build_requests(
     ]
 
 
-def _prompts(prompt: object, *, may_be_empty: bool) -> list[str | list[int]]:
-    """Return OpenAI's four forms of a prompt as a list of texts or token ids."""
+def prompt_forms(prompt: object, param: str = "prompt", *, may_be_empty: bool = False) -> list[str | list[int]]:
+    """Return OpenAI's four forms of a prompt as a list of texts or token ids. Raises `BadRequest`."""
     if isinstance(prompt, str):
         prompts: list[str | list[int]] = [prompt]
     elif isinstance(prompt, list) and prompt and all(_is_int(item) for item in prompt):
@@ -367,10 +389,10 @@ def _prompts(prompt: object, *, may_be_empty: bool) -> list[str | list[int]]:
     elif isinstance(prompt, list) and all(_is_prompt(item) for item in prompt):
         prompts = prompt
     else:
-        message = "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
-        raise BadRequest(message, kind="invalid_prompt", param="prompt")
+        message = f"{param} must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+        raise BadRequest(message, kind="invalid_prompt", param=param)
     if not prompts or not (all(prompts) or may_be_empty):
-        raise BadRequest("the prompt is empty", kind="invalid_prompt", param="prompt")
+        raise BadRequest(f"the {param} is empty", kind="invalid_prompt", param=param)
     return prompts
 
 

@@ -24,6 +24,7 @@ from pdserve.router.api.streaming import EventStream
 
 ROLES = ("system", "developer", "user", "assistant")
 TEXT_PARTS = ("input_text", "output_text", "text")
+REASONING_ITEM_FIELDS = {"type", "id", "status", "summary", "content", "encrypted_content"}
 ITEM_FIELDS = {"type", "role", "content", "id", "status"}
 PART_FIELDS = {"type", "text", "annotations", "logprobs"}
 
@@ -49,6 +50,7 @@ def to_chat_body(body: ResponseBody) -> ChatBody:
         max_completion_tokens=body.max_output_tokens,
         response_format=_response_format(body),
         stream_options=StreamOptions() if body.stream else None,
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
         **{name: getattr(body, name) for name in GenerationBody.model_fields},
     )
 
@@ -67,7 +69,7 @@ def with_echoed_fields(parsed: ParsedRequest, body: ResponseBody) -> ParsedRespo
         "background": False,
         "parallel_tool_calls": True,
         "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
         "store": False,
         "tool_choice": "auto",
         "tools": [],
@@ -79,7 +81,9 @@ def with_echoed_fields(parsed: ParsedRequest, body: ResponseBody) -> ParsedRespo
 def response_body(generation: Generation, choices: list[Delta]) -> Json:
     """Return the body of a whole response."""
     [choice] = choices
-    return _response(generation, _status(choice.finish_reason), [_item(generation.parsed.id, choice)])
+    response_id, status = generation.parsed.id, _status(choice.finish_reason)
+    reasoning = [_reasoning_item(response_id, choice.reasoning, status)] if choice.reasoning else []
+    return _response(generation, status, [*reasoning, _item(response_id, choice)])
 
 
 class ResponseEventStream(EventStream):
@@ -88,36 +92,85 @@ class ResponseEventStream(EventStream):
     def __init__(self, generation: Generation) -> None:
         super().__init__(generation)
         self._sequence_number = 0
+        self._has_begun = False
         self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._items: list[Json] = []  # complete items before the message
         self._finish_reason: str | None = None
 
     def delta_events(self, delta: Delta) -> list[Json]:
-        parsed = self._generation.parsed
-        events: list[Json] = []
-        if not self._text:
-            started = _response(self._generation, "in_progress", [])
-            item = {**_item(parsed.id, None), "content": []}
-            events = [
-                {"type": "response.created", "response": started},
-                {"type": "response.in_progress", "response": started},
-                {"type": "response.output_item.added", "output_index": 0, "item": item},
-                {"type": "response.content_part.added", **self._position(), "part": _part("")},
-            ]
-        self._text.append(delta.text)
+        events = self._begin_response()
         self._finish_reason = delta.finish_reason
+        if delta.reasoning:
+            events += self._begin_reasoning()
+            self._reasoning.append(delta.reasoning)
+            position = self._reasoning_position()
+            events.append({"type": "response.reasoning_text.delta", **position, "delta": delta.reasoning})
+        if delta.text or not (self._reasoning or self._generation.parsed.finds_reasoning):
+            events += self._begin_message()
+            self._text.append(delta.text)
         if delta.text:
             new = {"delta": delta.text, "logprobs": []}
             events.append({"type": "response.output_text.delta", **self._position(), **new})
         return events
 
     def final_events(self) -> list[Json]:
+        begun = self._begin_message()
         text, status = "".join(self._text), _status(self._finish_reason)
         item = _item(self._generation.parsed.id, Delta(0, text, [], self._finish_reason, [], [], []))
+        output = [*self._items, item]
         return [
+            *begun,
             {"type": "response.output_text.done", **self._position(), "text": text, "logprobs": []},
             {"type": "response.content_part.done", **self._position(), "part": _part(text)},
+            {"type": "response.output_item.done", "output_index": len(self._items), "item": item},
+            {"type": f"response.{status}", "response": _response(self._generation, status, output)},
+        ]
+
+    def _begin_response(self) -> list[Json]:
+        if self._has_begun:
+            return []
+        self._has_begun = True
+        started = _response(self._generation, "in_progress", [])
+        return [
+            {"type": "response.created", "response": started},
+            {"type": "response.in_progress", "response": started},
+        ]
+
+    def _begin_reasoning(self) -> list[Json]:
+        """Return the events that begin the item of reasoning, unless it has begun."""
+        if self._reasoning:
+            return []
+        item: Json = {**_reasoning_item(self._generation.parsed.id, "", "in_progress"), "content": []}
+        return [
+            {"type": "response.output_item.added", "output_index": 0, "item": item},
+            {"type": "response.content_part.added", **self._reasoning_position(), "part": _reasoning_part("")},
+        ]
+
+    def _end_reasoning(self) -> list[Json]:
+        """Return the events that end the item of reasoning, if there is one."""
+        if not self._reasoning:
+            return []
+        text = "".join(self._reasoning)
+        item = _reasoning_item(self._generation.parsed.id, text, _status(self._finish_reason))
+        self._items.append(item)
+        return [
+            {"type": "response.reasoning_text.done", **self._reasoning_position(), "text": text},
+            {"type": "response.content_part.done", **self._reasoning_position(), "part": _reasoning_part(text)},
             {"type": "response.output_item.done", "output_index": 0, "item": item},
-            {"type": f"response.{status}", "response": _response(self._generation, status, [item])},
+        ]
+
+    def _begin_message(self) -> list[Json]:
+        """Return the events that begin the message, and end the reasoning before it, unless it has begun."""
+        if self._text:
+            return []
+        self._text.append("")
+        events = self._end_reasoning()
+        item: Json = {**_item(self._generation.parsed.id, None), "content": []}
+        return [
+            *events,
+            {"type": "response.output_item.added", "output_index": len(self._items), "item": item},
+            {"type": "response.content_part.added", **self._position(), "part": _part("")},
         ]
 
     def error_event(self, error: RequestError) -> Json:
@@ -129,7 +182,11 @@ class ResponseEventStream(EventStream):
         return f"event: {event['type']}\n".encode() + b"data: " + to_json(numbered) + b"\n\n"
 
     def _position(self) -> Json:
-        return {"item_id": _item_id(self._generation.parsed.id), "output_index": 0, "content_index": 0}
+        item_id = _item_id(self._generation.parsed.id)
+        return {"item_id": item_id, "output_index": len(self._items), "content_index": 0}
+
+    def _reasoning_position(self) -> Json:
+        return {"item_id": _reasoning_id(self._generation.parsed.id), "output_index": 0, "content_index": 0}
 
 
 def _messages(input_: object) -> list[Message]:
@@ -137,7 +194,29 @@ def _messages(input_: object) -> list[Message]:
         return [Message(role="user", content=input_)]
     if not isinstance(input_, list):
         raise _invalid_input("input must be a string or a list of messages")
-    return [_message(item, f"input[{i}]") for i, item in enumerate(input_)]
+    messages: list[Message] = []
+    reasoning: str | None = None  # of the assistant's message that follows
+    for i, item in enumerate(input_):
+        if isinstance(item, dict) and item.get("type") == "reasoning":
+            reasoning = _reasoning_text(item, f"input[{i}]")
+            continue
+        message = _message(item, f"input[{i}]")
+        if reasoning is not None and message.role == "assistant":
+            message.reasoning = reasoning
+        messages.append(message)
+        reasoning = None
+    return messages
+
+
+def _reasoning_text(item: dict[str, object], path: str) -> str:
+    """Return the text of an item of reasoning that a client sends back."""
+    parts = item.get("content") or []
+    if set(item) - REASONING_ITEM_FIELDS or not isinstance(parts, list):
+        raise _invalid_input(f"{path} must be an item of reasoning as the router returned it")
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise _invalid_input(f'{path}.content must hold parts such as {{"type": "reasoning_text", "text": "…"}}')
+    return "\n".join(map(str, texts))
 
 
 def _message(item: object, path: str) -> Message:
@@ -206,7 +285,7 @@ def _usage(usage: Json) -> Json:
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": usage["prompt_tokens_details"],
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": usage.get("completion_tokens_details", {"reasoning_tokens": 0}),
         "total_tokens": usage["total_tokens"],
     }
 
@@ -217,6 +296,19 @@ def _item(response_id: str, choice: Delta | None) -> Json:
     content = [] if choice is None else [_part(choice.text)]
     head = {"id": _item_id(response_id), "type": "message", "role": "assistant"}
     return {**head, "status": status, "content": content}
+
+
+def _reasoning_item(response_id: str, text: str, status: str) -> Json:
+    head = {"id": _reasoning_id(response_id), "type": "reasoning", "status": status, "summary": []}
+    return {**head, "content": [_reasoning_part(text)]}
+
+
+def _reasoning_part(text: str) -> Json:
+    return {"type": "reasoning_text", "text": text}
+
+
+def _reasoning_id(response_id: str) -> str:
+    return f"rs_{response_id}"
 
 
 def _item_id(response_id: str) -> str:

@@ -10,25 +10,24 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pdserve.request import MAX_LOGPROBS
+from pdserve.reasoning import MAX_BUDGET
+from pdserve.request import MAX_BEAM_WIDTH, MAX_LOGPROBS
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 NoOps = Mapping[str, tuple[object, ...]]  # unsupported field → values without effect; null and absence always are
 
 NO_OPS: NoOps = {
     "add_special_tokens": (True,),
     "audio": (),
-    "best_of": (1,),
     "function_call": ("none",),
     "functions": ([],),
     "kv_transfer_params": (),
-    "length_penalty": (1, 1.0),
     "modalities": (["text"],),
     "prediction": (),
     "request_id": (),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
-    "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -37,8 +36,6 @@ MESSAGE_NO_OPS: NoOps = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
-    "reasoning": (),
-    "reasoning_content": (),
     "refusal": (),
 }
 RESPONSES_NO_OPS: NoOps = {
@@ -49,7 +46,6 @@ RESPONSES_NO_OPS: NoOps = {
     "parallel_tool_calls": (True, False),
     "previous_response_id": (),
     "prompt": (),
-    "reasoning": ({},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "stream_options": ({},),
@@ -161,6 +157,11 @@ class SamplingBody(GenerationBody):
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: int | None = bounded(0, MAX_LOGPROBS)
     stream_options: StreamOptions | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = bounded(1, MAX_BEAM_WIDTH)
+    best_of: int | None = bounded(1, MAX_BEAM_WIDTH)
+    length_penalty: float | None = bounded(-10, 10)
+    early_stopping: bool | Literal["never"] | None = None
 
 
 class CompletionBody(SamplingBody):
@@ -186,6 +187,8 @@ class Message(Body):
     role: str
     content: Any = untyped({"anyOf": [{"type": ["string", "null"]}, PARTS]})
     name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None  # the older name
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
@@ -202,6 +205,10 @@ class Tool(Body):
     function: Function
 
 
+class Thinking(Body):
+    type: Literal["enabled", "adaptive", "disabled"]
+
+
 class ChatBody(SamplingBody):
     messages: list[Message]
     max_completion_tokens: int | None = None
@@ -212,9 +219,12 @@ class ChatBody(SamplingBody):
     parallel_tool_calls: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    thinking: Thinking | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: int | None = bounded(0, MAX_BUDGET)
 
 
 class CountTokensBody(Body):
@@ -243,6 +253,28 @@ class MessagesBody(CountTokensBody):
     metadata: dict[str, Any] | None = None
 
 
+class EmbeddingBody(Body):
+    model: str | None = None
+    input: Any = untyped({"anyOf": [TEXT, IDS, *LISTS]})
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+
+
+class ScoreBody(Body):
+    model: str | None = None
+    text_1: str | list[str]
+    text_2: str | list[str]
+
+
+class RerankBody(Body):
+    model: str | None = None
+    query: str
+    documents: list[str] = Field(min_length=1)
+    top_n: int | None = Field(None, ge=0)
+    return_documents: bool | None = None
+
+
 class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
@@ -269,12 +301,18 @@ class Text(Body):
     format: TextFormat | None = None
 
 
+class Reasoning(Body):
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto"] | None = None  # there is none: the item of reasoning has the text itself
+
+
 class ResponseBody(GenerationBody):
     no_ops: ClassVar = RESPONSES_NO_OPS
 
     input: Any = untyped({"anyOf": [{"type": "string"}, MESSAGES]})
     instructions: str | None = None
     max_output_tokens: int | None = None
+    reasoning: Reasoning | None = None
     text: Text | None = None
 
 

@@ -13,7 +13,7 @@ from pdserve.router.api.generation import Delta, Generation, Json
 from pdserve.router.api.http_responses import CLIENT_GONE, InternalError, json_response
 from pdserve.router.api.logprobs import chat_logprobs, completion_logprobs, echoed_logprobs, prompt_logprobs
 from pdserve.router.api.requests import ParsedRequest
-from pdserve.router.text.tool_calls import ToolCallDelta
+from pdserve.router.text.parsers.output import ToolCallDelta
 
 BuildBody = Callable[[Generation, list[Delta]], Json]  # builds the response body from one merged delta per choice
 
@@ -46,6 +46,7 @@ def _merge(deltas: list[Delta]) -> Delta:
         [offset for delta in deltas for offset in delta.text_offsets],
         [call for delta in deltas for call in delta.tool_calls],
         deltas[0].prompt_logprobs,
+        "".join(delta.reasoning for delta in deltas),
     )
 
 
@@ -212,6 +213,8 @@ def _role_choice(index: int) -> Json:
 
 def _whole_choice(generation: Generation, choice: Delta) -> Json:
     message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
+    if choice.reasoning:
+        message = {**message, "content": choice.text or None, **_reasoning(choice.reasoning)}
     if choice.tool_calls:
         message = {**message, "content": choice.text or None, "tool_calls": _whole_calls(choice.tool_calls)}
     return _choice(generation, choice, {"message": message} if generation.parsed.chat else {"text": choice.text})
@@ -220,10 +223,17 @@ def _whole_choice(generation: Generation, choice: Delta) -> Json:
 def _delta_choice(generation: Generation, delta: Delta) -> Json:
     if not generation.parsed.chat:
         return _choice(generation, delta, {"text": delta.text})
-    new: Json = {"content": delta.text} if delta.text or not delta.tool_calls else {}
+    new: Json = {"content": delta.text} if delta.text or not (delta.tool_calls or delta.reasoning) else {}
+    if delta.reasoning:
+        new |= _reasoning(delta.reasoning)
     if delta.tool_calls:
         new["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
     return _choice(generation, delta, {"delta": new})
+
+
+def _reasoning(text: str) -> Json:
+    """Return the fields of reasoning: vLLM's, and the older name that many clients read."""
+    return {"reasoning": text, "reasoning_content": text}
 
 
 def _call_delta(call: ToolCallDelta) -> Json:

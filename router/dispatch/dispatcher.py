@@ -6,6 +6,7 @@ open ── select, check SLO, submit ──► on_output, on_lost, on_draining 
 """
 
 import logging
+from collections.abc import Sequence
 from itertools import repeat
 
 from pdserve.config import RouterConfig
@@ -20,7 +21,7 @@ from pdserve.router.dispatch.hedge import PrefillHedger
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.dispatch.selector import InstanceSelector
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
-from pdserve.router.instances.frame_checks import InvalidFrame, output_fault, times_fault
+from pdserve.router.instances.frame_checks import InvalidFrame, hypotheses_fault, output_fault, times_fault
 from pdserve.router.scheduling.policy import Load, PlacementRequest
 from pdserve.router.scheduling.retry_budget import RetryBudget
 from pdserve.router.scheduling.slo_admission import check_slo
@@ -31,6 +32,7 @@ from pdserve.slo import Slo
 
 log = logging.getLogger(__name__)
 
+CLIENT_ERRORS = ("invalid_grammar", "beams_do_not_fit")  # kinds of errors of instances that the request has caused
 MAX_ERROR_CHARS = 4000  # of an instance's error message
 NO_WORK_LEFT = Load()  # prefill has sampled; the request stays on its instance until the last store has ended
 
@@ -84,7 +86,39 @@ class Dispatcher:
         return len(self.fleet.instances)
 
     def open(self, request: Request) -> RequestState:
+        return self.open_choices([request])[0]
+
+    def open_choices(self, requests: Sequence[Request]) -> list[RequestState]:
         now = self._now()
+        states = [self._new_state(request, now) for request in requests]
+        first, *others = states
+        placement = self._route(first)
+        for other in others:
+            other.follow(first)
+        waited = now - (first.request.received or now)
+        rejection = check_slo(self.slo, first.prefill.candidate, first.final_instance.candidate, placement, waited)
+        if rejection is not None:
+            self._metrics.refusals.labels(reason=rejection.kind).inc()
+            for state in states:
+                state.timeline.refuse(str(rejection), self._now())
+                self.timelines.add(state.timeline)
+            raise rejection
+        for state in states:
+            state.timeline.stamp(Stage.ADMITTED, self._now())
+        self._submit(first, others)
+        for state in states:
+            self._open_ids.add(state.request.request_id)
+            self._retry_budget.deposit()
+            state.timeline.stamp(Stage.ROUTED, self._now())
+            self.timelines.add(state.timeline)
+        return states
+
+    def _new_state(self, request: Request, now: float) -> RequestState:
+        """Return the state of a request that has no instances yet.
+
+        Raises:
+            BadRequest: its id is in use.
+        """
         if request.request_id in self._open_ids:
             raise BadRequest(f"request id {request.request_id!r} is in use", kind="duplicate_request_id")
         machine = HandOverMachine(
@@ -94,20 +128,6 @@ class Dispatcher:
         if (earlier := self.timelines.get(request.request_id)) is not None:
             state.timeline.attempt = earlier.attempt + 1  # outputs of the earlier request may still arrive
         state.timeline.stamp(Stage.RECEIVED, request.received or now)
-        placement = self._route(state)
-        waited = now - (request.received or now)
-        rejection = check_slo(self.slo, state.prefill.candidate, state.final_instance.candidate, placement, waited)
-        if rejection is not None:
-            self._metrics.refusals.labels(reason=rejection.kind).inc()
-            state.timeline.refuse(str(rejection), self._now())
-            self.timelines.add(state.timeline)
-            raise rejection
-        state.timeline.stamp(Stage.ADMITTED, self._now())
-        self._submit(state)
-        self._open_ids.add(request.request_id)
-        self._retry_budget.deposit()
-        state.timeline.stamp(Stage.ROUTED, self._now())
-        self.timelines.add(state.timeline)
         return state
 
     def instances(self) -> list[dict[str, object]]:
@@ -155,6 +175,17 @@ class Dispatcher:
         max_tokens = state.remaining_tokens if is_final else 1
         logprobs = state.request.sampling.logprobs is not None
         num_scored = len(state.request.prompt) - 1 if state.scores_prompt and output.token_ids else 0
+        if state.request.sampling.beam_width:
+            answers = state.request.sampling.num_answers
+            if reason := hypotheses_fault(output, instance.hello, state.remaining_tokens, answers):
+                raise InvalidFrame(reason)
+        elif output.hypotheses or output.searching:
+            raise InvalidFrame("answers of a beam search that was not requested")
+        if (
+            output.embedding
+            and len(output.embedding) != 4 * instance.hello.embedding_size * state.request.sampling.embed
+        ):
+            raise InvalidFrame(f"an embedding of {len(output.embedding)} bytes that was not requested like this")
         if reason := output_fault(output, instance.hello, max_tokens, state.num_tokens, logprobs, num_scored):
             raise InvalidFrame(reason)
         try:
@@ -179,7 +210,7 @@ class Dispatcher:
             instance.last_token_at = self.fleet.awake_now()
             self.fleet.breakers.record_success(instance.id)
         if output.HasField("error"):
-            kind = BadRequest if output.error.kind == "invalid_grammar" else RequestError
+            kind = BadRequest if output.error.kind in CLIENT_ERRORS else RequestError
             self.handle(state, Event.REJECTED, kind(output.error.message[:MAX_ERROR_CHARS], kind=output.error.kind))
         elif instance is state.decode or state.decode is None:
             self._on_decode_output(state, instance, output)
@@ -291,14 +322,20 @@ class Dispatcher:
         if output.token_ids:
             self._hedger.cancel(state)
             self._emit_tokens(state, output)
+        if output.embedding:
+            self._emit_tokens(state, output)
         if output.finish_reason:
             instance.unassign(state.id)
             self.handle(state, Event.FINISHED)
         elif output.stored.final:
             instance.unassign(state.id)
-            self.handle(state, Event.STORED)
+            self.handle(state, Event.PREFILLED if state.request.sampling.beam_width else Event.STORED)
 
     def _on_decode_output(self, state: RequestState, instance: InstanceHandle, output: pb.Output) -> None:
+        if output.searching:
+            self.handle(state, Event.DECODED)
+        if output.hypotheses or output.embedding:
+            self._emit_tokens(state, output)
         if output.token_ids:
             self.handle(state, Event.DECODED)
             self._emit_tokens(state, output)
@@ -372,28 +409,38 @@ class Dispatcher:
 
     # ---- submission and migration -----------------------------------------------------------------------------
 
-    def _submit(self, state: RequestState) -> None:
-        """Submit the request in its current state to the selected instances."""
-        prefill, decode, placement = state.prefill, state.decode, state.timeline.placement
-        assert placement is not None
-        self._metrics.placements.labels(way=placement.way, reason=placement.reason).inc()
-        state.timeline.prefill_instance = prefill.id
-        state.timeline.decode_instance = (decode or prefill).id
-        state.timeline.stored, state.timeline.loaded = TransferStats(), TransferStats()
-        state.machine.restart(is_split=decode is not None)
-        state.submitted_at, state.hedge_tried = self.fleet.awake_now(), False
-        self.states[state.id] = state
-        frame = state.submit_frame()
+    def _submit(self, state: RequestState, others: Sequence[RequestState] = ()) -> None:
+        """Submit the request in its current state, with the other choices of its prompt, to the selected instances."""
+        for one in (state, *others):
+            self._begin(one)
+        prefill, decode = state.prefill, state.decode
+        frame = state.submit_frame(others)
         if decode is not None:
             copy = pb.RouterFrame()
             copy.CopyFrom(frame)
-            state.submit(decode, pb.DECODE, copy)
-        does_both = decode is None and (prefill.role != "prefill" or state.remaining_tokens > 1)
-        state.submit(prefill, pb.BOTH if does_both else pb.PREFILL, frame)
+            state.submit(decode, pb.DECODE, copy, others)
+        one_token = state.remaining_tokens == 1 and not state.request.sampling.beam_width
+        does_both = decode is None and (prefill.role != "prefill" or not one_token)
+        state.submit(prefill, pb.BOTH if does_both else pb.PREFILL, frame, others)
+
+    def _begin(self, state: RequestState) -> None:
+        """Record that a request is about to be submitted to the selected instances."""
+        placement = state.timeline.placement
+        assert placement is not None
+        self._metrics.placements.labels(way=placement.way, reason=placement.reason).inc()
+        state.timeline.prefill_instance = state.prefill.id
+        state.timeline.decode_instance = state.final_instance.id
+        state.timeline.stored, state.timeline.loaded = TransferStats(), TransferStats()
+        state.machine.restart(is_split=state.decode is not None)
+        # A hedge would compute the prompt once for each choice, and wins with a first token, which a beam search has not.
+        is_hedged = not state.is_follower and not state.request.sampling.beam_width
+        state.submitted_at, state.hedge_tried = self.fleet.awake_now(), not is_hedged
+        self.states[state.id] = state
 
     def _migrate(self, state: RequestState, error: RequestError) -> None:
         """Move the request to other instances; its stream continues after the last emitted token."""
         del self.states[state.id]
+        state.is_follower = False
         failed, previous_migrations = state.final_instance, len(state.timeline.migrations)
         state.timeline.migrations.append(Migration(self._now(), failed.id, str(error)))
         state.timeline.attempt += 1
@@ -434,6 +481,7 @@ def _common_model(name: str, hellos: list[pb.Hello]) -> ModelInfo:
         vocab_size=hellos[0].vocab_size,
         eos_token_ids=frozenset(hellos[0].eos_token_ids),
         model_digest=Layout.from_message(hellos[0].layout).model_digest,
+        embedding_size=min(hello.embedding_size for hello in hellos),
         block_sizes=frozenset(hello.block_size for hello in hellos),
         supports_grammars=all(hello.grammars for hello in hellos),
         supports_priorities=all(hello.scheduling_policy == "priority" for hello in hellos),

@@ -47,6 +47,7 @@ class Event(StrEnum):
     """Inputs of the machine."""
 
     FIRST_TOKEN = "first_token"  # prefill has sampled the first token
+    PREFILLED = "prefilled"  # prefill has stored all KV of a beam search, of which it samples no token
     STORED = "stored"  # prefill has stored all KV, or all that it ever will
     DECODED = "decoded"  # decode has produced a token
     FINISHED = "finished"  # the owner reports that the output is complete
@@ -94,6 +95,7 @@ _FROM_ANY_STATE: dict[Event, _Transition] = {
 # Prefill reports nothing in LOADING: its final report has arrived, or it is cancelled. No row accepts a second first token.
 _TRANSITIONS: dict[tuple[State, Event], _Transition] = {
     (State.PREFILLING, Event.FIRST_TOKEN): (State.TRANSFERRING, ()),
+    (State.PREFILLING, Event.PREFILLED): (State.LOADING, ()),
     (State.PREFILLING, Event.PREFILL_FAILED): (State.LOADING, (Action.FINALIZE, Action.CANCEL_PREFILL)),
     (State.TRANSFERRING, Event.STORED): (State.LOADING, ()),
     # Decode had all the KV it needed in its pool, or loaded it while it was being stored.

@@ -1,8 +1,9 @@
 """State of one running request: its instances, its hand-over machine, its timeline, and its output stream."""
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+from pdserve.beam_search import Hypothesis
 from pdserve.costs import attention_pairs
 from pdserve.errors import RequestError
 from pdserve.keys import pack_tokens
@@ -30,6 +31,7 @@ class RequestState:
         emitted: tokens passed to the client so far.
         gaps: seconds before each token after the first.
         cached: instance id → number of leading tokens in its pool at the time of selection.
+        is_follower: it was submitted along with another choice of the same prompt, which accounts for the prompt.
     """
 
     prefill: InstanceHandle
@@ -51,6 +53,7 @@ class RequestState:
         self.last_token_at: float | None = None
         self.submitted_at = 0.0
         self.hedge_tried = False
+        self.is_follower = False
         self.hedge: InstanceHandle | None = None
         self.hedge_outputs: list[pb.Output] = []
         self.emitted: list[int] = []
@@ -92,7 +95,8 @@ class RequestState:
             self.num_tokens,
             session=self.request.session,
             cached=self.cached,
-            output_tokens=self.remaining_tokens,
+            output_tokens=self.remaining_tokens
+            + bool(self.request.sampling.beam_width),  # one alone has no decode phase
             scores_prompt=self.scores_prompt,
         )
 
@@ -101,21 +105,29 @@ class RequestState:
         """True if the instance that samples the first token has to report the log probabilities of the prompt."""
         return self.request.sampling.prompt_logprobs is not None and not self.emitted
 
+    def follow(self, other: "RequestState") -> None:
+        """Use the instances that were selected for another choice of the same prompt."""
+        self.is_follower = True
+        self.prefill, self.decode, self.cached = other.prefill, other.decode, other.cached
+        self.timeline.placement = other.timeline.placement
+        self.timeline.decisions += other.timeline.decisions
+
     def remaining_load(self, phase: "pb.Phase", num_computed: int = 0) -> Load:
         """Return the remaining work of a phase.
 
         Args:
             num_computed: leading tokens that are computed or cached. At least the last token has to be computed.
         """
-        output, context = (0, 0) if phase == pb.PREFILL else (self.remaining_tokens, self.num_tokens)
-        if phase == pb.DECODE:
+        beams = max(1, self.request.sampling.beam_width)
+        output, context = (0, 0) if phase == pb.PREFILL else (beams * self.remaining_tokens, beams * self.num_tokens)
+        if phase == pb.DECODE or self.is_follower:
             return Load(output_tokens=output, context_tokens=context)
         tokens = max(1, self.num_tokens - num_computed)
         pairs = int(attention_pairs(tokens, self.num_tokens - tokens))
         return Load(1, tokens, output, context, prefills=1, attended_tokens=pairs)
 
-    def submit_frame(self) -> pb.RouterFrame:
-        """Return a frame with the request in its current state, without the phase.
+    def submit_frame(self, others: "Sequence[RequestState]" = ()) -> pb.RouterFrame:
+        """Return a frame with the request in its current state, without the phase, and the other choices of its prompt.
 
         The submission is built inside of the frame: copying a long prompt into it would take as long again.
         """
@@ -128,12 +140,31 @@ class RequestState:
         sampling = vars(request.sampling)
         if words := request.sampling.bad_words:
             sampling = {**sampling, "bad_words": list(map(pack_tokens, words))}
+        if span := request.sampling.reasoning:
+            packed = {"start": pack_tokens(span.start), "closing": pack_tokens(span.closing)}
+            ends = list(map(pack_tokens, span.ends))
+            reasoning = pb.Reasoning(**packed, ends=ends, budget=span.budget, is_required=span.is_required)
+            sampling = {**sampling, "reasoning": reasoning}
         submit.sampling.CopyFrom(pb.Sampling(**sampling))
+        for other in others:
+            submit.members.add(request_id=other.id, seed=other.request.sampling.seed)
         return frame
 
-    def submit(self, instance: InstanceHandle, phase: "pb.Phase", frame: pb.RouterFrame) -> None:
-        """Assign the request to an instance and send it `frame` (from `submit_frame`, not shared) with the phase set."""
-        instance.assign(self.id, self.remaining_load(phase, self.cached.get(instance.id, 0)))
+    def submit(
+        self,
+        instance: InstanceHandle,
+        phase: "pb.Phase",
+        frame: pb.RouterFrame,
+        others: "Sequence[RequestState]" = (),
+    ) -> None:
+        """Assign the request to an instance and send it `frame` with the phase set.
+
+        Args:
+            frame: from `submit_frame`, not shared.
+            others: other choices of its prompt in the frame.
+        """
+        for one in (self, *others):
+            instance.assign(one.id, one.remaining_load(phase, self.cached.get(instance.id, 0)))
         frame.submit.phase = phase
         if phase == pb.DECODE and self.prefill.hello.namespace != instance.hello.namespace:
             frame.submit.writer.CopyFrom(self.prefill.hello.layout)
@@ -158,9 +189,13 @@ class RequestState:
         self.last_token_at = now
         token_ids, finish_reason = list(output.token_ids), output.finish_reason
         self.emitted += token_ids
-        self.timeline.output_tokens += len(token_ids)
+        self.timeline.output_tokens += len(token_ids) + sum(len(one.token_ids) for one in output.hypotheses)
         self.timeline.finish_reason = finish_reason
         chunk = Chunk(token_ids, finish_reason or None, [_logprobs(one) for one in output.logprobs])
+        if output.hypotheses:
+            found = output.hypotheses
+            chunk.hypotheses = [Hypothesis(tuple(one.token_ids), one.score, one.finish_reason) for one in found]
+        chunk.embedding = output.embedding
         if output.prompt_logprobs:
             chunk.prompt_logprobs = [_logprobs(one) for one in output.prompt_logprobs]
         if self._chunks and self.request.whole:

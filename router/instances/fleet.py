@@ -144,6 +144,7 @@ class InstanceHandle:
             "dtype": self.hello.dtype,
             "kernel": self.hello.kernel,
             "numerics": self.hello.layout.numerics,
+            "ranks": max(1, self.hello.layout.ranks),
             "connector": self.hello.connector,
             "block_size": self.hello.block_size,
             "num_blocks": self.hello.num_blocks,
@@ -392,9 +393,8 @@ def _conflict(hello: pb.Hello, other: pb.Hello) -> str:
             continue
         if _format(prefill) != _format(decode) and not decode.convert_kv:
             return (
-                f"{prefill.instance_id} has KV blocks of {prefill.layout.block_size} tokens in {prefill.layout.dtype}, "
-                f"{decode.instance_id} of {decode.layout.block_size} in {decode.layout.dtype}; make them the same, or start "
-                f"{decode.instance_id} with --convert-kv"
+                f"{prefill.instance_id} has KV blocks of {_describe_format(prefill)}, {decode.instance_id} of "
+                f"{_describe_format(decode)}; make them the same, or start {decode.instance_id} with --convert-kv"
             )
         kinds = prefill.layout.numerics, decode.layout.numerics
         if kinds[0] != kinds[1] and prefill.layout.dtype == decode.layout.dtype and not decode.allow_inexact:
@@ -406,5 +406,10 @@ def _conflict(hello: pb.Hello, other: pb.Hello) -> str:
     return ""
 
 
-def _format(hello: pb.Hello) -> tuple[int, str]:
-    return hello.layout.block_size, hello.layout.dtype
+def _format(hello: pb.Hello) -> tuple[int, str, int]:
+    return hello.layout.block_size, hello.layout.dtype, max(1, hello.layout.ranks)
+
+
+def _describe_format(hello: pb.Hello) -> str:
+    block_size, dtype, ranks = _format(hello)
+    return f"{block_size} tokens in {dtype}" + (f" on {ranks} ranks" if ranks > 1 else "")

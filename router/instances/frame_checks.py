@@ -74,6 +74,10 @@ def _layout_fault(hello: pb.Hello) -> str:
     sizes = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.itemsize)
     if not all(1 <= size <= MAX_DIMENSION for size in sizes):
         return f"a dimension of its KV layout is not from 1 to {MAX_DIMENSION}"
+    if not layout.is_divisible or layout.ranks > MAX_DIMENSION:
+        return (
+            f"its KV layout has {layout.num_kv_heads} heads on {layout.ranks} ranks: one number must divide the other"
+        )
     if (layout.block_size, layout.block_bytes) != (hello.block_size, hello.block_bytes):
         return "its block_size and block_bytes are not those of its KV layout"
     return "" if layout.namespace == hello.namespace else "its namespace is not that of its KV layout"
@@ -166,7 +170,9 @@ def output_fault(
         reason = _logprobs_fault(output.prompt_logprobs, num_scored, "tokens of the prompt", hello.vocab_size)
         if reason:
             return reason
-    if output.finish_reason and (output.finish_reason not in FINISH_REASONS or not ids):
+    if output.finish_reason and (
+        output.finish_reason not in FINISH_REASONS or not (ids or output.hypotheses or output.embedding)
+    ):
         return f"the finish reason {output.finish_reason[:MAX_NAME_CHARS]!r} after {len(ids)} tokens"
     if output.HasField("error") and not ERROR_KIND.fullmatch(output.error.kind):
         return f"an error of the kind {output.error.kind[:MAX_NAME_CHARS]!r}"
@@ -177,6 +183,20 @@ def output_fault(
     if output.HasField("tokens") and sum(value for _, value in output.tokens.ListFields()) > context:
         return f"more prompt tokens than the {context} of the request"
     return times_fault(output)
+
+
+def hypotheses_fault(output: pb.Output, hello: pb.Hello, max_tokens: int, num_answers: int) -> str:
+    """Return why an output of a beam search for `num_answers` is invalid by its tokens; empty if it is not."""
+    if output.token_ids:
+        return "tokens of a beam search, which has none before its end"
+    if bool(output.hypotheses) != bool(output.finish_reason) or len(output.hypotheses) not in (0, num_answers):
+        return f"{len(output.hypotheses)} answers of a beam search for {num_answers}"
+    for answer in output.hypotheses:
+        if not 1 <= len(answer.token_ids) <= max_tokens or not _all_below(answer.token_ids, hello.vocab_size):
+            return f"an answer of {len(answer.token_ids)} tokens, where up to {max_tokens} of the vocabulary are due"
+        if answer.finish_reason not in ("stop", "length") or not math.isfinite(answer.score):
+            return "an answer without a score or a finish reason"
+    return ""
 
 
 def times_fault(output: pb.Output) -> str:

@@ -7,10 +7,11 @@ latest. One exception concerns tokenizers with byte fallback, such as Llama 2's:
 `decode` of all ids also discards the valid characters before it, which have already been emitted here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from pdserve.router.backend import Chunk
+from pdserve.router.text.overlap import overlap
 from pdserve.router.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
@@ -28,11 +29,16 @@ class Detokenizer:
     run of invalid bytes again from its start for each byte.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, replaced: Mapping[int, str] | None = None
+    ) -> None:
+        """`replaced`: special tokens that are not skipped, and the text in place of their strings, which it ends with."""
+        self._replaced = replaced or {}
+        self._skipped = tokenizer.special_ids - self._replaced.keys() if skip_special_tokens else frozenset[int]()
         self._vocab_size = tokenizer.vocab_size
-        self._text_length = tokenizer.text_length if skip_special_tokens else None
-        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+        skips_in_decode = skip_special_tokens and not self._replaced
+        self._text_length = tokenizer.text_length if skips_in_decode else None
+        self._decode = partial(tokenizer.decode, skip_special_tokens=skips_in_decode)
         # Ids emitted last, as context (some decoders trim a leading space), then newer ids.
         self._window: list[int] = []
         self._context = 0  # number of ids at the start of the window that are context only
@@ -40,6 +46,18 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add ids and return the text that has become final."""
+        if self._replaced and not self._replaced.keys().isdisjoint(token_ids):
+            return "".join(self._replace(one, self._push([one])) for one in token_ids)
+        return self._push(token_ids)
+
+    def _replace(self, token_id: int, text: str) -> str:
+        """Return the text that a token completed with the token's string replaced."""
+        replacement = self._replaced.get(token_id)
+        if replacement is None:
+            return text
+        return text.removesuffix(self._decode([token_id])) + replacement
+
+    def _push(self, token_ids: Sequence[int]) -> str:
         new_ids = [one for one in token_ids if one < self._vocab_size and one not in self._skipped]
         if not new_ids:
             return ""
@@ -121,12 +139,6 @@ class StopMatcher:
         return held
 
 
-def overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    longest = min(len(text), len(stop) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
-
-
 class TextStream:
     """The text of one choice, chunk by chunk.
 
@@ -148,8 +160,9 @@ class TextStream:
         min_tokens: int = 0,
         track_offsets: bool = False,
         skip_special_tokens: bool = True,
+        replaced: Mapping[int, str] | None = None,
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens, replaced=replaced)
         self._stop = StopMatcher(stops, include_stop)
         self._include_stop = include_stop
         self._min_tokens = min_tokens

@@ -5,7 +5,7 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pdserve.errors import BadRequest, SetupError
 from pdserve.model_path import resolve_model
+from pdserve.router.text.parsers.registry import AUTO, choose_parsers
 from pdserve.router.text.special_tokens import SpecialTokens
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # a single byte, in vocabularies with byte fallback
@@ -27,6 +28,7 @@ FILL_IN_MIDDLE = (
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
 )
+REASONING_VARIABLES = ("reasoning_content", "reasoning", "thinking")  # of a message; each template knows one of them
 RESERVED_VARIABLES = (
     frozenset(  # of a chat template, which have other fields, or are arguments of `apply_chat_template`
         {
@@ -92,6 +94,7 @@ class Tokenizer:
         vocab_size: exclusive upper bound of the tokenizer's ids. The model may have further ids, which decode to nothing.
         eos_token_ids: the tokenizer's end-of-sequence id; empty if it has none.
         special_ids: special tokens, which `decode` omits by default.
+        parsers: those of the model's reasoning and tool calls.
         text_length: function from a token id to the number of characters that it decodes to on its own, cached.
     """
 
@@ -101,6 +104,8 @@ class Tokenizer:
         *,
         special_tokens_in_messages: bool = False,
         trust_request_chat_template: bool = False,
+        tool_call_parser: str = AUTO,
+        reasoning_parser: str = AUTO,
     ) -> None:
         """Load the tokenizer of `model`: a directory, a hub id, or `demo`, as for `--model`.
 
@@ -109,7 +114,7 @@ class Tokenizer:
         templates of clients, which run in a sandbox, but as long as they like.
 
         Raises:
-            SetupError: there is no such model, or it has no usable tokenizer.
+            SetupError: there is no such model or no such parser, or the model has no usable tokenizer.
         """
         path = resolve_model(str(model))
         self._hf = _load(path)
@@ -125,6 +130,13 @@ class Tokenizer:
         self.text_length = lru_cache(LENGTH_CACHE_SIZE)(lambda token_id: len(self.decode([token_id])))
         self._trusts_templates = trust_request_chat_template
         self._special_tokens = None if special_tokens_in_messages else SpecialTokens(self._rust)
+        self.parsers = choose_parsers(
+            tool_call_parser,
+            reasoning_parser,
+            self._template(tools=True),
+            self._template(tools=False),
+            {token.content: token_id for token_id, token in added.items() if token.special},
+        )
         decoder = json.loads(self._rust.to_str())["decoder"]
         self._byte_symbols = _BYTE_SYMBOLS if '"ByteLevel"' in json.dumps(decoder) else None
 
@@ -134,6 +146,10 @@ class Tokenizer:
         (encoded,) = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoded.ids
         return ids
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token as the vocabulary spells it; None if there is none."""
+        return self._rust.token_to_id(token)
 
     def fill_in_middle(self, prefix: Sequence[int], suffix: str) -> list[int]:
         """Return the prompt whose continuation goes between `prefix`, with or without a BOS token, and `suffix`.
@@ -169,17 +185,6 @@ class Tokenizer:
             return bytes.fromhex(byte[1])
         return piece.replace(WORD_START, " ").encode()
 
-    @property
-    def tool_format(self) -> str | None:
-        """The tool-call format of the chat template: `hermes` or `llama`, as in `router/text/tool_calls.py`, or None if it
-        has no known one."""
-        template = self._template(tools=True)
-        if "tools" not in template or "<function=" in template:
-            return None
-        if "<tool_call>" in template:  # as a special token the tag would be missing from the text
-            return None if "<tool_call>" in map(self.id_to_token, self.special_ids) else "hermes"
-        return "llama" if '"parameters": ' in template else None
-
     def effort_variables(self, effort: str, template: str = "") -> dict[str, Any]:
         """Return the variables of a chat template (the model's by default) for a reasoning effort.
 
@@ -189,6 +194,35 @@ class Tokenizer:
         if not _holds(template, "reasoning_effort") and _holds(template, "enable_thinking"):
             return {"enable_thinking": effort != "none"}
         return {"reasoning_effort": effort}
+
+    @cached_property
+    def strips_reasoning(self) -> bool:
+        """Whether the chat template leaves reasoning out of earlier turns, so that the next prompt does not contain it."""
+        thought = "reasoning that a template may leave out"
+        turns: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        turns[1] |= dict.fromkeys(REASONING_VARIABLES, thought)
+        try:
+            text = self._apply_template([*turns, turns[0]], None, TemplateOptions())
+        except BadRequest:
+            return True
+        return thought not in text
+
+    @cached_property
+    def _appends_arguments(self) -> bool:
+        """Whether the chat template appends the arguments of earlier calls as strings, as DeepSeek's do, not as objects."""
+        call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+        turns: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
+        turns += [{"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            self._apply_template(turns, None, TemplateOptions())
+        except BadRequest:
+            return True
+        return False
+
+    def thinking_variables(self, template: str = "", *, is_on: bool) -> dict[str, Any]:
+        """Return the variables with which a chat template turns reasoning on or off; empty if it cannot."""
+        template = template or self._template(tools=False)
+        return {name: is_on for name in ("enable_thinking", "thinking") if _holds(template, name)}
 
     def _template(self, *, tools: bool) -> str:
         """Return the chat template; some models have a separate one for requests with tools."""
@@ -217,9 +251,11 @@ class Tokenizer:
             message = "this model has no chat template; use /v1/completions"
             raise BadRequest(message, kind="no_chat_template", param="messages")
         uses_tools = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
-        if uses_tools and self.tool_format is None:
+        if uses_tools and self.parsers.tools is None:
             message = "this model's chat template does not support tool calls; leave out messages that contain them"
             raise BadRequest(message, kind="invalid_messages", param="messages")
+        if any("tool_calls" in message for message in messages) and self._appends_arguments:
+            messages = list(map(_with_arguments_as_text, messages))
         text = self._apply_template(messages, tools, options)
         if self._special_tokens is None or not self._special_tokens.occur_in([messages, tools, options.variables]):
             return self.encode(text, add_special_tokens=False)
@@ -269,6 +305,14 @@ class Tokenizer:
             raise BadRequest(message, kind="invalid_messages", param="messages") from error
         assert isinstance(text, str)
         return text
+
+
+def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls", ())
+    functions = [call["function"] for call in calls]
+    texts = [{**one, "arguments": json.dumps(one["arguments"], ensure_ascii=False)} for one in functions]
+    pairs = zip(calls, texts, strict=True)
+    return {**message, **({"tool_calls": [{**call, "function": text} for call, text in pairs]} if calls else {})}
 
 
 def _holds(template: str, variable: str) -> bool:

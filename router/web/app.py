@@ -27,7 +27,7 @@ from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.auth import Access, Authentication, KeySet, PathAccess
 from pdserve.router.web.browser_guard import BrowserGuard
 from pdserve.router.web.endpoint import Endpoint
-from pdserve.router.web.generation_endpoints import GenerationEndpoints
+from pdserve.router.web.generation_endpoints import EmbeddingEndpoints, GenerationEndpoints
 from pdserve.router.web.grammar_checker import GrammarChecker
 from pdserve.router.web.middleware import BodyLimit, FastPath, MessageErrors, RequestId
 from pdserve.router.web.model_endpoints import ModelEndpoints
@@ -61,6 +61,7 @@ def create_app(
     generation_routes = GenerationEndpoints(config, tokenizer, backend, admission, grammars).routes()
     api_routes = [
         *generation_routes,
+        *EmbeddingEndpoints(tokenizer, backend, admission).routes(),
         *ModelEndpoints(config, tokenizer, backend, admission.parse_queue).routes(),
         *OperatorEndpoints(backend, metrics_parts, latest_timelines, overview, config.max_n).routes(),
     ]

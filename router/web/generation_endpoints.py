@@ -1,4 +1,4 @@
-"""The endpoints that generate: /v1/completions, /v1/chat/completions, /v1/responses and /v1/messages."""
+"""The endpoints that run the model: /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, and embeddings."""
 
 import time
 from collections.abc import Callable
@@ -9,13 +9,21 @@ from starlette.responses import Response
 
 from pdserve.config import RouterConfig
 from pdserve.errors import Unavailable
-from pdserve.router.api import answers, messages, requests, responses, schemas
-from pdserve.router.api.generation import Generation
+from pdserve.router.api import answers, embeddings, messages, requests, responses, schemas
+from pdserve.router.api.embeddings import Vectors
+from pdserve.router.api.generation import Generation, Json
 from pdserve.router.api.http_responses import CLIENT_GONE, json_response
 from pdserve.router.api.json_body import JsonBody
 from pdserve.router.api.parsing import BodyType
 from pdserve.router.api.requests import ParsedRequest, RequestContext
-from pdserve.router.api.streaming import BuildBody, ChunkStream, EventStream, completion_body, whole_response
+from pdserve.router.api.streaming import (
+    BuildBody,
+    ChunkStream,
+    EventStream,
+    completion_body,
+    run_unless_disconnected,
+    whole_response,
+)
 from pdserve.router.backend import Backend, ModelInfo
 from pdserve.router.telemetry import tracing
 from pdserve.router.text.tokenizer import Tokenizer
@@ -26,6 +34,7 @@ from pdserve.router.web.grammar_checker import GrammarChecker
 
 SESSION_HEADER = "x-session-id"
 
+DOCUMENTS = ["Paris is the capital of France.", "Rome is the capital of Italy."]
 QUESTION = "What is the capital of France?"
 STREAMED_TOO: Any = {200: {"content": {"text/event-stream": {}}}}
 
@@ -167,10 +176,7 @@ class GenerationEndpoints(Endpoints):
         return responses.with_echoed_fields(parsed, body)
 
     def _model(self) -> ModelInfo:
-        info = self._backend.model()
-        if info is None:
-            raise Unavailable("no instance has registered yet", kind="no_instance", retry_after_s=1)
-        return info
+        return _model(self._backend)
 
     async def _generate(
         self,
@@ -180,10 +186,7 @@ class GenerationEndpoints(Endpoints):
         stream: type[EventStream] = ChunkStream,
         build_body: BuildBody = completion_body,
     ) -> Response:
-        session = request.headers.get(SESSION_HEADER, "")
-        traceparent = tracing.traceparent(request.headers)
-        context = RequestContext(request.state.request_id, time.monotonic(), session, traceparent)
-        key = request.state.key
+        context, key = _context(request), request.state.key
         parsed = await self._admission.parse_queue.run(key, body.raw, lambda: parse(body.parse(), context))
         grammar = parsed.requests[0].sampling.grammar
         if grammar and self._grammars is not None:
@@ -197,3 +200,113 @@ class GenerationEndpoints(Endpoints):
         generation = Generation(parsed, self._tokenizer, self._backend, slot.release)
         generation.start()
         return stream(generation) if parsed.stream else await whole_response(generation, request.receive, build_body)
+
+
+class EmbeddingEndpoints(Endpoints):
+    """Parses a body, waits for admission, has its texts embedded, and answers with what follows from the vectors."""
+
+    tag = "embeddings"
+
+    def __init__(self, tokenizer: Tokenizer, backend: Backend, admission: AdmissionController) -> None:
+        self._tokenizer = tokenizer
+        self._backend = backend
+        self._admission = admission
+
+    @endpoint(
+        "POST",
+        "/v1/embeddings",
+        Access.CLIENT,
+        errors=[404, 429],
+        id_prefix="embd-",
+        response_model=answers.Embeddings,
+    )
+    async def embeddings(
+        self, request: Request, body: Annotated[JsonBody[schemas.EmbeddingBody], example(input=DOCUMENTS)]
+    ) -> Response:
+        """The embeddings of texts."""
+
+        def parse(fields: schemas.EmbeddingBody, context: RequestContext, info: ModelInfo) -> ParsedRequest:
+            return embeddings.parse_embedding(fields, context, self._tokenizer, info)
+
+        return await self._embed(request, body, parse, embeddings.embedding_body)
+
+    @endpoint("POST", "/score", Access.CLIENT, errors=[404, 429], id_prefix="score-", response_model=answers.Scores)
+    async def score(
+        self,
+        request: Request,
+        body: Annotated[JsonBody[schemas.ScoreBody], example(text_1="The capital of France", text_2=DOCUMENTS)],
+    ) -> Response:
+        """How similar pairs of texts are, by their embeddings."""
+
+        def parse(fields: schemas.ScoreBody, context: RequestContext, info: ModelInfo) -> ParsedRequest:
+            pairs = embeddings.pairs_of(fields)
+            texts = [first for first, _ in pairs] + [second for _, second in pairs]
+            return embeddings.parse_texts(fields.model, "text_1", texts, context, self._tokenizer, info)
+
+        return await self._embed(request, body, parse, lambda _, parsed, found: embeddings.score_body(parsed, found))
+
+    @endpoint(
+        "POST", "/v1/rerank", Access.CLIENT, errors=[404, 429], id_prefix="rerank-", response_model=answers.Ranking
+    )
+    async def rerank_v1(
+        self,
+        request: Request,
+        body: Annotated[JsonBody[schemas.RerankBody], example(query="The capital of France", documents=DOCUMENTS)],
+    ) -> Response:
+        """The same as /rerank."""
+        return await self.rerank(request, body)
+
+    @endpoint("POST", "/rerank", Access.CLIENT, errors=[404, 429], id_prefix="rerank-", response_model=answers.Ranking)
+    async def rerank(
+        self,
+        request: Request,
+        body: Annotated[JsonBody[schemas.RerankBody], example(query="The capital of France", documents=DOCUMENTS)],
+    ) -> Response:
+        """Documents in the order of their similarity to a query, by their embeddings."""
+
+        def parse(fields: schemas.RerankBody, context: RequestContext, info: ModelInfo) -> ParsedRequest:
+            texts = [fields.query, *fields.documents]
+            return embeddings.parse_texts(fields.model, "documents", texts, context, self._tokenizer, info)
+
+        return await self._embed(request, body, parse, embeddings.rerank_body)
+
+    async def _embed(
+        self,
+        request: Request,
+        body: JsonBody[BodyType],
+        parse: Callable[[BodyType, RequestContext, ModelInfo], ParsedRequest],
+        build: Callable[[BodyType, ParsedRequest, Vectors], Json],
+    ) -> Response:
+        info, context, key = _model(self._backend), _context(request), request.state.key
+
+        def parse_body() -> tuple[BodyType, ParsedRequest]:
+            fields = body.parse()
+            return fields, parse(fields, context, info)
+
+        fields, parsed = await self._admission.parse_queue.run(key, body.raw, parse_body)
+        try:
+            slot = await self._admission.enter(key, parsed, request.receive)
+        finally:
+            request.state.headers = self._admission.headers(key)
+        if slot is None:
+            return Response(status_code=CLIENT_GONE)
+        vectors: list[Vectors] = []
+
+        async def run() -> None:
+            vectors.append(await embeddings.embed(parsed, self._backend, slot.release))
+
+        if not await run_unless_disconnected(request.receive, run()):
+            return Response(status_code=CLIENT_GONE)
+        return json_response(build(fields, parsed, vectors[0]))
+
+
+def _context(request: Request) -> RequestContext:
+    session, traceparent = request.headers.get(SESSION_HEADER, ""), tracing.traceparent(request.headers)
+    return RequestContext(request.state.request_id, time.monotonic(), session, traceparent)
+
+
+def _model(backend: Backend) -> ModelInfo:
+    info = backend.model()
+    if info is None:
+        raise Unavailable("no instance has registered yet", kind="no_instance", retry_after_s=1)
+    return info

@@ -250,3 +250,13 @@ def test_a_mistake_is_one_line(script: str, arguments: list[str], said: tuple[st
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert all(part in done.stderr for part in said)
+
+
+@pytest.mark.slow
+def test_tp(run: Callable[..., Any]) -> None:
+    content = run("tp.py")
+    assert [row["step"] for row in content["rows"]] == ["prefill of 16", "decode of 1"]
+    for row in content["rows"]:
+        assert row["speed_up"] > 0 and row["sums"] == 2 * content["settings"]["layers"] and row["sum_kib"] > 0
+    assert [row["ranks"] for row in content["handovers"]] == ["1 to 1", "1 to 2", "2 to 1", "2 to 2"]
+    assert all(row["whole"] == 1 for row in content["handovers"])

@@ -60,7 +60,8 @@ def store(url: str, layout: Layout, kv: torch.Tensor, without: frozenset[int] = 
     num_tokens = kv.shape[3]
     seq = sequence_of(num_tokens, layout.block_size)
     keys = seq.initial_keys()
-    pool = torch.zeros((len(keys), LAYERS, 2, HEADS, layout.block_size, DIM), dtype=getattr(torch, layout.dtype))
+    shape = (len(keys), LAYERS, 2, kv.shape[2], layout.block_size, DIM)
+    pool = torch.zeros(shape, dtype=getattr(torch, layout.dtype))
     for token in range(num_tokens):
         pool[token // layout.block_size, :, :, :, token % layout.block_size] = kv[:, :, :, token]
     connector = connect(url)
@@ -110,6 +111,39 @@ def test_every_token_is_copied_to_its_place(
     assert torch.equal(pool, expected), "a value is wrong, or was written outside of the requested blocks"
     converter.close()
     memory.unlink(url)
+
+
+@pytest.mark.parametrize(
+    ("source_ranks", "target_ranks"), [(1, 2), (2, 1), (2, 2), (4, 2), (2, 4), (4, 1), (8, 2), (2, 8), (8, 1), (1, 8)]
+)
+def test_every_head_is_copied_to_its_rank(url: str, source_ranks: int, target_ranks: int) -> None:
+    """Four heads, between any numbers of ranks; of eight, two have the same head each."""
+    heads, num_tokens = 4, 40
+    whole = torch.randn((LAYERS, 2, heads, num_tokens, DIM))
+    source, target = (replace(layout_of(size), num_kv_heads=heads) for size in (16, 32))
+    for rank in range(source_ranks):
+        layout = replace(source, rank=rank, ranks=source_ranks)
+        store(url, layout, whole[:, :, layout.heads.start : layout.heads.stop])
+    for rank in range(target_ranks):
+        layout = replace(target, rank=rank, ranks=target_ranks)
+        pool, seq = torch.zeros((2, LAYERS, 2, len(layout.heads), 32, DIM)), sequence_of(num_tokens, 32)
+        converter = LayoutConverter(pool, layout, url)
+        prompt = converter.open_prompt(seq, pb.Layout(**asdict(replace(source, ranks=source_ranks))))
+        assert prompt.exact and prompt.load(seq.initial_keys(), [1, 0]).result(600).leading == 2
+        own = whole[:, :, layout.heads.start : layout.heads.stop]
+        assert torch.equal(pool[1], own[:, :, :, :32]) and torch.equal(pool[0, :, :, :, :8], own[:, :, :, 32:])
+        converter.close()
+
+
+def test_a_block_without_all_of_its_slices_is_missing(url: str) -> None:
+    kv, source = kv_of(32)[:, :, :2], replace(layout_of(16), num_kv_heads=2, ranks=2)
+    store(url, source, kv[:, :, :1])
+    store(url, replace(source, rank=1), kv[:, :, 1:], without=frozenset([1]))
+    target, seq = replace(layout_of(16), num_kv_heads=2), sequence_of(32, 16)
+    converter = LayoutConverter(torch.zeros((2, LAYERS, 2, 2, 16, DIM)), target, url)
+    prompt = converter.open_prompt(seq, pb.Layout(**asdict(source)))
+    assert prompt.load(seq.initial_keys(), [0, 1]).result(600).outcomes == [Outcome.OK, Outcome.MISSING]
+    converter.close()
 
 
 @pytest.mark.parametrize("source_dtype", ["float32", "bfloat16", "float16"])

@@ -35,12 +35,18 @@ DEADLINE_S = 600.0
 class LocalInstance:
     """An instance in this process, and its link to the dispatcher."""
 
-    def __init__(self, name: str, model: Path, connector: str) -> None:
+    def __init__(self, name: str, model: Path, connector: str, ranks: int = 1) -> None:
         config = InstanceConfig(
-            model=str(model), connector=connector, instance_id=name, num_blocks=256, max_num_batched_tokens=64
+            model=str(model),
+            connector=connector,
+            instance_id=name,
+            num_blocks=256,
+            max_num_batched_tokens=64,
+            tensor_parallel_size=ranks,
+            convert_kv=True,
         )
         self.frames: list[pb.InstanceFrame] = []
-        self.instance = Instance(config, lambda _, frame: self.frames.append(frame))
+        self.instance = Instance.start(config, lambda _, frame: self.frames.append(frame))
         self.hello = make_hello(name.partition("-")[0], config, self.instance)
 
     def connect(self, dispatcher: Dispatcher) -> None:

@@ -157,7 +157,7 @@ def test_within_a_placement_group_instances_get_its_bundles(ray: Any, cluster: A
 
     @ray.remote(num_cpus=0.5)  # type: ignore[untyped-decorator]
     def place_two() -> list[Any]:
-        places = RayCluster(1, None, wants_gpu=True, one_node=False)
+        places = RayCluster(1, None, gpus=1, one_node=False)
         first = places.place()
         try:
             places.place()

@@ -159,6 +159,20 @@ class RoleInstance:
         self.run_callbacks()
         return job
 
+    def submit_choices(self, phase: "pb.Phase", prompt: list[int], sampling: SamplingParams, n: int) -> list[Job]:
+        """Submit a request for n choices, whose seeds are those after that of `sampling`."""
+        name = f"{len(self.jobs)}-"
+        first = self.engine.new_sequence(f"{name}0", prompt, sampling)
+        members = [(f"{name}{i}", sampling.seed + i) for i in range(1, n)]
+        jobs = [Job("router", seq, phase) for seq in (first, *self.engine.new_siblings(first, members))]
+        self.jobs.update({job.seq: job for job in jobs})
+        if phase == pb.PREFILL:
+            self.prefiller.submit(jobs[0], jobs[1:])
+        else:
+            self.decoder.submit(jobs[0], None, jobs[1:])
+        self.run_callbacks()
+        return jobs
+
     def run_callbacks(self) -> None:
         while self.context.inbox:
             self.context.inbox.popleft()()

@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -103,6 +103,43 @@ def tool_tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Token
         )
         for name, template in TOOL_TEMPLATES.items()
     }
+
+
+# As Qwen3's: reasoning of turns before the last question is left out.
+REASONING_TEMPLATE = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+    "{% for m in messages %}<|start|>{{ m.role }}\n{% if m.reasoning_content and loop.index0 > ns.last %}<think>\n"
+    "{{ m.reasoning_content.strip('\n') }}\n</think>\n\n{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ '\n' if m.content or not loop.first else '' }}"
+    '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def reasoning_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer with a template like Qwen3's, whose tags are tokens."""
+    tokenizer = _byte_level()
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    settings = {"eos_token": "<|end|>", "chat_template": REASONING_TEMPLATE}
+    return Tokenizer(_save(tokenizer, tmp_path_factory.mktemp("reasoning"), settings))
+
+
+@pytest.fixture(scope="session")
+def harmony_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer as gpt-oss has, whose delimiters are special tokens, and arguments of calls are appended as strings."""
+    tokenizer = _byte_level()
+    tags = ["<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|return|>"]
+    tokenizer.add_special_tokens(tags)
+    template = (
+        "{{ tools }}{% for m in messages %}<|start|>{{ m.role }}{% for c in m.tool_calls or [] %}"
+        "{{ ' to=' + c.function.name + '<|channel|>analysis<|message|>' + c.function.arguments + '<|call|>' }}{% endfor %}"
+        "<|message|>{{ m.content }}<|end|>{% endfor %}<|start|>assistant"
+    )
+    settings = {"eos_token": "<|return|>", "chat_template": template}
+    return Tokenizer(_save(tokenizer, tmp_path_factory.mktemp("harmony"), settings))
 
 
 @pytest.fixture(scope="session")
@@ -205,6 +242,9 @@ class ScriptedBackend:
 
     def ready(self) -> tuple[bool, str]:
         return not self.not_ready, self.not_ready
+
+    def open_choices(self, requests: Sequence[Request]) -> list[ScriptedStream]:
+        return [self.open(request) for request in requests]
 
     def open(self, request: Request) -> ScriptedStream:
         self.requests.append(request)

@@ -323,7 +323,7 @@ function drawInstance(instance, values, top, role) {
   const backlog = role === "decode" ? [instance.output_tokens, "output tokens remaining"] : [instance.prefill_tokens, "prompt tokens queued"];
   load.append(h("b", "", integer(backlog[0])), ` ${backlog[1]}`);
   return h("li", "instance",
-    h("div", "name", instance.instance_id, condition(instance) ?? h("span", "", format(perSecond(last(values), "tokens/s")))),
+    h("div", "name", instance.ranks > 1 ? `${instance.instance_id} on ${instance.ranks} ranks` : instance.instance_id, condition(instance) ?? h("span", "", format(perSecond(last(values), "tokens/s")))),
     sparkline(values, role, top), load,
     h("div", "blocks", meter, h("span", "", `${integer(instance.kv_cache_blocks_held)} held, ${integer(instance.cached_blocks)} cached of ${integer(instance.num_blocks)}`)));
 }

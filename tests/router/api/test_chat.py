@@ -13,8 +13,9 @@ import pytest
 from starlette.applications import Starlette
 
 from pdserve.grammars.specification import build_grammar
+from pdserve.router.text.parsers.registry import TOOL_PARSERS
+from pdserve.router.text.parsers.tool_parser import Tools
 from pdserve.router.text.tokenizer import Tokenizer
-from pdserve.router.text.tool_calls import ToolCallParser
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client, ScriptedBackend
@@ -23,8 +24,8 @@ ExpectError = Callable[..., dict[str, Any]]
 
 
 CHAT = "/v1/chat/completions"
-FORMATS = ["hermes", "llama"]
 ARGUMENTS = '{"city": "Par}is \\"</tool_call>\\"", "days": [1, {"a": {}}]}'
+FORMATS = {"hermes": "hermes", "llama": "llama3_json"}
 CALL = {
     "hermes": f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>',
     "llama": f'{{"name": "weather", "parameters": {ARGUMENTS}}}',
@@ -308,7 +309,7 @@ def test_a_forced_call(
     accepted = [text for text in CALLS[kind] if matches_grammar(json.loads(forced), text)]
     assert accepted == (CALLS[kind][:2] if choice == "required" else CALLS[kind][1:2])
     if choice == "required":
-        parsed = [ToolCallParser(kind, {"one", "two"}).push(text).calls for text in accepted]
+        parsed = [TOOL_PARSERS[FORMATS[kind]](Tools({"one": {}, "two": {}}), {}).push(text).calls for text in accepted]
         assert [deltas[0].name for deltas in parsed] == ["one", "two"]
 
 

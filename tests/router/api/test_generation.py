@@ -125,5 +125,5 @@ def test_a_refused_choice_cancels_those_before(
         return real_open(request)
 
     monkeypatch.setattr(backend, "open", open_two)
-    assert client.post(COMPLETIONS, {**HELLO, "n": 3}).status_code == 503
+    assert client.post(COMPLETIONS, {**HELLO, "prompt": ["one", "two", "three"]}).status_code == 503
     assert [stream.cancelled for stream in backend.streams] == [True, True]

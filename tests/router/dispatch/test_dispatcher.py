@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from pdserve.errors import BadRequest, Conflict, NotFound, Overloaded, RequestError, Unavailable
 from pdserve.keys import unpack_tokens
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 from pdserve.router.dispatch.handover import State
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.scheduling.policy import POLICIES
@@ -502,3 +503,33 @@ def test_only_live_instances_receive_requests_and_no_load_remains(
     for instance in everyone:
         assert instance.candidate.requests == instance.candidate.work_tokens == instance.candidate.context_tokens == 0
     assert not cluster.dispatcher.states
+
+
+def test_choices_of_a_prompt_are_submitted_together_and_migrate_alone(make_cluster: type[Cluster]) -> None:
+    cluster = make_cluster("prefill", "decode", "decode")
+    prefill, *decoders = cluster.instances
+    requests = [
+        Request(request_id=f"r-{i}", prompt=[1, 2, 3], sampling=SamplingParams(max_tokens=4, seed=i)) for i in range(3)
+    ]
+    states = cluster.dispatcher.open_choices(requests)
+    decode = states[0].decode
+    assert decode is not None and all((one.prefill, one.decode) == (prefill, decode) for one in states)
+    for instance in (prefill, decode):
+        ((kind, submit),) = cluster.sent(instance)
+        members = [(member.request_id, member.seed) for member in submit.members]
+        assert (kind, submit.request_id, members) == (
+            "submit",
+            states[0].id,
+            [(one.id, i) for i, one in [*enumerate(states)][1:]],
+        )
+    assert prefill.candidate.prefill_tokens == 3, "the prompt is computed once"
+    for i, state in enumerate(states):
+        cluster.deliver(prefill, state.id, token_ids=[10 + i], stored=pb.Stored(num_blocks=2, final=True))
+    cluster.sent(decode)
+    cluster.fleet.deregister(decode, "test")
+    (other,) = (one for one in decoders if one is not decode)
+    frames = [message for kind, message in cluster.sent(other) if kind == "submit"]
+    assert [list(one.output) for one in frames] == [[10], [11], [12]] and not any(one.members for one in frames)
+    with pytest.raises(BadRequest, match="in use"):
+        cluster.dispatcher.open_choices([replace(requests[0], request_id="x"), requests[1]])
+    assert len(cluster.dispatcher.states) == 3

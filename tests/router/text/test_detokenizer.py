@@ -34,6 +34,18 @@ def test_no_piece_holds_half_a_character(tokenizer: Tokenizer) -> None:
     assert [piece for piece in out if piece] == list(TEXT), "each character comes with its last byte"
 
 
+@pytest.mark.parametrize("skips", [True, False])
+def test_special_tokens_that_a_parser_needs_are_replaced(tokenizer: Tokenizer, skips: bool) -> None:
+    start, end = tokenizer.encode("<|start|><|end|>")
+    ids = [*tokenizer.encode("the 漢"), start, end, *tokenizer.encode("字")]
+    cut = [*ids[:-1], start]  # inside of a character
+    for tokens, text in ((ids, "the 漢[start]{}字"), (cut, "the 漢[start]{}\ufffd[start]")):
+        for size in (1, 3, len(tokens)):
+            detokenizer = Detokenizer(tokenizer, skip_special_tokens=skips, replaced={start: "[start]"})
+            parts = [detokenizer.push(tokens[i : i + size]) for i in range(0, len(tokens), size)]
+            assert "".join([*parts, detokenizer.flush()]) == text.format("" if skips else "<|end|>")
+
+
 def test_byte_fallback_and_trimmed_spaces(fallback_tokenizer: Tokenizer) -> None:
     for text in ["▁the▁cat", "▁▁▁the", "▁a▁漢字▁👩", "漢"]:
         ids = fallback_tokenizer.encode(text)

@@ -1,0 +1,190 @@
+"""A follower: the process of a rank other than 0. It loads its slice of the model and does what rank 0 commands.
+
+See `followers.py` for its arguments. It ends when rank 0 closes the connection, and the kernel kills it when rank 0 dies.
+"""
+
+import logging
+import os
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import torch
+
+from pdserve.config import InstanceConfig
+from pdserve.decode.layout_converter import SourceLoader
+from pdserve.engine.checkpoint_loader import load
+from pdserve.engine.parallel.rank_group import RankLost
+from pdserve.errors import SetupError
+from pdserve.keys import Layout
+from pdserve.kv_transfer.connector import Connector, Result, request_cancel
+from pdserve.kv_transfer.registry import connect
+from pdserve.kv_transfer.staging import attach_pool
+from pdserve.kv_transfer.threaded import SWITCH_INTERVAL_S
+from pdserve.parent import end_with_parent
+from pdserve.ranks.messages import (
+    ALIVE_S,
+    Alive,
+    Attach,
+    Cancel,
+    ClearTail,
+    Close,
+    Convert,
+    CopyBlocks,
+    Failed,
+    Follow,
+    Load,
+    Match,
+    Matched,
+    Ready,
+    Release,
+    ReleaseConverted,
+    Released,
+    Reply,
+    Step,
+    Store,
+    Swap,
+    Transferred,
+    decode_command,
+    encode,
+)
+from pdserve.ranks.rank_config import config_of_rank, make_group, use_threads
+from pdserve.ranks.runners import FollowingRunner
+
+log = logging.getLogger(__name__)
+FAULT_EXIT_CODE = 70
+
+
+class Follower:
+    """Carries out the commands of rank 0, in order. Replies are sent from any thread."""
+
+    def __init__(self, connection: Connection, config: InstanceConfig, rank: int, port: int) -> None:
+        """Load the model.
+
+        Raises:
+            SetupError: it cannot be loaded or divided.
+        """
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._transfers: dict[int, Future[Any]] = {}
+        self._loaders: dict[bytes, SourceLoader] = {}  # by namespace of the source layout
+        self._connector: Connector | None = None
+        threading.Thread(target=self._report_alive, daemon=True).start()
+        self._config = config_of_rank(config, rank)
+        use_threads(config)
+        checkpoint = load(self._config, make_group(self._config, rank, port))
+        self._runner = FollowingRunner(checkpoint, self._config)
+        self._layout = replace(checkpoint.layout, numerics=self._runner.numerics)
+        self.reply(Ready())
+
+    def reply(self, message: Reply) -> None:
+        with self._sending, suppress(OSError):  # rank 0 has ended, and so will this process
+            self._connection.send_bytes(encode(message))
+
+    def run(self) -> None:
+        """Carry out commands until told to end."""
+        while not isinstance(command := decode_command(self._connection.recv_bytes()), Close):
+            self._carry_out(command)
+        for loader in self._loaders.values():
+            loader.close()
+        if self._connector is not None:
+            self._connector.close()
+
+    def _carry_out(self, command: Any) -> None:
+        match command:
+            case Step():
+                self._runner.follow(command)
+            case CopyBlocks(pairs):
+                self._runner.copy_blocks(pairs)
+            case Swap(swap_out, swap_in):
+                self._runner.swap(swap_out, swap_in)
+            case ClearTail(block, used):
+                self._runner.clear_tail(block, used)
+            case Attach():
+                runner, connector = self._runner, connect(self._config.connector)
+                self._connector = attach_pool(connector, runner.pool_NL2GBD, self._layout, runner.pool_copies)
+                self.reply(Ready())
+            case Convert(operation, layout, keys, first, stop, blocks, tickets):
+                loader = self._loader(layout)
+                self._watch(operation, loader.load(keys, range(first, stop), blocks, tickets))
+            case ReleaseConverted(layout, keys, tickets):
+                self._loader(layout).release(keys, tickets)
+            case Cancel(operation):
+                if (future := self._transfers.get(operation)) is not None:
+                    request_cancel(future)
+            case _:
+                assert self._connector is not None
+                self._transfer(self._connector, command)
+
+    def _transfer(self, connector: Connector, command: Any) -> None:
+        match command:
+            case Store(operation, keys, blocks, lease_s):
+                self._watch(operation, connector.store(keys, blocks, lease_s=lease_s))
+            case Load(operation, keys, blocks, tickets):
+                self._watch(operation, connector.load(keys, blocks, tickets=tickets))
+            case Follow(operation, keys, blocks, patience_s):
+                self._watch(operation, connector.follow(keys, blocks, patience_s=patience_s))
+            case Match(operation, keys):
+                connector.match(keys).add_done_callback(lambda done: self.reply(Matched(operation, done.result())))
+            case Release(keys, tickets):
+                connector.release(keys, tickets=tickets)
+            case other:
+                raise AssertionError(f"unknown command {other}")
+
+    def _watch(self, operation: int, future: Future[Result]) -> None:
+        """Reply once a transfer has ended."""
+        self._transfers[operation] = future
+        future.add_done_callback(lambda done: self._end(operation, done.result()))
+
+    def _end(self, operation: int, result: Result) -> None:
+        self._transfers.pop(operation, None)
+        held = result.held
+        self.reply(Transferred(operation, result.outcomes, result.seconds, result.ticket, held is not None))
+        if held is not None:
+            held.add_done_callback(lambda _: self.reply(Released(operation)))
+
+    def _loader(self, fields: dict[str, Any]) -> SourceLoader:
+        source = Layout(**fields)
+        loader = self._loaders.get(source.namespace)
+        if loader is None:
+            pool, url = self._runner.pool_NL2GBD, self._config.connector
+            loader = self._loaders[source.namespace] = SourceLoader(pool, self._layout, source, url)
+        return loader
+
+    def _report_alive(self) -> None:
+        while True:
+            self.reply(Alive())
+            time.sleep(ALIVE_S)
+
+
+def main(descriptor: int, rank: int, port: int) -> None:
+    """Serve rank 0 until it closes the connection."""
+    end_with_parent()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s %(levelname).1s rank {rank}: %(message)s")
+    connection = Connection(descriptor)
+    config = msgspec.json.decode(connection.recv_bytes(), type=InstanceConfig)
+    torch.manual_seed(config.seed)
+    exit_code = 0
+    try:
+        Follower(connection, config, rank, port).run()
+    except SetupError as error:
+        connection.send_bytes(encode(Failed(str(error))))
+        connection.recv_bytes()  # until rank 0 ends
+    except (EOFError, RankLost):
+        pass  # rank 0 has ended
+    except BaseException:
+        log.exception("this rank failed")
+        exit_code = FAULT_EXIT_CODE
+    logging.shutdown()
+    os._exit(exit_code)  # without torch's clean-up, which waits for other ranks
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

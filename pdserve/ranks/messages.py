@@ -1,0 +1,184 @@
+"""Messages between rank 0 and the followers, as MessagePack over a socket pair.
+
+Commands are carried out in the order in which rank 0 sends them. Transfers begin in that order and end in any; each end is
+answered with the number of its operation.
+"""
+
+from array import array
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+
+from pdserve.kv_transfer.connector import Outcome, Result
+
+Pairs: TypeAlias = list[tuple[int, int]]
+
+
+class Message(msgspec.Struct, tag=True, array_like=True):
+    """Base of all messages."""
+
+
+class Step(Message):
+    """Compute a step of the model.
+
+    Attributes:
+        ids: uint32, the new tokens of all sequences.
+        counts: new tokens of each sequence.
+        computed: tokens of each sequence that have KV.
+        tables: uint32, block ids of each sequence.
+        logit_rows: positions in `ids` of the tokens whose logits rank 0 needs.
+    """
+
+    ids: bytes
+    counts: list[int]
+    computed: list[int]
+    tables: list[bytes]
+    logit_rows: list[int]
+
+
+class CopyBlocks(Message):
+    pairs: Pairs
+
+
+class Swap(Message):
+    swap_out: Pairs
+    swap_in: Pairs
+
+
+class ClearTail(Message):
+    block: int
+    used: int
+
+
+class Attach(Message):
+    """Connect to the KV store."""
+
+
+class Store(Message):
+    operation: int
+    keys: list[bytes]
+    blocks: list[int]
+    lease_s: float
+
+
+class Load(Message):
+    operation: int
+    keys: list[bytes]
+    blocks: list[int]
+    tickets: list[bytes]
+
+
+class Follow(Message):
+    operation: int
+    keys: list[bytes]
+    blocks: list[int]
+    patience_s: float
+
+
+class Match(Message):
+    operation: int
+    keys: list[bytes]
+
+
+class Release(Message):
+    keys: list[bytes]
+    tickets: list[bytes]
+
+
+class Convert(Message):
+    """Load KV of another layout, as `SourceLoader.load`. `layout` has the fields of that layout."""
+
+    operation: int
+    layout: dict[str, Any]
+    keys: list[bytes]
+    first_token: int
+    stop_token: int
+    blocks: list[int]
+    tickets: list[bytes]
+
+
+class ReleaseConverted(Message):
+    layout: dict[str, Any]
+    keys: list[bytes]
+    tickets: list[bytes]
+
+
+class Cancel(Message):
+    operation: int
+
+
+class Close(Message):
+    """End."""
+
+
+Command = (
+    Step
+    | CopyBlocks
+    | Swap
+    | ClearTail
+    | Attach
+    | Store
+    | Load
+    | Follow
+    | Match
+    | Release
+    | Convert
+    | ReleaseConverted
+    | Cancel
+    | Close
+)
+
+
+class Alive(Message):
+    """The process runs. Sent every `ALIVE_S`, whatever it is doing."""
+
+
+class Ready(Message):
+    """The model is loaded, or the KV store is connected."""
+
+
+class Failed(Message):
+    """The rank cannot start, for a reason that is the deployer's to mend."""
+
+    reason: str
+
+
+class Transferred(Message):
+    operation: int
+    outcomes: list[Outcome]
+    seconds: float
+    ticket: bytes
+    is_held: bool
+
+    def result(self) -> Result:
+        return Result(self.outcomes, self.seconds, self.ticket)
+
+
+class Matched(Message):
+    operation: int
+    count: int
+
+
+class Released(Message):
+    """What a store held (`Result.held`) may be reused."""
+
+    operation: int
+
+
+Reply = Alive | Ready | Failed | Transferred | Matched | Released
+
+_COMMANDS: "msgspec.msgpack.Decoder[Command]" = msgspec.msgpack.Decoder(Command)
+_REPLIES: "msgspec.msgpack.Decoder[Reply]" = msgspec.msgpack.Decoder(Reply)
+encode = msgspec.msgpack.Encoder().encode
+decode_command = _COMMANDS.decode
+decode_reply = _REPLIES.decode
+ALIVE_S = 1.0
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    return array("I", ids).tobytes()
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    return array("I", data).tolist()

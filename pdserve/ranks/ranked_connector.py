@@ -1,0 +1,149 @@
+"""One connector for all ranks: each rank moves its slice of a block, and a block is there only if all of its slices are."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TypeVar
+
+from pdserve.kv_transfer.connector import (
+    Capabilities,
+    Connector,
+    OperationFuture,
+    Outcome,
+    PoolMemory,
+    Result,
+    Stats,
+    first_failure,
+    request_cancel,
+)
+from pdserve.rank_tickets import join_tickets, tickets_of_rank
+from pdserve.ranks.followers import Followers
+from pdserve.ranks.messages import Cancel, Follow, Load, Match, Release, Store
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class RankedConnector(Connector):
+    """Wraps the attached connector of rank 0, and has the followers do the same with theirs."""
+
+    scheme = "ranked"
+
+    def __init__(self, own: Connector, followers: Followers) -> None:
+        self.scheme = own.scheme  # type: ignore[misc]  # a class attribute in other connectors
+        self._own = own
+        self._followers = followers
+        self._lost = Stats()  # blocks whose slice only followers failed to move
+        self._lock = threading.Lock()
+        followers.attach()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(self._own.capabilities, cancels=True)
+
+    def attach(self, memory: PoolMemory) -> None:
+        raise AssertionError("the constructor attaches")
+
+    def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
+        sent = self._followers.transfer(lambda operation, _: Store(operation, list(keys), list(block_ids), lease_s))
+        return self._joined("store", self._own.store(keys, block_ids, lease_s=lease_s), *sent)
+
+    def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
+        sent = self._followers.transfer(
+            lambda operation, rank: Load(operation, list(keys), list(block_ids), self._tickets(tickets, rank))
+        )
+        return self._joined("load", self._own.load(keys, block_ids, tickets=self._tickets(tickets, 0)), *sent)
+
+    def follow(self, keys: Sequence[bytes], block_ids: Sequence[int], *, patience_s: float) -> Future[Result]:
+        sent = self._followers.transfer(lambda operation, _: Follow(operation, list(keys), list(block_ids), patience_s))
+        return self._joined("load", self._own.follow(keys, block_ids, patience_s=patience_s), *sent)
+
+    def match(self, keys: Sequence[bytes]) -> Future[int]:
+        others = self._followers.match(lambda operation: Match(operation, list(keys)))
+        return when_all([self._own.match(keys), *others], min, Future())
+
+    def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
+        self._followers.send_each(lambda rank: Release(list(keys), self._tickets(tickets, rank)))
+        self._own.release(keys, tickets=self._tickets(tickets, 0))
+
+    def stats(self) -> Stats:
+        """Return the counters of rank 0, with the bytes of all ranks, which move as many."""
+        own, ranks = self._own.stats(), 1 + len(self._followers)
+        with self._lock:
+            total = own.plus(self._lost)
+        return replace(
+            total,
+            bytes={direction: count * ranks for direction, count in own.bytes.items()},
+            parts=own.parts,
+            is_out=own.is_out,
+        )
+
+    def close(self) -> None:
+        self._own.close()
+
+    def _tickets(self, tickets: Sequence[bytes], rank: int) -> list[bytes]:
+        return tickets_of_rank(tickets, rank, 1 + len(self._followers))
+
+    def _joined(
+        self, direction: str, own: Future[Result], operation: int, others: list[Future[Result]]
+    ) -> Future[Result]:
+        def join(results: list[Result]) -> Result:
+            result = join_results(results)
+            with self._lock:
+                for mine, outcome in zip(results[0].outcomes, result.outcomes, strict=True):
+                    if mine is Outcome.OK and outcome not in (Outcome.OK, Outcome.MISSING):
+                        self._lost.count_failures(direction, outcome, 1)
+            return result
+
+        return join_transfers(self._followers, own, operation, others, join)
+
+
+def join_transfers(
+    followers: Followers,
+    own: Future[Result],
+    operation: int,
+    others: list[Future[Result]],
+    join: "Callable[[list[Result]], Result] | None" = None,
+) -> Future[Result]:
+    """Return the future of a transfer that all ranks make: rank 0's own, and the followers'."""
+
+    def cancel() -> None:
+        request_cancel(own)
+        followers.send(Cancel(operation))
+
+    return when_all([own, *others], join or join_results, OperationFuture(cancel))
+
+
+def join_results(results: list[Result]) -> Result:
+    """Return the result of a transfer of whole blocks from those of their slices, one per rank."""
+    outcomes = [first_failure(slices) for slices in zip(*(result.outcomes for result in results), strict=True)]
+    held = [result.held for result in results if result.held is not None]
+    return Result(
+        outcomes,
+        max(result.seconds for result in results),
+        join_tickets([result.ticket for result in results]),
+        when_all(held, lambda _: None, Future()) if held else None,
+    )
+
+
+def when_all(futures: Sequence[Future[T]], combine: Callable[[list[T]], R], combined: Future[R]) -> Future[R]:
+    """Complete a future once all others are done, with what `combine` makes of their results, or the first exception."""
+    lock, left = threading.Lock(), len(futures)
+
+    def on_done(_: Future[T]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            if left:
+                return
+        try:
+            result = combine([future.result() for future in futures])
+        except Exception as error:  # noqa: BLE001 - passed on
+            combined.set_exception(error)
+        else:
+            combined.set_result(result)
+
+    for future in futures:
+        future.add_done_callback(on_done)
+    return combined

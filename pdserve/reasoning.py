@@ -1,0 +1,76 @@
+"""Where reasoning begins and ends in an output, by token ids: limits it, and finds where the answer after it begins."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_BUDGET = 2**31 - 1
+LATEST_START = 1  # tokens before `ReasoningSpan.start`, such as a line break
+
+
+@dataclass(frozen=True)
+class ReasoningSpan:
+    """How reasoning is delimited in an output, and what is demanded of it.
+
+    Attributes:
+        start: tokens that begin it; empty: the output begins inside of it.
+        ends: each of these sequences of tokens ends it.
+        closing: tokens that end it when the budget is used up; the last ones are one of `ends`.
+        budget: most tokens of reasoning; None: unlimited.
+        is_required: the output must begin with `start`, so that a grammar is known to begin after the reasoning.
+    """
+
+    start: tuple[int, ...]
+    ends: tuple[tuple[int, ...], ...]
+    closing: tuple[int, ...]
+    budget: int | None = None
+    is_required: bool = False
+
+
+class ReasoningTracker:
+    """Follows one output. What it says is a function of the tokens alone, on any instance.
+
+    Attributes:
+        num_tokens: tokens inside of the reasoning so far; once it has ended, including its ending.
+        answer_start: position in the output of the first token after the reasoning; 0 if the output began without it, None
+            while that is undecided.
+    """
+
+    def __init__(self, span: ReasoningSpan) -> None:
+        self.span = span
+        self.num_tokens = 0
+        self.answer_start: int | None = None
+        self._position = 0  # of the next output token to look at
+        self._first = 0 if not span.start else None  # position of the first token of reasoning
+
+    def follow(self, tokens: Sequence[int], num_prompt: int) -> None:
+        """Take note of further tokens. `tokens` is the prompt and the output so far, which only grows."""
+        while num_prompt + self._position < len(tokens) and self.answer_start is None:
+            self._position += 1
+            end = num_prompt + self._position
+            if self._first is not None:
+                self.num_tokens += 1
+                if any(_ends_with(tokens, end, num_prompt + self._first, sequence) for sequence in self.span.ends):
+                    self.answer_start = self._position
+            elif _ends_with(tokens, end, num_prompt, self.span.start):
+                self._first = self._position
+            elif self._position >= len(self.span.start) + LATEST_START:
+                self.answer_start = 0
+
+    def forced_token(self, tokens: Sequence[int], num_prompt: int) -> int | None:
+        """Return the only token that may come next; None if there are others. `follow` has seen all tokens."""
+        if self.answer_start is not None:
+            return None
+        if self._first is None:
+            return self.span.start[self._position] if self.span.is_required else None
+        if self.span.budget is None or self.num_tokens < self.span.budget:
+            return None
+        closing, first = self.span.closing, num_prompt + self._first
+        # The closing may have begun, by force or by itself.
+        begun = range(len(closing) - 1, 0, -1)
+        return closing[next((size for size in begun if _ends_with(tokens, len(tokens), first, closing[:size])), 0)]
+
+
+def _ends_with(tokens: Sequence[int], end: int, first: int, sequence: tuple[int, ...]) -> bool:
+    """Return whether the tokens [first, end) end with a sequence."""
+    start = end - len(sequence)
+    return tokens[end - 1] == sequence[-1] and start >= first and tuple(tokens[start:end]) == sequence

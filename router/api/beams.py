@@ -1,0 +1,129 @@
+"""Beam searches at the HTTP side: the fields that ask for one, and its answers as token streams, one for each choice."""
+
+from collections.abc import Callable
+from typing import Any
+
+from pdserve.beam_search import Hypothesis
+from pdserve.errors import BadRequest
+from pdserve.request import SamplingParams
+from pdserve.router.api.parsing import or_default
+from pdserve.router.api.schemas import SamplingBody
+from pdserve.router.backend import Chunk, ModelInfo, TokenStream
+from pdserve.router.telemetry.timeline import Timeline
+
+# Fields that a beam search cannot honour, and what a client can do.
+EXCLUDED = {
+    "stream": "every answer may change until the search ends",
+    "logprobs": "leave it out",
+    "prompt_logprobs": "leave it out",
+    "stop": "send stop_token_ids",
+    "presence_penalty": "send repetition_penalty",
+    "frequency_penalty": "send repetition_penalty",
+    "temperature": "a beam search does not sample: leave it out or send 0",
+    "top_p": "a beam search does not sample: leave it out or send 1",
+    "top_k": "a beam search does not sample: leave it out",
+    "min_p": "a beam search does not sample: leave it out",
+}
+WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {"temperature": (0,), "top_p": (1,), "top_k": (0, -1)}
+
+
+def beam_settings(body: SamplingBody, sampling: SamplingParams, info: ModelInfo) -> dict[str, Any]:
+    """Return the fields of `SamplingParams` that make it a beam search.
+
+    Its width is `beam_width`, else `best_of`, else `n`, as in vLLM's versions; `n` answers are returned.
+
+    Raises:
+        BadRequest: a field contradicts another one or cannot be combined with a beam search.
+    """
+    for name, advice in EXCLUDED.items():
+        value = getattr(body, name)
+        if value and value not in WITHOUT_EFFECT.get(name, ()):
+            raise _bad(name, f"{name} cannot be combined with use_beam_search; {advice}")
+    if sampling.grammar:
+        raise _bad(
+            "use_beam_search", "structured output cannot be combined with use_beam_search; leave out one of them"
+        )
+    widths = {value for value in (body.beam_width, body.best_of) if value is not None}
+    if len(widths) > 1:
+        raise _bad("best_of", "beam_width and best_of contradict each other; send one of them")
+    n = or_default(body.n, 1)
+    width = widths.pop() if widths else n
+    if width < max(1, n):
+        raise _bad("beam_width", f"the beam width must be at least n, which is {n}, not {width}")
+    stops = len(sampling.stop_token_ids) + (0 if sampling.ignore_eos else len(info.eos_token_ids))
+    needed = max(2, 1 + stops) * width
+    if min(len(sampling.allowed_token_ids) or info.vocab_size, info.vocab_size) < needed:
+        raise _bad("allowed_token_ids", f"a beam search of this width needs a choice of at least {needed} tokens")
+    return {
+        "beam_width": width,
+        "num_answers": n,
+        "length_penalty": or_default(body.length_penalty, 1.0),
+        "early_stopping": str(or_default(body.early_stopping, False)).lower(),
+        "temperature": 0.0,
+    }
+
+
+def check_no_beam_settings(body: SamplingBody) -> None:
+    """Raise BadRequest if the body asks for details of a beam search without asking for one."""
+    for name, harmless in (
+        ("beam_width", ()),
+        ("best_of", (1,)),
+        ("length_penalty", (1,)),
+        ("early_stopping", (False,)),
+    ):
+        value = getattr(body, name)
+        if value is not None and value not in harmless:
+            advice = "; to sample, ask for n choices and pick one yourself" if name == "best_of" else ""
+            raise _bad(name, f"{name} needs use_beam_search: true{advice}")
+
+
+def _bad(name: str, message: str) -> BadRequest:
+    return BadRequest(message, kind="invalid_parameter", param=name)
+
+
+class _Search:
+    """The stream of a beam search, which several readers share."""
+
+    def __init__(self, stream: TokenStream) -> None:
+        self.stream = stream
+        self.answers: list[AnswerStream] = []
+        self._hypotheses: list[Hypothesis] = []
+        stream.on_readable = self._wake
+
+    def take(self, index: int) -> list[Chunk]:
+        if not self._hypotheses:
+            self._hypotheses = [one for chunk in self.stream.take() for one in chunk.hypotheses]
+        if not self._hypotheses:
+            return []
+        found = self._hypotheses[index]
+        return [Chunk(list(found.token_ids), found.finish_reason)]
+
+    def _wake(self) -> None:
+        for answer in self.answers:
+            answer.on_readable()
+
+
+class AnswerStream:
+    """One answer of a beam search, as a `TokenStream` of a single chunk."""
+
+    def __init__(self, search: _Search, index: int) -> None:
+        self.on_readable: Callable[[], object] = lambda: None
+        self._search = search
+        self._index = index
+
+    @property
+    def timeline(self) -> Timeline:
+        return self._search.stream.timeline
+
+    def take(self) -> list[Chunk]:
+        return self._search.take(self._index)
+
+    def cancel(self, finish_reason: str = "cancelled") -> None:
+        self._search.stream.cancel(finish_reason)
+
+
+def answer_streams(stream: TokenStream, count: int) -> list[AnswerStream]:
+    """Return a stream for each answer of a beam search, best first."""
+    search = _Search(stream)
+    search.answers = [AnswerStream(search, index) for index in range(count)]
+    return search.answers

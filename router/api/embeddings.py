@@ -1,0 +1,158 @@
+"""Embeddings, and what follows from them: scores of pairs of texts, and rankings of documents, by cosine similarity."""
+
+import asyncio
+import base64
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from pdserve.errors import BadRequest
+from pdserve.keys import block_keys, root_key
+from pdserve.request import Request, SamplingParams, check_length
+from pdserve.router.api.generation import Json
+from pdserve.router.api.parsing import or_default
+from pdserve.router.api.requests import ParsedRequest, RequestContext, check_model, check_token_ids, prompt_forms
+from pdserve.router.api.schemas import EmbeddingBody, RerankBody, ScoreBody
+from pdserve.router.backend import Backend, ModelInfo, TokenStream, read
+from pdserve.router.text.tokenizer import Tokenizer
+
+MAX_INPUTS = 2048  # as in OpenAI's API
+Vectors = Sequence["np.ndarray[tuple[int], np.dtype[np.float32]]"]
+
+
+def parse_embedding(
+    body: EmbeddingBody, context: RequestContext, tokenizer: Tokenizer, info: ModelInfo
+) -> ParsedRequest:
+    """Parse a body of /v1/embeddings. Raises `RequestError`."""
+    check_model(body.model, info.name)
+    size = info.embedding_size
+    if body.dimensions is not None and size and not 1 <= body.dimensions <= size:
+        message = f"dimensions must be from 1 to {size}, not {body.dimensions}"
+        raise BadRequest(message, kind="invalid_parameter", param="dimensions")
+    return _parse(prompt_forms(body.input, "input"), "input", context, tokenizer, info)
+
+
+def parse_texts(
+    model: str | None, param: str, texts: Sequence[str], context: RequestContext, tokenizer: Tokenizer, info: ModelInfo
+) -> ParsedRequest:
+    """Parse the texts of /score or /rerank. Raises `RequestError`."""
+    check_model(model, info.name)
+    return _parse(texts, param, context, tokenizer, info)
+
+
+def pairs_of(body: ScoreBody) -> list[tuple[str, str]]:
+    """Return the pairs of texts to score: one with each, or both side by side. Raises `BadRequest`."""
+    first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
+    second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
+    if len(first) == 1:
+        first = first * len(second)
+    if not first or len(first) != len(second):
+        message = "text_1 and text_2 must be equally long lists, or text_1 a single text"
+        raise BadRequest(message, kind="invalid_parameter", param="text_1")
+    return [*zip(first, second, strict=True)]
+
+
+def _parse(
+    texts: Sequence[str | list[int]], param: str, context: RequestContext, tokenizer: Tokenizer, info: ModelInfo
+) -> ParsedRequest:
+    if not info.embedding_size:
+        message = f"{info.name} has no embeddings: start its instances with --pooling last, mean or cls"
+        raise BadRequest(message, kind="no_embeddings", param="model")
+    if len(texts) > MAX_INPUTS:
+        message = f"{param} has {len(texts)} texts; at most {MAX_INPUTS} are allowed"
+        raise BadRequest(message, kind="invalid_parameter", param=param)
+    prompts = [tokenizer.encode(text) if isinstance(text, str) else text for text in texts]
+    for prompt in prompts:
+        check_token_ids(prompt, info.vocab_size, param)
+        check_length(len(prompt), 1, info.max_model_len)
+    root = root_key(model_digest=info.model_digest)
+    sampling = SamplingParams(max_tokens=1, embed=True)
+    requests = [
+        Request(
+            request_id=context.request_id if len(prompts) == 1 else f"{context.request_id}-{index}",
+            prompt=prompt,
+            sampling=sampling,
+            keys={size: block_keys(root, prompt, size) for size in info.block_sizes},
+            session=context.session,
+            traceparent=context.traceparent,
+            whole=True,
+            received=context.received,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    return ParsedRequest(id=context.request_id, chat=False, model=info.name, prompts=prompts, requests=requests)
+
+
+async def embed(parsed: ParsedRequest, backend: Backend, release: Callable[[int], None]) -> Vectors:
+    """Return the embedding of each prompt.
+
+    Args:
+        release: called at the end with the number of tokens used.
+    """
+    streams: list[TokenStream] = []
+    try:
+        for request in parsed.requests:
+            streams.append(backend.open(request))
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_embedding(stream)) for stream in streams]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        for stream in streams:
+            stream.cancel()
+        release(num_tokens(parsed) if streams else 0)
+    return [task.result() for task in tasks]
+
+
+async def _embedding(stream: TokenStream) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
+    found = b"".join([chunk.embedding async for chunks in read(stream) for chunk in chunks])
+    return np.frombuffer(found, "<f4")
+
+
+def num_tokens(parsed: ParsedRequest) -> int:
+    return sum(map(len, parsed.prompts))
+
+
+def embedding_body(body: EmbeddingBody, parsed: ParsedRequest, vectors: Vectors) -> Json:
+    """Return the answer of /v1/embeddings. Shorter vectors are the first dimensions, scaled to length 1 again."""
+    data = []
+    for index, vector in enumerate(vectors):
+        if body.dimensions is not None:
+            vector = vector[: body.dimensions]
+            vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
+        value = vector.tolist() if body.encoding_format != "base64" else base64.b64encode(vector.tobytes()).decode()
+        data.append({"object": "embedding", "index": index, "embedding": value})
+    return {"object": "list", "model": parsed.model, "data": data, "usage": _usage(parsed)}
+
+
+def score_body(parsed: ParsedRequest, vectors: Vectors) -> Json:
+    """Return the answer of /score: of the first half of the texts with the second half."""
+    half = len(vectors) // 2
+    scores = _similarities(vectors[:half], vectors[half:])
+    data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
+    head = {"id": parsed.id, "object": "list", "created": parsed.created, "model": parsed.model}
+    return {**head, "data": data, "usage": _usage(parsed)}
+
+
+def rerank_body(body: RerankBody, parsed: ParsedRequest, vectors: Vectors) -> Json:
+    """Return the answer of /rerank: the documents by their similarity to the query, which is the first text."""
+    scores = _similarities([vectors[0]] * len(body.documents), vectors[1:])
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])[: or_default(body.top_n, len(scores)) or None]
+    documents = body.documents if or_default(body.return_documents, True) else None
+    results = [
+        {"index": index, "relevance_score": scores[index]}
+        | ({} if documents is None else {"document": {"text": documents[index]}})
+        for index in order
+    ]
+    return {"id": parsed.id, "model": parsed.model, "usage": _usage(parsed), "results": results}
+
+
+def _similarities(first: Iterable["np.ndarray[tuple[int], np.dtype[np.float32]]"], second: Vectors) -> list[float]:
+    return [
+        float(one @ other) / max(float(np.linalg.norm(one) * np.linalg.norm(other)), 1e-12)
+        for one, other in zip(first, second, strict=True)
+    ]
+
+
+def _usage(parsed: ParsedRequest) -> Json:
+    return {"prompt_tokens": num_tokens(parsed), "total_tokens": num_tokens(parsed)}

@@ -1,0 +1,82 @@
+"""Reasoning in a chat: whether the prompt has begun it, its budget, and the grammar that begins after it."""
+
+from enum import Enum
+
+from pdserve.errors import BadRequest
+from pdserve.reasoning import MAX_BUDGET, ReasoningSpan
+from pdserve.router.api.schemas import ChatBody
+from pdserve.router.text.parsers.reasoning import ReasoningParser
+from pdserve.router.text.tokenizer import Tokenizer
+
+END_TOKENS = 32  # of the prompt, in which its last tag is
+
+
+class ReasoningState(Enum):
+    """What the prompt does with reasoning."""
+
+    ABSENT = "the model does not reason, as far as the router knows"
+    UNDECIDED = "the output may begin with reasoning"
+    OPEN = "the output begins inside of reasoning"
+    CLOSED = "the prompt has ended the reasoning, or it continues an answer"
+
+
+def reasoning_state(body: ChatBody, prompt: list[int], tokenizer: Tokenizer) -> ReasoningState:
+    """Return what the prompt of a body does with reasoning."""
+    parser = tokenizer.parsers.reasoning
+    if parser is None:
+        return ReasoningState.ABSENT
+    if body.continue_final_message:
+        content = body.messages[-1].content
+        text = content if isinstance(content, str) else ""
+        last_open, last_close = (max(map(text.rfind, tags)) for tags in (parser.OPEN, parser.CLOSE))
+        return ReasoningState.OPEN if last_open > last_close else ReasoningState.CLOSED
+    end = tokenizer.decode(prompt[-END_TOKENS:], skip_special_tokens=False)
+    if parser.opens(end):
+        return ReasoningState.OPEN
+    return ReasoningState.CLOSED if parser.closes(end) else ReasoningState.UNDECIDED
+
+
+def reasoning_span(
+    body: ChatBody, state: ReasoningState, tokenizer: Tokenizer, *, has_grammar: bool
+) -> ReasoningSpan | None:
+    """Return how instances tell reasoning from the answer; None if they need not.
+
+    They need to for a budget, and for a grammar, which begins after the reasoning.
+
+    Raises:
+        BadRequest: there is a budget, but the model does not reason, or its tags are not tokens.
+    """
+    budget, parser = body.thinking_token_budget, tokenizer.parsers.reasoning
+    if budget is not None and not 0 <= budget <= MAX_BUDGET:
+        message = f"thinking_token_budget must be from 0 to {MAX_BUDGET}, not {budget}"
+        raise BadRequest(message, kind="invalid_parameter", param="thinking_token_budget")
+    if budget is not None and (parser is None or not _are_tokens(parser, tokenizer)):
+        reason = "this model does not reason" if parser is None else "this model's tokenizer has no tokens that end it"
+        message = f"thinking_token_budget limits reasoning, but {reason}; leave it out"
+        raise BadRequest(message, kind="unsupported_parameter", param="thinking_token_budget")
+    if parser is None or state is ReasoningState.CLOSED or (budget is None and not has_grammar):
+        return None
+    if not _are_tokens(parser, tokenizer) or (has_grammar and parser.OPTIONAL and state is ReasoningState.UNDECIDED):
+        return None  # a grammar applies from the beginning on
+    close = _encode(parser.CLOSE[0], tokenizer)
+    further = [] if has_grammar else [tag for tag in parser.ENDS if _are_tokens(parser, tokenizer, tag)]
+    return ReasoningSpan(
+        start=() if state is ReasoningState.OPEN else _encode(parser.OPEN[0], tokenizer),
+        ends=(close, *(_encode(tag, tokenizer) for tag in further)),
+        closing=_encode(parser.CLOSING, tokenizer) if parser.CLOSING else close,
+        budget=budget,
+        is_required=has_grammar,
+    )
+
+
+def _are_tokens(parser: type[ReasoningParser], tokenizer: Tokenizer, text: str = "") -> bool:
+    """Return whether the tokenizer has the tags as tokens, so that their ids do not depend on what surrounds them.
+
+    The tags are those in `text`, by default those around reasoning.
+    """
+    text = text or parser.OPEN[0] + parser.CLOSE[0] + parser.CLOSING
+    return all(tokenizer.token_id(tag) is not None for tag in parser.TAGS if tag in text)
+
+
+def _encode(tag: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(tag, add_special_tokens=False))

@@ -1,0 +1,1 @@
+"""Parsers of model output: reasoning and tool calls, separated from the text as it arrives, one file per family."""

@@ -1,0 +1,76 @@
+"""Harmony, the format of gpt-oss: messages with a channel and perhaps a recipient, delimited by special tokens.
+
+    openai_gptoss, openai
+        <|channel|>analysis<|message|>REASONING<|end|>
+        <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>
+        <|start|>assistant<|channel|>final<|message|>TEXT<|return|>
+
+The recipient may also follow the role. The prompt ends after `<|start|>assistant`.
+"""
+
+import re
+from collections.abc import Callable
+
+from pdserve.router.text.parsers.reader import Steps
+from pdserve.router.text.parsers.reasoning import ReasoningParser
+from pdserve.router.text.parsers.tool_parser import ToolParser
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w-]+)", re.ASCII)
+
+
+class HarmonyReasoning(ReasoningParser):
+    """The analysis channel. Messages to a recipient are passed on as they are, each from its `<|start|>` on."""
+
+    OPEN, CLOSE = (f"{CHANNEL}analysis{MESSAGE}",), (f"{CHANNEL}final{MESSAGE}",)
+    CLOSING = f"<|end|>{START}assistant{CHANNEL}final{MESSAGE}"
+    ENDS = (f"{CHANNEL}commentary",)
+    TAGS = (START, CHANNEL, MESSAGE, "<|constrain|>", *MESSAGE_ENDS)
+
+    def _parse(self) -> Steps[None]:
+        start, channel, message = self._tags(START, CHANNEL, MESSAGE)
+        while (yield from self._has_text()):
+            self._begin_trial()
+            header, tag = yield from self._take_until(message)
+            if not tag:
+                self._rewind()
+                self._text((yield from self._match(start)))
+                yield from self._copy_message(self._text)
+                continue
+            self._commit()
+            header = header.removeprefix(start)
+            if RECIPIENT.search(header):
+                self._text(f"{start}{header}{message}")
+                self._text((yield from self._copy_message(self._text)))
+            elif f"{channel}analysis" in header:
+                self._reason("\n\n" if self._has_begun else "")
+                self.is_reasoning = True
+                yield from self._copy_message(self._reason)
+                self.is_reasoning = False
+            else:
+                self.is_over = f"{channel}final" in header
+                yield from self._copy_message(self._text)
+
+    def _copy_message(self, emit: Callable[[str], None]) -> Steps[str]:
+        """Emit the text of a message; consume and return the tag that ends it."""
+        start = self._tag(START)
+        tag = yield from self._copy_until((*self._tags(*MESSAGE_ENDS), start), emit)
+        if tag != start:
+            return tag
+        self._unread(tag)  # of the next message: this one has no end
+        return ""
+
+
+class HarmonyParser(ToolParser):
+    """Messages to functions."""
+
+    BEGINS = (START, CHANNEL)
+    TAGS = HarmonyReasoning.TAGS
+
+    def _calls(self, tag: str) -> Steps[None]:
+        header, _ = yield from self._take_until(self._tag(MESSAGE))
+        recipient = RECIPIENT.search(header)
+        if recipient and (yield from self._call_with_json(recipient[1])):
+            yield from self._skip_space()
+            yield from self._match(*self._tags(*MESSAGE_ENDS))

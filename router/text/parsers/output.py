@@ -1,0 +1,42 @@
+"""What parsers find in a model's output: text, reasoning and tool calls, in increments."""
+
+import json
+import secrets
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """An increment of one call; only its first delta has the name and the id."""
+
+    index: int
+    arguments: str
+    name: str = ""
+    id: str = ""
+
+
+@dataclass
+class ParsedOutput:
+    """The result of parsing a piece of output: text outside of calls and reasoning, reasoning, and increments of calls."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[ToolCallDelta] = field(default_factory=list)
+
+    def extend(self, other: "ParsedOutput") -> None:
+        """Append what follows this output."""
+        self.text += other.text
+        self.reasoning += other.reasoning
+        self.calls += other.calls
+
+
+def new_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def parse_json(text: str) -> object:
+    """Return the parsed value, or None if the text is not valid JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,123 @@
+"""Calls as a list in Python's syntax, in place of text.
+
+pythonic         [f(a=1, b=["x"]), g()]                                    (Llama 3.2)
+llama4_pythonic  the same, or between <|python_start|> and <|python_end|>  (Llama 4)
+"""
+
+import ast
+import json
+import re
+
+from pdserve.router.text.parsers.output import parse_json
+from pdserve.router.text.parsers.reader import Steps
+from pdserve.router.text.parsers.tool_parser import ToolParser
+
+CALL = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*\((.*)\)\s*", re.DOTALL)
+# The elements of a literal: strings, numbers, names, punctuation, white space.
+ELEMENT = re.compile(
+    r"""(?P<string>'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")|(?P<number>-?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)"""
+    r"|(?P<name>[A-Za-z_]\w*)|(?P<mark>[\[\](){},:=])|\s+",
+    re.DOTALL,
+)
+NAMES = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+
+
+class PythonicParser(ToolParser):
+    """Calls in Python's syntax, each emitted once it is complete. The output is either text or calls."""
+
+    BEGINS = ()
+    TAGS = ("<|python_start|>", "<|python_end|>")
+
+    def _parse(self) -> Steps[None]:
+        self._begin_trial()
+        yield from self._skip_space()
+        if (yield from self._match(self._tag("<|python_start|>"))):
+            yield from self._skip_space()
+        if (yield from self._match("[")):
+            yield from self._list()
+        if self._consumed is not None:
+            self._rewind()
+        else:
+            yield from self._skip_space()
+            yield from self._match(self._tag("<|python_end|>"))
+        yield from self._copy_until((), self._text)
+        self._end_text()
+
+    def _list(self) -> Steps[None]:
+        """Parse the calls of a list, after its bracket; from the first that is none on, it is text."""
+        while True:
+            if self._consumed is None:
+                self._begin_trial()
+            text = yield from self._element()
+            match = CALL.fullmatch(text)
+            arguments = _parse_arguments(match[2]) if match and self._knows(match[1]) else None
+            if match is None or arguments is None:
+                if self._index >= 0:
+                    self._rewind()
+                return
+            self._begin_call(match[1])
+            self._arguments(arguments)
+            self._end_call()
+            yield from self._skip_space()
+            if (yield from self._match(",", "]")) != ",":
+                return
+
+    def _element(self) -> Steps[str]:
+        """Consume and return the text before the next comma or bracket of the list; empty if the output ends earlier."""
+        text, depth, quote, escaped = "", 0, "", False
+        while (yield from self._has_text()):
+            for i, character in enumerate(self._buffer):
+                if quote:
+                    quote = "" if character == quote and not escaped else quote
+                    escaped = not escaped and character == "\\"
+                elif character in "'\"":
+                    quote = character
+                elif character in "([{":
+                    depth += 1
+                elif depth == 0 and character in ",]":
+                    return text + self._take(i)
+                elif character in ")]}":
+                    depth -= 1
+            text += self._take(len(self._buffer))
+        return ""
+
+
+def _parse_arguments(text: str) -> str | None:
+    """Return the keyword arguments of a call as JSON, or None if they are not literals."""
+    parts: list[str] = []
+    brackets: list[str] = []
+    position = 0
+    while position < len(text):
+        match = ELEMENT.match(text, position)
+        if match is None:
+            return None
+        position = match.end()
+        translated = _translate(match, brackets)
+        if translated is None:
+            return None
+        parts.append(translated)
+    arguments = parse_json("{" + re.sub(r",$", "", "".join(parts)) + "}")
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else None
+
+
+def _translate(element: re.Match[str], brackets: list[str]) -> str | None:
+    """Return an element in JSON's syntax; None if it has no place there. `brackets` are the open ones."""
+    text, kind = element[0], element.lastgroup
+    if kind is None:
+        return ""
+    if kind == "string":
+        try:
+            return json.dumps(ast.literal_eval(text), ensure_ascii=False)
+        except (SyntaxError, ValueError):
+            return None
+    if kind == "name":
+        return json.dumps(text) if not brackets and text not in NAMES else NAMES.get(text)
+    if kind == "number":
+        return text + "0" if text.endswith(".") else text
+    if text == "=":
+        return ":" if not brackets else None
+    if text in "([{":
+        brackets.append(text)
+    elif text in ")]}" and (not brackets or brackets.pop() + text not in ("()", "[]", "{}")):
+        return None
+    return text.translate(str.maketrans("()", "[]"))

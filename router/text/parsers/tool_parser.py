@@ -1,0 +1,143 @@
+"""Base of the parsers of tool calls: finds the tags with which calls begin, and tells calls from text that looks like one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pdserve.router.text.parsers.output import ToolCallDelta, new_call_id
+from pdserve.router.text.parsers.reader import Reader, Steps
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The functions that the model may call.
+
+    Attributes:
+        schemas: the JSON schema of the parameters by the name of the function.
+        single_call: drop calls after the first.
+    """
+
+    schemas: Mapping[str, Mapping[str, Any]]
+    single_call: bool = False
+
+
+class ToolParser(Reader):
+    """Splits text into text and calls.
+
+    The name of a call is emitted as soon as it is known, and its arguments as they are generated, in the model's own spelling
+    where the format has JSON. What looks like a call but names no tool of the request, or is malformed before its arguments,
+    is text. White space around calls is dropped.
+
+    Attributes:
+        BEGINS: tags with which a call, or a list of them, begins.
+        SILENT: tags around calls that say nothing, and are dropped.
+        num_calls: complete calls so far.
+    """
+
+    BEGINS: ClassVar[tuple[str, ...]]
+    SILENT: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, tools: Tools, marks: Mapping[str, str]) -> None:
+        super().__init__(marks)
+        self.num_calls = 0
+        self._tools = tools
+        self._index = -1  # of the last call
+        self._space = ""  # white space that is dropped if a call follows
+        self._follows_call = False
+
+    def _parse(self) -> Steps[None]:
+        begins = self._tags(*self.BEGINS)
+        tags = [*begins, *self._tags(*self.SILENT)]
+        while tag := (yield from self._copy_until(tags, self._text)):
+            if tag not in begins:
+                continue
+            yield from self._try_call(tag)
+        self._end_text()
+
+    def _try_call(self, tag: str) -> Steps[bool]:
+        """Parse what follows a tag; if it is no call, the tag is text, and what follows is parsed as such."""
+        self._begin_trial()
+        yield from self._calls(tag)
+        if self._consumed is None:
+            return True
+        self._rewind()
+        self._text(tag)
+        return False
+
+    def _calls(self, tag: str) -> Steps[None]:
+        """Parse the calls after a tag. Returns without `_begin_call` if there is none."""
+        yield from ()
+
+    # ---- what is found --------------------------------------------------------------------------------------------
+
+    def _text(self, text: str) -> None:
+        if self._follows_call:
+            text = text.lstrip()
+            self._follows_call = not text
+        text = self._space + text
+        body = text.rstrip()
+        self._output.text += body
+        self._space = text[len(body) :]
+
+    def _end_text(self) -> None:
+        self._output.text += self._space
+        self._space = ""
+
+    def _knows(self, name: object) -> bool:
+        return isinstance(name, str) and name in self._tools.schemas
+
+    def _begin_call(self, name: str, call_id: str = "") -> None:
+        self._commit()
+        self._space, self._follows_call = "", True
+        self._index += 1
+        self._emit(ToolCallDelta(self._index, "", name, call_id or new_call_id()))
+
+    def _arguments(self, text: str) -> None:
+        if text:
+            self._emit(ToolCallDelta(self._index, text))
+
+    def _end_call(self) -> None:
+        self.num_calls += not (self._tools.single_call and self._index)
+
+    def _emit(self, delta: ToolCallDelta) -> None:
+        if not (self._tools.single_call and delta.index):
+            self._output.calls.append(delta)
+
+    def _call_with_json(self, name: str, call_id: str = "") -> Steps[bool]:
+        """Parse the arguments of a call, a JSON object; return False if the text goes on otherwise, or ends."""
+        yield from self._skip_space()
+        if not (self._knows(name) and (yield from self._has_text()) and self._buffer[0] == "{"):
+            return False
+        self._begin_call(name, call_id)
+        json_end = JsonEnd()
+        while (yield from self._has_text()):
+            end = json_end.find(self._buffer)
+            self._arguments(self._take(end or len(self._buffer)))
+            if end:
+                self._end_call()
+                return True
+        return False
+
+
+class JsonEnd:
+    """Finds the end of a JSON object or list that arrives in pieces; what is between its brackets is not checked."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self._in_string = self._escaped = False
+
+    def find(self, text: str) -> int:
+        """Return the length of the text up to the end; 0 if it is not in the text."""
+        for i, character in enumerate(text):
+            if self._in_string:
+                self._in_string = self._escaped or character != '"'
+                self._escaped = not self._escaped and character == "\\"
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self.depth += 1
+            elif character in "}]":
+                self.depth -= 1
+                if self.depth <= 0:
+                    return i + 1
+        return 0

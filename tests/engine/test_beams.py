@@ -1,0 +1,152 @@
+"""Beam search: float32 output equals transformers' `generate(num_beams=…)`, token for token."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from pdserve.beam_search import BeamSearch, Branch
+from pdserve.config import EngineConfig
+from pdserve.costs import Costs
+from pdserve.engine.engine import Engine
+from pdserve.engine.sequence import Sequence
+from pdserve.request import SamplingParams
+
+PROMPTS = [[i * 7 % 90 + seed for i in range(length)] for seed, length in enumerate((1, 5, 16, 31, 40))]
+
+
+def reference(path: Path, prompt: list[int], eos: list[int], **settings: Any) -> list[tuple[list[int], float]]:
+    """Return the sequences and scores of `generate`, without padding."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+    n = settings.pop("n")
+    answer = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        num_return_sequences=n,
+        do_sample=False,
+        eos_token_id=eos or None,
+        pad_token_id=0,
+        output_scores=True,
+        return_dict_in_generate=True,
+        **settings,
+    )
+    outputs = []
+    for ids, score in zip(answer.sequences[:, len(prompt) :].tolist(), answer.sequences_scores.tolist(), strict=True):
+        end = next((i + 1 for i, token in enumerate(ids) if token in eos), len(ids))
+        outputs.append((ids[:end], score))
+    return outputs
+
+
+def search(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) -> list[Sequence]:
+    """Run the searches side by side, and return their sequences."""
+    seqs = [engine.new_sequence(str(i), prompt, sampling) for i, prompt in enumerate(prompts)]
+    for seq in seqs:
+        engine.add(seq)
+    for _ in range(5000):
+        engine.step()
+        for seq in seqs:
+            if seq.group is not None and seq.group.search.is_over:
+                engine.remove(seq)
+        engine.pool.check_integrity()
+        if all(seq.group is not None and seq.group.search.is_over for seq in seqs):
+            assert engine.pool.num_held == 0 and not engine.has_work
+            return seqs
+    raise AssertionError("the search does not end")
+
+
+def check(engine: Engine, path: Path, prompts: list[list[int]], eos: list[int], settings: dict[str, Any]) -> None:
+    width, max_tokens = settings.get("num_beams", 4), settings.get("max_new_tokens", 12)
+    how = settings.get("length_penalty", 1.0), settings.get("early_stopping", False)
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        beam_width=width,
+        stop_token_ids=tuple(eos),
+        ignore_eos=True,
+        length_penalty=how[0],
+        early_stopping=str(how[1]).lower(),
+        repetition_penalty=settings.get("repetition_penalty", 1.0),
+        min_tokens=settings.get("min_new_tokens", 0),
+    )
+    defaults = {"num_beams": width, "max_new_tokens": max_tokens}
+    for seq, prompt in zip(search(engine, prompts, sampling), prompts, strict=True):
+        assert seq.group is not None
+        expected = reference(path, prompt, eos, n=width, **{**defaults, **settings})
+        found = seq.group.search.hypotheses(width)
+        assert [list(one.token_ids) for one in found] == [ids for ids, _ in expected]
+        assert [one.score for one in found] == pytest.approx([score for _, score in expected], rel=1e-5)
+        reasons = ["stop" if ids[-1] in eos else "length" for ids, _ in expected]
+        assert [one.finish_reason for one in found] == reasons
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "gemma3", "qwen3_moe"])
+def test_equals_generate(architecture: str, checkpoint: Callable[..., Path]) -> None:
+    path = checkpoint(architecture)
+    engine = Engine(EngineConfig(model=str(path), num_blocks=200, max_num_batched_tokens=32))
+    eos = [*range(60, 90)]  # so that a random model meets some
+    check(engine, path, PROMPTS, [], {})
+    check(engine, path, PROMPTS[:3], eos, {"num_beams": 3, "max_new_tokens": 20})
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 0.5, 1.0, 2.0])
+def test_equals_generate_with_every_way_to_stop(
+    early_stopping: Any, length_penalty: float, checkpoint: Callable[..., Path]
+) -> None:
+    path = checkpoint("llama")
+    engine = Engine(EngineConfig(model=str(path), num_blocks=200, max_num_batched_tokens=32))
+    how = {"early_stopping": early_stopping, "length_penalty": length_penalty}
+    for eos in ([70], [*range(20, 60)]):
+        check(engine, path, PROMPTS[1:3], eos, {**how, "num_beams": 2, "max_new_tokens": 16})
+
+
+def test_penalties_and_early_stops_equal_generate(checkpoint: Callable[..., Path]) -> None:
+    path = checkpoint("llama")
+    engine = Engine(EngineConfig(model=str(path), num_blocks=200))
+    check(engine, path, PROMPTS, [], {"repetition_penalty": 1.3})
+    check(engine, path, PROMPTS[:2], [*range(20, 60)], {"min_new_tokens": 5})
+
+
+@pytest.mark.parametrize("settings", [{"num_blocks": 21}, {"num_blocks": 40, "max_num_seqs": 5}], ids=str)
+@pytest.mark.parametrize("swap_space", [0, 0.01])
+def test_equals_generate_while_preempting(
+    settings: dict[str, int], swap_space: float, checkpoint: Callable[..., Path]
+) -> None:
+    """In a pool, or a batch, in which only one of the searches finds room."""
+    path = checkpoint("llama")
+    engine = Engine(EngineConfig(model=str(path), max_num_batched_tokens=64, swap_space=swap_space, **settings))
+    engine.scheduler.costs = Costs(prefill=(1, 1, 0), swap=(0, 0))
+    check(engine, path, PROMPTS, [], {"max_new_tokens": 24})
+    assert engine.scheduler.num_preemptions or "max_num_seqs" in settings
+    assert engine.scheduler.swap_space.num_swaps == (engine.scheduler.num_preemptions if swap_space else 0)
+
+
+def test_beams_share_blocks(checkpoint: Callable[..., Path]) -> None:
+    engine = Engine(EngineConfig(model=str(checkpoint("llama")), num_blocks=200, max_num_batched_tokens=256))
+    prompt = [i % 90 for i in range(165)]
+    seq = engine.new_sequence("r", prompt, SamplingParams(max_tokens=20, beam_width=6, ignore_eos=True))
+    engine.add(seq)
+    held = []
+    while seq.group is not None and not seq.group.search.is_over:
+        engine.step()
+        held.append(engine.pool.num_held)
+    assert 10 + 2 <= max(held) <= 10 + 2 * 6, "the 10 full blocks of the prompt are shared"
+    engine.remove(seq)
+    assert engine.pool.num_held == 0
+
+
+def test_a_search_that_does_not_fit_is_refused(checkpoint: Callable[..., Path]) -> None:
+    engine = Engine(EngineConfig(model=str(checkpoint("llama")), num_blocks=20, max_num_seqs=8))
+    assert "8 sequences" in engine.beams_fault(16, 9)
+    assert "20 blocks" in engine.beams_fault(65, 4)
+    assert not engine.beams_fault(64, 4)
+
+
+def test_a_beam_ends_only_if_it_is_among_the_best() -> None:
+    one = BeamSearch(2, frozenset({9}), 3, 1.0, "true")
+    assert one.num_candidates == 4
+    assert one.step([[(1, -1.0), (2, -2.0), (9, -3.0), (3, -4.0)]]) == [Branch(0, 1), Branch(0, 2)]
+    assert one.step([[(9, -1.0), (1, -3.0), (2, -4.0), (3, -5.0)], [(9, -1.0), (4, -3.0), (5, -4.0), (6, -5.0)]]) == []
+    assert [(answer.token_ids, answer.score) for answer in one.hypotheses(2)] == [((1, 9), -1.0), ((2, 9), -1.5)]

@@ -1,0 +1,216 @@
+"""Instances with several ranks (--tensor-parallel-size): identity, hand-overs between different degrees, and lost ranks."""
+
+import os
+import random
+import re
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pdserve.counters import series
+
+Complete = Callable[..., dict[str, Any]]
+CompleteAll = Callable[..., list[list[int]]]
+Deploy = Callable[..., Any]
+Generate = Callable[..., list[list[int]]]
+Metric = Callable[..., float]
+WaitUntil = Callable[..., None]
+
+TWO = ["--tensor-parallel-size", "2"]
+
+
+def follower_of(name: str, log_lines: list[str]) -> int:
+    """Return the process id of the latest rank 1 of an instance."""
+    pattern = re.compile(rf"\[{name}\] .*started ranks 1 to 1 in processes (\d+)")
+    return int([match[1] for line in log_lines if (match := pattern.search(line))][-1])
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("connector_url", "prefill", "decode"),
+    [
+        ("shm", TWO, TWO),
+        pytest.param("file", TWO, TWO, marks=pytest.mark.slow),
+        pytest.param("redis", TWO, TWO, marks=pytest.mark.slow),
+        pytest.param("shm", [], TWO, marks=pytest.mark.slow),
+        pytest.param("redis", TWO, [], marks=pytest.mark.slow),
+        pytest.param("tiered", TWO, TWO, marks=pytest.mark.slow),
+        pytest.param("nixl", TWO, TWO, marks=pytest.mark.slow),
+        pytest.param("nixl", TWO, [], marks=pytest.mark.slow),
+        pytest.param("shm?codec=lz4", TWO, TWO, marks=pytest.mark.slow),
+        pytest.param("shm", ["--tensor-parallel-size", "4"], TWO, marks=pytest.mark.slow),
+        pytest.param("file", [*TWO, "--block-size", "32"], [], marks=pytest.mark.slow),
+    ],
+    indirect=["connector_url"],
+)
+def test_tokens_equal_transformers(
+    connector_url: str,
+    prefill: list[str],
+    decode: list[str],
+    checkpoint: Callable[..., Path],
+    generate: Generate,
+    prompts: list[list[int]],
+    deploy: Deploy,
+    complete_all: CompleteAll,
+    metric: Metric,
+    wait_until: WaitUntil,
+    blocks_held: Callable[[Any], dict[str, float]],
+) -> None:
+    path, some, log_lines = checkpoint("llama"), prompts[:10], list[str]()
+    expected, length = generate(path, some, 32), sum(map(len, some))
+    settings = {"model": str(path), "connector": connector_url, "num_blocks": 512, "max_num_batched_tokens": 256}
+    flags = {"prefill": prefill, "decode": [*decode, "--convert-kv"]}
+    with deploy(flags=flags, log_lines=log_lines, **settings) as deployment:
+        assert complete_all(deployment, some) == expected
+        tokens = partial(metric, deployment, "prompt_tokens_by_source_total", role="decode")
+        wait_until(lambda: tokens(source="loaded") + tokens(source="local_hit") == length)
+        assert tokens(source="computed") == 0, "all KV was loaded, none recomputed"
+        assert complete_all(deployment, some) == expected, "with warm caches"
+        wait_until(lambda: tokens() == 2 * length)
+        assert tokens(source="local_hit") >= 16 * (700 // 16) and tokens(source="computed") == 0
+        wait_until(lambda: not any(blocks_held(deployment).values()))
+        shown = httpx.get(f"{deployment.url}/debug/instances").json()["instances"]
+        assert {one["role"]: one["ranks"] for one in shown} == {
+            "prefill": int(prefill[1]) if prefill else 1,
+            "decode": int(decode[1]) if decode else 1,
+        }
+        followers = [int(pid) for line in log_lines for pid in re.findall(r"in processes (\d+)", line)]
+        assert followers
+    assert all(map(has_ended, followers))
+
+
+@pytest.mark.parametrize(("prefill", "decode", "moves"), [([1], [2], False), ([2], [1], False), ([1], [2, 1], True)])
+def test_hand_overs_between_degrees(
+    prefill: list[int],
+    decode: list[int],
+    moves: bool,
+    checkpoint: Callable[..., Path],
+    generate: Generate,
+    load_test_module: Callable[[str], Any],
+    fork_server: Any,
+    shm_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts and streams move between instances with one and with two ranks, driven in this process by a real dispatcher."""
+    monkeypatch.setattr("pdserve.ranks.followers.start_process", fork_server.start_follower)
+    driver = load_test_module("integration/test_moves")
+    degrees = {f"prefill-{i}": ranks for i, ranks in enumerate(prefill)}
+    degrees |= {f"decode-{i}": ranks for i, ranks in enumerate(decode)}
+    path = checkpoint("llama")
+    instances = [driver.LocalInstance(name, path, shm_url, ranks) for name, ranks in degrees.items()]
+    requests = driver.requests(instances)
+    migrate_at = driver.random_migrations(random.Random(11), len(requests)) if moves else [[] for _ in requests]
+    num_migrations = [len(due) for due in migrate_at]
+    states = driver.serve(instances, "round_robin", migrate_at)
+    greedy = [request.prompt for request in requests if request.sampling.temperature == 0]
+    assert [state.emitted for state in states][::2] == generate(path, greedy, driver.TOKENS)
+    assert [len(state.timeline.migrations) for state in states] == num_migrations
+    assert {state.timeline.error for state in states} == {""}
+    if not moves:
+        sources = instances[-1].instance.reporter.counts
+        assert sources[series("prompt_tokens_by_source", source="loaded")] == sum(len(one.prompt) for one in requests)
+    for instance in instances:
+        instance.instance.close()
+        if (group := instance.instance.engine.checkpoint.group) is not None:
+            group.close()
+
+
+@pytest.mark.parametrize("connector_url", ["shm"], indirect=True)
+def test_different_degrees_need_convert_kv(
+    connector_url: str, checkpoint: Callable[..., Path], deploy: Deploy, wait_until: WaitUntil
+) -> None:
+    log_lines: list[str] = []
+    settings = {"model": str(checkpoint("llama", dtype="float32")), "connector": connector_url, "num_blocks": 64}
+    with deploy(flags={"prefill": TWO}, log_lines=log_lines, wait=False, **settings):
+        sentence = "prefill-0 has KV blocks of 16 tokens in float32 on 2 ranks, decode-0 of 16 tokens in float32; make"
+        wait_until(lambda: any(sentence in line for line in log_lines), log_lines)
+
+
+@pytest.mark.parametrize(
+    ("victim", "signum"),
+    [
+        ("follower", signal.SIGKILL),
+        ("leader", signal.SIGKILL),
+        pytest.param("follower", signal.SIGSTOP, marks=pytest.mark.slow),  # waits for HANG_S
+    ],
+)
+def test_streams_migrate_when_a_rank_is_lost(
+    victim: str,
+    signum: signal.Signals,
+    checkpoint: Callable[..., Path],
+    deploy: Deploy,
+    complete: Complete,
+    wait_until: WaitUntil,
+) -> None:
+    """A killed or hung follower ends its leader, and followers end with a killed leader. No stream notices."""
+    prompts, log_lines = [[i, 7, 9] * (4 + 20 * (i % 3)) for i in range(6)], list[str]()
+    settings = {"model": str(checkpoint("llama")), "num_blocks": 256, "decode": 2, "policy": "round_robin"}
+    with (
+        deploy(log_lines=log_lines, tensor_parallel_size=2, **settings) as deployment,
+        ThreadPoolExecutor(len(prompts)) as threads,
+    ):
+
+        def send(prompt: list[int]) -> list[int]:
+            reply = complete(deployment, prompt=prompt, max_tokens=200, ignore_eos=True)
+            ids: list[int] = reply["choices"][0]["token_ids"]
+            return ids
+
+        def instances() -> dict[str, dict[str, Any]]:
+            found = httpx.get(f"{deployment.url}/debug/instances").json()["instances"]
+            return {instance["instance_id"]: instance for instance in found}
+
+        expected = list(threads.map(send, prompts))
+        futures = [threads.submit(send, prompt) for prompt in prompts]
+        wait_until(lambda: instances()["decode-1"]["requests"] >= 2, "decode-1 is busy")
+        leader, follower = deployment.child("decode-1").pid, follower_of("decode-1", log_lines)
+        os.kill(follower if victim == "follower" else leader, signum)
+        assert [future.result(600) for future in futures] == expected
+        wait_until(lambda: has_ended(leader), "the leader has ended")
+        if signum == signal.SIGSTOP:  # the kernel kills followers that the leader has started itself
+            os.kill(follower, signal.SIGKILL)
+        wait_until(lambda: has_ended(follower), "the follower has ended")
+        assert 'pdserve_migrations_total{kind="instance_lost"}' in httpx.get(f"{deployment.url}/metrics").text
+        if signum == signal.SIGKILL:
+            wait_until(lambda: "decode-1" in instances(), "it serves again")
+            assert send(prompts[0]) == expected[0]
+
+
+def test_role_changes_and_drains(
+    checkpoint: Callable[..., Path],
+    generate: Generate,
+    prompts: list[list[int]],
+    deploy: Deploy,
+    complete_all: CompleteAll,
+    pdserve: Callable[..., Any],
+) -> None:
+    path, some = checkpoint("llama"), prompts[:9]
+    expected = generate(path, some, 32)
+    with deploy(model=str(path), tensor_parallel_size=2, num_blocks=256, prefill=2) as deployment:
+        assert complete_all(deployment, some) == expected
+        changed = pdserve("role", "prefill-1", "decode", "--router", deployment.url)
+        assert changed.returncode == 0, changed.stderr
+        assert complete_all(deployment, some) == expected
+        leader = deployment.child("decode-0")
+        os.kill(leader.pid, signal.SIGTERM)
+        assert leader.process.wait(600) == 0
+        assert complete_all(deployment, some) == expected
+
+
+def test_start_up_errors_are_one_sentence(pdserve: Callable[..., Any], checkpoint: Callable[..., Path]) -> None:
+    result = pdserve("decode", "--model", str(checkpoint("llama")), "--tensor-parallel-size", "3", "--num-blocks", "64")
+    assert result.returncode == 2, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("pdserve: ")]
+    assert "LlamaForCausalLM is not supported with --tensor-parallel-size 3: neither divides 3 its 2 KV heads" in line
+    assert "Traceback" not in result.stderr
