@@ -23,7 +23,7 @@ COPY pyproject.toml ./
 ARG EXTRAS=""
 # xgrammar requires Triton (0.7 GB) but uses it only on GPUs, where torch's build includes it. Hence --no-deps.
 RUN python -c 'import os, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; extra = p["optional-dependencies"]; \
-      names = ["codecs", "otel", *filter(None, os.environ["EXTRAS"].split(","))]; \
+      names = ["codecs", "otel", "vllm-grpc", *filter(None, os.environ["EXTRAS"].split(","))]; \
       print(*p["dependencies"], *(line for name in names for line in extra[name]), "apache-tvm-ffi", sep="\n"); \
       print(*extra["structured"], sep="\n", file=open("alone.txt", "w"))' >requirements.txt \
     && pip install -q -c constraints.txt -r requirements.txt \

@@ -33,10 +33,19 @@ class RandomRunner(PacedRunner):
     """A runner whose candidates are those of a random language model: softmax of normally distributed logits."""
 
     def __init__(self, config: EngineConfig, max_model_len: int, seed: int) -> None:
-        shape = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "block_size": config.block_size}
-        layout = Layout(model_fingerprint="random", dtype="uint8", itemsize=1, **shape)
-        zero = lambda *_: 0.0  # noqa: E731
-        super().__init__(config, layout, max_model_len, zero, zero, zero, vocab_size=TOKENS, block_bytes=1)
+        layout = Layout(
+            model_fingerprint="random",
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=1,
+            block_size=config.block_size,
+            dtype="uint8",
+            itemsize=1,
+        )
+        no_time = lambda _: 0.0  # noqa: E731
+        super().__init__(
+            config, layout, max_model_len, no_time, no_time, lambda _: None, vocab_size=TOKENS, block_bytes=1
+        )
         self._random = random.Random(seed)
 
     def step(self, num_scheduled_tokens: dict[Sequence, int]) -> dict[Sequence, int]:
@@ -64,7 +73,7 @@ def measure(requests: int, block_size: int, seed: int = 0) -> Iterator[dict[str,
             longest = max(map(sum, lengths))
             config = EngineConfig(model=name, num_blocks=count * (longest // block_size + 3), block_size=block_size)
             engine = Engine(config, runner=RandomRunner(config, longest, seed))
-            totals = [_run(engine, *one, count, kind == "beams") for one in lengths]
+            totals = [_run(engine, inputs, outputs, count, kind == "beams") for inputs, outputs in lengths]
             held, separate = (sum(column) for column in zip(*totals, strict=True))
             saved = round(100 * (1 - held / separate), 1)
             yield {"data set": name, "kind": kind, "sequences": count, "saved_percent": saved, "published": published}

@@ -182,7 +182,7 @@ class Decoder:
         self._store_back(state, 1 if is_urgent else STORE_BACK_BLOCKS)
         if seq.group is not None and seq.group.search.num_steps:
             self._report_search(state, seq.group.search)
-        if seq.embedding:
+        if seq.embedded:
             self._context.count_prompt_sources(job)
             job.report_embedding(now)
             self._end(state)
@@ -211,7 +211,8 @@ class Decoder:
         if search.is_over or search.num_steps % STEPS_PER_REPORT == 1:
             job.report_search(search)
         if search.is_over:
-            self._context.count("generation_tokens", sum(len(answer.token_ids) for answer in job.output.hypotheses))
+            answers = search.hypotheses(job.seq.sampling.num_answers)
+            self._context.count("generation_tokens", sum(len(answer.token_ids) for answer in answers))
             job.finish("stop", now)
             self._end(state)
 

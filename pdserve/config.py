@@ -31,7 +31,7 @@ TTFT_TARGET_HELP = (
 CONNECTOR_VARIABLE, REGISTRY_VARIABLE = "PDSERVE_CONNECTOR", "PDSERVE_REGISTRY"  # their URLs may hold a password
 CONTROL_TOKEN_VARIABLE = "PDSERVE_CONTROL_TOKEN"
 SLO_HELP = "reject requests that would miss this SLO by forecast, such as ttft=500ms,itl=50ms; empty: none"
-OTLP_HELP = "OTLP/HTTP collector for traces of requests, such as http://collector:4318; empty: none"
+OTLP_HELP = "OTLP/HTTP collector for traces of requests and metrics, such as http://collector:4318; empty: none"
 KEYS_FILE_HELP = "TOML file of further API keys, each with quotas and a weight; empty: none"
 ALLOWED_HOSTS_HELP = (
     "further Host headers for which a router on loopback without API keys answers, comma separated, or *; empty: none"
@@ -41,6 +41,8 @@ KV_EVENTS_HELP = (
 )
 PARSER_HELP = "parser of the model's {}, by its name in vLLM, such as {}; auto: by the chat template; none: no parsing"
 PROFILE_HELP = "profile with which instances compare the times of their steps; empty: that of --paced, if any"
+VLLM_METRICS_HELP = "export metrics by vLLM's names too, as one series for the whole process"
+GRPC_HELP = "port for gRPC: health checks, and vLLM's VllmEngine where pdserve[vllm-grpc] is installed; default: none"
 POLICY_NAMES = ("auto", "round_robin", "least_loaded", "power_of_two", "session", "prefix_aware")
 PORTS: dict[str, Any] = {"least": 0, "most": 65535}  # 0 takes a free one
 
@@ -242,6 +244,8 @@ class InstanceConfig(ControlConfig, TransferConfig):
         None,
         **PORTS,
     )
+    vllm_metrics: bool = flag(VLLM_METRICS_HELP, False)
+    grpc_health_port: int | None = flag("port for gRPC health checks of this instance; default: none", None, **PORTS)
     kv_events_config: str = flag(KV_EVENTS_HELP, "")
     log_format: str = flag(LOG_HELP, "text", choices=LOG_FORMATS)
     drain_seconds: float = flag(
@@ -272,6 +276,7 @@ class InstanceConfig(ControlConfig, TransferConfig):
 class RouterConfig(ControlConfig):
     host: str = flag("listen address for clients", "127.0.0.1")
     port: int = flag("port for clients", DEFAULT_PORT, **PORTS)
+    grpc_port: int | None = flag(GRPC_HELP, None, **PORTS)
     control_host: str = flag("listen address for instances", "127.0.0.1")
     control_port: int = flag("port for instances", DEFAULT_CONTROL_PORT, **PORTS)
     registry: str = flag(
@@ -346,6 +351,7 @@ class RouterConfig(ControlConfig):
     ssl_certfile: str = flag("PEM certificate chain for TLS with clients; needs --ssl-keyfile", "")
     ssl_keyfile: str = flag("PEM private key of --ssl-certfile", "")
     otlp_endpoint: str = flag(OTLP_HELP, "")
+    vllm_metrics: bool = flag(VLLM_METRICS_HELP, False)
     special_tokens_in_messages: bool = flag(
         "read the strings of special tokens in messages and tools as special tokens; by default they are ordinary text",
         False,
@@ -360,6 +366,16 @@ class RouterConfig(ControlConfig):
     log_format: str = flag(LOG_HELP, "text", choices=LOG_FORMATS)
     log_requests: bool = flag("log a line for each finished request", False)
     drain_seconds: float = flag("seconds that requests may take after SIGTERM before they are cut off", 25.0, least=0)
+    response_store: str = flag(
+        "where /v1/responses keeps responses: memory, or a Redis such as redis://host:6379/0; empty: nowhere",
+        "",
+        variable="PDSERVE_RESPONSE_STORE",
+    )
+    response_ttl_seconds: float = flag("seconds for which a response is kept", 86_400.0, above=0)
+    max_stored_responses: int = flag("maximum responses kept per API key; older ones are dropped", 1000, least=1)
+    batch_folder: str = flag("folder of the files and batches of /v1/files and /v1/batches; empty: these are off", "")
+    max_batch_bytes: str = flag("maximum bytes of all files in --batch-folder, and of one upload", "1GiB")
+    batch_concurrency: int = flag("requests of one batch that run at once", 32, least=1)
     timelines: int = flag("number of finished requests kept for /debug/requests and /debug/traffic", 1000, least=1)
     workers: int = flag(
         "router processes that share --port; each further one takes the next --control-port and --own-port",
@@ -375,10 +391,13 @@ class RouterConfig(ControlConfig):
         """Raise `ValueError` for a setting that can never work."""
         super().__post_init__()
         self._check_ports()
-        if self.workers > 1 and not (self.port and self.control_port):
+        if self.workers > 1 and 0 in (self.port, self.control_port, self.grpc_port):
             raise ValueError(
                 "--workers needs a --port and a --control-port other than 0: with 0, each worker would take another one"
             )
+        if self.workers > 1 and self.response_store == "memory":
+            raise ValueError("--response-store memory is not shared by --workers; name a Redis, which is")
+        parse_size(self.max_batch_bytes)
         Slo.parse(self.slo)
         for origin in map(str.strip, self.cors_origins.split(",") if self.cors_origins else ()):
             if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/]+", origin):
@@ -389,11 +408,14 @@ class RouterConfig(ControlConfig):
             raise ValueError("--ssl-certfile and --ssl-keyfile belong together: give both or none")
 
     def _check_ports(self) -> None:
-        """Check the ports of all workers: they share --port; their other ports count up from the given one."""
+        """Check the ports of all workers: they share --port and --grpc-port; the others count up from the given one."""
         first = {"--port": self.port, "--control-port": self.control_port}
         if self.own_port is not None:
             first["--own-port"] = self.own_port
-        ports = {flag: range(port, port + (1 if flag == "--port" else self.workers)) for flag, port in first.items()}
+        if self.grpc_port is not None:
+            first["--grpc-port"] = self.grpc_port
+        of_all = ("--port", "--grpc-port")
+        ports = {flag: range(port, port + (1 if flag in of_all else self.workers)) for flag, port in first.items()}
         for flag, own in ports.items():
             _check_port(f"{flag} of the last of --workers {self.workers}", own[-1])
         for (flag, own), (other, others) in combinations(ports.items(), 2):
@@ -417,6 +439,7 @@ class UpConfig(ControlConfig, TransferConfig):
     host: str = flag("listen address for clients", "127.0.0.1")
     port: int = flag("port for clients", DEFAULT_PORT, least=1, most=65535)
     control_port: int = flag("port for instances; 0 takes a free one", 0, **PORTS)
+    grpc_port: int | None = flag(GRPC_HELP, None, **PORTS)
     policy: str = flag("routing policy for P and D", "auto", choices=POLICY_NAMES)
     prefill_policy: str | None = flag(
         "routing policy for prefill instances; default: --policy", None, choices=POLICY_NAMES
@@ -428,6 +451,7 @@ class UpConfig(ControlConfig, TransferConfig):
     ttft_target_ms: float | None = flag(TTFT_TARGET_HELP, None, above=0)
     slo: str = flag(SLO_HELP, "")
     otlp_endpoint: str = flag(OTLP_HELP, "")
+    vllm_metrics: bool = flag(VLLM_METRICS_HELP, False)
     keys_file: str = flag(KEYS_FILE_HELP, "")
     allowed_hosts: str = flag(ALLOWED_HOSTS_HELP, "")
     profile: str = flag(PROFILE_HELP, "")

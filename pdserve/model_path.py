@@ -23,3 +23,22 @@ def resolve_model(name: str) -> Path | str:
     if not name or name[0] in "./~" or name.count("/") > 1:
         raise SetupError(f"no such model directory: {name or '(empty name)'}")
     return name
+
+
+def model_folder(name: str) -> Path:
+    """Return the local directory of a model's config and tokenizer; of a hub id, that of the downloaded files.
+
+    Raises:
+        SetupError: there is no such model.
+    """
+    path = resolve_model(name)
+    if isinstance(path, Path):
+        return path
+    from transformers.utils.hub import cached_file  # takes a second to import
+
+    try:
+        config = cached_file(path, "config.json")
+    except OSError as error:
+        raise SetupError(f"{name} has no config.json: {error}") from error
+    assert config is not None
+    return Path(config).parent

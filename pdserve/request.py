@@ -57,6 +57,7 @@ class SamplingParams:
         beam_width: beams of a beam search (`beam_search.py`), which replaces sampling; 0 for none.
         num_answers: how many answers the beam search returns, best first.
         length_penalty, early_stopping: of the beam search.
+        logits_processors: JSON object from names of plug-ins (`logits_processors.py`) to their arguments; empty for none.
         embed: return the embedding of the prompt instead of an output.
         reasoning: how reasoning is delimited in the output, if it is limited, or a grammar begins after it.
     """
@@ -85,6 +86,7 @@ class SamplingParams:
     early_stopping: str = "false"
     embed: bool = False
     reasoning: ReasoningSpan | None = None
+    logits_processors: str = ""
 
     def validate(self) -> None:
         """Raise BadRequest, with the field's name and its valid range, if a value is invalid."""

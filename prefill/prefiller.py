@@ -142,7 +142,7 @@ class Prefiller:
         self._store_computed(state)
         if sampled:
             self._report_first_token(state, job)
-        elif job.seq.embedding:
+        elif job.seq.embedded:
             job.report_embedding(self._context.now())
             self._context.count_prompt_sources(job)
             self._end_prompt(state, job)

@@ -91,7 +91,7 @@ class Hello(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., namespace: _Optional[bytes] = ..., epoch: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., connector: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., kernel: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., convert_kv: _Optional[bool] = ..., scheduling_policy: _Optional[str] = ..., grammars: _Optional[bool] = ..., allow_inexact: _Optional[bool] = ..., embedding_size: _Optional[int] = ..., itl_target: _Optional[float] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
 class Layout(_message.Message):
-    __slots__ = ("model_fingerprint", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype", "itemsize", "version", "numerics", "rank", "ranks")
+    __slots__ = ("model_fingerprint", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype", "itemsize", "version", "numerics")
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
@@ -101,8 +101,6 @@ class Layout(_message.Message):
     ITEMSIZE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
-    RANK_FIELD_NUMBER: _ClassVar[int]
-    RANKS_FIELD_NUMBER: _ClassVar[int]
     model_fingerprint: str
     num_layers: int
     num_kv_heads: int
@@ -112,9 +110,7 @@ class Layout(_message.Message):
     itemsize: int
     version: int
     numerics: str
-    rank: int
-    ranks: int
-    def __init__(self, model_fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., itemsize: _Optional[int] = ..., version: _Optional[int] = ..., numerics: _Optional[str] = ..., rank: _Optional[int] = ..., ranks: _Optional[int] = ...) -> None: ...
+    def __init__(self, model_fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., itemsize: _Optional[int] = ..., version: _Optional[int] = ..., numerics: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("waiting", "running", "free_blocks", "counters", "costs")
@@ -350,7 +346,7 @@ class Member(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos", "logprobs", "logit_bias", "grammar", "frequency_penalty", "presence_penalty", "repetition_penalty", "allowed_token_ids", "bad_words", "prompt_logprobs", "beam_width", "num_answers", "length_penalty", "embed", "early_stopping", "reasoning")
+    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos", "logprobs", "logit_bias", "grammar", "frequency_penalty", "presence_penalty", "repetition_penalty", "allowed_token_ids", "bad_words", "prompt_logprobs", "beam_width", "num_answers", "length_penalty", "embed", "logits_processors", "early_stopping")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -380,8 +376,8 @@ class Sampling(_message.Message):
     NUM_ANSWERS_FIELD_NUMBER: _ClassVar[int]
     LENGTH_PENALTY_FIELD_NUMBER: _ClassVar[int]
     EMBED_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_PROCESSORS_FIELD_NUMBER: _ClassVar[int]
     EARLY_STOPPING_FIELD_NUMBER: _ClassVar[int]
-    REASONING_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     min_tokens: int
     temperature: float
@@ -404,23 +400,9 @@ class Sampling(_message.Message):
     num_answers: int
     length_penalty: float
     embed: bool
+    logits_processors: str
     early_stopping: str
-    reasoning: Reasoning
-    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., grammar: _Optional[str] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[bytes]] = ..., prompt_logprobs: _Optional[int] = ..., beam_width: _Optional[int] = ..., num_answers: _Optional[int] = ..., length_penalty: _Optional[float] = ..., embed: _Optional[bool] = ..., early_stopping: _Optional[str] = ..., reasoning: _Optional[_Union[Reasoning, _Mapping]] = ...) -> None: ...
-
-class Reasoning(_message.Message):
-    __slots__ = ("start", "ends", "closing", "budget", "is_required")
-    START_FIELD_NUMBER: _ClassVar[int]
-    ENDS_FIELD_NUMBER: _ClassVar[int]
-    CLOSING_FIELD_NUMBER: _ClassVar[int]
-    BUDGET_FIELD_NUMBER: _ClassVar[int]
-    IS_REQUIRED_FIELD_NUMBER: _ClassVar[int]
-    start: bytes
-    ends: _containers.RepeatedScalarFieldContainer[bytes]
-    closing: bytes
-    budget: int
-    is_required: bool
-    def __init__(self, start: _Optional[bytes] = ..., ends: _Optional[_Iterable[bytes]] = ..., closing: _Optional[bytes] = ..., budget: _Optional[int] = ..., is_required: _Optional[bool] = ...) -> None: ...
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., grammar: _Optional[str] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[bytes]] = ..., prompt_logprobs: _Optional[int] = ..., beam_width: _Optional[int] = ..., num_answers: _Optional[int] = ..., length_penalty: _Optional[float] = ..., embed: _Optional[bool] = ..., logits_processors: _Optional[str] = ..., early_stopping: _Optional[str] = ...) -> None: ...
 
 class HandOver(_message.Message):
     __slots__ = ("request_id", "num_blocks", "final", "tickets", "first_token", "coming")

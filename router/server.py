@@ -15,34 +15,42 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
 from starlette.applications import Starlette
 
-from pdserve.config import INTERRUPT_GRACE_S, RouterConfig
+from pdserve.config import INTERRUPT_GRACE_S, RouterConfig, parse_size
 from pdserve.control.certificates import check_key_pair, server_context
 from pdserve.control.registry import Registry
 from pdserve.grammars.compiler import GrammarCompiler
+from pdserve.router.batches.batch_queue import BatchQueue
+from pdserve.router.batches.endpoints import BatchEndpoints
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.instances.control_server import ControlServer
 from pdserve.router.instances.fleet import Fleet
 from pdserve.router.limits.account_file import AccountFile
 from pdserve.router.limits.key_file import ApiKey, load_api_keys
 from pdserve.router.limits.shared_quota import SharedQuotas
+from pdserve.router.storage.file_store import FileStore
+from pdserve.router.storage.response_store import open_store
 from pdserve.router.telemetry.events import EventLog
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.telemetry.timeline import log_finished
 from pdserve.router.telemetry.tracing import Tracer
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
-from pdserve.router.web.app import create_app
+from pdserve.router.web.app import create_app, generation_handlers
 from pdserve.router.web.grammar_checker import GrammarChecker
 from pdserve.router.web.http_server import HttpServer
 from pdserve.router.web.listening import listen
 from pdserve.router.web.overview import Overview
+
+if TYPE_CHECKING:
+    from pdserve.control.grpc_server import GrpcServer
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +91,7 @@ async def _serve(
 ) -> None:
     """Build all parts of the router, serve until a signal, and shut down in reverse order."""
     fleet = Fleet(f"router-{secrets.token_hex(4)}", config.name, config.lease_seconds, time.monotonic)
-    metrics = Metrics(fleet)
+    metrics = Metrics(fleet, config.name if config.vllm_metrics else "")
     seed = secrets.randbits(32)  # random, so that routers that start together do not rotate in step
     dispatcher = Dispatcher(config, fleet, metrics, seed)
     events = EventLog()
@@ -92,7 +100,7 @@ async def _serve(
     admission = AdmissionController(keys, config, metrics, fleet.now)
     async with AsyncExitStack() as stack:
         if config.otlp_endpoint:
-            tracer = Tracer(config.otlp_endpoint)
+            tracer = Tracer(config.otlp_endpoint, config.name)
             stack.push_async_callback(asyncio.to_thread, tracer.close)
             dispatcher.finish_listeners.append(tracer.export)
         if config.log_requests:
@@ -115,9 +123,36 @@ async def _serve(
         if grammars is not None:
             stack.callback(grammars.close)
         recent = dispatcher.timelines.latest
-        app = create_app(config, tokenizer, dispatcher, admission, metrics.parts, recent, overview.snapshot, grammars)
+        response_store = open_store(config)
+        if response_store is not None:
+            stack.push_async_callback(response_store.close)
+        batches = _batch_queue(config)
+        further = [BatchEndpoints(batches)]
+        app = create_app(
+            config,
+            tokenizer,
+            dispatcher,
+            admission,
+            metrics.parts,
+            recent,
+            overview.snapshot,
+            grammars,
+            response_store,
+            further,
+        )
+        if batches is not None:
+            batches.handlers = generation_handlers(app)
+            stack.push_async_callback(batches.close)
+            batches.resume()
         ports = f"clients on port {listening[0].getsockname()[1]}, instances on port {control_port}"
-        server = _DrainingServer(app, config, metrics, ports)
+        rpc = None
+        if config.grpc_port is not None:
+            from pdserve.router.rpc.server import make_server  # gRPC is loaded only if it is used
+
+            rpc = make_server(config, config.grpc_port, tokenizer, dispatcher, admission, grammars)
+            stack.push_async_callback(rpc.close)
+            ports += f", gRPC on port {rpc.port}"
+        server = _DrainingServer(app, config, metrics, ports, rpc)
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
         # Without the loops there are no timeouts and no leases, so the router stops if one of them ends.
@@ -146,6 +181,13 @@ async def _running(loops: list[Coroutine[Any, Any, None]], on_end: Callable[[], 
     for result in results:
         if isinstance(result, Exception):
             raise result
+
+
+def _batch_queue(config: RouterConfig) -> BatchQueue | None:
+    if not config.batch_folder:
+        return None
+    store = FileStore(Path(config.batch_folder), parse_size(config.max_batch_bytes))
+    return BatchQueue(store, config.batch_concurrency)
 
 
 def _grammar_checker(model: str, metrics: Metrics) -> GrammarChecker | None:
@@ -183,13 +225,18 @@ class _DrainingServer(HttpServer):
     uvicorn's own signal handlers raise the signal again at the end, which would cut off the rest of our shutdown.
     """
 
-    def __init__(self, app: Starlette, config: RouterConfig, metrics: Metrics, ports: str) -> None:
+    def __init__(
+        self, app: Starlette, config: RouterConfig, metrics: Metrics, ports: str, rpc: "GrpcServer | None"
+    ) -> None:
         super().__init__(app, config, metrics)
         self._ports = ports
+        self._rpc = rpc
         self._drain_seconds = math.ceil(config.drain_seconds)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if self._rpc is not None:
+            await self._rpc.start()
         gc.freeze()  # exempt what is loaded from collection: a scan takes 0.1 s and stalls all streams
         gc.set_threshold(20_000)  # young objects per collection; the default is 700
         log.info("router: %s", self._ports)
@@ -201,6 +248,13 @@ class _DrainingServer(HttpServer):
         if not self.should_exit:
             log.info("shutting down: running requests may take %d s", grace)
         self.force_exit, self.should_exit = self.should_exit, True
+        if self._rpc is not None:
+            self._rpc.begin_stop(0 if self.force_exit else grace)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self._rpc is not None:
+            await self._rpc.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -143,7 +143,7 @@ def test_accepted_values_of_unsupported_fields_are_listed() -> None:
 
 
 def test_endpoint_table_lists_every_path() -> None:
-    code = "".join(read(name) for name in source_files() if name.startswith("router/web/"))
+    code = "".join(read(name) for name in source_files() if name.startswith("router/"))
     paths = re.findall(r'(?:@endpoint\(\s*"\w+",\s*|\bpath=)"([^"]+)"', code)
     paths += re.findall(r'"(/[^"]*)": (?:PAGE|SWAGGER_UI) /', code)
     listed = {name.split()[-1] for name in first_column(section("docs/api.md", "Endpoints"))}

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import cast
 
@@ -213,6 +214,37 @@ def profile(config: ProfileConfig) -> None:
         raise typer.Exit(1)
 
 
+def batch(
+    source: Path = typer.Argument(help="OpenAI's batch file: a request per line"),  # noqa: B008
+    target: Path = typer.Argument(help="file of the answers; those that it has already are kept"),  # noqa: B008
+    url: str = typer.Option("", help="URL of a running server, with its key in PDSERVE_API_KEY; empty: start one"),
+    concurrency: int = typer.Option(64, min=1, help="requests that are under way at once"),
+    model: str = typer.Option("demo", help="of the server that is started, as in `pdserve up`"),
+    prefill: int = typer.Option(0, min=0, help="its prefill instances"),
+    decode: int = typer.Option(0, min=0, help="its decode instances"),
+    both: int = typer.Option(
+        0, min=0, help="its instances with the role both; default: 1, without --prefill and --decode"
+    ),
+) -> None:
+    """Answer the requests of a file. Exit code 1: some have no answer yet; the same command tries these again."""
+    from pdserve.batch.command import run
+
+    if url:
+        complete = run(source, target, url, concurrency)
+    else:
+        from pdserve.cli.deployment import free_port
+        from pdserve.offline.fleet import Fleet
+
+        counts = {"prefill": prefill, "decode": decode, "both": both or int(not prefill and not decode)}
+        fleet = Fleet(UpConfig(model=model, port=free_port(), **counts))  # type: ignore[arg-type]
+        try:
+            complete = run(source, target, fleet.url, concurrency)
+        finally:
+            fleet.close()
+    if not complete:
+        raise typer.Exit(1)
+
+
 bench_app.command("serve")(command_from_config(BenchServeConfig, bench_serve))
 app.command("plan")(command_from_config(PlanConfig, plan))
 app.command("autoscale")(command_from_config(AutoscaleConfig, autoscale))
@@ -225,6 +257,7 @@ for _role in ("prefill", "decode", "both"):
     app.command(_role, help=f"Start one {_role} instance and connect it to its routers.")(
         command_from_config(InstanceConfig, instance, role=_role)
     )
+app.command("batch")(batch)
 app.command("drain")(drain)
 app.command("role")(role)
 app.command("doctor")(doctor)

@@ -18,6 +18,7 @@ from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import SetupError
 from pdserve.keys import KeyChain, root_key, token_array
+from pdserve.logits_processors import make_processors
 from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ class Engine:
             priority: lower runs first; ignored unless the scheduling policy is `priority`.
 
         Raises:
+            BadRequest: a logits processor is not installed, or refuses its arguments.
             ValueError: the prompt is empty, has a token outside the vocabulary, or could never fit.
         """
         if not prompt:
@@ -152,6 +154,8 @@ class Engine:
             chain=self.chains.get(request_id),
             stop_token_ids=stops,
         )
+        if sampling.logits_processors:
+            seq.process(make_processors(sampling.logits_processors))
         if sampling.embed:
             if self.checkpoint.pooling is None:
                 raise ValueError("this model has no embeddings")

@@ -253,7 +253,8 @@ class ModelRunner:
 
         rows = torch.tensor([*logit_rows, *(row for _, row in pooled_rows)], dtype=torch.long, device=self.device)
         ids_1T, positions_1T = (torch.tensor([values], device=self.device) for values in (ids, positions))
-        hook = self.checkpoint.model.get_output_embeddings().register_forward_pre_hook(capture)
+        model: Any = self.checkpoint.model
+        hook = model.get_output_embeddings().register_forward_pre_hook(capture)
         try:
             logits_SV = self._compute_logits(ids_1T, positions_1T, batch, rows)
         finally:

@@ -13,6 +13,7 @@ from pdserve.engine.grammar import apply_grammars
 from pdserve.engine.sequence import Sequence
 from pdserve.kernels import elementwise, native
 from pdserve.kernels.draw import draw
+from pdserve.logits_processors import apply_processors
 from pdserve.request import SamplingParams, TokenLogprobs
 
 CHUNK_LOGITS = 1 << 17  # logits per pass on CPUs: 1 MiB in float64, which stays in the cache
@@ -51,6 +52,7 @@ def sample(logits_SV: torch.Tensor, seqs: list[Sequence]) -> list[int]:
     """Return the next token of each sequence; logits_SV[i] belongs to seqs[i]. Changes the logits in place."""
     _apply_penalties(logits_SV, seqs)
     _apply_bias(logits_SV, seqs)
+    _apply_processors(logits_SV, seqs)
     apply_grammars(logits_SV, seqs)
     _apply_allowed_tokens(logits_SV, seqs)
     _mask_early_stops(logits_SV, seqs)
@@ -104,6 +106,7 @@ def record_candidates(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
     logprobs_SV = logits_SV.float().log_softmax(dim=-1)
     _apply_penalties(logprobs_SV, seqs)
     _apply_bias(logprobs_SV, seqs)
+    _apply_processors(logprobs_SV, seqs)
     _apply_allowed_tokens(logprobs_SV, seqs)
     _mask_early_stops(logprobs_SV, seqs)
     _mask_bad_words(logprobs_SV, seqs)
@@ -169,6 +172,14 @@ def _apply_bias(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
             logits_SV[i, list(bias)] += torch.tensor(
                 list(bias.values()), dtype=logits_SV.dtype, device=logits_SV.device
             )
+
+
+def _apply_processors(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
+    for i, seq in enumerate(seqs):
+        if seq.processors:
+            prompt, output = seq.tokens[: seq.num_prompt], seq.tokens[seq.num_prompt :]
+            if error := apply_processors(seq.processors, prompt, output, logits_SV[i]):
+                seq.fail(error)
 
 
 def _apply_allowed_tokens(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:

@@ -11,6 +11,7 @@ from pdserve.beam_search import BeamSearch, Candidate
 from pdserve.engine.block_pool import BlockPool
 from pdserve.errors import RequestError
 from pdserve.keys import KeyChain, Tokens
+from pdserve.logits_processors import LogitsProcessor
 from pdserve.pooling import Pooling
 from pdserve.reasoning import ReasoningTracker
 from pdserve.request import SamplingParams, TokenLogprobs
@@ -93,9 +94,11 @@ class Sequence:
         leader: the sequence for whose prompt this one waits.
         group: of its beam search, if it is one.
         candidates: most likely next tokens of a beam, with their log probabilities.
+        processors: plug-ins that change its logits.
+        plugin_failure: why its output cannot be continued, if a plug-in has failed.
         pooling: how its embedding is made, if that is what the request asks for.
         pooled: sum of the hidden states that count, so far.
-        embedding: float32 numbers, once its tokens are computed.
+        embedded: float32 numbers, once its tokens are computed.
         admitted: whether it has been in the running batch.
         chain: computes its keys; None for one of its own.
     """
@@ -130,9 +133,11 @@ class Sequence:
     leader: "Sequence | None" = None
     group: BeamGroup | None = None
     candidates: list[Candidate] | None = None
+    processors: list[LogitsProcessor] = field(default_factory=list)
+    plugin_failure: RequestError | None = None
     pooling: Pooling | None = None
     pooled: Any = None
-    embedding: bytes = b""
+    embedded: bytes = b""
     admitted: bool = False
     chain: KeyChain | None = None
 
@@ -245,6 +250,14 @@ class Sequence:
         self.tokens.append(token)
         self.candidates = None
 
+    def process(self, processors: list[LogitsProcessor]) -> None:
+        """Have plug-ins change its logits."""
+        self.processors = processors
+
+    def fail(self, failure: RequestError) -> None:
+        """Record that its output cannot be continued."""
+        self.plugin_failure = failure
+
     def embed(self, pooling: Pooling) -> None:
         """Become a sequence whose embedding is wanted."""
         self.pooling = pooling
@@ -255,7 +268,7 @@ class Sequence:
 
     def record_embedding(self, embedding: bytes) -> None:
         """Set the embedding."""
-        self.embedding, self.pooled = embedding, None
+        self.embedded, self.pooled = embedding, None
 
     def record_prompt_score(self, position: int, logprobs: TokenLogprobs) -> None:
         """Set the log probabilities of the prompt's token at a position."""

@@ -18,7 +18,7 @@ from pdserve.decode.decoder import Decoder
 from pdserve.decode.layout_converter import LayoutConverter
 from pdserve.engine.engine import Engine
 from pdserve.engine.paced_runner import PacedRunner
-from pdserve.errors import RequestError
+from pdserve.errors import BadRequest, RequestError
 from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.kv_events_config import KVEventsConfig
 from pdserve.instance.reporter import Reporter
@@ -241,8 +241,9 @@ class Instance:
             self._role_of(job).on_resumed(job)
         for seq in result.advanced:
             job = self._by_sequence[seq]
-            if seq.constraint is not None and seq.constraint.failure is not None:
-                self._reject(job.link, seq.request_id, seq.constraint.failure)
+            failure = seq.plugin_failure or (seq.constraint and seq.constraint.failure)
+            if failure:
+                self._reject(job.link, seq.request_id, failure)
                 self._cancel(job)
                 continue
             self._role_of(job).on_step(job, seq in result.sampled, started)
@@ -305,6 +306,7 @@ class Instance:
             early_stopping=message.sampling.early_stopping,
             embed=message.sampling.embed,
             reasoning=_reasoning(message.sampling.reasoning) if message.sampling.HasField("reasoning") else None,
+            logits_processors=message.sampling.logits_processors,
         )
         if sampling.beam_width and message.phase != pb.PREFILL:
             length = len(message.prompt) // TOKEN_BYTES + sampling.max_tokens
@@ -321,9 +323,10 @@ class Instance:
                 message.priority,
             )
             converted = self.layout_converter.open_prompt(seq, message.writer) if message.HasField("writer") else None
-        except ValueError as error:
+        except (ValueError, BadRequest) as error:
+            refusal = error if isinstance(error, BadRequest) else RequestError(str(error), kind="rejected")
             for request_id in (message.request_id, *(member.request_id for member in message.members)):
-                self._reject(link, request_id, RequestError(str(error), kind="rejected"))
+                self._reject(link, request_id, refusal)
             return
         siblings = self.engine.new_siblings(seq, [(member.request_id, member.seed) for member in message.members])
         job, *others = [

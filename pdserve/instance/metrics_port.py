@@ -23,6 +23,7 @@ from pdserve.counters import metric_families
 from pdserve.errors import SetupError, Unavailable
 from pdserve.instance.instance import Instance
 from pdserve.instance.router_link import RouterLinks
+from pdserve.vllm_metrics import INSTANCE_COUNTERS, vllm_families
 
 MAX_TURN_S = 60.0  # of the engine thread; a router, too, gives up on an instance that makes no progress for so long
 LOOP_TIMEOUT_S = 5.0  # for the event loop to answer, which takes milliseconds
@@ -31,14 +32,17 @@ Check = Callable[[], dict[str, object]]
 WsgiApp = Callable[[dict[str, Any], Any], Iterable[bytes]]
 
 
-def serve_metrics(port: int, instance: Instance, links: RouterLinks) -> None:
+def serve_metrics(port: int, instance: Instance, links: RouterLinks, vllm_model: str = "") -> None:
     """Listen on all addresses, until the process ends. To be called on the event loop.
+
+    Args:
+        vllm_model: export metrics by vLLM's names too, with this name of the model; empty: do not.
 
     Raises:
         SetupError: the port is in use.
     """
     checks = {"/health": lambda: check_health(instance), "/ready": lambda: check_readiness(links)}
-    application = _application(checks, _registry(instance), asyncio.get_running_loop())
+    application = _application(checks, _registry(instance, vllm_model), asyncio.get_running_loop())
     try:
         server = make_server("", port, application, _Server, _RequestHandler)
     except OSError as error:
@@ -71,10 +75,10 @@ def check_readiness(links: RouterLinks) -> dict[str, object]:
     return {"status": "ready", "routers": links.num_attached}
 
 
-def _registry(instance: Instance) -> CollectorRegistry:
+def _registry(instance: Instance, vllm_model: str) -> CollectorRegistry:
     """Return the metrics of the instance and of its process."""
     registry = CollectorRegistry()
-    registry.register(_InstanceCollector(instance))
+    registry.register(_InstanceCollector(instance, vllm_model))
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
     return registry
@@ -109,11 +113,15 @@ def _call_on(loop: asyncio.AbstractEventLoop, check: Check) -> dict[str, object]
 
 
 class _InstanceCollector(Collector):
-    def __init__(self, instance: Instance) -> None:
+    def __init__(self, instance: Instance, vllm_model: str) -> None:
         self._instance = instance
+        self._vllm_model = vllm_model
 
     def collect(self) -> Iterable[Metric]:
-        return metric_families([({}, dict(self._instance.heartbeat.counters))])
+        families = [*metric_families([({}, dict(self._instance.heartbeat.counters))])]
+        yield from families
+        if self._vllm_model:
+            yield from vllm_families(families, INSTANCE_COUNTERS, self._vllm_model)
 
 
 class _Server(ThreadingMixIn, WSGIServer):

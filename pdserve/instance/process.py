@@ -17,12 +17,12 @@ from pdserve.control.certificates import client_context
 from pdserve.control.registry import Registry
 from pdserve.engine.parallel.rank_group import RankLost
 from pdserve.errors import SetupError
-from pdserve.gpu_fault import gpu_fault
 from pdserve.instance.affinity import run_beside
+from pdserve.instance.gpu_fault import gpu_fault
 from pdserve.instance.hello import make_hello
 from pdserve.instance.instance import Instance
 from pdserve.instance.kv_events_config import KVEventsConfig
-from pdserve.instance.metrics_port import serve_metrics
+from pdserve.instance.metrics_port import check_health, check_readiness, serve_metrics
 from pdserve.instance.router_link import DRAIN_POLL_S, RouterLinks
 from pdserve.kv_transfer.threaded import SWITCH_INTERVAL_S
 from pdserve.profile.drift import check_match
@@ -69,7 +69,14 @@ async def _serve(role: str, config: InstanceConfig) -> None:
     if (kv_events := KVEventsConfig.load_setting(config.kv_events_config)).is_on:
         instance.publish_events(kv_events)
     if config.metrics_port is not None:
-        serve_metrics(config.metrics_port, instance, links)
+        serve_metrics(config.metrics_port, instance, links, config.name if config.vllm_metrics else "")
+    if config.grpc_health_port is not None:
+        from pdserve.control.grpc_server import GrpcServer  # gRPC is loaded only if it is used
+
+        checks = {"liveness": lambda: check_health(instance), "readiness": lambda: check_readiness(links)}
+        probes = GrpcServer(("0.0.0.0", config.grpc_health_port), {"": checks["readiness"], **checks})
+        await probes.start()
+        log.info("gRPC health checks on port %d", probes.port)
     hello = make_hello(role, config, instance)
     gc.freeze()  # loaded objects stay: a full collection would pause token generation for 0.1 s
     log.info("%s", describe(hello, time.monotonic() - started))

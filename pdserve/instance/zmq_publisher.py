@@ -1,7 +1,8 @@
-"""KV events over ZMQ in vLLM's format, for routers and tools that follow vLLM's instances.
+"""KV events over ZMQ in vLLM's format (as of 0.32), for routers and tools that follow vLLM's instances.
 
-A message is (topic, sequence number in 8 bytes, big-endian; msgpack of `KVEventBatch`). A batch has the changes of one engine
-step. The engine never waits: a batch that finds the queue full is dropped, but has a number, so that subscribers see the gap.
+A message is (topic, sequence number in 8 bytes, big-endian; msgpack of `KVEventBatch`): an array whose events are maps with
+the key `type`. A batch has the changes of one engine step. The engine never waits: a batch that finds the queue full is
+dropped, but has a number, so that subscribers see the gap.
 """
 
 import logging
@@ -23,7 +24,7 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 POLL_S = 0.1  # between two looks at the replay socket
 
 
-class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, array_like=True):
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
     """Consecutive blocks are in the pool. `token_ids` are those of all of them; the first one continues the parent."""
 
     block_hashes: list[bytes]
@@ -35,12 +36,12 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, array_like=True)
     lora_name: str | None
 
 
-class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, array_like=True):
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
     block_hashes: list[bytes]
     medium: str | None
 
 
-class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True, array_like=True):
+class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True):
     """The pool is empty."""
 
 

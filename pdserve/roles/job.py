@@ -144,7 +144,7 @@ class Job:
     def report_embedding(self, now: float) -> None:
         """Report the embedding of the prompt, which ends the request."""
         self.report_prompt_sources()
-        self.pending_output().embedding = self.seq.embedding
+        self.pending_output().embedding = self.seq.embedded
         self.finish("stop", now)
 
     def finish(self, reason: str, now: float) -> None:

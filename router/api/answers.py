@@ -209,6 +209,49 @@ class ResponseObject(Answer):
     usage: dict[str, Any]
 
 
+class DeletedResponse(Answer):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class StoredFile(Answer):
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"]
+
+
+class DeletedFile(Answer):
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+class Batch(Answer):
+    """A batch, whose further fields say when it reached which status."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    input_file_id: str
+    status: Literal["in_progress", "cancelling", "cancelled", "completed", "failed"]
+    output_file_id: str | None
+    error_file_id: str | None
+    request_counts: dict[str, int]
+
+
+class StoredList(Answer):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    has_more: Literal[False]
+
+
 class MessageBlock(Answer):
     """A block of a message: reasoning, a text, or the call of a tool."""
 

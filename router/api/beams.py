@@ -9,7 +9,6 @@ from pdserve.request import SamplingParams
 from pdserve.router.api.parsing import or_default
 from pdserve.router.api.schemas import SamplingBody
 from pdserve.router.backend import Chunk, ModelInfo, TokenStream
-from pdserve.router.telemetry.timeline import Timeline
 
 # Fields that a beam search cannot honour, and what a client can do.
 EXCLUDED = {
@@ -108,12 +107,9 @@ class AnswerStream:
 
     def __init__(self, search: _Search, index: int) -> None:
         self.on_readable: Callable[[], object] = lambda: None
+        self.timeline = search.stream.timeline
         self._search = search
         self._index = index
-
-    @property
-    def timeline(self) -> Timeline:
-        return self._search.stream.timeline
 
     def take(self) -> list[Chunk]:
         return self._search.take(self._index)

@@ -39,6 +39,19 @@ class JsonBody(Generic[BodyType]):
         return handler(get_args(source)[0])
 
 
+class ParsedBody(JsonBody[BodyType]):
+    """A body that has been parsed already."""
+
+    __slots__ = ("_parsed",)
+
+    def __init__(self, parsed: BodyType, raw: bytes) -> None:
+        super().__init__(type(parsed), raw)
+        self._parsed = parsed
+
+    def parse(self) -> BodyType:
+        return self._parsed
+
+
 async def read_json(request: Request) -> bytes:
     """Return the raw body; raise UnsupportedMediaType if its content type is not JSON.
 

@@ -16,7 +16,6 @@ from pdserve.router.api.schemas import MESSAGE_NO_OPS, Body, Message, NoOps
 
 ADVICE = {
     "request_id": "send it in the X-Request-Id header",
-    "previous_response_id": "responses are not stored; send the whole conversation in input",
 }
 ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "messages": "prompt"}
 

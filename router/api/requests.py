@@ -1,5 +1,6 @@
 """Validates a parsed body against the served model and builds one `Request` for each choice that it asks for."""
 
+import json
 import random
 import time
 from collections.abc import Callable, Iterable
@@ -136,8 +137,11 @@ def parse_chat(
     grammar = _chat_grammar(body, tools, info)
     sampling = _sampling_params(body, max_tokens, _chat_logprobs(body), grammar, info, tokenizer)
     state = reasoning_state(body, prompt, tokenizer)
-    sampling = replace(sampling, reasoning=reasoning_span(body, state, tokenizer, has_grammar=bool(grammar)))
+    span = reasoning_span(body, state, tokenizer, has_grammar=bool(grammar))
+    sampling = sampling if span is None else replace(sampling, reasoning=span)
     parsed = _build(body, context, [prompt], n, sampling, info, chat=True)
+    if tools is None and state is ReasoningState.ABSENT:
+        return parsed
     if state in (ReasoningState.OPEN, ReasoningState.UNDECIDED) and tools is None and tokenizer.strips_reasoning:
         # The next turn's prompt goes on otherwise after this prompt, so that the KV of the output is of no use to it.
         parsed = replace(parsed, requests=[replace(request, multi_turn=False) for request in parsed.requests])
@@ -249,6 +253,7 @@ def _sampling_params(
         allowed_token_ids=_allowed_token_ids(body, grammar, info),
         bad_words=_bad_words(body.bad_words or (), tokenizer),
         prompt_logprobs=body.prompt_logprobs,
+        logits_processors=json.dumps(body.logits_processors) if body.logits_processors else "",
     )
     if body.prompt_logprobs is not None and body.stream:
         message = (

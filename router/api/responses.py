@@ -1,8 +1,9 @@
 """/v1/responses for text: converts its bodies to chat bodies, and generations to response objects and events.
 
-Responses are not stored: each request carries the whole conversation, as in /v1/chat/completions, whose parser is used.
+The parser is that of /v1/chat/completions. A conversation is the input, after that of the response that it continues.
 """
 
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from pydantic_core import to_json
@@ -31,18 +32,27 @@ PART_FIELDS = {"type", "text", "annotations", "logprobs"}
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedResponseRequest(ParsedRequest):
-    """A validated request to /v1/responses; `echoed` are the fields that the response repeats."""
+    """A validated request to /v1/responses.
+
+    Attributes:
+        echoed: the fields that the response repeats.
+        keep: called with the finished response before the client gets its end; None: it is not kept.
+    """
 
     echoed: Json = field(default_factory=dict)
+    keep: Callable[[Json], Awaitable[None]] | None = None
 
 
-def to_chat_body(body: ResponseBody) -> ChatBody:
+def to_chat_body(body: ResponseBody, earlier: Sequence[Json] = ()) -> ChatBody:
     """Return the equivalent body of /v1/chat/completions.
+
+    Args:
+        earlier: the messages of the conversation that it continues.
 
     Raises:
         BadRequest: an item of `input` is not a message, or its content is not text.
     """
-    messages = _messages(body.input)
+    messages = [Message.model_validate(message) for message in earlier] + _messages(body.input)
     if body.instructions is not None:
         messages.insert(0, Message(role="system", content=body.instructions))
     return ChatBody(
@@ -55,8 +65,10 @@ def to_chat_body(body: ResponseBody) -> ChatBody:
     )
 
 
-def with_echoed_fields(parsed: ParsedRequest, body: ResponseBody) -> ParsedResponseRequest:
-    """Return the parsed chat request with the fields that the response repeats."""
+def with_echoed_fields(
+    parsed: ParsedRequest, body: ResponseBody, keep: Callable[[Json], Awaitable[None]] | None = None
+) -> ParsedResponseRequest:
+    """Return the parsed chat request with the fields that the response repeats; `keep` is that of the result."""
     text = {"format": {"type": "text"}} if body.text is None else body.text.model_dump(by_alias=True, exclude_none=True)
     echoed: Json = {
         "instructions": body.instructions,
@@ -68,14 +80,27 @@ def with_echoed_fields(parsed: ParsedRequest, body: ResponseBody) -> ParsedRespo
         "user": body.user,
         "background": False,
         "parallel_tool_calls": True,
-        "previous_response_id": None,
+        "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-        "store": False,
+        "store": keep is not None,
         "tool_choice": "auto",
         "tools": [],
         "truncation": "disabled",
     }
-    return ParsedResponseRequest(**vars(parsed), echoed=echoed)
+    return ParsedResponseRequest(**vars(parsed), echoed=echoed, keep=keep)
+
+
+def conversation(body: ResponseBody, earlier: Sequence[Json] = ()) -> list[Json]:
+    """Return the messages of the conversation up to the answer, without instructions, which apply to one response."""
+    return [*earlier, *(message.model_dump(exclude_none=True) for message in _messages(body.input))]
+
+
+def answer_message(response: Json) -> Json:
+    """Return a finished response as a message of the conversation."""
+    items: list[Json] = response["output"]  # type: ignore[assignment]
+    texts = {item["type"]: "".join(part["text"] for part in item["content"]) for item in items}  # type: ignore[attr-defined]
+    message: Json = {"role": "assistant", "content": texts["message"]}
+    return message | ({"reasoning": texts["reasoning"]} if "reasoning" in texts else {})
 
 
 def response_body(generation: Generation, choices: list[Delta]) -> Json:
@@ -97,6 +122,13 @@ class ResponseEventStream(EventStream):
         self._reasoning: list[str] = []
         self._items: list[Json] = []  # complete items before the message
         self._finish_reason: str | None = None
+        self._response: Json = {}
+
+    async def before_end(self) -> None:
+        parsed = self._generation.parsed
+        assert isinstance(parsed, ParsedResponseRequest)
+        if parsed.keep is not None:
+            await parsed.keep(self._response)
 
     def delta_events(self, delta: Delta) -> list[Json]:
         events = self._begin_response()
@@ -118,13 +150,13 @@ class ResponseEventStream(EventStream):
         begun = self._begin_message()
         text, status = "".join(self._text), _status(self._finish_reason)
         item = _item(self._generation.parsed.id, Delta(0, text, [], self._finish_reason, [], [], []))
-        output = [*self._items, item]
+        response = self._response = _response(self._generation, status, [*self._items, item])
         return [
             *begun,
             {"type": "response.output_text.done", **self._position(), "text": text, "logprobs": []},
             {"type": "response.content_part.done", **self._position(), "part": _part(text)},
             {"type": "response.output_item.done", "output_index": len(self._items), "item": item},
-            {"type": f"response.{status}", "response": _response(self._generation, status, output)},
+            {"type": f"response.{status}", "response": response},
         ]
 
     def _begin_response(self) -> list[Json]:

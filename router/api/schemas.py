@@ -44,10 +44,8 @@ RESPONSES_NO_OPS: NoOps = {
     "include": ([],),
     "max_tool_calls": (),
     "parallel_tool_calls": (True, False),
-    "previous_response_id": (),
     "prompt": (),
     "service_tier": ("auto", "default"),
-    "store": (False,),
     "stream_options": ({},),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -157,6 +155,7 @@ class SamplingBody(GenerationBody):
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: int | None = bounded(0, MAX_LOGPROBS)
     stream_options: StreamOptions | None = None
+    logits_processors: dict[str, dict[str, Any]] | None = None
     use_beam_search: bool | None = None
     beam_width: int | None = bounded(1, MAX_BEAM_WIDTH)
     best_of: int | None = bounded(1, MAX_BEAM_WIDTH)
@@ -310,10 +309,21 @@ class ResponseBody(GenerationBody):
     no_ops: ClassVar = RESPONSES_NO_OPS
 
     input: Any = untyped({"anyOf": [{"type": "string"}, MESSAGES]})
+    previous_response_id: str | None = None
+    store: bool | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
     reasoning: Reasoning | None = None
     text: Text | None = None
+
+
+class BatchBody(Body):
+    """Fields of /v1/batches."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: Literal["24h"]
+    metadata: dict[str, Any] | None = None
 
 
 class RoleBody(Body):

@@ -32,10 +32,10 @@ async def whole_response(generation: Generation, receive: Receive, build_body: B
         generation.close()
     if not finished:
         return Response(status_code=CLIENT_GONE)
-    return json_response(build_body(generation, [_merge(parts) for parts in deltas]))
+    return json_response(build_body(generation, [merge(parts) for parts in deltas]))
 
 
-def _merge(deltas: list[Delta]) -> Delta:
+def merge(deltas: list[Delta]) -> Delta:
     """Merge all deltas of one choice."""
     return Delta(
         deltas[0].index,
@@ -81,7 +81,10 @@ class EventStream(Response, ABC):
                     events += self.delta_events(delta)
                     self._unfinished -= delta.finish_reason is not None
                 last = not self._unfinished
-                await self._send(send, [*events, *self.final_events()] if last else events, last)
+                if last:
+                    events += self.final_events()
+                    await self.before_end()
+                await self._send(send, events, last)
 
         try:
             await self._generation.run(emit)
@@ -112,6 +115,9 @@ class EventStream(Response, ABC):
     @abstractmethod
     def final_events(self) -> list[Json]:
         """Return the events after the last delta of all choices."""
+
+    async def before_end(self) -> None:
+        """Do what is to be done before the client reads the final events, which have been built."""
 
     def error_event(self, error: RequestError) -> Json:
         return error.body()

@@ -32,7 +32,11 @@ from pdserve.slo import Slo
 
 log = logging.getLogger(__name__)
 
-CLIENT_ERRORS = ("invalid_grammar", "beams_do_not_fit")  # kinds of errors of instances that the request has caused
+CLIENT_ERRORS = (
+    "invalid_grammar",
+    "invalid_logits_processor",
+    "beams_do_not_fit",
+)  # kinds of errors of instances that the request has caused
 MAX_ERROR_CHARS = 4000  # of an instance's error message
 NO_WORK_LEFT = Load()  # prefill has sampled; the request stays on its instance until the last store has ended
 

@@ -45,6 +45,8 @@ class RequestState:
         self.timeline = Timeline(
             request.request_id,
             request.traceparent,
+            "chat" if request.multi_turn else "text_completion",
+            request.sampling.max_tokens,
             prompt_tokens=len(request.prompt),
             prompt_block=block,
             prompt_ids=ids,

@@ -13,15 +13,21 @@ from pdserve.lifetime import LATENCY_METRICS
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
 from pdserve.router.scheduling.breaker import BreakerState
 from pdserve.router.telemetry.timeline import Timeline
+from pdserve.vllm_metrics import ROUTER_COUNTERS, vllm_families
 
 BREAKER_HELP = "circuit breaker of an instance: 0 closed (serves), 1 half-open (one request at a time), 2 open (none)"
 LATENCY_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120)
 
 
 class Metrics:
-    """The metrics of one router, in a registry of their own, so that several routers can share a process (as in tests)."""
+    """The metrics of one router, in a registry of their own, so that several routers can share a process (as in tests).
 
-    def __init__(self, fleet: Fleet) -> None:
+    Args:
+        vllm_model: export metrics by vLLM's names too, with this name of the model; empty: do not.
+    """
+
+    def __init__(self, fleet: Fleet, vllm_model: str = "") -> None:
+        self._vllm_model = vllm_model
         self.registry = CollectorRegistry()
         self.spans = {
             name: Histogram(
@@ -162,6 +168,9 @@ class Metrics:
         """Return the same in parts, a family each. All of them take half a second with a thousand instances."""
         for family in self.registry.collect():
             yield generate_latest(_Family(family))
+        if self._vllm_model:
+            for family in vllm_families(self.registry.collect(), ROUTER_COUNTERS, self._vllm_model):
+                yield generate_latest(_Family(family))
 
 
 def _num_tasks() -> int:

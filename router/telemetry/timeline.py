@@ -40,6 +40,8 @@ class Timeline:
 
     Attributes:
         traceparent: the client's span; empty if it sent none.
+        operation: `chat` or `text_completion`, OpenTelemetry's names.
+        max_tokens: the most tokens that the answer may have.
         stamps: stage → seconds on the router's monotonic clock.
         decisions: (role, decision of its policy), in order; a request that migrates has more than two.
         placement: the instance that computes the prompt, and why.
@@ -57,6 +59,8 @@ class Timeline:
 
     request_id: str
     traceparent: str = ""
+    operation: str = "text_completion"
+    max_tokens: int = 0
     attempt: int = 0
     stamps: dict[Stage, float] = field(default_factory=dict)
     prefill_instance: str = ""

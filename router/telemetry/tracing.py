@@ -1,8 +1,8 @@
-"""Export of finished timelines as OpenTelemetry traces. Imported only if `--otlp-endpoint` is set.
+"""Export of finished timelines as OpenTelemetry traces and metrics. Imported only if `--otlp-endpoint` is set.
 
 A request is one span of the router, a child of the client's span if it sent a `traceparent`, with its stages as events.
 Below it is one span for each of `lifetime.TRACE_SPANS`, with the times of the stamps. Each actor (router, prefill,
-connector, decode) is a service of its own.
+connector, decode) is a service of its own. Attributes and metrics follow the conventions for generative AI (`gen_ai.py`).
 """
 
 import re
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pdserve.errors import SetupError
+from pdserve.router.telemetry.gen_ai import GenAiMetrics, operation_attributes
 from pdserve.router.telemetry.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ TRACEPARENT_FORMAT = re.compile(
     r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})"
 )  # https://www.w3.org/TR/trace-context
 SERVICES = ("router", "prefill", "connector", "decode")
+TRACES_PATH = "/v1/traces"
 EXPORT_TIMEOUT_S = 2.0  # of one attempt; the end of the process may have to wait for it
 
 
@@ -38,8 +40,13 @@ class Tracer:
     sampled.
     """
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, model: str = "") -> None:
         """Connect to a collector's endpoint for OTLP over HTTP, such as http://collector:4318.
+
+        An endpoint that ends in /v1/traces gets no metrics.
+
+        Args:
+            model: the served model's name.
 
         Raises:
             SetupError: OpenTelemetry is not installed, or `endpoint` is not a URL.
@@ -47,14 +54,28 @@ class Tracer:
         if not re.match(r"https?://[^/]", endpoint):
             raise SetupError(f"--otlp-endpoint {endpoint} is not a URL such as http://collector:4318")
         try:
+            from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.metrics import MeterProvider
+            from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
             raise SetupError("--otlp-endpoint needs OpenTelemetry: pip install 'pdserve[otel]'") from error
-        url = endpoint if endpoint.rstrip("/").endswith("/v1/traces") else f"{endpoint.rstrip('/')}/v1/traces"
-        self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=url, timeout=EXPORT_TIMEOUT_S))
+        self._model = model
+        base = endpoint.rstrip("/").removesuffix(TRACES_PATH)
+        exporter = OTLPSpanExporter(endpoint=base + TRACES_PATH, timeout=EXPORT_TIMEOUT_S)
+        self._processor = BatchSpanProcessor(exporter)
+        self._meters = self._metrics = None
+        if base == endpoint.rstrip("/"):
+            metric_exporter = OTLPMetricExporter(endpoint=f"{base}/v1/metrics", timeout=EXPORT_TIMEOUT_S)
+            self._meters = MeterProvider(
+                [PeriodicExportingMetricReader(metric_exporter)],
+                Resource.create({"service.name": "pdserve-router"}),
+                shutdown_on_exit=False,
+            )
+            self._metrics = GenAiMetrics(self._meters.get_meter("pdserve"), model)
         self._tracers = {}
         for name in SERVICES:
             provider = TracerProvider(
@@ -64,7 +85,7 @@ class Tracer:
             self._tracers[name] = provider.get_tracer("pdserve")
 
     def export(self, timeline: Timeline) -> None:
-        """Queue the trace of a finished request."""
+        """Queue the trace of a finished request, and add it to the metrics."""
         from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 
         since_1970 = time.time() - time.monotonic()
@@ -73,16 +94,22 @@ class Tracer:
             return int((since_1970 + at) * 1e9)
 
         start, end = min(timeline.stamps.values()), max(timeline.stamps.values())
+        if self._metrics is not None:
+            self._metrics.record(timeline)
         attributes: dict[str, str | int | tuple[str, ...]] = {
-            "pdserve.request_id": timeline.request_id,
+            **operation_attributes(timeline, self._model),
+            "gen_ai.response.id": timeline.request_id,
+            "gen_ai.request.max_tokens": timeline.max_tokens,
             "gen_ai.usage.input_tokens": timeline.prompt_tokens,
             "gen_ai.usage.output_tokens": timeline.output_tokens,
+            "gen_ai.usage.cache_read.input_tokens": timeline.cached_tokens,
             "gen_ai.response.finish_reasons": (timeline.finish_reason,),
+            "pdserve.request_id": timeline.request_id,
             "pdserve.cached_tokens": timeline.cached_tokens,
             "pdserve.migrations": len(timeline.migrations),
         }
-        parent = _parent_context(timeline.traceparent)
-        root = self._tracers["router"].start_span("request", parent, SpanKind.SERVER, attributes, start_time=ns(start))
+        parent, name = _parent_context(timeline.traceparent), f"{timeline.operation} {self._model}".strip()
+        root = self._tracers["router"].start_span(name, parent, SpanKind.SERVER, attributes, start_time=ns(start))
         if root.is_recording():
             for stage, at in timeline.stamps.items():
                 root.add_event(stage.value, timestamp=ns(at))
@@ -98,8 +125,10 @@ class Tracer:
         root.end(ns(end))
 
     def close(self) -> None:
-        """Send the queued spans; takes a few seconds at most."""
+        """Send the queued spans and the metrics; takes a few seconds at most."""
         self._processor.shutdown()
+        if self._meters is not None:
+            self._meters.shutdown(EXPORT_TIMEOUT_S * 1e3)
 
 
 def _parent_context(traceparent: str) -> "Context | None":

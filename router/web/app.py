@@ -4,7 +4,7 @@ A request has one id: the `id` field of the response, its `X-Request-Id` header 
 at /debug/requests/{id} are the same. If it asks for several choices, choice i is `{id}-{i}`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 from fastapi import FastAPI
@@ -14,19 +14,20 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from pdserve.config import RouterConfig
+from pdserve.config import RouterConfig, parse_size
 from pdserve.errors import BadRequest, NotFound, RequestError
 from pdserve.router.api.http_responses import CLIENT_GONE, InternalError, error_response
 from pdserve.router.api.openapi import openapi_document
 from pdserve.router.backend import Backend
 from pdserve.router.limits.key_file import load_api_keys
 from pdserve.router.limits.quota import RATE_HEADERS
+from pdserve.router.storage.response_store import ResponseStore
 from pdserve.router.telemetry.timeline import Timeline
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.auth import Access, Authentication, KeySet, PathAccess
 from pdserve.router.web.browser_guard import BrowserGuard
-from pdserve.router.web.endpoint import Endpoint
+from pdserve.router.web.endpoint import Endpoint, Endpoints, Handler
 from pdserve.router.web.generation_endpoints import EmbeddingEndpoints, GenerationEndpoints
 from pdserve.router.web.grammar_checker import GrammarChecker
 from pdserve.router.web.middleware import BodyLimit, FastPath, MessageErrors, RequestId
@@ -53,17 +54,21 @@ def create_app(
     latest_timelines: Callable[[int], list[Timeline]],
     overview: Callable[[], dict[str, object]],
     grammars: GrammarChecker | None = None,
+    response_store: ResponseStore | None = None,
+    further: Sequence[Endpoints] = (),
 ) -> FastAPI:
     """Build the application. `OperatorEndpoints` explains the three arguments before the last one.
 
-    Without `grammars`, grammars are not checked before their requests reach the instances.
+    Without `grammars`, grammars are not checked before their requests reach the instances; without `response_store`,
+    responses are not kept. `further` are groups of endpoints besides the router's own.
     """
-    generation_routes = GenerationEndpoints(config, tokenizer, backend, admission, grammars).routes()
+    generation_routes = GenerationEndpoints(config, tokenizer, backend, admission, grammars, response_store).routes()
     api_routes = [
         *generation_routes,
         *EmbeddingEndpoints(tokenizer, backend, admission).routes(),
         *ModelEndpoints(config, tokenizer, backend, admission.parse_queue).routes(),
         *OperatorEndpoints(backend, metrics_parts, latest_timelines, overview, config.max_n).routes(),
+        *(route for group in further for route in group.routes()),
     ]
     clients, operators = KeySet(admission.keys), KeySet(load_api_keys(config.admin_key))
     document = cache(lambda: openapi_document(api_routes, config.name, _key_names(api_routes, clients, operators)))
@@ -75,8 +80,12 @@ def create_app(
     routes: list[Endpoint | PageFile] = [*api_routes, document_route, *page_routes()]
     app = FastAPI(routes=[*routes], openapi_url=None, redirect_slashes=False, telemetry=NO_TELEMETRY)
     _add_error_handlers(app)
-    app.add_middleware(FastPath, handlers={route.path: route.get_route_handler() for route in generation_routes})
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, idle_timeout_s=config.client_timeout_seconds)
+    app.state.generation_handlers = _handlers(generation_routes)
+    app.add_middleware(FastPath, handlers=app.state.generation_handlers)
+    uploads = {"/v1/files": parse_size(config.max_batch_bytes)} if config.batch_folder else {}
+    app.add_middleware(
+        BodyLimit, max_bytes=config.max_body_bytes, idle_timeout_s=config.client_timeout_seconds, larger=uploads
+    )
     app.add_middleware(Authentication, access=PathAccess(routes), clients=clients, operators=operators)
     if not admission.keys:
         app.add_middleware(BrowserGuard, config=config)
@@ -87,11 +96,21 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=[origin.strip() for origin in config.cors_origins.split(",")],
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After", *RATE_HEADERS],
         )
     return app
+
+
+def generation_handlers(app: FastAPI) -> dict[str, Handler]:
+    """Return the handlers of the endpoints that generate, by path."""
+    handlers: dict[str, Handler] = app.state.generation_handlers
+    return handlers
+
+
+def _handlers(routes: Iterable[Endpoint]) -> dict[str, Handler]:
+    return {route.path: route.get_route_handler() for route in routes if route.methods == {"POST"}}
 
 
 def _key_names(routes: Iterable[Endpoint], clients: KeySet, operators: KeySet) -> dict[str, str]:

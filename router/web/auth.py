@@ -3,7 +3,7 @@
 import hashlib
 import hmac
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -79,6 +79,14 @@ class KeySet:
         return names[0] if names else None
 
 
+def presented_key(headers: Mapping[str, str]) -> str:
+    """Return the key that a client sent; empty if it sent none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        key = headers.get("x-api-key", "")  # of Anthropic's clients
+    return key.strip()
+
+
 class Authentication:
     """Middleware that rejects requests without a valid key and stores the key's name in `request.state.key`.
 
@@ -111,11 +119,8 @@ class Authentication:
         if not valid_keys:
             message = "this path is closed because the router has no admin key; start it with --admin-key"
             return Unauthorized(message, kind="invalid_api_key")
-        headers = Headers(scope=scope)
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            key = headers.get("x-api-key", "")  # of Anthropic's clients
-        if key and (name := valid_keys.identify(key.strip())) is not None:
+        key = presented_key(Headers(scope=scope))
+        if key and (name := valid_keys.identify(key)) is not None:
             scope["state"]["key"] = name
             return None
         message = f"this path needs a valid {access.value}, in the header `Authorization: Bearer KEY`"

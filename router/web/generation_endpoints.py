@@ -1,7 +1,9 @@
 """The endpoints that run the model: /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, and embeddings."""
 
+import json
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 from starlette.requests import Request
@@ -13,7 +15,7 @@ from pdserve.router.api import answers, embeddings, messages, requests, response
 from pdserve.router.api.embeddings import Vectors
 from pdserve.router.api.generation import Generation, Json
 from pdserve.router.api.http_responses import CLIENT_GONE, json_response
-from pdserve.router.api.json_body import JsonBody
+from pdserve.router.api.json_body import JsonBody, ParsedBody
 from pdserve.router.api.parsing import BodyType
 from pdserve.router.api.requests import ParsedRequest, RequestContext
 from pdserve.router.api.streaming import (
@@ -25,6 +27,8 @@ from pdserve.router.api.streaming import (
     whole_response,
 )
 from pdserve.router.backend import Backend, ModelInfo
+from pdserve.router.storage.response_store import ResponseStore
+from pdserve.router.storage.turns import Turn, Turns
 from pdserve.router.telemetry import tracing
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
@@ -51,6 +55,7 @@ class GenerationEndpoints(Endpoints):
         backend: Backend,
         admission: AdmissionController,
         grammars: GrammarChecker | None,
+        response_store: ResponseStore | None = None,
     ) -> None:
         # A request for more choices than the router may run at once would stay queued for ever.
         self._max_n = min(config.max_n, config.max_requests)
@@ -58,6 +63,7 @@ class GenerationEndpoints(Endpoints):
         self._backend = backend
         self._admission = admission
         self._grammars = grammars
+        self._turns = Turns(response_store)
 
     @endpoint(
         "POST",
@@ -114,7 +120,31 @@ class GenerationEndpoints(Endpoints):
     ) -> Response:
         """Continue a conversation, in the format of OpenAI's newer endpoint."""
         stream, build_body = responses.ResponseEventStream, responses.response_body
-        return await self._generate(request, body, self._parse_response, stream, build_body)
+        key = request.state.key
+        parsed = ParsedBody(await self._admission.parse_queue.run(key, body.raw, body.parse), body.raw)
+        turn = await self._turns.begin(key, parsed.parse())
+        parse = partial(self._parse_response, turn)
+        answer = await self._generate(request, parsed, parse, stream, build_body)
+        if turn.keep is not None and answer.status_code == 200 and not isinstance(answer, EventStream):
+            await turn.keep(json.loads(bytes(answer.body)))
+        return answer
+
+    @endpoint("GET", "/v1/responses/{response_id}", Access.CLIENT, errors=[404], response_model=answers.ResponseObject)
+    async def response(self, request: Request, response_id: str) -> Response:
+        """A response that was kept for this API key."""
+        return json_response((await self._turns.stored(request.state.key, response_id)).response)
+
+    @endpoint(
+        "DELETE",
+        "/v1/responses/{response_id}",
+        Access.CLIENT,
+        errors=[404],
+        response_model=answers.DeletedResponse,
+    )
+    async def delete_response(self, request: Request, response_id: str) -> Response:
+        """Delete a response. Later ones that continue it keep the whole conversation."""
+        await self._turns.delete(request.state.key, response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
 
     @endpoint(
         "POST",
@@ -170,10 +200,10 @@ class GenerationEndpoints(Endpoints):
     def _parse_chat(self, body: schemas.ChatBody, context: RequestContext) -> ParsedRequest:
         return requests.parse_chat(body, context, self._tokenizer, self._model(), self._max_n)
 
-    def _parse_response(self, body: schemas.ResponseBody, context: RequestContext) -> ParsedRequest:
-        chat_body = responses.to_chat_body(body)
+    def _parse_response(self, turn: Turn, body: schemas.ResponseBody, context: RequestContext) -> ParsedRequest:
+        chat_body = responses.to_chat_body(body, turn.earlier)
         parsed = requests.parse_chat(chat_body, context, self._tokenizer, self._model(), self._max_n)
-        return responses.with_echoed_fields(parsed, body)
+        return responses.with_echoed_fields(parsed, body, turn.keep)
 
     def _model(self) -> ModelInfo:
         return _model(self._backend)

@@ -65,13 +65,18 @@ class BodyLimit:
     `DRAIN_FACTOR` times the limit: a client that is still sending would otherwise see a broken connection and no answer.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, idle_timeout_s: float) -> None:
+    def __init__(
+        self, app: ASGIApp, max_bytes: int, idle_timeout_s: float, larger: Mapping[str, int] | None = None
+    ) -> None:
+        """`larger` has the limits of paths with another one."""
         self.app = app
         self.max_bytes = max_bytes
         self.idle_timeout_s = idle_timeout_s
+        self.larger = larger or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         received, complete = 0, False
+        max_bytes = self.larger.get(scope.get("path", ""), self.max_bytes)
 
         async def limited() -> Message:
             nonlocal received, complete
@@ -80,12 +85,12 @@ class BodyLimit:
             message = await self._receive_part(receive)
             received += len(message.get("body", b""))
             complete = not message.get("more_body", False)
-            if received <= self.max_bytes:
+            if received <= max_bytes:
                 return message
-            while message.get("more_body", False) and received < DRAIN_FACTOR * self.max_bytes:
+            while message.get("more_body", False) and received < DRAIN_FACTOR * max_bytes:
                 message = await self._receive_part(receive)
                 received += len(message.get("body", b""))
-            raise TooLarge(f"the body is larger than {self.max_bytes} bytes", kind="body_too_large")
+            raise TooLarge(f"the body is larger than {max_bytes} bytes", kind="body_too_large")
 
         await self.app(scope, limited if scope["type"] == "http" else receive, send)
 

@@ -112,7 +112,7 @@ def test_penalties_and_early_stops_equal_generate(checkpoint: Callable[..., Path
 @pytest.mark.parametrize("settings", [{"num_blocks": 21}, {"num_blocks": 40, "max_num_seqs": 5}], ids=str)
 @pytest.mark.parametrize("swap_space", [0, 0.01])
 def test_equals_generate_while_preempting(
-    settings: dict[str, int], swap_space: float, checkpoint: Callable[..., Path]
+    settings: dict[str, Any], swap_space: float, checkpoint: Callable[..., Path]
 ) -> None:
     """In a pool, or a batch, in which only one of the searches finds room."""
     path = checkpoint("llama")

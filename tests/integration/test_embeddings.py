@@ -30,7 +30,7 @@ def reference(path: Path, mode: str) -> list[Any]:
     vectors = []
     for ids in INPUTS:
         with torch.inference_mode():
-            vector = MODES[mode](model(torch.tensor([ids])).last_hidden_state[0])  # type: ignore[no-untyped-call]
+            vector = MODES[mode](model(torch.tensor([ids])).last_hidden_state[0])
         vectors.append((vector / vector.norm()).numpy())
     return vectors
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from pydantic import BaseModel
 from starlette.applications import Starlette
@@ -231,6 +232,7 @@ class ScriptedBackend:
         self.info: ModelInfo | None = ModelInfo(
             "demo", CONTEXT, CONTEXT, vocab_size, frozenset([0]), b"digest", frozenset([16]), supports_grammars=True
         )
+        self.info = replace(self.info, embedding_size=2)
         self.not_ready = ""
         self.requests: list[Request] = []
         self.streams: list[ScriptedStream] = []
@@ -251,6 +253,8 @@ class ScriptedBackend:
         if self.script.error is not None and self.script.error_at_open:
             raise self.script.error
         chunks = self.script.chunks[len(self.streams) % len(self.script.chunks)] if self.script.chunks else []
+        if request.sampling.embed:
+            chunks = [Chunk([], "stop", embedding=np.float32([3, 4]).tobytes())]
         stream = ScriptedStream(request, chunks, self.script)
         self.streams.append(stream)
         self.log.add(stream.timeline)

@@ -53,7 +53,7 @@ def test_errors(official: openai.OpenAI, backend: ScriptedBackend) -> None:
     with pytest.raises(openai.NotFoundError, match="this router serves 'demo'") as caught:
         official.completions.create(model="gpt", prompt="hello")
     assert caught.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError, match="length_penalty is not supported"):
+    with pytest.raises(openai.BadRequestError, match="length_penalty needs use_beam_search"):
         official.completions.create(model="demo", prompt="hello", extra_body={"length_penalty": 2})
     backend.fails(Overloaded("too much to do", kind="overloaded", retry_after_s=7), error_at_open=True)
     with pytest.raises(openai.RateLimitError, match="too much to do") as limited:

@@ -126,10 +126,13 @@ def test_an_error_within_a_stream(client: Client, backend: ScriptedBackend) -> N
         ),
         ({"input": [{"type": "function_call"}]}, "input[0] must be a message; 'function_call' is not supported here"),
         ({"tools": [{"type": "web_search"}]}, "tools is not supported; leave it out or send []"),
-        ({"store": True}, "store is not supported; leave it out or send false"),
+        (
+            {"store": True},
+            "store is not supported: this router keeps no responses; send the whole conversation in input",
+        ),
         (
             {"previous_response_id": "r"},
-            "previous_response_id is not supported; responses are not stored; send the whole conversation",
+            "previous_response_id is not supported: this router keeps no responses; send the whole conversation",
         ),
         ({"max_tokens": 5}, "unknown field 'max_tokens'"),
         ({"text": {"format": {"type": "json_schema"}, "verbosity": "low"}}, "unknown field 'text.verbosity'"),

@@ -34,12 +34,21 @@ REASON = "needs pip install 'pdserve[otel]'"
 def collector() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
     """The collector's URL, and a list of the received (service, span) pairs."""
     service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason=REASON)
+    metrics = pytest.importorskip("opentelemetry.proto.collector.metrics.v1.metrics_service_pb2", reason=REASON)
     received: list[tuple[str, Any]] = []
+
+    def metrics_of(body: bytes) -> list[Any]:
+        resources = metrics.ExportMetricsServiceRequest.FromString(body).resource_metrics
+        return [metric for one in resources for scope in one.scope_metrics for metric in scope.metrics]
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            assert self.path == "/v1/traces"
             body = self.rfile.read(int(self.headers["content-length"]))
+            if self.path == "/v1/metrics":
+                received.extend(("metric", metric) for metric in metrics_of(body))
+                body = b""
+            else:
+                assert self.path == "/v1/traces"
             for one in service.ExportTraceServiceRequest.FromString(body).resource_spans:
                 names = {at.key: at.value.string_value for at in one.resource.attributes}
                 received.extend((names["service.name"], span) for scope in one.scope_spans for span in scope.spans)
@@ -63,7 +72,7 @@ def serve() -> Callable[..., None]:
 
     def run(url: str, traceparent: str = "", fails: bool = False) -> None:
         pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason=REASON)
-        tracer, fleet = Tracer(url), Fleet("router", "demo", 1.0, time.monotonic)
+        tracer, fleet = Tracer(url, "demo"), Fleet("router", "demo", 1.0, time.monotonic)
         dispatcher = Dispatcher(RouterConfig(local_prefill_tokens=0), fleet, Metrics(fleet), seed=0)
         dispatcher.finish_listeners.append(tracer.export)
 
@@ -80,7 +89,10 @@ def serve() -> Callable[..., None]:
 
         prefill, decode = join("prefill"), join("decode")
         sampling = SamplingParams(max_tokens=2)
-        dispatcher.open(Request(request_id="r", prompt=[1, 2], sampling=sampling, traceparent=traceparent))
+        request = Request(
+            request_id="r", prompt=[1, 2], sampling=sampling, traceparent=traceparent, multi_turn=bool(traceparent)
+        )
+        dispatcher.open(request)
         if fails:
             deliver(decode, error=pb.Error(kind="rejected", message="it does not fit"))
         else:
@@ -105,7 +117,7 @@ def test_request_is_exported_as_a_trace(
     collector: tuple[str, list[tuple[str, Any]]], serve: Callable[..., None]
 ) -> None:
     url, received = collector
-    serve(url, f"00-{TRACE}-{SPAN}-01")
+    serve(f"{url}/v1/traces", f"00-{TRACE}-{SPAN}-01")
     assert {span.trace_id.hex() for _, span in received} == {TRACE}
     assert {service for service, _ in received} == {f"pdserve-{name}" for name in SERVICES}
     (root,) = (span for _, span in received if span.parent_span_id.hex() == SPAN)
@@ -119,8 +131,33 @@ def test_request_is_exported_as_a_trace(
         stage.value for stage in Stage
     }
     assert attributes(root)["pdserve.request_id"] == "r" and attributes(root)["gen_ai.usage.output_tokens"] == 2
+    assert root.name == "chat demo"
+    assert attributes(root).items() >= {
+        ("gen_ai.operation.name", "chat"),
+        ("gen_ai.request.model", "demo"),
+        ("gen_ai.response.id", "r"),
+        ("gen_ai.request.max_tokens", 2),
+    }
     assert attributes(parts["prefill"]) == {"pdserve.instance": "prefill-0"}
     assert attributes(parts["store KV"]) == {"pdserve.blocks": 1, "pdserve.bytes": 64}
+
+
+def test_metrics_by_the_conventions_for_generative_ai(
+    collector: tuple[str, list[tuple[str, Any]]], serve: Callable[..., None]
+) -> None:
+    url, received = collector
+    serve(url)
+    found = {metric.name: metric for kind, metric in received if kind == "metric"}
+    assert {metric.unit for metric in found.values()} == {"s", "{token}"}
+    for name in ("request.duration", "time_to_first_token", "time_per_output_token"):
+        [point] = found[f"gen_ai.server.{name}"].histogram.data_points
+        assert point.count == 1
+        assert attributes(point).items() >= {
+            ("gen_ai.operation.name", "text_completion"),
+            ("gen_ai.provider.name", "pdserve"),
+        }
+    usage = found["gen_ai.client.token.usage"].histogram.data_points
+    assert {attributes(point)["gen_ai.token.type"]: point.sum for point in usage} == {"input": 2, "output": 2}
 
 
 def test_failed_request_without_a_client_span(
@@ -130,13 +167,14 @@ def test_failed_request_without_a_client_span(
     serve(f"{url}/v1/traces", fails=True)
     (root,) = (span for _, span in received if not span.parent_span_id)
     assert root.status.code == 2 and root.status.message == "it does not fit"
+    assert attributes(root)["error.type"] == "error"
 
 
 def test_unsampled_requests_are_not_exported(
     collector: tuple[str, list[tuple[str, Any]]], serve: Callable[..., None]
 ) -> None:
     url, received = collector
-    serve(url, f"00-{TRACE}-{SPAN}-00")
+    serve(f"{url}/v1/traces", f"00-{TRACE}-{SPAN}-00")
     assert not received
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pdserve.gpu_fault import gpu_fault
+from pdserve.instance.gpu_fault import gpu_fault
 
 
 class TritonError(Exception):

@@ -1,0 +1,1 @@
+"""OpenAI's batch files: a request per line in, an answer per line out."""

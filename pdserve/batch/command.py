@@ -1,0 +1,74 @@
+"""`pdserve batch`: answers a batch file, by a running server or by one of its own, and goes on where it was interrupted."""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import httpx
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress
+
+from pdserve.batch.lines import BatchRequest, Json, parse_lines, read_done
+from pdserve.batch.runner import run_batch
+from pdserve.errors import SetupError
+
+MAX_SHOWN = 5  # unanswered requests
+
+
+def run(source: Path, target: Path, url: str, concurrency: int) -> bool:
+    """Append the missing answers to `target`; return whether all lines are answered.
+
+    Raises:
+        SetupError: a file cannot be read or written, or `target` has the answers of another batch.
+    """
+    try:
+        with source.open("rb") as lines, target.open("a+b") as answers:
+            return asyncio.run(_run(lines, answers, url, concurrency))
+    except OSError as error:
+        raise SetupError(f"{error.filename}: {error.strerror}") from error
+    except ValueError as error:
+        raise SetupError(f"{target}: {error}; name another file") from error
+
+
+async def _run(lines: BinaryIO, answers: BinaryIO, url: str, concurrency: int) -> bool:
+    total = sum(1 for line in lines if line.strip())
+    lines.seek(0)
+    answers.seek(0)
+    done = read_done(answers)
+    key = os.environ.get("PDSERVE_API_KEY", "").split(",")[0]
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(
+        base_url=url.rstrip("/"), headers=headers, timeout=None, limits=limits, verify=url.startswith("https")
+    ) as http:
+        with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True)) as bar:
+            task = bar.add_task("requests", total=total, completed=len(done))
+
+            def write(line: Json) -> None:
+                answers.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+                answers.flush()
+                bar.advance(task)
+
+            unanswered = await run_batch(parse_lines(lines), done, _sender(http), write, concurrency)
+    for text in unanswered[:MAX_SHOWN]:
+        print(text, file=sys.stderr)
+    if unanswered:
+        print(f"{len(unanswered)} requests have no answer; run the same command again to try these", file=sys.stderr)
+    return not unanswered
+
+
+def _sender(http: httpx.AsyncClient) -> Callable[[BatchRequest], Any]:
+    async def send(request: BatchRequest) -> tuple[int, str, Json]:
+        try:
+            answer = await http.post(request.url, json=request.body)
+            return answer.status_code, answer.headers.get("x-request-id", ""), answer.json()
+        except httpx.TransportError as error:
+            raise OSError(repr(error)) from error
+        except ValueError as error:  # no JSON: something else than a server of this API answered
+            raise OSError(f"status {answer.status_code} without JSON") from error
+
+    return send

@@ -1,0 +1,110 @@
+"""The endpoints /v1/files and /v1/batches, in OpenAI's format."""
+
+import asyncio
+from typing import Annotated
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+
+from pdserve.errors import BadRequest, NotFound
+from pdserve.router.api import answers, schemas
+from pdserve.router.api.http_responses import json_response
+from pdserve.router.api.json_body import JsonBody
+from pdserve.router.batches.batch_queue import BatchQueue
+from pdserve.router.web.auth import Access
+from pdserve.router.web.endpoint import Endpoints, endpoint, example
+
+MAX_FILENAME = 255
+
+
+class BatchEndpoints(Endpoints):
+    """Stores clients' files and answers their batches; without a folder for these, every path is a 404 that says so."""
+
+    tag = "batches"
+
+    def __init__(self, queue: BatchQueue | None) -> None:
+        self._given_queue = queue
+
+    @property
+    def _queue(self) -> BatchQueue:
+        if self._given_queue is None:
+            message = (
+                "this router keeps no files and batches; it would with --batch-folder. `pdserve batch` needs neither"
+            )
+            raise NotFound(message, kind="no_batches")
+        return self._given_queue
+
+    def _list(self, request: Request, prefix: str) -> Response:
+        items = self._queue.store.list(request.state.key, prefix)
+        return json_response({"object": "list", "data": items, "has_more": False})
+
+    @endpoint("POST", "/v1/files", Access.CLIENT, errors=[404, 413, 429], response_model=answers.StoredFile)
+    async def upload_file(self, request: Request) -> Response:
+        """Store a file: a form with `file` and `purpose=batch`."""
+        store = self._queue.store
+        try:
+            async with request.form(max_files=1, max_fields=10) as form:
+                file, purpose = form.get("file"), form.get("purpose")
+                if purpose != "batch":
+                    raise BadRequest('purpose must be "batch"', kind="invalid_parameter", param="purpose")
+                if file is None or isinstance(file, str):
+                    message = "file must be a file of the form"
+                    raise BadRequest(message, kind="missing_field", param="file")
+                name = (file.filename or "")[:MAX_FILENAME]
+                stored = await asyncio.to_thread(store.add_file, request.state.key, name, "batch", file.file)
+        except HTTPException as error:  # of starlette's parser
+            raise BadRequest(f"the body is no form: {error.detail}", kind="invalid_form") from None
+        return json_response(stored)
+
+    @endpoint("GET", "/v1/files", Access.CLIENT, errors=[404], response_model=answers.StoredList)
+    async def list_files(self, request: Request) -> Response:
+        """All files of this API key, the newest first."""
+        return self._list(request, "file-")
+
+    @endpoint("GET", "/v1/files/{file_id}", Access.CLIENT, errors=[404], response_model=answers.StoredFile)
+    async def file(self, request: Request, file_id: str) -> Response:
+        """A file's name, size and purpose."""
+        return json_response(self._queue.store.load(request.state.key, file_id))
+
+    @endpoint("GET", "/v1/files/{file_id}/content", Access.CLIENT, errors=[404], response_class=Response)
+    async def file_content(self, request: Request, file_id: str) -> Response:
+        """A file's content."""
+        store, key = self._queue.store, request.state.key
+        store.load(key, file_id)
+        return FileResponse(store.data_path(key, file_id), media_type="application/octet-stream")
+
+    @endpoint("DELETE", "/v1/files/{file_id}", Access.CLIENT, errors=[404], response_model=answers.DeletedFile)
+    async def delete_file(self, request: Request, file_id: str) -> Response:
+        """Delete a file."""
+        self._queue.store.delete_file(request.state.key, file_id)
+        return json_response({"id": file_id, "object": "file", "deleted": True})
+
+    @endpoint("POST", "/v1/batches", Access.CLIENT, errors=[404], response_model=answers.Batch)
+    async def create_batch(
+        self,
+        request: Request,
+        body: Annotated[
+            JsonBody[schemas.BatchBody],
+            example(input_file_id="file-…", endpoint="/v1/chat/completions", completion_window="24h"),
+        ],
+    ) -> Response:
+        """Answer the requests of a file."""
+        fields = body.parse()
+        queue, key = self._queue, request.state.key
+        return json_response(queue.create(key, fields.input_file_id, fields.endpoint, fields.metadata or {}))
+
+    @endpoint("GET", "/v1/batches", Access.CLIENT, errors=[404], response_model=answers.StoredList)
+    async def list_batches(self, request: Request) -> Response:
+        """All batches of this API key, the newest first."""
+        return self._list(request, "batch_")
+
+    @endpoint("GET", "/v1/batches/{batch_id}", Access.CLIENT, errors=[404], response_model=answers.Batch)
+    async def batch(self, request: Request, batch_id: str) -> Response:
+        """The state of a batch, and its files of answers and errors once it has ended."""
+        return json_response(self._queue.store.load(request.state.key, batch_id))
+
+    @endpoint("POST", "/v1/batches/{batch_id}/cancel", Access.CLIENT, errors=[404, 409], response_model=answers.Batch)
+    async def cancel_batch(self, request: Request, batch_id: str) -> Response:
+        """Stop a batch; the answers so far are its output."""
+        return json_response(self._queue.cancel(request.state.key, batch_id))

@@ -1,0 +1,1 @@
+"""gRPC services of the router, which take the same way as HTTP requests: keys, parsing, admission, generation."""

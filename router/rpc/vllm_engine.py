@@ -1,0 +1,248 @@
+"""vLLM's gRPC service `vllm.grpc.engine.VllmEngine`, so that clients of vLLM's engines, such as smg, drive this router.
+
+To them the router is one engine that does both phases. A request takes the same way as one to /v1/completions.
+"""
+
+import asyncio
+import hashlib
+import io
+import json
+import math
+import time
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, Never
+
+from smg_grpc_proto import vllm_engine_pb2 as vllm
+from smg_grpc_proto.generated import common_pb2 as common
+
+from pdserve import __version__
+from pdserve.config import RouterConfig
+from pdserve.errors import BadRequest, Unavailable
+from pdserve.model_path import model_folder
+from pdserve.router.api.generation import Delta, Generation
+from pdserve.router.api.requests import ParsedRequest, RequestContext, parse_completion
+from pdserve.router.api.streaming import merge
+from pdserve.router.backend import Backend, ModelInfo
+from pdserve.router.rpc.generate_request import to_completion_body
+from pdserve.router.rpc.generate_response import chunk, complete
+from pdserve.router.rpc.service import Call
+from pdserve.router.telemetry import tracing
+from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.web.admission import AdmissionController
+from pdserve.router.web.generation_endpoints import SESSION_HEADER
+from pdserve.router.web.grammar_checker import GrammarChecker
+from pdserve.router.web.middleware import ID_PATTERN
+
+SERVICE = vllm.DESCRIPTOR.services_by_name["VllmEngine"]
+TOKENIZER_FILES = (
+    *("config.json", "generation_config.json", "*token*.json", "vocab.json", "merges.txt"),
+    *("chat_template*", "*.jinja", "*.model", "*.tiktoken"),
+)
+CHUNK_BYTES = 64 << 10  # of the tokenizer in one message
+
+
+class VllmEngine:
+    """The methods of the service, by their names in it."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        tokenizer: Tokenizer,
+        backend: Backend,
+        admission: AdmissionController,
+        grammars: GrammarChecker | None,
+    ) -> None:
+        self._max_n = min(config.max_n, config.max_requests)
+        self._tokenizer = tokenizer
+        self._backend = backend
+        self._admission = admission
+        self._grammars = grammars
+        self._folder = model_folder(config.model)
+        self._started = time.monotonic()
+        self._last_received = 0.0
+        self._running: defaultdict[tuple[str, str], list[_Answer]] = defaultdict(list)  # by key and request id
+
+    async def Generate(self, call: Call) -> None:
+        """Generate the answers to one prompt: a message per delta if it asks for a stream, then one per choice."""
+        self._last_received = time.time()
+        parsed = await self._admission.parse_queue.run(call.key, call.raw, lambda: self._parse(call))
+        grammar = parsed.requests[0].sampling.grammar
+        if grammar and self._grammars is not None:
+            await self._grammars.check(call.key, grammar, self._model())
+        # gRPC cancels this coroutine if the client leaves or its deadline passes, so there is no disconnect to receive.
+        slot = await self._admission.enter(call.key, parsed, _never)
+        assert slot is not None
+        generation = Generation(parsed, self._tokenizer, self._backend, slot.release)
+        generation.start()
+        answer = _Answer(generation, call)
+        running = self._running[call.key, parsed.id]
+        running.append(answer)
+        try:
+            await answer.run()
+        finally:
+            generation.close()
+            running.remove(answer)
+            if not running:
+                self._running.pop((call.key, parsed.id), None)
+
+    async def Abort(self, call: Call) -> "vllm.AbortResponse":
+        """End requests of the same API key; they end with the finish reason `abort`. Unknown ids are ignored."""
+        for request_id in call.parse(vllm.AbortRequest).request_ids:
+            for answer in self._running.get((call.key, request_id), ()):
+                answer.abort()
+        return vllm.AbortResponse()
+
+    async def HealthCheck(self, call: Call) -> "vllm.HealthCheckResponse":
+        ready, reason = self._backend.ready()
+        return vllm.HealthCheckResponse(healthy=ready, message=reason)
+
+    async def GetModelInfo(self, call: Call) -> "vllm.GetModelInfoResponse":
+        info, settings = self._model(), self._model_settings()
+        return vllm.GetModelInfoResponse(
+            model_path=str(self._folder),
+            tokenizer_path=str(self._folder),
+            served_model_name=info.name,
+            is_generation=True,
+            max_context_length=info.max_model_len,
+            max_req_input_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            model_type=settings.get("model_type") or "",
+            architectures=settings.get("architectures") or (),
+            eos_token_ids=sorted(info.eos_token_ids),
+            pad_token_id=_first_id(settings.get("pad_token_id")),
+            bos_token_id=_first_id(settings.get("bos_token_id")),
+        )
+
+    async def GetServerInfo(self, call: Call) -> "vllm.GetServerInfoResponse":
+        """Describe the router. It names no connector: no client has to pass anything on between the phases."""
+        return vllm.GetServerInfoResponse(
+            active_requests=sum(map(len, self._running.values())),
+            last_receive_timestamp=self._last_received,
+            uptime_seconds=time.monotonic() - self._started,
+            server_type="vllm-grpc",
+            data_parallel_size=1,
+            block_size=min(self._model().block_sizes),
+        )
+
+    async def GetLoads(self, call: Call) -> "vllm.GetLoadsResponse":
+        """Return the load of all instances together, as that of one rank."""
+        fleet: list[dict[str, Any]] = self._backend.instances()
+        total = sum(one["num_blocks"] * one["block_size"] for one in fleet)
+        used = sum((one["num_blocks"] - one["free_blocks"]) * one["block_size"] for one in fleet)
+        running, waiting = (sum(one[name] for one in fleet) for name in ("running", "waiting"))
+        load = vllm.SchedulerLoad(
+            num_running_reqs=running,
+            num_waiting_reqs=waiting,
+            num_total_reqs=running + waiting,
+            num_used_tokens=used,
+            max_total_num_tokens=total,
+            token_usage=used / max(1, total),
+            num_waiting_uncached_tokens=sum(one["prefill_tokens"] for one in fleet),
+        )
+        now = datetime.now(UTC).isoformat()
+        return vllm.GetLoadsResponse(timestamp=now, version=f"pdserve {__version__}", dp_rank_count=1, loads=[load])
+
+    async def GetTokenizer(self, call: Call) -> None:
+        """Send the files of the tokenizer as one zip in pieces, the last of which has its digest."""
+        data = await asyncio.to_thread(_zip, self._folder)
+        digest, num_chunks = hashlib.sha256(data).hexdigest(), math.ceil(len(data) / CHUNK_BYTES)
+        for i in range(num_chunks):
+            piece = data[i * CHUNK_BYTES : (i + 1) * CHUNK_BYTES]
+            await call.send(common.GetTokenizerChunk(data=piece, sha256=digest if i == num_chunks - 1 else ""))
+
+    def _parse(self, call: Call) -> ParsedRequest:
+        request, info = call.parse(vllm.GenerateRequest), self._model()
+        request_id = request.request_id or f"req-{token_hex(12)}"
+        if not ID_PATTERN.fullmatch(request_id):
+            message = "request_id must have 1 to 128 of the characters A-Z, a-z, 0-9, '.', '_' and '-'"
+            raise BadRequest(message, kind="invalid_request_id", param="request_id")
+        session, traceparent = call.metadata.get(SESSION_HEADER, ""), tracing.traceparent(call.metadata)
+        context = RequestContext(request_id, time.monotonic(), session, traceparent)
+        body = to_completion_body(request, self._tokenizer, info)
+        parsed = parse_completion(body, context, self._tokenizer, info, self._max_n)
+        return replace(parsed, stream=request.stream)
+
+    def _model(self) -> ModelInfo:
+        info = self._backend.model()
+        if info is None:
+            raise Unavailable("no instance has registered yet", kind="no_instance", retry_after_s=1)
+        return info
+
+    def _model_settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = json.loads((self._folder / "config.json").read_text())
+        return settings
+
+
+class _Answer:
+    """The running answer to one call."""
+
+    def __init__(self, generation: Generation, call: Call) -> None:
+        self._generation = generation
+        self._call = call
+        self._sending = asyncio.Lock()  # gRPC sends one message at a time
+        self._deltas: list[list[Delta]] = [[] for _ in generation.parsed.requests]
+        self._running = asyncio.create_task(generation.run(self._emit))
+        self._aborting: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Send all messages. Choices that are aborted end with a message too."""
+        try:
+            await self._running
+        except asyncio.CancelledError:
+            if self._aborting is None:
+                raise
+            for index, deltas in enumerate(self._deltas):
+                if not deltas or deltas[-1].finish_reason is None:
+                    rest = [] if self._generation.parsed.stream else deltas
+                    await self._call.send(complete(self._generation, merge([*rest, _aborted(index)])))
+        finally:
+            self._running.cancel()
+
+    def abort(self) -> None:
+        """Free the request's resources at once, and end the answer once its current message is sent."""
+        self._generation.close()
+        self._aborting = self._aborting or asyncio.create_task(self._abort())
+
+    async def _abort(self) -> None:
+        async with self._sending:
+            self._running.cancel()
+
+    async def _emit(self, deltas: Iterable[Delta]) -> None:
+        streams = self._generation.parsed.stream
+        async with self._sending:
+            for delta in deltas:
+                self._deltas[delta.index].append(delta)
+                if streams:
+                    await self._call.send(chunk(self._generation, delta))
+                if delta.finish_reason is not None:
+                    whole = delta if streams else merge(self._deltas[delta.index])
+                    await self._call.send(complete(self._generation, whole))
+
+
+def _aborted(index: int) -> Delta:
+    return Delta(index, "", [], "abort", [], [], [])
+
+
+def _first_id(value: Any) -> int:
+    """Return a token id of a model's config, which may be missing or a list."""
+    return next(iter(value), 0) if isinstance(value, list) else value or 0
+
+
+def _zip(folder: Path) -> bytes:
+    paths = sorted({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()})
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in paths:
+            archive.write(path, path.name)
+    return buffer.getvalue()
+
+
+async def _never() -> Never:
+    await asyncio.Event().wait()
+    raise AssertionError("the event is never set")

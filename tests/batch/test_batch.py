@@ -1,0 +1,157 @@
+"""Batch files against a server that the tests play: answers, wrong lines, retries, interruptions."""
+
+import json
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.batch import runner
+from pdserve.batch.command import run
+from pdserve.errors import SetupError
+
+CHAT = "/v1/chat/completions"
+
+
+class Server:
+    """Answers each request with its prompt; the first `failures[prompt]` times with that status instead."""
+
+    def __init__(self) -> None:
+        self.failures: dict[str, list[int]] = {}
+        self.seen: Counter[str] = Counter()
+        self.keys: set[str | None] = set()
+        played = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                prompt = body["prompt"]
+                played.seen[prompt] += 1
+                played.keys.add(self.headers.get("authorization"))
+                left = played.failures.get(prompt, [])
+                status = left.pop(0) if left else 200
+                answer = json.dumps({"echo": prompt, "path": self.path}).encode()
+                self.send_response(status)
+                self.send_header("X-Request-Id", f"cmpl-{prompt}")
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.delenv("PDSERVE_API_KEY", raising=False)
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    return tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+
+
+def request(name: str, **fields: Any) -> str:
+    line = {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"prompt": name}} | fields
+    return json.dumps(line)
+
+
+def answers(path: Path) -> dict[str, Any]:
+    """Return the answers by custom id, or by id if they have none."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({line["id"] for line in lines}) == len(lines), "a line is answered twice"
+    return {line["custom_id"] or line["id"]: line for line in lines}
+
+
+def test_answers_and_wrong_lines(
+    server: Server, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PDSERVE_API_KEY", "secret")
+    source, target = files
+    names = [str(i) for i in range(20)]
+    wrong = {
+        "this is not JSON": ("batch_req_22", "invalid_json", "line 22: this is not JSON"),
+        "[1]": ("batch_req_23", "invalid_json", "must be a JSON object"),
+        '{"custom_id": 7}': ("batch_req_24", "invalid_custom_id", "custom_id must be a string"),
+        request("0"): ("0", "duplicate_custom_id", "'0' has occurred before"),
+        request("get", method="GET"): ("get", "invalid_method", 'method must be "POST"'),
+        request("path", url="/admin"): ("path", "invalid_url", "url must be /v1/chat/completions or"),
+        request("body", body=[]): ("body", "invalid_body", "body must be a JSON object"),
+        request("stream", body={"stream": True}): ("stream", "invalid_body", "stream is not possible"),
+        request("more", extra=1): ("more", "unknown_field", "unknown field 'extra'"),
+    }
+    source.write_text("\n".join([*map(request, names), "", *wrong]) + "\n")
+    server.failures["3"] = [400]
+    assert run(source, target, server.url, 4)
+    found = answers(target)
+    assert len(found) == len(names) + len(wrong) - 1  # the duplicate has the custom id of its twin
+    for name in names[1:]:
+        response = found[name]["response"]
+        assert response["body"] == {"echo": name, "path": "/v1/completions"} and found[name]["error"] is None
+        assert (response["status_code"], response["request_id"]) == (400 if name == "3" else 200, f"cmpl-{name}")
+    for name, code, message in wrong.values():
+        assert found[name]["error"]["code"] == code and message in found[name]["error"]["message"]
+    assert server.keys == {"Bearer secret"} and max(server.seen.values()) == 1
+
+
+def test_an_interrupted_batch_goes_on(server: Server, files: tuple[Path, Path]) -> None:
+    source, target = files
+    names = [str(i) for i in range(8)]
+    source.write_text("\n".join(map(request, names)))
+    assert run(source, target, server.url, 2)
+    lines = target.read_bytes().splitlines(keepends=True)
+    target.write_bytes(b"".join(lines[:3]) + lines[3][:20])  # killed while it wrote the fourth answer
+    assert run(source, target, server.url, 2)
+    assert answers(target).keys() == {*names} and sum(server.seen.values()) == 8 + 5
+    assert run(source, target, server.url, 2) and sum(server.seen.values()) == 8 + 5
+    source.write_text("\n".join(map(request, reversed(names))))
+    with pytest.raises(
+        SetupError, match=r"out.jsonl: it answers line 1 as '0', which is of another batch; name another"
+    ):
+        run(source, target, server.url, 2)
+    target.write_text("something else\n")
+    with pytest.raises(SetupError, match="line 1 is not an answer of a batch"):
+        run(source, target, server.url, 2)
+
+
+def test_overload_is_retried_and_nothing_is_lost(
+    server: Server, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "ATTEMPTS", 3)
+    monkeypatch.setattr(runner, "RETRY_S", 0.0)
+    source, target = files
+    source.write_text("\n".join(map(request, ("later", "never", "fine"))))
+    server.failures |= {"later": [429, 503], "never": [503] * 3}
+    assert not run(source, target, server.url, 2)
+    assert answers(target).keys() == {"later", "fine"}
+    assert "line 2: status 503" in capsys.readouterr().err
+    assert run(source, target, server.url, 2), "the same command answers the rest"
+    assert answers(target).keys() == {"later", "never", "fine"} and server.seen["fine"] == 1
+    target.unlink()
+    assert not run(source, target, "http://127.0.0.1:1", 2) and not target.read_bytes()
+    assert "the server does not answer" in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"in\.jsonl: No such file"):
+        run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", "http://127.0.0.1:1", 1)
+    assert not os.listdir(tmp_path)

@@ -1,0 +1,74 @@
+"""Logits processors of other packages, found by entry point: they change the tokens of their own requests only."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve import logits_processors
+from pdserve.config import EngineConfig
+from pdserve.engine.engine import Engine
+from pdserve.errors import BadRequest
+from pdserve.request import SamplingParams
+
+PLUGIN = """
+def make(arguments):
+    if "ids" not in arguments:
+        raise ValueError("ids is missing")
+    def process(prompt, output, logits_V):
+        if len(output) == arguments.get("fails_after"):
+            raise RuntimeError("broken")
+        logits_V[arguments["ids"]] = float("-inf")
+    return process
+"""
+
+
+@pytest.fixture(autouse=True)
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "ban_plugin.py").write_text(PLUGIN)
+    info = tmp_path / "ban_plugin-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ban-plugin\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[{logits_processors.ENTRY_POINT_GROUP}]\nban = ban_plugin:make\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    logits_processors._factory.cache_clear()
+    yield
+    logits_processors._factory.cache_clear()
+
+
+def sampling(**arguments: Any) -> SamplingParams:
+    spec = json.dumps({"ban": arguments}) if arguments else ""
+    return SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logits_processors=spec)
+
+
+def test_they_change_their_own_requests_only(checkpoint: Callable[..., Path]) -> None:
+    engine = Engine(EngineConfig(model=str(checkpoint("llama")), num_blocks=60))
+
+    def run(*each: SamplingParams) -> list[Any]:
+        seqs = [engine.new_sequence(str(i), [*range(20)], one) for i, one in enumerate(each)]
+        for seq in seqs:
+            engine.add(seq)
+        while engine.has_work:
+            for seq in engine.step().sampled:
+                if seq.finish_reason() or seq.plugin_failure:
+                    engine.remove(seq)
+        return seqs
+
+    (plain,) = run(sampling())
+    expected = plain.tokens[20:].tolist()
+    banned, other, broken = run(sampling(ids=expected[:1]), sampling(), sampling(ids=[1], fails_after=3))
+    assert expected[0] not in banned.tokens[20:] and other.tokens[20:].tolist() == expected
+    assert (
+        isinstance(broken.plugin_failure, BadRequest)
+        and "broken" in str(broken.plugin_failure)
+        and broken.num_output == 4
+    )
+
+
+def test_wrong_names_and_arguments_are_refused() -> None:
+    with pytest.raises(BadRequest, match="there are: ban"):
+        logits_processors.make_processors('{"bam": {}}')
+    with pytest.raises(BadRequest, match=r"logits_processors\.ban: ids is missing"):
+        logits_processors.make_processors('{"ban": {}}')

@@ -1,0 +1,163 @@
+"""Conversations by `previous_response_id`, with OpenAI's client, and the stores of responses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+import redis
+from starlette.applications import Starlette
+
+from pdserve.config import RouterConfig
+from pdserve.errors import SetupError, Unavailable
+from pdserve.router.limits.key_file import load_api_keys
+from pdserve.router.storage.response_store import MemoryStore, RedisStore, ResponseStore, StoredResponse, open_store
+from pdserve.router.telemetry.metrics import Metrics
+from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.web.admission import AdmissionController
+from pdserve.router.web.app import create_app
+
+if TYPE_CHECKING:
+    from tests.router.conftest import ScriptedBackend
+
+Serving = Callable[..., AbstractContextManager[str]]
+
+
+@pytest.fixture
+def stateful(tokenizer: Tokenizer, backend: ScriptedBackend, metrics: Metrics) -> Starlette:
+    """An application with two keys that keeps responses in memory."""
+    config = RouterConfig(model="demo", api_key="one,two", response_store="memory", max_stored_responses=3)
+    admission = AdmissionController(load_api_keys(config.api_key), config, metrics, lambda: 0.0)
+    store = open_store(config)
+    return create_app(config, tokenizer, backend, admission, list, backend.log.latest, dict, response_store=store)
+
+
+def client(url: str, key: str = "one") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+
+
+def test_a_conversation_continues_by_id(
+    stateful: Starlette, serving: Serving, backend: ScriptedBackend, tokenizer: Tokenizer
+) -> None:
+    backend.generates([*tokenizer.encode(" Paris."), 0], "stop")
+    with serving(stateful) as url, client(url) as one:
+        first: Any = one.responses.create(model="demo", input="hello", instructions="be brief")
+        assert first.store is True
+        with one.responses.stream(model="demo", input="more", previous_response_id=first.id) as stream:
+            second = stream.until_done().get_final_response()
+        third = one.responses.create(model="demo", input="again", previous_response_id=second.id)
+        assert (second.previous_response_id, third.previous_response_id) == (first.id, second.id)
+        answer = {"role": "assistant", "content": " Paris."}
+        turns = [{"role": "user", "content": text} for text in ("hello", "more", "again")]
+        conversations = [
+            [{"role": "system", "content": "be brief"}, turns[0]],
+            [turns[0], answer, turns[1]],  # instructions are of one response only
+            [turns[0], answer, turns[1], answer, turns[2]],
+        ]
+        assert [request.prompt for request in backend.requests] == [*map(tokenizer.render_chat, conversations)]
+        kept = one.responses.retrieve(second.id)
+        assert (kept.output_text, kept.status, kept.usage) == (" Paris.", "completed", second.usage)
+        one.responses.delete(second.id)
+        with pytest.raises(openai.NotFoundError, match="there is no response"):
+            one.responses.retrieve(second.id)
+        with pytest.raises(openai.NotFoundError, match="may have expired"):
+            one.responses.create(model="demo", input="x", previous_response_id=second.id)
+        assert one.responses.create(model="demo", input="x", previous_response_id=third.id).output_text == " Paris."
+
+
+def test_keys_are_apart_and_store_false_keeps_nothing(stateful: Starlette, serving: Serving) -> None:
+    with serving(stateful) as url, client(url) as one, client(url, "two") as two:
+        kept = one.responses.create(model="demo", input="hello")
+        for forbidden in (
+            lambda: two.responses.retrieve(kept.id),
+            lambda: two.responses.delete(kept.id),
+            lambda: two.responses.create(model="demo", input="x", previous_response_id=kept.id),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                forbidden()
+        assert one.responses.retrieve(kept.id).id == kept.id
+        dropped: Any = one.responses.create(model="demo", input="hello", store=False)
+        assert dropped.store is False
+        with pytest.raises(openai.NotFoundError):
+            one.responses.retrieve(dropped.id)
+
+
+def test_without_a_store(url: str) -> None:
+    with client(url) as official:
+        answer: Any = official.responses.create(model="demo", input="hello")
+        assert answer.store is False
+        fields: list[dict[str, Any]] = [{"store": True}, {"previous_response_id": "resp_1"}]
+        for field in fields:
+            with pytest.raises(openai.BadRequestError, match="--response-store"):
+                official.responses.create(model="demo", input="hello", **field)
+        with pytest.raises(openai.NotFoundError):
+            official.responses.retrieve("resp_1")
+
+
+def stored(name: str, text: str = "") -> StoredResponse:
+    return StoredResponse({"id": name, "text": text}, [{"role": "user", "content": text}])
+
+
+async def ids(store: ResponseStore, key: str, names: str) -> str:
+    """Return those of the names that the store has."""
+    return "".join([name for name in names if await store.get(key, name) is not None])
+
+
+def check_store(store: ResponseStore, expire: Callable[[], object]) -> None:
+    """Check a store that holds two responses of a key."""
+
+    async def run() -> None:
+        await store.put("alice", stored("a", "漢"))
+        await store.put("bob", stored("b"))
+        assert await store.get("alice", "a") == stored("a", "漢")
+        assert await ids(store, "bob", "ab") == "b"
+        await store.put("alice", stored("c"))
+        await store.put("alice", stored("a", "new"))
+        await store.put("alice", stored("d"))
+        assert (await ids(store, "alice", "abcd"), await ids(store, "bob", "abcd")) == ("ad", "b")
+        assert await store.get("alice", "a") == stored("a", "new")
+        assert await store.delete("alice", "a") and not await store.delete("alice", "a")
+        assert not await store.delete("alice", "b")
+        assert (await ids(store, "alice", "abcd"), await ids(store, "bob", "abcd")) == ("d", "b")
+        expire()
+        assert not await ids(store, "alice", "abcd") + await ids(store, "bob", "abcd")
+        await store.close()
+
+    asyncio.run(run())
+
+
+def test_the_store_in_memory() -> None:
+    times = [0.0]
+    check_store(MemoryStore(2, 10.0, lambda: times[0]), lambda: times.__setitem__(0, 10.0))
+
+    async def run() -> None:
+        small = MemoryStore(100, 10.0, lambda: 0.0, max_bytes=1000)
+        for name in "abcdefghij":
+            await small.put(name, stored(name, "x" * 100))
+        assert await small.get("a", "a") is None and await small.get("j", "j") is not None
+
+    asyncio.run(run())
+
+
+def test_the_store_in_redis(redis_server: Any) -> None:
+    client: Any = redis.Redis.from_url(redis_server.url)
+
+    def expire() -> None:
+        keys = client.keys("pdserve:responses:*")
+        assert keys and all(0 < client.ttl(key) <= 10 for key in keys)
+        client.delete(*keys)
+
+    check_store(RedisStore(redis_server.url, "demo", 2, 10.0), expire)
+
+
+def test_a_redis_that_does_not_answer_and_invalid_settings() -> None:
+    with pytest.raises(Unavailable, match="does not answer"):
+        asyncio.run(RedisStore("redis://127.0.0.1:1/0", "demo", 2, 10.0).get("key", "id"))
+    with pytest.raises(SetupError, match="must be memory, or the URL of a Redis"):
+        open_store(RouterConfig(response_store="disk"))
+    with pytest.raises(ValueError, match="not shared by --workers"):
+        RouterConfig(response_store="memory", workers=2)
