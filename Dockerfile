@@ -1,6 +1,7 @@
 # One image for all processes: `pdserve router`, `pdserve prefill`, `pdserve decode`. See docs/deploy.md.
 #
 # TORCH_INDEX   package index for torch, such as that of its CPU builds or of another CUDA version; empty: pip's own settings
+# EXTRAS        further extras of pyproject.toml, comma separated, such as nixl
 
 FROM python:3.11-slim AS wheel
 WORKDIR /src
@@ -19,14 +20,18 @@ ARG TORCH_INDEX=""
 RUN pip install -q ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -c constraints.txt torch
 
 COPY pyproject.toml ./
+ARG EXTRAS=""
 # xgrammar requires Triton (0.7 GB) but uses it only on GPUs, where torch's build includes it. Hence --no-deps.
-RUN python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; extra = p["optional-dependencies"]; \
-      print(*p["dependencies"], *extra["codecs"], *extra["otel"], *extra["vllm-grpc"], "apache-tvm-ffi", sep="\n"); \
+RUN python -c 'import os, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; extra = p["optional-dependencies"]; \
+      names = ["codecs", "otel", "vllm-grpc", *filter(None, os.environ["EXTRAS"].split(","))]; \
+      print(*p["dependencies"], *(line for name in names for line in extra[name]), "apache-tvm-ffi", sep="\n"); \
       print(*extra["structured"], sep="\n", file=open("alone.txt", "w"))' >requirements.txt \
     && pip install -q -c constraints.txt -r requirements.txt \
     && pip install -q -c constraints.txt --no-deps -r alone.txt
 
-RUN useradd --create-home --uid 10001 pdserve && install -d -o pdserve -g pdserve /models /run/gpus
+RUN useradd --create-home --uid 10001 pdserve && install -d -o pdserve -g pdserve /models /run/gpus /cache
+# Kernels that Triton and torch compile at run time: a volume there keeps them.
+ENV TRITON_CACHE_DIR=/cache/triton TORCHINDUCTOR_CACHE_DIR=/cache/inductor
 
 COPY scripts/entrypoint /usr/local/bin/
 COPY --from=wheel /wheels /tmp/wheels

@@ -20,6 +20,9 @@ import torch
 from gpu_part import DEVICE, DRY, Result, Skip
 
 from pdserve.errors import SetupError
+from pdserve.kernels import reference
+from pdserve.kernels.attention import select_kernel
+from pdserve.kernels.gpu.copies import PoolCopies
 from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import Connector, Outcome
 from pdserve.kv_transfer.registry import connect
@@ -68,8 +71,10 @@ def make_pool(num_blocks: int) -> tuple[torch.Tensor, Layout]:
 
 
 def staged(url: str, pool: torch.Tensor, layout: Layout) -> Connector:
-    connector = connect(url)
-    return StagedConnector(connector, pool, layout) if DRY else attach_pool(connector, pool, layout)
+    copies = PoolCopies(pool, reference if DRY else select_kernel("triton", DEVICE, "off"))
+    if DRY:
+        return StagedConnector(connect(url), copies, layout, len(pool))
+    return attach_pool(connect(url), pool, layout, lambda: copies)
 
 
 def staging() -> Result:

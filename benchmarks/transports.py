@@ -149,6 +149,7 @@ def _nixl(nbytes: int, count: int) -> Iterator[tuple[str, Raw]]:
     """Read all rows of another process directly into ours in one transfer. There is no store operation."""
     try:
         from pdserve.kv_transfer.connectors.nixl_agent import Agent, NixlError
+        from pdserve.kv_transfer.connectors.nixl_memory import HostMemory
 
         agent = Agent("lo")
     except SetupError as error:
@@ -156,12 +157,15 @@ def _nixl(nbytes: int, count: int) -> Iterator[tuple[str, Raw]]:
     here, there = multiprocessing.get_context("spawn").Pipe()
     peer = multiprocessing.get_context("spawn").Process(target=_nixl_peer, args=(there, nbytes, count), daemon=True)
     peer.start()
-    rows, ids = np.ones((count, nbytes), np.uint8), np.arange(count, dtype=np.int32)
+    rows, ids = HostMemory(np.ones((count, nbytes), np.uint8)), np.arange(count, dtype=np.int32)
     try:
         name, metadata, base = here.recv()
         agent.register(rows)
         agent.add_peer(metadata)
-        sources, targets = agent.prepare(name, base, nbytes, count), agent.prepare("", rows.ctypes.data, nbytes, count)
+        sources, targets = (
+            agent.prepare(peer_name, address, nbytes, count, rows.kind, rows.device)
+            for peer_name, address in ((name, base), ("", rows.address))
+        )
 
         def load() -> float:
             began = time.perf_counter()
@@ -185,10 +189,11 @@ def _nixl(nbytes: int, count: int) -> Iterator[tuple[str, Raw]]:
 
 def _nixl_peer(pipe: Connection, nbytes: int, count: int) -> None:
     from pdserve.kv_transfer.connectors.nixl_agent import Agent
+    from pdserve.kv_transfer.connectors.nixl_memory import HostMemory
 
-    agent, rows = Agent("lo"), np.ones((count, nbytes), np.uint8)
+    agent, rows = Agent("lo"), HostMemory(np.ones((count, nbytes), np.uint8))
     agent.register(rows)
-    pipe.send((agent.name, agent.metadata(), rows.ctypes.data))
+    pipe.send((agent.name, agent.metadata(), rows.address))
     while not _closed(pipe):
         agent.poll()
         time.sleep(0.01)

@@ -83,12 +83,34 @@ def select_kernel(name: str, device: torch.device, batch_invariant: str = "auto"
     try:
         if name == "flash" or (name == "auto" and device.type == "cuda" and kv is not None and not invariant):
             return _flash_kernel(device, invariant, kv, required=name == "flash")
-        return _LOADERS[name if name != "auto" else "cpu" if device.type == "cpu" else "triton"](device, invariant)
+        return _LOADERS[name if name != "auto" else default_kernel(device)](device, invariant)
     except KernelUnavailable as error:
         if name != "auto" or batch_invariant == "on":
             raise
         log.warning("attention falls back to the slower reference kernel: %s", error)
         return reference
+
+
+def default_kernel(device: torch.device) -> str:
+    """Return the kernel that `auto` tries first on a device."""
+    return "cpu" if device.type == "cpu" else "triton"
+
+
+def explain_kernels(device: torch.device) -> dict[str, str]:
+    """Return for each kernel why it cannot run on a device; empty for one that can."""
+    reasons = {}
+    for name, load in _LOADERS.items():
+        try:
+            load(device, is_batch_invariant("auto", device))
+            reasons[name] = ""
+        except KernelUnavailable as error:
+            reasons[name] = str(error)
+    if device.type == "cuda" and not reasons["triton"]:
+        from pdserve.kernels.gpu import flash
+
+        chosen = flash.choose(flash.installed(), flash.capability(device), KVFormat(torch.bfloat16, 128, 16))
+        reasons["flash"] = "; ".join(chosen.reasons) if chosen.prefill == chosen.decode == flash.TRITON else ""
+    return {**reasons, "reference": ""}
 
 
 def _cpu_kernel(device: torch.device, batch_invariant: bool) -> Kernel:

@@ -15,7 +15,6 @@ from pdserve.kv_transfer.header import (
     Row,
     copy_and_hash,
     has_checksum,
-    is_intact,
     payload_length,
     read_and_hash,
 )
@@ -158,9 +157,13 @@ class Incoming(Block):
         outcome = Outcome.OK if has_checksum(header, digest) else Outcome.CORRUPT
         return self._mark(outcome, header)
 
-    def accept_in_place(self, header: bytes) -> Outcome:
-        """Like `accept`, for transports that wrote the payload into the row themselves and still hold the fence."""
-        valid = self._header_format.matches(header, self.key) and is_intact(header, self._row)
+    def accept_digest(self, header: bytes, digest: bytes) -> Outcome:
+        """Like `accept`, for transports that wrote the payload into the row, and hold the fence since before.
+
+        Args:
+            digest: checksum of the row's bytes.
+        """
+        valid = self._header_format.matches(header, self.key) and has_checksum(header, digest)
         return self._mark(Outcome.OK if valid else Outcome.CORRUPT, header)
 
     def missing(self) -> None:

@@ -120,6 +120,7 @@ class Capabilities:
         skips_hanging: the connector has circuit breakers of its own, so instances put none in front of it.
         relayable: the conformance kit may connect it to a relay in place of the `host:port` in its URL.
         codec: name of the codec of stored blocks, one of `codec.CODECS`.
+        gpu_memory: `attach` also takes pools in a GPU's memory, as `PoolMemory.gpu`.
     """
 
     timeout_s: float = DEFAULT_TIMEOUT_S
@@ -130,6 +131,7 @@ class Capabilities:
     skips_hanging: bool = False
     relayable: bool = True
     codec: str = "none"
+    gpu_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,10 +141,13 @@ class PoolMemory:
     Attributes:
         rows: the pool's bytes, uint8 of shape [num_blocks, block_bytes], C-contiguous, in host memory.
         layout: the format of a block; its namespace is written into every block header.
+        gpu: the pool's rows in a GPU's memory (`Memory` of `connectors/nixl_memory.py`), for connectors with the capability
+            `gpu_memory`; `rows` then has the shape of the pool, and none of its bytes. None: the pool is in host memory.
     """
 
     rows: npt.NDArray[np.uint8]
     layout: Layout
+    gpu: Any = None
 
     def check(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Validate the arguments of a store or load. Raises `ValueError` if they are inconsistent or out of range."""

@@ -136,10 +136,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests marked slow, unless `-m` mentions that marker."""
-    if "slow" not in config.option.markexpr:
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    """Deselect tests marked slow, unless `-m` mentions that marker, and those marked gpu where there is none."""
+    left_out = [] if "slow" in config.option.markexpr else ["slow"]
+    left_out += [] if torch.cuda.is_available() else ["gpu"]
+    for marker in left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(marker)])
+        items[:] = [item for item in items if not item.get_closest_marker(marker)]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -131,6 +131,7 @@ MAY_IMPORT_LATE = {
         "router.server",
         "router.web",
         "instance",
+        "kernels",
         "kv_transfer",
         "kv_transfer.connectors",
         "batch",

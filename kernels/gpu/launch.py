@@ -8,6 +8,16 @@ import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 INTERPRETER_PROCESSORS = 4  # assumed in the interpreter, so that tests cover split KV and persistent programs
+INTERPRETER_SHARED_MEMORY = 99 << 10  # bytes, assumed there as well
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a block of threads may have."""
+    if device.type != "cuda":
+        return INTERPRETER_SHARED_MEMORY
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]  # missing in torch's stub
 
 
 @cache

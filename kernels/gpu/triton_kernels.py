@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from pdserve.kernels.batch import Kernel, PagedBatch
-from pdserve.kernels.gpu.launch import INTERPRETED, device_of, processors
+from pdserve.kernels.gpu.launch import INTERPRETED, device_of, processors, shared_memory
 
 NAME = "triton"
 is_capturable = True  # in a CUDA graph: nothing is read from the device, and grids follow from the lengths on the host
@@ -32,12 +32,44 @@ MIN_SPLIT_TOKENS = 256  # KV tokens: shorter splits do not pay for the second ke
 INVARIANT_SPLIT_TOKENS = 512
 UNSPLIT = 1 << 30  # KV tokens: more than any sequence has
 COPY_WORDS = 4096  # words of 8 bytes per program
+SLOT_SEQS = 64  # sequences whose splits are counted at a time
+# Arguments that change from step to step. Triton would compile a kernel for a value of 1, one for multiples of 16 and one
+# for all others, each when it first occurs: in the middle of a stream.
+STEP_ARGUMENTS = ("tables", "starts", "kv_lens", "table_length", "split_length", "tiles", "splits_per_seq")
+
+# Tiles of the attention kernel by phase, bytes of an element and padded head size: bytes of shared memory that a block of
+# threads must be allowed, rows, tokens, warps, stages. The first that fits is taken; none spills registers in 16 bits.
+# GPUs of compute capability 8.6, 8.9 and 12.0 allow 99 KiB, 8.0 allows 163, 9.0 allows 227.
+_LEAST = 99 << 10
+_TILES = {
+    ("prefill", 2, 64): [(_LEAST, 128, 64, 8, 2)],
+    ("prefill", 2, 128): [(_LEAST, 128, 64, 8, 2)],
+    ("prefill", 2, 256): [(227 << 10, 64, 64, 8, 2), (_LEAST, 64, 32, 8, 2)],
+    ("prefill", 2, 512): [(_LEAST, 32, 32, 8, 2)],
+    ("prefill", 4, 64): [(_LEAST, 64, 32, 8, 2)],
+    ("prefill", 4, 128): [(_LEAST, 32, 32, 8, 2)],
+    ("prefill", 4, 256): [(_LEAST, 16, 16, 4, 2)],
+    ("prefill", 4, 512): [(_LEAST, 16, 16, 8, 2)],
+    # Rows here are the most: a tile has those of one token.
+    ("decode", 2, 64): [(_LEAST, 64, 64, 4, 3)],
+    ("decode", 2, 128): [(_LEAST, 32, 64, 4, 3)],
+    ("decode", 2, 256): [(_LEAST, 16, 64, 4, 3)],
+    ("decode", 2, 512): [(_LEAST, 16, 16, 4, 3)],
+    ("decode", 4, 64): [(_LEAST, 16, 64, 4, 3)],
+    ("decode", 4, 128): [(_LEAST, 16, 16, 4, 3)],
+    ("decode", 4, 256): [(_LEAST, 16, 16, 4, 3)],
+    ("decode", 4, 512): [(_LEAST, 16, 16, 8, 3)],
+    ("invariant", 2, 64): [(_LEAST, 64, 32, 4, 2)],
+    ("invariant", 2, 128): [(_LEAST, 64, 32, 8, 2)],
+    ("invariant", 2, 256): [(_LEAST, 32, 16, 8, 2)],
+    ("invariant", 2, 512): [(_LEAST, 32, 16, 8, 2)],
+}
 
 LOG2E = tl.constexpr(1.4426950408889634)
 MIN_SCORE = tl.constexpr(-1e30)  # initial running maximum: finite, since -inf - -inf is NaN
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _write_kv(
     cache,
     k,
@@ -76,9 +108,12 @@ def _num_splits(kv_len, split_length, window, WINDOWED: tl.constexpr):
 @triton.jit
 def _first_slot(kv_lens, s, split_length, window, WINDOWED: tl.constexpr, SEQS: tl.constexpr):
     """Return the index of a sequence's first partial result: the sequences before it have one for each of their splits."""
-    i = tl.arange(0, SEQS)
-    splits, _ = _num_splits(tl.load(kv_lens + i, mask=i < s, other=1), split_length, window, WINDOWED)
-    return tl.sum(tl.where(i < s, splits, 0), 0)
+    slots = tl.zeros([SEQS], tl.int64)
+    for start in range(0, s, SEQS):
+        i = start + tl.arange(0, SEQS)
+        splits, _ = _num_splits(tl.load(kv_lens + i, mask=i < s, other=1), split_length, window, WINDOWED)
+        slots += tl.where(i < s, splits, 0)
+    return tl.sum(slots, 0)
 
 
 @triton.jit
@@ -148,7 +183,7 @@ def _attend_split(
     return o, m, l
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*STEP_ARGUMENTS])
 def _attend(
     out,
     part_o,
@@ -245,7 +280,7 @@ def _attend(
         tl.store(target, (o / l[:, None]).to(out.dtype.element_ty), mask=valid_elements)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*STEP_ARGUMENTS])
 def _combine(
     out,
     part_o,
@@ -279,7 +314,7 @@ def _combine(
     tl.store(target, (o / l[:, None]).to(out.dtype.element_ty), mask=(d < D)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["target_ids", "source_ids"])
 def _copy(
     target,
     target_ids,
@@ -348,14 +383,14 @@ def attend(
     seqs, repeats, padded = len(batch.query_lens), heads // kv_heads, max(16, triton.next_power_of_2(size))
     out_THD = q_THD.new_empty((tokens, heads, size))
     tables_SM = batch.tables_SM.contiguous()
-    windowed, seqs_padded = window is not None, triton.next_power_of_2(seqs)
+    windowed = window is not None
 
     def launch(decode: bool, split_length: int, splits: int, num_parts: int) -> None:
         parts = [out_THD] * 3
         if decode and splits > 1:
             shape = (num_parts, heads)
             parts = [q_THD.new_empty(s, dtype=torch.float32) for s in ((*shape, size), shape, shape)]
-        tuning = _tuning(decode, invariant, repeats, padded * q_THD.itemsize)
+        tuning = tuning_of(decode, invariant, repeats, padded, q_THD.itemsize, shared_memory(q_THD.device))
         tiles = triton.cdiv(max(batch.query_lens) * repeats if not decode else repeats, tuning["ROWS"])
         splits_per_seq = splits if decode else 1  # that have programs of their own
         _attend[(tiles * seqs * splits_per_seq, kv_heads)](
@@ -381,7 +416,7 @@ def attend(
             CAPPED=softcap is not None,
             WINDOWED=windowed,
             WIDEN=INTERPRETED and q_THD.dtype == torch.bfloat16,
-            SEQS=seqs_padded,
+            SEQS=SLOT_SEQS,
             R=repeats,
             B=block_size,
             D=size,
@@ -398,7 +433,7 @@ def attend(
                 split_length,
                 window or 0,
                 WINDOWED=windowed,
-                SEQS=seqs_padded,
+                SEQS=SLOT_SEQS,
                 D=size,
                 D_PAD=padded,
                 num_warps=1,
@@ -477,23 +512,29 @@ def _copy_words(
         )
 
 
-def _tuning(decode: bool, invariant: bool, repeats: int, row_bytes: int) -> dict[str, Any]:
-    """Return tile shape and compiler options; `row_bytes` is the size of a row of the query."""
-    tokens = 64 if row_bytes <= 512 else 32
-    if invariant:  # no argument but the model's: one shape for both phases
-        return {
-            "ROWS": 64 if row_bytes <= 256 else 32,
-            "TOKENS": tokens,
-            "num_warps": 4,
-            "num_stages": 2,
-            "enable_fp_fusion": False,
-        }
-    if decode:
-        rows = max(16, triton.next_power_of_2(repeats))
-        return {"ROWS": rows, "TOKENS": tokens, "num_warps": 4, "num_stages": 3, "enable_fp_fusion": True}
-    rows = 128 if row_bytes <= 256 else 64 if row_bytes <= 512 else 32
-    warps = 8 if rows == 128 else 4
-    return {"ROWS": rows, "TOKENS": tokens, "num_warps": warps, "num_stages": 2, "enable_fp_fusion": True}
+def tuning_of(decode: bool, invariant: bool, repeats: int, padded: int, itemsize: int, shared: int) -> dict[str, Any]:
+    """Return tile shape and compiler options.
+
+    Args:
+        repeats: query heads of a key/value head.
+        padded: head size, a power of two.
+        itemsize: bytes of an element.
+        shared: bytes of shared memory that a block of threads may have.
+    """
+    phase = "decode" if decode else "prefill"
+    if invariant:
+        phase = "invariant" if itemsize == 2 else "prefill"  # engines are invariant in 16 bits only
+    choices = _TILES[phase, itemsize, min(max(padded, 64), 512)]
+    _, rows, tokens, warps, stages = next((one for one in choices if one[0] <= shared), choices[-1])
+    if phase == "decode":
+        rows = min(rows, max(16, triton.next_power_of_2(repeats)))
+    return {
+        "ROWS": rows,
+        "TOKENS": tokens,
+        "num_warps": warps,
+        "num_stages": stages,
+        "enable_fp_fusion": not invariant,  # for invariance, both phases have one shape, which only the model decides
+    }
 
 
 def _split_length(programs: int, kv_tokens: int, device: torch.device) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.errors import SetupError
-from pdserve.kv_transfer.header import Row
+from pdserve.kv_transfer.connectors.nixl_memory import Memory
 
 _POLL_INTERVAL_S = 20e-6
 _ENVIRONMENT_LOCK = threading.Lock()
@@ -55,10 +55,10 @@ class Agent:
             raise SetupError("The installed NIXL has no UCX backend, which nixl:// needs.")
         self._registrations: list[Any] = []
 
-    def register(self, rows: Row) -> Any:
-        """Register host memory for transfers. Returns a handle for `deregister`."""
+    def register(self, memory: Memory) -> Any:
+        """Register memory for transfers. Returns a handle for `deregister`."""
         with self._locked() as nixl:
-            registration = nixl.register_memory([(rows.ctypes.data, rows.nbytes, 0, "")], "DRAM")
+            registration = nixl.register_memory([(memory.address, memory.nbytes, memory.device, "")], memory.kind)
             self._registrations.append(registration)
             return registration
 
@@ -86,13 +86,18 @@ class Agent:
         with suppress(NixlError), self._locked() as nixl:
             nixl.remove_remote_agent(peer)
 
-    def prepare(self, peer: str, base: int, block_bytes: int, count: int) -> Any:
-        """Return descriptors of `count` pool rows at address `base`. An empty `peer` means this process's memory."""
+    def prepare(self, peer: str, base: int, block_bytes: int, count: int, kind: str, device: int) -> Any:
+        """Return descriptors of `count` pool rows at address `base`. An empty `peer` means this process's memory.
+
+        Args:
+            kind, device: as in `Memory`.
+        """
         rows = np.zeros((count, 3), np.uint64)
+        rows[:, 2] = device
         rows[:, 0] = np.uint64(base) + np.arange(count, dtype=np.uint64) * np.uint64(block_bytes)
         rows[:, 1] = block_bytes
         with self._locked() as nixl:
-            return nixl.prep_xfer_dlist(peer or "NIXL_INIT_AGENT", rows, "DRAM")
+            return nixl.prep_xfer_dlist(peer or "NIXL_INIT_AGENT", rows, kind)
 
     def make_read(
         self, local: Any, local_rows: npt.NDArray[np.int32], remote: Any, remote_rows: npt.NDArray[np.int32]

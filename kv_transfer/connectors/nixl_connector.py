@@ -33,6 +33,10 @@ Guarantees and design:
 Without a shared store, `match` always returns 0, and a block lives as long as its lease. `release` on the reading side ends
 the leases of the given tickets, read or not.
 
+A pool in a GPU's memory is registered as such, and its checksums are computed on the GPU. Peers with memory of the other
+kind are not read. Nothing of this has run on a GPU. Peers are read, and never write: where UCX has no faster way to read GPU
+memory than TCP, as is reported for cuda_ipc without NVLink, `shm://` is faster on one host.
+
 UCX listens on a TCP port of its own choice, on the address of each device it may use; any host that can reach the port and
 has a ticket can read and write the pool. The default is the loopback device, which serves instances on one machine. For
 several hosts name the devices, by `UCX_NET_DEVICES` or by the URL, which takes precedence: `devices=eth0`,
@@ -41,7 +45,7 @@ several hosts name the devices, by `UCX_NET_DEVICES` or by the URL, which takes 
 
 import os
 import threading
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -53,6 +57,7 @@ from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.connector import Capabilities, Outcome, Result
 from pdserve.kv_transfer.connectors.nixl_agent import Agent, NixlError, ReadTimeout
 from pdserve.kv_transfer.connectors.nixl_leases import Leases
+from pdserve.kv_transfer.connectors.nixl_memory import HostMemory, Memory
 from pdserve.kv_transfer.connectors.nixl_reader import PeerBlock, Reader
 from pdserve.kv_transfer.connectors.nixl_tickets import (
     ENTRY,
@@ -78,7 +83,7 @@ class NixlConnector(BatchedConnector):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, in_place=True)
+        return replace(super().capabilities, in_place=True, gpu_memory=True)
 
     def configure(self, query: Query) -> None:
         self._devices = query.text("devices", os.environ.get("UCX_NET_DEVICES", "lo"))
@@ -93,16 +98,19 @@ class NixlConnector(BatchedConnector):
         self._leases = Leases()
 
     def open(self) -> None:
-        rows, block_bytes = self.memory.rows, self.memory.layout.block_bytes
+        pool: Memory = self.memory.gpu or HostMemory(self.memory.rows)
         agent = Agent(self._devices)
         try:
-            agent.register(rows)
-            self._own_pool = PeerPool(agent.name.encode(), agent.metadata(), rows.ctypes.data, block_bytes, len(rows))
+            agent.register(pool)
+            place = (pool.address, self.memory.layout.block_bytes, len(pool), pool.kind, pool.device)
+            self._own_pool = PeerPool(agent.name.encode(), agent.metadata(), *place)
         except NixlError as error:
             agent.close()
-            raise SetupError(f"NIXL cannot register the pool's {rows.nbytes >> 20} MiB: {error}.") from None
+            where = f"GPU {pool.device}" if pool.kind == "VRAM" else "host memory"
+            raise SetupError(f"NIXL cannot register the pool's {pool.nbytes >> 20} MiB of {where}: {error}.") from None
         self._agent = agent
-        self._readers = [Reader(agent, rows, self._read_bytes, self.timeout)]
+        self._pool = pool
+        self._readers = [Reader(agent, pool, self._read_bytes, self.timeout)]
         self._thread_local = threading.local()  # the index of each worker's reader
         self._next_reader = count()
         self._opening = threading.Thread(target=self._open_more_readers, name="kv-nixl-open", daemon=True)
@@ -126,21 +134,33 @@ class NixlConnector(BatchedConnector):
         operation = Operation("store", len(keys), deadline, lambda done: self._grant(done, blocks, ids, lease_s))
         ids = list(block_ids)
         blocks = self._blocks(_LeasedBlock, operation, list(zip(keys, ids, strict=True)))
-        return self._submit(operation, lambda: self.put_many(blocks, lease_s))
+        for block, row in zip(blocks, ids, strict=True):
+            block.memory, block.local_row = self._pool, row
+        return self._submit_after_steps(operation, lambda: self.put_many(blocks, lease_s))
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
         self.memory.check(keys, block_ids)
         operation = Operation("load", len(keys), self._deadline(len(keys)), self._finish_transfer)
         blocks = self._blocks(PeerBlock, operation, list(zip(keys, block_ids, strict=True)))
         for block, row in zip(blocks, block_ids, strict=True):
-            block.local_row = row
+            block.memory, block.local_row = self._pool, row
         copied = list(tickets)
-        return self._submit(operation, lambda: self._locate_and_get(blocks, copied))
+        return self._submit_after_steps(operation, lambda: self._locate_and_get(blocks, copied))
 
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
         operation: Operation[None] = Operation("release", 0, self._deadline(0), lambda _: None)
         copied = list(tickets)
         self._submit(operation, lambda: self._notify_owners(self._tickets.release(copied)))
+
+    def _submit_after_steps(self, operation: Operation[Result], work: Callable[[], None]) -> Future[Result]:
+        """Submit work on rows of the pool that steps of the model before this call may still write."""
+        mark = self._pool.mark()
+
+        def wait_and_work() -> None:
+            self._pool.wait(mark)
+            work()
+
+        return self._submit(operation, wait_and_work)
 
     def put_many(self, blocks: Sequence[Outgoing], lease_s: float) -> None:
         for block in blocks:
@@ -179,11 +199,11 @@ class NixlConnector(BatchedConnector):
         for _ in range(self.threads - 1):
             try:
                 agent = Agent(self._devices)
-                agent.register(self.memory.rows)
+                agent.register(self._pool)
             except (SetupError, NixlError) as error:
                 self._limited_log.warning(f"worker threads share NIXL agents: {error}")
                 return
-            self._readers.append(Reader(agent, self.memory.rows, self._read_bytes, self.timeout))
+            self._readers.append(Reader(agent, self._pool, self._read_bytes, self.timeout))
 
     def _reader(self) -> Reader:
         """Return this worker's reader."""
@@ -220,7 +240,7 @@ class NixlConnector(BatchedConnector):
     def _get_from(self, owner: PeerPool, blocks: Sequence[PeerBlock], unresponsive: Container[bytes]) -> None:
         if owner.name == self._own_pool.name:
             for block in blocks:
-                block.accept_copy(self.memory.rows[block.remote_row])
+                block.accept_copy(self._pool, block.remote_row)
             return
         try:
             if owner.name in unresponsive:
@@ -246,10 +266,14 @@ class NixlConnector(BatchedConnector):
 class _LeasedBlock(Outgoing):
     """A row that stays in place; its header goes into a ticket."""
 
-    __slots__ = ("header",)
+    __slots__ = ("header", "local_row", "memory")
 
     header: bytes
+    memory: Memory
+    local_row: int
 
     def make_header(self) -> None:
-        self.header, _ = self.read()
+        with self._fence:
+            digest = self.memory.digest(self.local_row)
+            self.header = self._header_format.pack_checksum(self.key, self._header_format.block_bytes, digest)
         self.present()  # no bytes were moved

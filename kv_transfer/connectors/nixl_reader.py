@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from pdserve.kv_transfer.blocks import Incoming
 from pdserve.kv_transfer.connectors.nixl_agent import Agent, NixlError, ReadTimeout
+from pdserve.kv_transfer.connectors.nixl_memory import Memory
 from pdserve.kv_transfer.connectors.nixl_tickets import PeerPool, RemoteBlock
 from pdserve.kv_transfer.fence import Expired, Fence
-from pdserve.kv_transfer.header import Row
 
 _MAX_PEERS: Final = 256  # beyond this, the least recently used idle peer is disconnected
 
@@ -25,12 +25,13 @@ class PeerBlock(Incoming):
 
     Attributes:
         source: where the block is; None if no ticket has it.
-        local_row: the row of the local pool to read into.
+        memory, local_row: the local pool, and its row to read into.
     """
 
-    __slots__ = ("local_row", "source")
+    __slots__ = ("local_row", "memory", "source")
 
     source: RemoteBlock | None
+    memory: Memory
     local_row: int
 
     @property
@@ -39,7 +40,8 @@ class PeerBlock(Incoming):
         assert self.source is not None
         owner = self.source.ticket.owner
         matches = self._header_format.matches(self.source.header, self.key)
-        return matches and owner.block_bytes == self._header_format.block_bytes
+        same_memory = owner.block_bytes == self._header_format.block_bytes and owner.kind == self.memory.kind
+        return matches and same_memory  # memory of another kind has other checksums
 
     @property
     def owner(self) -> PeerPool:
@@ -59,25 +61,26 @@ class PeerBlock(Incoming):
     def fence(self) -> Fence:
         return self._fence
 
-    def accept_copy(self, payload: Row) -> None:
-        """Verify a payload outside of the pool and copy it into the row."""
+    def accept_copy(self, memory: Memory, row: int) -> None:
+        """Copy a row outside of the pool, or another one in it, into the block's row, and verify it there."""
         assert self.source is not None
-        self.accept(self.source.header, [payload])
+        with self.fence:
+            self.accept_digest(self.source.header, self.memory.copy(self.local_row, memory, row))
 
     def verify(self) -> None:
-        """Verify the payload that was read into the row, with the fence held since before the read."""
+        """Verify the payload in the row, with the fence held since before it was written."""
         assert self.source is not None
-        self.accept_in_place(self.source.header)
+        self.accept_digest(self.source.header, self.memory.digest(self.local_row))
 
 
 class _BounceBuffer:
     """Registered memory for two reads of up to `blocks_per_read` blocks each, with a thread that verifies what arrived."""
 
-    def __init__(self, agent: Agent, block_bytes: int, blocks_per_read: int) -> None:
+    def __init__(self, agent: Agent, pool: Memory, blocks_per_read: int) -> None:
         self.blocks_per_read = blocks_per_read
-        self.rows: Row = np.empty((2 * self.blocks_per_read, block_bytes), np.uint8)
-        self.registration = agent.register(self.rows)
-        self.descriptors = agent.prepare("", self.rows.ctypes.data, block_bytes, len(self.rows))
+        self.memory = pool.like(2 * self.blocks_per_read)
+        self.registration = agent.register(self.memory)
+        self.descriptors = _describe(agent, self.memory)
         self.verifier = ThreadPoolExecutor(1, thread_name_prefix="kv-nixl-verify")
 
 
@@ -127,11 +130,11 @@ class QuarantinedBuffer:
 class Reader:
     """Reads rows of peers' pools. Thread-safe: several workers may share a reader."""
 
-    def __init__(self, agent: Agent, rows: Row, read_bytes: int, timeout: float) -> None:
+    def __init__(self, agent: Agent, pool: Memory, read_bytes: int, timeout: float) -> None:
         self._agent = agent
-        self._block_bytes = rows.shape[1]
-        self._local = agent.prepare("", rows.ctypes.data, self._block_bytes, len(rows))
-        self._blocks_per_read = max(1, read_bytes // self._block_bytes)
+        self._pool = pool
+        self._local = _describe(agent, pool)
+        self._blocks_per_read = max(1, read_bytes * len(pool) // pool.nbytes)
         self._quarantine_s = timeout
         self._margin_s = timeout / 10  # to quarantine a buffer before the load's deadline
         self._lock = threading.RLock()
@@ -228,7 +231,8 @@ class Reader:
             self._agent.remove_peer(name.decode(), self._peers.pop(name).descriptors)
         self._agent.add_peer(owner.metadata)
         try:
-            return _Peer(self._agent.prepare(owner.name.decode(), owner.base, owner.block_bytes, owner.rows))
+            place = (owner.base, owner.block_bytes, owner.rows, owner.kind, owner.device)
+            return _Peer(self._agent.prepare(owner.name.decode(), *place))
         except NixlError:
             self._agent.remove_peer(owner.name.decode(), None)
             raise
@@ -313,13 +317,13 @@ class Reader:
     def _accept_copies(self, bounce: _BounceBuffer, read: _BounceRead) -> None:
         """Verify the blocks of a finished read and copy them into the pool."""
         for i, block in enumerate(read.blocks):
-            block.accept_copy(bounce.rows[read.first_row + i])
+            block.accept_copy(bounce.memory, read.first_row + i)
 
     def _take_buffer(self) -> _BounceBuffer:
         with self._lock:
             if self._free_buffers:
                 return self._free_buffers.pop()
-        return _BounceBuffer(self._agent, self._block_bytes, self._blocks_per_read)
+        return _BounceBuffer(self._agent, self._pool, self._blocks_per_read)
 
     def _return_buffer(self, peer: bytes, bounce: _BounceBuffer, reads: Iterable[_BounceRead], failed: bool) -> None:
         """Make a buffer available to others if nothing can write to it any more; otherwise quarantine it."""
@@ -341,6 +345,12 @@ class Reader:
     def _free(self, bounce: _BounceBuffer) -> None:
         bounce.verifier.shutdown()
         self._agent.deregister(bounce.registration, bounce.descriptors)
+
+
+def _describe(agent: Agent, memory: Memory) -> Any:
+    """Return descriptors of this process's memory."""
+    row_bytes = memory.nbytes // len(memory)
+    return agent.prepare("", memory.address, row_bytes, len(memory), memory.kind, memory.device)
 
 
 def _remote_rows(blocks: Sequence[PeerBlock]) -> npt.NDArray[np.int32]:

@@ -9,10 +9,10 @@ from typing import Final
 
 from pdserve.kv_transfer.threaded import MAX_LEASE_S
 
-# Magic, lease id, lease seconds, base address, block bytes, rows, entries, lengths of name and metadata. The name, the
-# metadata and the entries follow.
-_TICKET: Final = struct.Struct("<8sQdQQIIHH")
-_TICKET_MAGIC: Final = b"pdserveT"
+# Magic, lease id, lease seconds, base address, block bytes, rows, entries, lengths of name and metadata, kind of memory and
+# number of the GPU. The name, the metadata and the entries follow.
+_TICKET: Final = struct.Struct("<8sQdQQIIHH4sI")
+_TICKET_MAGIC: Final = b"pdserveU"
 ENTRY: Final = struct.Struct("<16sI64s")  # key, row, header
 _NOTIFICATION: Final = struct.Struct("<8sQ")  # magic, lease id; one bit per entry of the ticket follows
 _NOTIFICATION_MAGIC: Final = b"pdserveR"
@@ -20,13 +20,19 @@ _NOTIFICATION_MAGIC: Final = b"pdserveR"
 
 @dataclass(frozen=True)
 class PeerPool:
-    """Data that a peer needs to read this pool: agent name and metadata, base address, block length and number of rows."""
+    """Data that a peer needs to read this pool: agent name and metadata, base address, block length and number of rows.
+
+    Attributes:
+        kind, device: as in `Memory`.
+    """
 
     name: bytes
     metadata: bytes
     base: int
     block_bytes: int
     rows: int
+    kind: str = "DRAM"
+    device: int = 0
 
 
 @dataclass(eq=False)
@@ -66,7 +72,8 @@ class RemoteBlock:
 
 def pack_ticket(owner: PeerPool, lease_id: int, lease_s: float, entries: Sequence[bytes]) -> bytes:
     sizes = (owner.rows, len(entries), len(owner.name), len(owner.metadata))
-    fixed = _TICKET.pack(_TICKET_MAGIC, lease_id, lease_s, owner.base, owner.block_bytes, *sizes)
+    place = (owner.kind.encode(), owner.device)
+    fixed = _TICKET.pack(_TICKET_MAGIC, lease_id, lease_s, owner.base, owner.block_bytes, *sizes, *place)
     return b"".join((fixed, owner.name, owner.metadata, *entries))
 
 
@@ -74,13 +81,13 @@ def unpack_ticket(raw: bytes) -> Ticket:
     """Raises `ValueError` if the bytes are not a valid ticket."""
     if len(raw) < _TICKET.size:
         raise ValueError("too short")
-    magic, lease_id, lease_s, base, block_bytes, rows, count, name_bytes, metadata_bytes = _TICKET.unpack_from(raw)
+    magic, lease_id, lease_s, base, block_bytes, rows, count, *more = _TICKET.unpack_from(raw)
+    name_bytes, metadata_bytes, kind, device = more
     start = _TICKET.size + name_bytes + metadata_bytes
-    if magic != _TICKET_MAGIC or len(raw) != start + count * ENTRY.size:
+    if magic != _TICKET_MAGIC or len(raw) != start + count * ENTRY.size or kind not in (b"DRAM", b"VRAM"):
         raise ValueError("not a ticket")
-    owner = PeerPool(
-        raw[_TICKET.size : _TICKET.size + name_bytes], raw[start - metadata_bytes : start], base, block_bytes, rows
-    )
+    name, metadata = raw[_TICKET.size : _TICKET.size + name_bytes], raw[start - metadata_bytes : start]
+    owner = PeerPool(name, metadata, base, block_bytes, rows, kind.decode(), device)
     entries = list(ENTRY.iter_unpack(memoryview(raw)[start:]))
     if any(row >= rows for _, row, _ in entries):
         raise ValueError("a row outside of the pool")

@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 
 import httpx
 
+from pdserve.cli.gpus import VISIBLE, gpus_for
 from pdserve.cli.supervisor import Child, Supervisor, child_of
 from pdserve.cli.workers import quota_file
 from pdserve.config import (
@@ -179,14 +179,16 @@ class Deployment(Supervisor):
         config = self.config
         instances, ranks = config.prefill + config.decode + config.both, config.tensor_parallel_size
         self._settings = shared_settings(config, InstanceConfig)
-        self._gpus = count_gpus(config.device)
+        self._gpus, self._gpus_of = gpus_for(config.device), dict[str, list[str]]()
         if not self._gpus and config.threads is None:
             self._settings["threads"] = max(1, len(os.sched_getaffinity(0)) // instances)
-        if 0 < self._gpus < ranks:
-            raise SetupError(f"--tensor-parallel-size {ranks} needs as many GPUs; this machine has {self._gpus}")
-        self._per_gpu = -(-instances * ranks // self._gpus) if self._gpus else 0
+        if any(self._gpus) and len(self._gpus) < ranks:
+            raise SetupError(f"--tensor-parallel-size {ranks} needs as many GPUs; there are {len(self._gpus)} here")
+        self._per_gpu = -(-instances * ranks // len(self._gpus)) if self._gpus else 0
         if self._per_gpu > 1:
             self._settings["gpu_memory_utilization"] = config.gpu_memory_utilization / self._per_gpu
+        if any(self._gpus) and config.device != "auto":
+            self._settings["device"] = "cuda"  # of those that it sees
 
     def _instances(self) -> list[Child]:
         return [child for child in self.children if child.arguments[0] != "router"]
@@ -202,24 +204,20 @@ class Deployment(Supervisor):
         Raises:
             SetupError: every GPU has its full number of instances.
         """
-        gpus: list[int] = []
+        gpus: list[str] = []
         if self._gpus:
-            lists = (child.environment["CUDA_VISIBLE_DEVICES"].split(",") for child in self._instances())
-            used = Counter(int(gpu) for one in lists for gpu in one)
-            gpus = sorted(range(self._gpus), key=lambda index: used[index])[: self.config.tensor_parallel_size]
+            used = Counter(gpu for child in self._instances() for gpu in self._gpus_of[child.name])
+            least_used = sorted(self._gpus, key=lambda one: used[one])[: self.config.tensor_parallel_size]
+            gpus = [gpu for gpu in self._gpus if gpu in least_used]
             if any(used[gpu] >= self._per_gpu for gpu in gpus):
-                raise SetupError(f"no GPU is free: each of {self._gpus} GPUs has {self._per_gpu} instance(s)")
+                raise SetupError(f"no GPU is free: each of {len(self._gpus)} GPUs has {self._per_gpu} instance(s)")
         name = f"{role}-{next(self._numbers[role])}"
         own = {"instance_id": name, "router": self._control_addresses, "connector": self.connector}
         child = self._child(name, role, InstanceConfig(**self._settings | own))
-        if self._gpus:
-            child.environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, sorted(gpus)))
+        self._gpus_of[name] = gpus
+        if any(gpus):
+            child.environment[VISIBLE] = ",".join(gpus)
         return child
-
-
-def count_gpus(device: str) -> int:
-    """Return the number of GPUs for instances with this --device."""
-    return len(list(Path("/dev").glob("nvidia[0-9]*"))) if device in ("auto", "cuda") else 0
 
 
 def _random_unused_port() -> int:

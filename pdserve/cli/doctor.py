@@ -3,12 +3,18 @@
 import importlib.util
 import os
 import platform
+import re
 import shutil
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+from pdserve.cli.gpus import nvidia_smi
+
+NVIDIA_MODULE = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
@@ -23,7 +29,10 @@ class Finding:
 
 def collect_findings() -> list[Finding]:
     """Inspect this machine without changing anything."""
-    return [_python(), _torch(), _gpu(), _ranks(), *_packages(), _compiler(), _shared_memory(), _redis()]
+    return [
+        *(_python(), _torch(), _driver(), *_gpus(), _ranks(), *_kernels()),
+        *(*_packages(), _compiler(), _shared_memory(), _redis()),
+    ]
 
 
 def doctor() -> None:
@@ -55,13 +64,53 @@ def _torch() -> Finding:
     return Finding("torch", True, f"{torch.__version__}, {torch.get_num_threads()} threads", "instances")
 
 
-def _gpu() -> Finding:
+def _driver() -> Finding:
+    """Return the version of NVIDIA's driver, of nvidia-smi or the kernel module; on WSL there is only the former."""
+    text = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
+    if not text and NVIDIA_MODULE.exists():
+        text = NVIDIA_MODULE.read_text()
+    found = re.search(r"\d+\.\d+(\.\d+)?", text)
+    return Finding("NVIDIA driver", found is not None, found[0] if found else "none", "--device cuda")
+
+
+def _gpus() -> list[Finding]:
+    """Return a row for each GPU that torch finds, or one that says why there is none."""
     import torch
 
+    cuda = f"CUDA {torch.version.cuda}"
     if not torch.cuda.is_available():
-        return Finding("GPU", False, "torch finds none", "--device cuda; everything runs on the CPU too, slower")
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return Finding("GPU", True, ", ".join(names), "--device cuda")
+        reason = (
+            f"this torch is for {cuda} and finds none" if torch.version.cuda else "this torch is built without CUDA"
+        )
+        return [Finding("GPU", False, reason, "--device cuda; everything runs on the CPU too, slower")]
+    rows = []
+    for number in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(number)
+        detail = (
+            f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
+            f"{properties.total_memory / 2**30:.0f} GiB, {cuda}"
+        )
+        rows.append(Finding(f"cuda:{number}", True, detail, f"--device cuda:{number}"))
+    return rows
+
+
+def _kernels() -> list[Finding]:
+    """Return what each attention kernel would do on the device that `--device auto` takes, and why."""
+    import torch
+
+    from pdserve.kernels.attention import default_kernel, explain_kernels
+
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    default = default_kernel(device)
+    return [
+        Finding(
+            f"attention: {name}",
+            not reason,
+            reason or f"prefill and decode on {device}{', the default' if name == default else ''}",
+            f"--kernel {name}",
+        )
+        for name, reason in explain_kernels(device).items()
+    ]
 
 
 def _ranks() -> Finding:
@@ -77,7 +126,7 @@ def _ranks() -> Finding:
 def _packages() -> list[Finding]:
     optional = {
         "flash_attn": ("flash-attn", "attention on GPUs (not used yet)"),
-        "triton": ("triton", "--kernel triton, the default on GPUs"),
+        "triton": ("triton", "--kernel triton"),
         "nixl": ("nixl", "nixl://"),
         "redis": ("redis", "redis://"),
         "mooncake": ("mooncake-transfer-engine-non-cuda", "mooncake://, with the system's libibverbs1"),

@@ -37,8 +37,9 @@ class RayDeployment(Deployment):
 
     def _place_instances(self) -> None:
         super()._place_instances()
-        self._gpus = 0  # Ray says which GPU an instance uses
+        self._gpus = []  # Ray says which GPU an instance uses
         self._settings["gpu_memory_utilization"] = self.config.gpu_memory_utilization
+        self._settings["device"] = self.config.device
         self._settings["threads"] = None if "GPU" in self._cluster.bundle else self._cluster.bundle["CPU"]
 
     def _child(self, name: str, command: str, config: RouterConfig | InstanceConfig) -> Child:

@@ -37,12 +37,18 @@ from pdserve.errors import SetupError
 from pdserve.kernels import cpu
 from pdserve.kernels.attention import KernelUnavailable, is_batch_invariant, select_kernel
 from pdserve.kernels.batch import Kernel, KVFormat, PagedBatch
+from pdserve.kernels.gpu import memory as gpu_memory
+from pdserve.kernels.gpu.copies import PoolCopies
 from pdserve.kernels.memory import huge_pages, keep_freed_memory
 from pdserve.kernels.packed import packed_copy
 from pdserve.keys import token_array
-from pdserve.request import SamplingParams
+from pdserve.request import MAX_LOGPROBS, SamplingParams
 
 _GREEDY = SamplingParams(temperature=0)
+_LARGEST_SAMPLING = SamplingParams(  # without top_k, which lets the sampler sort less
+    top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS
+)
+SCORED_ROWS = 256  # logits of prompts that are scored at a time: log_softmax in float32 takes several copies of them
 CPU_MEMORY_FRACTION = 0.25  # of free memory, the default pool size: leaves room for a second instance and a desktop
 
 
@@ -98,16 +104,15 @@ class ModelRunner:
         self._min_rows = largest_min_rows(checkpoint.model)
         self._row_functions = _row_functions(checkpoint.model, self.kernel)
         self.window = self._check_architecture()
-        if self.device.type == "cuda":
-            self._profile_memory(config)
-        self.num_blocks = _num_blocks(checkpoint, config)
+        step_bytes = self._profile_memory(config) if self.device.type == "cuda" else 0
+        self.num_blocks = _num_blocks(checkpoint, config, step_bytes)
         if checkpoint.group is not None:
             (self.num_blocks,) = checkpoint.group.minimum([self.num_blocks])
         self.pool_NL2GBD = self._new_pool(self.num_blocks)
         self.num_host_blocks = _num_host_blocks(checkpoint, config)
         self._host_NL2GBD = self._new_pool(self.num_host_blocks, torch.device("cpu"))
-        if self.num_host_blocks and self.device.type == "cuda":
-            self._host_NL2GBD = self._host_NL2GBD.pin_memory()
+        if self.device.type == "cuda":
+            _pin(self._host_NL2GBD)
         if self.device.type == "cpu":
             keep_freed_memory()
         if self.kernel is cpu and ranks == 1:
@@ -123,6 +128,19 @@ class ModelRunner:
         pool_NL2GBD = torch.empty(shape, dtype=self.checkpoint.dtype, device=device or self.device)
         huge_pages(pool_NL2GBD)
         return pool_NL2GBD.zero_()
+
+    @torch.inference_mode()
+    def compile_copies(self) -> None:
+        """Copy a block in every way that the kernel offers, which compiles it. For an unused pool."""
+        first_C = torch.zeros(1, dtype=torch.long, device=self.device)
+        block_C = torch.empty_like(self.pool_NL2GBD[:1])
+        self.kernel.gather_blocks(self.pool_NL2GBD, first_C, block_C)
+        self.kernel.scatter_blocks(self.pool_NL2GBD, first_C, block_C)
+        self.kernel.copy_blocks(self.pool_NL2GBD, first_C, first_C + 1)
+
+    def pool_copies(self) -> PoolCopies:
+        """Return what copies blocks between the pool and host memory, beside the steps."""
+        return PoolCopies(self.pool_NL2GBD, self.kernel)
 
     @torch.inference_mode()
     def clear_tail(self, block: int, used: int) -> None:
@@ -204,7 +222,9 @@ class ModelRunner:
         else:
             logits_SV = self.forward(inputs)
         if scored:
-            score(logits_SV[len(last_rows) : len(last_rows) + len(scored)], scored)
+            for start in range(0, len(scored), SCORED_ROWS):
+                part = scored[start : start + SCORED_ROWS]
+                score(logits_SV[len(last_rows) + start :][: len(part)], part)
         logits_SV = logits_SV[: len(last_rows)]
         if not complete:
             return {}
@@ -351,17 +371,33 @@ class ModelRunner:
         windows = [window for window in layer_windows if window is not None]
         return max(windows) if len(windows) == len(layer_windows) else None
 
+    def _profile_memory(self, config: EngineConfig) -> int:
+        """Return the bytes of the GPU's memory that a step takes at most, in addition to weights and pool."""
+        with gpu_memory.PeakMeter(self.device) as meter:
+            self.run_largest_steps(config)
+        return meter.peak
+
     @torch.inference_mode()
-    def _profile_memory(self, config: EngineConfig) -> None:
-        """Run the largest step once, so that the memory free afterwards is what the pool may take."""
-        count = min(config.max_num_batched_tokens, self.checkpoint.context_length)
-        blocks = list(range(-(-count // self.block_size)))
-        self.pool_NL2GBD = self._new_pool(len(blocks))
-        probe = Sequence(
-            "probe", token_array([0] * count), count, count, _GREEDY, b"", self.block_size, block_ids=blocks
-        )
-        self.step({probe: count})
-        del self.pool_NL2GBD
+    def run_largest_steps(self, config: EngineConfig) -> None:
+        """Run the steps that take the most memory: as many tokens as fit, of as many prompts as possible, and of as few.
+
+        Their sampling uses every feature that takes memory, and all logits are kept, for the log probabilities of prompts.
+        """
+        limit, longest = config.max_num_batched_tokens, self.checkpoint.context_length
+        for num_seqs in sorted({-(-limit // longest), min(config.max_num_seqs, limit)}):
+            num_seqs = min(num_seqs, config.max_num_seqs)
+            count = min(-(-limit // num_seqs), longest)
+            counts = [min(count, max(1, limit - i * count)) for i in range(num_seqs)]
+            blocks = list(range(-(-count // self.block_size)))  # shared: what is written there does not matter
+            pool, self.pool_NL2GBD = self.pool_NL2GBD, self._new_pool(len(blocks))
+            self.step({_largest_probe(each, self.block_size, blocks): each for each in counts})
+            self.pool_NL2GBD = pool
+
+
+def _largest_probe(count: int, block_size: int, blocks: list[int]) -> Sequence:
+    """Return a prompt of `count` tokens whose sampling uses every feature that takes memory."""
+    tokens = token_array([0] * count)
+    return Sequence("probe", tokens, count, count, _LARGEST_SAMPLING, b"", block_size, block_ids=blocks)
 
 
 def _row_functions(model: torch.nn.Module, kernel: Kernel) -> AbstractContextManager[Any]:
@@ -373,8 +409,8 @@ def _row_functions(model: torch.nn.Module, kernel: Kernel) -> AbstractContextMan
     return RowProducts() if needs_row_products(model) else nullcontext()
 
 
-def _num_blocks(checkpoint: Checkpoint, config: EngineConfig) -> int:
-    """Return the size of the pool: as configured, or as the measured memory allows.
+def _num_blocks(checkpoint: Checkpoint, config: EngineConfig, step_bytes: int) -> int:
+    """Return the size of the pool: as configured, or as the memory allows beside that of a step.
 
     Raises:
         SetupError: fewer than 2 blocks fit.
@@ -383,10 +419,14 @@ def _num_blocks(checkpoint: Checkpoint, config: EngineConfig) -> int:
         count = config.num_blocks
     else:
         useful = config.max_num_seqs * -(-checkpoint.context_length // config.block_size)
-        count = min(_pool_bytes(checkpoint, config) // checkpoint.layout.block_bytes, useful)
+        count = min(_pool_bytes(checkpoint, config, step_bytes) // checkpoint.layout.block_bytes, useful)
     if count < 2:
+        where = ""
+        if checkpoint.device.type == "cuda":
+            memory = gpu_memory.describe(checkpoint.device, config.gpu_memory_utilization)
+            where = f" ({memory}; a step takes {step_bytes / 2**30:.1f} GiB)"
         raise SetupError(
-            f"no room for KV: a block takes {checkpoint.layout.block_bytes} bytes and {count} would fit; "
+            f"no room for KV: a block takes {checkpoint.layout.block_bytes} bytes and {count} would fit{where}; "
             "raise --kv-cache-memory or --num-blocks, or lower --max-num-batched-tokens"
         )
     return count
@@ -406,12 +446,16 @@ def _num_host_blocks(checkpoint: Checkpoint, config: EngineConfig) -> int:
     return size // block_bytes
 
 
-def _pool_bytes(checkpoint: Checkpoint, config: EngineConfig) -> int:
+def _pool_bytes(checkpoint: Checkpoint, config: EngineConfig, step_bytes: int) -> int:
     if config.kv_cache_memory is not None:
         return parse_size(config.kv_cache_memory)
     if checkpoint.device.type == "cpu":
         return int(cpu_memory_available() * CPU_MEMORY_FRACTION) // checkpoint.layout.ranks
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(checkpoint.device)
-    peak = torch.cuda.max_memory_allocated(checkpoint.device) - torch.cuda.memory_allocated(checkpoint.device)
-    return int(free - total * (1 - config.gpu_memory_utilization) - peak)
+    return gpu_memory.free_for_pool(checkpoint.device, step_bytes, config.gpu_memory_utilization)
+
+
+def _pin(host_NL2GBD: torch.Tensor) -> None:
+    try:
+        gpu_memory.pin(host_NL2GBD)
+    except MemoryError as error:
+        raise SetupError(f"--swap-space: {error}") from error

@@ -1,4 +1,4 @@
-"""Warm-up: steps over dummy tokens in an unused pool, which prime caches and calibrate the cost model."""
+"""Warm-up: steps over dummy tokens in an unused pool, which compile kernels, prime caches and calibrate the cost model."""
 
 from collections.abc import Iterator
 
@@ -11,24 +11,51 @@ Work = list[tuple[int, int]]  # (tokens to compute, tokens before them) of each 
 
 MIN_PROBES = 4  # two lines cannot be fitted to fewer
 LONG_CONTEXT = 4096  # tokens
-EXTRA_PROBES_S = 0.3  # time budget of the probes beyond MIN_PROBES; the last one started is completed
+# Time budget of the probes beyond MIN_PROBES, in seconds by kind of device; the last one started is completed. On a GPU short
+# steps take as long as their launch, so that the long ones count.
+EXTRA_PROBES_S = {"cpu": 0.3, "cuda": 5.0}
 _GREEDY = SamplingParams(temperature=0)
 
 
 def warm_up(engine: Engine) -> Iterator[tuple[Work, float]]:
-    """Run probe steps, each twice, and yield the work of each with the seconds that its second run took."""
+    """Run probe steps, each twice, and yield the work of each with the seconds that its second run took.
+
+    On a GPU, all kernels are compiled before.
+    """
+    device = engine.checkpoint.device.type
+    if device == "cuda":
+        compile_kernels(engine)
     clock = engine.runner.clock
-    longest = engine.max_model_len - 1
     started = clock()
-    probes = _probes(longest, engine.scheduler.max_num_batched_tokens, engine.scheduler.max_num_seqs)
-    for i, work in enumerate(probes):
-        if i >= MIN_PROBES and clock() - started > EXTRA_PROBES_S:
+    for i, work in enumerate(_probes(*_limits(engine))):
+        if i >= MIN_PROBES and clock() - started > EXTRA_PROBES_S[device]:
             return
         for _ in range(2):
             step_started = clock()
-            engine.runner.step({dummy_sequence(engine, count, before): count for count, before in work})
+            _run(engine, work)
             seconds = clock() - step_started
         yield work, seconds
+
+
+def compile_kernels(engine: Engine) -> None:
+    """Run every variant of every kernel of the engine once, so that none is compiled while requests wait.
+
+    Variants differ by phase, by whether the KV of a sequence is split, and by the layers' windows and soft caps; not by
+    lengths or numbers of sequences.
+    """
+    from pdserve.engine.model_runner import ModelRunner  # imports transformers, which a paced runner does not need
+
+    assert isinstance(engine.runner, ModelRunner)
+    longest, max_tokens, max_seqs = _limits(engine)
+    works = list(_probes(longest, max_tokens, max_seqs))
+    works.append([(1, longest - 1)])  # alone, its KV is split over all processors
+    # Behind powers of two, an attention window reaches over the end of a split of a fixed length.
+    works += [[(1, 1 << bits)] for bits in range(4, longest.bit_length()) if 1 << bits < longest]
+    if max_seqs > 1 and max_tokens > 1:
+        works.append([(1, longest - 1), (min(2, longest, max_tokens - 1), 0)])  # both phases in one step
+    for work in works:
+        _run(engine, work)
+    engine.runner.compile_copies()
 
 
 def measure_swaps(engine: Engine) -> Iterator[tuple[int, float]]:
@@ -42,6 +69,16 @@ def measure_swaps(engine: Engine) -> Iterator[tuple[int, float]]:
             seconds = engine.runner.swap(pairs[:size], [])
             if i:
                 yield size, seconds
+
+
+def _limits(engine: Engine) -> tuple[int, int, int]:
+    """Return the tokens of the longest sequence, and the most tokens and sequences of a step."""
+    scheduler = engine.scheduler
+    return engine.max_model_len - 1, scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+
+
+def _run(engine: Engine, work: Work) -> None:
+    engine.runner.step({dummy_sequence(engine, count, before): count for count, before in work})
 
 
 def _probes(longest: int, max_tokens: int, max_seqs: int) -> Iterator[Work]:

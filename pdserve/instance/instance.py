@@ -384,7 +384,9 @@ class Instance:
         self.reporter.update(self._by_sequence.values(), waiting, now)
 
     def _attach(self, connector: Connector) -> Connector:
-        attached = attach_pool(connector, self.engine.runner.pool_NL2GBD, self.engine.layout)
+        runner = self.engine.runner
+        make_copies = None if isinstance(runner, PacedRunner) else runner.pool_copies
+        attached = attach_pool(connector, runner.pool_NL2GBD, self.engine.layout, make_copies)
         if self._followers is not None:
             attached = RankedConnector(attached, self._followers)
         return guard(attached, self._inbox.put, self.now)

@@ -16,6 +16,9 @@ from pdserve.config import InstanceConfig
 from pdserve.control.certificates import client_context
 from pdserve.control.registry import Registry
 from pdserve.engine.parallel.rank_group import RankLost
+from pdserve.errors import SetupError
+from pdserve.instance.affinity import run_beside
+from pdserve.instance.gpu_fault import gpu_fault
 from pdserve.instance.hello import make_hello
 from pdserve.instance.instance import Instance
 from pdserve.instance.kv_events_config import KVEventsConfig
@@ -41,6 +44,8 @@ def serve(role: str, config: InstanceConfig) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    if torch.cuda.is_available() and not config.paced:
+        run_beside(config.device)
     torch.manual_seed(config.seed)
     uvloop.run(_serve(role, config))
     # Everything is closed. Skip torch's clean-up, which takes a second and releases nothing of pdserve.
@@ -58,7 +63,7 @@ async def _serve(role: str, config: InstanceConfig) -> None:
         )
     links = RouterLinks([] if registry else config.routers, token, registry, client_context(config))
     started = time.monotonic()
-    instance = Instance.start(config, links.send)
+    instance = _create_instance(config, links)
     if config.profile or config.paced:
         instance.reporter.watch(_load_profile(config, instance))
     if (kv_events := KVEventsConfig.load_setting(config.kv_events_config)).is_on:
@@ -91,6 +96,20 @@ async def _serve(role: str, config: InstanceConfig) -> None:
     await asyncio.to_thread(thread.join)
     if isinstance(outcome, Exception):
         raise RuntimeError("the router links ended unexpectedly") from outcome
+
+
+def _create_instance(config: InstanceConfig, links: RouterLinks) -> Instance:
+    """Return the instance, with its kernels compiled and its steps measured.
+
+    Raises:
+        SetupError: also for a GPU that cannot run the model, which a restart would not change.
+    """
+    try:
+        return Instance.start(config, links.send)
+    except Exception as error:
+        if (fault := gpu_fault(error)) is None:
+            raise
+        raise SetupError(fault) from error
 
 
 def _load_profile(config: InstanceConfig, instance: Instance) -> Profile:
@@ -135,15 +154,21 @@ async def _drain(links: RouterLinks, instance: Instance, hello: pb.Hello, stop: 
 
 
 def _run_engine(instance: Instance) -> None:
-    """Run the engine thread. An exception ends the process, so that routers notice the failure at once."""
+    """Run the engine thread. An exception ends the process, so that routers notice the failure at once.
+
+    After most failures of a GPU, such as an Xid, only a new process can use it again.
+    """
     try:
         instance.run()
     except RankLost as error:
         log.error("%s; the instance exits", error)
         logging.shutdown()
         os._exit(70)
-    except BaseException:
-        log.exception("the engine failed; the instance exits")
+    except BaseException as error:
+        if (fault := gpu_fault(error)) is None:
+            log.exception("the engine failed; the instance exits")
+        else:
+            log.critical("%s; the instance exits, and its streams move", fault)
         logging.shutdown()
         os._exit(70)
 

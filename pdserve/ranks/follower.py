@@ -107,7 +107,8 @@ class Follower:
             case ClearTail(block, used):
                 self._runner.clear_tail(block, used)
             case Attach():
-                self._connector = attach_pool(connect(self._config.connector), self._runner.pool_NL2GBD, self._layout)
+                runner, connector = self._runner, connect(self._config.connector)
+                self._connector = attach_pool(connector, runner.pool_NL2GBD, self._layout, runner.pool_copies)
                 self.reply(Ready())
             case Convert(operation, layout, keys, first, stop, blocks, tickets):
                 loader = self._loader(layout)

@@ -1,6 +1,8 @@
-"""Port selection of a deployment; tests/integration covers its processes."""
+"""Ports and GPUs of a deployment; tests/integration covers its processes."""
 
 import os
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import typer
@@ -8,6 +10,7 @@ from typer.testing import CliRunner
 
 from pdserve.cli.deployment import PORT_RANGE, Deployment, free_port
 from pdserve.cli.flags import command_from_config
+from pdserve.cli.gpus import parse_list
 from pdserve.cli.workers import worker_children
 from pdserve.config import InstanceConfig, RouterConfig, UpConfig
 from pdserve.errors import SetupError
@@ -71,12 +74,77 @@ def test_there_is_no_starting_of_other_roles_and_no_stopping_of_others() -> None
             deployment.stop(name)
 
 
+def instances_on(gpus: str | list[str], monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[InstanceConfig]:
+    """Return the settings of the instances of `pdserve up`, on listed GPUs or those that CUDA_VISIBLE_DEVICES names.
+
+    Their `served_model_name` is the id of the GPU that CUDA shows them.
+    """
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if isinstance(gpus, str):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    else:
+        monkeypatch.setattr("pdserve.cli.gpus._installed", lambda: gpus)
+    configs = list[InstanceConfig]()
+    app = typer.Typer()
+    app.command()(command_from_config(InstanceConfig, configs.append))
+    for child in Deployment(UpConfig(**settings)).children[1:]:
+        environment = child.environment | {"PDSERVE_REGISTRY": ""}
+        assert CliRunner().invoke(app, child.arguments[1:], env=environment).exit_code == 0
+        configs[-1] = replace(configs[-1], served_model_name=child.environment.get("CUDA_VISIBLE_DEVICES", "any"))
+    return configs
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "expected"),
+    [
+        (["GPU-a", "GPU-b", "GPU-c"], {}, [("GPU-a", "auto", 0.9), ("GPU-b", "auto", 0.9)]),
+        (["GPU-a"], {}, [("GPU-a", "auto", 0.45), ("GPU-a", "auto", 0.45)]),
+        (["MIG-a", "MIG-b"], {"device": "cuda"}, [("MIG-a", "cuda", 0.9), ("MIG-b", "cuda", 0.9)]),
+        (["GPU-a", "GPU-b"], {"device": "cuda:1"}, [("GPU-b", "cuda", 0.45), ("GPU-b", "cuda", 0.45)]),
+        ("3,1", {"device": "cuda:1"}, [("1", "cuda", 0.45), ("1", "cuda", 0.45)]),
+        ("GPU-x,MIG-y", {}, [("GPU-x", "auto", 0.9), ("MIG-y", "auto", 0.9)]),
+        ("2, -1,0", {}, [("2", "auto", 0.45), ("2", "auto", 0.45)]),
+        ([], {}, [("any", "auto", 0.9), ("any", "auto", 0.9)]),
+        ("", {}, [("any", "auto", 0.9), ("any", "auto", 0.9)]),
+        # On WSL there may be no list: the instances find the GPU themselves, and share its memory.
+        ([], {"device": "cuda"}, [("any", "cuda", 0.45), ("any", "cuda", 0.45)]),
+        ([], {"device": "cuda:1"}, [("any", "cuda:1", 0.45), ("any", "cuda:1", 0.45)]),
+        (["GPU-a"], {"device": "cpu"}, [("any", "cpu", 0.9), ("any", "cpu", 0.9)]),
+    ],
+)
+def test_instances_divide_gpus_and_their_memory(
+    gpus: str | list[str],
+    settings: dict[str, str],
+    expected: list[tuple[str, str, float]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    configs = instances_on(gpus, monkeypatch, **settings)
+    found = [(config.served_model_name, config.device, config.gpu_memory_utilization) for config in configs]
+    assert found == expected
+
+
+def test_a_gpu_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SetupError, match=r"--device cuda:2: there are 2 GPUs here \(GPU-a, GPU-b\), counted from 0"):
+        instances_on(["GPU-a", "GPU-b"], monkeypatch, device="cuda:2")
+
+
+def test_the_list_of_nvidia_smi_has_slices_in_place_of_their_gpu() -> None:
+    listing = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5d5ba0d6-d33d-2b2c)
+  MIG 1g.5gb      Device  0: (UUID: MIG-c6d4f1ef-42e4-5de3)
+  MIG 1g.5gb      Device  1: (UUID: MIG-cba663e8-9bed-5b25)
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-aaaa)
+"""
+    assert parse_list(listing) == ["MIG-c6d4f1ef-42e4-5de3", "MIG-cba663e8-9bed-5b25", "GPU-aaaa"]
+    assert parse_list("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.") == []
+
+
 def test_further_instances_get_free_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.cli.deployment.count_gpus", lambda device: 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("pdserve.cli.gpus._installed", lambda: ["GPU-a", "GPU-b", "GPU-c"])
     deployment = Deployment(UpConfig())
     deployment.start("decode")
     instances = [child for child in deployment.children if child.name != "router"]
-    assert [child.environment["CUDA_VISIBLE_DEVICES"] for child in instances] == ["0", "1", "2"]
+    assert [child.environment["CUDA_VISIBLE_DEVICES"] for child in instances] == ["GPU-a", "GPU-b", "GPU-c"]
     with pytest.raises(SetupError, match="each of 3 GPUs has 1 instance"):
         deployment.start("decode")
 

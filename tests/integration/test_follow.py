@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import Capabilities, Connector
+from pdserve.kv_transfer.staging import Copies, StagedConnector
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.roles import transfers
 
@@ -67,14 +70,30 @@ class Pair:
         return tokens
 
 
+def attach_staged(
+    connector: Connector, pool: torch.Tensor, layout: Layout, make_copies: Callable[[], Copies]
+) -> Connector:
+    size = 3 * layout.block_bytes
+    return StagedConnector(connector, make_copies(), layout, len(pool), staging_bytes=2 * size, piece_bytes=size)
+
+
 MakePair = Callable[[Callable[[], object]], Pair]
 
 
-@pytest.fixture
+@pytest.fixture(params=["direct", "staged"])
 def make_pair(
-    checkpoint: Callable[..., Path], make_instance: Callable[..., Any], controlled_store: type[Connector]
+    request: pytest.FixtureRequest,
+    checkpoint: Callable[..., Path],
+    make_instance: Callable[..., Any],
+    controlled_store: type[Connector],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> MakePair:
-    """make_pair(before_put) → a pair whose store calls `before_put` before it stores a block."""
+    """make_pair(before_put) → a pair whose store calls `before_put` before it stores a block.
+
+    Staged, blocks pass through host rows as those of a pool on a GPU do, three at a time.
+    """
+    if request.param == "staged":
+        monkeypatch.setattr("pdserve.instance.instance.attach_pool", attach_staged)
     return lambda before_put: Pair(make_instance, controlled_store, checkpoint("llama"), before_put)
 
 

@@ -1,7 +1,13 @@
-"""Triton kernels compile for GPUs that this machine need not have, and both phases of attention to the same instructions."""
+"""Triton kernels compile for GPUs that this machine need not have, within what these have.
+
+Compute capabilities 8.0, 8.6 and 9.0 differ in shared memory: 163, 99 and 227 KiB for a block of threads. A register that is
+spilled to memory costs more than a smaller tile. Both phases of invariant attention compile to the same instructions.
+"""
 
 import re
+import subprocess
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +16,32 @@ import pytest
 triton = pytest.importorskip("triton")
 
 MMA = r"(?:wgmma\.mma_async|mma)\.sync\.[\w.]+"
+SHARED_KIB = {80: 163, 86: 99, 90: 227}
 POINTERS = {
-    **dict.fromkeys(("out", "q", "cache", "y", "x", "weight", "bias"), "*bf16"),
+    **dict.fromkeys(("out", "q", "k", "v", "cache", "y", "x", "weight", "bias"), "*bf16"),
     **dict.fromkeys(("part_o", "part_m", "part_l"), "*fp32"),
-    **dict.fromkeys(("tables", "starts", "kv_lens"), "*i32"),
+    **dict.fromkeys(("tables", "starts", "kv_lens", "slots"), "*i32"),
+    **dict.fromkeys(("target", "target_ids", "source", "source_ids"), "*i64"),
     **dict.fromkeys(("scale", "softcap"), "fp32"),
 }
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled kernel: its PTX, and the registers, stack and shared memory that it takes. Spills go to the stack."""
+
+    ptx: str
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    dtype: str
+
+    def check(self, processor: int) -> None:
+        """In float32, whose products no tensor core computes exactly, a few registers may be given up for more threads."""
+        assert self.shared_bytes <= SHARED_KIB[processor] << 10
+        # With few registers in use, the assembler puts one or two aside so that more threads run at a time.
+        spilled = 64 if self.dtype == "fp32" else 8 if self.registers <= 80 else 0
+        assert self.registers <= 255 and self.stack_bytes <= spilled, self
 
 
 @pytest.fixture(autouse=True)
@@ -27,40 +53,108 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-def compiled(kernel: Any, processor: int, constants: Mapping[str, object], **options: object) -> str:
-    """Return the PTX of a kernel, whose other arguments are those of POINTERS, or integers."""
+def compiled(
+    kernel: Any, processor: int, constants: Mapping[str, object], dtype: str = "bf16", **options: object
+) -> Compiled:
+    """Compile a kernel whose other arguments are those of POINTERS, or integers."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    signature = {name: "constexpr" if name in constants else POINTERS.get(name, "i32") for name in kernel.arg_names}
+    types = {name: f"*{dtype}" if kind == "*bf16" else kind for name, kind in POINTERS.items()}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     # Like strides and sizes of models: multiples of 16, from which follow the widths of loads and pipelines.
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name not in constants}
+    aligned = {
+        (parameter.num,): [["tt.divisibility", 16]]
+        for parameter in kernel.params
+        if parameter.name not in constants and not parameter.do_not_specialize
+    }
     source = ASTSource(kernel, signature, constants, aligned)
     result = triton.compile(source, target=GPUTarget("cuda", processor, 32), options=options)
-    assert result.asm["cubin"]
-    return str(result.asm["ptx"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    cubin = Path(result.metadata_group[f"{result.metadata.name}.cubin"])
+    command = [str(tool), "--dump-resource-usage", str(cubin)]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0]
+    return Compiled(str(result.asm["ptx"]), int(registers), int(stack), int(result.metadata.shared), dtype)
+
+
+def attend(
+    processor: int,
+    size: int,
+    *,
+    decode: bool,
+    split: bool,
+    invariant: bool = False,
+    dtype: str = "bf16",
+    repeats: int = 4,
+    capped: bool = False,
+    windowed: bool = True,
+) -> Compiled:
+    from pdserve.kernels.gpu import triton_kernels
+
+    itemsize = 4 if dtype == "fp32" else 2
+    padded = triton.next_power_of_2(size)
+    options = triton_kernels.tuning_of(decode, invariant, repeats, padded, itemsize, SHARED_KIB[processor] << 10)
+    constants = {name: options.pop(name) for name in ("ROWS", "TOKENS")} | {"DECODE": decode, "SPLIT": split}
+    constants |= {"CAPPED": capped, "WINDOWED": windowed, "WIDEN": False, "R": repeats, "B": 16}
+    constants |= {"SEQS": triton_kernels.SLOT_SEQS, "D": size, "D_PAD": padded}
+    return compiled(triton_kernels._attend, processor, constants, dtype, **options)
 
 
 @pytest.mark.parametrize(("processor", "size"), [(80, 64), (90, 128)])
 def test_phases_of_invariant_attention_have_the_same_arithmetic(processor: int, size: int) -> None:
     from pdserve.kernels.gpu import triton_kernels
 
-    def attend(*, decode: bool, split: bool, invariant: bool = True) -> str:
-        options = triton_kernels._tuning(decode, invariant, 4, 2 * size)
-        constants = {name: options.pop(name) for name in ("ROWS", "TOKENS")} | {"DECODE": decode, "SPLIT": split}
-        constants |= {"CAPPED": False, "WINDOWED": True, "WIDEN": False, "SEQS": 8, "R": 4, "B": 16, "D": size}
-        return compiled(triton_kernels._attend, processor, {**constants, "D_PAD": size}, **options)
-
-    prefill, decode = attend(decode=False, split=False), attend(decode=True, split=False)
-    partial, merged = attend(decode=True, split=True), attend(decode=False, split=True)
-    assert re.findall(MMA, prefill)
-    assert re.findall(MMA, prefill) == re.findall(MMA, decode) == re.findall(MMA, partial) == re.findall(MMA, merged)
-    constants = {"WINDOWED": True, "SEQS": 8, "D": size, "D_PAD": size}
-    combined = compiled(triton_kernels._combine, processor, constants, num_warps=1, enable_fp_fusion=False)
-    assert not any("fma." in ptx for ptx in (prefill, decode, partial, merged, combined))
+    variants = [(False, False), (True, False), (True, True), (False, True)]
+    kernels = [attend(processor, size, decode=decode, split=split, invariant=True) for decode, split in variants]
+    assert re.findall(MMA, kernels[0].ptx)
+    assert all(re.findall(MMA, kernel.ptx) == re.findall(MMA, kernels[0].ptx) for kernel in kernels)
+    constants = {"WINDOWED": True, "SEQS": triton_kernels.SLOT_SEQS, "D": size, "D_PAD": size}
+    kernels.append(compiled(triton_kernels._combine, processor, constants, num_warps=1, enable_fp_fusion=False))
+    for kernel in kernels:
+        kernel.check(processor)
+        assert "fma." not in kernel.ptx
     if processor == 90:  # why one shape of tile is needed
-        fast = [attend(decode=decode, split=False, invariant=False) for decode in (False, True)]
+        fast = [attend(processor, size, decode=decode, split=False).ptx for decode in (False, True)]
         assert set(re.findall(MMA, fast[0])).isdisjoint(re.findall(MMA, fast[1]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "decode", "invariant"),
+    [
+        ("bf16", 128, False, False),
+        ("bf16", 128, True, False),
+        ("bf16", 128, False, True),
+        ("fp16", 256, False, False),
+        ("fp32", 128, False, False),
+    ],
+)
+def test_a_tile_fits_the_gpus_with_the_least_shared_memory(
+    dtype: str, size: int, decode: bool, invariant: bool
+) -> None:
+    """The variants that were too large for 8.6, or spilled; all others are in the slow test below."""
+    kernel = attend(
+        86, size, decode=decode, split=decode or invariant, invariant=invariant, dtype=dtype, capped=not invariant
+    )
+    kernel.check(86)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processor", [80, 86, 90])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("size", [32, 64, 80, 96, 128, 256, 512])
+def test_every_variant_fits_every_gpu(processor: int, dtype: str, size: int) -> None:
+    for decode in (False, True):
+        for capped, windowed in ((False, False), (False, True), (True, True)):
+            for split in {False, decode}:
+                attend(
+                    processor, size, decode=decode, split=split, dtype=dtype, capped=capped, windowed=windowed
+                ).check(processor)
+        if dtype != "fp32":  # which is invariant only by accident
+            for split in (False, True):
+                attend(processor, size, decode=decode, split=split, dtype=dtype, invariant=True).check(processor)
+    for repeats in (1, 8, 16, 40):
+        attend(processor, size, decode=True, split=True, dtype=dtype, repeats=repeats).check(processor)
 
 
 @pytest.mark.parametrize("processor", [80, 90])
@@ -69,9 +163,20 @@ def test_linear_layers_and_sums(processor: int) -> None:
 
     constants = {"HAS_BIAS": True, "WIDEN": False, "TILE_ROWS": matmul.TILE_ROWS, "TILE_K": matmul.TILE_K, "GROUP": 8}
     for tile_n in (matmul.MIN_TILE_N, matmul.MAX_TILE_N):
-        ptx = compiled(matmul._linear, processor, {**constants, "TILE_N": tile_n}, num_warps=4, num_stages=3)
-        assert re.findall(MMA, ptx)
-    compiled(row_sum._row_sum, processor, {"TILE": row_sum.TILE}, num_warps=4)
+        kernel = compiled(matmul._linear, processor, {**constants, "TILE_N": tile_n}, num_warps=4, num_stages=3)
+        assert re.findall(MMA, kernel.ptx)
+        assert kernel.shared_bytes <= SHARED_KIB[86] << 10
+    compiled(row_sum._row_sum, processor, {"TILE": row_sum.TILE}, num_warps=4).check(processor)
+
+
+def test_copies() -> None:
+    from pdserve.kernels.gpu import triton_kernels
+
+    size = {"B": 16, "D": 128, "D_PAD": 128}
+    compiled(triton_kernels._write_kv, 86, size, num_warps=1).check(86)
+    for ids in ("HAS_TARGET_IDS", "HAS_SOURCE_IDS"):  # scatter and gather
+        one = {"HAS_TARGET_IDS": False, "HAS_SOURCE_IDS": False, ids: True, "WORDS": triton_kernels.COPY_WORDS}
+        compiled(triton_kernels._copy, 86, one, num_warps=8).check(86)
 
 
 @pytest.mark.parametrize("processor", [80, 90])
@@ -83,11 +188,15 @@ def test_fused_operations(processor: int, monkeypatch: pytest.MonkeyPatch) -> No
         for name in names:
             monkeypatch.setitem(POINTERS, name, kind)
     for add in (False, True):
-        compiled(elementwise._rms_norm, processor, {"ADD": add, "TILE": 4096}, num_warps=16)
+        compiled(elementwise._rms_norm, processor, {"ADD": add, "TILE": 4096}, num_warps=16).check(processor)
     for gelu in (False, True):
-        compiled(elementwise._gate, processor, {"GELU": gelu, "TILE": elementwise.GATE_TILE}, num_warps=4)
+        compiled(elementwise._gate, processor, {"GELU": gelu, "TILE": elementwise.GATE_TILE}, num_warps=4).check(
+            processor
+        )
     for size, rotated, norm in ((128, 128, True), (64, 64, False), (80, 20, True)):
         padded = {"D": size, "D_PAD": triton.next_power_of_2(size), "R": rotated, "HEADS": elementwise.HEADS}
         constants = {"NORM": norm, "B": 16, **padded, "R_HALF_PAD": triton.next_power_of_2(rotated // 2)}
-        compiled(elementwise._rotate_and_write, processor, constants, num_warps=2)
-    compiled(flash._gather_kv, processor, {"G": 8, "B": 16, "B_PAD": 16, "D": 128, "D_PAD": 128}, num_warps=4)
+        compiled(elementwise._rotate_and_write, processor, constants, num_warps=2).check(processor)
+    compiled(flash._gather_kv, processor, {"G": 8, "B": 16, "B_PAD": 16, "D": 128, "D_PAD": 128}, num_warps=4).check(
+        processor
+    )

@@ -1,6 +1,7 @@
 """Cases of test_triton_kernels.py, run in a new process. Shapes are small: the interpreter is 200 times slower than torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from torch.nn import functional as F
 
 from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
+from pdserve.engine.warm_up import compile_kernels
 from pdserve.kernels import reference
 from pdserve.kernels.attention import select_kernel
 from pdserve.kernels.batch import Kernel
-from pdserve.kernels.gpu import triton_kernels
+from pdserve.kernels.gpu import launch, triton_kernels
 from pdserve.kernels.gpu.matmul import linear
 from pdserve.kernels.gpu.row_functions import RowFunctions
 from pdserve.request import SamplingParams
@@ -63,6 +65,7 @@ def kernel(request: pytest.FixtureRequest) -> Kernel:
         (torch.float32, 4, 1, 80, 16, MIXED, None, 20.0),
         (torch.float32, 8, 4, 128, 32, DECODE, 16, 30.0),
         (torch.float32, 8, 1, 256, 16, DECODE, None, None),
+        (torch.float32, 40, 1, 32, 16, LONG, None, None),  # more heads of one token than a tile has rows
         (torch.float32, 4, 2, 32, 16, LONG, None, None),
         (torch.float32, 4, 2, 32, 16, LONG, 550, 20.0),
         (torch.float32, 4, 2, 32, 16, TILES, None, None),
@@ -180,6 +183,66 @@ def test_kv_depends_on_its_own_history_only(architecture: str, checkpoint: Calla
         assert torch.equal(kv_prefilled, kv), "by prefill"
 
 
+@pytest.mark.parametrize("batch_invariant", ["off", pytest.param("on", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("architecture", ["gemma2"])  # layers with and without a window, and soft caps
+def test_nothing_is_compiled_after_the_warm_up(
+    architecture: str, batch_invariant: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton compiles a kernel for each specialization of its arguments. The interpreter has none, so they are computed."""
+    monkeypatch.setattr(triton_kernels, "MIN_SPLIT_TOKENS", 64)
+    monkeypatch.setattr(triton_kernels, "INVARIANT_SPLIT_TOKENS", 32)
+    path = str(checkpoint(architecture, dtype="bfloat16"))
+    settings: dict[str, Any] = {"num_blocks": 20, "block_size": 8, "max_num_seqs": 3, "max_num_batched_tokens": 40}
+    engine = Engine(EngineConfig(model=path, kernel="triton", batch_invariant=batch_invariant, **settings))
+    with compiled_kernels() as warm:
+        compile_kernels(engine)
+    assert {name for name, *_ in warm} >= {"_attend", "_combine", "_write_kv", "_copy"}
+    with compiled_kernels() as used:
+        random = np.random.default_rng(5)
+        for number, length in enumerate([1, 16, 31, 128, 3, 70]):
+            sampling = SamplingParams(max_tokens=2 + number % 3, temperature=0, ignore_eos=True)
+            seq = engine.new_sequence(str(number), random.integers(3, 200, length).tolist(), sampling)
+            engine.add(seq)
+            for _ in range(number % 3):
+                step(engine)
+            if seq.num_computed and number % 2:
+                engine.fork(seq, f"{number}, again", sampling)
+        while engine.has_work:
+            step(engine)
+    assert used and used <= warm, used - warm
+
+
+def step(engine: Engine) -> None:
+    for seq in engine.step().sampled:
+        if seq.finish_reason():
+            engine.remove(seq)
+
+
+@contextmanager
+def compiled_kernels() -> Iterator[set[tuple[object, ...]]]:
+    """Collect what Triton would compile: kernel, specialization of each argument, and constants."""
+    from triton.backends.compiler import BaseBackend
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import native_specialize_impl
+
+    found: set[tuple[object, ...]] = set()
+    run = InterpretedFunction.run
+
+    def record(self: Any, *arguments: Any, **options: Any) -> Any:
+        constant = self.kwargs.get("do_not_specialize") or ()
+        specializations = [
+            native_specialize_impl(BaseBackend, argument, False, name not in constant, True)
+            for name, argument in zip(self.arg_names, arguments, strict=False)
+        ]
+        constants = sorted((name, value) for name, value in options.items() if name not in ("grid", "warmup"))
+        found.add((self.fn.__name__, *specializations, *constants))
+        return run(self, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpretedFunction, "run", record)
+        yield found
+
+
 def generate(
     path: str, prompts: list[list[int]], new_tokens: int, **settings: Any
 ) -> list[tuple[list[int], torch.Tensor]]:
@@ -207,6 +270,23 @@ def test_write_kv(make_case: Callable[..., Any], kernel: Kernel) -> None:
     reference.write_kv(expected[:, 1], case.k_TGD, case.v_TGD, case.batch.slots_T)
     kernel.write_kv(case.cache_N2GBD, case.k_TGD, case.v_TGD, case.batch.slots_T)
     assert torch.equal(case.batch.pool_NL2GBD.view(torch.int16), expected.view(torch.int16))
+
+
+def test_partial_results_of_many_sequences(make_case: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The places of partial results are counted over all sequences before, some at a time."""
+    monkeypatch.setattr(triton_kernels, "SLOT_SEQS", 2)
+    monkeypatch.setattr(triton_kernels, "MIN_SPLIT_TOKENS", 64)
+    monkeypatch.setattr(launch, "INTERPRETER_PROCESSORS", 40)
+    launch.processors.cache_clear()
+    lengths = [(1, kv) for kv in (300, 5, 200, 130, 1, 290)]
+    for kernel in (INVARIANT, select_kernel("triton", DEVICE, batch_invariant="off")):
+        monkeypatch.setattr(triton_kernels, "INVARIANT_SPLIT_TOKENS", 128)
+        case = make_case(torch.float32, 4, 2, 32, 16, lengths, kernel, DEVICE)
+        expected = case.expected(0.2, None, None)
+        kernel.write_kv(case.cache_N2GBD, case.k_TGD, case.v_TGD, case.batch.slots_T)
+        got = kernel.attend(case.q_THD, case.cache_N2GBD, case.batch, 0.2, None, None)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    launch.processors.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

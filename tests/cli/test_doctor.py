@@ -1,0 +1,51 @@
+"""`pdserve doctor` on machines with and without GPUs, which are faked: drivers, torch's list, and what kernels would do."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pdserve.cli import doctor
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine with one GPU."""
+    properties = SimpleNamespace(name="NVIDIA L40S", major=8, minor=9, total_memory=45 << 30)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "NVIDIA_MODULE", tmp_path / "version")
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23\nGCC 13.2\n"
+    )
+
+
+def report() -> dict[str, tuple[bool, str]]:
+    return {finding.component: (finding.found, finding.detail) for finding in doctor.collect_findings()}
+
+
+def test_without_a_gpu() -> None:
+    found = report()
+    assert not found["GPU"][0] and ("without CUDA" in found["GPU"][1] or "finds none" in found["GPU"][1])
+    assert found["attention: cpu"] == (True, "prefill and decode on cpu, the default")
+    is_there, reason = found["attention: triton"]
+    assert not is_there and reason.startswith(("the triton kernel needs triton", "on the CPU the triton kernel"))
+    assert found["attention: reference"] == (True, "prefill and decode on cpu")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_with_a_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    found = report()
+    assert found["NVIDIA driver"] == (True, "570.86.15")
+    assert found["cuda:0"] == (True, "NVIDIA L40S, compute capability 8.9, 45 GiB, CUDA 12.8")
+    assert found["attention: triton"] == (True, "prefill and decode on cuda:0, the default")
+    assert found["attention: cpu"] == (False, "the cpu kernel needs its pool on the CPU, not on cuda:0")
+    command = tmp_path / "nvidia-smi"
+    command.write_text("#!/bin/sh\necho 999.1\n")
+    command.chmod(0o755)
+    assert report()["NVIDIA driver"] == (True, "999.1"), "as on WSL, where there is no module"
