@@ -146,7 +146,7 @@ class ConvertedPrompt:
 
 @dataclass(frozen=True)
 class _Slice:
-    """What one rank of the source has of the pool's heads.
+    """Heads of the pool that one rank of the source has.
 
     Attributes:
         rows: staging rows, [rows, num_layers, 2, heads of the layout, block_size, head_dim].

@@ -48,7 +48,7 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True)
 class KVFormat:
-    """What a kernel attends over."""
+    """The input of attention besides the queries."""
 
     dtype: torch.dtype
     head_dim: int
@@ -101,7 +101,7 @@ class PagedBatch:
 
     @cached_property
     def plans(self) -> dict[object, Any]:
-        """What a kernel has derived from the lengths, by its own keys: the layers of a step do it once."""
+        """Plans that a kernel derives from the lengths once per step, for all layers, under its own keys."""
         return {}
 
     @cached_property
@@ -111,7 +111,7 @@ class PagedBatch:
 
     @cached_property
     def num_decoding(self) -> int:
-        """How many sequences at the front have one new token. The scheduler puts decoding ones first."""
+        """Number of sequences at the front with one new token. The scheduler puts decoding ones first."""
         return next((i for i, length in enumerate(self.query_lens) if length > 1), len(self.query_lens))
 
     @cached_property

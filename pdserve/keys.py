@@ -55,7 +55,7 @@ class Layout:
 
     @property
     def is_divisible(self) -> bool:
-        """Whether all ranks have as many heads. Otherwise there are no such blocks."""
+        """True if all ranks have as many heads. Otherwise there are no such blocks."""
         heads, ranks = self.num_kv_heads, self.ranks
         return 0 <= self.rank < ranks and not (heads % ranks and ranks % heads)
 

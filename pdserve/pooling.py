@@ -1,4 +1,4 @@
-"""How the hidden states of a text become its embedding: by sentence-transformers' files of the model, or by `--pooling`."""
+"""Pooling of a text's hidden states into its embedding: by sentence-transformers' files of the model, or by `--pooling`."""
 
 import json
 from dataclasses import dataclass

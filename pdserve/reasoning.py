@@ -1,4 +1,4 @@
-"""Where reasoning begins and ends in an output, by token ids: limits it, and finds where the answer after it begins."""
+"""Reasoning in an output, found by token ids: limits its length, and finds the beginning of the answer after it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ LATEST_START = 1  # tokens before `ReasoningSpan.start`, such as a line break
 
 @dataclass(frozen=True)
 class ReasoningSpan:
-    """How reasoning is delimited in an output, and what is demanded of it.
+    """Delimiters of reasoning in an output, and its limits.
 
     Attributes:
         start: tokens that begin it; empty: the output begins inside of it.

@@ -1,4 +1,4 @@
-"""How Triton kernels are started: on which device, and with how many programs at a time."""
+"""Launch parameters of Triton kernels: the device, and the number of programs at a time."""
 
 import os
 from contextlib import AbstractContextManager, nullcontext

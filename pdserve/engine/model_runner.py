@@ -57,7 +57,7 @@ TokenIds = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What one step computes, on the device.
+    """Input of one step, on the device.
 
     Attributes:
         ids_1T, positions_1T: the new tokens and their positions.

@@ -30,7 +30,7 @@ RETRY_S = 1.0
 
 
 class _Client:
-    """What LLM and AsyncLLM share: the processes, and how they start and stop.
+    """Common part of LLM and AsyncLLM: the processes, their start and their end.
 
     Args:
         model: a directory, a hub id or `demo`.

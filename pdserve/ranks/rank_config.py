@@ -1,4 +1,4 @@
-"""What each rank of an instance gets of its settings: a device, and a share of the CPU threads."""
+"""Settings of each rank of an instance: a device, and a share of the CPU threads."""
 
 import socket
 from dataclasses import replace

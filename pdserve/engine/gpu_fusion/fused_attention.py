@@ -24,7 +24,7 @@ Norms = tuple[torch.Tensor, torch.Tensor, float]  # weights [D] of q's and of k'
 
 @dataclass(frozen=True)
 class Deferred:
-    """What is left to do with q and k. cos and sin are [1, T, R]."""
+    """Norms and rotation that q and k still need. cos and sin are [1, T, R]."""
 
     norms: Norms | None
     cos_1TR: torch.Tensor

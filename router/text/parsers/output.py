@@ -1,4 +1,4 @@
-"""What parsers find in a model's output: text, reasoning and tool calls, in increments."""
+"""Output of parsers, in increments: text, reasoning and tool calls."""
 
 import json
 import secrets
