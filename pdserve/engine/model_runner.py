@@ -216,11 +216,11 @@ class ModelRunner:
         inputs = self.inputs(num_scheduled_tokens, logit_rows)
         if pooled_rows:
             logits_SV = self._forward_and_pool(inputs, logit_rows, pooled_rows)
-            for seq, count in num_scheduled_tokens.items():
-                if seq.pooling is not None and count == seq.num_uncomputed:
-                    record_embedding(seq)
         else:
             logits_SV = self.forward(inputs)
+        for seq, count in num_scheduled_tokens.items():
+            if seq.pooling is not None and count == seq.num_uncomputed:
+                record_embedding(seq)
         if scored:
             for start in range(0, len(scored), SCORED_ROWS):
                 part = scored[start : start + SCORED_ROWS]

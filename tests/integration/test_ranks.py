@@ -182,9 +182,7 @@ def test_streams_migrate_when_a_rank_is_lost(
             os.kill(follower, signal.SIGKILL)
         wait_until(lambda: has_ended(follower), "the follower has ended")
         assert 'pdserve_migrations_total{kind="instance_lost"}' in httpx.get(f"{deployment.url}/metrics").text
-        if signum == signal.SIGKILL:
-            wait_until(lambda: "decode-1" in instances(), "it serves again")
-            assert send(prompts[0]) == expected[0]
+        assert send(prompts[0]) == expected[0], "the others serve"
 
 
 def test_role_changes_and_drains(

@@ -102,7 +102,7 @@ def test_port_in_use(pdserve: Command, checkpoint: Callable[..., Path]) -> None:
         (["prefill", "--kv-cache-memory", "lots"], "'lots' is not a size"),
         (["prefill", "--dtype", "int3"], "--dtype must be auto, float32, bfloat16 or float16, not int3"),
         (["prefill", "--device", "quantum"], "device 'quantum' is not supported"),
-        (["prefill", "--kernel", "magic"], "--kernel must be auto, reference, cpu or triton, not magic"),
+        (["prefill", "--kernel", "magic"], "--kernel must be auto, reference, cpu, triton or flash, not magic"),
         (["prefill", "--num-blocks", "16", "--max-model-len", "999"], "does not fit into 16 blocks"),
         (["prefill", "--lease-seconds", "-1"], "--lease-seconds must be at least 0, not -1.0"),
         (["decode", "--drain-seconds", "-1"], "--drain-seconds must be at least 0, not -1.0"),
