@@ -214,10 +214,7 @@ class ModelRunner:
         if pooled_rows:  # as many as `_forward_and_pool` has the last layer compute, since ranks gather its results
             logit_rows = logit_rows + [0] * (self._min_rows - len(logit_rows))
         inputs = self.inputs(num_scheduled_tokens, logit_rows)
-        if pooled_rows:
-            logits_SV = self._forward_and_pool(inputs, logit_rows, pooled_rows)
-        else:
-            logits_SV = self.forward(inputs)
+        logits_SV = self._forward_and_pool(inputs, logit_rows, pooled_rows) if pooled_rows else self.forward(inputs)
         for seq, count in num_scheduled_tokens.items():
             if seq.pooling is not None and count == seq.num_uncomputed:
                 record_embedding(seq)
