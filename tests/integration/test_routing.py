@@ -182,7 +182,7 @@ def test_prefix_index_is_rebuilt_after_a_router_restart(
         wait_for_blocks(deployment, decode_0=10, **{other.replace("-", "_"): 0})
         # An idle instance accepts a request that misses its target anyway, but no request may queue behind it.
         body = {"model": deployment.config.name, "prompt": [3] * 40, "max_tokens": 2, "ignore_eos": True}
-        reply = httpx.post(f"{deployment.url}/v1/completions", json={**body, "n": 2})
+        reply = httpx.post(f"{deployment.url}/v1/completions", json={**body, "prompt": [[3] * 40, [4] * 40]})
         assert reply.status_code == 429 and int(reply.headers["Retry-After"]) >= 1, reply.text
         assert reply.json()["error"]["code"] == "slo_ttft" and reply.json()["error"]["type"] == "rate_limit_error"
         assert metric(deployment, "refusals_total", reason="slo_ttft") == 1
