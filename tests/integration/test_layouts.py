@@ -94,7 +94,9 @@ def test_router_reports_a_layout_mismatch_without_convert_kv(
     settings = {"model": str(checkpoint("llama", dtype="float32")), "connector": connector_url, "num_blocks": 64}
     flags = {"prefill": ["--block-size", "16"], "decode": ["--block-size", "32"]}
     with deploy(flags=flags, log_lines=log_lines, wait=False, **settings) as deployment:
-        sentence = "prefill-0 has KV blocks of 16 tokens in float32, decode-0 of 32 tokens in float32; make them the same, or"
+        sentence = (
+            "prefill-0 has KV blocks of 16 tokens in float32, decode-0 of 32 tokens in float32; make them the same, or"
+        )
         wait_until(lambda: any(sentence in line for line in log_lines), log_lines)
         assert "start decode-0 with --convert-kv" in next(line for line in log_lines if sentence in line)
         assert httpx.get(f"{deployment.url}/ready").status_code == 503
