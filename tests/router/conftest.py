@@ -19,6 +19,7 @@ from starlette.applications import Starlette
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from pdserve.beam_search import Hypothesis
 from pdserve.config import RouterConfig
 from pdserve.errors import RequestError
 from pdserve.lifetime import Stage
@@ -255,6 +256,9 @@ class ScriptedBackend:
         chunks = self.script.chunks[len(self.streams) % len(self.script.chunks)] if self.script.chunks else []
         if request.sampling.embed:
             chunks = [Chunk([], "stop", embedding=np.array([3, 4], np.float32).tobytes())]
+        if request.sampling.beam_width:
+            answer = Hypothesis((1,), 0.0, "stop")
+            chunks = [Chunk([], "stop", hypotheses=[answer] * request.sampling.num_answers)]
         stream = ScriptedStream(request, chunks, self.script)
         self.streams.append(stream)
         self.log.add(stream.timeline)
