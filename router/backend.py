@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from pdserve.beam_search import Hypothesis
@@ -25,15 +25,15 @@ class Chunk:
 
     token_ids: list[int]
     finish_reason: str | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     hypotheses: Sequence[Hypothesis] = ()
     embedding: bytes = b""
 
     def extend(self, other: "Chunk") -> None:
         """Append the chunk that follows this one."""
         self.token_ids += other.token_ids
-        self.logprobs += other.logprobs
+        self.logprobs = [*self.logprobs, *other.logprobs]
         self.finish_reason = other.finish_reason
 
 

@@ -38,10 +38,10 @@ class Delta:
     text: str
     token_ids: list[int]
     finish_reason: str | None
-    logprobs: list[TokenLogprobs]
+    logprobs: Sequence[TokenLogprobs]
     text_offsets: list[int]
     tool_calls: list[ToolCallDelta]
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None
     reasoning: str = ""
 
 

@@ -3,7 +3,7 @@
 import json
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -26,6 +26,7 @@ MAX_STOP_CHARS = 256
 MAX_PROMPT_LOGPROBS = 1 << 18  # of one prompt, the top tokens included
 MAX_PRIORITY = 2**31 - 1
 DEFAULT_COMPLETION_TOKENS = 16
+DEFAULT = SamplingParams()
 
 
 @dataclass(frozen=True)
@@ -170,12 +171,12 @@ def check_model(requested: str | None, served: str) -> None:
         raise NotFound(message, kind="model_not_found", param="model")
 
 
-def check_token_ids(ids: Iterable[int], vocab_size: int, param: str = "prompt") -> None:
+def check_token_ids(ids: Collection[int], vocab_size: int, param: str = "prompt") -> None:
     """Raise BadRequest for the first id outside of the model's vocabulary."""
-    for token_id in ids:
-        if not 0 <= token_id < vocab_size:
-            message = f"{param} holds the token id {token_id}; this model's ids are 0 to {vocab_size - 1}"
-            raise BadRequest(message, kind="invalid_token_id", param=param)
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        token_id = next(one for one in ids if not 0 <= one < vocab_size)
+        message = f"{param} holds the token id {token_id}; this model's ids are 0 to {vocab_size - 1}"
+        raise BadRequest(message, kind="invalid_token_id", param=param)
 
 
 def tokenize(body: TokenizeBody, tokenizer: Tokenizer) -> list[int]:
@@ -232,15 +233,14 @@ def _sampling_params(
     info: ModelInfo,
     tokenizer: Tokenizer,
 ) -> SamplingParams:
-    default = SamplingParams()
     stop_ids = tuple(body.stop_token_ids or ())
     sampling = SamplingParams(
         max_tokens=max_tokens,
-        min_tokens=or_default(body.min_tokens, default.min_tokens),
-        temperature=or_default(body.temperature, default.temperature),
-        top_k=0 if body.top_k == -1 else or_default(body.top_k, default.top_k),
-        top_p=or_default(body.top_p, default.top_p),
-        min_p=or_default(body.min_p, default.min_p),
+        min_tokens=or_default(body.min_tokens, DEFAULT.min_tokens),
+        temperature=or_default(body.temperature, DEFAULT.temperature),
+        top_k=0 if body.top_k == -1 else or_default(body.top_k, DEFAULT.top_k),
+        top_p=or_default(body.top_p, DEFAULT.top_p),
+        min_p=or_default(body.min_p, DEFAULT.min_p),
         seed=random.getrandbits(63) if body.seed is None else body.seed,
         stop_token_ids=stop_ids,
         ignore_eos=bool(body.ignore_eos),
@@ -371,7 +371,7 @@ def _build_requests(
         Request(
             request_id=context.request_id if len(choices) == 1 else f"{context.request_id}-{index}",
             prompt=prompt,
-            sampling=replace(sampling, seed=(sampling.seed + i) % 2**63),
+            sampling=replace(sampling, seed=(sampling.seed + i) % 2**63) if i else sampling,
             salt=salt,
             priority=priority,
             keys=keys,

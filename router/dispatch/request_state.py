@@ -31,6 +31,7 @@ class RequestState:
         emitted: tokens passed to the client so far.
         gaps: seconds before each token after the first.
         cached: instance id → number of leading tokens in its pool at the time of selection.
+        is_plain: its outputs are tokens, without log probabilities, embeddings or a beam search.
         is_follower: it was submitted along with another choice of the same prompt, which accounts for the prompt.
     """
 
@@ -56,6 +57,12 @@ class RequestState:
         self.submitted_at = 0.0
         self.hedge_tried = False
         self.is_follower = False
+        sampling = request.sampling
+        self.is_plain = (
+            sampling.logprobs is None
+            and sampling.prompt_logprobs is None
+            and not (sampling.embed or sampling.beam_width)
+        )
         self.hedge: InstanceHandle | None = None
         self.hedge_outputs: list[pb.Output] = []
         self.emitted: list[int] = []
@@ -184,22 +191,16 @@ class RequestState:
             instance.send(pb.RouterFrame(cancel=pb.Cancel(request_id=self.id)))
             instance.unassign(self.id)
 
-    def emit_tokens(self, output: pb.Output, now: float) -> None:
-        """Pass an output's tokens to the client."""
+    def emit(self, chunk: Chunk, now: float) -> None:
+        """Pass a chunk to the client."""
         if self.last_token_at is None:  # the stamp is the router's own, because the client waits for it
             self.timeline.stamp(Stage.FIRST_TOKEN, now)
         self.last_token_at = now
-        token_ids, finish_reason = list(output.token_ids), output.finish_reason
-        self.emitted += token_ids
-        self.timeline.output_tokens += len(token_ids) + sum(len(one.token_ids) for one in output.hypotheses)
-        self.timeline.finish_reason = finish_reason
-        chunk = Chunk(token_ids, finish_reason or None, [_logprobs(one) for one in output.logprobs])
-        if output.hypotheses:
-            found = output.hypotheses
-            chunk.hypotheses = [Hypothesis(tuple(one.token_ids), one.score, one.finish_reason) for one in found]
-        chunk.embedding = output.embedding
-        if output.prompt_logprobs:
-            chunk.prompt_logprobs = [_logprobs(one) for one in output.prompt_logprobs]
+        self.emitted += chunk.token_ids
+        self.timeline.output_tokens += len(chunk.token_ids)
+        for answer in chunk.hypotheses:
+            self.timeline.output_tokens += len(answer.token_ids)
+        self.timeline.finish_reason = chunk.finish_reason or ""
         if self._chunks and self.request.whole:
             self._chunks[0].extend(chunk)
         else:
@@ -255,6 +256,18 @@ class RequestState:
         if not self.machine.is_over:
             self.timeline.finish_reason = finish_reason
             self._on_cancel(self)
+
+
+def to_chunk(output: pb.Output) -> Chunk:
+    """Return the chunk with an output's tokens and the rest of what the client reads."""
+    return Chunk(
+        list(output.token_ids),
+        output.finish_reason or None,
+        [_logprobs(one) for one in output.logprobs],
+        [_logprobs(one) for one in output.prompt_logprobs],
+        [Hypothesis(tuple(one.token_ids), one.score, one.finish_reason) for one in output.hypotheses],
+        output.embedding,
+    )
 
 
 def _logprobs(message: pb.Logprobs) -> TokenLogprobs:

@@ -79,9 +79,11 @@ class InstanceHandle:
     role: str = field(init=False)
     kind: tuple[object, ...] = field(init=False)
     max_model_len: int = field(init=False)
+    vocab_size: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.max_model_len = self.hello.max_model_len  # read for each request; a field of a message takes longer
+        # Read for each request or output; a field of a message takes longer.
+        self.max_model_len, self.vocab_size = self.hello.max_model_len, self.hello.vocab_size
         self.id, self.role, self.kind = self.hello.instance_id, self.hello.role, _kind(self.hello)
         self.candidate = Candidate(
             self.id,

@@ -144,6 +144,20 @@ def _load_fault(load: pb.Load) -> str:
     return f"a load of more than {MAX_COUNT} tokens" if max(amounts) > MAX_COUNT else ""
 
 
+def has_only_tokens(output: pb.Output) -> bool:
+    """Return whether an output with tokens has nothing but these."""
+    return len(output.ListFields()) == len(("request_id", "token_ids"))
+
+
+def tokens_fault(ids: Sequence[int], vocab_size: int, max_tokens: int) -> str:
+    """Return why the tokens of an output are invalid, if its request may have `max_tokens` more; empty if they are not."""
+    if len(ids) > max_tokens:
+        return f"{len(ids)} tokens of a request that may have {max_tokens} more"
+    if max(ids) >= vocab_size:
+        return f"the token id {max(ids)} of a vocabulary of {vocab_size}"
+    return ""
+
+
 def output_fault(
     output: pb.Output, hello: pb.Hello, max_tokens: int, context: int, logprobs: bool, num_scored: int = 0
 ) -> str:
@@ -158,10 +172,8 @@ def output_fault(
     """
     ids = output.token_ids
     if ids:
-        if len(ids) > max_tokens:
-            return f"{len(ids)} tokens of a request that may have {max_tokens} more"
-        if max(ids) >= hello.vocab_size:
-            return f"the token id {max(ids)} of a vocabulary of {hello.vocab_size}"
+        if reason := tokens_fault(ids, hello.vocab_size, max_tokens):
+            return reason
         if logprobs or output.logprobs:
             num_due = len(ids) if logprobs else 0
             if reason := _logprobs_fault(output.logprobs, num_due, "tokens", hello.vocab_size):
