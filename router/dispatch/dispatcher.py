@@ -18,7 +18,7 @@ from pdserve.request import Request
 from pdserve.router.backend import Chunk, ModelInfo
 from pdserve.router.dispatch.handover import MAX_MIGRATIONS, Action, Event, HandOverMachine, IllegalTransition, State
 from pdserve.router.dispatch.hedge import PrefillHedger
-from pdserve.router.dispatch.request_state import RequestState, to_chunk
+from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.dispatch.selector import InstanceSelector
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
 from pdserve.router.instances.frame_checks import (
@@ -352,7 +352,7 @@ class Dispatcher:
         if output.token_ids:
             self._hedger.cancel(state)
         if output.token_ids or output.embedding:
-            self._emit(state, to_chunk(output))
+            self._emit(state, state.chunk(output))
         if output.finish_reason:
             instance.unassign(state.id)
             self.handle(state, Event.FINISHED)
@@ -364,9 +364,9 @@ class Dispatcher:
         if output.searching:
             self.handle(state, Event.DECODED)
         if output.token_ids:
-            self._on_decoded_tokens(state, instance, to_chunk(output))
+            self._on_decoded_tokens(state, instance, state.chunk(output))
         elif output.hypotheses or output.embedding:
-            self._emit(state, to_chunk(output))
+            self._emit(state, state.chunk(output))
         if output.finish_reason:
             instance.unassign(state.id)
             self.handle(state, Event.FINISHED)

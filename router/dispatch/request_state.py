@@ -191,6 +191,19 @@ class RequestState:
             instance.send(pb.RouterFrame(cancel=pb.Cancel(request_id=self.id)))
             instance.unassign(self.id)
 
+    def chunk(self, output: pb.Output) -> Chunk:
+        """Return what the client reads of a valid output."""
+        if self.is_plain:
+            return Chunk(list(output.token_ids), output.finish_reason or None)
+        return Chunk(
+            list(output.token_ids),
+            output.finish_reason or None,
+            [_logprobs(one) for one in output.logprobs],
+            [_logprobs(one) for one in output.prompt_logprobs],
+            [Hypothesis(tuple(one.token_ids), one.score, one.finish_reason) for one in output.hypotheses],
+            output.embedding,
+        )
+
     def emit(self, chunk: Chunk, now: float) -> None:
         """Pass a chunk to the client."""
         if self.last_token_at is None:  # the stamp is the router's own, because the client waits for it
@@ -256,18 +269,6 @@ class RequestState:
         if not self.machine.is_over:
             self.timeline.finish_reason = finish_reason
             self._on_cancel(self)
-
-
-def to_chunk(output: pb.Output) -> Chunk:
-    """Return the chunk with an output's tokens and the rest of what the client reads."""
-    return Chunk(
-        list(output.token_ids),
-        output.finish_reason or None,
-        [_logprobs(one) for one in output.logprobs],
-        [_logprobs(one) for one in output.prompt_logprobs],
-        [Hypothesis(tuple(one.token_ids), one.score, one.finish_reason) for one in output.hypotheses],
-        output.embedding,
-    )
 
 
 def _logprobs(message: pb.Logprobs) -> TokenLogprobs:
