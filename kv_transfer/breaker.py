@@ -21,7 +21,7 @@ class StoreBreaker:
 
     Attributes:
         timeout: of one operation, in seconds.
-        threshold: consecutive time-outs that open the breaker; as many refused transfers count as a store that is out.
+        threshold: consecutive time-outs that open the breaker; as many time-outs and refused transfers are a store that is out.
         pause: seconds from a time-out to the next probe.
     """
 
@@ -39,7 +39,7 @@ class StoreBreaker:
     @property
     def is_out(self) -> bool:
         """True if requests go on without the store, because it hangs or refuses transfers."""
-        return self.is_open or self._refusals >= self.threshold
+        return self._timeouts + self._refusals >= self.threshold
 
     def is_late(self, seconds: float) -> bool:
         """Return True if an operation that took this long and did nothing has timed out."""

@@ -298,6 +298,7 @@ def test_a_hanging_store_delays_the_first_two_loads_only(
 class RefusingConnector(HangingConnector):
     """Its loads end at once, in vain until the test says otherwise."""
 
+    capabilities = Capabilities(timeout_s=600)  # so that a refusal on a busy machine is not taken for a time-out
     refuses = True
 
     def load(self, keys: abc.Sequence[bytes], block_ids: abc.Sequence[int], *, tickets: Any = ()) -> Future[Result]:

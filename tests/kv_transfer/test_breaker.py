@@ -133,3 +133,10 @@ def test_few_operations_wait_and_a_store_that_answers_is_used_again(
         assert breaker.allows(later)
         breaker.record(True, 0.0, later)
     assert not breaker.is_open
+
+
+def test_a_timeout_and_a_refusal_are_a_store_that_is_out() -> None:
+    breaker = StoreBreaker(TIMEOUT)
+    for seconds in (LATE, EARLY):
+        breaker.record_transfer(Result(REFUSED, 0.0), seconds, 0.0)
+    assert breaker.is_out and not breaker.is_open
