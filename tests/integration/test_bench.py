@@ -120,6 +120,7 @@ def test_ttft_has_parts_and_chat_sessions_continue(deploy: Deploy, tmp_path: Pat
     assert replayed["completed"] == 2 and replayed["total_input_tokens"] == 2 * 160
 
 
+@pytest.mark.slow
 def test_an_slo_sweep_finds_a_rate(deploy: Deploy, tmp_path: Path) -> None:
     with deploy(both=1, prefill=0, decode=0) as deployment:
         settings = {"num_prompts": 9, "request_rate": 2.0, "sweep_repetitions": 2, "sweep_tolerance": 1.0}

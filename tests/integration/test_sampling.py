@@ -41,7 +41,7 @@ WITH_LOGPROBS: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     "dtype",
-    ["bfloat16", pytest.param("float32", marks=pytest.mark.slow), pytest.param("float16", marks=pytest.mark.slow)],
+    ["float32", pytest.param("bfloat16", marks=pytest.mark.slow), pytest.param("float16", marks=pytest.mark.slow)],
 )
 def test_seeded_output_is_the_same_on_every_topology(
     dtype: str,

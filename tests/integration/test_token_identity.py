@@ -28,10 +28,15 @@ CONNECTORS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+CASES = [(*pair, "float32") for pair in zip(ARCHITECTURES, itertools.cycle(("shm", "file", "redis")), strict=False)]
+IN_16_BITS = [
+    pytest.param(*case[:2], dtype, marks=pytest.mark.slow) for case in CASES for dtype in ("bfloat16", "float16")
+]
+
+
 @pytest.mark.parametrize(
-    ("architecture", "connector_url"),
-    list(zip(ARCHITECTURES, itertools.cycle(("shm", "file", "redis")))),
+    ("architecture", "connector_url", "dtype"),
+    [*CASES, ("gemma2", "file", "bfloat16"), *IN_16_BITS],
     indirect=["connector_url"],
 )
 def test_tokens_equal_transformers_for_every_architecture(

@@ -13,15 +13,24 @@ import pytest
 import torch
 
 
-@pytest.mark.parametrize("name", ["triton", "elementwise", "flash"])
-def test_equal_to_the_reference(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "marked"),
+    [
+        ("triton", "not slow"),
+        ("elementwise", "not slow"),
+        ("flash", "not slow"),
+        pytest.param("triton", "slow", marks=pytest.mark.slow),
+        pytest.param("elementwise", "slow", marks=pytest.mark.slow),
+    ],
+)
+def test_equal_to_the_reference(name: str, marked: str) -> None:
     pytest.importorskip("triton")
     cases = Path(__file__).with_name(f"{name}_cases.py")
     environment = dict(os.environ)
     if not torch.cuda.is_available() or name == "flash":
         environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     completed = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--import-mode=importlib", str(cases)],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--import-mode=importlib", "-m", marked, str(cases)],
         env=environment,
         capture_output=True,
         text=True,

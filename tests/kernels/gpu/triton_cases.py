@@ -170,7 +170,10 @@ def test_means_and_sums_of_rows() -> None:
 
 
 @pytest.mark.usefixtures("exact_dot")
-@pytest.mark.parametrize("architecture", ["gemma2", *(["llama", "qwen3_moe"] if CUDA else [])])
+@pytest.mark.parametrize(
+    "architecture",
+    ["gemma2", "llama", "qwen3_moe"] if CUDA else [pytest.param("gemma2", marks=pytest.mark.slow)],
+)
 def test_kv_depends_on_its_own_history_only(architecture: str, checkpoint: Callable[..., Path]) -> None:
     """The whole engine: prompts alone, in chunks beside others, and what decode has generated as a prompt."""
     path = str(checkpoint(architecture, dtype="bfloat16"))
