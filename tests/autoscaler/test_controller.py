@@ -182,7 +182,7 @@ def test_advice_that_is_not_taken_changes_nothing() -> None:
     assert one.decide(observe(1022.0)).change == MORE_PREFILL
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0.1, 3)), min_size=12, max_size=12), st.integers(0, 1 << 30))
 def test_whatever_forecasts_say_limits_hold(values: list[tuple[float, float]], seed: int) -> None:
     """Never below the least of a role, above the budget of instances or of changes, or back within a forecast's time."""

@@ -60,7 +60,7 @@ def test_the_fleet_follows_a_shift_of_the_traffic() -> None:
 
 
 def test_instances_start_and_end_within_the_budget() -> None:
-    load = shifting_load()
+    load = shifting_load(100.0)
     rehearsal = play(replace(SETTINGS, max_instances=4), 1, 1, load)
     sizes = [sum(one.fleet.values()) for one in rehearsal.decisions]
     assert max(sizes) == 4 and ("", "prefill") in [(one.before, one.after) for _, one in rehearsal.changes]
