@@ -9,6 +9,8 @@ from pdserve.bench.requests import Sample
 STEP = 2.0  # factor between two rates until one of them fails
 MAX_STEPS = 12  # doublings, or halvings, before the search gives up
 GROWTH = 1.4  # of the requests in flight from one third of a run to the next: constant if the server keeps up
+SMALL_GROWTH = 1.15  # counts if it is also more than chance adds: ROOTS of the number of arrivals, whose root is their spread
+ROOTS = 1.5
 MIN_GROWTH = 4  # requests
 
 
@@ -93,4 +95,5 @@ def is_saturated(samples: Sequence[Sample], warmup: int = 0) -> bool:
     middle, last = sum(in_flight[third : 2 * third]) / third, sum(in_flight[-third:]) / third
     # Of as many arrivals.
     seconds, last_seconds = (ordered[end].scheduled - ordered[end - third].scheduled for end in (2 * third, -1))
-    return last * last_seconds > GROWTH * middle * seconds and last - middle > MIN_GROWTH
+    growth = SMALL_GROWTH if last - middle > ROOTS * math.sqrt(third) else GROWTH
+    return last * last_seconds > growth * middle * seconds and last - middle > MIN_GROWTH

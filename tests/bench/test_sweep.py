@@ -83,6 +83,11 @@ def test_a_load_that_grows_does_not_saturate_a_server_that_keeps_up() -> None:
     assert not is_saturated(keeping_up) and is_saturated(falling_behind)
 
 
+def test_a_server_that_falls_behind_slowly_is_saturated_once_chance_does_not_explain_it() -> None:
+    slower = [sample(i / 10 + 4.0 + 0.015 * i, sent=i / 10) for i in range(400)]  # 1.3 times as many in flight
+    assert is_saturated(slower) and not is_saturated(slower[:200])
+
+
 def test_an_empty_server_that_fills_is_not_saturated_after_the_warm_up() -> None:
     filling = [sample(i / 10 + 6.0, sent=i / 10) for i in range(100)]  # 60 in flight from second 6 on
     assert is_saturated(filling[:70]) and not is_saturated(filling, 60) and not is_saturated(filling[:68], 60)
