@@ -72,7 +72,7 @@ def test_equals_transformers(
         assert [choice.text for choice in completion.choices][:2] == [choice["text"] for choice in answer["choices"]]
 
 
-@pytest.mark.parametrize("victim", ["decode", "prefill"])
+@pytest.mark.parametrize("victim", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
 def test_survives_the_loss_of_an_instance(
     victim: str,
     checkpoint: Callable[..., Path],

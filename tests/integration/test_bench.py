@@ -65,6 +65,7 @@ class IndependentClient:
         self.latencies.append(time.perf_counter() - sent)
 
 
+@pytest.mark.slow
 def test_it_agrees_with_an_independent_client_on_the_same_server(deploy: Deploy, tmp_path: Path) -> None:
     with deploy(prefill=1, decode=1) as deployment:
         other = IndependentClient(deployment.url)

@@ -102,7 +102,9 @@ def test_router_reports_a_layout_mismatch_without_convert_kv(
         assert httpx.get(f"{deployment.url}/ready").status_code == 503
 
 
-@pytest.mark.parametrize("prefill_flags", [["--kernel", "reference"], ["--batch-invariant", "off"]])
+@pytest.mark.parametrize(
+    "prefill_flags", [["--kernel", "reference"], pytest.param(["--batch-invariant", "off"], marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("connector_url", ["shm"], indirect=True)
 def test_instances_of_two_numerics_classes_serve_together_only_if_allowed(
     connector_url: str,

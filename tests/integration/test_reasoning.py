@@ -54,7 +54,10 @@ def chat(deployment: Any, messages: list[dict[str, Any]], **fields: Any) -> dict
     return answer
 
 
-@pytest.mark.parametrize("roles", [{"prefill": 1, "decode": 1}, {"prefill": 0, "decode": 0, "both": 1}])
+@pytest.mark.parametrize(
+    "roles",
+    [{"prefill": 1, "decode": 1}, pytest.param({"prefill": 0, "decode": 0, "both": 1}, marks=pytest.mark.slow)],
+)
 def test_budget_grammar_and_hits(
     roles: dict[str, int],
     model: Path,

@@ -18,6 +18,7 @@ def test_conformance(connector_rule):
 """
 
 
+@pytest.mark.slow
 def test_pytest_with_a_url(tmp_path: Path, broken_package: Path) -> None:
     selection = "missing or leading or between"
     options = ["-p", "pdserve.kv_transfer.pytest_plugin", "--connector", "broken-countspastgap://x", "-k", selection]
