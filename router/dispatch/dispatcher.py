@@ -180,8 +180,7 @@ class Dispatcher:
         logprobs = state.request.sampling.logprobs is not None
         num_scored = len(state.request.prompt) - 1 if state.scores_prompt and output.token_ids else 0
         if state.request.sampling.beam_width:
-            answers = state.request.sampling.num_answers
-            if reason := hypotheses_fault(output, instance.hello, state.remaining_tokens, answers):
+            if reason := hypotheses_fault(output, instance.hello, state.remaining_tokens, state.request.sampling):
                 raise InvalidFrame(reason)
         elif output.hypotheses or output.searching:
             raise InvalidFrame("answers of a beam search that was not requested")

@@ -195,8 +195,10 @@ class RequestState:
         self.timeline.finish_reason = finish_reason
         chunk = Chunk(token_ids, finish_reason or None, [_logprobs(one) for one in output.logprobs])
         if output.hypotheses:
-            found = output.hypotheses
-            chunk.hypotheses = [Hypothesis(tuple(one.token_ids), one.score, one.finish_reason) for one in found]
+            chunk.hypotheses = [
+                Hypothesis(tuple(one.token_ids), one.score, one.finish_reason, tuple(map(_logprobs, one.logprobs)))
+                for one in output.hypotheses
+            ]
         chunk.embedding = output.embedding
         if output.prompt_logprobs:
             chunk.prompt_logprobs = [_logprobs(one) for one in output.prompt_logprobs]
