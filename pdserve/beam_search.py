@@ -10,8 +10,10 @@ import numpy as np
 
 from pdserve.request import TokenLogprobs
 
-_Node = tuple[int, list[TokenLogprobs], "_Node | None"]  # the newest token, what is reported of it, and the ones before it
-Candidate = tuple[int, float, *tuple[TokenLogprobs, ...]]  # a token, its log probability, and what is reported of it, if at all
+_Node = tuple[
+    int, list[TokenLogprobs], "_Node | None"
+]  # the newest token, what is reported of it, and the ones before it
+Candidate = tuple[int, float, *tuple[TokenLogprobs, ...]]  # a token, its log probability, perhaps with a report
 
 
 @dataclass(frozen=True)
