@@ -136,12 +136,16 @@ def pooled_part(seq: Sequence, count: int, rows: range) -> range:
     return rows
 
 
-def record_embedding(seq: Sequence) -> None:
-    """Set the embedding of a sequence whose tokens are computed."""
+def record_embedding(seq: Sequence, head: torch.nn.Module) -> None:
+    """Set the embedding of a sequence whose tokens are computed; of a classifier, the probabilities by its output layer."""
     assert seq.pooling is not None
     vector_H = seq.pooled / (len(seq) if seq.pooling.mode == "mean" else 1)
     if seq.pooling.normalize:
         vector_H = torch.nn.functional.normalize(vector_H, dim=0)
+    if seq.pooling.num_classes:
+        weight = next(head.parameters())
+        logits_C = head(vector_H[None].to(weight.device, weight.dtype))[0].float().cpu()
+        vector_H = logits_C.softmax(dim=0) if len(logits_C) > 1 else logits_C.sigmoid()
     seq.record_embedding(vector_H.numpy().astype("<f4").tobytes())
 
 

@@ -485,6 +485,7 @@ def _common_model(name: str, hellos: list[pb.Hello]) -> ModelInfo:
         eos_token_ids=frozenset(hellos[0].eos_token_ids),
         model_digest=Layout.from_message(hellos[0].layout).model_digest,
         embedding_size=min(hello.embedding_size for hello in hellos),
+        classifies=any(hello.classifies for hello in hellos),
         block_sizes=frozenset(hello.block_size for hello in hellos),
         supports_grammars=all(hello.grammars for hello in hellos),
         supports_priorities=all(hello.scheduling_policy == "priority" for hello in hellos),
