@@ -10,6 +10,7 @@ from pdserve.router.api.parsing import or_default
 from pdserve.router.api.schemas import SamplingBody
 from pdserve.router.backend import Chunk, ModelInfo, TokenStream
 
+MAX_LOGPROBS_AT_ONCE = 1 << 18  # of all answers, the top tokens included: they come in one frame
 # Fields that a beam search cannot honour, and what a client can do.
 EXCLUDED = {
     "stream": "every answer may change until the search ends",
@@ -50,6 +51,12 @@ def beam_settings(body: SamplingBody, sampling: SamplingParams, info: ModelInfo)
         )
     if sampling.logprobs is not None and getattr(body, "echo", None):
         raise _bad("echo", "echo and logprobs cannot be combined with use_beam_search; leave out one of them")
+    count = or_default(body.n, 1) * sampling.max_tokens * (1 + (sampling.logprobs or 0))
+    if sampling.logprobs is not None and count > MAX_LOGPROBS_AT_ONCE:
+        message = (
+            f"{count} log probabilities at the end of a beam search are more than {MAX_LOGPROBS_AT_ONCE}; ask for fewer"
+        )
+        raise _bad("logprobs", message)
     widths = {value for value in (body.beam_width, body.best_of) if value is not None}
     if len(widths) > 1:
         raise _bad("best_of", "beam_width and best_of contradict each other; send one of them")

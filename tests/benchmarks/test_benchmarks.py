@@ -72,6 +72,7 @@ def test_handover(run: Callable[..., Any]) -> None:
         assert row["second_token_gap_ms"] >= 0 and len(row["handover_ms_all"]) == 1
 
 
+@pytest.mark.slow
 def test_structured(run: Callable[..., Any]) -> None:
     pytest.importorskip("xgrammar", reason="xgrammar is not installed: pip install 'pdserve[structured]'")
     content = run("structured.py")

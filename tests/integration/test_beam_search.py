@@ -19,6 +19,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stream": True}, "stream cannot be combined with use_beam_search"),
     ({"temperature": 0.5}, "does not sample"),
     ({"prompt_logprobs": 0}, "prompt_logprobs cannot be combined"),
+    ({"logprobs": 20, "max_tokens": 8000, "n": 4}, "672000 log probabilities"),
     ({"logprobs": 0, "echo": True}, "echo and logprobs cannot be combined"),
     ({"stop": "x"}, "send stop_token_ids"),
     ({"guided_regex": "a", "ignore_eos": False}, "structured output cannot be combined"),
