@@ -54,7 +54,7 @@ def beam_settings(body: SamplingBody, sampling: SamplingParams, info: ModelInfo)
     count = or_default(body.n, 1) * sampling.max_tokens * (1 + (sampling.logprobs or 0))
     if sampling.logprobs is not None and count > MAX_LOGPROBS_AT_ONCE:
         message = (
-            f"{count} log probabilities at the end of a beam search are more than {MAX_LOGPROBS_AT_ONCE}; ask for fewer"
+            f"{count} log probabilities of a beam search are more than {MAX_LOGPROBS_AT_ONCE}; lower max_tokens or n"
         )
         raise _bad("logprobs", message)
     widths = {value for value in (body.beam_width, body.best_of) if value is not None}
