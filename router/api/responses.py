@@ -431,7 +431,8 @@ def _usage(usage: Json) -> Json:
 
 def _head(kind: str, response_id: str, index: int) -> Json:
     """Return what does not change in an item of reasoning or a message, the `index`th of the output."""
-    prefix, extra = ("rs", {"summary": []}) if kind == "reasoning" else ("msg", {"role": "assistant"})
+    prefix = "rs" if kind == "reasoning" else "msg"
+    extra: Json = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
     suffix = f"_{index}" if index > 1 else ""  # for a message after calls
     return {"id": f"{prefix}_{response_id}{suffix}", "type": kind, **extra}
 

@@ -119,7 +119,10 @@ def evaluate(commands: Path, url: str, folder: Path) -> None:
         "output_path": folder / "results",
         "batch_size": 4,
     }
-    command = [commands / "lm_eval", *(str(part) for name, value in flags.items() for part in (f"--{name}", value))]
+    command = [
+        str(commands / "lm_eval"),
+        *(str(part) for name, value in flags.items() for part in (f"--{name}", value)),
+    ]
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache"), "PYTHONPATH": ""}
     subprocess.run([*command, "--log_samples"], check=True, env=os.environ | offline)
 

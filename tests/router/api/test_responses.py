@@ -155,13 +155,13 @@ def test_function_calls(
         }
         for call in calls
     ]
-    conversation = [
+    conversation: list[Any] = [
         {"role": "user", "content": "one"},
         {"role": "assistant", "content": "Let me see.", "tool_calls": called},
         {"role": "tool", "content": "sunny", "tool_call_id": calls[0].call_id},
         {"role": "tool", "content": "noon", "tool_call_id": calls[1].call_id},
     ]
-    shown = [
+    shown: list[Any] = [
         {
             "type": "function",
             "function": {name: tool[name] for name in ("name", "description", "parameters") if name in tool},
