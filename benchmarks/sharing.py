@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pdserve.beam_search import Candidate
 from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.paced_runner import PacedRunner
@@ -57,7 +58,7 @@ class RandomRunner(PacedRunner):
             one: self._random.randrange(TOKENS) for seq in complete if seq.group is None for one in (seq, *seq.siblings)
         }
 
-    def _candidates(self, count: int) -> list[tuple[int, float]]:
+    def _candidates(self, count: int) -> list[Candidate]:
         logits = [self._random.gauss(0, SPREAD) for _ in range(TOKENS)]
         total = math.log(sum(map(math.exp, logits)))
         best = sorted(range(TOKENS), key=lambda token: -logits[token])[:count]

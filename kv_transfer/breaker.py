@@ -21,7 +21,7 @@ class StoreBreaker:
 
     Attributes:
         timeout: of one operation, in seconds.
-        threshold: consecutive time-outs that open the breaker; as many time-outs and refused transfers are a store that is out.
+        threshold: consecutive time-outs that open the breaker; as many time-outs and refusals are a store that is out.
         pause: seconds from a time-out to the next probe.
     """
 

@@ -8,8 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-_Node = tuple[int, "_Node | None"]  # the newest token, and the ones before it
-Candidate = tuple[int, float]  # a token and its log probability
+from pdserve.request import TokenLogprobs
+
+_Node = tuple[
+    int, list[TokenLogprobs], "_Node | None"
+]  # the newest token, what is reported of it, and the ones before it
+Candidate = tuple[int, float, *tuple[TokenLogprobs, ...]]  # a token, its log probability, perhaps with a report
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,13 @@ class Hypothesis:
         token_ids: the output, its stop token included.
         score: sum of the tokens' log probabilities, divided by their number to the power of the length penalty.
         finish_reason: `stop` after a stop token, else `length`.
+        logprobs: one entry for each token if candidates came with them, else empty.
     """
 
     token_ids: tuple[int, ...]
     score: float
     finish_reason: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,16 +83,16 @@ class BeamSearch:
             candidates: of each beam, in the order in which the last step returned them; of the prompt in the first step.
         """
         scored = [
-            (beam.score + np.float32(logprob), parent, token)
+            (beam.score + np.float32(logprob), parent, token, report)
             for parent, (beam, tokens) in enumerate(zip(self._beams, candidates, strict=True))
-            for token, logprob in tokens
+            for token, logprob, *report in tokens
         ]
         best = sorted(scored, key=lambda one: -one[0])[: self.num_candidates]
         self.num_steps += 1
         is_last = self.num_steps == self._max_tokens
         beams, branches, found = list[_Beam](), list[Branch](), list[_Beam]()
-        for place, (score, parent, token) in enumerate(best):
-            tokens = token, self._beams[parent].tokens
+        for place, (score, parent, token, report) in enumerate(best):
+            tokens = token, report, self._beams[parent].tokens
             if is_last or token in self._stop_token_ids:
                 if place < self._width:  # the others are only there so that enough beams go on
                     found.append(_Beam(self._normalized(score, self.num_steps), tokens))
@@ -117,10 +123,10 @@ class BeamSearch:
         return bool(self._normalized(self._beams[0].score, length) <= self._answers[-1].score)
 
     def _hypothesis(self, answer: _Beam) -> Hypothesis:
-        ids, node = list[int](), answer.tokens
+        ids, logprobs, node = list[int](), list[TokenLogprobs](), answer.tokens
         while node is not None:
-            token, node = node
+            token, report, node = node
             ids.append(token)
-        return Hypothesis(
-            tuple(reversed(ids)), float(answer.score), "stop" if ids[0] in self._stop_token_ids else "length"
-        )
+            logprobs += report
+        finish_reason = "stop" if ids[0] in self._stop_token_ids else "length"
+        return Hypothesis(tuple(reversed(ids)), float(answer.score), finish_reason, tuple(reversed(logprobs)))

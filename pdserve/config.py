@@ -160,9 +160,10 @@ class EngineConfig(ModelConfig):
         choices=AUTO_ON_OFF,
     )
     pooling: str = flag(
-        "which hidden states are a text's embedding; auto: as sentence-transformers' files of the model say, else none",
+        "which hidden states are a text's embedding; auto: as sentence-transformers' files of the model say, else none;"
+        " yes-no: scores, by the answer yes or no (Qwen3-Reranker)",
         "auto",
-        choices=("auto", "off", "last", "mean", "cls"),
+        choices=("auto", "off", "last", "mean", "cls", "yes-no"),
     )
     paced: str = flag(
         "profile by whose times the instance sleeps instead of computing, to try out fleets; its answers are nonsense;"

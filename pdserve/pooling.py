@@ -18,18 +18,27 @@ class Pooling:
     Attributes:
         mode: which states count: of the `last` token, of the first (`cls`), or the `mean` of all.
         normalize: scale the vector to length 1.
+        num_classes: of a classifier, in place of the vector: how many classes' probabilities; else 0.
     """
 
     mode: str
     normalize: bool = True
+    num_classes: int = 0
 
 
-def read_pooling(model: Path, setting: str) -> Pooling | None:
+def read_pooling(model: Path, setting: str, num_labels: int = 0) -> Pooling | None:
     """Return the pooling that the setting names; `auto`: that of the model's files, or None if it has none.
+
+    Args:
+        num_labels: classes of the model, if it is a classifier.
 
     Raises:
         SetupError: the files ask for something else.
     """
+    if num_labels and setting != "auto":
+        raise SetupError(f"{model} is a classifier, which has no embeddings: leave out --pooling {setting}")
+    if num_labels or setting == "yes-no":
+        return Pooling("last", normalize=False, num_classes=num_labels or 1)
     if setting in MODES:
         return Pooling(setting)
     modules_file = model / "modules.json"

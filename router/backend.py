@@ -56,6 +56,7 @@ class ModelInfo:
     supports_grammars: bool = False  # all instances can constrain outputs to a grammar
     supports_priorities: bool = False  # all instances schedule by priority
     embedding_size: int = 0  # numbers of an embedding; 0: the model has none
+    classifies: bool = False  # these numbers are probabilities of classes, and the model generates nothing
 
 
 class TokenStream(Protocol):

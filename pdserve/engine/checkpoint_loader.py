@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from pdserve.config import EngineConfig
 from pdserve.engine import paged_model
 from pdserve.engine.checkpoint import Checkpoint
+from pdserve.engine.class_head import class_head, num_labels
 from pdserve.engine.cpu_fusion import experts
 from pdserve.engine.cpu_fusion.fused_mlp import fuse_mlps
 from pdserve.engine.cpu_fusion.fused_norm import fuse_norms
@@ -72,7 +73,7 @@ def load(config: EngineConfig, group: RankGroup | None = None) -> Checkpoint:
         device=device,
         dtype=dtype,
         group=group,
-        pooling=read_pooling(path, config.pooling),
+        pooling=read_pooling(path, config.pooling, num_labels(hf_config)),
         hidden_size=text_config.hidden_size,
     )
 
@@ -172,6 +173,8 @@ def _load_model(
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": paged_model.NAME, "use_safetensors": True}
     if by_rows:  # by default, transformers computes experts as grouped products, without a loop over them
         options["experts_implementation"] = experts.NAME
+    if group is not None and (num_labels(hf_config) or config.pooling == "yes-no"):
+        raise SetupError("classifiers are not divided among ranks: leave out --tensor-parallel-size")
     if is_quantized := _check_quantization(hf_config, device, invariant):
         if group is not None:
             raise SetupError("quantized weights are not divided among ranks: leave out --tensor-parallel-size")
@@ -181,6 +184,8 @@ def _load_model(
             model = Shard(path, hf_config, group).load(**options)
         else:
             model = AutoModelForCausalLM.from_pretrained(path, **options)
+            if (head := class_head(path, hf_config, model, config.pooling)) is not None:
+                model.set_output_embeddings(head)
     except ValueError as error:
         raise SetupError(f"{unsupported}: {str(error).strip().splitlines()[0]}") from error
     loaded: torch.nn.Module = model.eval().requires_grad_(False)

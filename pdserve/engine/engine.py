@@ -160,6 +160,8 @@ class Engine:
             if self.checkpoint.pooling is None:
                 raise ValueError("this model has no embeddings")
             seq.embed(self.checkpoint.pooling)
+        elif self.checkpoint.pooling is not None and self.checkpoint.pooling.num_classes:
+            raise ValueError("this model is a classifier, which generates nothing")
         if width := sampling.beam_width:
             how = sampling.length_penalty, sampling.early_stopping
             seq.search(BeamSearch(width, stops, sampling.max_tokens, *how))

@@ -215,9 +215,10 @@ class ModelRunner:
             logit_rows = logit_rows + [0] * (self._min_rows - len(logit_rows))
         inputs = self.inputs(num_scheduled_tokens, logit_rows)
         logits_SV = self._forward_and_pool(inputs, logit_rows, pooled_rows) if pooled_rows else self.forward(inputs)
+        model: Any = self.checkpoint.model
         for seq, count in num_scheduled_tokens.items():
             if seq.pooling is not None and count == seq.num_uncomputed:
-                record_embedding(seq)
+                record_embedding(seq, model.get_output_embeddings())
         if scored:
             for start in range(0, len(scored), SCORED_ROWS):
                 part = scored[start : start + SCORED_ROWS]

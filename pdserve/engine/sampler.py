@@ -105,6 +105,7 @@ def record_logprobs(logprobs_AV: torch.Tensor, seqs: list[Sequence], tokens: lis
 def record_candidates(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
     """Set the candidates of beams. Penalties and masks change log probabilities here, not logits, as in transformers."""
     logprobs_SV = logits_SV.float().log_softmax(dim=-1)
+    reported_SV = logprobs_SV.clone() if any(seq.sampling.logprobs is not None for seq in seqs) else logprobs_SV
     _apply_penalties(logprobs_SV, seqs)
     _apply_bias(logprobs_SV, seqs)
     _apply_processors(logprobs_SV, seqs)
@@ -114,8 +115,14 @@ def record_candidates(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
     counts = [seq.group.search.num_candidates for seq in seqs if seq.group is not None]
     top_SK = logprobs_SV.topk(min(max(counts), logprobs_SV.shape[1]), dim=-1)
     rows = zip(seqs, counts, top_SK.indices.tolist(), top_SK.values.tolist(), strict=True)
-    for seq, count, ids, values in rows:
-        seq.record_candidates([*zip(ids[:count], values[:count], strict=True)])
+    for row, (seq, count, ids, values) in enumerate(rows):
+        if seq.sampling.logprobs is None:
+            seq.record_candidates([*zip(ids[:count], values[:count], strict=True)])
+            continue
+        top_K = reported_SV[row].topk(min(seq.sampling.logprobs, reported_SV.shape[1]))
+        top = tuple(zip(top_K.indices.tolist(), top_K.values.tolist(), strict=True))
+        reports = [TokenLogprobs(logprob, top) for logprob in reported_SV[row, ids[:count]].tolist()]
+        seq.record_candidates([*zip(ids[:count], values[:count], reports, strict=True)])
 
 
 def pooled_part(seq: Sequence, count: int, rows: range) -> range:
@@ -129,12 +136,16 @@ def pooled_part(seq: Sequence, count: int, rows: range) -> range:
     return rows
 
 
-def record_embedding(seq: Sequence) -> None:
-    """Set the embedding of a sequence whose tokens are computed."""
+def record_embedding(seq: Sequence, head: torch.nn.Module) -> None:
+    """Set the embedding of a sequence whose tokens are computed; of a classifier, the probabilities by its output layer."""
     assert seq.pooling is not None
     vector_H = seq.pooled / (len(seq) if seq.pooling.mode == "mean" else 1)
     if seq.pooling.normalize:
         vector_H = torch.nn.functional.normalize(vector_H, dim=0)
+    if seq.pooling.num_classes:
+        weight = next(head.parameters())
+        logits_C = head(vector_H[None].to(weight.device, weight.dtype))[0].float().cpu()
+        vector_H = logits_C.softmax(dim=0) if len(logits_C) > 1 else logits_C.sigmoid()
     seq.record_embedding(vector_H.numpy().astype("<f4").tobytes())
 
 

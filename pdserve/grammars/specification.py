@@ -7,6 +7,10 @@ optionally literal text around it in `begin` and `end`.
 import json
 from typing import Any
 
+# Of a string of limited length in xgrammar: with control characters, which JSON forbids, and surrogates, which are no text.
+CHARACTER = r"[^\"\\\r\n]"
+JSON_CHARACTER = r"[^\0-\x1f\"\\\ud800-\udfff]"
+
 
 def build_grammar(spec: dict[str, Any]) -> Any:
     """Return xgrammar's `Grammar` of a specification.
@@ -18,6 +22,8 @@ def build_grammar(spec: dict[str, Any]) -> Any:
 
     if "json" in spec:  # white space as json.dumps writes it: unbounded white space could go on until max_tokens
         grammar = Grammar.from_json_schema(json.dumps(spec["json"]), any_whitespace=False)
+        if CHARACTER in (text := str(grammar)):
+            grammar = Grammar.from_ebnf(text.replace(CHARACTER, JSON_CHARACTER))
     elif "regex" in spec:
         grammar = Grammar.from_regex(spec["regex"])
     elif "choice" in spec:

@@ -16,6 +16,7 @@ from pdserve.proto import pdserve_pb2 as pb
 def make_hello(role: str, config: InstanceConfig, instance: Instance) -> pb.Hello:
     """Return the Hello of a new incarnation of the instance."""
     engine = instance.engine
+    pooling = engine.checkpoint.pooling
     return pb.Hello(
         instance_id=config.instance_id or f"{role}-{socket.gethostname()}-{os.getpid()}",
         role=role,
@@ -39,6 +40,7 @@ def make_hello(role: str, config: InstanceConfig, instance: Instance) -> pb.Hell
         allow_inexact=config.allow_inexact,
         scheduling_policy=config.scheduling_policy,
         itl_target=(config.itl_target_ms or 0) / 1e3,
-        embedding_size=engine.checkpoint.hidden_size if engine.checkpoint.pooling is not None else 0,
+        embedding_size=0 if pooling is None else pooling.num_classes or engine.checkpoint.hidden_size,
+        classifies=pooling is not None and pooling.num_classes > 0,
         grammars=importlib.util.find_spec("xgrammar") is not None,
     )

@@ -138,7 +138,10 @@ class Job:
         if search.is_over:
             for answer in search.hypotheses(self.seq.sampling.num_answers):
                 output.hypotheses.add(
-                    token_ids=answer.token_ids, score=answer.score, finish_reason=answer.finish_reason
+                    token_ids=answer.token_ids,
+                    score=answer.score,
+                    finish_reason=answer.finish_reason,
+                    logprobs=map(_logprobs, answer.logprobs),
                 )
 
     def report_embedding(self, now: float) -> None:

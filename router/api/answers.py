@@ -195,6 +195,15 @@ class ReasoningItem(Answer):
     content: list[ReasoningText]
 
 
+class FunctionCallItem(Answer):
+    id: str
+    type: Literal["function_call"]
+    status: Status
+    call_id: str
+    name: str
+    arguments: str
+
+
 class ResponseObject(Answer):
     """An answer of /v1/responses, which also repeats fields of its request."""
 
@@ -205,7 +214,7 @@ class ResponseObject(Answer):
     created_at: int
     status: Status
     model: str
-    output: list[ReasoningItem | OutputMessage]
+    output: list[ReasoningItem | OutputMessage | FunctionCallItem]
     usage: dict[str, Any]
 
 

@@ -4,18 +4,19 @@ from collections.abc import Callable
 from typing import Any
 
 from pdserve.beam_search import Hypothesis
-from pdserve.errors import BadRequest
+from pdserve.errors import BadRequest, RequestError
 from pdserve.request import SamplingParams
 from pdserve.router.api.parsing import or_default
 from pdserve.router.api.schemas import SamplingBody
 from pdserve.router.backend import Chunk, ModelInfo, TokenStream
 
+MAX_LOGPROBS_AT_ONCE = 1 << 18  # of all answers, the top tokens included: they come in one frame
 # Fields that a beam search cannot honour, and what a client can do.
 EXCLUDED = {
     "stream": "every answer may change until the search ends",
-    "logprobs": "leave it out",
     "prompt_logprobs": "leave it out",
     "stop": "send stop_token_ids",
+    "thinking_token_budget": "it would close the reasoning of some beams and not of others: leave it out",
     "presence_penalty": "send repetition_penalty",
     "frequency_penalty": "send repetition_penalty",
     "temperature": "a beam search does not sample: leave it out or send 0",
@@ -23,7 +24,13 @@ EXCLUDED = {
     "top_k": "a beam search does not sample: leave it out",
     "min_p": "a beam search does not sample: leave it out",
 }
-WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {"temperature": (0,), "top_p": (1,), "top_k": (0, -1)}
+WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
+    "prompt_logprobs": (None,),
+    "thinking_token_budget": (None,),
+    "temperature": (None, 0),
+    "top_p": (None, 1),
+    "top_k": (None, 0, -1),
+}
 
 
 def beam_settings(body: SamplingBody, sampling: SamplingParams, info: ModelInfo) -> dict[str, Any]:
@@ -35,13 +42,21 @@ def beam_settings(body: SamplingBody, sampling: SamplingParams, info: ModelInfo)
         BadRequest: a field contradicts another one or cannot be combined with a beam search.
     """
     for name, advice in EXCLUDED.items():
-        value = getattr(body, name)
-        if value and value not in WITHOUT_EFFECT.get(name, ()):
+        value = getattr(body, name, None)
+        if value not in WITHOUT_EFFECT.get(name, (None, False, 0, "", [])):
             raise _bad(name, f"{name} cannot be combined with use_beam_search; {advice}")
     if sampling.grammar:
         raise _bad(
             "use_beam_search", "structured output cannot be combined with use_beam_search; leave out one of them"
         )
+    if sampling.logprobs is not None and getattr(body, "echo", None):
+        raise _bad("echo", "echo and logprobs cannot be combined with use_beam_search; leave out one of them")
+    count = or_default(body.n, 1) * sampling.max_tokens * (1 + (sampling.logprobs or 0))
+    if sampling.logprobs is not None and count > MAX_LOGPROBS_AT_ONCE:
+        message = (
+            f"{count} log probabilities of a beam search are more than {MAX_LOGPROBS_AT_ONCE}; lower max_tokens or n"
+        )
+        raise _bad("logprobs", message)
     widths = {value for value in (body.beam_width, body.best_of) if value is not None}
     if len(widths) > 1:
         raise _bad("best_of", "beam_width and best_of contradict each other; send one of them")
@@ -83,19 +98,23 @@ def _bad(name: str, message: str) -> BadRequest:
 class _Search:
     """The stream of a beam search, which several readers share."""
 
-    def __init__(self, stream: TokenStream) -> None:
+    def __init__(self, stream: TokenStream, count: int) -> None:
         self.stream = stream
-        self.answers: list[AnswerStream] = []
+        self.answers = [AnswerStream(self, index) for index in range(count)]
         self._hypotheses: list[Hypothesis] = []
         stream.on_readable = self._wake
 
     def take(self, index: int) -> list[Chunk]:
         if not self._hypotheses:
-            self._hypotheses = [one for chunk in self.stream.take() for one in chunk.hypotheses]
-        if not self._hypotheses:
-            return []
+            chunks = self.stream.take()
+            self._hypotheses = [one for chunk in chunks for one in chunk.hypotheses]
+            if not chunks or chunks[-1].finish_reason is None:
+                return []
+            if len(self._hypotheses) < len(self.answers):
+                message = f"the beam search ended with {len(self._hypotheses)} of {len(self.answers)} answers"
+                raise RequestError(message, kind="internal_error")
         found = self._hypotheses[index]
-        return [Chunk(list(found.token_ids), found.finish_reason)]
+        return [Chunk(list(found.token_ids), found.finish_reason, list(found.logprobs))]
 
     def _wake(self) -> None:
         for answer in self.answers:
@@ -120,6 +139,4 @@ class AnswerStream:
 
 def answer_streams(stream: TokenStream, count: int) -> list[AnswerStream]:
     """Return a stream for each answer of a beam search, best first."""
-    search = _Search(stream)
-    search.answers = [AnswerStream(search, index) for index in range(count)]
-    return search.answers
+    return _Search(stream, count).answers

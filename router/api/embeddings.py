@@ -1,8 +1,8 @@
-"""Embeddings, and what follows from them: scores of pairs of texts, and rankings of documents, by cosine similarity."""
+"""Embeddings, scores of pairs of texts, and rankings of documents: by cosine similarity, or by a cross-encoder."""
 
 import asyncio
 import base64
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -29,27 +29,45 @@ def parse_embedding(
     if body.dimensions is not None and size and not 1 <= body.dimensions <= size:
         message = f"dimensions must be from 1 to {size}, not {body.dimensions}"
         raise BadRequest(message, kind="invalid_parameter", param="dimensions")
+    if info.classifies:
+        message = f"{info.name} has no embeddings, it scores pairs of texts: use /score or /rerank"
+        raise BadRequest(message, kind="no_embeddings", param="model")
     return _parse(prompt_forms(body.input, "input"), "input", context, tokenizer, info)
 
 
-def parse_texts(
-    model: str | None, param: str, texts: Sequence[str], context: RequestContext, tokenizer: Tokenizer, info: ModelInfo
-) -> ParsedRequest:
-    """Parse the texts of /score or /rerank. Raises `RequestError`."""
-    check_model(model, info.name)
-    return _parse(texts, param, context, tokenizer, info)
-
-
-def pairs_of(body: ScoreBody) -> list[tuple[str, str]]:
-    """Return the pairs of texts to score: one with each, or both side by side. Raises `BadRequest`."""
+def parse_score(body: ScoreBody, context: RequestContext, tokenizer: Tokenizer, info: ModelInfo) -> ParsedRequest:
+    """Parse a body of /score, which pairs one text with each, or two lists side by side. Raises `RequestError`."""
     first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
-    if len(first) == 1:
-        first = first * len(second)
-    if not first or len(first) != len(second):
+    if not (first and second and len(first) in (1, len(second))):
         message = "text_1 and text_2 must be equally long lists, or text_1 a single text"
         raise BadRequest(message, kind="invalid_parameter", param="text_1")
-    return [*zip(first, second, strict=True)]
+    return _parse_pairs(body.model, "text_1", first, second, context, tokenizer, info)
+
+
+def parse_rerank(body: RerankBody, context: RequestContext, tokenizer: Tokenizer, info: ModelInfo) -> ParsedRequest:
+    """Parse a body of /rerank. Raises `RequestError`."""
+    return _parse_pairs(body.model, "documents", [body.query], body.documents, context, tokenizer, info)
+
+
+def _parse_pairs(
+    model: str | None,
+    param: str,
+    first: list[str],
+    second: list[str],
+    context: RequestContext,
+    tokenizer: Tokenizer,
+    info: ModelInfo,
+) -> ParsedRequest:
+    """Return a request for each pair or, for similarities, one for each text. One first text belongs to all others."""
+    check_model(model, info.name)
+    if not info.classifies:
+        return _parse([*first, *second], param, context, tokenizer, info)
+    if info.embedding_size > 1:
+        message = f"{info.name} has {info.embedding_size} classes; pairs of texts are scored by a model with one"
+        raise BadRequest(message, kind="no_embeddings", param="model")
+    pairs = zip(first * len(second) if len(first) == 1 else first, second, strict=True)
+    return _parse([tokenizer.encode_pair(*pair) for pair in pairs], param, context, tokenizer, info)
 
 
 def _parse(
@@ -125,18 +143,17 @@ def embedding_body(body: EmbeddingBody, parsed: ParsedRequest, vectors: Vectors)
     return {"object": "list", "model": parsed.model, "data": data, "usage": _usage(parsed)}
 
 
-def score_body(parsed: ParsedRequest, vectors: Vectors) -> Json:
-    """Return the answer of /score: of the first half of the texts with the second half."""
-    half = len(vectors) // 2
-    scores = _similarities(vectors[:half], vectors[half:])
+def score_body(body: ScoreBody, parsed: ParsedRequest, vectors: Vectors) -> Json:
+    """Return the answer of /score."""
+    scores = _scores(vectors, 1 if isinstance(body.text_2, str) else len(body.text_2))
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
     head = {"id": parsed.id, "object": "list", "created": parsed.created, "model": parsed.model}
     return {**head, "data": data, "usage": _usage(parsed)}
 
 
 def rerank_body(body: RerankBody, parsed: ParsedRequest, vectors: Vectors) -> Json:
-    """Return the answer of /rerank: the documents by their similarity to the query, which is the first text."""
-    scores = _similarities([vectors[0]] * len(body.documents), vectors[1:])
+    """Return the answer of /rerank: the documents by their scores with the query."""
+    scores = _scores(vectors, len(body.documents))
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[: or_default(body.top_n, len(scores)) or None]
     documents = body.documents if or_default(body.return_documents, True) else None
     results = [
@@ -147,7 +164,12 @@ def rerank_body(body: RerankBody, parsed: ParsedRequest, vectors: Vectors) -> Js
     return {"id": parsed.id, "model": parsed.model, "usage": _usage(parsed), "results": results}
 
 
-def _similarities(first: Iterable["np.ndarray[tuple[int], np.dtype[np.float32]]"], second: Vectors) -> list[float]:
+def _scores(vectors: Vectors, num_pairs: int) -> list[float]:
+    """Return the score of each pair: a cross-encoder's own, or the similarity of the embeddings of its texts."""
+    first, second = vectors[:-num_pairs], vectors[-num_pairs:]
+    if not first:
+        return [float(vector[0]) for vector in second]
+    first = [*first] * num_pairs if len(first) == 1 else first
     return [
         float(one @ other) / max(float(np.linalg.norm(one) * np.linalg.norm(other)), 1e-12)
         for one, other in zip(first, second, strict=True)

@@ -203,6 +203,9 @@ def _build(
     info: ModelInfo,
     chat: bool,
 ) -> ParsedRequest:
+    if info.classifies:
+        message = f"{info.name} generates nothing, it scores pairs of texts: use /score or /rerank"
+        raise BadRequest(message, kind="not_generative", param="model")
     for prompt in prompts:
         check_length(len(prompt), sampling.max_tokens, info.max_model_len)
         _check_num_scored(len(prompt), sampling)

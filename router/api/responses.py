@@ -1,33 +1,50 @@
-"""/v1/responses for text: converts its bodies to chat bodies, and generations to response objects and events.
+"""/v1/responses for text and function calls: converts its bodies to chat bodies, and generations to responses and events.
 
 The parser is that of /v1/chat/completions. A conversation is the input, after that of the response that it continues.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pydantic_core import to_json
 
 from pdserve.errors import BadRequest, RequestError
 from pdserve.router.api.generation import Delta, Generation, Json
-from pdserve.router.api.parsing import quote
+from pdserve.router.api.parsing import or_default, quote
 from pdserve.router.api.requests import ParsedRequest
 from pdserve.router.api.schemas import (
+    CalledFunction,
     ChatBody,
+    Function,
+    FunctionTool,
     GenerationBody,
     JsonSchema,
     Message,
     ResponseBody,
     ResponseFormat,
     StreamOptions,
+    Tool,
+    ToolCall,
 )
 from pdserve.router.api.streaming import EventStream
+from pdserve.router.text.parsers.output import ToolCallDelta
 
 ROLES = ("system", "developer", "user", "assistant")
 TEXT_PARTS = ("input_text", "output_text", "text")
 REASONING_ITEM_FIELDS = {"type", "id", "status", "summary", "content", "encrypted_content"}
 ITEM_FIELDS = {"type", "role", "content", "id", "status"}
 PART_FIELDS = {"type", "text", "annotations", "logprobs"}
+# Of items with content, by type: the part that holds their text.
+PARTS: dict[str, Json] = {
+    "reasoning": {"type": "reasoning_text"},
+    "message": {"type": "output_text", "annotations": [], "logprobs": []},
+}
+TEXT_EVENTS = {
+    "reasoning": "response.reasoning_text",
+    "message": "response.output_text",
+    "function_call": "response.function_call_arguments",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +67,7 @@ def to_chat_body(body: ResponseBody, earlier: Sequence[Json] = ()) -> ChatBody:
         earlier: the messages of the conversation that it continues.
 
     Raises:
-        BadRequest: an item of `input` is not a message, or its content is not text.
+        BadRequest: an item of `input` is of another kind than text, reasoning, calls and their results.
     """
     messages = [Message.model_validate(message) for message in earlier] + _messages(body.input)
     if body.instructions is not None:
@@ -61,6 +78,9 @@ def to_chat_body(body: ResponseBody, earlier: Sequence[Json] = ()) -> ChatBody:
         response_format=_response_format(body),
         stream_options=StreamOptions() if body.stream else None,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
+        tools=[Tool(type="function", function=_function(tool)) for tool in body.tools or ()] or None,
+        tool_choice=_tool_choice(body),
+        parallel_tool_calls=body.parallel_tool_calls,
         **{name: getattr(body, name) for name in GenerationBody.model_fields},
     )
 
@@ -79,12 +99,12 @@ def with_echoed_fields(
         "text": text,
         "user": body.user,
         "background": False,
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": or_default(body.parallel_tool_calls, True),
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
         "store": keep is not None,
-        "tool_choice": "auto",
-        "tools": [],
+        "tool_choice": or_default(body.tool_choice, "auto"),
+        "tools": [{"strict": False, **tool.model_dump(exclude_none=True)} for tool in body.tools or ()],
         "truncation": "disabled",
     }
     return ParsedResponseRequest(**vars(parsed), echoed=echoed, keep=keep)
@@ -98,29 +118,43 @@ def conversation(body: ResponseBody, earlier: Sequence[Json] = ()) -> list[Json]
 def answer_message(response: Json) -> Json:
     """Return a finished response as a message of the conversation."""
     items: list[Json] = response["output"]  # type: ignore[assignment]
-    texts = {item["type"]: "".join(part["text"] for part in item["content"]) for item in items}  # type: ignore[attr-defined]
+    texts = dict.fromkeys(PARTS, "")
+    calls = []
+    for item in items:
+        if item["type"] == "function_call":
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            calls.append({"id": item["call_id"], "type": "function", "function": function})
+        else:
+            texts[str(item["type"])] += "".join(part["text"] for part in item["content"])  # type: ignore[attr-defined]
     message: Json = {"role": "assistant", "content": texts["message"]}
-    return message | ({"reasoning": texts["reasoning"]} if "reasoning" in texts else {})
+    message |= {"reasoning": texts["reasoning"]} if texts["reasoning"] else {}
+    return message | ({"tool_calls": calls} if calls else {})
 
 
 def response_body(generation: Generation, choices: list[Delta]) -> Json:
     """Return the body of a whole response."""
     [choice] = choices
-    response_id, status = generation.parsed.id, _status(choice.finish_reason)
-    reasoning = [_reasoning_item(response_id, choice.reasoning, status)] if choice.reasoning else []
-    return _response(generation, status, [*reasoning, _item(response_id, choice)])
+    status = _status(choice.finish_reason)
+    items: list[Json] = []
+    for kind, text in (("reasoning", choice.reasoning), ("message", choice.text)):
+        if text or (kind == "message" and not choice.tool_calls):
+            items.append(_filled(_head(kind, generation.parsed.id, len(items)), text, status))
+    for call in choice.tool_calls:
+        if call.id:
+            arguments = "".join(one.arguments for one in choice.tool_calls if one.index == call.index)
+            items.append(_filled(_call_head(call), arguments, status))
+    return _response(generation, status, items)
 
 
 class ResponseEventStream(EventStream):
-    """The stream of one response: OpenAI's named and numbered events, without a terminator."""
+    """The stream of one response: OpenAI's named and numbered events, one item after the other, without a terminator."""
 
     def __init__(self, generation: Generation) -> None:
         super().__init__(generation)
         self._sequence_number = 0
         self._has_begun = False
-        self._text: list[str] = []
-        self._reasoning: list[str] = []
-        self._items: list[Json] = []  # complete items before the message
+        self._items: list[Json] = []  # those that are complete
+        self._open: _OpenItem | None = None
         self._finish_reason: str | None = None
         self._response: Json = {}
 
@@ -134,30 +168,24 @@ class ResponseEventStream(EventStream):
         events = self._begin_response()
         self._finish_reason = delta.finish_reason
         if delta.reasoning:
-            events += self._begin_reasoning()
-            self._reasoning.append(delta.reasoning)
-            position = self._reasoning_position()
-            events.append({"type": "response.reasoning_text.delta", **position, "delta": delta.reasoning})
-        if delta.text or not (self._reasoning or self._generation.parsed.finds_reasoning):
-            events += self._begin_message()
-            self._text.append(delta.text)
-        if delta.text:
-            new = {"delta": delta.text, "logprobs": []}
-            events.append({"type": "response.output_text.delta", **self._position(), **new})
+            events += self._extend("reasoning", delta.reasoning)
+        if delta.text or self._generation.parsed.open_parser is None:
+            events += self._extend("message", delta.text)
+        for call in delta.tool_calls:
+            if call.id:
+                events += self._begin(_call_head(call))
+            if call.arguments:
+                assert self._open is not None
+                events.append(self._open.delta(call.arguments))
         return events
 
     def final_events(self) -> list[Json]:
-        begun = self._begin_message()
-        text, status = "".join(self._text), _status(self._finish_reason)
-        item = _item(self._generation.parsed.id, Delta(0, text, [], self._finish_reason, [], [], []))
-        response = self._response = _response(self._generation, status, [*self._items, item])
-        return [
-            *begun,
-            {"type": "response.output_text.done", **self._position(), "text": text, "logprobs": []},
-            {"type": "response.content_part.done", **self._position(), "part": _part(text)},
-            {"type": "response.output_item.done", "output_index": len(self._items), "item": item},
-            {"type": f"response.{status}", "response": response},
-        ]
+        kinds = {item["type"] for item in self._items} | ({self._open.kind} if self._open else set())
+        has_answer = kinds & {"message", "function_call"}
+        events = [*([] if has_answer else self._extend("message", "")), *self._end()]
+        status = _status(self._finish_reason)
+        response = self._response = _response(self._generation, status, self._items)
+        return [*events, {"type": f"response.{status}", "response": response}]
 
     def _begin_response(self) -> list[Json]:
         if self._has_begun:
@@ -169,41 +197,27 @@ class ResponseEventStream(EventStream):
             {"type": "response.in_progress", "response": started},
         ]
 
-    def _begin_reasoning(self) -> list[Json]:
-        """Return the events that begin the item of reasoning, unless it has begun."""
-        if self._reasoning:
-            return []
-        item: Json = {**_reasoning_item(self._generation.parsed.id, "", "in_progress"), "content": []}
-        return [
-            {"type": "response.output_item.added", "output_index": 0, "item": item},
-            {"type": "response.content_part.added", **self._reasoning_position(), "part": _reasoning_part("")},
-        ]
+    def _extend(self, kind: str, text: str) -> list[Json]:
+        """Return the events of more text of a kind of item, which begins unless it is the open one."""
+        is_open = self._open is not None and self._open.kind == kind
+        events = [] if is_open else self._begin(_head(kind, self._generation.parsed.id, len(self._items)))
+        assert self._open is not None
+        return [*events, self._open.delta(text)] if text else events
 
-    def _end_reasoning(self) -> list[Json]:
-        """Return the events that end the item of reasoning, if there is one."""
-        if not self._reasoning:
-            return []
-        text = "".join(self._reasoning)
-        item = _reasoning_item(self._generation.parsed.id, text, _status(self._finish_reason))
-        self._items.append(item)
-        return [
-            {"type": "response.reasoning_text.done", **self._reasoning_position(), "text": text},
-            {"type": "response.content_part.done", **self._reasoning_position(), "part": _reasoning_part(text)},
-            {"type": "response.output_item.done", "output_index": 0, "item": item},
-        ]
+    def _begin(self, head: Json) -> list[Json]:
+        """Return the events that begin an item, and end the one before it."""
+        events = self._end()
+        self._open = _OpenItem(head, len(self._items))
+        return [*events, *self._open.begin()]
 
-    def _begin_message(self) -> list[Json]:
-        """Return the events that begin the message, and end the reasoning before it, unless it has begun."""
-        if self._text:
+    def _end(self) -> list[Json]:
+        """Return the events that end the open item, if there is one."""
+        if self._open is None:
             return []
-        self._text.append("")
-        events = self._end_reasoning()
-        item: Json = {**_item(self._generation.parsed.id, None), "content": []}
-        return [
-            *events,
-            {"type": "response.output_item.added", "output_index": len(self._items), "item": item},
-            {"type": "response.content_part.added", **self._position(), "part": _part("")},
-        ]
+        events = self._open.end(_status(self._finish_reason))
+        self._items.append(self._open.item)
+        self._open = None
+        return events
 
     def error_event(self, error: RequestError) -> Json:
         return {"type": "error", "code": error.kind, "message": str(error), "param": error.param}
@@ -213,12 +227,58 @@ class ResponseEventStream(EventStream):
         self._sequence_number += 1
         return f"event: {event['type']}\n".encode() + b"data: " + to_json(numbered) + b"\n\n"
 
-    def _position(self) -> Json:
-        item_id = _item_id(self._generation.parsed.id)
-        return {"item_id": item_id, "output_index": len(self._items), "content_index": 0}
 
-    def _reasoning_position(self) -> Json:
-        return {"item_id": _reasoning_id(self._generation.parsed.id), "output_index": 0, "content_index": 0}
+class _OpenItem:
+    """An item of the output that is being sent.
+
+    Attributes:
+        item: as far as it is known; complete after `end`.
+    """
+
+    def __init__(self, head: Json, index: int) -> None:
+        self.item = head
+        self._index = index
+        self._text = ""
+        self._has_parts = self.kind in PARTS
+        self._position: Json = {"item_id": head["id"], "output_index": index}
+        if self._has_parts:
+            self._position["content_index"] = 0
+
+    @property
+    def kind(self) -> str:
+        return str(self.item["type"])
+
+    def begin(self) -> list[Json]:
+        """Return the events that begin it."""
+        item: Json = {**_filled(self.item, "", "in_progress"), **({"content": []} if self._has_parts else {})}
+        added: Json = {"type": "response.output_item.added", "output_index": self._index, "item": item}
+        return [added, *self._part_event("added")]
+
+    def delta(self, text: str) -> Json:
+        """Return the event of more text, or of more arguments."""
+        self._text += text
+        extra: Json = {"logprobs": []} if self.kind == "message" else {}
+        return {"type": f"{TEXT_EVENTS[self.kind]}.delta", **self._position, "delta": text, **extra}
+
+    def end(self, status: str) -> list[Json]:
+        """Return the events that end it."""
+        self.item = _filled(self.item, self._text, status)
+        whole: Json = {"text": self._text}
+        if self.kind == "message":
+            whole["logprobs"] = []
+        elif self.kind == "function_call":
+            whole = {"name": self.item["name"], "arguments": self._text}
+        return [
+            {"type": f"{TEXT_EVENTS[self.kind]}.done", **self._position, **whole},
+            *self._part_event("done"),
+            {"type": "response.output_item.done", "output_index": self._index, "item": self.item},
+        ]
+
+    def _part_event(self, name: str) -> list[Json]:
+        if not self._has_parts:
+            return []
+        part = {**PARTS[self.kind], "text": self._text}
+        return [{"type": f"response.content_part.{name}", **self._position, "part": part}]
 
 
 def _messages(input_: object) -> list[Message]:
@@ -229,15 +289,46 @@ def _messages(input_: object) -> list[Message]:
     messages: list[Message] = []
     reasoning: str | None = None  # of the assistant's message that follows
     for i, item in enumerate(input_):
-        if isinstance(item, dict) and item.get("type") == "reasoning":
+        kind = item.get("type") if isinstance(item, dict) else None
+        if kind == "reasoning":
             reasoning = _reasoning_text(item, f"input[{i}]")
             continue
-        message = _message(item, f"input[{i}]")
+        message = CALL_ITEMS[kind](item, f"input[{i}]") if kind in CALL_ITEMS else _message(item, f"input[{i}]")
+        if message.tool_calls and reasoning is None and messages and messages[-1].role == "assistant":
+            messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), *message.tool_calls]
+            continue
         if reasoning is not None and message.role == "assistant":
             message.reasoning = reasoning
         messages.append(message)
         reasoning = None
     return messages
+
+
+def _call_message(item: dict[str, Any], path: str) -> Message:
+    """Return an earlier call as a message of the assistant."""
+    name, arguments, call_id = _strings(item, path, ("name", "arguments", "call_id"))
+    call = ToolCall(id=call_id, type="function", function=CalledFunction(name=name, arguments=arguments))
+    return Message(role="assistant", tool_calls=[call])
+
+
+def _result_message(item: dict[str, Any], path: str) -> Message:
+    """Return the result of a call as a message of the tool."""
+    output = item.get("output")
+    if isinstance(output, list):
+        parts = [_text_part(part, f"{path}.output[{i}]")["text"] for i, part in enumerate(output)]
+        item = {**item, "output": "\n".join(parts)}
+    output, call_id = _strings(item, path, ("output", "call_id"))
+    return Message(role="tool", content=output, tool_call_id=call_id)
+
+
+def _strings(item: dict[str, Any], path: str, names: tuple[str, ...]) -> list[str]:
+    values = [item.get(name) for name in names]
+    if set(item) - {"type", "id", "status", *names} or not all(isinstance(value, str) for value in values):
+        raise _invalid_input(f"{path} must have {', '.join(names)} as strings; it may have type, id and status")
+    return [str(value) for value in values]
+
+
+CALL_ITEMS = {"function_call": _call_message, "function_call_output": _result_message}
 
 
 def _reasoning_text(item: dict[str, object], path: str) -> str:
@@ -255,7 +346,7 @@ def _message(item: object, path: str) -> Message:
     if not isinstance(item, dict) or item.get("type", "message") != "message":
         kind = quote(str(item.get("type"))) if isinstance(item, dict) else "this"
         raise _invalid_input(
-            f"{path} must be a message; {kind} is not supported here (for tools, use /v1/chat/completions)"
+            f"{path} must be a message, reasoning, a function_call or a function_call_output; {kind} is not supported"
         )
     if set(item) - ITEM_FIELDS or item.get("role") not in ROLES:
         raise _invalid_input(
@@ -277,6 +368,22 @@ def _text_part(part: object, path: str) -> dict[str, str]:
     if extra := set(part) - PART_FIELDS:
         raise _invalid_input(f"{path} has an unknown field {quote(min(extra))}")
     return {"type": "text", "text": part["text"]}
+
+
+def _function(tool: FunctionTool) -> Function:
+    return Function(name=tool.name, description=tool.description, parameters=tool.parameters)
+
+
+def _tool_choice(body: ResponseBody) -> object:
+    """Return `tool_choice` in the form of /v1/chat/completions."""
+    choice = body.tool_choice
+    if not isinstance(choice, dict):
+        return choice
+    for tool in body.tools or ():
+        if choice == {"type": "function", "name": tool.name}:
+            return {"type": "function", "function": {"name": tool.name}}
+    message = 'tool_choice must be "none", "auto", "required", or {"type": "function", "name": …} with a name of tools'
+    raise BadRequest(message, kind="invalid_parameter", param="tool_choice")
 
 
 def _response_format(body: ResponseBody) -> ResponseFormat | None:
@@ -322,33 +429,23 @@ def _usage(usage: Json) -> Json:
     }
 
 
-def _item(response_id: str, choice: Delta | None) -> Json:
-    """Return the message of a response; `choice` is None while it is being generated."""
-    status = "in_progress" if choice is None else _status(choice.finish_reason)
-    content = [] if choice is None else [_part(choice.text)]
-    head = {"id": _item_id(response_id), "type": "message", "role": "assistant"}
-    return {**head, "status": status, "content": content}
+def _head(kind: str, response_id: str, index: int) -> Json:
+    """Return what does not change in an item of reasoning or a message, the `index`th of the output."""
+    prefix = "rs" if kind == "reasoning" else "msg"
+    extra: Json = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+    suffix = f"_{index}" if index > 1 else ""  # for a message after calls
+    return {"id": f"{prefix}_{response_id}{suffix}", "type": kind, **extra}
 
 
-def _reasoning_item(response_id: str, text: str, status: str) -> Json:
-    head = {"id": _reasoning_id(response_id), "type": "reasoning", "status": status, "summary": []}
-    return {**head, "content": [_reasoning_part(text)]}
+def _call_head(call: ToolCallDelta) -> Json:
+    return {"id": call.id.replace("call_", "fc_"), "type": "function_call", "call_id": call.id, "name": call.name}
 
 
-def _reasoning_part(text: str) -> Json:
-    return {"type": "reasoning_text", "text": text}
-
-
-def _reasoning_id(response_id: str) -> str:
-    return f"rs_{response_id}"
-
-
-def _item_id(response_id: str) -> str:
-    return f"msg_{response_id}"
-
-
-def _part(text: str) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _filled(head: Json, text: str, status: str) -> Json:
+    """Return an item with its text, or a call with its arguments."""
+    kind = str(head["type"])
+    content = {"content": [{**PARTS[kind], "text": text}]} if kind in PARTS else {"arguments": text}
+    return {**head, "status": status, **content}
 
 
 def _status(finish_reason: str | None) -> str:

@@ -43,12 +43,9 @@ RESPONSES_NO_OPS: NoOps = {
     "conversation": (),
     "include": ([],),
     "max_tool_calls": (),
-    "parallel_tool_calls": (True, False),
     "prompt": (),
     "service_tier": ("auto", "default"),
     "stream_options": ({},),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
@@ -305,6 +302,12 @@ class Reasoning(Body):
     summary: Literal["auto"] | None = None  # there is none: the item of reasoning has the text itself
 
 
+class FunctionTool(Function):
+    """A function of /v1/responses: the fields of one in /v1/chat/completions, without nesting."""
+
+    type: Literal["function"]
+
+
 class ResponseBody(GenerationBody):
     no_ops: ClassVar = RESPONSES_NO_OPS
 
@@ -315,6 +318,9 @@ class ResponseBody(GenerationBody):
     max_output_tokens: int | None = None
     reasoning: Reasoning | None = None
     text: Text | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Any = untyped({"type": ["string", "object", "null"]})
+    parallel_tool_calls: bool | None = None
 
 
 class BatchBody(Body):

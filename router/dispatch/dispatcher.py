@@ -207,8 +207,7 @@ class Dispatcher:
         logprobs = state.request.sampling.logprobs is not None
         num_scored = len(state.request.prompt) - 1 if state.scores_prompt and output.token_ids else 0
         if state.request.sampling.beam_width:
-            answers = state.request.sampling.num_answers
-            if reason := hypotheses_fault(output, instance.hello, state.remaining_tokens, answers):
+            if reason := hypotheses_fault(output, instance.hello, state.remaining_tokens, state.request.sampling):
                 return reason
         elif output.hypotheses or output.searching:
             return "answers of a beam search that was not requested"
@@ -515,6 +514,7 @@ def _common_model(name: str, hellos: list[pb.Hello]) -> ModelInfo:
         eos_token_ids=frozenset(hellos[0].eos_token_ids),
         model_digest=Layout.from_message(hellos[0].layout).model_digest,
         embedding_size=min(hello.embedding_size for hello in hellos),
+        classifies=any(hello.classifies for hello in hellos),
         block_sizes=frozenset(hello.block_size for hello in hellos),
         supports_grammars=all(hello.grammars for hello in hellos),
         supports_priorities=all(hello.scheduling_policy == "priority" for hello in hellos),

@@ -200,7 +200,7 @@ class RequestState:
             output.finish_reason or None,
             [_logprobs(one) for one in output.logprobs],
             [_logprobs(one) for one in output.prompt_logprobs],
-            [Hypothesis(tuple(one.token_ids), one.score, one.finish_reason) for one in output.hypotheses],
+            [_hypothesis(one) for one in output.hypotheses],
             output.embedding,
         )
 
@@ -269,6 +269,11 @@ class RequestState:
         if not self.machine.is_over:
             self.timeline.finish_reason = finish_reason
             self._on_cancel(self)
+
+
+def _hypothesis(message: pb.Hypothesis) -> Hypothesis:
+    logprobs = tuple(map(_logprobs, message.logprobs))
+    return Hypothesis(tuple(message.token_ids), message.score, message.finish_reason, logprobs)
 
 
 def _logprobs(message: pb.Logprobs) -> TokenLogprobs:

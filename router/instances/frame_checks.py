@@ -14,7 +14,7 @@ from pdserve.counters import HELP, LABELS, parse_series
 from pdserve.keys import KEY_BYTES, Layout
 from pdserve.lifetime import RELEASED, Stage
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import MAX_LOGPROBS
+from pdserve.request import MAX_LOGPROBS, SamplingParams
 
 ROLES = ("prefill", "decode", "both")
 MAX_INSTANCE_ID_CHARS = 200
@@ -197,8 +197,9 @@ def output_fault(
     return times_fault(output)
 
 
-def hypotheses_fault(output: pb.Output, hello: pb.Hello, max_tokens: int, num_answers: int) -> str:
-    """Return why an output of a beam search for `num_answers` is invalid by its tokens; empty if it is not."""
+def hypotheses_fault(output: pb.Output, hello: pb.Hello, max_tokens: int, sampling: SamplingParams) -> str:
+    """Return why an output of a beam search is invalid by its tokens; empty if it is not."""
+    num_answers = sampling.num_answers
     if output.token_ids:
         return "tokens of a beam search, which has none before its end"
     if bool(output.hypotheses) != bool(output.finish_reason) or len(output.hypotheses) not in (0, num_answers):
@@ -208,6 +209,9 @@ def hypotheses_fault(output: pb.Output, hello: pb.Hello, max_tokens: int, num_an
             return f"an answer of {len(answer.token_ids)} tokens, where up to {max_tokens} of the vocabulary are due"
         if answer.finish_reason not in ("stop", "length") or not math.isfinite(answer.score):
             return "an answer without a score or a finish reason"
+        num_due = 0 if sampling.logprobs is None else len(answer.token_ids)
+        if reason := _logprobs_fault(answer.logprobs, num_due, "tokens", hello.vocab_size):
+            return reason
     return ""
 
 

@@ -147,6 +147,18 @@ class Tokenizer:
         ids: list[int] = encoded.ids
         return ids
 
+    def encode_pair(self, query: str, document: str) -> list[int]:
+        """Return the token ids of a pair of texts for a cross-encoder.
+
+        A chat template with the roles `query` and `document` renders them, as in vLLM; without one, the tokenizer joins them.
+        """
+        if all(re.search(f"""['"]{role}['"]""", self._template(tools=False)) for role in ("query", "document")):
+            turns = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+            return self.render_chat(turns, options=TemplateOptions(add_generation_prompt=False))
+        (encoded,) = self._rust.encode_batch_fast([(query, document)])
+        ids: list[int] = encoded.ids
+        return ids
+
     def token_id(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary spells it; None if there is none."""
         return self._rust.token_to_id(token)

@@ -254,11 +254,7 @@ class EmbeddingEndpoints(Endpoints):
         self, request: Request, body: Annotated[JsonBody[schemas.EmbeddingBody], example(input=DOCUMENTS)]
     ) -> Response:
         """The embeddings of texts."""
-
-        def parse(fields: schemas.EmbeddingBody, context: RequestContext, info: ModelInfo) -> ParsedRequest:
-            return embeddings.parse_embedding(fields, context, self._tokenizer, info)
-
-        return await self._embed(request, body, parse, embeddings.embedding_body)
+        return await self._embed(request, body, embeddings.parse_embedding, embeddings.embedding_body)
 
     @endpoint("POST", "/score", Access.CLIENT, errors=[404, 429], id_prefix="score-", response_model=answers.Scores)
     async def score(
@@ -266,14 +262,8 @@ class EmbeddingEndpoints(Endpoints):
         request: Request,
         body: Annotated[JsonBody[schemas.ScoreBody], example(text_1="The capital of France", text_2=DOCUMENTS)],
     ) -> Response:
-        """How similar pairs of texts are, by their embeddings."""
-
-        def parse(fields: schemas.ScoreBody, context: RequestContext, info: ModelInfo) -> ParsedRequest:
-            pairs = embeddings.pairs_of(fields)
-            texts = [first for first, _ in pairs] + [second for _, second in pairs]
-            return embeddings.parse_texts(fields.model, "text_1", texts, context, self._tokenizer, info)
-
-        return await self._embed(request, body, parse, lambda _, parsed, found: embeddings.score_body(parsed, found))
+        """Scores of pairs of texts, by a cross-encoder or by their embeddings."""
+        return await self._embed(request, body, embeddings.parse_score, embeddings.score_body)
 
     @endpoint(
         "POST", "/v1/rerank", Access.CLIENT, errors=[404, 429], id_prefix="rerank-", response_model=answers.Ranking
@@ -292,26 +282,21 @@ class EmbeddingEndpoints(Endpoints):
         request: Request,
         body: Annotated[JsonBody[schemas.RerankBody], example(query="The capital of France", documents=DOCUMENTS)],
     ) -> Response:
-        """Documents in the order of their similarity to a query, by their embeddings."""
-
-        def parse(fields: schemas.RerankBody, context: RequestContext, info: ModelInfo) -> ParsedRequest:
-            texts = [fields.query, *fields.documents]
-            return embeddings.parse_texts(fields.model, "documents", texts, context, self._tokenizer, info)
-
-        return await self._embed(request, body, parse, embeddings.rerank_body)
+        """Documents in the order of their scores with a query, by a cross-encoder or by their embeddings."""
+        return await self._embed(request, body, embeddings.parse_rerank, embeddings.rerank_body)
 
     async def _embed(
         self,
         request: Request,
         body: JsonBody[BodyType],
-        parse: Callable[[BodyType, RequestContext, ModelInfo], ParsedRequest],
+        parse: Callable[[BodyType, RequestContext, Tokenizer, ModelInfo], ParsedRequest],
         build: Callable[[BodyType, ParsedRequest, Vectors], Json],
     ) -> Response:
         info, context, key = _model(self._backend), _context(request), request.state.key
 
         def parse_body() -> tuple[BodyType, ParsedRequest]:
             fields = body.parse()
-            return fields, parse(fields, context, info)
+            return fields, parse(fields, context, self._tokenizer, info)
 
         fields, parsed = await self._admission.parse_queue.run(key, body.raw, parse_body)
         try:

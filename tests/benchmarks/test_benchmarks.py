@@ -72,6 +72,15 @@ def test_handover(run: Callable[..., Any]) -> None:
         assert row["second_token_gap_ms"] >= 0 and len(row["handover_ms_all"]) == 1
 
 
+@pytest.mark.slow
+def test_structured(run: Callable[..., Any]) -> None:
+    pytest.importorskip("xgrammar", reason="xgrammar is not installed: pip install 'pdserve[structured]'")
+    content = run("structured.py")
+    assert [row["answers"] for row in content["rows"]] == ["new schemas", "again", "without"]
+    assert content["valid"] == content["same_again"] == content["settings"]["requests"]
+    assert len({row["tokens"] for row in content["rows"]}) == 1
+
+
 def test_store_faults(run: Callable[..., Any]) -> None:
     rows = run("store_faults.py")["rows"]
     assert [row["Redis"] for row in rows] == ["healthy", "stopped", "continued", "killed", "restarted"]

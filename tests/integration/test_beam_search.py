@@ -18,7 +18,9 @@ BODY: dict[str, Any] = {"use_beam_search": True, "beam_width": 4, "ignore_eos": 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"stream": True}, "stream cannot be combined with use_beam_search"),
     ({"temperature": 0.5}, "does not sample"),
-    ({"logprobs": 1}, "logprobs cannot be combined"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs cannot be combined"),
+    ({"logprobs": 20, "max_tokens": 8000, "n": 4}, "672000 log probabilities"),
+    ({"logprobs": 0, "echo": True}, "echo and logprobs cannot be combined"),
     ({"stop": "x"}, "send stop_token_ids"),
     ({"guided_regex": "a", "ignore_eos": False}, "structured output cannot be combined"),
     ({"n": 5}, "at least n, which is 5"),
@@ -42,6 +44,16 @@ def reference(path: Path, max_tokens: int) -> list[list[int]]:
     return tokens
 
 
+def reference_logprobs(path: Path, outputs: list[list[int]]) -> list[list[float]]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+    found = []
+    for ids in outputs:
+        with torch.inference_mode():
+            logprobs = model(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1].log_softmax(dim=-1)
+        found.append(logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist())
+    return found
+
+
 @pytest.mark.parametrize("topology", [{"prefill": 1, "decode": 1}, {"prefill": 0, "decode": 0, "both": 1}], ids=str)
 def test_equals_transformers(
     topology: dict[str, int], checkpoint: Callable[..., Path], deploy: Callable[..., Any], complete: Callable[..., Any]
@@ -51,6 +63,11 @@ def test_equals_transformers(
         answer = complete(deployment, prompt=PROMPT, n=2, max_tokens=40, **BODY)
         assert [choice["token_ids"] for choice in answer["choices"]] == reference(path, 40)
         assert answer["usage"]["completion_tokens"] == 80
+        scored = complete(deployment, prompt=PROMPT, n=2, max_tokens=40, logprobs=3, **BODY)
+        for choice, expected in zip(scored["choices"], reference_logprobs(path, reference(path, 40)), strict=True):
+            assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
+            tops = zip(choice["logprobs"]["top_logprobs"], choice["logprobs"]["token_logprobs"], strict=True)
+            assert all(len(top) in (3, 4) and logprob in top.values() for top, logprob in tops)
         one = complete(deployment, prompt=PROMPT, n=2, max_tokens=1, **BODY)
         assert [choice["token_ids"] for choice in one["choices"]] == reference(path, 1)
         url = f"{deployment.url}/v1/completions"

@@ -82,6 +82,26 @@ def test_budget_grammar_and_hits(
         assert len(choice["message"]["content"]) == 5 and set(choice["message"]["content"]) <= set("ab")
         assert choice["finish_reason"] == "stop"
 
+        # So does the grammar of a forced call.
+        x = {
+            "type": "object",
+            "properties": {"x": {"enum": ["a", "b"]}},
+            "required": ["x"],
+            "additionalProperties": False,
+        }
+        function = {"type": "function", "function": {"name": "f", "parameters": x}}
+        forced = {
+            "tools": [function],
+            "tool_choice": "required",
+            "thinking_token_budget": BUDGET,
+            "max_tokens": BUDGET + 100,
+        }
+        choice = chat(deployment, [QUESTION], **forced)["choices"][0]
+        assert choice["token_ids"][0] == open_id and close_id in choice["token_ids"]
+        assert choice["message"]["reasoning"] and choice["finish_reason"] == "tool_calls"
+        [call] = choice["message"]["tool_calls"]
+        assert call["function"]["name"] == "f" and json.loads(call["function"]["arguments"]) in ({"x": "a"}, {"x": "b"})
+
         # In a loop of calls, the next prompt contains the output; after another question, it goes on after the last prompt.
         tools = [{"type": "function", "function": {"name": "f"}}]
         first = chat(deployment, [QUESTION], **structured, tools=tools, logit_bias=dict.fromkeys(letters, 100))

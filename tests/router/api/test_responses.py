@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
+from starlette.applications import Starlette
 
+from pdserve.config import RouterConfig
 from pdserve.errors import Unavailable
 from pdserve.router.backend import Chunk
+from pdserve.router.limits.key_file import load_api_keys
+from pdserve.router.storage.response_store import open_store
+from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.web.admission import AdmissionController
+from pdserve.router.web.app import create_app
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client, ScriptedBackend
@@ -65,6 +76,122 @@ def test_the_official_client(url: str, backend: ScriptedBackend, tokenizer: Toke
         "response.output_item.done",
         "response.completed",
     ]
+
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "name": "weather",
+        "description": "of a city",
+        "parameters": {"type": "object"},
+        "strict": False,
+    },
+    {"type": "function", "name": "time", "parameters": {}, "strict": False},
+]
+CALLS = (
+    'Let me see.<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+)
+
+
+def test_function_calls(
+    metrics: Metrics,
+    tool_tokenizers: dict[str, Tokenizer],
+    backend: ScriptedBackend,
+    serving: Callable[..., AbstractContextManager[str]],
+) -> None:
+    """Whole and streamed, then continued by the results, sent back as items or by the id of the response."""
+    tokenizer = tool_tokenizers["hermes"]
+    assert backend.info is not None
+    backend.info = replace(backend.info, max_model_len=4000, common_model_len=4000)
+    common: dict[str, Any] = {"model": "demo", "tools": TOOLS}
+    config = RouterConfig(model="demo", response_store="memory", max_body_bytes=20_000)
+    admission = AdmissionController(load_api_keys("", ""), config, metrics, time.monotonic)
+    store = open_store(config)
+    app = create_app(config, tokenizer, backend, admission, list, backend.log.latest, dict, response_store=store)
+    with serving(app) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        backend.generates([*tokenizer.encode(CALLS), 0], "stop")
+        whole = client.responses.create(**common, input="one", parallel_tool_calls=True)
+        events = [*client.responses.create(**common, input="one", stream=True)]
+        assert events[-1].type == "response.completed"
+        streamed = events[-1].response
+        for response in (whole, streamed):
+            assert (response.status, response.output_text) == ("completed", "Let me see.")
+            found = [(one.name, one.arguments, one.status) for one in response.output if one.type == "function_call"]
+            assert found == [("weather", '{"city": "Paris"}', "completed"), ("time", "{}", "completed")]
+            assert [tool.to_dict() for tool in response.tools] == TOOLS
+        deltas = ["", "", ""]
+        for event in events:
+            if event.type in ("response.output_text.delta", "response.function_call_arguments.delta"):
+                deltas[event.output_index] += event.delta
+        assert deltas == ["Let me see.", '{"city": "Paris"}', "{}"]
+        added = [event.item for event in events if event.type == "response.output_item.added"]
+        done = [event.item for event in events if event.type == "response.output_item.done"]
+        assert [item.id for item in added] == [item.id for item in done] == [item.id for item in streamed.output]
+        assert done == streamed.output and {item.status for item in added} == {"in_progress"}
+        ends = [event for event in events if event.type == "response.function_call_arguments.done"]
+        assert [(event.name, event.arguments) for event in ends] == [("weather", '{"city": "Paris"}'), ("time", "{}")]
+
+        calls = [item for item in whole.output if item.type == "function_call"]
+        results: Any = [
+            {"type": "function_call_output", "call_id": calls[0].call_id, "output": "sunny"},
+            {
+                "type": "function_call_output",
+                "call_id": calls[1].call_id,
+                "output": [{"type": "input_text", "text": "noon"}],
+            },
+        ]
+        backend.generates([*tokenizer.encode(" Paris."), 0], "stop")
+        sent: Any = [{"role": "user", "content": "one"}, *(item.to_dict() for item in whole.output), *results]
+        by_items = client.responses.create(**common, input=sent)
+        by_id = client.responses.create(**common, input=results, previous_response_id=whole.id)
+        assert by_items.output_text == by_id.output_text == " Paris."
+    called = [
+        {
+            "type": "function",
+            "id": call.call_id,
+            "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+        }
+        for call in calls
+    ]
+    conversation: list[Any] = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "Let me see.", "tool_calls": called},
+        {"role": "tool", "content": "sunny", "tool_call_id": calls[0].call_id},
+        {"role": "tool", "content": "noon", "tool_call_id": calls[1].call_id},
+    ]
+    shown: list[Any] = [
+        {
+            "type": "function",
+            "function": {name: tool[name] for name in ("name", "description", "parameters") if name in tool},
+        }
+        for tool in TOOLS
+    ]
+    assert (
+        backend.requests[-2].prompt == backend.requests[-1].prompt == tokenizer.render_chat(conversation, tools=shown)
+    )
+
+
+def test_a_forced_call(
+    make_app: Callable[..., Starlette],
+    make_client: type[Client],
+    tool_tokenizers: dict[str, Tokenizer],
+    backend: ScriptedBackend,
+) -> None:
+    """It follows a grammar, and one that is cut off is incomplete."""
+    tokenizer, client = tool_tokenizers["hermes"], make_client(make_app(tool_tokenizers["hermes"]))
+    body = {"input": "hello", "tools": TOOLS, "tool_choice": {"type": "function", "name": "time"}}
+    backend.generates(tokenizer.encode('<tool_call>\n{"name": "time", "arguments": {"zone'), "length")
+    response = client.post(RESPONSES, body).json()
+    assert json.loads(backend.requests[0].sampling.grammar)["begin"] == "<tool_call>\n"
+    [item] = response["output"]
+    assert (item["type"], item["status"], item["name"], item["arguments"]) == (
+        "function_call",
+        "incomplete",
+        "time",
+        '{"zone',
+    )
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
@@ -124,8 +251,19 @@ def test_an_error_within_a_stream(client: Client, backend: ScriptedBackend) -> N
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             'input[0].content[0] must be a text part, {"type": "input_text", "text": "…"}; others are not supported',
         ),
-        ({"input": [{"type": "function_call"}]}, "input[0] must be a message; 'function_call' is not supported here"),
-        ({"tools": [{"type": "web_search"}]}, "tools is not supported; leave it out or send []"),
+        (
+            {"input": [{"type": "computer_call"}]},
+            "input[0] must be a message, reasoning, a function_call or a function_",
+        ),
+        ({"input": [{"type": "function_call"}]}, "input[0] must have name, arguments, call_id as strings; it may have"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "1"}]},
+            "input[0] must have output, call_id as strings",
+        ),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].name is required"),
+        ({"tools": [{"type": "web_search", "name": "a"}]}, "tools[0].type must be 'function', not 'web_search'"),
+        ({"tools": [{"type": "function", "name": "a"}]}, "this model's chat template has no tool-call format"),
+        ({"tool_choice": {"type": "function", "name": "a"}}, 'tool_choice must be "none", "auto", "required", or {'),
         (
             {"store": True},
             "store is not supported: this router keeps no responses; send the whole conversation in input",

@@ -1,0 +1,54 @@
+"""Output layers that classify: of sequence classifiers, and of rerankers that answer "yes" or "no" (Qwen3-Reranker).
+
+The classes of a text are those of its last token. The layer takes the place of the model's output layer over the vocabulary.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from safetensors import safe_open
+
+from pdserve.errors import SetupError
+
+NAME = "score.weight"  # of the decoders' classifiers in transformers
+
+
+def num_labels(hf_config: Any) -> int:
+    """Return the classes of a sequence classifier; 0 for another architecture."""
+    is_classifier = any(name.endswith("ForSequenceClassification") for name in hf_config.architectures or ())
+    return int(hf_config.num_labels) if is_classifier else 0
+
+
+def class_head(path: Path, hf_config: Any, model: Any, pooling: str) -> torch.nn.Linear | None:
+    """Return the layer [classes, hidden] of a classifier or, with the pooling `yes-no`, of the two answers; else None.
+
+    The probability of "yes" beside "no" is the sigmoid of the difference of their logits.
+
+    Raises:
+        SetupError: the checkpoint has no such layer, or its tokenizer no such tokens.
+    """
+    if num_labels(hf_config):
+        weight = _checkpoint_tensor(path)
+    elif pooling == "yes-no":
+        vocabulary = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+        yes, no = (vocabulary.token_to_id(word) for word in ("yes", "no"))
+        if yes is None or no is None:
+            raise SetupError("--pooling yes-no needs a model whose tokenizer has the tokens yes and no")
+        rows = model.get_output_embeddings().weight
+        weight = (rows[yes] - rows[no])[None]
+    else:
+        return None
+    head = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=model.dtype)
+    head.weight.data.copy_(weight)
+    return head
+
+
+def _checkpoint_tensor(path: Path) -> torch.Tensor:
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            if NAME in tensors.keys():  # noqa: SIM118, it is no mapping
+                weight: torch.Tensor = tensors.get_tensor(NAME)
+                return weight
+    raise SetupError(f"{path} is a sequence classifier without {NAME}, which decoders have")
