@@ -31,7 +31,12 @@ CONNECTORS = [
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("architecture", "connector_url"),
-    list(zip(ARCHITECTURES, itertools.cycle(("shm", "file", "redis")))),
+    [
+        *zip(ARCHITECTURES, itertools.cycle(("shm", "file", "redis"))),
+        pytest.param("deepseek_v2", "file", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "shm", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "redis", marks=pytest.mark.slow),
+    ],
     indirect=["connector_url"],
 )
 def test_tokens_equal_transformers_for_every_architecture(
