@@ -44,7 +44,10 @@ def greedy(max_tokens: int, **kwargs: Any) -> SamplingParams:
 
 @pytest.mark.parametrize(
     "architecture",
-    ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "olmo2", "qwen3_moe", "deepseek_v2", "deepseek_v3"],
+    [
+        *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "olmo2", "qwen3_moe", "deepseek_v3"),
+        pytest.param("deepseek_v2", marks=pytest.mark.slow),
+    ],
 )
 def test_equals_generate(
     architecture: str, checkpoint: Callable[..., Path], generate: Generate, prompts: list[list[int]]

@@ -18,6 +18,8 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.latent_attention import absorb
 from pdserve.engine.paged_model import UnsupportedAttention
 from pdserve.errors import SetupError
+from pdserve.kernels import cpu, reference
+from pdserve.kernels.batch import PagedBatch
 from pdserve.keys import Layout
 
 SMALL: dict[str, Any] = {
@@ -99,3 +101,23 @@ def test_kernels_of_gpus_refuse_latents(checkpoint: Callable[..., Path], monkeyp
         SetupError, match=r"DeepseekV3ForCausalLM is not supported by the kernel triton: .* --device cpu"
     ):
         Engine(EngineConfig(model=str(checkpoint("deepseek_v3")), num_blocks=4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_kernel_attends_over_rows_as_wide_as_those_of_deepseek(dtype: torch.dtype) -> None:
+    """K and V are the same memory, and all heads share one."""
+    random, kv_lens = torch.Generator().manual_seed(0), [70, 200, 90]
+    pool = torch.randn((40, 1, 1, 1, 16, 576), generator=random).mul(0.3).to(dtype)
+    batch = PagedBatch(
+        pool_NL2GBD=pool,
+        slots_T=torch.zeros(39, dtype=torch.long),
+        tables_SM=torch.stack([torch.randperm(40, generator=random)[:13] for _ in kv_lens]),
+        query_lens=[1, 1, 37],
+        kv_lens=kv_lens,
+        kv_lens_S=torch.tensor(kv_lens),
+        kernel=cpu,
+    )
+    q_THD = torch.randn((39, 128, 576), generator=random).to(dtype)
+    got = cpu.attend(q_THD, batch.layer(0), batch, 0.07, None, None)
+    expected = reference.attend(q_THD.float(), batch.layer(0).float(), batch, 0.07, None, None)
+    torch.testing.assert_close(got.float(), expected, rtol=0, atol=torch.finfo(dtype).eps)

@@ -35,7 +35,10 @@ def run(engine: Engine, prompts: list[list[int]], num_tokens: int) -> list[list[
 
 @pytest.mark.parametrize(
     "architecture",
-    ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "olmo2", "qwen3_moe", "deepseek_v2", "deepseek_v3"],
+    [
+        *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "olmo2", "qwen3_moe", "deepseek_v3"),
+        pytest.param("deepseek_v2", marks=pytest.mark.slow),
+    ],
 )
 def test_equals_generate(
     architecture: str,
