@@ -55,7 +55,7 @@ class LayoutConverter:
     """Loads KV of all other layouts into one pool. Each source layout gets a loader when a request first needs it.
 
     Args:
-        pool: [num_blocks, num_layers, 2, heads of the layout, block_size, head_dim].
+        pool: [num_blocks, num_layers, K and V, heads of the layout, block_size, head_dim].
         target: layout of the pool's blocks.
         url: URL of the instance's connector; None disables conversion.
         on_all_ranks: makes a loader for the pools of all ranks from that for this pool; None if there is one rank.
@@ -149,7 +149,7 @@ class _Slice:
     """Heads of the pool that one rank of the source has.
 
     Attributes:
-        rows: staging rows, [rows, num_layers, 2, heads of the layout, block_size, head_dim].
+        rows: staging rows, [rows, num_layers, K and V, heads of the layout, block_size, head_dim].
         source_heads, target_heads: the same heads, in a staging row and in a block of the pool.
     """
 
@@ -166,9 +166,8 @@ def _slices(source: Layout, target: Layout) -> Iterator[_Slice]:
     for layout in (replace(source, rank=rank) for rank in range(source.ranks)):
         stop = min(heads.stop, layout.heads.stop)
         if layout.heads.start <= start < stop:
-            shape = (source.num_layers, 2, len(layout.heads), source.block_size, source.head_dim)
             num_rows = max(1, STAGING_BYTES // num_slices // layout.block_bytes)
-            rows = torch.zeros((num_rows, *shape), dtype=getattr(torch, source.dtype))
+            rows = torch.zeros((num_rows, *layout.block_shape), dtype=getattr(torch, source.dtype))
             first = layout.heads.start
             yield _Slice(
                 layout, rows, slice(start - first, stop - first), slice(start - heads.start, stop - heads.start)

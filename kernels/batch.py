@@ -60,7 +60,8 @@ class PagedBatch:
     """A flattened batch: the new tokens of each sequence, one sequence after the other.
 
     Attributes:
-        pool_NL2GBD: the whole pool, [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+        pool_NL2GBD: the whole pool, [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; 1 instead of 2 where
+            each token has a latent row.
         slots_T: integers, destination of each new token's KV: block id × block size + offset; -1: nowhere (GPUs only).
         tables_SM: integers, block ids of each sequence in order; unused entries are 0, and those outside the attention
             window of every layer are void.
@@ -87,8 +88,11 @@ class PagedBatch:
         return self.pool_NL2GBD.shape[4]
 
     def layer(self, index: int) -> torch.Tensor:
-        """Return the cache of one layer, a strided view [num_blocks, 2, num_kv_heads, block_size, head_dim]."""
-        return self.pool_NL2GBD[:, index]
+        """Return the cache of one layer, a strided view [num_blocks, 2, num_kv_heads, block_size, head_dim].
+
+        Of latent rows, K and V are the same memory.
+        """
+        return self.pool_NL2GBD[:, index].expand(-1, 2, -1, -1, -1)
 
     @cached_property
     def starts(self) -> torch.Tensor:

@@ -13,6 +13,7 @@ key in every store and header. The last block of a prompt may be partial: every 
 
 import hashlib
 import json
+import math
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
@@ -28,7 +29,7 @@ _UNIT_LENGTH = HASH_TOKENS.to_bytes(4, "little")
 assert array("I").itemsize == TOKEN_BYTES and sys.byteorder == "little", (
     "token ids of this machine differ from the format"
 )
-LAYOUT_VERSION = 1  # of the byte format of a block: [num_layers, 2, num_kv_heads, block_size, head_dim]
+LAYOUT_VERSION = 1  # of the byte format of a block: [num_layers, K and V or latent, num_kv_heads, block_size, head_dim]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,12 @@ class Layout:
     version: int = LAYOUT_VERSION
     rank: int = 0  # tensor parallelism: the block has the KV heads of this one of `ranks` devices
     ranks: int = 1
+    latent: bool = False  # one row per token, from which all heads' K and V follow, instead of K and V
+
+    @property
+    def block_shape(self) -> tuple[int, int, int, int, int]:
+        """Layers, 2 for K and V or 1 for latent rows, heads in the block, tokens, numbers of a row."""
+        return self.num_layers, 1 if self.latent else 2, len(self.heads), self.block_size, self.head_dim
 
     @property
     def heads(self) -> range:
@@ -61,7 +68,7 @@ class Layout:
 
     @property
     def block_bytes(self) -> int:
-        return self.num_layers * 2 * len(self.heads) * self.block_size * self.head_dim * self.itemsize
+        return math.prod(self.block_shape) * self.itemsize
 
     @property
     def bytes_on_all_ranks(self) -> int:
@@ -73,6 +80,8 @@ class Layout:
         values = asdict(self)
         if self.ranks == 1:  # as before there were ranks
             del values["rank"], values["ranks"]
+        if not self.latent:  # as before there were latent rows
+            del values["latent"]
         return _digest(json.dumps(values, sort_keys=True).encode())
 
     @property

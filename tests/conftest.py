@@ -57,6 +57,20 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,  # as torch's complex products, V2's rotation rounds what exceeds multiples of 16 otherwise
+    "head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 20,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {}),
@@ -81,6 +95,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": (
         "Qwen3MoeConfig",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1},
+    ),
+    "deepseek_v2": ("DeepseekV2Config", {**LATENT, "q_lora_rank": None}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {**LATENT, "q_lora_rank": 24, "n_group": 2, "topk_group": 1, "num_mtp_layers": 0},
     ),
 }
 

@@ -73,6 +73,7 @@ def test_a_changed_token_changes_the_keys_of_all_later_blocks(block_size: int) -
         {"block_size": 32},
         {"dtype": "float16"},
         {"version": 2},
+        {"latent": True},
     ],
 )
 def test_different_layouts_have_different_namespaces(change: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import xxhash
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from pdserve.config import EngineConfig
-from pdserve.engine import paged_model
+from pdserve.engine import latent_attention, paged_model
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.class_head import class_head, num_labels
 from pdserve.engine.cpu_fusion import experts
@@ -49,20 +49,23 @@ def load(config: EngineConfig, group: RankGroup | None = None) -> Checkpoint:
     device = find_device(config.device)
     hf_config = _hf_config(path)
     dtype = _dtype(config.dtype, hf_config)
-    model = _load_model(path, hf_config, dtype, device, config, group)
     text_config = hf_config.get_text_config()
+    model, latent_size = _load_model(path, hf_config, dtype, device, config, group)
     if not getattr(text_config, "num_attention_heads", None):
         raise SetupError(f"{_unsupported(hf_config)}: it has no attention heads, hence no KV")
+    kv_heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
     layout = Layout(
         model_fingerprint=fingerprint(path),
         num_layers=text_config.num_hidden_layers,
-        num_kv_heads=getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads,
-        head_dim=getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads,
+        num_kv_heads=1 if latent_size else kv_heads,
+        head_dim=latent_size or head_dim,
         block_size=config.block_size,
         dtype=str(dtype).removeprefix("torch."),
         itemsize=dtype.itemsize,
         rank=group.rank if group else 0,
         ranks=group.ranks if group else 1,
+        latent=latent_size > 0,
     )
     return Checkpoint(
         model=model,
@@ -161,7 +164,8 @@ def _load_model(
     device: torch.device,
     config: EngineConfig,
     group: RankGroup | None,
-) -> torch.nn.Module:
+) -> tuple[torch.nn.Module, int]:
+    """Return the model, and the numbers of a latent row, 0 if it has none."""
     paged_model.register()
     experts.register()
     transformers.utils.logging.disable_progress_bar()
@@ -191,6 +195,10 @@ def _load_model(
     loaded: torch.nn.Module = model.eval().requires_grad_(False)
     if not is_quantized:
         loaded = loaded.to(device)
+    try:
+        latent_size = latent_attention.absorb(loaded)
+    except paged_model.UnsupportedAttention as error:
+        raise SetupError(f"{unsupported}: {error}") from error
     if device.type == "cpu" and config.kernel != "triton":  # in Triton's interpreter, the model runs as on a GPU
         fuse = config.kernel != "reference"
         prepack(loaded, tiled=fuse, min_rows=2 if invariant else 1)
@@ -202,7 +210,7 @@ def _load_model(
             memory.huge_pages(parameter.data, written=True)
     elif config.kernel != "reference":
         _fuse_for_gpu(loaded)
-    return loaded
+    return loaded, latent_size
 
 
 def _check_quantization(hf_config: Any, device: torch.device, invariant: bool) -> bool:

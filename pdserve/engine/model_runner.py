@@ -49,6 +49,7 @@ _LARGEST_SAMPLING = SamplingParams(  # without top_k, which lets the sampler sor
     top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS
 )
 SCORED_ROWS = 256  # logits of prompts that are scored at a time: log_softmax in float32 takes several copies of them
+LATENT_KERNELS = ("cpu", "reference")
 CPU_MEMORY_FRACTION = 0.25  # of free memory, the default pool size: leaves room for a second instance and a desktop
 
 
@@ -73,7 +74,7 @@ class StepInputs:
 
 
 class ModelRunner:
-    """Runs one model over batches of sequences whose KV lives in the pool [N, L, 2, G, B, D].
+    """Runs one model over batches of sequences whose KV lives in the pool [N, L, 2, G, B, D]; [N, L, 1, 1, B, D] of latents.
 
     Attributes:
         num_blocks: blocks in the pool, set once the memory has been measured.
@@ -97,6 +98,11 @@ class ModelRunner:
             self.kernel = select_kernel(config.kernel, self.device, batch_invariant, kv)
         except KernelUnavailable as error:
             raise SetupError(str(error)) from error
+        if checkpoint.layout.latent and self.kernel.NAME not in LATENT_KERNELS:
+            raise SetupError(
+                f"architecture {type(checkpoint.model).__name__} is not supported by the kernel {self.kernel.NAME}: "
+                "latent rows of all heads are too wide for it; use --device cpu, or --kernel reference, which is slow"
+            )
         is_invariant = is_batch_invariant(config.batch_invariant, self.device)
         ranks = checkpoint.layout.ranks
         self.numerics = numerics_class(self.kernel, self.device, checkpoint.dtype, is_invariant, ranks)
@@ -124,7 +130,7 @@ class ModelRunner:
 
     def _new_pool(self, num_blocks: int, device: torch.device | None = None) -> torch.Tensor:
         layout = self.checkpoint.layout
-        shape = (num_blocks, layout.num_layers, 2, len(layout.heads), layout.block_size, layout.head_dim)
+        shape = (num_blocks, *layout.block_shape)
         pool_NL2GBD = torch.empty(shape, dtype=self.checkpoint.dtype, device=device or self.device)
         huge_pages(pool_NL2GBD)
         return pool_NL2GBD.zero_()

@@ -47,19 +47,24 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Return the attention output [1, T, H, D] and no weights. The signature is the one that transformers calls.
 
+    Of latent attention, K and V are both the latent rows (latent_attention.py).
     With `deferred`, q and k are not yet normalised and rotated (`gpu_fusion/fused_attention.py`). Where the batch has one
     token and T is larger, the other rows are the same token again (`ModelRunner._compute_logits`).
 
     Raises:
-        UnsupportedAttention: attention sinks, or layers whose KV does not fit the pool's shape.
+        UnsupportedAttention: attention sinks, masks of the model's own, or layers whose KV does not fit the pool's shape.
     """
     if kwargs.get("s_aux") is not None:
         raise UnsupportedAttention("attention sinks")
+    if attention_mask is not None:
+        raise UnsupportedAttention("layers that select the tokens to which they attend")
     _, _, _, num_kv_heads, _, head_dim = paged.pool_NL2GBD.shape
     if (k_1GTD.shape[1], k_1GTD.shape[3]) != (num_kv_heads, head_dim) or k_1GTD.shape != v_1GTD.shape:
         raise UnsupportedAttention("layers whose key and value heads differ in number or size")
-    layer = module.layer_idx
+    layer, absorbed = module.layer_idx, getattr(module, "absorbed", None)
     assert isinstance(layer, int)
+    if absorbed is not None:
+        q_1HTD = absorbed.queries(q_1HTD)
     options = AttentionOptions(
         scale=scaling if scaling is not None else q_1HTD.shape[-1] ** -0.5, window=sliding_window, softcap=softcap
     )
@@ -70,4 +75,5 @@ def attention_forward(
         y_THD = attend(q_THD, layer, paged, options)
     else:
         y_THD = paged_attention(q_THD, k_TGD, v_TGD, layer, paged, options)
-    return y_THD.expand(q_1HTD.shape[2], -1, -1)[None], None
+    y_1THD = y_THD.expand(q_1HTD.shape[2], -1, -1)[None]
+    return y_1THD if absorbed is None else absorbed.values(y_1THD), None

@@ -177,8 +177,8 @@ def main(descriptor: int, rank: int, port: int) -> None:
     except SetupError as error:
         connection.send_bytes(encode(Failed(str(error))))
         connection.recv_bytes()  # until rank 0 ends
-    except (EOFError, RankLost):
-        pass  # rank 0 has ended
+    except (EOFError, ConnectionResetError, RankLost):
+        pass  # rank 0 has ended; reset if it had not read all replies
     except BaseException:
         log.exception("this rank failed")
         exit_code = FAULT_EXIT_CODE

@@ -43,7 +43,11 @@ def greedy(max_tokens: int, **kwargs: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "olmo2", "qwen3_moe"]
+    "architecture",
+    [
+        *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "olmo2", "qwen3_moe", "deepseek_v3"),
+        pytest.param("deepseek_v2", marks=pytest.mark.slow),
+    ],
 )
 def test_equals_generate(
     architecture: str, checkpoint: Callable[..., Path], generate: Generate, prompts: list[list[int]]
@@ -78,7 +82,15 @@ def test_equals_generate_with_blocks_of_one_token(
 
 
 @pytest.mark.parametrize("swap_space", [0, 0.01])
-@pytest.mark.parametrize(("architecture", "kernel"), [("llama", "auto"), ("mistral", "reference")])
+@pytest.mark.parametrize(
+    ("architecture", "kernel"),
+    [
+        ("llama", "auto"),
+        ("mistral", "reference"),
+        pytest.param("deepseek_v2", "reference", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "auto", marks=pytest.mark.slow),
+    ],
+)
 def test_equals_generate_while_preempting(
     architecture: str,
     kernel: str,

@@ -22,6 +22,7 @@ from pdserve.keys import token_array
 from pdserve.request import SamplingParams
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "olmo2", "phi3", "qwen3_moe"]
+SLOW_ARCHITECTURES = [pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v2", "deepseek_v3")]
 ROWS, TOKENS = 3, 60
 GREEDY = SamplingParams(temperature=0)
 
@@ -71,7 +72,7 @@ def compute(engine: Engine, steps: Steps) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *SLOW_ARCHITECTURES])
 def test_tokens_depend_on_their_own_history_only(
     architecture: str, dtype: str, checkpoint: Callable[..., Path], request: pytest.FixtureRequest
 ) -> None:

@@ -39,23 +39,27 @@ def has_ended(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("connector_url", "prefill", "decode"),
+    ("architecture", "connector_url", "prefill", "decode"),
     [
-        ("shm", TWO, TWO),
-        pytest.param("file", TWO, TWO, marks=pytest.mark.slow),
-        pytest.param("redis", TWO, TWO, marks=pytest.mark.slow),
-        pytest.param("shm", [], TWO, marks=pytest.mark.slow),
-        pytest.param("redis", TWO, [], marks=pytest.mark.slow),
-        pytest.param("tiered", TWO, TWO, marks=pytest.mark.slow),
-        pytest.param("nixl", TWO, TWO, marks=pytest.mark.slow),
-        pytest.param("nixl", TWO, [], marks=pytest.mark.slow),
-        pytest.param("shm?codec=lz4", TWO, TWO, marks=pytest.mark.slow),
-        pytest.param("shm", ["--tensor-parallel-size", "4"], TWO, marks=pytest.mark.slow),
-        pytest.param("file", [*TWO, "--block-size", "32"], [], marks=pytest.mark.slow),
+        ("llama", "shm", TWO, TWO),
+        pytest.param("llama", "file", TWO, TWO, marks=pytest.mark.slow),
+        pytest.param("llama", "redis", TWO, TWO, marks=pytest.mark.slow),
+        pytest.param("llama", "shm", [], TWO, marks=pytest.mark.slow),
+        pytest.param("llama", "redis", TWO, [], marks=pytest.mark.slow),
+        pytest.param("llama", "tiered", TWO, TWO, marks=pytest.mark.slow),
+        pytest.param("llama", "nixl", TWO, TWO, marks=pytest.mark.slow),
+        pytest.param("llama", "nixl", TWO, [], marks=pytest.mark.slow),
+        pytest.param("llama", "shm?codec=lz4", TWO, TWO, marks=pytest.mark.slow),
+        pytest.param("llama", "shm", ["--tensor-parallel-size", "4"], TWO, marks=pytest.mark.slow),
+        pytest.param("llama", "file", [*TWO, "--block-size", "32"], [], marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "shm", TWO, TWO, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "file", [], TWO, marks=pytest.mark.slow),
+        pytest.param("deepseek_v2", "redis", TWO, [], marks=pytest.mark.slow),
     ],
     indirect=["connector_url"],
 )
 def test_tokens_equal_transformers(
+    architecture: str,
     connector_url: str,
     prefill: list[str],
     decode: list[str],
@@ -68,7 +72,7 @@ def test_tokens_equal_transformers(
     wait_until: WaitUntil,
     blocks_held: Callable[[Any], dict[str, float]],
 ) -> None:
-    path, some, log_lines = checkpoint("llama"), prompts[:10], list[str]()
+    path, some, log_lines = checkpoint(architecture), prompts[:10], list[str]()
     expected, length = generate(path, some, 32), sum(map(len, some))
     settings = {"model": str(path), "connector": connector_url, "num_blocks": 512, "max_num_batched_tokens": 256}
     flags = {"prefill": prefill, "decode": [*decode, "--convert-kv"]}

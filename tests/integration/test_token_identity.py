@@ -36,7 +36,14 @@ IN_16_BITS = [
 
 @pytest.mark.parametrize(
     ("architecture", "connector_url", "dtype"),
-    [*CASES, ("gemma2", "file", "bfloat16"), *IN_16_BITS],
+    [
+        *CASES,
+        ("deepseek_v3", "shm", "float32"),
+        ("gemma2", "file", "bfloat16"),
+        pytest.param("deepseek_v2", "file", "float32", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "redis", "float32", marks=pytest.mark.slow),
+        *IN_16_BITS,
+    ],
     indirect=["connector_url"],
 )
 def test_tokens_equal_transformers_for_every_architecture(

@@ -34,7 +34,11 @@ def run(engine: Engine, prompts: list[list[int]], num_tokens: int) -> list[list[
 
 
 @pytest.mark.parametrize(
-    "architecture", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "olmo2", "qwen3_moe"]
+    "architecture",
+    [
+        *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "olmo2", "qwen3_moe", "deepseek_v3"),
+        pytest.param("deepseek_v2", marks=pytest.mark.slow),
+    ],
 )
 def test_equals_generate(
     architecture: str,
@@ -118,6 +122,12 @@ def test_equals_generate_while_preempting(
     assert tight.scheduler.swap_space.num_swaps == (tight.scheduler.num_preemptions if swap_space else 0)
 
 
+def llama_with_plan(**plan: str) -> Any:
+    config = transformers.LlamaConfig()
+    config.base_model_tp_plan = plan
+    return config
+
+
 def shard(config: Any, ranks: int) -> Shard:
     return Shard(Path("nowhere"), config, RankGroup(0, ranks, torch.device("cpu"), 0))
 
@@ -129,7 +139,7 @@ def shard(config: Any, ranks: int) -> Shard:
         (transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=1), 8, "num_attention_heads of 4"),
         (transformers.LlamaConfig(intermediate_size=129), 2, "its intermediate_size of 129 is no multiple of 2"),
         (transformers.BloomConfig(), 2, "transformers has no plan for it"),
-        (transformers.DeepseekV3Config(), 2, "its plan does not slice attention"),
+        (llama_with_plan(up_proj="colwise"), 2, "its plan does not slice attention"),
         (transformers.Gemma3Config(), 2, "its text model is part of another one"),
     ],
 )

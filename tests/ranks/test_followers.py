@@ -3,13 +3,16 @@
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdserve.config import InstanceConfig
@@ -83,6 +86,34 @@ time.sleep(600)
     while Path(f"/proc/{follower}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.slow  # imports torch
+def test_a_follower_ends_quietly_with_a_leader_that_has_not_read_its_replies() -> None:
+    code = """
+import sys
+from pdserve.ranks import follower
+
+class WithoutModel:
+    def __init__(self, connection, *_):
+        self.connection = connection
+
+    def run(self):
+        self.connection.send_bytes(b"a reply")
+        self.connection.recv_bytes()
+
+follower.Follower = WithoutModel
+follower.main(int(sys.argv[1]), 1, 0)
+"""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        arguments = [sys.executable, "-c", code, str(theirs.fileno())]
+        process = subprocess.Popen(arguments, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True)
+    connection = Connection(ours.detach())
+    connection.send_bytes(msgspec.json.encode(CONFIG))
+    assert connection.poll(600)
+    connection.close()
+    assert process.communicate(timeout=600) == (None, "") and process.returncode == 0
 
 
 def test_messages_survive_the_connection() -> None:

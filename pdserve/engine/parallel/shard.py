@@ -5,6 +5,7 @@ transformers' plan (`config.base_model_tp_plan`) says for each linear layer whic
     colwise    rows of the weight: q, k, v, gate and up. Each rank has some heads, and some columns of the MLP
     rowwise    columns of the weight: o and down. Their products are summed over the ranks
     packed     several colwise layers in one weight, each of which is sliced: gate_up, and qkv
+    whole      on each rank: what latent attention compresses for all heads
 
 So the model is built from a config with 1/n of the heads and widths, each rank reads its slices of the checkpoint only, and
 two kinds of layers are wrapped: rowwise ones, and norms that span all heads. The output layer is sliced by vocabulary, and
@@ -41,14 +42,17 @@ STYLES = {
     "rowwise": "rowwise",
     "rowwise_split_input": "rowwise",
     "moe_tp_experts": "experts",
+    "mla_kv_a_proj": "whole",
     "replicated_with_grad_allreduce": "whole",
 }
+# Of latent attention, which some plans leave whole. All ranks compute the latents, which all heads share.
+LATENT_STYLES = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
 # Names of experts' layers in checkpoints that have a weight for each expert, where the model has one for all.
 EXPERT_STYLES = {name: "colwise" for name in ("gate_proj", "up_proj", "w1", "w3")} | {
     name: "rowwise" for name in ("down_proj", "w2")
 }
 PACKED = ("qkv_proj", "gate_up_proj")
-ATTENTION_LAYERS = {"k_proj", "qkv_proj", "query_key_value"}  # of which a model has one
+ATTENTION_LAYERS = {"k_proj", "qkv_proj", "query_key_value", "kv_b_proj"}  # of which a model has one
 KV_LAYERS = ("k_proj", "v_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
 _TEST_ROWS = 16
@@ -167,6 +171,8 @@ class Shard:
         for name, style in plan.items():
             layer = name.rpartition(".")[2]
             styles[layer] = "packed" if layer in PACKED else STYLES[style]
+        if getattr(config, "kv_lora_rank", None):
+            styles |= LATENT_STYLES
         if styles.keys().isdisjoint(ATTENTION_LAYERS):
             raise self._unsupported("its plan does not slice attention")
         return styles

@@ -44,9 +44,10 @@ class Scene:
         admission = AdmissionController(load_api_keys(config.api_key), config, metrics, time.monotonic)
         self.app = create_app(config, tokenizer, self.dispatcher, admission, metrics.parts, latest, overview.snapshot)
 
-    def join(self, role: str, name: str) -> InstanceHandle:
+    def join(self, role: str, name: str, ranks: int = 1) -> InstanceHandle:
         hello = pb.Hello(instance_id=name, role=role, model="demo", max_model_len=100, vocab_size=50, num_blocks=99)
         hello.block_size = 2
+        hello.layout.ranks = ranks
         hello.connector = "shm"
         return self.fleet.register(hello, SentFrames())
 

@@ -51,7 +51,7 @@ def test_requests_and_faults(make_scene: Callable[..., Scene], make_client: type
 
 def test_counters_of_instances(make_scene: Callable[..., Scene], make_client: type[Client]) -> None:
     scene = make_scene()
-    instance = scene.join("decode", "d")
+    instance = scene.join("decode", "d", ranks=2)
     counts = {"generation_tokens": 2.0, series("kv_transfer_seconds", connector="shm", direction="load"): 0.5}
     counts[series("kv_transfer_seconds", connector="tier of shm", direction="load")] = 0.25
     counts |= {
@@ -60,4 +60,4 @@ def test_counters_of_instances(make_scene: Callable[..., Scene], make_client: ty
     instance.update_heartbeat(pb.Heartbeat(running=3, waiting=1, counters=counts))
     (entry,) = make_client(scene.app).get("/debug/overview").json()["instances"]
     assert (entry["running"], entry["waiting"], entry["generation_tokens"], entry["load_seconds"]) == (3, 1, 2.0, 0.5)
-    assert entry["store_bytes"] == 0 and entry["stores_out"] == ["tiered/2/redis"]
+    assert entry["ranks"] == 2 and entry["store_bytes"] == 0 and entry["stores_out"] == ["tiered/2/redis"]

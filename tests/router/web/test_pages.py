@@ -68,7 +68,7 @@ def open_page(
 
     def make(width: int = 1280, path: str = "/", **settings: Any) -> Any:
         scene = make_scene(**settings)
-        prefill, decode = scene.join("prefill", "p"), scene.join("decode", EVIL)
+        prefill, decode = scene.join("prefill", "p", ranks=2), scene.join("decode", EVIL)
         scene.serve("the-request", prefill, decode)
         scene.fleet.deregister(scene.join("both", "gone"), EVIL)
         running = serving(scene.app)
@@ -100,6 +100,7 @@ def test_the_page_shows_instances_requests_and_faults(open_page: Callable[..., A
         "Time to first token",
         EVIL,
         f"gone left: {EVIL}",
+        "p on 2 ranks",
         "the-request",
     ):
         assert part in text
