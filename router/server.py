@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from pdserve.config import INTERRUPT_GRACE_S, RouterConfig, parse_size
 from pdserve.control.certificates import check_key_pair, server_context
 from pdserve.control.registry import Registry
 from pdserve.grammars.compiler import GrammarCompiler
+from pdserve.keys import root_key
 from pdserve.router.batches.batch_queue import BatchQueue
 from pdserve.router.batches.endpoints import BatchEndpoints
 from pdserve.router.dispatch.dispatcher import Dispatcher
@@ -119,6 +121,7 @@ async def _serve(
             loops.append(SharedQuotas(registry, fleet.router_id, admission.queue.quotas).run())
         elif config.quota_file:
             loops.append(AccountFile(config.quota_file, fleet.router_id, admission.queue.quotas).run())
+        loops += _kv_event_loops(config, fleet, dispatcher, metrics)
         grammars = _grammar_checker(config.model, metrics)
         if grammars is not None:
             stack.callback(grammars.close)
@@ -181,6 +184,23 @@ async def _running(loops: list[Coroutine[Any, Any, None]], on_end: Callable[[], 
     for result in results:
         if isinstance(result, Exception):
             raise result
+
+
+def _kv_event_loops(
+    config: RouterConfig, fleet: Fleet, dispatcher: Dispatcher, metrics: Metrics
+) -> Iterator[Coroutine[Any, Any, None]]:
+    """Yield a coroutine per publisher of KV events that follows it."""
+    if not config.kv_events_subscribe:
+        return
+    from pdserve.router.kv_events.sources import load_sources
+    from pdserve.router.kv_events.subscriber import Subscriber  # ZMQ is loaded only if it is used
+
+    def root() -> bytes | None:
+        info = dispatcher.model()
+        return None if info is None else root_key(model_digest=info.model_digest)
+
+    for source in load_sources(config.kv_events_subscribe):
+        yield Subscriber(source, fleet.stored, root, partial(metrics.count_kv_event_batches, source.endpoint)).run()
 
 
 def _batch_queue(config: RouterConfig) -> BatchQueue | None:

@@ -147,7 +147,7 @@ class Instance:
         from pdserve.instance.zmq_publisher import ZmqPublisher  # ZMQ is loaded only if it is used
 
         pool = self.engine.pool
-        pool.listener = self._event_publisher = ZmqPublisher(
+        pool.listener = self.transfers.listener = self._event_publisher = ZmqPublisher(
             config, pool.block_size, lambda: self.count("kv_event_batches_dropped", 1)
         )
 

@@ -184,6 +184,8 @@ class Fleet:
     """The attached instances, with their prefix index and circuit breakers. Everything runs in one thread.
 
     Attributes:
+        index: blocks in the instances' pools.
+        stored: blocks in the KV store, as far as publishers of KV events tell (`router/kv_events/`).
         now: the router's clock: returns the current time in seconds, and never goes back. Every time in the fleet and in the
             dispatcher is read from it.
         lease_check_interval_s: intended interval of the calls of `expire_leases`.
@@ -192,6 +194,7 @@ class Fleet:
     def __init__(self, router_id: str, model: str, lease_seconds: float, now: Callable[[], float]) -> None:
         self.instances: dict[str, InstanceHandle] = {}
         self.index = PrefixIndex()
+        self.stored = PrefixIndex()
         self.breakers = CircuitBreakers()
         self.listener: FleetListener | None = None
         self.num_lost = 0
