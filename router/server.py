@@ -53,6 +53,7 @@ from pdserve.router.web.overview import Overview
 
 if TYPE_CHECKING:
     from pdserve.control.grpc_server import GrpcServer
+    from pdserve.router.kv_events.subscriber import Subscriber
 
 log = logging.getLogger(__name__)
 
@@ -110,9 +111,11 @@ async def _serve(
         control = ControlServer(fleet, config.control_token)
         stack.push_async_callback(control.close)
         control_port = await control.listen(config.control_host, config.control_port, tls)
+        subscribers = _kv_event_subscribers(config, fleet, dispatcher, metrics)
         loops = [
             _repeat(fleet.expire_leases, fleet.lease_check_interval_s),
             _repeat(dispatcher.check_progress, dispatcher.check_interval_s),
+            *(subscriber.run() for subscriber in subscribers),
         ]
         if config.registry:
             registry = Registry(config.registry, config.name, config.control_token, metrics.registry_failures.inc)
@@ -121,7 +124,6 @@ async def _serve(
             loops.append(SharedQuotas(registry, fleet.router_id, admission.queue.quotas).run())
         elif config.quota_file:
             loops.append(AccountFile(config.quota_file, fleet.router_id, admission.queue.quotas).run())
-        loops += _kv_event_loops(config, fleet, dispatcher, metrics)
         grammars = _grammar_checker(config.model, metrics)
         if grammars is not None:
             stack.callback(grammars.close)
@@ -186,12 +188,11 @@ async def _running(loops: list[Coroutine[Any, Any, None]], on_end: Callable[[], 
             raise result
 
 
-def _kv_event_loops(
+def _kv_event_subscribers(
     config: RouterConfig, fleet: Fleet, dispatcher: Dispatcher, metrics: Metrics
-) -> Iterator[Coroutine[Any, Any, None]]:
-    """Yield a coroutine per publisher of KV events that follows it."""
+) -> "list[Subscriber]":
     if not config.kv_events_subscribe:
-        return
+        return []
     from pdserve.router.kv_events.sources import load_sources
     from pdserve.router.kv_events.subscriber import Subscriber  # ZMQ is loaded only if it is used
 
@@ -199,8 +200,10 @@ def _kv_event_loops(
         info = dispatcher.model()
         return None if info is None else root_key(model_digest=info.model_digest)
 
-    for source in load_sources(config.kv_events_subscribe):
-        yield Subscriber(source, fleet.stored, root, partial(metrics.count_kv_event_batches, source.endpoint)).run()
+    return [
+        Subscriber(source, fleet.stored, root, partial(metrics.count_kv_event_batches, source.endpoint))
+        for source in load_sources(config.kv_events_subscribe)
+    ]
 
 
 def _batch_queue(config: RouterConfig) -> BatchQueue | None:

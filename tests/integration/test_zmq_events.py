@@ -1,7 +1,7 @@
 """KV events over ZMQ, read by a subscriber with structs of its own, written from vLLM's published format."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ import zmq
 from pdserve.cli.deployment import free_port
 from pdserve.errors import SetupError
 from pdserve.instance.kv_events_config import KVEventsConfig
-from pdserve.keys import root_key
+from pdserve.keys import block_keys, root_key
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.kv_events.sources import KVEventsSource
 from pdserve.router.kv_events.subscriber import STORE, Subscriber
@@ -112,20 +112,20 @@ def replay(port: int, first: int, mirror: Mirror) -> None:
     raise AssertionError("the replay has no end")
 
 
-def catch_up(port: int, mirror: Mirror, keys: dict[bytes, None]) -> None:
-    """Replay what is missing until the blocks equal `keys`, and the store has them too: batches may still be queued."""
+def catch_up(port: int, mirror: Mirror, keys: dict[bytes, None], stored: Iterable[bytes] = ()) -> None:
+    """Replay what is missing until the blocks equal `keys`, and the store has `stored`: batches may still be queued."""
     for _ in range(600):
         replay(port, mirror.next_number, mirror)
-        if mirror.blocks.keys() == keys.keys() <= mirror.stored.keys():
+        if mirror.blocks.keys() == keys.keys() and mirror.stored.keys() >= set(stored):
             return
     known = f"{len(mirror.blocks)} blocks in the pool and {len(mirror.stored)} in the store"
     raise AssertionError(f"{known} by the events, {len(keys)} in the pool")
 
 
-async def follow(source: KVEventsSource, model_digest: bytes, num_blocks: int) -> PrefixIndex:
+async def follow(source: KVEventsSource, root: bytes, num_blocks: int) -> PrefixIndex:
     """Return the index of a router that has followed a publisher until it knows of so many blocks in the store."""
     index = PrefixIndex()
-    subscriber = Subscriber(source, index, lambda: root_key(model_digest=model_digest), lambda outcome, n: None)
+    subscriber = Subscriber(source, index, lambda: root, lambda outcome, n: None)
     task = asyncio.create_task(subscriber.run())
     async with asyncio.timeout(60):
         while index.num_blocks(STORE) < num_blocks:
@@ -137,8 +137,9 @@ async def follow(source: KVEventsSource, model_digest: bytes, num_blocks: int) -
 
 def test_events_equal_the_pool(checkpoint: Any, make_instance: Callable[..., Any]) -> None:
     path = checkpoint("llama", dtype="float32")
-    settings: dict[str, Any] = {"connector": "memory://zmq-events", "store_generated": "on"}
-    driver = make_instance(model=str(path), num_blocks=12, block_size=BLOCK, device="cpu", **settings)
+    driver = make_instance(
+        model=str(path), connector="memory://zmq-events", num_blocks=12, block_size=BLOCK, device="cpu"
+    )
     instance, (port, replay_port) = driver.instance, (free_port(), free_port())
     config: dict[str, Any] = {"endpoint": f"tcp://*:{port}", "replay_endpoint": f"tcp://*:{replay_port}", "topic": "kv"}
     instance.publish_events(KVEventsConfig(enable_kv_cache_events=True, **config))
@@ -172,18 +173,22 @@ def test_events_equal_the_pool(checkpoint: Any, make_instance: Callable[..., Any
             if int.from_bytes(number, "big") >= live.next_number:
                 live.apply(number, payload)
     assert live.next_number > num_replayed, "nothing came by the subscription"
-    catch_up(replay_port, late, keys)
+    root = root_key(model_digest=instance.engine.layout.model_digest)
+    expected = {key for prompt in prompts for key in block_keys(root, prompt, BLOCK)}
+    catch_up(replay_port, late, keys, expected)
     assert late.blocks == live.blocks and set(live.blocks) == set(keys)
 
     stored = set(late.stored)
-    assert set(late.blocks) < stored, "the store has more than the pool, which evicts"
     source = KVEventsSource(endpoint=f"tcp://127.0.0.1:{port}", replay_endpoint=f"tcp://127.0.0.1:{replay_port}")
-    index = asyncio.run(follow(source, instance.engine.layout.model_digest, len(stored)))
+    index = asyncio.run(follow(source, root, len(stored)))
     assert all(index.match([key]) for key in stored) and index.num_blocks(STORE) == len(stored)
     instance.transfers.report_missing([b"never published.", *stored])
     generate("after", prompts[1])
-    catch_up(replay_port, late, keys)
-    assert set(late.stored) < stored, "what was missing is withdrawn, and published again by the next store"
+    again = block_keys(root, prompts[1], BLOCK)
+    catch_up(replay_port, late, keys, again)
+    assert set(late.stored) <= {*again, *keys} and set(late.stored) < stored, (
+        "withdrawn, and stored again by the last prompt"
+    )
 
     with pytest.raises(SetupError, match=f"{port}: Address already in use"):
         instance.publish_events(KVEventsConfig(enable_kv_cache_events=True, **config))

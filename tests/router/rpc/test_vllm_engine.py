@@ -10,6 +10,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -196,7 +197,8 @@ def test_malformed_and_oversize_messages(serve: Serve, backend: ScriptedBackend)
         code, details, _ = failure(lambda: [*generate(large)])
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "20000" in details
         for name, instead in {"Embed": "POST /v1/embeddings", "SubscribeKvEvents": "--kv-events-config"}.items():
-            code, details, _ = failure(lambda name=name: [*channel.unary_stream(f"/{SERVICE}/{name}")(b"")])
+            refused: Any = channel.unary_stream(f"/{SERVICE}/{name}")
+            code, details, _ = failure(partial(list, refused(b"")))
             assert code is grpc.StatusCode.UNIMPLEMENTED and instead in details
         assert failure(lambda: methods["FlushCache"](b""))[0] is grpc.StatusCode.UNIMPLEMENTED
         assert not backend.requests

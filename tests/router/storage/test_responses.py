@@ -59,10 +59,10 @@ def test_a_conversation_continues_by_id(
             [turns[0], answer, turns[1], answer, turns[2]],
         ]
         assert [request.prompt for request in backend.requests] == [*map(tokenizer.render_chat, conversations)]
-        items = one.responses.input_items
+        items: Any = one.responses.input_items
         newest, *others = [(item.role, item.content[0].text) for item in items.list(third.id, limit=2)]  # in pages
         assert newest == ("user", "again") and others[-1] == ("user", "hello") and len(others) == 4
-        oldest: Any = items.list(second.id, order="asc", limit=1)
+        oldest = items.list(second.id, order="asc", limit=1)
         assert (oldest.data[0].content[0].text, oldest.data[0].id, oldest.has_more) == ("hello", oldest.last_id, True)
         rest = items.list(second.id, order="asc", after=oldest.last_id)
         assert [item.content[0].type for item in rest] == ["output_text", "input_text"]
