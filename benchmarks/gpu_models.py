@@ -245,7 +245,7 @@ def _transformers(
 
 
 def _profile(engine: Engine, shape: Shape, prompt: int) -> dict[str, str]:
-    """Where the time of eager decode steps and of a prefill goes, by kernel."""
+    """Profile: the time of eager decode steps and of a prefill, by kernel."""
     from torch.profiler import ProfilerActivity, profile
 
     assert isinstance(engine.runner, ModelRunner)

@@ -39,6 +39,10 @@ ALLOWED_HOSTS_HELP = (
 KV_EVENTS_HELP = (
     "publish stores and removals of KV blocks over ZMQ as vLLM does: a JSON object with vLLM's keys; empty: do not"
 )
+KV_EVENTS_SUBSCRIBE_HELP = (
+    "follow publishers of KV events in vLLM's format for the blocks in the KV store: a JSON array of objects with endpoint, "
+    "replay_endpoint and topic; empty: none"
+)
 PARSER_HELP = "parser of the model's {}, by its name in vLLM, such as {}; auto: by the chat template; none: no parsing"
 PROFILE_HELP = "profile with which instances compare the times of their steps; empty: that of --paced, if any"
 VLLM_METRICS_HELP = "export metrics by vLLM's names too, as one series for the whole process"
@@ -280,6 +284,7 @@ class RouterConfig(ControlConfig):
     grpc_port: int | None = flag(GRPC_HELP, None, **PORTS)
     control_host: str = flag("listen address for instances", "127.0.0.1")
     control_port: int = flag("port for instances", DEFAULT_CONTROL_PORT, **PORTS)
+    kv_events_subscribe: str = flag(KV_EVENTS_SUBSCRIBE_HELP, "")
     registry: str = flag(
         "Redis in which this router registers and shares quotas, such as redis://host:6379/0; empty: none",
         "",

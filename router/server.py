@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from pdserve.config import INTERRUPT_GRACE_S, RouterConfig, parse_size
 from pdserve.control.certificates import check_key_pair, server_context
 from pdserve.control.registry import Registry
 from pdserve.grammars.compiler import GrammarCompiler
+from pdserve.keys import root_key
 from pdserve.router.batches.batch_queue import BatchQueue
 from pdserve.router.batches.endpoints import BatchEndpoints
 from pdserve.router.dispatch.dispatcher import Dispatcher
@@ -51,6 +53,7 @@ from pdserve.router.web.overview import Overview
 
 if TYPE_CHECKING:
     from pdserve.control.grpc_server import GrpcServer
+    from pdserve.router.kv_events.subscriber import Subscriber
 
 log = logging.getLogger(__name__)
 
@@ -108,9 +111,11 @@ async def _serve(
         control = ControlServer(fleet, config.control_token)
         stack.push_async_callback(control.close)
         control_port = await control.listen(config.control_host, config.control_port, tls)
+        subscribers = _kv_event_subscribers(config, fleet, dispatcher, metrics)
         loops = [
             _repeat(fleet.expire_leases, fleet.lease_check_interval_s),
             _repeat(dispatcher.check_progress, dispatcher.check_interval_s),
+            *(subscriber.run() for subscriber in subscribers),
         ]
         if config.registry:
             registry = Registry(config.registry, config.name, config.control_token, metrics.registry_failures.inc)
@@ -181,6 +186,24 @@ async def _running(loops: list[Coroutine[Any, Any, None]], on_end: Callable[[], 
     for result in results:
         if isinstance(result, Exception):
             raise result
+
+
+def _kv_event_subscribers(
+    config: RouterConfig, fleet: Fleet, dispatcher: Dispatcher, metrics: Metrics
+) -> "list[Subscriber]":
+    if not config.kv_events_subscribe:
+        return []
+    from pdserve.router.kv_events.sources import load_sources
+    from pdserve.router.kv_events.subscriber import Subscriber  # ZMQ is loaded only if it is used
+
+    def root() -> bytes | None:
+        info = dispatcher.model()
+        return None if info is None else root_key(model_digest=info.model_digest)
+
+    return [
+        Subscriber(source, fleet.stored, root, partial(metrics.count_kv_event_batches, source.endpoint))
+        for source in load_sources(config.kv_events_subscribe)
+    ]
 
 
 def _batch_queue(config: RouterConfig) -> BatchQueue | None:

@@ -49,6 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "router.scheduling": {"core"},
     "router.limits": {"router.telemetry", "control", "core"},
     "router.instances": {"router.scheduling", "control", "proto", "core"},
+    "router.kv_events": {"router.scheduling", "control", "core"},
     "router.telemetry": {"router.instances", "router.scheduling", "control", "core"},
     "router.backend": {"router.telemetry", "core"},
     "router.storage": {"router.api", "core"},
@@ -88,6 +89,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "router.server": {
         "router.batches",
+        "router.kv_events",
         "router.rpc",
         "router.web",
         "router.dispatch",

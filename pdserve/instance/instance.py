@@ -22,6 +22,7 @@ from pdserve.errors import BadRequest, RequestError
 from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.kv_events_config import KVEventsConfig
 from pdserve.instance.reporter import Reporter
+from pdserve.instance.sampling_message import read_sampling
 from pdserve.keys import TOKEN_BYTES, unpack_tokens
 from pdserve.kv_transfer.connector import Connector
 from pdserve.kv_transfer.guarded import guard
@@ -33,8 +34,6 @@ from pdserve.proto import pdserve_pb2 as pb
 from pdserve.ranks.followers import Followers
 from pdserve.ranks.ranked_connector import RankedConnector
 from pdserve.ranks.ranked_loader import RankedLoader
-from pdserve.reasoning import ReasoningSpan
-from pdserve.request import SamplingParams
 from pdserve.roles.fetcher import Fetcher
 from pdserve.roles.job import Job
 from pdserve.roles.transfers import Transfers
@@ -147,7 +146,7 @@ class Instance:
         from pdserve.instance.zmq_publisher import ZmqPublisher  # ZMQ is loaded only if it is used
 
         pool = self.engine.pool
-        pool.listener = self._event_publisher = ZmqPublisher(
+        pool.listener = self.transfers.listener = self._event_publisher = ZmqPublisher(
             config, pool.block_size, lambda: self.count("kv_event_batches_dropped", 1)
         )
 
@@ -281,33 +280,7 @@ class Instance:
             return
 
     def _submit(self, link: str, message: pb.Submit) -> None:
-        sampling = SamplingParams(
-            max_tokens=message.sampling.max_tokens,
-            min_tokens=message.sampling.min_tokens,
-            temperature=message.sampling.temperature,
-            top_k=message.sampling.top_k,
-            top_p=message.sampling.top_p,
-            min_p=message.sampling.min_p,
-            seed=message.sampling.seed,
-            stop_token_ids=tuple(message.sampling.stop_token_ids),
-            ignore_eos=message.sampling.ignore_eos,
-            logprobs=message.sampling.logprobs if message.sampling.HasField("logprobs") else None,
-            logit_bias=dict(message.sampling.logit_bias),
-            grammar=message.sampling.grammar,
-            frequency_penalty=message.sampling.frequency_penalty,
-            presence_penalty=message.sampling.presence_penalty,
-            repetition_penalty=message.sampling.repetition_penalty or 1.0,
-            allowed_token_ids=tuple(message.sampling.allowed_token_ids),
-            prompt_logprobs=message.sampling.prompt_logprobs if message.sampling.HasField("prompt_logprobs") else None,
-            bad_words=tuple(tuple(unpack_tokens(word)) for word in message.sampling.bad_words),
-            beam_width=message.sampling.beam_width,
-            num_answers=message.sampling.num_answers,
-            length_penalty=message.sampling.length_penalty,
-            early_stopping=message.sampling.early_stopping,
-            embed=message.sampling.embed,
-            reasoning=_reasoning(message.sampling.reasoning) if message.sampling.HasField("reasoning") else None,
-            logits_processors=message.sampling.logits_processors,
-        )
+        sampling = read_sampling(message.sampling)
         if sampling.beam_width and message.phase != pb.PREFILL:
             length = len(message.prompt) // TOKEN_BYTES + sampling.max_tokens
             if reason := self.engine.beams_fault(length, sampling.beam_width):
@@ -422,13 +395,3 @@ def _max_blocks(config: InstanceConfig, engine: Engine) -> int:
         return max(1, parse_size(config.max_inflight_bytes) // engine.layout.block_bytes)
     two_steps = 2 * -(-config.max_num_batched_tokens // config.block_size)
     return max(1, min(engine.pool.num_blocks // 2, max(two_steps, DEFAULT_INFLIGHT_BYTES // engine.layout.block_bytes)))
-
-
-def _reasoning(message: pb.Reasoning) -> ReasoningSpan:
-    return ReasoningSpan(
-        tuple(unpack_tokens(message.start)),
-        tuple(tuple(unpack_tokens(end)) for end in message.ends),
-        tuple(unpack_tokens(message.closing)),
-        message.budget if message.HasField("budget") else None,
-        message.is_required,
-    )

@@ -10,54 +10,37 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import zmq
 
+from pdserve.control.vllm_kv_events import (
+    END_OF_REPLAY,
+    MEDIUM_POOL,
+    MEDIUM_STORE,
+    NUMBER_BYTES,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    KVEventBatch,
+)
+from pdserve.engine.sequence import Sequence as EngineSequence
 from pdserve.errors import SetupError
 from pdserve.instance.kv_events_config import KVEventsConfig
+from pdserve.kv_transfer.connector import Outcome
 
 log = logging.getLogger(__name__)
-MEDIUM_GPU = "GPU"  # vLLM's word for the engine's pool, on a CPU too
-END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 POLL_S = 0.1  # between two looks at the replay socket
-
-
-class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
-    """Consecutive blocks are in the pool. `token_ids` are those of all of them; the first one continues the parent."""
-
-    block_hashes: list[bytes]
-    parent_block_hash: bytes | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-
-
-class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
-    block_hashes: list[bytes]
-    medium: str | None
-
-
-class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True):
-    """The pool is empty."""
-
-
-Event = BlockStored | BlockRemoved | AllBlocksCleared
-
-
-class KVEventBatch(msgspec.Struct, omit_defaults=True, array_like=True):
-    """`ts` is in seconds since 1970."""
-
-    ts: float
-    events: list[Event]
-    data_parallel_rank: int | None = None
+MAX_STORED_KEYS = 1 << 20  # published as in the store; older ones are withdrawn
 
 
 class ZmqPublisher:
-    """Publishes the changes of a pool. The engine thread calls all methods but `close`; a thread of its own sends.
+    """Publishes the changes of a pool, and what this instance learns of the KV store.
+
+    The engine thread calls all methods but `close`; a thread of its own sends. No store tells its evictions to all instances,
+    so a block in the store is withdrawn once a load or a match of this instance does not find it.
 
     Args:
         on_drop: called for each batch that is dropped because the queue is full.
@@ -70,6 +53,7 @@ class ZmqPublisher:
         self._block_size = block_size
         self._on_drop = on_drop
         self._events: list[Event] = []
+        self._stored: dict[bytes, None] = {}  # keys published as in the store, the oldest first
         self._next_number = 0
         self._queue: queue.Queue[tuple[int, KVEventBatch]] = queue.Queue(config.max_queue_size)
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
@@ -86,26 +70,46 @@ class ZmqPublisher:
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
 
-    def store(self, key: bytes, parent: bytes | None, tokens: Sequence[int]) -> None:
-        """Record that a block is in the pool. It joins the last event if it continues that one's blocks."""
+    def store(self, key: bytes, parent: bytes | None, tokens: Sequence[int], medium: str = MEDIUM_POOL) -> None:
+        """Record that a block is there. It joins the last event if it continues that one's blocks."""
         last = self._events[-1] if self._events else None
-        if isinstance(last, BlockStored) and parent == last.block_hashes[-1]:
+        if isinstance(last, BlockStored) and last.medium == medium and parent == last.block_hashes[-1]:
             last.block_hashes.append(key)
             last.token_ids.extend(tokens)
             return
-        self._events.append(BlockStored([key], parent, list(tokens), self._block_size, None, MEDIUM_GPU, None))
+        self._events.append(BlockStored([key], parent, list(tokens), self._block_size, None, medium, None))
 
-    def remove(self, key: bytes) -> None:
-        """Record that a block has left the pool."""
+    def remove(self, key: bytes, medium: str = MEDIUM_POOL) -> None:
+        """Record that a block is no longer there."""
         last = self._events[-1] if self._events else None
-        if isinstance(last, BlockRemoved):
+        if isinstance(last, BlockRemoved) and last.medium == medium:
             last.block_hashes.append(key)
         else:
-            self._events.append(BlockRemoved([key], MEDIUM_GPU))
+            self._events.append(BlockRemoved([key], medium))
 
     def clear(self) -> None:
-        """Record that the pool is empty."""
+        """Record that the pool is empty. By the format it says so of the store too, whose blocks are published anew."""
+        self._stored.clear()
         self._events.append(AllBlocksCleared())
+
+    def on_stored(self, seq: EngineSequence, keys: Sequence[bytes], outcomes: Sequence[Outcome]) -> None:
+        """Record which blocks of a sequence the KV store has, besides those already published and partial ones."""
+        full, size = seq.full_keys(), seq.block_size
+        index_of = {key: i for i, key in enumerate(full)}
+        for key, outcome in zip(keys, outcomes, strict=True):
+            i = index_of.get(key)
+            if outcome is Outcome.OK and i is not None and key not in self._stored:
+                self._stored[key] = None
+                self.store(key, full[i - 1] if i else None, seq.tokens[i * size : (i + 1) * size], MEDIUM_STORE)
+        while len(self._stored) > MAX_STORED_KEYS:
+            self.on_missing([next(iter(self._stored))])
+
+    def on_missing(self, keys: Iterable[bytes]) -> None:
+        """Withdraw those of these blocks that were published as in the KV store."""
+        for key in keys:
+            if key in self._stored:
+                del self._stored[key]
+                self.remove(key, MEDIUM_STORE)
 
     def flush(self) -> None:
         """Publish what was recorded since the last call as one batch. Never waits."""
@@ -132,7 +136,7 @@ class ZmqPublisher:
                 entry = self._queue.get(timeout=POLL_S)
             except queue.Empty:
                 continue
-            message = entry[0].to_bytes(8, "big"), encoder.encode(entry[1])
+            message = entry[0].to_bytes(NUMBER_BYTES, "big"), encoder.encode(entry[1])
             self._sent.append(message)
             self._publisher.send_multipart((self._topic, *message))
         self._publisher.close(linger=0)
@@ -142,14 +146,14 @@ class ZmqPublisher:
     def _answer(self, replay: "zmq.Socket[bytes]") -> None:
         """Send a client all kept batches from the number on that it asks for, and an end mark."""
         frames = replay.recv_multipart()
-        if len(frames) != 3 or len(frames[2]) != 8:
+        if len(frames) != 3 or len(frames[2]) != NUMBER_BYTES:
             log.warning("KV events: a replay request must be an empty frame and a number in 8 bytes")
             return
         client, _, first = frames
         for number, payload in self._sent:
             if number >= first:  # big-endian: in numeric order
-                replay.send_multipart((client, b"", number, payload))
-        replay.send_multipart((client, b"", END_OF_REPLAY, b""))
+                replay.send_multipart((client, b"", self._topic, number, payload))
+        replay.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
 
 
 def _open(kind: int, endpoint: str, high_water_mark: int) -> "zmq.Socket[bytes]":

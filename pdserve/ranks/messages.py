@@ -161,7 +161,7 @@ class Matched(Message):
 
 
 class Released(Message):
-    """What a store held (`Result.held`) may be reused."""
+    """Notice that blocks which a store held (`Result.held`) may be reused."""
 
     operation: int
 

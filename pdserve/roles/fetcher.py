@@ -62,6 +62,7 @@ class Fetcher:
             stored: number of leading blocks that the store has.
         """
         fetch.job.open_transfers -= 1
+        self._transfers.report_missing(fetch.keys[stored : stored + 1])  # of those that follow, nothing is known
         if fetch.job.ended:
             fetch.on_cancelled()
             return

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Protocol
 
 from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.sequence import Sequence as EngineSequence
 from pdserve.keys import KEY_BYTES
 from pdserve.kv_transfer.connector import Connector, Outcome, Result, request_cancel
 from pdserve.roles.job import InstanceContext, Job
@@ -35,6 +36,16 @@ class Source(Protocol):
     ) -> Future[Result]: ...
 
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None: ...
+
+
+class StoreListener(Protocol):
+    """Is told what the KV store turns out to have."""
+
+    def on_stored(self, seq: EngineSequence, keys: Sequence[bytes], outcomes: Sequence[Outcome]) -> None:
+        """A store of blocks of a sequence has ended."""
+
+    def on_missing(self, keys: Iterable[bytes]) -> None:
+        """Blocks were not in the store."""
 
 
 @dataclass(eq=False)
@@ -69,6 +80,7 @@ class Transfers:
         in_flight: blocks that the connector is moving.
         follows: loads can start while the blocks are still being stored.
         in_place: peers read the pool's rows directly, with a ticket.
+        listener: None: none is told what the store has.
         num_holding: transfers that hold blocks. A transfer that peers read in place may outlive its request.
     """
 
@@ -87,6 +99,7 @@ class Transfers:
         self.in_flight = 0
         self.in_place = connector.in_place
         self.follows = connector.follows
+        self.listener: StoreListener | None = None
         self.num_holding = 0
 
     @property
@@ -109,7 +122,13 @@ class Transfers:
         `on_done` receives the result on the engine thread; until then `job.open_transfers` counts the transfer.
         """
         start = lambda: self._connector.store(keys, blocks, lease_s=lease_s)  # noqa: E731
-        self._add(_Transfer(job, blocks, True, start, on_done, lease_s > 0, self._context.now()))
+
+        def on_stored(result: Result) -> None:
+            if self.listener is not None and not self.in_place:
+                self.listener.on_stored(job.seq, keys, result.outcomes)
+            on_done(result)
+
+        self._add(_Transfer(job, blocks, True, start, on_stored, lease_s > 0, self._context.now()))
 
     def load(
         self,
@@ -123,12 +142,24 @@ class Transfers:
         """Queue a load from `source`, by default the connector. `on_done` as in `store`."""
         actual_source = source or self._connector
         start = lambda: actual_source.load(keys, blocks, tickets=tickets)  # noqa: E731
-        self._add(_Transfer(job, blocks, False, start, on_done, True, self._context.now()))
+
+        def on_loaded(result: Result) -> None:
+            if source is None:
+                outcomes = zip(keys, result.outcomes, strict=True)
+                self.report_missing(key for key, outcome in outcomes if outcome is Outcome.MISSING)
+            on_done(result)
+
+        self._add(_Transfer(job, blocks, False, start, on_loaded, True, self._context.now()))
 
     def follow(self, job: Job, keys: Sequence[bytes], blocks: list[int], on_done: OnDone) -> None:
         """Queue a load of blocks that are still being stored. `on_done` as in `store`."""
         start = lambda: self._connector.follow(keys, blocks, patience_s=FOLLOW_PATIENCE_S)  # noqa: E731
         self._add(_Transfer(job, blocks, False, start, on_done, True, self._context.now()))
+
+    def report_missing(self, keys: Iterable[bytes]) -> None:
+        """Tell the listener that the store lacks these blocks."""
+        if self.listener is not None:
+            self.listener.on_missing(keys)
 
     def probe(self) -> None:
         """Ask a store that is out for a block that no store has: its answer shows that it is back, also without requests."""

@@ -224,6 +224,14 @@ class DeletedResponse(Answer):
     deleted: Literal[True]
 
 
+class InputItems(Answer):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class StoredFile(Answer):
     id: str
     object: Literal["file"]

@@ -70,8 +70,8 @@ class InstanceSelector:
             raise Unavailable(f"{missing} is available", kind="no_instance", retry_after_s=1)
         self._turn += 1
         prefills_itself = len(roles) == 1 or all(instance.role == "both" for instance in eligible["prefill"])
-        cached = {} if request.scores_prompt else self._cached_tokens(request.tokens, keys)
-        request = request._replace(turn=self._turn, cached=cached, prefills_itself=prefills_itself)
+        cached, stored = ({}, 0) if request.scores_prompt else self._cached_tokens(request.tokens, keys)
+        request = request._replace(turn=self._turn, cached=cached, stored=stored, prefills_itself=prefills_itself)
         if len(roles) == 1:
             return self._select_single_role(request, roles[0], eligible[roles[0]])
         self._last_missing_role = ""
@@ -168,14 +168,20 @@ class InstanceSelector:
         self._metrics.decisions.labels(role=role, policy=decision.policy).inc()
         return self._fleet.instances[decision.chosen]
 
-    def _cached_tokens(self, num_tokens: int, keys: Mapping[int, Sequence[bytes]]) -> dict[str, int]:
-        """Return instance id → cached leading tokens, by the prefix index. The last token always has to be computed."""
+    def _cached_tokens(self, num_tokens: int, keys: Mapping[int, Sequence[bytes]]) -> tuple[dict[str, int], int]:
+        """Return instance id → cached leading tokens, by the prefix index, and the number of leading tokens in the KV store.
+
+        The last token always has to be computed.
+        """
         cached: dict[str, int] = {}
+        stored = 0
         for block_size, block_keys in sorted(keys.items(), reverse=True):  # smallest last: the own size matches most
             max_blocks = (num_tokens - 1) // block_size
             for name, blocks in self._fleet.index.match(block_keys).items():
                 cached[name] = (blocks if blocks < max_blocks else max_blocks) * block_size
-        return cached
+            for blocks in self._fleet.stored.match(block_keys).values():
+                stored = max(stored, min(blocks, max_blocks) * block_size)
+        return cached, stored
 
     def _eligible(self, role: str, avoid: InstanceHandle | None = None, context: int = 0) -> list[InstanceHandle]:
         """Return the instances for a role that accept requests of this length and whose circuit breakers allow one more."""

@@ -14,8 +14,9 @@ from typing import Protocol
 from pdserve.control.awake_clock import AwakeClock
 from pdserve.control.frame_connection import PROTOCOL_VERSION
 from pdserve.costs import Costs
-from pdserve.keys import KEY_BYTES, Layout
+from pdserve.keys import KEY_BYTES
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.router.instances.compatibility import conflict_between, kind_of
 from pdserve.router.instances.frame_checks import MAX_NAME_CHARS, ROLES, InvalidFrame, frame_fault, hello_fault
 from pdserve.router.scheduling.breaker import CircuitBreakers
 from pdserve.router.scheduling.policy import NO_LOAD, Candidate, Load
@@ -84,7 +85,7 @@ class InstanceHandle:
     def __post_init__(self) -> None:
         # Read for each request or output; a field of a message takes longer.
         self.max_model_len, self.vocab_size = self.hello.max_model_len, self.hello.vocab_size
-        self.id, self.role, self.kind = self.hello.instance_id, self.hello.role, _kind(self.hello)
+        self.id, self.role, self.kind = self.hello.instance_id, self.hello.role, kind_of(self.hello)
         self.candidate = Candidate(
             self.id,
             is_both=self.role == "both",
@@ -109,7 +110,7 @@ class InstanceHandle:
 
     def change_role(self, hello: pb.Hello) -> None:
         """Take over the new role of an instance that has finished draining."""
-        self.hello, self.role, self.kind, self.is_draining = hello, hello.role, _kind(hello), False
+        self.hello, self.role, self.kind, self.is_draining = hello, hello.role, kind_of(hello), False
         self.candidate.is_both = hello.role == "both"
 
     def update_heartbeat(self, heartbeat: pb.Heartbeat) -> None:
@@ -186,6 +187,8 @@ class Fleet:
     """The attached instances, with their prefix index and circuit breakers. Everything runs in one thread.
 
     Attributes:
+        index: blocks in the instances' pools.
+        stored: blocks in the KV store, as far as publishers of KV events tell (`router/kv_events/`).
         now: the router's clock: returns the current time in seconds, and never goes back. Every time in the fleet and in the
             dispatcher is read from it.
         lease_check_interval_s: intended interval of the calls of `expire_leases`.
@@ -194,6 +197,7 @@ class Fleet:
     def __init__(self, router_id: str, model: str, lease_seconds: float, now: Callable[[], float]) -> None:
         self.instances: dict[str, InstanceHandle] = {}
         self.index = PrefixIndex()
+        self.stored = PrefixIndex()
         self.breakers = CircuitBreakers()
         self.listener: FleetListener | None = None
         self.num_lost = 0
@@ -265,7 +269,7 @@ class Fleet:
         if hello.role not in ROLES:
             return f"unknown role {hello.role[:MAX_NAME_CHARS]!r}; the roles are {', '.join(ROLES)}"
         kinds = {other.kind: other.hello for other in self.instances.values() if other.id != hello.instance_id}
-        return next(filter(None, (_conflict(hello, other) for other in kinds.values())), "")
+        return next(filter(None, (conflict_between(hello, other) for other in kinds.values())), "")
 
     def register(self, hello: pb.Hello, connection: Connection) -> InstanceHandle:
         """Add an instance that passed `rejection_reason`. It replaces an earlier connection of the same instance."""
@@ -370,48 +374,3 @@ def _split_keys(joined: bytes) -> list[bytes]:
 def _is_same_process(attached: pb.Hello, joining: pb.Hello) -> bool:
     """Return whether both are from one process. The epoch is public, the nonce is not."""
     return attached.epoch == joining.epoch and hmac.compare_digest(attached.nonce, joining.nonce)
-
-
-def _kind(hello: pb.Hello) -> tuple[object, ...]:
-    """Return what `_conflict` looks at; the namespace stands for the layout."""
-    ids = frozenset(hello.eos_token_ids)
-    return hello.namespace, hello.role, hello.convert_kv, hello.allow_inexact, hello.vocab_size, ids
-
-
-def _conflict(hello: pb.Hello, other: pb.Hello) -> str:
-    """Return why two instances cannot serve together; empty if they can.
-
-    Any prefill instance may be paired with any decode instance, so each of the two must be able to decode what the other one
-    has prefilled, if their roles require it.
-    """
-    if hello.vocab_size != other.vocab_size or set(hello.eos_token_ids) != set(other.eos_token_ids):
-        return f"its vocabulary or its EOS tokens differ from those of {other.instance_id}"
-    if hello.namespace == other.namespace:
-        return ""
-    if not Layout.from_message(hello.layout).is_convertible_to(Layout.from_message(other.layout)):
-        return f"its weights or its KV layout differ from those of {other.instance_id}"
-    for prefill, decode in ((hello, other), (other, hello)):
-        if prefill.role == "decode" or decode.role == "prefill":
-            continue
-        if _format(prefill) != _format(decode) and not decode.convert_kv:
-            return (
-                f"{prefill.instance_id} has KV blocks of {_describe_format(prefill)}, {decode.instance_id} of "
-                f"{_describe_format(decode)}; make them the same, or start {decode.instance_id} with --convert-kv"
-            )
-        kinds = prefill.layout.numerics, decode.layout.numerics
-        if kinds[0] != kinds[1] and prefill.layout.dtype == decode.layout.dtype and not decode.allow_inexact:
-            return (
-                f"{prefill.instance_id} computes KV as {kinds[0]} and {decode.instance_id} as {kinds[1]}, which round "
-                f"otherwise, so tokens would depend on the instance; use processors and versions of one kind, or start "
-                f"{decode.instance_id} with --allow-inexact"
-            )
-    return ""
-
-
-def _format(hello: pb.Hello) -> tuple[int, str, int]:
-    return hello.layout.block_size, hello.layout.dtype, max(1, hello.layout.ranks)
-
-
-def _describe_format(hello: pb.Hello) -> str:
-    block_size, dtype, ranks = _format(hello)
-    return f"{block_size} tokens in {dtype}" + (f" on {ranks} ranks" if ranks > 1 else "")

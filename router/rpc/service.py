@@ -63,7 +63,7 @@ def make_handler(service: ServiceDescriptor, methods: object, keys: KeySet) -> g
 
     Args:
         methods: has a coroutine method for each served method, from a `Call` to the answer or, if the answer is a stream,
-            to None. Others answer UNIMPLEMENTED.
+            to None. Others answer UNIMPLEMENTED, as do those that raise NotImplementedError, which says what to do instead.
         keys: the API keys that may call it; all may if there are none.
     """
     handlers = {
@@ -87,6 +87,8 @@ def _method_handler(
             return await run(Call(raw, _key_name(metadata, keys), metadata, context.write))
         except RequestError as error:
             await _abort(context, error)
+        except NotImplementedError as error:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, str(error))
         except asyncio.CancelledError:  # by the client or its deadline
             raise
         except Exception:

@@ -156,6 +156,16 @@ class VllmEngine:
             piece = data[i * CHUNK_BYTES : (i + 1) * CHUNK_BYTES]
             await call.send(common.GetTokenizerChunk(data=piece, sha256=digest if i == num_chunks - 1 else ""))
 
+    async def Embed(self, call: Call) -> Never:
+        raise NotImplementedError("embeddings are served at POST /v1/embeddings of the router's HTTP port")
+
+    async def SubscribeKvEvents(self, call: Call) -> Never:
+        """Refuse: a block that one pool loses may be in another one, and no frame tells the router a block's tokens."""
+        message = (
+            "a router publishes no KV events; subscribe to its instances, which do so over ZMQ (--kv-events-config)"
+        )
+        raise NotImplementedError(message)
+
     def _parse(self, call: Call) -> ParsedRequest:
         request, info = call.parse(vllm.GenerateRequest), self._model()
         request_id = request.request_id or f"req-{token_hex(12)}"

@@ -64,7 +64,8 @@ def place(
     is_late = ttft_target is not None and there > ttft_target
     if is_late and math.isfinite(decode.itl_target) and prefill.prefills and here <= there:
         return Placement("decode", "backlog", uncached, here, there)
-    step_delay = decode.costs.prefill_seconds(uncached, request.tokens - uncached) - decode.costs.prefill_seconds(0)
+    computed = min(uncached, request.tokens - request.stored)
+    step_delay = decode.costs.prefill_seconds(computed, request.tokens - computed) - decode.costs.prefill_seconds(0)
     here += max(1, decode.requests) * step_delay
     if here <= there:
         return Placement("decode", "forecast", uncached, here, there)

@@ -143,6 +143,7 @@ class PlacementRequest(NamedTuple):
         decode: True to pick a decode instance, False to pick a prefill instance.
         scores_prompt: it asks for the log probabilities of its prompt, all of which one instance must compute.
         prefills_itself: there is no dedicated prefill instance, so a `both` instance computes the prompts that it decodes.
+        stored: number of leading tokens in the KV store, which an instance may load; 0 unless publishers of KV events tell.
     """
 
     tokens: int
@@ -153,6 +154,7 @@ class PlacementRequest(NamedTuple):
     decode: bool = False
     prefills_itself: bool = False
     scores_prompt: bool = False
+    stored: int = 0
 
     @property
     def context(self) -> int:
@@ -262,20 +264,28 @@ def auto(candidates: Sequence[Candidate], request: PlacementRequest) -> Scores:
 
 
 def forecast_ttft(candidate: Candidate, request: PlacementRequest) -> float:
-    """Forecast the TTFT in seconds: queued prompts, one step of the running sequences, and the uncached tokens."""
+    """Forecast the TTFT in seconds: queued prompts, one step of the running sequences, and the uncached tokens.
+
+    Tokens that the KV store has are loaded, if that is faster than computing them.
+    """
     return _ttft_scores([candidate], request)[0][0]
 
 
 def _ttft_scores(candidates: Sequence[Candidate], request: PlacementRequest) -> Scores:
     """`forecast_ttft` of all candidates, in one loop without calls: there may be hundreds of them per request."""
-    tokens, cached_on = request.tokens, request.cached.get
+    tokens, stored, cached_on = request.tokens, request.stored, request.cached.get
     scores = []
     for c in candidates:
         queued, per_token, per_pair = c._prefill_terms or c.prefill_terms()
         cached = cached_on(c.instance_id, 0)
         uncached = tokens - cached
         # `attention_pairs`, inlined.
-        scores.append((queued + (per_token + per_pair * (cached + uncached / 2)) * uncached, c))
+        seconds = (per_token + per_pair * (cached + uncached / 2)) * uncached
+        if stored > cached:
+            rest = tokens - stored
+            load = c.costs.transfer_seconds((stored - cached) * c.token_bytes)
+            seconds = min(seconds, load + (per_token + per_pair * (stored + rest / 2)) * rest)
+        scores.append((queued + seconds, c))
     return scores
 
 

@@ -1,1 +1,1 @@
-"""What a router keeps for its clients beyond a request: responses, files and batches."""
+"""Storage of what clients keep at a router beyond a request: responses, files and batches."""

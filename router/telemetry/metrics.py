@@ -104,6 +104,12 @@ class Metrics:
             ["kind"],
             registry=self.registry,
         )
+        self._kv_event_batches = Counter(
+            "pdserve_kv_event_batches_followed_total",
+            "batches of KV events of --kv-events-subscribe: applied, refused because they are malformed, or lost",
+            ["endpoint", "outcome"],
+            registry=self.registry,
+        )
         self.hedges = Counter(
             "pdserve_prefill_hedges_total",
             "late prefills sent to a second instance (asked), and those that it won (preferred)",
@@ -149,6 +155,9 @@ class Metrics:
         self.registry.register(_FleetCollector(fleet))
         for metric in (self.requests, self.decisions, self.placements, self.key_requests, self.key_tokens):
             metric.labels = cache(metric.labels)  # type: ignore[assignment]  # every request uses the same few labels
+
+    def count_kv_event_batches(self, endpoint: str, outcome: str, count: int) -> None:
+        self._kv_event_batches.labels(endpoint=endpoint, outcome=outcome).inc(count)
 
     def record_finished(self, timeline: Timeline) -> None:
         """Add a finished request's timeline to the histograms and counters."""

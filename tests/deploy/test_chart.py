@@ -78,6 +78,7 @@ CUSTOM = {
 # What no example has.
 OTHER: dict[str, Any] = {
     "both": {"enabled": True, "update": {"recreate": True}},
+    "grpcProbes": True,
     "router": {
         "replicas": 1,
         "priorityClassName": "high",
@@ -270,6 +271,19 @@ def test_probes_ask_the_ports_that_answer(name: str) -> None:
         assert (pod["readinessProbe"]["httpGet"].get("scheme") == "HTTPS") is has_tls
 
 
+def test_grpc_probes_ask_services_of_ports_that_serve_them() -> None:
+    for role, deployment in of_kind(rendered("other"), "Deployment").items():
+        if role in ("redis", "autoscaler"):
+            continue
+        pod = container(deployment)
+        port, flag = (8002, "--grpc-port") if role == "router" else (9101, "--grpc-health-port")
+        services = {"startupProbe": "liveness", "livenessProbe": "liveness", "readinessProbe": "readiness"}
+        assert {probe: pod[probe]["grpc"] for probe in services} == {
+            probe: {"port": port, "service": service} for probe, service in services.items()
+        }
+        assert f"{flag}={port}" in pod["args"] and {"name": "grpc", "containerPort": port} in pod["ports"]
+
+
 def test_pods_get_only_the_secrets_that_they_need() -> None:
     deployments = of_kind(rendered("several-nodes"), "Deployment")
     variables = {"PDSERVE_ADMIN_KEY", "PDSERVE_API_KEY", "PDSERVE_CONTROL_TOKEN", "REDIS_PASSWORD", "HF_TOKEN"}
@@ -399,6 +413,7 @@ def test_the_autoscaler_watches_every_router_and_may_start_pods() -> None:
             {"autoscaler": {"slo": "ttft.p90=1s", "profile": "p"}, "tls": {"clients": "tls"}},
             "reaches each router by its address",
         ),
+        ({"grpcProbes": True, "tls": {"clients": "tls"}}, "grpcProbes needs plain connections"),
         ({"decode": {"replica": 2}}, "replica"),
         ({"prefill": {"flags": {"--max-num-seqs": 2}}}, "--max-num-seqs"),
         ({"keda": {"decode": {"occupancy": 0.8}}}, "occupancy"),

@@ -36,12 +36,12 @@ class OutputParser:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text so far ends inside of reasoning."""
+        """True while the text so far ends inside of reasoning."""
         return self._reasoning is not None and self._reasoning.is_reasoning
 
     @property
     def may_reason(self) -> bool:
-        """Whether there may be more reasoning. Until then tokens should be pushed one by one, to be counted."""
+        """True while there may be more reasoning. Until then tokens should be pushed one by one, to be counted."""
         return self._reasoning is not None and not self._reasoning.is_over
 
     @property

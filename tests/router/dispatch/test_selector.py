@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pdserve.costs import Costs
 from pdserve.errors import Unavailable
 from pdserve.keys import block_keys
 from pdserve.proto import pdserve_pb2 as pb
@@ -199,6 +200,23 @@ def test_repeated_timeouts_open_the_breaker(make_cluster: type[Cluster]) -> None
         cluster.advance(0.06)
     with pytest.raises(Unavailable, match="no progress"):
         cluster.tokens(state)
+
+
+def test_a_prompt_in_the_kv_store_is_forecast_as_loaded(make_cluster: type[Cluster]) -> None:
+    cluster = make_cluster("prefill", "decode", local_prefill_tokens=None)
+    prompt, slow = list(range(41)), Costs(prefill=(0.01, 1.0, 0.0))
+    for instance in cluster.instances:
+        instance.candidate.update_costs(slow)
+    keys = {2: block_keys(b"root", prompt, 2)}
+    cold = cluster.open("cold", prompt=prompt, keys=keys)
+    cluster.fleet.stored.add("store", keys[2])
+    warm = cluster.open("warm", prompt=prompt, keys=keys)
+    assert cold.timeline.placement is not None and warm.timeline.placement is not None
+    assert cold.timeline.placement.way == "split" and warm.timeline.placement.way == "decode"
+    assert warm.timeline.placement.uncached_tokens == 41, "none is in the pool"
+    cluster.fleet.stored.remove("store", keys[2])
+    again = cluster.open("again", prompt=prompt, keys=keys)
+    assert again.timeline.placement is not None and again.timeline.placement.way == "split"
 
 
 def test_cached_tokens_reduce_the_assigned_work(make_cluster: type[Cluster]) -> None:

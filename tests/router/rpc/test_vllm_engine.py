@@ -10,6 +10,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -187,7 +188,7 @@ def test_invalid_requests(stub: Any, changes: dict[str, Any], message: str) -> N
 def test_malformed_and_oversize_messages(serve: Serve, backend: ScriptedBackend) -> None:
     with serve(max_body_bytes=20_000) as port, grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         generate: Any = channel.unary_stream(f"/{SERVICE}/Generate")
-        methods: Any = {name: channel.unary_unary(f"/{SERVICE}/{name}") for name in ("Abort", "Embed")}
+        methods: Any = {name: channel.unary_unary(f"/{SERVICE}/{name}") for name in ("Abort", "FlushCache")}
         code, details, metadata = failure(lambda: [*generate(b"\xff\xff")])
         assert code is grpc.StatusCode.INVALID_ARGUMENT and "malformed protobuf" in details
         assert metadata["pdserve-error"] == "invalid_protobuf"
@@ -195,7 +196,11 @@ def test_malformed_and_oversize_messages(serve: Serve, backend: ScriptedBackend)
         large = vllm.GenerateRequest(text="x" * 30_000).SerializeToString()
         code, details, _ = failure(lambda: [*generate(large)])
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "20000" in details
-        assert failure(lambda: methods["Embed"](b""))[0] is grpc.StatusCode.UNIMPLEMENTED
+        for name, instead in {"Embed": "POST /v1/embeddings", "SubscribeKvEvents": "--kv-events-config"}.items():
+            refused: Any = channel.unary_stream(f"/{SERVICE}/{name}")
+            code, details, _ = failure(partial(list, refused(b"")))
+            assert code is grpc.StatusCode.UNIMPLEMENTED and instead in details
+        assert failure(lambda: methods["FlushCache"](b""))[0] is grpc.StatusCode.UNIMPLEMENTED
         assert not backend.requests
         assert [*generate(request().SerializeToString())], "the connection still serves"
 

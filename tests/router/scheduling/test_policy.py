@@ -21,6 +21,7 @@ from pdserve.router.scheduling.policy import (
     Load,
     PlacementRequest,
     decide,
+    forecast_ttft,
 )
 
 TOKENS = st.integers(0, 10_000)
@@ -126,6 +127,17 @@ def test_power_of_two_is_never_the_worst(snapshot: list[Candidate], request: Pla
     worst = max(snapshot, key=lambda c: c.work_tokens)
     worst.prefill_tokens += 1
     assert decide("power_of_two", snapshot, request).chosen != worst.instance_id
+
+
+@given(snapshot=snapshots(), request=placement_requests(), stored=st.integers(0, 1000))
+def test_what_the_store_has_never_makes_a_forecast_longer(
+    snapshot: list[Candidate], request: PlacementRequest, stored: int
+) -> None:
+    better = request._replace(stored=min(stored, request.tokens))
+    for candidate in snapshot:
+        assert forecast_ttft(candidate, better) <= forecast_ttft(candidate, request)
+        if better.stored <= request.cached_on(candidate):
+            assert forecast_ttft(candidate, better) == forecast_ttft(candidate, request)
 
 
 def test_power_of_two_draws_all_candidates() -> None:

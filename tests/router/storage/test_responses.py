@@ -59,6 +59,16 @@ def test_a_conversation_continues_by_id(
             [turns[0], answer, turns[1], answer, turns[2]],
         ]
         assert [request.prompt for request in backend.requests] == [*map(tokenizer.render_chat, conversations)]
+        items: Any = one.responses.input_items
+        newest, *others = [(item.role, item.content[0].text) for item in items.list(third.id, limit=2)]  # in pages
+        assert newest == ("user", "again") and others[-1] == ("user", "hello") and len(others) == 4
+        oldest = items.list(second.id, order="asc", limit=1)
+        assert (oldest.data[0].content[0].text, oldest.data[0].id, oldest.has_more) == ("hello", oldest.last_id, True)
+        rest = items.list(second.id, order="asc", after=oldest.last_id)
+        assert [item.content[0].type for item in rest] == ["output_text", "input_text"]
+        for wrong in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "msg_1"}):
+            with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
+                items.list(second.id, **wrong)
         kept = one.responses.retrieve(second.id)
         assert (kept.output_text, kept.status, kept.usage) == (" Paris.", "completed", second.usage)
         one.responses.delete(second.id)
@@ -75,6 +85,7 @@ def test_keys_are_apart_and_store_false_keeps_nothing(stateful: Starlette, servi
         for forbidden in (
             lambda: two.responses.retrieve(kept.id),
             lambda: two.responses.delete(kept.id),
+            lambda: two.responses.input_items.list(kept.id),
             lambda: two.responses.create(model="demo", input="x", previous_response_id=kept.id),
         ):
             with pytest.raises(openai.NotFoundError):

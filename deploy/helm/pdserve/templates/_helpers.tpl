@@ -59,6 +59,13 @@ helm.sh/chart: {{ $root.Chart.Name }}-{{ $root.Chart.Version }}
 {{- mergeOverwrite (deepCopy $root.Values.instances) (deepCopy (index $root.Values (index . 1))) | toYaml }}
 {{- end }}
 
+{{/* What a probe asks, with (list $ service path HTTP's port gRPC's port scheme): a gRPC service, or a path. */}}
+{{- define "pdserve.probe" -}}
+{{- if (index . 0).Values.grpcProbes }}grpc: {port: {{ index . 4 }}, service: {{ index . 1 }}}
+{{- else }}httpGet: {path: {{ index . 2 }}, port: {{ index . 3 }}, scheme: {{ index . 5 }}}
+{{- end }}
+{{- end }}
+
 {{/* Arguments of a map of flags. toJson, because YAML's numbers are floats, which Go prints as 4e+06. */}}
 {{- define "pdserve.flags" -}}
 {{- range $name, $value := . }}
