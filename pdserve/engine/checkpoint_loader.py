@@ -12,9 +12,10 @@ import xxhash
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from pdserve.config import EngineConfig
-from pdserve.engine import latent_attention, paged_model
+from pdserve.engine import paged_model
+from pdserve.engine.architectures import latent_attention
+from pdserve.engine.architectures.class_head import class_head, num_labels
 from pdserve.engine.checkpoint import Checkpoint
-from pdserve.engine.class_head import class_head, num_labels
 from pdserve.engine.cpu_fusion import experts
 from pdserve.engine.cpu_fusion.fused_mlp import fuse_mlps
 from pdserve.engine.cpu_fusion.fused_norm import fuse_norms

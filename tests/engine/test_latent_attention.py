@@ -14,8 +14,8 @@ import torch
 import transformers
 
 from pdserve.config import EngineConfig
+from pdserve.engine.architectures.latent_attention import absorb
 from pdserve.engine.engine import Engine
-from pdserve.engine.latent_attention import absorb
 from pdserve.engine.paged_model import UnsupportedAttention
 from pdserve.errors import SetupError
 from pdserve.kernels import cpu, reference

@@ -1,0 +1,1 @@
+"""Layers that only some architectures have."""
