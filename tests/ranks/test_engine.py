@@ -123,7 +123,7 @@ def test_equals_generate_while_preempting(
 
 
 def llama_with_plan(**plan: str) -> Any:
-    config = transformers.LlamaConfig()
+    config: Any = transformers.LlamaConfig()
     config.base_model_tp_plan = plan
     return config
 
