@@ -114,7 +114,7 @@ class _Search:
                 message = f"the beam search ended with {len(self._hypotheses)} of {len(self.answers)} answers"
                 raise RequestError(message, kind="internal_error")
         found = self._hypotheses[index]
-        return [Chunk(list(found.token_ids), found.finish_reason, list(found.logprobs))]
+        return [Chunk(list(found.token_ids), found.finish_reason, found.logprobs)]
 
     def _wake(self) -> None:
         for answer in self.answers:

@@ -41,7 +41,7 @@ def test_each_answer_is_a_stream() -> None:
     scored = (TokenLogprobs(-0.5), TokenLogprobs(-0.25))
     found = [Hypothesis((1, 2), -0.5, "stop", scored), Hypothesis((3,), -1.0, "length")]
     assert answers_of([Chunk([], "stop", hypotheses=found)], 2) == [
-        [Chunk([1, 2], "stop", [*scored])],
+        [Chunk([1, 2], "stop", scored)],
         [Chunk([3], "length")],
     ]
 
