@@ -189,6 +189,7 @@ def test_package_table_lists_every_package() -> None:
         "kv_transfer/connectors",
         "kv_transfer/rules",
         "kernels/gpu",
+        "pdserve/engine/architectures",
         "pdserve/engine/cpu_fusion",
         "pdserve/engine/gpu_fusion",
         "pdserve/engine/parallel",
