@@ -80,6 +80,7 @@ def test_model_has_learned_the_capitals(model: Any, tokenizer: Any, demo_text: M
     assert sum(capital in answer for capital, answer in pairs) >= 0.95 * len(answers)
 
 
+@pytest.mark.slow
 def test_held_out_facts_are_found_in_the_prompt(model: Any, tokenizer: Any, demo_text: ModuleType) -> None:
     """Fifty facts absent from training; every second question is asked as a chat."""
 

@@ -111,6 +111,7 @@ print(size, grown * 1024)
 """
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_large_grammar_goes_back_to_the_system(model: Path) -> None:
     run = subprocess.run([sys.executable, "-c", MEMORY_PROGRAM, str(model)], capture_output=True, text=True, check=True)
     size, grown = map(int, run.stdout.split())

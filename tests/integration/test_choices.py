@@ -23,7 +23,11 @@ def metric(deployment: Any, name: str, **labels: str) -> float:
     return sum(float(line.split()[-1]) for line in named if all(part in line for part in wanted))
 
 
-@pytest.mark.parametrize("topology", [{"prefill": 1, "decode": 1}, {"prefill": 0, "decode": 0, "both": 1}], ids=str)
+@pytest.mark.parametrize(
+    "topology",
+    [{"prefill": 1, "decode": 1}, pytest.param({"prefill": 0, "decode": 0, "both": 1}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_the_prompt_is_computed_and_moved_once(
     topology: dict[str, int],
     checkpoint: Callable[..., Path],

@@ -183,6 +183,7 @@ def test_lease_ends_while_decode_reads(system: System) -> None:
     system.assert_recovered(reader)
 
 
+@pytest.mark.slow
 def test_prefill_is_stopped_and_continued_while_decode_reads(system: System) -> None:
     prompt, future, reader = system.pause_a_read()
     system.signal("prefill-0", signal.SIGSTOP)

@@ -134,6 +134,7 @@ def test_a_relay_that_blocks_bypass_is_detected(redis_cluster: Any) -> None:
     assert report.verdict is Verdict.HOLDS and report.detail.startswith("held up in its hooks")
 
 
+@pytest.mark.slow
 def test_tiers_of_memory_and_files_pass(tmp_path: Path) -> None:
     name = f"shm://test-{uuid.uuid4().hex}"
     url = f"tiered://{name}?size=64MiB,file://{tmp_path}/kv"

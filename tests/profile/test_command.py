@@ -34,6 +34,7 @@ def test_a_quick_profile_of_the_demo_model(tmp_path: Path) -> None:
     assert profile.overheads.engine_step_s > 0
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_ctrl_c_ends_it_with_a_sentence(tmp_path: Path) -> None:
     arguments = [*COMMAND, "--output", str(tmp_path / "profile.json"), "--repeat", "1000"]

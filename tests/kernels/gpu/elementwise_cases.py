@@ -86,7 +86,9 @@ def test_rotation_and_write(dtype: torch.dtype, size: int, rotated: int, heads: 
     assert untouched == pool[..., 0].numel() - 2 * kv_heads * len(at), "no other slot, and no other layer"
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", pytest.param("llama", marks=pytest.mark.slow), "gemma2"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gemma2"))]
+)
 def test_fused_models_say_what_plain_ones_say(architecture: str, checkpoint: Callable[..., Path]) -> None:
     """Layers of Llama's kind are fused, others left alone; tokens are those of the model without fusion."""
     path = str(checkpoint(architecture, dtype="float16"))
