@@ -25,6 +25,7 @@ from pdserve.kernels.attention import select_kernel
 from pdserve.kernels.gpu.copies import PoolCopies
 from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import Connector, Outcome
+from pdserve.kv_transfer.connectors.shm import unlink
 from pdserve.kv_transfer.registry import connect
 from pdserve.kv_transfer.staging import StagedConnector, attach_pool
 
@@ -137,11 +138,13 @@ def handover() -> Result:
     rows: list[Result] = []
     blocks = 6 if DRY else 512
     size = make_pool(1)[1].block_bytes * blocks
-    urls = [f"shm://gpu-session-{time.time_ns()}?size={2 * size + (1 << 20)}"]
+    url = f"shm://gpu-session-{time.time_ns()}?size={2 * size + (1 << 20)}"
+    try:
+        rows.append({"by": "shm"} | _between_processes(url, blocks))
+    finally:
+        unlink(url)
     if not DRY:
-        urls.append("nixl://")
-    for url in urls:
-        rows.append({"by": url.partition("://")[0]} | _between_processes(url, blocks))
+        rows.append({"by": "nixl"} | _between_processes("nixl://", blocks))
     rows.append({"by": "CUDA IPC"} | (_by_ipc(blocks) if not DRY else {"skipped": "no GPU"}))
     return {"rows": rows, "failed": sum(row.get("wrong", 0) for row in rows)}
 
