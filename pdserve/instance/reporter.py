@@ -18,7 +18,7 @@ from pdserve.roles.job import Job
 from pdserve.roles.transfers import Transfers
 
 log = logging.getLogger(__name__)
-COSTS_UPDATE_S = 1.0  # between two fits of the cost models
+COSTS_UPDATE_S = 2.0  # between two fits of the cost models
 LOAD_FIELDS = tuple(pb.Load.DESCRIPTOR.fields_by_name)
 
 

@@ -320,14 +320,14 @@ class SimulatedInstance:
                 self._shown_keys.publish(key, cached)
 
     def _send_updates(self, link: _Link) -> None:
-        if not (self._skipped_ends or self._key_changes or link.pending or len(self._links) > 1):
-            return
-        ended = bisect_right(self._skipped_ends, self._clock.time) if self._skipped_ends else 0
-        if ended and (len(self._links) > 1 or ended >= self.thread.steps_until_keys_change()):
-            self.catch_up()
+        several = len(self._links) > 1
+        if self._skipped_ends:
+            ended = bisect_right(self._skipped_ends, self._clock.time)
+            if ended and (several or ended >= self.thread.steps_until_keys_change()):
+                self.catch_up()
         if self._time <= self._clock.time:
             self._show_keys()
-        if len(self._links) > 1 and link.load != link.last_load.others:
+        if several and link.load != link.last_load.others:
             link.last_load = pb.InstanceFrame(others=link.load)
             self._send_later(link, link.last_load)
         while link.pending:

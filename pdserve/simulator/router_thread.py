@@ -25,11 +25,15 @@ class RouterThread:
 
     def add(self, at: float, seconds: float) -> float:
         """Add work that arrives, or has arrived, at a time. Returns when it is done."""
-        slot = max(0, int(at / SLOT_S) - self._first)
+        slot = int(at / SLOT_S) - self._first
+        if slot < 0:
+            slot = 0
         while slot >= len(self._work):
             slot -= self._append_slot()
         begins = (self._first + slot) * SLOT_S
-        ahead = max(0.0, self._backlog[slot] + self._work[slot] - max(0.0, at - begins))
+        ahead = self._backlog[slot] + self._work[slot] - (at - begins if at > begins else 0.0)
+        if ahead < 0:
+            ahead = 0.0
         self._work[slot] += seconds
         self.busy_seconds += seconds
         if slot + 1 < len(self._work):
