@@ -9,7 +9,7 @@ not answer, queued transfers fail immediately for as long as that operation took
 
 import math
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -81,6 +81,7 @@ class Transfers:
         follows: loads can start while the blocks are still being stored.
         in_place: peers read the pool's rows directly, with a ticket.
         listener: None: none is told what the store has.
+        probe_outcomes: of the loads of `probe`, which are no failures of transfers.
         num_holding: transfers that hold blocks. A transfer that peers read in place may outlive its request.
     """
 
@@ -100,6 +101,7 @@ class Transfers:
         self.in_place = connector.in_place
         self.follows = connector.follows
         self.listener: StoreListener | None = None
+        self.probe_outcomes = Counter[Outcome]()
         self.num_holding = 0
 
     @property
@@ -167,7 +169,11 @@ class Transfers:
             blocks = self._pool.allocate(1)
             self.num_holding += 1
             future = self._connector.load([os.urandom(KEY_BYTES)], blocks)
-            self._context.add_done_callback(future, lambda _: self._release_blocks(blocks))
+            self._context.add_done_callback(future, lambda result: self._end_probe(blocks, result))
+
+    def _end_probe(self, blocks: list[int], result: Result) -> None:
+        self._release_blocks(blocks)
+        self.probe_outcomes.update(result.outcomes)
 
     def end_leases(self, keys: Sequence[bytes], ticket: bytes) -> None:
         """End the leases of a finished store that no instance will load."""
