@@ -24,6 +24,8 @@ import stores
 from machine_speed import MachineSpeed, slowed
 from rich.table import Table
 
+from pdserve.bench.requests import Sample
+from pdserve.bench.sweep import is_saturated
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.cli.flags import command_from_config
 from pdserve.config import UpConfig, flag, parse_size
@@ -183,17 +185,20 @@ def measure(deployment: Deployment, config: FleetConfig, rate: float, folder: Pa
     goals = ",".join(f"{name}:{seconds * 1e3:g}" for name, seconds in GOALS.items())
     command = [sys.executable, "-m", "pdserve", "bench", "serve", "--base-url", deployment.url, *flags, "--ignore-eos"]
     command += ["--request-rate", str(rate), "--goodput", goals, "--num-warmups", "3", "--save-result"]
-    command += ["--result-dir", str(folder), "--result-filename", "measured.json"]
+    command += ["--save-detailed", "--result-dir", str(folder), "--result-filename", "measured.json"]
     pids = {child.name: child.pid for child in deployment.children}
     before = {name: report.cpu_seconds([pid]) for name, pid in pids.items()}
     client_before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     client = resource.getrusage(resource.RUSAGE_CHILDREN)
     figures: dict[str, Any] = json.loads((folder / "measured.json").read_text())
+    times = zip(figures["start_times"], figures["latencies"], strict=True)
+    samples = [Sample(i, start, ended=start + seconds) for i, (start, seconds) in enumerate(times)]
     used = {name: report.cpu_seconds([pid]) - before[name] for name, pid in pids.items()}
     # Most of the client's time may be that of its start.
     used["client"] = client.ru_utime + client.ru_stime - client_before.ru_utime - client_before.ru_stime
-    return figures | {"cores": {name: seconds / figures["duration"] for name, seconds in used.items()}}
+    cores = {name: seconds / figures["duration"] for name, seconds in used.items()}
+    return figures | {"cores": cores, "saturated": is_saturated(samples)}
 
 
 def saturation(config: FleetConfig, profile: Profile, fleet: Fleet) -> float:
@@ -232,9 +237,11 @@ def run(settings: Settings) -> None:
                         measured = measure(deployment, one, rate, folder)
                         slowdown = (slowdown + speed.slowdown()) / 2 if speed else 1.0
                         predicted: Forecast = simulate(one, slowed(profile, slowdown), GOALS, fleet, rate)
+                        verdicts = {"predicted": predicted.saturated, "measured": measured["saturated"]}
                         row: dict[str, Any] = {"fleet": str(fleet), "mix": mixed, "load": load, "rate": rate}
                         row |= {"slowdown": slowdown, "cores": measured["cores"]}
-                        row |= {"saturated": predicted.saturated, "bottleneck": measured["client_bottleneck"]}
+                        row |= {f"{source}_saturated": verdict for source, verdict in verdicts.items()}
+                        row |= {"bottleneck": measured["client_bottleneck"]}
                         row |= {f"predicted_{key}": predicted.figures[key] for key in FIGURES}
                         row |= {f"measured_{key}": measured[key] for key in FIGURES}
                         row |= {"predicted_request_throughput": predicted.figures["request_throughput"]}
