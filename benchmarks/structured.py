@@ -38,7 +38,7 @@ PATTERNS = (
     "^(\\+[0-9]{1,3} )?[0-9]{4}$",
     "^(red|green|blue)(, (red|green|blue))?$",
 )
-RECURSIVE = {
+RECURSIVE: dict[str, Any] = {
     "type": "object",
     "properties": {"value": {}, "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]}},
 }
@@ -99,7 +99,7 @@ def _value(drawn: random.Random, depth: int, definitions: dict[str, Any]) -> dic
             return {"type": "array", "items": _value(drawn, depth - 1, definitions), "minItems": 1, "maxItems": 3}
         case "recursion":
             if "node" not in definitions:
-                properties = {**RECURSIVE["properties"], "value": _value(drawn, 0, definitions)}  # type: ignore[dict-item]
+                properties = {**RECURSIVE["properties"], "value": _value(drawn, 0, definitions)}
                 definitions["node"] = {
                     **RECURSIVE,
                     "properties": properties,

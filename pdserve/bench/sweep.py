@@ -10,9 +10,9 @@ STEP = 2.0  # factor between two rates until one of them fails
 MAX_STEPS = 12  # doublings, or halvings, before the search gives up
 GROWTH = 1.4  # of the requests in flight from one third of a run to the next: constant if the server keeps up
 SMALL_GROWTH = (
-    1.15  # counts if it is also more than chance adds: ROOTS of the number of arrivals, whose root is their spread
+    1.15  # the same, if the requests that were added are also more than ROOTS standard deviations of the arrivals
 )
-ROOTS = 1.5
+ROOTS = 1.5  # the standard deviation of a Poisson process is the root of its number of arrivals
 MIN_GROWTH = 4  # requests
 
 

@@ -167,9 +167,8 @@ class Reporter:
             for (direction, outcome), blocks in part.failures.items():
                 labels = {"connector": name, "direction": direction, "kind": outcome.value}
                 probes = self._transfers.probe_outcomes[outcome] if part is stats and direction == "load" else 0
-                key = series(
-                    "kv_transfer_failures", **labels
-                )  # a counter, which a probe that has just ended must not lower
+                key = series("kv_transfer_failures", **labels)
+                # A counter, which a probe that has just ended must not lower.
                 metrics[key] = max(blocks - probes, self.status.counters.get(key, 0))
         return metrics
 
