@@ -1,8 +1,9 @@
 """Generation requests as plain data: prompt tokens and sampling parameters."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from pdserve.errors import BadRequest
 from pdserve.reasoning import ReasoningSpan
@@ -90,34 +91,56 @@ class SamplingParams:
 
     def validate(self) -> None:
         """Raise BadRequest, with the field's name and its valid range, if a value is invalid."""
-        _require(self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
-        _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "from 0 to max_tokens", self.min_tokens)
-        _require(_between(self.temperature, 0, 100), "temperature", "a number from 0 to 100", self.temperature)
-        _require(0 <= self.top_k < 2**31, "top_k", "0 (off) or a positive whole number", self.top_k)
-        _require(_between(self.top_p, 0, 1) and self.top_p > 0, "top_p", "above 0 and at most 1", self.top_p)
-        _require(_between(self.min_p, 0, 1), "min_p", "from 0 to 1", self.min_p)
-        _require(0 <= self.seed < 2**63, "seed", "from 0 to 2^63 - 1", self.seed)
-        count = len(self.stop_token_ids)
-        _require(count <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids", count)
-        for name in ("frequency_penalty", "presence_penalty"):
-            _require(_between(getattr(self, name), -2, 2), name, "a number from -2 to 2", getattr(self, name))
-        repetition = self.repetition_penalty
-        _require(
-            _between(repetition, 0, 10) and repetition > 0, "repetition_penalty", "above 0, at most 10", repetition
-        )
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            _require(0 <= (value or 0) <= MAX_LOGPROBS, name, f"from 0 to {MAX_LOGPROBS}", value)
-        count = len(self.logit_bias)
-        _require(count <= MAX_LOGIT_BIAS, "logit_bias", f"of at most {MAX_LOGIT_BIAS} tokens", count)
-        count = len(self.bad_words)
-        _require(count <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} sequences of tokens", count)
-        _require(0 <= self.beam_width <= MAX_BEAM_WIDTH, "beam_width", f"from 1 to {MAX_BEAM_WIDTH}", self.beam_width)
-        _require(
-            _between(self.length_penalty, -10, 10), "length_penalty", "a number from -10 to 10", self.length_penalty
-        )
-        for bias in self.logit_bias.values():
-            _require(_between(bias, -100, 100), "logit_bias", "of numbers from -100 to 100", bias)
+        if not 0 <= self.min_tokens <= self.max_tokens and self.max_tokens >= 1:
+            raise _invalid("min_tokens", "from 0 to max_tokens", self.min_tokens)
+        for name, value in vars(self).items():
+            if value == _DEFAULTS[name]:
+                continue
+            for rule in _RULES.get(name, ()):
+                if not rule.allows(shown := rule.looks_at(value)):
+                    raise _invalid(name, rule.expected, shown)
+
+
+class _Rule(NamedTuple):
+    """What a field must be; `looks_at` returns what is checked, which the error shows."""
+
+    expected: str
+    allows: Callable[[Any], bool]
+    looks_at: Callable[[Any], Any] = lambda value: value
+
+
+def _finite(low: float, high: float) -> Callable[[float], bool]:
+    return lambda value: math.isfinite(value) and low <= value <= high
+
+
+def _at_most(limit: int, what: str) -> _Rule:
+    return _Rule(f"at most {limit} {what}", lambda count: count <= limit, len)
+
+
+_NUM_LOGPROBS = _Rule(f"from 0 to {MAX_LOGPROBS}", lambda value: value is None or 0 <= value <= MAX_LOGPROBS)
+_PENALTY = _Rule("a number from -2 to 2", _finite(-2, 2))
+_RULES = {
+    "max_tokens": [_Rule("at least 1", lambda value: value >= 1)],
+    "temperature": [_Rule("a number from 0 to 100", _finite(0, 100))],
+    "top_k": [_Rule("0 (off) or a positive whole number", lambda value: 0 <= value < 2**31)],
+    "top_p": [_Rule("above 0 and at most 1", lambda value: 0 < value <= 1)],
+    "min_p": [_Rule("from 0 to 1", _finite(0, 1))],
+    "seed": [_Rule("from 0 to 2^63 - 1", lambda value: 0 <= value < 2**63)],
+    "stop_token_ids": [_at_most(MAX_STOP_TOKEN_IDS, "ids")],
+    "frequency_penalty": [_PENALTY],
+    "presence_penalty": [_PENALTY],
+    "repetition_penalty": [_Rule("above 0, at most 10", lambda value: 0 < value <= 10)],
+    "logprobs": [_NUM_LOGPROBS],
+    "prompt_logprobs": [_NUM_LOGPROBS],
+    "logit_bias": [
+        _Rule(f"of at most {MAX_LOGIT_BIAS} tokens", lambda count: count <= MAX_LOGIT_BIAS, len),
+        _Rule("of numbers from -100 to 100", _finite(-100, 100), lambda biases: max(biases.values(), key=_magnitude)),
+    ],
+    "bad_words": [_at_most(MAX_BAD_WORDS, "sequences of tokens")],
+    "beam_width": [_Rule(f"from 1 to {MAX_BEAM_WIDTH}", lambda value: 0 <= value <= MAX_BEAM_WIDTH)],
+    "length_penalty": [_Rule("a number from -10 to 10", _finite(-10, 10))],
+}
+_DEFAULTS = vars(SamplingParams())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,13 +171,12 @@ class Request:
     received: float | None = None
 
 
-def _between(value: float, low: float, high: float) -> bool:
-    return math.isfinite(value) and low <= value <= high
+def _magnitude(value: float) -> float:
+    return math.inf if math.isnan(value) else abs(value)
 
 
-def _require(condition: bool, name: str, expected: str, value: object) -> None:
-    if not condition:
-        raise BadRequest(f"{name} must be {expected}, not {value}", kind="invalid_parameter", param=name)
+def _invalid(name: str, expected: str, value: object) -> BadRequest:
+    return BadRequest(f"{name} must be {expected}, not {value}", kind="invalid_parameter", param=name)
 
 
 def check_length(prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:

@@ -31,6 +31,13 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "top_p": (None, 1),
     "top_k": (None, 0, -1),
 }
+# Fields that need a beam search, and their values that do not.
+HARMLESS: dict[str, tuple[object, ...]] = {
+    "beam_width": (),
+    "best_of": (1,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+}
 
 
 def beam_settings(body: SamplingBody, sampling: SamplingParams, info: ModelInfo) -> dict[str, Any]:
@@ -79,12 +86,7 @@ def beam_settings(body: SamplingBody, sampling: SamplingParams, info: ModelInfo)
 
 def check_no_beam_settings(body: SamplingBody) -> None:
     """Raise BadRequest if the body asks for details of a beam search without asking for one."""
-    for name, harmless in (
-        ("beam_width", ()),
-        ("best_of", (1,)),
-        ("length_penalty", (1,)),
-        ("early_stopping", (False,)),
-    ):
+    for name, harmless in HARMLESS.items():
         value = getattr(body, name)
         if value is not None and value not in harmless:
             advice = "; to sample, ask for n choices and pick one yourself" if name == "best_of" else ""

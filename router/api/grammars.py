@@ -11,6 +11,7 @@ from pdserve.router.backend import ModelInfo
 
 KINDS = {"json": (dict, str, bool), "regex": (str,), "choice": (list,), "grammar": (str,)}
 EXPECTED = {"json": "a JSON schema", "regex": "a string", "choice": "a list of strings", "grammar": "a string in EBNF"}
+FIELDS = {"response_format", "structured_outputs", *(f"guided_{kind}" for kind in KINDS)}
 ANY_OBJECT = {"type": "object"}
 
 
@@ -20,8 +21,7 @@ def parse_grammar(body: SamplingBody, info: ModelInfo) -> str:
     Raises:
         BadRequest: it asks for two grammars or an invalid one, or the instances support none.
     """
-    requested = _requested_grammars(body)
-    if not requested:
+    if FIELDS.isdisjoint(body.model_fields_set) or not (requested := _requested_grammars(body)):
         return ""
     if len(requested) > 1:
         names = " and ".join(name for name, _, _ in requested)

@@ -5,7 +5,7 @@ No field is ignored silently: an unknown field is an error, with a suggestion wh
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Set
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
@@ -19,7 +19,16 @@ ADVICE = {
 }
 ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "messages": "prompt"}
 
+BYTE_ORDER_MARK = "\ufeff"  # which some clients put before UTF-8
+
 BodyType = TypeVar("BodyType", bound=Body)
+
+
+def _reject_constant(name: str) -> NoReturn:
+    raise BadRequest(f"the body holds {name}, which is not a number in JSON", kind="invalid_json")
+
+
+DECODER = json.JSONDecoder(parse_constant=_reject_constant)  # `json.loads` would build one for each body
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:
@@ -31,7 +40,7 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     if not raw.strip():
         raise BadRequest("the body is empty; it must be a JSON object", kind="invalid_json")
     try:
-        body = json.loads(raw, parse_constant=_reject_constant)
+        body = DECODER.decode(raw.decode().removeprefix(BYTE_ORDER_MARK))
     except RecursionError:
         raise BadRequest("the body is nested too deeply", kind="invalid_json") from None
     except ValueError as error:  # malformed, not UTF-8, or an integer with thousands of digits
@@ -49,7 +58,7 @@ def validate(model: type[BodyType], body: dict[str, Any]) -> BodyType:
     Raises:
         BadRequest: a field is unknown, unsupported, missing or of the wrong type; the message names it.
     """
-    known = set(model.model_fields)
+    known = model.model_fields.keys()
     fields = _drop_no_ops(body, known, model.no_ops)
     messages = fields.get("messages")
     if "messages" in known and isinstance(messages, list):
@@ -60,8 +69,10 @@ def validate(model: type[BodyType], body: dict[str, Any]) -> BodyType:
         _raise_bad_field(error.errors(include_url=False)[0], known)
 
 
-def _drop_no_ops(body: Mapping[str, Any], known: set[str], no_ops: NoOps, prefix: str = "") -> dict[str, Any]:
+def _drop_no_ops(body: dict[str, Any], known: Set[str], no_ops: NoOps, prefix: str = "") -> dict[str, Any]:
     """Return the body without unsupported fields; raise BadRequest if one has a value that would have an effect."""
+    if body.keys() <= known:
+        return body
     for name, value in body.items():
         if name in known or name not in no_ops or value is None or _is_one_of(value, no_ops[name]):
             continue
@@ -74,7 +85,7 @@ def _drop_no_ops(body: Mapping[str, Any], known: set[str], no_ops: NoOps, prefix
 def _drop_message_no_ops(message: object, index: int) -> object:
     if not isinstance(message, dict):
         return message
-    return _drop_no_ops(message, set(Message.model_fields), MESSAGE_NO_OPS, f"messages[{index}].")
+    return _drop_no_ops(message, Message.model_fields.keys(), MESSAGE_NO_OPS, f"messages[{index}].")
 
 
 def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:
@@ -82,7 +93,7 @@ def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:
     return any(type(value) is type(item) and value == item for item in allowed)
 
 
-def _raise_bad_field(error: ErrorDetails, known: set[str]) -> NoReturn:
+def _raise_bad_field(error: ErrorDetails, known: Set[str]) -> NoReturn:
     """Raise BadRequest for a validation error of pydantic."""
     name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in error["loc"]).lstrip(".")
     top = str(error["loc"][0])
@@ -101,7 +112,7 @@ def _raise_bad_field(error: ErrorDetails, known: set[str]) -> NoReturn:
     raise BadRequest(message, kind="invalid_parameter", param=name)
 
 
-def _suggestion(name: str, known: set[str]) -> str:
+def _suggestion(name: str, known: Set[str]) -> str:
     close = [ALIASES[name]] if name in ALIASES else difflib.get_close_matches(name, sorted(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -130,7 +141,3 @@ def _is_valid_unicode(body: object) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _reject_constant(name: str) -> NoReturn:
-    raise BadRequest(f"the body holds {name}, which is not a number in JSON", kind="invalid_json")

@@ -26,7 +26,18 @@ MAX_STOP_CHARS = 256
 MAX_PROMPT_LOGPROBS = 1 << 18  # of one prompt, the top tokens included
 MAX_PRIORITY = 2**31 - 1
 DEFAULT_COMPLETION_TOKENS = 16
-DEFAULT = SamplingParams()
+UNCHANGED = (  # fields of bodies that are fields of SamplingParams as they are
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "min_p",
+    "ignore_eos",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "prompt_logprobs",
+)
+NO_STREAM_OPTIONS = StreamOptions()
 
 
 @dataclass(frozen=True)
@@ -239,24 +250,16 @@ def _sampling_params(
     stop_ids = tuple(body.stop_token_ids or ())
     sampling = SamplingParams(
         max_tokens=max_tokens,
-        min_tokens=or_default(body.min_tokens, DEFAULT.min_tokens),
-        temperature=or_default(body.temperature, DEFAULT.temperature),
-        top_k=0 if body.top_k == -1 else or_default(body.top_k, DEFAULT.top_k),
-        top_p=or_default(body.top_p, DEFAULT.top_p),
-        min_p=or_default(body.min_p, DEFAULT.min_p),
+        top_k=0 if body.top_k == -1 else or_default(body.top_k, 0),
         seed=random.getrandbits(63) if body.seed is None else body.seed,
         stop_token_ids=stop_ids,
-        ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
-        logit_bias=_logit_bias(body.logit_bias or {}, info),
+        logit_bias=_logit_bias(body.logit_bias, info) if body.logit_bias else {},
         grammar=grammar,
-        frequency_penalty=or_default(body.frequency_penalty, 0.0),
-        presence_penalty=or_default(body.presence_penalty, 0.0),
-        repetition_penalty=or_default(body.repetition_penalty, 1.0),
         allowed_token_ids=_allowed_token_ids(body, grammar, info),
-        bad_words=_bad_words(body.bad_words or (), tokenizer),
-        prompt_logprobs=body.prompt_logprobs,
+        bad_words=_bad_words(body.bad_words, tokenizer) if body.bad_words else (),
         logits_processors=json.dumps(body.logits_processors) if body.logits_processors else "",
+        **{name: value for name in UNCHANGED if (value := getattr(body, name)) is not None},
     )
     if body.prompt_logprobs is not None and body.stream:
         message = (
@@ -436,7 +439,7 @@ def _stream_options(body: SamplingBody) -> StreamOptions:
     if body.stream_options is not None and not body.stream:
         message = "stream_options requires stream: true"
         raise BadRequest(message, kind="invalid_parameter", param="stream_options")
-    return body.stream_options or StreamOptions()
+    return body.stream_options or NO_STREAM_OPTIONS
 
 
 def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
