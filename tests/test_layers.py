@@ -52,6 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "router.kv_events": {"router.scheduling", "control", "core"},
     "router.telemetry": {"router.instances", "router.scheduling", "control", "core"},
     "router.backend": {"router.telemetry", "core"},
+    "router.client_connection": set(),
     "router.storage": {"router.api", "core"},
     "router.dispatch": {
         "router.backend",
@@ -62,8 +63,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "core",
     },
     "router.text": {"router.backend", "core"},
-    "router.api": {"router.text", "router.backend", "grammars", "core"},
+    "router.api": {"router.text", "router.backend", "router.client_connection", "grammars", "core"},
     "router.web": {
+        "router.client_connection",
         "router.api",
         "router.backend",
         "router.dispatch",
@@ -76,8 +78,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "grammars",
         "core",
     },
-    "router.batches": {"router.web", "router.api", "router.storage", "batch", "core"},
+    "router.batches": {"router.client_connection", "router.web", "router.api", "router.storage", "batch", "core"},
     "router.rpc": {
+        "router.client_connection",
         "router.web",
         "router.api",
         "router.backend",

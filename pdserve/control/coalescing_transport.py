@@ -19,6 +19,9 @@ class CoalescingTransport:
             self._loop.call_soon(self._flush)
         self._pending.append(data)
 
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
     def close(self) -> None:
         """Flush pending writes, then close the transport."""
         self._flush()

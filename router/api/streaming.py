@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 
 from pydantic_core import to_json
 from starlette.responses import Response
@@ -13,12 +13,13 @@ from pdserve.router.api.generation import Delta, Generation, Json
 from pdserve.router.api.http_responses import CLIENT_GONE, InternalError, json_response
 from pdserve.router.api.logprobs import chat_logprobs, completion_logprobs, echoed_logprobs, prompt_logprobs
 from pdserve.router.api.requests import ParsedRequest
+from pdserve.router.client_connection import ClientConnection
 from pdserve.router.text.parsers.output import ToolCallDelta
 
 BuildBody = Callable[[Generation, list[Delta]], Json]  # builds the response body from one merged delta per choice
 
 
-async def whole_response(generation: Generation, receive: Receive, build_body: BuildBody) -> Response:
+async def whole_response(generation: Generation, client: ClientConnection, build_body: BuildBody) -> Response:
     """Run the generation to its end and return the whole answer; an empty response if the client disconnects first."""
     deltas: list[list[Delta]] = [[] for _ in generation.parsed.requests]
 
@@ -27,7 +28,7 @@ async def whole_response(generation: Generation, receive: Receive, build_body: B
             deltas[delta.index].append(delta)
 
     try:
-        finished = await run_unless_disconnected(receive, generation.run(collect))
+        finished = await client.run(generation.run(collect))
     finally:
         generation.close()
     if not finished:
@@ -69,7 +70,8 @@ class EventStream(Response, ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await run_unless_disconnected(receive, self._stream(send))
+            client: ClientConnection = scope["state"]["client"]
+            await client.run(self._stream(send))
         finally:
             self._generation.close()
 
@@ -157,36 +159,6 @@ class ChunkStream(EventStream):
         if parsed.include_usage or parsed.continuous_usage:
             event["usage"] = self._generation.usage() if parsed.continuous_usage else None
         return event
-
-
-async def run_unless_disconnected(receive: Receive, work: Coroutine[None, None, None]) -> bool:
-    """Run the work and cancel it as soon as the client disconnects. Return whether it ran to its end."""
-    worker, disconnected, over = asyncio.current_task(), False, False
-    assert worker is not None
-
-    def on_disconnect(_: "asyncio.Task[None]") -> None:
-        nonlocal disconnected
-        if not over:  # a callback that the loop has already scheduled cannot be withdrawn
-            disconnected = True
-            worker.cancel()
-
-    watcher = asyncio.create_task(_wait_for_disconnect(receive))
-    watcher.add_done_callback(on_disconnect)
-    try:
-        await work
-    except asyncio.CancelledError:
-        if not disconnected or worker.uncancel() > 0:  # the task is also being cancelled from elsewhere
-            raise
-        return False
-    finally:
-        over = True
-        watcher.cancel()
-    return True
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def completion_body(generation: Generation, choices: list[Delta]) -> Json:

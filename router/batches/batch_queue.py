@@ -19,6 +19,7 @@ from starlette.types import Message
 from pdserve.batch.lines import ENDPOINTS, BatchRequest, InvalidLine, error_line, parse_lines, read_done
 from pdserve.batch.runner import run_batch
 from pdserve.errors import BadRequest, Conflict, RequestError
+from pdserve.router.client_connection import ClientConnection
 from pdserve.router.storage.file_store import FileStore, Json, new_id
 from pdserve.router.web.endpoint import Handler
 
@@ -166,7 +167,7 @@ class BatchQueue:
                 "path": request.url,
                 "headers": [(b"content-type", b"application/json")],
                 "query_string": b"",
-                "state": {"key": key, "request_id": request_id},
+                "state": {"key": key, "request_id": request_id, "client": ClientConnection()},
             }
             try:
                 response = await self.handlers[request.url](Request(scope, receive))

@@ -29,6 +29,7 @@ from pdserve.router.api.generation import Delta, Generation
 from pdserve.router.api.requests import ParsedRequest, RequestContext, parse_completion
 from pdserve.router.api.streaming import merge
 from pdserve.router.backend import Backend, ModelInfo
+from pdserve.router.client_connection import ClientConnection
 from pdserve.router.rpc.generate_request import to_completion_body
 from pdserve.router.rpc.generate_response import chunk, complete
 from pdserve.router.rpc.service import Call
@@ -75,8 +76,8 @@ class VllmEngine:
         grammar = parsed.requests[0].sampling.grammar
         if grammar and self._grammars is not None:
             await self._grammars.check(call.key, grammar, self._model())
-        # gRPC cancels this coroutine if the client leaves or its deadline passes, so there is no disconnect to receive.
-        slot = await self._admission.enter(call.key, parsed, _never)
+        # gRPC cancels this coroutine if the client leaves or its deadline passes, so this one stays connected.
+        slot = await self._admission.enter(call.key, parsed, ClientConnection())
         assert slot is not None
         generation = Generation(parsed, self._tokenizer, self._backend, slot.release)
         generation.start()
@@ -251,8 +252,3 @@ def _zip(folder: Path) -> bytes:
         for path in paths:
             archive.write(path, path.name)
     return buffer.getvalue()
-
-
-async def _never() -> Never:
-    await asyncio.Event().wait()
-    raise AssertionError("the event is never set")

@@ -3,11 +3,9 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-from starlette.types import Receive
-
 from pdserve.config import RouterConfig
 from pdserve.router.api.requests import ParsedRequest
-from pdserve.router.api.streaming import run_unless_disconnected
+from pdserve.router.client_connection import ClientConnection
 from pdserve.router.limits.admission_queue import AdmissionQueue, AdmissionSlot
 from pdserve.router.limits.key_file import ApiKey
 from pdserve.router.telemetry.metrics import Metrics
@@ -30,7 +28,7 @@ class AdmissionController:
         self.queue = AdmissionQueue(keys, config, metrics, now)
         self.parse_queue = ParseQueue(config.max_requests + config.max_queue, self.queue.weights, metrics)
 
-    async def enter(self, key: str, parsed: ParsedRequest, receive: Receive) -> AdmissionSlot | None:
+    async def enter(self, key: str, parsed: ParsedRequest, client: ClientConnection) -> AdmissionSlot | None:
         """Wait until the request may start; return its slot, or None if the client disconnected while it was queued.
 
         The caller releases the slot.
@@ -45,7 +43,7 @@ class AdmissionController:
             return slot
         entered = False
         try:
-            entered = await run_unless_disconnected(receive, _decision(slot))
+            entered = await client.run(_decision(slot))
         finally:
             if not entered:
                 slot.release(0)

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from pdserve.config import RouterConfig, parse_size
 from pdserve.errors import BadRequest, NotFound, RequestError
@@ -30,7 +31,7 @@ from pdserve.router.web.browser_guard import BrowserGuard
 from pdserve.router.web.endpoint import Endpoint, Endpoints, Handler
 from pdserve.router.web.generation_endpoints import EmbeddingEndpoints, GenerationEndpoints
 from pdserve.router.web.grammar_checker import GrammarChecker
-from pdserve.router.web.middleware import BodyLimit, FastPath, MessageErrors, RequestId
+from pdserve.router.web.middleware import BodyLimit, Check, Middleware, RequestIds
 from pdserve.router.web.model_endpoints import ModelEndpoints
 from pdserve.router.web.operator_endpoints import OperatorEndpoints
 from pdserve.router.web.pages import PageFile, page_routes
@@ -81,25 +82,23 @@ def create_app(
     app = FastAPI(routes=[*routes], openapi_url=None, redirect_slashes=False, telemetry=NO_TELEMETRY)
     _add_error_handlers(app)
     app.state.generation_handlers = _handlers(generation_routes)
-    app.add_middleware(FastPath, handlers=app.state.generation_handlers)
-    uploads = {"/v1/files": parse_size(config.max_batch_bytes)} if config.batch_folder else {}
-    app.add_middleware(
-        BodyLimit, max_bytes=config.max_body_bytes, idle_timeout_s=config.client_timeout_seconds, larger=uploads
-    )
-    app.add_middleware(Authentication, access=PathAccess(routes), clients=clients, operators=operators)
+    checks: list[Check] = [RequestIds({route.path: route.id_prefix for route in generation_routes}).check]
     if not admission.keys:
-        app.add_middleware(BrowserGuard, config=config)
-    app.add_middleware(MessageErrors)
-    # Outside of the others, so that their errors have an id too.
-    app.add_middleware(RequestId, prefixes={route.path: route.id_prefix for route in generation_routes})
+        checks.append(BrowserGuard(config).check)
+    checks.append(Authentication(PathAccess(routes), clients, operators).check)
+    uploads = {"/v1/files": parse_size(config.max_batch_bytes)} if config.batch_folder else {}
+    body_limit = BodyLimit(config.max_body_bytes, config.client_timeout_seconds, uploads)
+    # Around FastAPI's own layers instead of inside of them, because most requests are answered before they get there.
+    stack: ASGIApp = Middleware(app.build_middleware_stack(), app.state.generation_handlers, checks, body_limit)
     if config.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
+        stack = CORSMiddleware(
+            stack,
             allow_origins=[origin.strip() for origin in config.cors_origins.split(",")],
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After", *RATE_HEADERS],
         )
+    app.middleware_stack = stack
     return app
 
 

@@ -8,10 +8,9 @@ from enum import Enum
 from typing import Protocol
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from pdserve.errors import BadRequest
-from pdserve.router.api.http_responses import error_response
 from pdserve.router.limits.key_file import ANONYMOUS, ApiKey
 
 
@@ -88,26 +87,17 @@ def presented_key(headers: Mapping[str, str]) -> str:
 
 
 class Authentication:
-    """Middleware that rejects requests without a valid key and stores the key's name in `request.state.key`.
+    """Rejects requests without a valid key and stores the key's name in `request.state.key`.
 
     If only API keys are configured, the paths of operators are closed.
     """
 
-    def __init__(self, app: ASGIApp, access: PathAccess, clients: KeySet, operators: KeySet) -> None:
-        self.app = app
+    def __init__(self, access: PathAccess, clients: KeySet, operators: KeySet) -> None:
         self.access = access
         self.clients = clients
         self.operators = operators
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (refusal := self._authenticate(scope)) is not None:
-            response = error_response(refusal)
-            response.headers["WWW-Authenticate"] = "Bearer"
-            await response(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
-
-    def _authenticate(self, scope: Scope) -> Unauthorized | None:
+    def check(self, scope: Scope) -> Unauthorized | None:
         """Store the key's name in the scope; return an error if the path needs another key."""
         scope["state"]["key"] = ANONYMOUS
         access = self.access.of(scope["path"])
@@ -116,12 +106,12 @@ class Authentication:
         valid_keys = self.clients if access is Access.CLIENT else self.operators
         if not valid_keys and (access is Access.CLIENT or not self.clients):
             return None
-        if not valid_keys:
-            message = "this path is closed because the router has no admin key; start it with --admin-key"
-            return Unauthorized(message, kind="invalid_api_key")
         key = presented_key(Headers(scope=scope))
         if key and (name := valid_keys.identify(key)) is not None:
             scope["state"]["key"] = name
             return None
-        message = f"this path needs a valid {access.value}, in the header `Authorization: Bearer KEY`"
+        scope["state"]["headers"] = {"WWW-Authenticate": "Bearer"}
+        message = "this path is closed because the router has no admin key; start it with --admin-key"
+        if valid_keys:
+            message = f"this path needs a valid {access.value}, in the header `Authorization: Bearer KEY`"
         return Unauthorized(message, kind="invalid_api_key")

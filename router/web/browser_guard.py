@@ -1,4 +1,4 @@
-"""Middleware of routers without API keys: refuses what a browser sends on behalf of foreign web pages.
+"""The guard of routers without API keys: refuses what a browser sends on behalf of foreign web pages.
 
 Without keys, a web page that a user of this machine or network visits could otherwise use the router through the browser:
 by a cross-site POST, or, on loopback, under a name of its own that resolves to 127.0.0.1 (DNS rebinding).
@@ -6,11 +6,10 @@ by a cross-site POST, or, on loopback, under a name of its own that resolves to 
 
 import ipaddress
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest
-from pdserve.router.api.http_responses import error_response
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_KNOWN = 64  # Host headers
@@ -35,21 +34,15 @@ class BrowserGuard:
     it is a name of loopback, the --host, or in --allowed-hosts.
     """
 
-    def __init__(self, app: ASGIApp, config: RouterConfig) -> None:
-        self.app = app
+    def __init__(self, config: RouterConfig) -> None:
         self._origins = frozenset(origin.strip() for origin in config.cors_origins.split(","))
         allowed = frozenset(name.strip().lower() for name in config.allowed_hosts.split(","))
         self._checks_host = is_loopback(config.host) and "*" not in allowed
         self._hosts = LOOPBACK_NAMES | {config.host.lower()} | allowed - {""}
         self._known = set[bytes]()  # Host headers that have passed
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
-            await error_response(refusal)(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> BadRequest | None:
+    def check(self, scope: Scope) -> BadRequest | None:
+        """Return why a request is refused; None if it is not."""
         host = origin = None
         for name, value in scope["headers"]:
             if name == b"host":

@@ -23,10 +23,10 @@ from pdserve.router.api.streaming import (
     ChunkStream,
     EventStream,
     completion_body,
-    run_unless_disconnected,
     whole_response,
 )
 from pdserve.router.backend import Backend, ModelInfo
+from pdserve.router.client_connection import ClientConnection
 from pdserve.router.limits.admission_queue import AdmissionSlot
 from pdserve.router.storage.input_items import page_of_items
 from pdserve.router.storage.response_store import ResponseStore
@@ -237,7 +237,9 @@ class GenerationEndpoints(Endpoints):
             return Response(status_code=CLIENT_GONE)
         generation = Generation(parsed, self._tokenizer, self._backend, slot.release)
         generation.start()
-        return stream(generation) if parsed.stream else await whole_response(generation, request.receive, build_body)
+        if parsed.stream:
+            return stream(generation)
+        return await whole_response(generation, request.state.client, build_body)
 
 
 class EmbeddingEndpoints(Endpoints):
@@ -315,7 +317,8 @@ class EmbeddingEndpoints(Endpoints):
         async def run() -> None:
             vectors.append(await embeddings.embed(parsed, self._backend, slot.release))
 
-        if not await run_unless_disconnected(request.receive, run()):
+        client: ClientConnection = request.state.client
+        if not await client.run(run()):
             return Response(status_code=CLIENT_GONE)
         return json_response(build(fields, parsed, vectors[0]))
 
@@ -327,7 +330,7 @@ async def _enter(admission: AdmissionController, request: Request, parsed: Parse
         RequestError: the request exceeds a limit of its key, or was dropped from a full queue.
     """
     try:
-        return await admission.enter(request.state.key, parsed, request.receive)
+        return await admission.enter(request.state.key, parsed, request.state.client)
     finally:
         request.state.headers = admission.headers(request.state.key)
 

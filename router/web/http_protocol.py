@@ -18,6 +18,7 @@ from uvicorn.server import ServerState
 from pdserve.control.coalescing_transport import CoalescingTransport
 from pdserve.errors import BadRequest, RequestError, TooSlow, Unavailable
 from pdserve.router.api.http_responses import error_response
+from pdserve.router.client_connection import ClientConnection
 
 MAX_HEAD_BYTES = 64 * 1024  # of the request line and all headers; also of what surrounds two parts of a chunked body
 MAX_HEADERS = 100
@@ -90,12 +91,13 @@ class HttpProtocol(HttpToolsProtocol):
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True  # uvicorn tells `cycle` only
             self._running.message_event.set()
+            client: ClientConnection = self._running.scope["state"]["client"]
+            client.disconnect()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:
             return
-        self._unset_keepalive_if_required()
         self._unparsed += len(data)  # the callbacks of the parser set it back
         try:
             self.parser.feed_data(data)
@@ -106,6 +108,14 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             if self._unparsed > MAX_HEAD_BYTES:
                 self._refuse(_head_too_large())
+
+    def on_response_complete(self) -> None:
+        """Start the next pipelined request, as uvicorn does, but no timer for idle connections: `on_tick` closes them."""
+        self._open.total_requests += 1
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+            if self.pipeline:
+                self._start_asgi_task(*self.pipeline.pop())
 
     def shutdown(self) -> None:
         """Close the connection after its request, or soon if none arrives."""
@@ -157,6 +167,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        cycle.scope["state"]["client"] = ClientConnection(lambda: None if cycle.more_body else len(cycle.body))
         super()._start_asgi_task(cycle, app)
 
     @property

@@ -34,7 +34,6 @@ class HttpServer(uvicorn.Server):
             app,
             http=HttpProtocol,
             ws="none",
-            timeout_keep_alive=round(2 * KEEP_ALIVE_S),  # `HttpProtocol.on_tick` ends idle connections, not uvicorn
             log_config=None,  # uvicorn logs through the root logger, whose format escapes what clients send
             log_level="warning",
             access_log=False,

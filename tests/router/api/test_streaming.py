@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.types import Message
 
 from pdserve.errors import BadRequest, Overloaded, RequestError, Unavailable
-from pdserve.router.api.streaming import run_unless_disconnected
+from pdserve.router.client_connection import ClientConnection
 from pdserve.router.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -232,27 +232,32 @@ def test_tokens_that_arrive_together_share_one_write(app: Starlette, backend: Sc
     assert b'"choices":[]' in usage and done == b"data: [DONE]"
 
 
+def test_nothing_runs_for_a_client_that_has_disconnected() -> None:
+    client, ran = ClientConnection(), False
+
+    async def work() -> None:
+        nonlocal ran
+        ran = True
+
+    client.disconnect()
+    assert asyncio.run(client.run(work())) is False and not ran
+
+
 @pytest.mark.parametrize("turns", range(8))
 def test_a_disconnect_near_the_end_cancels_the_work_or_nothing(turns: int) -> None:
     """`turns` iterations of the loop separate the two; a late cancel would hit whatever the task does next."""
 
     async def scenario() -> bool:
-        gone = asyncio.Event()
-        ended = False
-
-        async def receive() -> Message:
-            await gone.wait()
-            return {"type": "http.disconnect"}
+        client, ended = ClientConnection(), False
 
         async def work() -> None:
             nonlocal ended
-            await asyncio.sleep(0)  # lets the watcher start waiting
-            gone.set()
+            asyncio.get_running_loop().call_soon(client.disconnect)
             for _ in range(turns):
                 await asyncio.sleep(0)
             ended = True
 
-        finished = await run_unless_disconnected(receive, work())
+        finished = await client.run(work())
         for _ in range(8):
             await asyncio.sleep(0)
         task = asyncio.current_task()

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
+from pdserve.router.client_connection import ClientConnection
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.text.tokenizer import Tokenizer
 
@@ -89,14 +90,9 @@ class Callers:
 
     async def _call(self, key: str, name: str, body: dict[str, Any]) -> tuple[int, str]:
         """Return status and error code. Cancelling the task disconnects the client."""
-        disconnected, sent, status, text = asyncio.Event(), False, 0, b""
+        client, status, text = ClientConnection(), 0, b""
 
         async def receive() -> dict[str, Any]:
-            nonlocal sent
-            if sent:
-                await disconnected.wait()
-                return {"type": "http.disconnect"}
-            sent = True
             return {"type": "http.request", "body": json.dumps(body).encode()}
 
         async def send(message: Any) -> None:
@@ -104,12 +100,13 @@ class Callers:
             status, text = message.get("status", status), text + message.get("body", b"")
 
         headers = [(b"authorization", f"Bearer {key}".encode()), (b"x-request-id", name.encode())]
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+        request = {"method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+        scope = {"type": "http", **request, "state": {"client": client}}
         serving = asyncio.create_task(self._app({**scope, "app": self._app}, receive, send))
         try:
             await asyncio.shield(serving)
         except asyncio.CancelledError:
-            disconnected.set()
+            client.disconnect()
             await serving
             raise
         return status, json.loads(text).get("error", {}).get("code", "")
