@@ -29,7 +29,7 @@ EXPORT_TIMEOUT_S = 2.0  # of one attempt; the end of the process may have to wai
 def traceparent(headers: Mapping[str, str]) -> str:
     """Return the client's `traceparent` header; empty if it is absent or malformed."""
     value = headers.get(TRACEPARENT_HEADER, "")
-    return value if TRACEPARENT_FORMAT.fullmatch(value) else ""
+    return value if value and TRACEPARENT_FORMAT.fullmatch(value) else ""
 
 
 class Tracer:

@@ -329,10 +329,11 @@ async def _enter(admission: AdmissionController, request: Request, parsed: Parse
     Raises:
         RequestError: the request exceeds a limit of its key, or was dropped from a full queue.
     """
+    state = request.state
     try:
-        return await admission.enter(request.state.key, parsed, request.state.client)
+        return await admission.enter(state.key, parsed, state.client)
     finally:
-        request.state.headers = admission.headers(request.state.key)
+        state.headers = admission.headers(state.key)
 
 
 def _context(request: Request) -> RequestContext:
