@@ -166,7 +166,7 @@ def _text_part(part: object, path: str) -> dict[str, str]:
 
 
 def _function(tool: FunctionTool) -> Function:
-    return Function(name=tool.name, description=tool.description, parameters=tool.parameters)
+    return Function.model_validate(tool.model_dump(exclude={"type"}))
 
 
 def _tool_choice(body: ResponseBody) -> object:
