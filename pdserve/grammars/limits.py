@@ -55,7 +55,8 @@ def check_grammar(spec: str, param: str | None = None) -> None:
         raise GrammarTooComplex(message, kind="invalid_grammar", param=param)
     parsed = json.loads(spec)
     texts = [parsed[kind] for kind in ("regex", "grammar") if kind in parsed]
-    if any(not _is_shallow(text) for text in texts) or not _is_shallow_json(parsed.get("json")):
+    schemas = [parsed.get("json"), *(call["json"] for call in parsed.get("calls", ()))]
+    if not all(map(_is_shallow, texts)) or not all(map(_is_shallow_json, schemas)):
         message = f"{name} is nested too deeply; at most {MAX_DEPTH} levels are allowed"
         raise GrammarTooComplex(message, kind="invalid_grammar", param=param)
 

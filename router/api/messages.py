@@ -18,8 +18,11 @@ from pdserve.router.api.schemas import (
     ChatBody,
     CountTokensBody,
     Function,
+    JsonSchema,
     Message,
     MessagesBody,
+    OutputConfig,
+    ResponseFormat,
     StreamOptions,
     Thinking,
     Tool,
@@ -74,6 +77,7 @@ def to_chat_body(body: MessagesBody) -> ChatBody:
         stream=body.stream,
         stream_options=StreamOptions() if body.stream else None,
         user=_user(body.metadata),
+        response_format=_response_format(body.output_config),
         **_conversation(body),
         **_thinking(body.thinking or {}, body.max_tokens),
     )
@@ -82,6 +86,12 @@ def to_chat_body(body: MessagesBody) -> ChatBody:
 def to_counted_body(body: CountTokensBody) -> ChatBody:
     """Return the chat body whose prompt has the tokens to count. Raises the same."""
     return ChatBody(model=body.model, **_conversation(body), **_thinking(body.thinking or {}, None))
+
+
+def _response_format(config: OutputConfig | None) -> ResponseFormat | None:
+    if config is None or config.format is None:
+        return None
+    return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=config.format.schema_))
 
 
 def _thinking(thinking: dict[str, Any], max_tokens: int | None) -> dict[str, Any]:
@@ -212,10 +222,14 @@ def _tool(tool: object, path: str) -> Tool:
         )
         raise BadRequest(message, kind="unsupported_parameter", param="tools")
     name, schema, description = fields.get("name"), fields.get("input_schema"), fields.get("description")
-    if not isinstance(name, str) or not isinstance(schema, dict) or not isinstance(description, str | None):
+    strict = fields.get("strict")
+    if not (isinstance(name, str) and isinstance(schema, dict) and isinstance(description, str | None)):
         message = f"{path} must have a name and an input_schema, an object, and may have a description"
         raise BadRequest(message, kind="invalid_parameter", param="tools")
-    return Tool(type="function", function=Function(name=name, description=description, parameters=schema))
+    if not isinstance(strict, bool | None):
+        raise BadRequest(f"{path}.strict must be a boolean", kind="invalid_parameter", param="tools")
+    function = Function(name=name, description=description, parameters=schema, strict=strict)
+    return Tool(type="function", function=function)
 
 
 def _tool_choice(choice: dict[str, Any]) -> object:

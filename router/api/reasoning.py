@@ -37,11 +37,12 @@ def reasoning_state(body: ChatBody, prompt: list[int], tokenizer: Tokenizer) -> 
 
 
 def reasoning_span(
-    body: ChatBody, state: ReasoningState, tokenizer: Tokenizer, *, has_grammar: bool
+    body: ChatBody, state: ReasoningState, tokenizer: Tokenizer, *, has_grammar: bool, may_reason: bool = False
 ) -> ReasoningSpan | None:
     """Return how instances tell reasoning from the answer; None if they need not.
 
-    They need to for a budget, and for a grammar, which begins after the reasoning.
+    They need to for a budget, and for a grammar, which begins after the reasoning. With `may_reason` it also allows
+    reasoning, as text, and applies from the beginning where that is not known to be in the output, or a call may end it.
 
     Raises:
         BadRequest: there is a budget, but the model does not reason, or its tags are not tokens.
@@ -55,6 +56,8 @@ def reasoning_span(
         message = f"thinking_token_budget limits reasoning, but {reason}; leave it out"
         raise BadRequest(message, kind="unsupported_parameter", param="thinking_token_budget")
     if parser is None or state is ReasoningState.CLOSED or (budget is None and not has_grammar):
+        return None
+    if budget is None and may_reason and (state is ReasoningState.UNDECIDED or parser.ENDS):
         return None
     if not _are_tokens(parser, tokenizer) or (has_grammar and parser.OPTIONAL and state is ReasoningState.UNDECIDED):
         return None  # a grammar applies from the beginning on

@@ -12,11 +12,12 @@ from pdserve.grammars.limits import check_grammar
 from pdserve.keys import block_keys, root_key
 from pdserve.request import MAX_LOGPROBS, Request, SamplingParams, check_length
 from pdserve.router.api.beams import beam_settings, check_no_beam_settings
-from pdserve.router.api.chat import AllowedTools, parse_tools, template_messages, template_options
+from pdserve.router.api.chat import template_messages, template_options
 from pdserve.router.api.grammars import check_grammar_support, parse_grammar
 from pdserve.router.api.parsing import or_default, quote
 from pdserve.router.api.reasoning import ReasoningState, reasoning_span, reasoning_state
 from pdserve.router.api.schemas import ChatBody, CompletionBody, SamplingBody, StreamOptions, TokenizeBody
+from pdserve.router.api.tools import AllowedTools, parse_tools
 from pdserve.router.backend import ModelInfo
 from pdserve.router.text.parsers.output_parser import OutputParser
 from pdserve.router.text.tokenizer import TemplateOptions, Tokenizer
@@ -146,10 +147,12 @@ def parse_chat(
         # What the context leaves on every instance, so that any may be selected, unless the prompt fits on some only.
         length = info.common_model_len if len(prompt) < info.common_model_len else info.max_model_len
         max_tokens = max(1, length - len(prompt))
-    grammar = _chat_grammar(body, tools, info)
+    structured = parse_grammar(body, info)
+    grammar = _chat_grammar(body, tools, structured, info)
     sampling = _sampling_params(body, max_tokens, _chat_logprobs(body), grammar, info, tokenizer)
     state = reasoning_state(body, prompt, tokenizer)
-    span = reasoning_span(body, state, tokenizer, has_grammar=bool(grammar))
+    may_reason = bool(tools and tools.are_among_text) and not structured
+    span = reasoning_span(body, state, tokenizer, has_grammar=bool(grammar), may_reason=may_reason)
     sampling = sampling if span is None else replace(sampling, reasoning=span)
     parsed = _build(body, context, [prompt], n, sampling, info, chat=True)
     if tools is None and state is ReasoningState.ABSENT:
@@ -170,7 +173,7 @@ def parse_chat(
 def render(body: ChatBody, tokenizer: Tokenizer) -> tuple[list[int], AllowedTools | None]:
     """Return the token ids of a conversation, and the tools that the model may call. Raises `BadRequest`."""
     tools = parse_tools(body, tokenizer)
-    shown = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if tools else []
+    shown = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.tools or () if tools]
     options = template_options(body, tokenizer)
     return tokenizer.render_chat(template_messages(body.messages), tools=[*shown], options=options), tools
 
@@ -275,17 +278,18 @@ def _sampling_params(
     return sampling
 
 
-def _chat_grammar(body: ChatBody, tools: AllowedTools | None, info: ModelInfo) -> str:
-    """Return the grammar of a forced tool call or of structured output; empty if neither is requested."""
-    grammar = parse_grammar(body, info)
+def _chat_grammar(body: ChatBody, tools: AllowedTools | None, structured: str, info: ModelInfo) -> str:
+    """Return the grammar of forced or strict tool calls and of structured output; empty if none is requested."""
     if tools is None or not tools.grammar:
-        return grammar
-    check_grammar_support(body, info, "tool_choice")
-    if grammar:
+        return structured
+    check_grammar_support(body, info, "tool_choice" if tools.are_forced else "tools")
+    if structured and tools.are_forced:
         message = "tool_choice forces a tool call, and another field asks for structured output; send one of the two"
         raise BadRequest(message, kind="invalid_parameter", param="tool_choice")
-    check_grammar(tools.grammar, "tools")
-    return tools.grammar
+    # Structured output takes the place of text.
+    spec = json.dumps({**tools.grammar, "text": json.loads(structured)} if structured else tools.grammar)
+    check_grammar(spec, "tools")
+    return spec
 
 
 def _chat_logprobs(body: ChatBody) -> int | None:

@@ -54,7 +54,6 @@ MESSAGES_API_NO_OPS: NoOps = {
     "context_management": (),
     "inference_geo": (),
     "mcp_servers": ([],),
-    "output_config": ({},),
     "service_tier": ("auto", "standard_only"),
     "speed": ("standard",),
 }
@@ -193,7 +192,7 @@ class Function(Body):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
 
 
 class Tool(Body):
@@ -223,6 +222,15 @@ class ChatBody(SamplingBody):
     thinking_token_budget: int | None = bounded(0, MAX_BUDGET)
 
 
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: Any = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    format: OutputFormat | None = None
+
+
 class CountTokensBody(Body):
     """Fields of /v1/messages/count_tokens. `cache_control` has no effect: every prefix is cached."""
 
@@ -234,6 +242,7 @@ class CountTokensBody(Body):
     tools: list[Any] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pdserve.errors import BadRequest, NotFound, Unavailable
 from pdserve.router.api.generation import Json
 from pdserve.router.api.parsing import quote
-from pdserve.router.api.responses import answer_message, conversation
+from pdserve.router.api.responses.bodies import answer_message, conversation
 from pdserve.router.api.schemas import ResponseBody
 from pdserve.router.storage.response_store import ResponseStore, StoredResponse
 

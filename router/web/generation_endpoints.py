@@ -11,13 +11,15 @@ from starlette.responses import Response
 
 from pdserve.config import RouterConfig
 from pdserve.errors import Unavailable
-from pdserve.router.api import answers, embeddings, messages, requests, responses, schemas
+from pdserve.router.api import answers, embeddings, messages, requests, schemas
 from pdserve.router.api.embeddings import Vectors
 from pdserve.router.api.generation import Generation, Json
 from pdserve.router.api.http_responses import CLIENT_GONE, json_response
 from pdserve.router.api.json_body import JsonBody, ParsedBody
 from pdserve.router.api.parsing import BodyType
 from pdserve.router.api.requests import ParsedRequest, RequestContext
+from pdserve.router.api.responses import bodies as response_bodies
+from pdserve.router.api.responses import output as response_output
 from pdserve.router.api.streaming import (
     BuildBody,
     ChunkStream,
@@ -122,7 +124,7 @@ class GenerationEndpoints(Endpoints):
         body: Annotated[JsonBody[schemas.ResponseBody], generation_examples(input=QUESTION, max_output_tokens=8)],
     ) -> Response:
         """Continue a conversation, in the format of OpenAI's newer endpoint."""
-        stream, build_body = responses.ResponseEventStream, responses.response_body
+        stream, build_body = response_output.ResponseEventStream, response_output.response_body
         key = request.state.key
         parsed = ParsedBody(await self._admission.parse_queue.run(key, body.raw, body.parse), body.raw)
         turn = await self._turns.begin(key, parsed.parse())
@@ -212,9 +214,9 @@ class GenerationEndpoints(Endpoints):
         return requests.parse_chat(body, context, self._tokenizer, self._model(), self._max_n)
 
     def _parse_response(self, turn: Turn, body: schemas.ResponseBody, context: RequestContext) -> ParsedRequest:
-        chat_body = responses.to_chat_body(body, turn.earlier)
+        chat_body = response_bodies.to_chat_body(body, turn.earlier)
         parsed = requests.parse_chat(chat_body, context, self._tokenizer, self._model(), self._max_n)
-        return responses.with_echoed_fields(parsed, body, turn.keep)
+        return response_output.with_echoed_fields(parsed, body, turn.keep)
 
     def _model(self) -> ModelInfo:
         return _model(self._backend)

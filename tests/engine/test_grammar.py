@@ -34,7 +34,11 @@ SPECS: list[dict[str, Any]] = [
     {"regex": r"[ab]{3,7}-\d{4}"},
     {"choice": ["Paris", 'Bonn "am\nRhein" é']},
     {"grammar": 'root ::= "x" | "(" inner ")"\ninner ::= "y" | "[z]"'},
-    {"json": {"type": "boolean"}, "begin": "<tool_call>\n", "end": "\n</tool_call>"},
+    {
+        "calls": [{"begin": "<tool_call>\n", "json": {"type": "boolean"}, "end": "\n</tool_call>"}],
+        "single": True,
+        "may_be_text": False,
+    },
 ]
 NESTED: dict[str, Any] = {}
 for _ in range(850):

@@ -25,7 +25,7 @@ def nested(levels: int) -> dict[str, Any]:
         {"regex": "(" * MAX_DEPTH + ")" * MAX_DEPTH},
         {"regex": "(a)" * 1000 + r"\(" * 1000},
         {"choice": ["((" * 1000]},
-        {"json": nested(MAX_DEPTH), "begin": "<", "end": ">"},
+        {"calls": [{"begin": "<", "json": nested(MAX_DEPTH), "end": ">"}], "single": True, "may_be_text": False},
     ],
 )
 def test_grammars_within_the_limits(spec: dict[str, Any]) -> None:
@@ -37,6 +37,7 @@ def test_grammars_within_the_limits(spec: dict[str, Any]) -> None:
     [
         ({"json": nested(MAX_DEPTH + 1)}, "response_format is nested too deeply; at most 64 levels are allowed"),
         ({"json": {"enum": [nested(850)]}}, "response_format is nested too deeply"),
+        ({"calls": [{"begin": "", "json": nested(MAX_DEPTH + 1), "end": ""}]}, "response_format is nested too deeply"),
         ({"regex": "(" * (MAX_DEPTH + 1) + ")" * (MAX_DEPTH + 1)}, "response_format is nested too deeply"),
         ({"grammar": "root ::= " + "(" * 100 + '"a"' + ")" * 100}, "response_format is nested too deeply"),
         ({"regex": "a" * MAX_CHARS}, "response_format has 65549 characters as JSON; at most 65536 are allowed"),

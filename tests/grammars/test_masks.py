@@ -24,7 +24,11 @@ SPECS: list[dict[str, Any]] = [
     {"regex": r"[ab]{3,7}-\d{4}"},
     {"choice": ["Paris", 'Bonn "am\nRhein" é']},
     {"grammar": 'root ::= "x" | "(" inner ")"\ninner ::= "y" | "[z]"'},
-    {"json": {"type": "boolean"}, "begin": "<tool_call>\n", "end": "\n</tool_call>"},
+    {
+        "calls": [{"begin": "<tool_call>\n", "json": {"type": "boolean"}, "end": "\n</tool_call>"}],
+        "single": True,
+        "may_be_text": False,
+    },
 ]
 # Each `a` opens a level, which an optional letter ends. After `Q`, each letter of each token may belong to any level, so the
 # next mask takes minutes; all masks before it take milliseconds.

@@ -97,6 +97,7 @@ class HermesParser(JsonCallParser):
 
     TAGS = ("<tool_call>", "</tool_call>")
     BEGINS = ("<tool_call>",)
+    FORMS = (('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),)
 
     def _calls(self, tag: str) -> Steps[None]:
         if (yield from self._json_call()):
@@ -109,6 +110,7 @@ class GraniteParser(JsonCallParser):
 
     TAGS = ("<|tool_call|>", "<tool_call>")
     BEGINS = TAGS
+    FORMS = tuple((f'{tag}[{{"name": "NAME", "arguments": ', "}]") for tag in ("<|tool_call|>", "<tool_call>"))
 
     def _calls(self, tag: str) -> Steps[None]:
         yield from self._skip_space()
@@ -121,6 +123,7 @@ class Llama3JsonParser(JsonCallParser):
 
     TAGS = ("<|python_tag|>",)
     BEGINS = ()
+    FORMS = tuple((f'{tag}{{"name": "NAME", "parameters": ', "}") for tag in ("", "<|python_tag|>"))
 
     def _parse(self) -> Steps[None]:
         space = yield from self._skip_space()

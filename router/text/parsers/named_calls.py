@@ -21,6 +21,7 @@ class DeepSeekV31Parser(ToolParser):
     BEGINS = ("<｜tool▁call▁begin｜>",)
     SILENT = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
     TAGS = (*BEGINS, *SILENT, "<｜tool▁sep｜>")
+    FORMS = (("<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),)
 
     def _calls(self, tag: str) -> Steps[None]:
         name, _ = yield from self._take_until(self._tag("<｜tool▁sep｜>"))
@@ -29,6 +30,8 @@ class DeepSeekV31Parser(ToolParser):
 
 class DeepSeekV3Parser(DeepSeekV31Parser):
     """Calls of DeepSeek V3 and R1."""
+
+    FORMS = (("<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n", "\n```<｜tool▁call▁end｜>"),)
 
     def _calls(self, tag: str) -> Steps[None]:
         _, tag = yield from self._take_until(self._tag("<｜tool▁sep｜>"))
@@ -46,6 +49,7 @@ class KimiK2Parser(ToolParser):
     BEGINS = ("<|tool_call_begin|>",)
     SILENT = ("<|tool_calls_section_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>")
     TAGS = (*BEGINS, *SILENT, "<|tool_call_argument_begin|>")
+    FORMS = (("<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>", "<|tool_call_end|>"),)
 
     def _calls(self, tag: str) -> Steps[None]:
         head, _ = yield from self._take_until(self._tag("<|tool_call_argument_begin|>"))
@@ -58,6 +62,7 @@ class MistralParser(JsonCallParser):
 
     BEGINS = ("[TOOL_CALLS]",)
     TAGS = (*BEGINS, "[ARGS]", "[CALL_ID]")
+    FORMS = (("[TOOL_CALLS]NAME[ARGS]", ""), ('[TOOL_CALLS][{"name": "NAME", "arguments": ', "}]"))
 
     def _calls(self, tag: str) -> Steps[None]:
         yield from self._skip_space()

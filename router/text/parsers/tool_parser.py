@@ -31,11 +31,14 @@ class ToolParser(Reader):
     Attributes:
         BEGINS: tags with which a call, or a list of them, begins.
         SILENT: tags around calls that say nothing, and are dropped.
+        FORMS: what precedes and follows the arguments of a call of the function NAME, INDEX being any number; several if it
+            may be written in several ways. Empty: no grammar can hold the arguments to a JSON schema.
         num_calls: complete calls so far.
     """
 
     BEGINS: ClassVar[tuple[str, ...]]
     SILENT: ClassVar[tuple[str, ...]] = ()
+    FORMS: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     def __init__(self, tools: Tools, marks: Mapping[str, str]) -> None:
         super().__init__(marks)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import anthropic
 import pytest
+from pydantic import BaseModel
 from starlette.applications import Starlette
 
 from pdserve.errors import Overloaded, Unavailable
@@ -146,6 +147,29 @@ def test_an_agents_session(
     assert "hm" not in prompt.split("<|start|>assistant")[1]
 
 
+class Report(BaseModel):
+    sunny: bool
+
+
+def test_structured_answers_and_strict_tools(
+    make_app: Callable[..., Starlette], backend: ScriptedBackend, serving: Serving, tools: Tokenizer
+) -> None:
+    generates_text(backend, tools, '{"sunny": true}')
+    with serving(make_app(tools)) as url, connect(url) as client:
+        asked: Any = {"model": "demo", "max_tokens": 20, "messages": [{"role": "user", "content": "Sunny?"}]}
+        parsed = client.messages.parse(**asked, output_format=Report)
+        assert parsed.parsed_output == Report(sunny=True)
+        with client.messages.stream(**asked, output_format=Report) as stream:
+            assert stream.get_final_message().parsed_output == Report(sunny=True)
+        function: Any = {"name": "f", "input_schema": {"type": "object", "properties": {}}, "strict": True}
+        client.messages.create(**asked, tools=[function])
+        with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]\.strict must be a boolean"):
+            client.messages.create(**asked, tools=[function | {"strict": 1}])
+    first, second, third = (json.loads(request.sampling.grammar) for request in backend.requests)
+    assert first == second and first["json"]["required"] == ["sunny"]
+    assert [call["json"]["type"] for call in third["calls"]] == ["object"] and third["triggers"] == ["<tool_call>"]
+
+
 @pytest.mark.parametrize(
     ("choice", "names", "is_parallel"),
     [
@@ -165,8 +189,9 @@ def test_the_choice_of_a_tool(
 ) -> None:
     generates_text(backend, tools, CALLS)
     message = make_client(make_app(tools)).post(MESSAGES, {**ASKED, "tools": TOOLS, "tool_choice": choice}).json()
-    grammar = backend.requests[0].sampling.grammar
-    assert {name for name in ("weather", "time") if f'"{name}"' in grammar} == names
+    grammar = json.loads(backend.requests[0].sampling.grammar or '{"calls": []}')
+    begins = [call["begin"] for call in grammar["calls"]]
+    assert {name for name in ("weather", "time") if any(f'"{name}"' in begin for begin in begins)} == names
     assert sum(block["type"] == "tool_use" for block in message["content"]) == 1 + is_parallel
 
 

@@ -1,0 +1,98 @@
+"""OpenAI's client with its helpers: arguments of strict functions follow their schemas on real instances."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel
+from tokenizers import Tokenizer
+
+pytest.importorskip("xgrammar", reason="xgrammar is not installed: pip install 'pdserve[structured]'")
+
+TEMPLATE = (
+    "{% if tools %}<tool_call>{{ tools | length }}{% endif %}{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+CALL_TOKEN = 258
+MESSAGES: Any = [{"role": "user", "content": "Is it sunny in Ulm?"}]
+
+
+class Weather(BaseModel):
+    """The weather of a city."""
+
+    days: list[bool]
+    unit: Literal["C", "F"] | None
+
+
+class Report(BaseModel):
+    sunny: bool
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 with the token `<tool_call>`."""
+    path = tmp_path_factory.mktemp("strict") / "model"
+    shutil.copytree(checkpoint("qwen3"), path)
+    parsed = json.loads((path / "tokenizer.json").read_text().replace("<|user|>", "<tool_call>"))
+    for token in parsed["added_tokens"]:
+        token["special"] = token["content"].startswith("<|")
+    (path / "tokenizer.json").write_text(json.dumps(parsed))
+    settings = json.loads((path / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [{"prefill": 1, "decode": 1}, pytest.param({"prefill": 0, "decode": 0, "both": 1}, marks=pytest.mark.slow)],
+)
+def test_the_helpers_of_openai(roles: dict[str, int], model: Path, deploy: Callable[..., Any]) -> None:
+    with deploy(model=str(model), num_blocks=256, **roles) as deployment:
+        client = openai.OpenAI(base_url=f"{deployment.url}/v1", api_key="none", max_retries=0)
+        tool = openai.pydantic_function_tool(Weather)
+        # The random model begins a call wherever it can.
+        bias = {str(CALL_TOKEN): 100}
+        asking: Any = {
+            "model": deployment.config.name,
+            "messages": MESSAGES,
+            "tools": [tool],
+            "parallel_tool_calls": False,
+            "logit_bias": bias,
+        }
+        for seed in range(3):
+            parsed = client.chat.completions.parse(**asking, seed=seed).choices[0]
+            assert parsed.finish_reason == "tool_calls" and parsed.message.tool_calls
+            [call] = parsed.message.tool_calls
+            assert isinstance(call.function.parsed_arguments, Weather)
+            with client.chat.completions.stream(**asking, seed=seed) as stream:
+                kinds = {event.type for event in stream}
+                [streamed] = stream.get_final_completion().choices[0].message.tool_calls or []
+            assert "tool_calls.function.arguments.done" in kinds
+            assert streamed.function.arguments == call.function.arguments
+
+        # The answer is text, in the given format.
+        brace = Tokenizer.from_file(str(model / "tokenizer.json")).encode("{").ids[0]
+        asking["logit_bias"] = {str(brace): 100}
+        report = client.chat.completions.parse(**asking, response_format=Report).choices[0].message
+        assert isinstance(report.parsed, Report) and not report.tool_calls
+
+        response = client.responses.parse(
+            model=deployment.config.name,
+            input="Is it sunny?",
+            tools=[openai.pydantic_function_tool(Weather)["function"] | {"type": "function"}],  # type: ignore[list-item]
+            parallel_tool_calls=False,
+            extra_body={"logit_bias": bias},
+        )
+        [item] = response.output
+        assert item.type == "function_call" and Weather.model_validate_json(item.arguments)
+
+        tool["function"]["parameters"] = {"type": "object", "properties": {"a": {"type": "nothing"}}}
+        with pytest.raises(openai.BadRequestError) as raised:
+            client.chat.completions.create(**asking)
+        assert raised.value.code == "invalid_grammar"
