@@ -73,11 +73,6 @@ class Settings(report.Settings):
     seed: int = flag("of the load", 18)
     html: str = flag("file with a plot of the attainment over time; empty: none", "")
 
-    @property
-    def protected_s(self) -> float:
-        """The time after a change that its forecast covered."""
-        return self.horizon + self.cooldown
-
 
 class Exam:
     """One load and what plays it."""
@@ -159,8 +154,11 @@ class Exam:
             lambda one: print(round(one.at), one, flush=True),
         )
         changes = [(round(at), str(change)) for at, change in run.changes]
-        made = [(one.at, one.change) for one in run.decisions if one.change is not None and one.change.is_flip]
-        undone = num_undone([(at, one.before, one.after) for at, one in made], self._settings.protected_s)
+        made = [(one, one.change) for one in run.decisions if one.change is not None and one.change.is_flip]
+        cooldown = self._settings.cooldown
+        undone = num_undone(
+            [(one.at, change.before, change.after, one.horizon + cooldown) for one, change in made],
+        )
         more: dict[str, Any] = {"seconds": run.instance_seconds, "changes": changes, "undone": undone}
         return self.row(name, run.samples, **more)
 
@@ -181,14 +179,14 @@ def over_time(targets: Sequence[Target], samples: Sequence[Sample], width: float
     return [((n + 1) * width, round(rate(targets, parts[n]).attainment, 3)) for n in sorted(parts)]
 
 
-def num_undone(flips: Sequence[tuple[float, str, str]], protected_s: float) -> int:
-    """Return how many flips were undone within the time for which the forecast of the first one protected it.
+def num_undone(flips: Sequence[tuple[float, str, str, float]]) -> int:
+    """Return how many flips were undone within the time that their forecast covered.
 
     Args:
-        flips: time, role before, and role after.
+        flips: time, role before, role after, and seconds that the forecast and the cooldown covered.
     """
     pairs = ((a, b) for number, a in enumerate(flips) for b in flips[number + 1 :])
-    return sum(b[0] < a[0] + protected_s and b[1:] == a[:0:-1] for a, b in pairs)
+    return sum(b[0] < a[0] + a[3] and (b[1], b[2]) == (a[2], a[1]) for a, b in pairs)
 
 
 def live(exam: Exam, settings: Settings, fleet: Fleet, folder: Path, *, is_steered: bool) -> dict[str, Any]:
@@ -214,10 +212,11 @@ def live(exam: Exam, settings: Settings, fleet: Fleet, folder: Path, *, is_steer
     more = {"lag": figures["client_bottleneck"], "seconds": fleet.size * figures["duration"]}
     if is_steered:
         rows = [json.loads(line) for line in decisions.read_text().splitlines()]
-        made = [(row["at"], row["change"]) for row in rows if row["made"]]
-        more["changes"] = [(round(at - rows[0]["at"]), change) for at, change in made]
-        flips = [(at, before, after) for at, (_, before, _, after) in ((at, change.split()) for at, change in made)]
-        more["undone"] = num_undone(flips, settings.protected_s)
+        made = [(row, row["change"].split()) for row in rows if row["made"]]
+        more["changes"] = [(round(row["at"] - rows[0]["at"]), row["change"]) for row, _ in made]
+        more["undone"] = num_undone(
+            [(row["at"], before, after, row["horizon"] + settings.cooldown) for row, (_, before, _, after) in made]
+        )
     return exam.row("controller" if is_steered else str(fleet), samples_of(figures), way="live", **more)
 
 

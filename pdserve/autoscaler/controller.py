@@ -10,10 +10,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from pdserve.autoscaler.cell import cell_share
 from pdserve.autoscaler.change import Change, flips, starts, stops
 from pdserve.autoscaler.forecast import Rating, rate
-from pdserve.autoscaler.load import answer_lengths, expected_load, expected_rate, replayed, since_change
+from pdserve.autoscaler.load import answer_lengths, answer_seconds, expected_load, expected_rate, replayed, since_change
 from pdserve.autoscaler.observation import Observation, Seen
 from pdserve.autoscaler.situation import Situation
 from pdserve.planner.targets import Target
@@ -27,6 +29,8 @@ SHORTER = 0.75  # factor of the worst figure, at which a queue is clearly shorte
 SPARE = 0.8  # worst figure ÷ target that a fleet may have with one instance fewer
 PEAK_WINDOWS = 6  # whose highest rate a smaller fleet must bear
 HOUR = 3600.0
+ANSWERED = 90  # percentile of the answers' durations that a forecast is for, if it is more than the horizon
+MAX_LONGER = 2.0  # factor by which it may be more
 REPLAY_S = 20.0  # of the window, with which a forecast begins: it fills caches and batches
 FAILED_START_PAUSE = 600.0  # seconds without another start
 
@@ -36,7 +40,8 @@ class Limits:
     """Limits of the controller: how far it looks, how long it waits, and how many instances it keeps.
 
     Attributes:
-        window, horizon: seconds of traffic that a forecast is made from, and for.
+        window: seconds of traffic that a forecast is made from.
+        horizon: seconds that it is for; up to twice as many if answers take longer.
         cooldown: seconds after a change without another one.
         start_timeout: seconds after which a started instance that has not joined is given up.
         least: by role, instances that always remain.
@@ -71,6 +76,7 @@ class Decision:
         fleet: instances by role.
         seen: of the requests in the window; None if there were none.
         rate: requests per second that are expected.
+        horizon: seconds that the forecasts were for; 0 if there were none.
         considered: the fleet as it is, and the changes.
         change: None if there is none.
         reason: in one sentence.
@@ -81,6 +87,7 @@ class Decision:
     reason: str
     seen: Rating | None = None
     rate: float = 0.0
+    horizon: float = 0.0
     considered: tuple[Considered, ...] = ()
     change: Change | None = None
 
@@ -111,7 +118,9 @@ class Controller:
         self._forecast = forecast
         self._can_start = can_start
         self._snapshots: deque[tuple[float, dict[str, str]]] = deque()
-        self._changes: deque[tuple[float, Change]] = deque(maxlen=limits.max_changes)
+        self._changes: deque[tuple[float, Change, float]] = deque(
+            maxlen=limits.max_changes
+        )  # and its end of protection
         self._is_pending = False  # the newest change has not come about yet
         self._expected: Counter[str] | None = None  # instances by role, when the newest change has come about
         self._hold_until = 0.0
@@ -129,13 +138,13 @@ class Controller:
         if reason := self._reason_to_hold(seen, len(requests)):
             return replace(draft, reason=reason)
         expected = expected_rate([one.at for one in requests], seen.at, limits.window, limits.horizon)
-        draft = replace(draft, rate=expected)
         situation = self._situation(seen, expected)
+        draft = replace(draft, rate=expected, horizon=situation.horizon)
         now = self._forecast(situation, None)
         suffices = now.meets and now.attainment >= MIN_GOOD
         decision = self._shrink(draft, seen, now) if suffices else self._improve(draft, seen, situation, now)
         if decision.change is not None:
-            self._begin(seen, decision.change)
+            self._begin(seen, decision.change, decision.horizon)
         return decision
 
     def forget(self) -> None:
@@ -155,8 +164,8 @@ class Controller:
             self._rate_at = seen.at
             self._rates.append(sum(one.at > began_at for one in seen.requests) / self._limits.window)
 
-    def _begin(self, seen: Observation, change: Change) -> None:
-        self._changes.append((seen.at, change))
+    def _begin(self, seen: Observation, change: Change, horizon: float) -> None:
+        self._changes.append((seen.at, change, seen.at + horizon + self._limits.cooldown))
         self._expected, self._is_pending = change.apply(seen.counts), True
         self._hold(seen.at, f"after the change {change}")
 
@@ -173,7 +182,7 @@ class Controller:
             return f"{self._hold_until - seen.at:.0f} s more to wait {self._hold_reason}"
         if num_requests < MIN_REQUESTS:
             return f"{num_requests} requests in {self._limits.window:.0f} s tell too little"
-        if sum(seen.at - at < HOUR for at, _ in self._changes) >= self._limits.max_changes:
+        if sum(seen.at - at < HOUR for at, *_ in self._changes) >= self._limits.max_changes:
             return f"there were {self._limits.max_changes} changes within an hour"
         return ""
 
@@ -183,7 +192,7 @@ class Controller:
             self._is_pending = False
             return ""
         if self._is_pending:
-            at, change = self._changes[-1]
+            at, change, _ = self._changes[-1]
             if seen.at < at + self._limits.start_timeout:
                 return f"the change {change} is under way"
             self._is_pending = False
@@ -213,9 +222,11 @@ class Controller:
         latest = list(zip(seen.requests, lengths, strict=True))[first:]
         whole = [replace(one.request, output_tokens=n) for one, n in latest]
         newer = [request for request in whole if (request.at or 0.0) > newest_at] or whole
-        load = expected_load(newer, seen.at, expected, limits.horizon, len(received))
+        longest = float(np.percentile(answer_seconds(admitted, seen.at) or [0.0], ANSWERED))
+        horizon = max(limits.horizon, min(longest, MAX_LONGER * limits.horizon))
+        load = expected_load(newer, seen.at, expected, horizon, len(received))
         members, moves = self._roles_since(began_at)
-        return Situation(began_at, seen.at, members, moves, received, waiting, load)
+        return Situation(began_at, seen.at, members, moves, received, waiting, load, horizon)
 
     def _roles_since(self, began_at: float) -> tuple[dict[str, str], list[tuple[float, str, str]]]:
         """Return the roles at a time, and those that instances took since then, with the time; an empty role: it left."""
@@ -262,8 +273,7 @@ class Controller:
 
     def _rejection(self, seen: Observation, change: Change) -> str:
         """Return why a change is not even forecast; empty if it is."""
-        protected_s = self._limits.horizon + self._limits.cooldown
-        if any(change.undoes(other) and seen.at < at + protected_s for at, other in self._changes):
+        if any(change.undoes(other) and seen.at < until for _, other, until in self._changes):
             return "it would undo a change within its forecast"
         if not change.before and seen.at < self._no_starts_until:
             return "an instance that was started lately has not become ready"

@@ -2,11 +2,9 @@
 
 import math
 import random
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
 
 import numpy as np
 
@@ -17,7 +15,9 @@ MAX_TREND = 1.5  # factor by which the rate may rise or fall from the newest hal
 SIGNIFICANT = 2.0  # standard deviations of a Poisson process, less than which is no trend
 CHANCE = 1e-4  # of a change of the mix, below which it is believed
 MIN_SINCE = 20  # requests since a change of the mix, with fewer of which it is not seen
+MIN_DISTANCE = 0.5  # between the distributions of prompts, with less of which the mix is the same
 SPACING = 1.2  # between numbers of newest requests that are compared with the older ones
+GOLDEN = 0.618  # the fractional parts of its multiples are spread evenly
 
 
 def expected_rate(times: Sequence[float], now: float, window: float, horizon: float) -> float:
@@ -40,8 +40,10 @@ def expected_rate(times: Sequence[float], now: float, window: float, horizon: fl
 
 
 def since_change(lengths: Sequence[int]) -> int:
-    """Return where the newest prompts begin whose lengths differ from those of the older ones by more than chance; 0 if there
-    are none.
+    """Return where the newest prompts begin whose lengths differ from those of the older ones; 0 if there are none.
+
+    They must differ by more than chance, by the test of Kolmogorov and Smirnov, and by much: among thousands of requests any
+    drift is more than chance, but no reason to forget what the older ones tell of answers.
 
     Args:
         lengths: of the prompts, in order of time. Those of answers are of no use: most of the newest still run.
@@ -49,34 +51,63 @@ def since_change(lengths: Sequence[int]) -> int:
     best, found = CHANCE, 0
     count = float(MIN_SINCE)
     while (first := len(lengths) - int(count)) >= MIN_SINCE:
-        if (chance := chance_of_same(lengths[:first], lengths[first:])) < best:
+        distance = distance_of(lengths[:first], lengths[first:])
+        chance = 2 * math.exp(-2 * distance**2 * first * int(count) / len(lengths))
+        if distance >= MIN_DISTANCE and chance < best:
             best, found = chance, first
         count *= SPACING
     return found
 
 
-def chance_of_same(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the chance that values of one distribution differ as much as these, by the test of Kolmogorov and Smirnov."""
-    sizes, values = (len(one), len(other)), np.concatenate([one, other])
+def distance_of(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the largest difference between the shares of two samples that are up to a value, from 0 to 1."""
+    values = np.concatenate([one, other])
     shares = [np.searchsorted(np.sort(part), values, side="right") / len(part) for part in (one, other)]
-    distance = float(np.max(np.abs(shares[0] - shares[1])))
-    return min(1.0, 2 * math.exp(-2 * distance**2 * sizes[0] * sizes[1] / sum(sizes)))
+    return float(np.max(np.abs(shares[0] - shares[1])))
 
 
 def answer_lengths(requests: Sequence[Seen]) -> list[int]:
-    """Return the tokens that each answer will have: that of a request that still runs goes on for as long as half of those
-    that are longer already. One that is longer than all finished ones is taken to be half done."""
-    finished = sorted(one.request.output_tokens for one in requests if one.finish_reason in ("stop", "length"))
-    longest = finished[-1] if finished else 0
-    running = sorted(one.request.output_tokens for one in requests if not one.finish_reason)
-    known = finished + [2 * so_far for so_far in running if so_far > longest]
+    """Return the tokens that each answer will have: those that still run go on as answers of their length did.
 
-    def length(one: Seen) -> int:
+    Of the answers of a window, short ones have ended and long ones run, so those that have ended are too short in the mean.
+    The shares of answers beyond a length are those of Kaplan and Meier (1958), in which an answer that runs counts up to its
+    length so far. One that is longer than all that have ended is taken to be half done. The lengths of running answers are
+    spread evenly over these shares, so that together they are distributed like them.
+    """
+    ended = np.array([one.request.output_tokens for one in requests if one.finish_reason in ("stop", "length")], int)
+    running = np.array([one.request.output_tokens for one in requests if not one.finish_reason], int)
+    is_beyond = running > max(ended, default=0)
+    known = np.concatenate([ended, 2 * running[is_beyond]])
+    reached = np.sort(np.concatenate([known, running[~is_beyond]]))
+    lengths, ends = np.unique(known, return_counts=True)
+    longer = np.cumprod(
+        1 - ends / (len(reached) - np.searchsorted(reached, lengths))
+    )  # shares beyond each of `lengths`
+
+    def length(number: int, one: Seen) -> int:
         so_far = one.request.output_tokens
-        longer = [] if one.finish_reason and not one.is_refused else known[bisect_right(known, so_far) :]
-        return max(1, round(median(longer)) if longer else so_far)
+        if one.finish_reason and not one.is_refused:
+            return max(1, so_far)
+        first = int(np.searchsorted(lengths, so_far, side="right"))
+        share = (longer[first - 1] if first else 1.0) * (GOLDEN * (number + 1) % 1)
+        last = first + int(np.searchsorted(-longer[first:], -share))
+        return max(1, int(lengths[last]) if last < len(lengths) else so_far)
 
-    return [length(one) for one in requests]
+    return [length(*pair) for pair in enumerate(requests)]
+
+
+def answer_seconds(requests: Sequence[tuple[Seen, int]], now: float) -> list[float]:
+    """Return how long requests, given with the lengths of their answers, take from their receipt to the last token.
+
+    Those that still run go on at their speed so far; those without a token are left out.
+    """
+    seconds = list[float]()
+    for one, length in requests:
+        if one.e2e_s is not None:
+            seconds.append(one.e2e_s)
+        elif one.ttft_s is not None:
+            seconds.append(one.ttft_s + (now - one.at - one.ttft_s) * length / max(1, one.request.output_tokens))
+    return seconds
 
 
 def replayed(requests: Sequence[tuple[Seen, int]], began_at: float, now: float) -> list[Request]:

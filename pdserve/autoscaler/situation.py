@@ -19,6 +19,7 @@ class Situation:
         received: requests since then.
         waiting: indices of those without a token.
         expected: requests after `now`.
+        horizon: seconds after `now` in which they come.
     """
 
     began_at: float
@@ -28,6 +29,7 @@ class Situation:
     received: Sequence[Request]
     waiting: frozenset[int]
     expected: Sequence[Request]
+    horizon: float
 
     @property
     def names(self) -> set[str]:

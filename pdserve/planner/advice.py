@@ -7,6 +7,7 @@ from pdserve.planner.search import NOISE, Trial, best
 from pdserve.planner.targets import Target
 from pdserve.simulator.fleet import Fleet
 
+TRADED = {"throughput": "request_throughput", "TTFT p50": "p50_ttft_ms", "ITL p99": "p99_itl_ms"}  # figures, by name
 ENGINE_SETTINGS = ("max_num_batched_tokens",)  # flags of instances; the others are the router's
 
 
@@ -36,6 +37,25 @@ def advise(trials: Sequence[Trial], targets: Sequence[Target]) -> str:
     winner, other = (ours, theirs) if ours.ratio < theirs.ratio else (theirs, ours)
     kind = "Disaggregation has" if winner is ours else "Colocated instances have"
     return f"Both suffice. {kind} more margin: {describe(winner, targets)}; {describe(other, targets)}."
+
+
+def trade(compared: Sequence[Trial]) -> str:
+    """Return what the other kind of fleet of the same size has more or less of than the nearest one, in one sentence.
+
+    Args:
+        compared: the nearest fleet, and the best of the other kind, if there is one.
+    """
+    if len(compared) < 2:
+        return ""
+    nearest, other = compared
+    ratios = {
+        name: other.forecast.figures[figure] / nearest.forecast.figures[figure]
+        for name, figure in TRADED.items()
+        if nearest.forecast.figures[figure]
+    }
+    parts = ", ".join(f"{ratio:.2g} times the {name}" for name, ratio in ratios.items())
+    goods = f"{other.attainment:.0%} of requests within all targets, where {nearest.fleet} has {nearest.attainment:.0%}"
+    return f"Beside {nearest.fleet}, {other.fleet} has {parts}, and {goods}."
 
 
 def _miss(trial: Trial) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from pdserve.bench.page import Chart, chart
+from pdserve.planner.advice import TRADED
 from pdserve.planner.measured import THROUGHPUT, Comparison
 from pdserve.planner.plan import Plan
 from pdserve.planner.search import Trial, best
@@ -22,6 +23,7 @@ def charts(plan: Plan, targets: Sequence[Target], rate: float, price: float) -> 
         *([rate_curves(plan.curves, rate)] if plan.curves else []),
         *heat_map(shown),
         pareto(shown, price),
+        frontier(plan.trials[-1]),
         *(waterfall(trial) for trial in plan.compared),
         *([sensitivity(plan.sensitivity)] if plan.sensitivity else []),
         *(setting(dimension, trials) for dimension, trials in plan.worth.items()),
@@ -75,6 +77,26 @@ def pareto(trials: Sequence[Trial], price: float) -> Chart:
     drawn = chart(f"% of requests within all targets, by {unit}", data, range=[0, 115])
     drawn["layout"]["xaxis"] = {"range": [0, each * (max(one.fleet.size for one in trials) + 1)]}
     return drawn
+
+
+def frontier(trials: Sequence[Trial]) -> Chart:
+    """Return TTFT p50 by ITL p99 of all fleets of a size. Named are those that no other beats in these and in throughput."""
+    points = {id(one): [one.forecast.figures[name] for name in TRADED.values()] for one in trials}
+    data: list[Chart] = []
+    for kind, colour, is_colocated in (("split", MET, False), ("colocated", MISSED, True)):
+        own = [one for one in trials if one.is_colocated is is_colocated]
+        unbeaten = [one for one in own if not any(_beats(other, points[id(one)]) for other in points.values())]
+        for chosen, mode, size in ((own, "markers", 6), (unbeaten, "markers+text", 12)):
+            _, y, x = zip(*(points[id(one)] for one in chosen), strict=True) if chosen else ((), (), ())
+            text = [f"{one.fleet.shape}, {points[id(one)][0]:.3g} req/s" for one in chosen]
+            more = {"name": kind, "showlegend": size > 6, "textposition": "top center"}
+            data.append({"x": x, "y": y, "text": text, "mode": mode, "marker": {"color": colour, "size": size}, **more})
+    return chart("TTFT p50 by ITL p99, ms; named: what no fleet beats in these and throughput", data)
+
+
+def _beats(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Return whether a fleet has more throughput and shorter times than another one."""
+    return one[0] >= other[0] and all(a < b for a, b in zip(one[1:], other[1:], strict=True))
 
 
 def waterfall(trial: Trial) -> Chart:

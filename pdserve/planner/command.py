@@ -11,7 +11,7 @@ from pdserve.bench import page
 from pdserve.bench.report import write_file
 from pdserve.bench.requests import counted
 from pdserve.load_config import PlanConfig
-from pdserve.planner.advice import advise, describe, env_lines
+from pdserve.planner.advice import advise, describe, env_lines, trade
 from pdserve.planner.charts import charts
 from pdserve.planner.measured import load_measured
 from pdserve.planner.plan import CHANGE, Plan, Planner
@@ -56,6 +56,7 @@ def sentences(plan: Plan, targets: Sequence[Target], rate: float, config: PlanCo
     """Return the report in words."""
     last = plan.trials[-1]
     worth = [_worth(dimension, trials, plan.nearest) for dimension, trials in plan.worth.items()]
+    traded = filter(None, [trade(plan.compared)])
     if plan.chosen is None:
         nearest = plan.nearest
         return [
@@ -64,6 +65,7 @@ def sentences(plan: Plan, targets: Sequence[Target], rate: float, config: PlanCo
             f"The nearest is {describe(nearest, targets)}.{'' if nearest.failure else f' What binds is {nearest.binding}.'}",
             *thin_sentences(nearest.counts),
             advise(last, targets),
+            *traded,
             *worth,
             *map(str, plan.comparisons),
         ]
@@ -82,7 +84,7 @@ def sentences(plan: Plan, targets: Sequence[Target], rate: float, config: PlanCo
     lines += thin_sentences(plan.chosen.counts)
     met = sum(trial.meets for trial in plan.repetitions)
     lines.append(f"With {len(plan.repetitions)} other seeds, the SLO is met {met} times.")
-    lines += [advise(last, targets), *worth, *map(str, plan.comparisons)]
+    lines += [advise(last, targets), *traded, *worth, *map(str, plan.comparisons)]
     if config.price:
         lines.append(f"It costs {fleet.size * config.price:.2f} per hour.")
     return [*lines, "", *env_lines(plan.chosen)]

@@ -41,7 +41,7 @@ def situation(prefill: int, decode: int, rate: float = 1.0, seed: int = 0, moved
         loads.append(Request(len(loads), random.randrange(1, 9), blocks, input_tokens=tokens, at=at))
     received = [one for one in loads if one.at is not None and one.at < 20]
     waiting = frozenset(one.index for one in received[-3:])
-    return Situation(0.0, 20.0, members, moves, received, waiting, loads[len(received) :])
+    return Situation(0.0, 20.0, members, moves, received, waiting, loads[len(received) :], 40.0)
 
 
 @given(st.integers(2, 60), st.integers(2, 60), st.integers(0, 20), st.integers(0, 99))
@@ -74,6 +74,7 @@ def test_a_cell_has_the_split_of_its_fleet_and_its_share_of_the_requests(
         sum(one.input_tokens + one.output_tokens for one in part) for part in (kept, [*whole.received, *whole.expected])
     ]
     largest = max(found.total() for found in turns.values())
+    share = len(cell.names) / len(whole.names)  # exactly
     assert share * tokens[1] - 1 <= tokens[0] <= share * tokens[1] + 458 * largest, "up to the last conversation"
     times_waiting = {one.at for one in whole.received if one.index in whole.waiting}
     assert {kept[index].at for index in cell.waiting} == times_waiting & times

@@ -128,6 +128,34 @@ def test_no_change_is_undone_within_the_time_of_its_forecast() -> None:
     assert one.decide(observe(1061.0, 4, 2)).change == MORE_DECODE
 
 
+def test_a_forecast_is_for_as_long_as_answers_take_and_protects_its_change() -> None:
+    """Most answers still run, and at their speed take 60 s; by the horizon alone, a change would be protected for 60 s."""
+    forecasts, situations = {"now": promise(none=0.4, **{"1 decode to prefill": 0.8})}, list[Situation]()
+
+    def forecast(situation: Situation, change: Change | None) -> Rating:
+        situations.append(situation)
+        return forecasts["now"](situation, change)
+
+    def slow(at: float, prefill: int, decode: int) -> Observation:
+        seen = observe(at, prefill, decode)
+        ended = [replace(seen.requests[0], e2e_s=59.0)]
+        running = [replace(one, itl_p99_s=None, e2e_s=None, finish_reason="") for one in seen.requests[1:]]
+        tokens = [max(1, round((at - one.at) / 6)) for one in running]
+        running = [
+            replace(one, request=replace(one.request, output_tokens=count))
+            for one, count in zip(running, tokens, strict=True)
+        ]
+        return replace(seen, requests=(*ended, *running))
+
+    one = controller(forecast, 3, 3)
+    made = one.decide(slow(1000.0, 3, 3))
+    assert made.change == MORE_PREFILL and made.horizon == pytest.approx(60, abs=10)
+    assert max(load.at or 0.0 for load in situations[0].expected) > 1000 + LIMITS.horizon + 5
+    forecasts["now"] = promise(none=0.4, **{"1 prefill to decode": 0.8})
+    assert one.decide(slow(1000 + LIMITS.horizon + LIMITS.cooldown + 1, 4, 2)).change is None
+    assert one.decide(slow(1001 + made.horizon + LIMITS.cooldown, 4, 2)).change == MORE_DECODE
+
+
 def test_roles_are_changed_rather_than_instances_started() -> None:
     forecast = promise(none=0.4, start_1_decode=0.99, **{"1 decode to prefill": 0.95})
     assert controller(forecast, can_start=True, most=9).decide(observe(1000.0)).change == MORE_PREFILL

@@ -6,7 +6,15 @@ from random import Random
 
 import pytest
 
-from pdserve.autoscaler.load import MAX_TREND, answer_lengths, expected_load, expected_rate, replayed, since_change
+from pdserve.autoscaler.load import (
+    MAX_TREND,
+    answer_lengths,
+    answer_seconds,
+    expected_load,
+    expected_rate,
+    replayed,
+    since_change,
+)
 from pdserve.autoscaler.observation import Seen, merge_traffic, parse_traffic
 from pdserve.bench.requests import Request
 
@@ -30,8 +38,28 @@ def test_the_rate_is_that_of_the_window_unless_there_is_a_trend() -> None:
 
 def test_answers_that_still_run_are_as_long_as_longer_ones_were() -> None:
     requests = [seen(0, 10, e2e=2), seen(1, 50, e2e=2), seen(2, 90, e2e=3), seen(3, 20), seen(4, 95), seen(5, 0, None)]
-    assert answer_lengths(requests) == [10, 50, 90, 90, 190, 70]
+    assert answer_lengths(requests) == [10, 50, 90, 90, 190, 50]
     assert answer_lengths([seen(0, 0, None)]) == [1]
+
+
+def test_answers_are_not_taken_to_be_short_while_the_long_ones_still_run() -> None:
+    random = Random(5)
+    lengths = [random.randint(1, 100) for _ in range(1200)]
+    requests = list[Seen]()
+    for number, tokens in enumerate(lengths):  # 20 arrive per second, and have two tokens per second: now is 60
+        at = number / 20
+        so_far = int(2 * (60 - at))
+        requests.append(seen(at, tokens, 0.0, tokens / 2) if tokens <= so_far else seen(at, so_far, 0.0))
+    ended = [one.request.output_tokens for one in requests if one.finish_reason]
+    found, count = answer_lengths(requests), len(lengths)
+    assert sum(ended) / len(ended) < 0.8 * sum(lengths) / count
+    assert sum(found) == pytest.approx(sum(lengths), rel=0.03)
+    assert sorted(found)[count * 9 // 10] == pytest.approx(sorted(lengths)[count * 9 // 10], abs=5)
+
+
+def test_answers_that_still_run_go_on_at_their_speed() -> None:
+    requests = [(seen(0, 10, 1.0, 6.0), 10), (seen(1, 20, 1.0), 80), (seen(5, 0, None), 50), (seen(9, 0, 1.0), 5)]
+    assert answer_seconds(requests, 12.0) == [6.0, 1.0 + 10.0 * 80 / 20, 1.0 + 2.0 * 5]
 
 
 def test_a_change_of_the_prompts_is_seen_after_a_few_seconds() -> None:
@@ -42,6 +70,8 @@ def test_a_change_of_the_prompts_is_seen_after_a_few_seconds() -> None:
     assert since_change(long[:60] + short[:150]) == pytest.approx(60, abs=15)
     mixed = [random.choice((long[n], short[n])) for n in range(200)]
     assert since_change(mixed) == since_change(long) == since_change([100] * 200) == since_change([]) == 0
+    drift = [round(random.lognormvariate(6 + 0.5 * (n > 2000), 1)) for n in range(3000)]
+    assert since_change(drift) == 0, "more than chance, but no other mix"
     assert sum(since_change([round(random.lognormvariate(6, 1)) for _ in range(250)]) > 0 for _ in range(100)) <= 2
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from pdserve.bench.requests import Request
 from pdserve.load_config import PlanConfig
-from pdserve.planner.advice import advise, env_lines
+from pdserve.planner.advice import advise, env_lines, trade
 from pdserve.planner.plan import Planner
 from pdserve.planner.search import (
     NOISE,
@@ -37,8 +37,9 @@ Run = Callable[..., Any]
 TARGETS = parse_targets("ttft.p90=500ms,itl.p99=0.05s")
 
 
-def make_forecast(fleet: Fleet, ttft_ms: float, itl_ms: float, failed: int = 0) -> Forecast:
-    figures = {"p90_ttft_ms": ttft_ms, "p99_itl_ms": itl_ms, "failed": failed}
+def make_forecast(fleet: Fleet, ttft_ms: float, itl_ms: float, failed: int = 0, rate: float = 5.0) -> Forecast:
+    figures = {"p50_ttft_ms": ttft_ms, "p90_ttft_ms": ttft_ms, "p99_itl_ms": itl_ms, "failed": failed}
+    figures["request_throughput"] = rate
     figures |= {"completed": 100 - failed, "total_output_tokens": 5000}
     return Forecast(fleet, figures, {}, 0, False, [])
 
@@ -259,6 +260,19 @@ def trial(fleet: Fleet, ttft_ms: float, itl_ms: float) -> Trial:
 def test_advice_names_the_winner(split: tuple[int, int], colocated: tuple[int, int], expected: str) -> None:
     trials = [trial(Fleet(1, 1), *split), trial(Fleet(both=2), *colocated)]
     assert advise(trials, TARGETS).startswith(expected)
+
+
+def test_advice_names_the_price_of_the_choice() -> None:
+    split, colocated = (
+        replace(judge(TARGETS, make_forecast(fleet, ttft, itl, rate=rate)), attainment=share)
+        for fleet, ttft, itl, rate, share in ((Fleet(1, 1), 300, 20, 4.9, 0.97), (Fleet(both=2), 200, 50, 5.0, 0.6))
+    )
+    assert trade([split, colocated]) == (
+        "Beside 1P+1D, 2 both has 1 times the throughput, 0.67 times the TTFT p50, 2.5 times the ITL p99, "
+        "and 60% of requests within all targets, where 1P+1D has 97%."
+    )
+    without_gaps = judge(TARGETS, make_forecast(Fleet(1, 1), 300, 0))
+    assert "ITL" not in trade([without_gaps, colocated]) and trade([split]) == ""
 
 
 def test_lines_for_compose_deploy_the_fleet() -> None:

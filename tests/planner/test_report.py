@@ -13,7 +13,7 @@ from pdserve.bench.requests import Request, Sample
 from pdserve.errors import SetupError
 from pdserve.lifetime import Stage
 from pdserve.load_config import PlanConfig
-from pdserve.planner.charts import pareto
+from pdserve.planner.charts import frontier, pareto
 from pdserve.planner.command import run
 from pdserve.planner.measured import compare, load_measured
 from pdserve.planner.search import Trial, judge
@@ -100,6 +100,22 @@ def test_no_fleet_of_the_front_is_beaten_by_a_smaller_one() -> None:
     assert drawn["data"][1]["text"] == ["1 both", "2 both", "1P+2D"] and drawn["data"][1]["x"] == [2.5, 5.0, 7.5]
 
 
+def test_the_frontier_names_what_no_fleet_beats_in_all_figures() -> None:
+    figures = {
+        Fleet(1, 1): (300, 20, 5.0),
+        Fleet(both=2): (100, 60, 5.0),
+        Fleet(both=2, itl_target_ms=9.0): (110, 70, 4),
+    }
+    trials = [
+        trial(fleet, p50_ttft_ms=ttft, p99_itl_ms=itl, request_throughput=rate)
+        for fleet, (ttft, itl, rate) in figures.items()
+    ]
+    splits, named_splits, colocated, named_colocated = frontier(trials)["data"]
+    assert splits["x"] == named_splits["x"] == (20,) and named_splits["y"] == (300,)
+    assert colocated["x"] == (60, 70) and named_colocated["x"] == (60,)
+    assert frontier(trials[1:])["data"][1]["x"] == ()
+
+
 def test_the_parts_of_ttft_are_those_of_the_timeline() -> None:
     stages = [Stage.RECEIVED, Stage.ROUTED, Stage.PREFILL_STARTED, Stage.FIRST_TOKEN, Stage.KV_READY]
     split = dict(zip(stages, [0.0, 0.01, 0.11, 0.31, 0.35], strict=True))
@@ -151,7 +167,15 @@ def test_a_plan_writes_its_reports(
     )
     text = (folder / "plan.html").read_text()
     titles = [json.loads(f'"{one.partition(chr(34))[0]}"') for one in text.split('"title": {"text": "')[1:]]
-    for part in ("by rate", "÷ target; below 1", "by instances", "until tokens 1 and 2", "load changes", "--policy"):
+    for part in (
+        "by rate",
+        "÷ target; below 1",
+        "by instances",
+        "until tokens 1 and 2",
+        "by ITL p99",
+        "load changes",
+        "--policy",
+    ):
         assert any(part in title for title in titles), (part, titles)
     assert any("forecast and measured" in title for title in titles)
 
