@@ -333,7 +333,7 @@ class Decoder:
             return
         state.submitted_blocks = stop
         keys, blocks = seq.full_keys()[first:stop], seq.blocks(first, stop)
-        self._transfers.store(job, keys, blocks, 0.0, lambda result: self._on_stored_back(state, result))
+        self._transfers.store(job, first, keys, blocks, 0.0, lambda result: self._on_stored_back(state, result))
 
     def _on_stored_back(self, state: _DecodeState, result: Result) -> None:
         if result.leading < len(result.outcomes):

@@ -12,7 +12,6 @@ pool. If this instance has ranks, too, each of them loads what its pool needs.
 """
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,8 +25,8 @@ import torch
 from pdserve.config import DTYPES
 from pdserve.engine.sequence import Sequence as TokenSequence
 from pdserve.errors import SetupError
-from pdserve.keys import KEY_BYTES, Layout, block_ends
-from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats, first_failure
+from pdserve.keys import Layout, block_ends
+from pdserve.kv_transfer.connector import PROBE_KEY, Connector, Outcome, PoolMemory, Result, Stats, first_failure
 from pdserve.kv_transfer.guarded import guard
 from pdserve.kv_transfer.operation import Cancellation, submit
 from pdserve.kv_transfer.registry import connect
@@ -177,7 +176,7 @@ def _slices(source: Layout, target: Layout) -> Iterator[_Slice]:
 
 def _load_nothing(connector: Connector) -> None:
     """Ask for a block that no store has."""
-    connector.load([os.urandom(KEY_BYTES)], [0]).result()
+    connector.load([PROBE_KEY], [0]).result()
 
 
 class SourceLoader:

@@ -33,6 +33,7 @@ from pdserve.keys import KEY_BYTES, Layout
 
 API_VERSION = 2
 DEFAULT_TIMEOUT_S = 5.0
+PROBE_KEY = bytes(KEY_BYTES)  # of no block; loaded alone to ask a store that is out whether it is back
 
 T = TypeVar("T")
 
@@ -235,7 +236,10 @@ class Connector(ABC):
 
     @abstractmethod
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
-        """Copy the blocks under `keys` into pool rows `block_ids`. The bytes of a row whose load failed are undefined."""
+        """Copy the blocks under `keys` into pool rows `block_ids`. The bytes of a row whose load failed are undefined.
+
+        A load of `PROBE_KEY` alone is no failure, and is not counted as one.
+        """
 
     def follow(self, keys: Sequence[bytes], block_ids: Sequence[int], *, patience_s: float) -> Future[Result]:
         """Load blocks that are still being stored, waiting at most `patience_s` seconds for each next block.

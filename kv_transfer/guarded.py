@@ -1,6 +1,5 @@
 """Circuit breaker in front of a connector: while its store hangs, operations fail at once instead of timing out."""
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -8,9 +7,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TypeVar
 
-from pdserve.keys import KEY_BYTES
 from pdserve.kv_transfer.breaker import StoreBreaker
-from pdserve.kv_transfer.connector import Capabilities, Connector, Outcome, PoolMemory, Result, Stats
+from pdserve.kv_transfer.connector import PROBE_KEY, Capabilities, Connector, Outcome, PoolMemory, Result, Stats
 from pdserve.kv_transfer.rate_limited_log import RateLimitedLog
 
 T = TypeVar("T")
@@ -32,7 +30,7 @@ class GuardedConnector(Connector):
     """Wraps the connector of one store that may hang.
 
     After two operations in a row that timed out in vain, stores and loads end as UNAVAILABLE and matches as 0, at once, until
-    the store has answered a probe: a match of a random key, repeated when it times out. No request waits for a probe.
+    the store has answered a probe: a match of `PROBE_KEY`, repeated when it times out. No request waits for a probe.
 
     Args:
         post: runs a function soon in the thread that calls this connector. The probes start there.
@@ -66,17 +64,17 @@ class GuardedConnector(Connector):
 
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
         if self._breaker.is_open:
-            return self._skip("store", len(keys))
+            return self._skip("store", keys)
         return self._watch_transfer(self._inner.store(keys, block_ids, lease_s=lease_s))
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
         if self._breaker.is_open:
-            return self._skip("load", len(keys))
+            return self._skip("load", keys)
         return self._watch_transfer(self._inner.load(keys, block_ids, tickets=tickets))
 
     def follow(self, keys: Sequence[bytes], block_ids: Sequence[int], *, patience_s: float) -> Future[Result]:
         if self._breaker.is_open:
-            return self._skip("load", len(keys))
+            return self._skip("load", keys)
         return self._watch_transfer(self._inner.follow(keys, block_ids, patience_s=patience_s))
 
     def match(self, keys: Sequence[bytes]) -> Future[int]:
@@ -95,9 +93,10 @@ class GuardedConnector(Connector):
     def close(self) -> None:
         self._inner.close()
 
-    def _skip(self, direction: str, blocks: int) -> Future[Result]:
-        self._skipped.count_failures(direction, Outcome.UNAVAILABLE, blocks)
-        return _done(Result([Outcome.UNAVAILABLE] * blocks, 0.0))
+    def _skip(self, direction: str, keys: Sequence[bytes]) -> Future[Result]:
+        if list(keys) != [PROBE_KEY]:
+            self._skipped.count_failures(direction, Outcome.UNAVAILABLE, len(keys))
+        return _done(Result([Outcome.UNAVAILABLE] * len(keys), 0.0))
 
     def _watch_transfer(self, future: Future[Result]) -> Future[Result]:
         return self._watch(future, self._breaker.record_transfer)
@@ -132,7 +131,7 @@ class GuardedConnector(Connector):
         if self._is_probing or not self._breaker.is_open:
             return
         self._is_probing = True
-        future = self._inner.match([os.urandom(KEY_BYTES)])
+        future = self._inner.match([PROBE_KEY])
         future.add_done_callback(lambda _: setattr(self, "_is_probing", False))
         self._watch(future, self._breaker.record_match)
 

@@ -197,7 +197,7 @@ class Prefiller:
         state.parts.append(part)
         keys, blocks = job.keys[first:stop], state.seq.blocks(first, stop)
         self._transfers.store(
-            job, keys, blocks, state.lease_s, lambda result: self._on_stored(state, part, keys, result)
+            job, first, keys, blocks, state.lease_s, lambda result: self._on_stored(state, part, keys, result)
         )
 
     def _on_stored(self, state: _PrefillState, part: _StorePart, keys: Sequence[bytes], result: Result) -> None:

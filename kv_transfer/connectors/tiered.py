@@ -34,7 +34,7 @@ import numpy as np
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.breaker import StoreBreaker
 from pdserve.kv_transfer.codec import CODECS
-from pdserve.kv_transfer.connector import Capabilities, Connector, Outcome, PoolMemory, Result, Stats
+from pdserve.kv_transfer.connector import PROBE_KEY, Capabilities, Connector, Outcome, PoolMemory, Result, Stats
 from pdserve.kv_transfer.rate_limited_log import RateLimitedLog
 from pdserve.kv_transfer.registry import connect
 from pdserve.kv_transfer.url import Query, split_tiers, without_password
@@ -86,11 +86,12 @@ class _Tier:
             self.back.close()
             self.front.close()
 
-    async def transfer(self, direction: str, blocks: int, call: Callable[[], Future[Result]]) -> list[Outcome]:
+    async def transfer(self, direction: str, keys: list[bytes], call: Callable[[], Future[Result]]) -> list[Outcome]:
         """Return the outcomes of a store or load; all UNAVAILABLE if the tier is not attached or does not answer."""
-        none_done = [Outcome.UNAVAILABLE] * blocks
+        none_done = [Outcome.UNAVAILABLE] * len(keys)
         if not self.attached or not self._breaker.allows(time.monotonic()):
-            self.count_skipped(direction, blocks)
+            if keys != [PROBE_KEY]:
+                self.count_skipped(direction, len(keys))
             return none_done
         result = await self._call(call, self._breaker.record_transfer)
         return result.outcomes if result else none_done
@@ -313,9 +314,7 @@ class TieredConnector(Connector):
             if not remaining:
                 continue
             tier_keys, rows = [keys[block] for block in remaining], [ids[block] for block in remaining]
-            tier_outcomes = await tier.transfer(
-                direction, len(remaining), functools.partial(call, tier, tier_keys, rows)
-            )
+            tier_outcomes = await tier.transfer(direction, tier_keys, functools.partial(call, tier, tier_keys, rows))
             for block, outcome in zip(remaining, tier_outcomes, strict=True):
                 if outcome is Outcome.OK:
                     moved[-1].append(block)
@@ -324,11 +323,12 @@ class TieredConnector(Connector):
                     outcomes[block] = min(outcome, outcomes[block], key=_PRECEDENCE.index)
             remaining = [block for block in remaining if outcomes[block] is not Outcome.OK]
         result = Result(outcomes, time.perf_counter() - started)
-        self._stats.count(direction, result)
+        if keys != [PROBE_KEY]:
+            self._stats.count(direction, result)
         return result, moved
 
     async def _promote(self, tier: _Tier, keys: list[bytes], ids: list[int]) -> None:
-        await tier.transfer("store", len(keys), lambda: tier.front.store(keys, ids, lease_s=0.0))
+        await tier.transfer("store", keys, lambda: tier.front.store(keys, ids, lease_s=0.0))
 
     def _queue_copy(self, number: int, keys: list[bytes], lease_s: float) -> None:
         try:
@@ -346,13 +346,13 @@ class TieredConnector(Connector):
     async def _copy_down(self, number: int, keys: list[bytes], rows: list[int], lease_s: float) -> None:
         source = self._tiers[number]
         rows = rows[: len(keys)]
-        outcomes = await source.transfer("load", len(keys), functools.partial(source.back.load, keys, rows))
+        outcomes = await source.transfer("load", keys, functools.partial(source.back.load, keys, rows))
         loaded = [block for block, outcome in enumerate(outcomes) if outcome is Outcome.OK]
         self._count_skipped(number, len(keys) - len(loaded))
         keys, rows = [keys[block] for block in loaded], [rows[block] for block in loaded]
         await asyncio.gather(
             *(
-                tier.transfer("store", len(keys), functools.partial(tier.back.store, keys, rows, lease_s=lease_s))
+                tier.transfer("store", keys, functools.partial(tier.back.store, keys, rows, lease_s=lease_s))
                 for tier in self._tiers[number + 1 :]
                 if keys
             )

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from pdserve.errors import SetupError
+from pdserve.control.json_setting import read_json_setting
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -43,11 +43,4 @@ class KVEventsConfig(BaseModel):
         Raises:
             SetupError: the text is no JSON object, or a key or value is unknown.
         """
-        try:
-            return cls.model_validate_json(text or "{}")
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            known = ", ".join(cls.model_fields)
-            reason = f"unknown key; known are {known}" if first["type"] == "extra_forbidden" else first["msg"]
-            raise SetupError(f"--kv-events-config: {place + ': ' if place else ''}{reason}") from error
+        return read_json_setting("--kv-events-config", text or "{}", cls, cls)

@@ -166,10 +166,7 @@ class Reporter:
                 metrics.update(zip(_transfer_series(name, direction), amounts, strict=True))
             for (direction, outcome), blocks in part.failures.items():
                 labels = {"connector": name, "direction": direction, "kind": outcome.value}
-                probes = self._transfers.probe_outcomes[outcome] if part is stats and direction == "load" else 0
-                key = series("kv_transfer_failures", **labels)
-                # A counter, which a probe that has just ended must not lower.
-                metrics[key] = max(blocks - probes, self.status.counters.get(key, 0))
+                metrics[series("kv_transfer_failures", **labels)] = blocks
         return metrics
 
 

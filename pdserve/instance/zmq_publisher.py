@@ -1,8 +1,8 @@
 """KV events over ZMQ in vLLM's format (as of 0.32), for routers and tools that follow vLLM's instances.
 
 A message is (topic, sequence number in 8 bytes, big-endian; msgpack of `KVEventBatch`): an array whose events are maps with
-the key `type`. A batch has the changes of one engine step. The engine never waits: a batch that finds the queue full is
-dropped, but has a number, so that subscribers see the gap.
+the key `type`. A batch has the changes of all steps within `GATHER_S`. The engine never waits: if the queue is full, a step's
+changes are dropped, and a number is left out, so that subscribers see the gap.
 """
 
 import logging
@@ -11,6 +11,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 import msgspec
 import zmq
@@ -33,6 +35,7 @@ from pdserve.kv_transfer.connector import Outcome
 
 log = logging.getLogger(__name__)
 POLL_S = 0.1  # between two looks at the replay socket
+GATHER_S = 0.02  # of changes in one batch: each message takes time from the engine, however short it is
 MAX_STORED_KEYS = 1 << 20  # published as in the store; older ones are withdrawn
 
 
@@ -43,7 +46,7 @@ class ZmqPublisher:
     so a block in the store is withdrawn once a load or a match of this instance does not find it.
 
     Args:
-        on_drop: called for each batch that is dropped because the queue is full.
+        on_drop: called for each step whose changes are dropped because the queue is full.
 
     Raises:
         SetupError: an endpoint is invalid or in use.
@@ -54,8 +57,9 @@ class ZmqPublisher:
         self._on_drop = on_drop
         self._events: list[Event] = []
         self._stored: dict[bytes, None] = {}  # keys published as in the store, the oldest first
-        self._next_number = 0
-        self._queue: queue.Queue[tuple[int, KVEventBatch]] = queue.Queue(config.max_queue_size)
+        self._num_dropped = 0
+        self._queue: queue.SimpleQueue[tuple[int, list[Event]]] = queue.SimpleQueue()  # each after so many dropped ones
+        self._max_queued = config.max_queue_size
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._topic = config.topic.encode()
         self._publisher = _open(zmq.PUB, config.endpoint, config.hwm)
@@ -92,13 +96,12 @@ class ZmqPublisher:
         self._stored.clear()
         self._events.append(AllBlocksCleared())
 
-    def on_stored(self, seq: EngineSequence, keys: Sequence[bytes], outcomes: Sequence[Outcome]) -> None:
+    def on_stored(self, seq: EngineSequence, first: int, keys: Sequence[bytes], outcomes: Sequence[Outcome]) -> None:
         """Record which blocks of a sequence the KV store has, besides those already published and partial ones."""
         full, size = seq.full_keys(), seq.block_size
-        index_of = {key: i for i, key in enumerate(full)}
-        for key, outcome in zip(keys, outcomes, strict=True):
-            i = index_of.get(key)
-            if outcome is Outcome.OK and i is not None and key not in self._stored:
+        for i, (key, outcome) in enumerate(zip(keys, outcomes, strict=True), first):
+            is_full = i < len(full) and key == full[i]
+            if outcome is Outcome.OK and is_full and key not in self._stored:
                 self._stored[key] = None
                 self.store(key, full[i - 1] if i else None, seq.tokens[i * size : (i + 1) * size], MEDIUM_STORE)
         while len(self._stored) > MAX_STORED_KEYS:
@@ -112,15 +115,15 @@ class ZmqPublisher:
                 self.remove(key, MEDIUM_STORE)
 
     def flush(self) -> None:
-        """Publish what was recorded since the last call as one batch. Never waits."""
+        """Publish what was recorded since the last call. Never waits."""
         if not self._events:
             return
-        batch, self._events = KVEventBatch(time.time(), self._events, 0), []
-        try:
-            self._queue.put_nowait((self._next_number, batch))
-        except queue.Full:
+        if self._queue.qsize() < self._max_queued:
+            self._queue.put((self._num_dropped, self._events))
+        else:
+            self._num_dropped += 1
             self._on_drop()
-        self._next_number += 1
+        self._events = []
 
     def close(self) -> None:
         """Stop the thread and close the sockets. What is still queued is not sent."""
@@ -128,17 +131,22 @@ class ZmqPublisher:
         self._thread.join()
 
     def _run(self) -> None:
-        encoder = msgspec.msgpack.Encoder()
+        encoder, num_sent = msgspec.msgpack.Encoder(), 0
         while not self._closing.is_set():
             if self._replay is not None and self._replay.poll(0):
                 self._answer(self._replay)
             try:
-                entry = self._queue.get(timeout=POLL_S)
+                entries = [self._queue.get(timeout=POLL_S)]
             except queue.Empty:
                 continue
-            message = entry[0].to_bytes(NUMBER_BYTES, "big"), encoder.encode(entry[1])
-            self._sent.append(message)
-            self._publisher.send_multipart((self._topic, *message))
+            self._closing.wait(GATHER_S)
+            entries += [self._queue.get() for _ in range(self._queue.qsize())]
+            for num_dropped, steps in groupby(entries, itemgetter(0)):
+                batch = KVEventBatch(time.time(), [event for _, events in steps for event in events], 0)
+                message = (num_sent + num_dropped).to_bytes(NUMBER_BYTES, "big"), encoder.encode(batch)
+                num_sent += 1
+                self._sent.append(message)
+                self._publisher.send_multipart((self._topic, *message))
         self._publisher.close(linger=0)
         if self._replay is not None:
             self._replay.close(linger=0)

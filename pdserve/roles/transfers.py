@@ -8,8 +8,7 @@ not answer, queued transfers fail immediately for as long as that operation took
 """
 
 import math
-import os
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -18,8 +17,7 @@ from typing import Protocol
 
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.sequence import Sequence as EngineSequence
-from pdserve.keys import KEY_BYTES
-from pdserve.kv_transfer.connector import Connector, Outcome, Result, request_cancel
+from pdserve.kv_transfer.connector import PROBE_KEY, Connector, Outcome, Result, request_cancel
 from pdserve.roles.job import InstanceContext, Job
 
 OnDone = Callable[[Result], None]
@@ -41,8 +39,8 @@ class Source(Protocol):
 class StoreListener(Protocol):
     """Is told what the KV store turns out to have."""
 
-    def on_stored(self, seq: EngineSequence, keys: Sequence[bytes], outcomes: Sequence[Outcome]) -> None:
-        """A store of blocks of a sequence has ended."""
+    def on_stored(self, seq: EngineSequence, first: int, keys: Sequence[bytes], outcomes: Sequence[Outcome]) -> None:
+        """A store of a sequence's blocks from index `first` on has ended."""
 
     def on_missing(self, keys: Iterable[bytes]) -> None:
         """Blocks were not in the store."""
@@ -81,7 +79,6 @@ class Transfers:
         follows: loads can start while the blocks are still being stored.
         in_place: peers read the pool's rows directly, with a ticket.
         listener: None: none is told what the store has.
-        probe_outcomes: of the loads of `probe`, which are no failures of transfers.
         num_holding: transfers that hold blocks. A transfer that peers read in place may outlive its request.
     """
 
@@ -101,7 +98,6 @@ class Transfers:
         self.in_place = connector.in_place
         self.follows = connector.follows
         self.listener: StoreListener | None = None
-        self.probe_outcomes = Counter[Outcome]()
         self.num_holding = 0
 
     @property
@@ -118,19 +114,17 @@ class Transfers:
         """Blocks that could be transferred without waiting."""
         return 0 if self._waiting else max(0, self._max_blocks - self.in_flight)
 
-    def store(self, job: Job, keys: Sequence[bytes], blocks: list[int], lease_s: float, on_done: OnDone) -> None:
-        """Queue a store.
+    def store(
+        self, job: Job, first: int, keys: Sequence[bytes], blocks: list[int], lease_s: float, on_done: OnDone
+    ) -> None:
+        """Queue a store of the job's blocks from index `first` on.
 
         `on_done` receives the result on the engine thread; until then `job.open_transfers` counts the transfer.
         """
         start = lambda: self._connector.store(keys, blocks, lease_s=lease_s)  # noqa: E731
-
-        def on_stored(result: Result) -> None:
-            if self.listener is not None and not self.in_place:
-                self.listener.on_stored(job.seq, keys, result.outcomes)
-            on_done(result)
-
-        self._add(_Transfer(job, blocks, True, start, on_stored, lease_s > 0, self._context.now()))
+        if self.listener is not None and not self.in_place:
+            on_done = partial(_report_stored, self.listener, job.seq, first, keys, on_done)
+        self._add(_Transfer(job, blocks, True, start, on_done, lease_s > 0, self._context.now()))
 
     def load(
         self,
@@ -144,14 +138,9 @@ class Transfers:
         """Queue a load from `source`, by default the connector. `on_done` as in `store`."""
         actual_source = source or self._connector
         start = lambda: actual_source.load(keys, blocks, tickets=tickets)  # noqa: E731
-
-        def on_loaded(result: Result) -> None:
-            if source is None:
-                outcomes = zip(keys, result.outcomes, strict=True)
-                self.report_missing(key for key, outcome in outcomes if outcome is Outcome.MISSING)
-            on_done(result)
-
-        self._add(_Transfer(job, blocks, False, start, on_loaded, True, self._context.now()))
+        if self.listener is not None and source is None:
+            on_done = partial(_report_loaded, self.listener, keys, on_done)
+        self._add(_Transfer(job, blocks, False, start, on_done, True, self._context.now()))
 
     def follow(self, job: Job, keys: Sequence[bytes], blocks: list[int], on_done: OnDone) -> None:
         """Queue a load of blocks that are still being stored. `on_done` as in `store`."""
@@ -168,12 +157,8 @@ class Transfers:
         if self._connector.stats().any_out and self._pool.num_free:
             blocks = self._pool.allocate(1)
             self.num_holding += 1
-            future = self._connector.load([os.urandom(KEY_BYTES)], blocks)
-            self._context.add_done_callback(future, lambda result: self._end_probe(blocks, result))
-
-    def _end_probe(self, blocks: list[int], result: Result) -> None:
-        self._release_blocks(blocks)
-        self.probe_outcomes.update(result.outcomes)
+            future = self._connector.load([PROBE_KEY], blocks)
+            self._context.add_done_callback(future, lambda _: self._release_blocks(blocks))
 
     def end_leases(self, keys: Sequence[bytes], ticket: bytes) -> None:
         """End the leases of a finished store that no instance will load."""
@@ -261,3 +246,21 @@ class Transfers:
     def _blocks_moved(self, transfer: _Transfer) -> int:
         """Return the blocks that the connector moves: none for a store that peers read in place."""
         return 0 if transfer.is_store and self._connector.in_place else len(transfer.blocks)
+
+
+def _report_stored(
+    listener: StoreListener,
+    seq: EngineSequence,
+    first: int,
+    keys: Sequence[bytes],
+    on_done: OnDone,
+    result: Result,
+) -> None:
+    listener.on_stored(seq, first, keys, result.outcomes)
+    on_done(result)
+
+
+def _report_loaded(listener: StoreListener, keys: Sequence[bytes], on_done: OnDone, result: Result) -> None:
+    outcomes = zip(keys, result.outcomes, strict=True)
+    listener.on_missing(key for key, outcome in outcomes if outcome is Outcome.MISSING)
+    on_done(result)

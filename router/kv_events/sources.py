@@ -2,9 +2,9 @@
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from pdserve.errors import SetupError
+from pdserve.control.json_setting import read_json_setting
 
 
 class KVEventsSource(BaseModel):
@@ -23,20 +23,10 @@ class KVEventsSource(BaseModel):
     topic: str = ""
 
 
-_SOURCES = TypeAdapter(list[KVEventsSource])
-
-
 def load_sources(text: str) -> list[KVEventsSource]:
     """Return the publishers of a JSON array; an empty text has none.
 
     Raises:
         SetupError: the text is no JSON array of objects, or a key or value is unknown.
     """
-    try:
-        return _SOURCES.validate_json(text or "[]")
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        known = ", ".join(KVEventsSource.model_fields)
-        reason = f"unknown key; known are {known}" if first["type"] == "extra_forbidden" else first["msg"]
-        raise SetupError(f"--kv-events-subscribe: {place + ': ' if place else ''}{reason}") from error
+    return read_json_setting("--kv-events-subscribe", text or "[]", list[KVEventsSource], KVEventsSource)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.kv_transfer.connector import Capabilities, Connector, Outcome, PoolMemory, Result, Stats
+from pdserve.kv_transfer.connector import PROBE_KEY, Capabilities, Connector, Outcome, PoolMemory, Result, Stats
 from pdserve.kv_transfer.guarded import GuardedConnector
 
 TIMEOUT = 4.0
@@ -126,6 +126,7 @@ def test_after_two_timeouts_calls_end_at_once_and_are_counted(scene: Scene, capl
         assert scene.connector.store(KEYS, [0, 1], lease_s=1.0).result(0).outcomes == UNAVAILABLE
         assert scene.connector.load(KEYS, [0, 1]).result(0).outcomes == UNAVAILABLE
         assert scene.connector.follow(KEYS, [0, 1], patience_s=1.0).result(0).outcomes == UNAVAILABLE
+        assert scene.connector.load([PROBE_KEY], [0]).result(0).outcomes == [Outcome.UNAVAILABLE]  # not counted
         scene.connector.release(KEYS)
     assert len(scene.names) == 3
     stats = scene.connector.stats()

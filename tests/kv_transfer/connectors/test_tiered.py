@@ -16,7 +16,7 @@ import pytest
 
 from pdserve.errors import SetupError
 from pdserve.keys import Layout
-from pdserve.kv_transfer.connector import Outcome
+from pdserve.kv_transfer.connector import PROBE_KEY, Outcome, Stats
 from pdserve.kv_transfer.connectors import memory, tiered
 from pdserve.kv_transfer.connectors.file import FileConnector
 from pdserve.kv_transfer.connectors.tiered import TieredConnector
@@ -222,6 +222,11 @@ def test_blocks_that_do_not_fit_into_the_first_tier_are_stored_in_the_second(
     assert failures(instance, "tiered/1/memory")[("store", Outcome.FULL)] >= 4
 
 
+def counted(stats: Stats) -> list[dict[Any, int]]:
+    """Return the failures of the whole and of each tier."""
+    return [stats.failures, *(part.failures for part in stats.parts.values())]
+
+
 def out(instance: Any) -> list[str]:
     return [name for name, part in instance.connector.stats().parts.items() if part.is_out]
 
@@ -240,6 +245,9 @@ def test_a_tier_that_dies_and_restarts(
     assert instance.match(new_keys(1)) == 0
     assert instance.load(new_keys(1), [20]).outcomes == [Outcome.UNAVAILABLE]
     instance.connector.settle()
+    before = instance.connector.stats()
+    assert instance.load([PROBE_KEY], [20]).outcomes == [Outcome.UNAVAILABLE]
+    assert counted(instance.connector.stats()) == counted(before), "to ask whether a store is back is no failure"
     assert failures(instance, "tiered/2/redis")[("store", Outcome.UNAVAILABLE)] == 3
     assert "redis: " in caplog.text
     assert out(instance) == ["tiered/2/redis"]
@@ -277,6 +285,9 @@ def test_a_hanging_tier_is_skipped_for_a_while(
             assert instance.match([*keys, *new_keys(1)]) == 2
             assert instance.load([*keys, *new_keys(1)], [8, 9, 10]).leading == 2
         assert len(matched) == 1
+        before = instance.connector.stats()
+        instance.load([PROBE_KEY], [8])  # which skips the tier
+        assert counted(instance.connector.stats()) == counted(before)
     finally:
         os.kill(server.pid, signal.SIGCONT)
     tier._breaker._next_probe_at -= 600
