@@ -1,6 +1,7 @@
 """KV events over ZMQ, read by a subscriber with structs of its own, written from vLLM's published format."""
 
 import asyncio
+import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -192,6 +193,35 @@ def test_events_equal_the_pool(checkpoint: Any, make_instance: Callable[..., Any
 
     with pytest.raises(SetupError, match=f"{port}: Address already in use"):
         instance.publish_events(KVEventsConfig(enable_kv_cache_events=True, **config))
+
+
+def test_a_router_follows_an_instance(
+    deploy: Callable[..., Any],
+    complete: Callable[..., Any],
+    metric: Callable[..., float],
+    wait_until: Callable[..., None],
+) -> None:
+    port, replay_port = free_port(), free_port()
+    published = {
+        "enable_kv_cache_events": True,
+        "endpoint": f"tcp://*:{port}",
+        "replay_endpoint": f"tcp://*:{replay_port}",
+    }
+    followed = {"endpoint": f"tcp://127.0.0.1:{port}", "replay_endpoint": f"tcp://127.0.0.1:{replay_port}"}
+    flags = {
+        "prefill": ["--kv-events-config", json.dumps(published)],
+        "router": ["--kv-events-subscribe", json.dumps([followed])],
+    }
+    with deploy(flags=flags) as deployment:
+
+        def batches(outcome: str) -> float:
+            return metric(deployment, "kv_event_batches_followed_total", endpoint=followed["endpoint"], outcome=outcome)
+
+        for start in (10, 200):
+            before = batches("applied")
+            complete(deployment, prompt=[start + i for i in range(3 * BLOCK)], max_tokens=2)
+            wait_until(lambda before=before: batches("applied") > before, "the events of a prompt")
+        assert batches("refused") == batches("lost") == 0
 
 
 @pytest.mark.parametrize(
