@@ -163,6 +163,11 @@ class EngineConfig(ModelConfig):
         "auto",
         choices=AUTO_ON_OFF,
     )
+    async_scheduling: str = flag(
+        "launch each decode step before the tokens of the last one are read; auto: on GPUs, with one device",
+        "auto",
+        choices=AUTO_ON_OFF,
+    )
     pooling: str = flag(
         "which hidden states are a text's embedding; auto: as sentence-transformers' files of the model say, else none;"
         " yes-no: scores, by the answer yes or no (Qwen3-Reranker)",

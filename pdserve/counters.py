@@ -30,6 +30,8 @@ HELP = {
     "integrity_checks": "checks of the whole pool while idle, each of which passed",
     "kv_event_batches_dropped": "batches of KV events not published because the queue was full",
     "engine_steps": "forward passes",
+    "steps_launched_ahead": "decode steps that were launched before the tokens of the last one were read",
+    "rows_launched_in_vain": "rows of these that no schedule asked for, since their sequence had ended or was preempted",
     "lookups_of_routers_failed": "failed lookups of the router list in the registry",
     "num_requests_running": "sequences in the running batch, loading or storing",
     "num_requests_waiting": "sequences that have no blocks yet, or were preempted",

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from pdserve.errors import BadRequest
@@ -29,6 +30,10 @@ class TokenLogprobs:
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     rank: int = 0
+
+
+# Fields of `SamplingParams` with which a token depends on its logits and its position alone.
+_LOGITS_AND_POSITION = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +93,12 @@ class SamplingParams:
     embed: bool = False
     reasoning: ReasoningSpan | None = None
     logits_processors: str = ""
+
+    @cached_property
+    def needs_only_logits(self) -> bool:
+        """True if a token depends on its logits and its position alone, not on the tokens before it."""
+        plain = SamplingParams(**{name: getattr(self, name) for name in _LOGITS_AND_POSITION})
+        return all(getattr(self, one.name) == getattr(plain, one.name) for one in fields(self))
 
     def validate(self) -> None:
         """Raise BadRequest, with the field's name and its valid range, if a value is invalid."""

@@ -98,6 +98,7 @@ class Engine:
             host_pool=BlockPool(host_blocks, config.block_size) if host_blocks else None,
             itl_target=None if config.itl_target_ms is None else config.itl_target_ms / 1000,
             refetch_preempted=refetch_preempted,
+            grows_ahead=self.runner.pipeline is not None,
         )
         self.max_model_len = _max_model_len(self.checkpoint, config, self.runner.num_blocks)
         self.layout = replace(self.checkpoint.layout, numerics=self.runner.numerics)
@@ -234,10 +235,13 @@ class Engine:
             self.add(seq)
         schedule = self.scheduler.schedule(pause_storing=pause_storing)
         scheduled = schedule.num_scheduled_tokens
-        work = [(count, seq.num_computed) for seq, count in scheduled.items()]
         swap_seconds = self.runner.swap(schedule.swap_out, schedule.swap_in)
         self.runner.copy_blocks(schedule.block_copies)
-        sampled = self.runner.step(scheduled)
+        if self.runner.pipeline is not None:
+            scheduled, sampled = self.runner.pipeline.step(scheduled)
+        else:
+            sampled = self.runner.step(scheduled)
+        work = [(count, seq.num_computed) for seq, count in scheduled.items()]
         for seq, count in scheduled.items():
             seq.mark_computed(count)
             seq.register_full_blocks(self.pool)

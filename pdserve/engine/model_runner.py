@@ -5,6 +5,7 @@ Shape legend: see kernels/batch.py; V vocabulary, A rows for which logprobs are 
 
 import time
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceABC
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
 from pdserve.engine.numerics import numerics_class
 from pdserve.engine.paged_model import UnsupportedAttention
 from pdserve.engine.sampler import (
+    SampledTokens,
     model_logprobs,
     pooled_part,
     record_candidates,
@@ -33,6 +35,7 @@ from pdserve.engine.sampler import (
 )
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step_graph import PaddedGraphs, StepGraphs
+from pdserve.engine.step_pipeline import StepPipeline
 from pdserve.errors import SetupError
 from pdserve.kernels import cpu
 from pdserve.kernels.attention import KernelUnavailable, is_batch_invariant, select_kernel
@@ -82,6 +85,7 @@ class ModelRunner:
         clock: seconds by which steps are measured in the warm-up. On CPUs these are seconds of this thread's CPU time: the
             instances of a machine often start together, and wall-clock time would make each of them appear slow for good.
         numerics: see `numerics.py`.
+        pipeline: launches steps ahead; None if that is not wanted.
         graphs: recorded decode steps; None runs the model's Python in every step.
         window: attention window in tokens, the token itself included, that holds for every layer; None if some layer
             attends to all tokens.
@@ -106,6 +110,7 @@ class ModelRunner:
         is_invariant = is_batch_invariant(config.batch_invariant, self.device)
         ranks = checkpoint.layout.ranks
         self.numerics = numerics_class(self.kernel, self.device, checkpoint.dtype, is_invariant, ranks)
+        self.pipeline = StepPipeline(self) if _is_pipelined(config, self.device) else None
         self.graphs: StepGraphs | PaddedGraphs | None = None
         self._min_rows = largest_min_rows(checkpoint.model)
         self._row_functions = _row_functions(checkpoint.model, self.kernel)
@@ -248,6 +253,26 @@ class ModelRunner:
         if logprobs_AV is not None:
             record_logprobs(logprobs_AV, [complete[i] for i in logprob_rows], [sampled[i] for i in logprob_rows])
         return dict(zip(complete, sampled, strict=True))
+
+    @torch.inference_mode()
+    def launch(
+        self, seqs: list[Sequence], last: SampledTokens | None = None, rows: SequenceABC[int] = ()
+    ) -> SampledTokens:
+        """Launch a step that computes one token of each sequence, and return the tokens that follow, for which nothing waits.
+
+        Args:
+            seqs: the settings of their sampling need only logits. The first len(rows) of them compute the token that `last`
+                samples, in these rows, the others their last token.
+        """
+        ahead = len(rows)
+        ids_T = np.array([*rows, *(seq.tokens[-1] for seq in seqs[ahead:])], dtype=np.uint32)
+        first = [seq.num_computed + (i < ahead) for i, seq in enumerate(seqs)]
+        inputs = self.step_inputs(ids_T, [1] * len(seqs), first, [seq.block_ids for seq in seqs], [*range(len(seqs))])
+        if last is not None and ahead:
+            last.keep_logits()
+            rows_A = inputs.ids_1T[0, :ahead]
+            rows_A.copy_(last.tokens_S.clamp(min=0).index_select(0, rows_A))
+        return SampledTokens(self.forward(inputs), seqs, ahead)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Return the logits [S, V] of the tokens at `logit_rows`; one row if that is empty, which models do not accept."""
@@ -402,6 +427,19 @@ def _largest_probe(count: int, block_size: int, blocks: list[int]) -> Sequence:
     """Return a prompt of `count` tokens whose sampling uses every feature that takes memory."""
     tokens = token_array([0] * count)
     return Sequence("probe", tokens, count, count, _LARGEST_SAMPLING, b"", block_size, block_ids=blocks)
+
+
+def _is_pipelined(config: EngineConfig, device: torch.device) -> bool:
+    """Return whether steps are to be launched ahead.
+
+    Raises:
+        SetupError: the ranks of an instance cannot do that.
+    """
+    if config.async_scheduling == "auto":
+        return device.type == "cuda" and config.tensor_parallel_size == 1
+    if config.async_scheduling == "on" and config.tensor_parallel_size > 1:
+        raise SetupError("--async-scheduling on is not supported with --tensor-parallel-size; use auto or off")
+    return config.async_scheduling == "on"
 
 
 def _row_functions(model: torch.nn.Module, kernel: Kernel) -> AbstractContextManager[Any]:

@@ -63,6 +63,7 @@ class PacedRunner:
 
     window = None
     graphs = None
+    pipeline = None
     numerics = ""
     kernel = PacedKernel()
 

@@ -44,28 +44,74 @@ def sample(logits_SV: torch.Tensor, seqs: list[Sequence]) -> list[int]:
     _mask_early_stops(logits_SV, seqs)
     _mask_bad_words(logits_SV, seqs)
     _apply_reasoning(logits_SV, seqs)
-    tokens_S = _argmax(logits_SV)
-    rows = [i for i, seq in enumerate(seqs) if seq.sampling.temperature > 0]
-    if rows and (draw_rows := _draw_function(logits_SV)) is not None:
-        settings = [(p.temperature, p.top_k, p.top_p, p.min_p) for p in (seqs[i].sampling for i in rows)]
-        drawn_R = draw_rows(logits_SV, tokens_S, rows, [_counter_of(seqs[i]) for i in rows], settings)
-        if len(rows) == len(seqs):
-            tokens_S = drawn_R
-        else:
-            tokens_S[rows] = drawn_R
-    elif rows:
-        tokens_S[rows] = -1
-    tokens: list[int] = tokens_S.tolist()
-    rows = [row for row in rows if tokens[row] < 0]  # left to the reference
-    # A few rows at a time. On a CPU a dozen passes over them stay in the cache, which takes a quarter of the time; on a GPU
-    # they take little memory.
-    chunk = max(1, CHUNK_LOGITS // logits_SV.shape[1]) if logits_SV.device.type == "cpu" else GPU_ROWS
-    for start in range(0, len(rows), chunk):
-        part = rows[start : start + chunk]
-        drawn = _sample_gumbel(logits_SV[part].float(), [seqs[i] for i in part]).tolist()
-        for row, token in zip(part, drawn, strict=True):
-            tokens[row] = token
-    return tokens
+    return SampledTokens(logits_SV, seqs).read()
+
+
+class SampledTokens:
+    """Tokens that a device samples, while Python goes on.
+
+    Args:
+        logits_SV: row i belongs to seqs[i]; penalties, masks and the like have been applied.
+        ahead: of the first so many sequences, the last token is not known yet.
+
+    Attributes:
+        tokens_S: int64, on the device. -1 where the reference must decide, which `read` asks.
+        undecided: the rows of these, once they are read.
+    """
+
+    def __init__(self, logits_SV: torch.Tensor, seqs: list[Sequence], ahead: int = 0) -> None:
+        self._logits_SV = logits_SV
+        self._params = [seq.sampling for seq in seqs]
+        self._counters = [
+            rng_counter(seq.sampling.seed, seq.num_output + (row < ahead)) if seq.sampling.temperature > 0 else 0
+            for row, seq in enumerate(seqs)
+        ]
+        self.tokens_S = _argmax(logits_SV)
+        self._drawn_rows = [row for row, params in enumerate(self._params) if params.temperature > 0]
+        self.undecided: list[int] = []
+        self._draw()
+        self._on_host_S, self._copied = self.tokens_S, None
+        if self.tokens_S.is_cuda:
+            self._on_host_S = torch.empty_like(self.tokens_S, device="cpu", pin_memory=True)
+            self._on_host_S.copy_(self.tokens_S, non_blocking=True)
+            self._copied = torch.cuda.current_stream(self.tokens_S.device).record_event()
+
+    def keep_logits(self) -> None:
+        """Copy the logits if `read` may need them, since the next step may overwrite them."""
+        if self._drawn_rows:
+            self._logits_SV = self._logits_SV.clone()
+
+    def read(self) -> list[int]:
+        """Wait for the tokens, and return them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        tokens: list[int] = self._on_host_S.tolist()
+        rows = self.undecided = [row for row in self._drawn_rows if tokens[row] < 0]
+        # A few rows at a time. On a CPU a dozen passes over them stay in the cache, which takes a quarter of the time; on a
+        # GPU they take little memory.
+        on_cpu = self._logits_SV.device.type == "cpu"
+        chunk = max(1, CHUNK_LOGITS // self._logits_SV.shape[1]) if on_cpu else GPU_ROWS
+        for start in range(0, len(rows), chunk):
+            part = rows[start : start + chunk]
+            params, counters = [self._params[row] for row in part], [self._counters[row] for row in part]
+            drawn = _sample_gumbel(self._logits_SV[part].float(), params, counters).tolist()
+            for row, token in zip(part, drawn, strict=True):
+                tokens[row] = token
+        return tokens
+
+    def _draw(self) -> None:
+        """Sample the rows that are not greedy, by the device's kernel if it has one."""
+        rows = self._drawn_rows
+        if rows and (draw_rows := _draw_function(self._logits_SV)) is not None:
+            settings = [(p.temperature, p.top_k, p.top_p, p.min_p) for p in (self._params[row] for row in rows)]
+            counters = [self._counters[row] for row in rows]
+            drawn_R = draw_rows(self._logits_SV, self.tokens_S, rows, counters, settings)
+            if len(rows) == len(self._params):
+                self.tokens_S = drawn_R
+            else:
+                self.tokens_S[rows] = drawn_R
+        elif rows:
+            self.tokens_S[rows] = -1
 
 
 def _draw_function(logits_SV: torch.Tensor) -> Callable[..., torch.Tensor] | None:
@@ -239,26 +285,19 @@ def _mask(logits_V: torch.Tensor, ids: list[int]) -> None:
         logits_V[ids] = before
 
 
-def _sample_gumbel(logits_SV: torch.Tensor, seqs: list[Sequence]) -> torch.Tensor:
+def _sample_gumbel(logits_SV: torch.Tensor, params: list[SamplingParams], counters: list[int]) -> torch.Tensor:
     """Sample with the Gumbel-max trick: the argmax of logits plus Gumbel noise is a sample of their softmax.
 
     Rounding differences between batches change a token only where the two best sums nearly tie; inverse transform sampling
     would be exposed to them at every step of the cumulative distribution.
     """
-    params = [seq.sampling for seq in seqs]
     temperatures_S1 = _column([p.temperature for p in params], logits_SV)
     # Subtracting the row's maximum first keeps a tiny temperature from overflowing.
     scaled_SV = (logits_SV.double() - logits_SV.amax(dim=-1, keepdim=True)) / temperatures_S1
     if any(p.top_k or p.top_p < 1 or p.min_p > 0 for p in params):
         scaled_SV = scaled_SV.masked_fill(~_keep_mask(scaled_SV, params), float("-inf"))
-    noise_SV = gumbel_noise(
-        torch.tensor([_counter_of(seq) for seq in seqs], device=logits_SV.device), scaled_SV.shape[-1]
-    )
+    noise_SV = gumbel_noise(torch.tensor(counters, device=logits_SV.device), scaled_SV.shape[-1])
     return (scaled_SV + noise_SV).argmax(dim=-1)
-
-
-def _counter_of(seq: Sequence) -> int:
-    return rng_counter(seq.sampling.seed, seq.num_output)
 
 
 def _keep_mask(scaled_SV: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:

@@ -63,6 +63,7 @@ class Scheduler:
         itl_target: seconds between two tokens of a decoding sequence that prompts in the same step should not exceed.
         refetch_preempted: return resumed sequences to their owner (`SchedulerOutput.resumed`), which looks for their KV in
             the store.
+        grows_ahead: give decoding sequences the block of the token after the next one, too, while there are enough.
 
     Attributes:
         costs: forecasts of swapping and computing.
@@ -80,6 +81,7 @@ class Scheduler:
         host_pool: BlockPool | None = None,
         itl_target: float | None = None,
         refetch_preempted: bool = False,
+        grows_ahead: bool = False,
     ) -> None:
         assert max_num_seqs > 0 and max_num_batched_tokens > 0
         self.pool = pool
@@ -90,6 +92,7 @@ class Scheduler:
         self.costs = Costs()
         self.itl_target = itl_target
         self.refetch_preempted = refetch_preempted
+        self.grows_ahead = grows_ahead
         # Queues, each in order of rank.
         self.waiting: list[Sequence] = []
         self.loaded: list[Sequence] = []  # these hold blocks
@@ -135,7 +138,15 @@ class Scheduler:
             self._preempt(self.loaded[-1], self.loaded, output)
         if not (output.num_scheduled_tokens or output.storing_paused or output.preempted or output.resumed):
             self._make_room_for_beams(output)
+        if self.grows_ahead:
+            self._grow_ahead(output)
         return output
+
+    def _grow_ahead(self, output: SchedulerOutput) -> None:
+        """Give decoding sequences the block of the token after the next one, but leave one for each running sequence."""
+        for seq in output.num_scheduled_tokens:
+            if seq.num_uncomputed == 1 and not seq.awaits_last_token and self.pool.num_free > len(self.running):
+                seq.grow(self.pool, 1)
 
     def _make_room_for_beams(self, output: SchedulerOutput) -> None:
         """Preempt the last request if beams wait for others of their search, which wait for the room that it holds."""

@@ -209,6 +209,11 @@ class Sequence:
         return "length" if self.num_output >= self.sampling.max_tokens else None
 
     @property
+    def awaits_last_token(self) -> bool:
+        """True if the next token ends it, whatever it is."""
+        return self.num_output + 1 >= self.sampling.max_tokens
+
+    @property
     def answer_start(self) -> int | None:
         """Position in the output of the first token after its reasoning, where its grammar begins; None inside of that."""
         if self._reasoning is None:
@@ -380,9 +385,9 @@ class Sequence:
         self.block_ids[index] = target
         return source, target
 
-    def grow(self, pool: BlockPool) -> None:
-        """Allocate the blocks that all its tokens need."""
-        self.block_ids += pool.allocate(max(0, pool.blocks_for(len(self)) - len(self.block_ids)))
+    def grow(self, pool: BlockPool, further: int = 0) -> None:
+        """Allocate the blocks that all its tokens need, and so many further ones."""
+        self.block_ids += pool.allocate(max(0, pool.blocks_for(len(self) + further) - len(self.block_ids)))
 
     def drop_blocks(self, pool: BlockPool, stop: int) -> None:
         """Release its blocks before index `stop`, to which no later token attends."""

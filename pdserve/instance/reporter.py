@@ -137,9 +137,10 @@ class Reporter:
         self._costs = pb.Costs(prefill=costs.prefill, decode=costs.decode, transfer=costs.transfer)
 
     def _pool_metrics(self) -> dict[str, float]:
-        """Return the metrics of pool and scheduler, by series."""
-        scheduler, pool = self._engine.scheduler, self._engine.pool
-        return {
+        """Return the metrics of pool, scheduler and step pipeline, by series."""
+        scheduler, pool, pipeline = self._engine.scheduler, self._engine.pool, self._engine.runner.pipeline
+        ahead = (pipeline.num_launched, pipeline.num_dropped_rows) if pipeline is not None else ()
+        return dict(zip(("steps_launched_ahead", "rows_launched_in_vain"), ahead, strict=False)) | {
             "prefix_cache_queries": scheduler.prefix_queries,
             "prefix_cache_hits": scheduler.prefix_hits,
             "num_preemptions": scheduler.num_preemptions,

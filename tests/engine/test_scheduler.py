@@ -1,5 +1,6 @@
 """Scheduler: budgets are kept, no sequence starves, and no block leaks, for any arrivals and departures."""
 
+from collections.abc import Sequence as SequenceABC
 from typing import Any
 from zlib import crc32
 
@@ -11,16 +12,17 @@ from pdserve.costs import Costs
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.scheduler import Scheduler, SchedulerOutput
 from pdserve.engine.sequence import Sequence
+from pdserve.engine.step_pipeline import StepPipeline
 from pdserve.keys import token_array
 from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams
 
 BLOCK = 4
 
 
-def sequence(name: str, prompt: list[int], max_tokens: int = 4) -> Sequence:
-    return Sequence(
-        name, token_array(prompt), len(prompt), len(prompt), SamplingParams(max_tokens=max_tokens), b"root", BLOCK
-    )
+def sequence(name: str, prompt: list[int], max_tokens: int = 4, family: int = 0) -> Sequence:
+    sampling = SamplingParams(max_tokens=max_tokens, frequency_penalty=1.0 if family == 2 else 0.0)
+    stops = frozenset(range(0, 1000, 5)) if family == 1 else frozenset()
+    return Sequence(name, token_array(prompt), len(prompt), len(prompt), sampling, b"root", BLOCK, stop_token_ids=stops)
 
 
 def scheduler(num_blocks: int, max_num_seqs: int = 8, budget: int = 16, **settings: Any) -> Scheduler:
@@ -242,6 +244,51 @@ def load(sched: Scheduler, seq: Sequence, memory: dict[int, list[int | None]], k
     seq.register_full_blocks(sched.pool)
 
 
+class MemoryRunner:
+    """A runner whose KV is the token itself: checks that every computed token attends to its own predecessors."""
+
+    def __init__(self, pool: BlockPool, memory: dict[int, list[int | None]], window: int | None) -> None:
+        self._pool, self._memory, self._window = pool, memory, window
+
+    def step(self, num_scheduled_tokens: dict[Sequence, int]) -> dict[Sequence, int]:
+        work = {seq: seq.tokens[: seq.num_computed + count].tolist() for seq, count in num_scheduled_tokens.items()}
+        self._compute(work)
+        return {seq: next_token(seq, tokens) for seq, tokens in work.items() if len(tokens) == len(seq)}
+
+    def launch(self, seqs: list[Sequence], last: Any, rows: SequenceABC[int]) -> "LaunchedTokens":
+        work = {seq: seq.tokens.tolist() for seq in seqs}
+        for seq, row in zip(seqs, rows, strict=False):
+            work[seq].append(last.tokens[row])
+        self._compute(work)
+        return LaunchedTokens([next_token(seq, tokens) for seq, tokens in work.items()])
+
+    def _compute(self, work: dict[Sequence, list[int]]) -> None:
+        first = {seq: seq.num_computed + (len(tokens) > len(seq)) for seq, tokens in work.items()}
+        for seq, tokens in work.items():
+            for at in range(first[seq], len(tokens)):
+                assert not self._pool.is_shared(seq.block_ids[at // BLOCK]), "a write to a shared block"
+                self._memory[seq.block_ids[at // BLOCK]][at % BLOCK] = tokens[at]
+        for seq, tokens in work.items():
+            seen = range(0 if self._window is None else max(0, len(tokens) - self._window), len(tokens))
+            read = [self._memory[seq.blocks(at // BLOCK, at // BLOCK + 1)[0]][at % BLOCK] for at in seen]
+            assert read == [tokens[at] for at in seen]
+
+
+class LaunchedTokens:
+    """What a device has sampled."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+        self.undecided: list[int] = []
+
+    def read(self) -> list[int]:
+        return self.tokens
+
+
+def next_token(seq: Sequence, tokens: list[int]) -> int:
+    return crc32(f"{seq.request_id} {len(tokens)}".encode()) % 1000
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     num_blocks=st.integers(6, 30),
@@ -264,6 +311,7 @@ def load(sched: Scheduler, seq: Sequence, memory: dict[int, list[int | None]], k
     host_blocks=st.integers(0, 12),
     window=st.none() | st.integers(1, 15),
     itl=st.sampled_from([None, 1e-6, 0.0105]),
+    pipelined=st.booleans(),
 )
 def test_sequences_read_their_own_tokens_despite_shared_blocks(
     num_blocks: int,
@@ -275,24 +323,27 @@ def test_sequences_read_their_own_tokens_despite_shared_blocks(
     host_blocks: int,
     window: int | None,
     itl: float | None,
+    pipelined: bool,
 ) -> None:
-    """Simulate the pool's memory: each slot holds the token that was written to it.
+    """Simulate the pool's memory: each slot holds the token that was written to it. Steps may be launched ahead.
 
     arrivals: (step, prompt length, output length, prefix family, priority, what happens to its KV in a store); forks and
     aborts: (step, index of a sequence). A prompt without room at its arrival is computed, not loaded. Preempted sequences
-    are swapped while the host pool has room.
+    are swapped while the host pool has room. Family 1 may stop early, and family 2 samples by more than its logits.
     """
     host = BlockPool(host_blocks, BLOCK) if host_blocks else None
-    sched = scheduler(num_blocks, max_num_seqs, budget, window=window, host_pool=host)
+    sched = scheduler(num_blocks, max_num_seqs, budget, window=window, host_pool=host, grows_ahead=pipelined)
     sched.costs = Costs(swap=(0, 0))
     sched.itl_target = itl  # a step that only decodes takes 0.0101 s
     memory: dict[int, list[int | None]] = {block: [None] * BLOCK for block in range(num_blocks)}
     swapped: dict[int, list[int | None]] = {}
+    runner = MemoryRunner(sched.pool, memory, window)
+    pipeline = StepPipeline(runner)
     live: list[Sequence] = []
     for step in range(2000):
         for i, (at, prompt_len, output_len, family, priority, kv) in enumerate(arrivals):
             if at == step:
-                live.append(sequence(str(i), [family] * prompt_len, output_len))
+                live.append(sequence(str(i), [family] * prompt_len, output_len, family))
                 live[-1].rank = i + ARRIVALS_PER_PRIORITY * priority
                 if kv != "computed":
                     load(sched, live[-1], memory, kv)
@@ -316,18 +367,19 @@ def test_sequences_read_their_own_tokens_despite_shared_blocks(
             memory[block] = swapped.pop(host_block)
         for source, target in output.block_copies:
             memory[target] = list(memory[source])
-        for seq, count in output.num_scheduled_tokens.items():
-            for at in range(seq.num_computed, seq.num_computed + count):
-                assert not sched.pool.is_shared(seq.block_ids[at // BLOCK]), "a write to a shared block"
-                memory[seq.block_ids[at // BLOCK]][at % BLOCK] = seq.tokens[at]
-        for seq, count in output.num_scheduled_tokens.items():
+        computed = output.num_scheduled_tokens
+        if pipelined:
+            computed, sampled = pipeline.step(computed)
+            assert bool(computed) == bool(output.num_scheduled_tokens)
+        else:
+            sampled = runner.step(computed)
+        for seq, count in computed.items():
             seq.mark_computed(count)
             seq.register_full_blocks(sched.pool)
-            seen = range(0 if window is None else max(0, seq.num_computed - window), seq.num_computed)
-            read = [memory[seq.blocks(at // BLOCK, at // BLOCK + 1)[0]][at % BLOCK] for at in seen]
-            assert read == [seq.tokens[at] for at in seen]
-        for seq in [seq for seq in output.num_scheduled_tokens if seq.num_uncomputed == 0]:
-            seq.tokens.append(crc32(f"{seq.request_id} {len(seq)}".encode()) % 1000)
+            assert (seq.num_uncomputed == 0) == (seq in sampled)
+        for seq, token in sampled.items():
+            assert token == next_token(seq, seq.tokens.tolist())
+            seq.tokens.append(token)
             if seq.finish_reason():
                 sched.remove(seq)
                 live.remove(seq)

@@ -120,12 +120,16 @@ def make_runner(architecture: str, layers: int) -> ModelRunner:
     return ModelRunner(checkpoint, EngineConfig(kernel="triton", batch_invariant="off", num_blocks=64))
 
 
-def decode_step(runner: ModelRunner, count: int, **sampling: Any) -> None:
+def new_sequences(count: int, **sampling: Any) -> list[Sequence]:
     params = SamplingParams(**sampling)
-    seqs = [
+    return [
         Sequence(str(i), token_array([5] * 40), 30, 30, params, b"", 16, block_ids=[3, 4, 5], num_computed=39)
         for i in range(count)
     ]
+
+
+def decode_step(runner: ModelRunner, count: int, **sampling: Any) -> None:
+    seqs = new_sequences(count, **sampling)
     assert runner.step(dict.fromkeys(seqs, 1)) == dict.fromkeys(seqs, 0)
 
 
@@ -143,6 +147,19 @@ def test_budget_of_an_eager_decode_step(architecture: str, gpu: GpuCounter) -> N
         launches.append(gpu.counts["launches"])
     assert (launches[1] - launches[0]) / 2 <= 14 < MAX_LAUNCHES_PER_LAYER, gpu.launched
     assert launches[0] <= 2 * MAX_LAUNCHES_PER_LAYER + 20, "what is not a layer's"
+
+
+@pytest.mark.parametrize(("sampling", "copies"), [({"temperature": 0}, 1), ({"temperature": 1.0}, 2)], ids=str)
+def test_budget_of_a_step_that_is_launched_ahead(sampling: dict[str, Any], copies: int, gpu: GpuCounter) -> None:
+    """It takes the tokens of the last step on the device: nothing waits until they are read."""
+    runner = make_runner("llama", 1)
+    seqs = new_sequences(7, **sampling)
+    first = runner.launch(seqs)
+    gpu.counts.clear()
+    runner.launch(seqs[1:], first, range(1, 7))
+    assert (gpu.counts["copies"], gpu.counts["syncs"]) == (copies, 0), gpu.launched
+    first.read()
+    assert gpu.counts["syncs"] == 1
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9, "top_k": 40}, {"min_p": 0.1}], ids=str)

@@ -40,6 +40,7 @@ def test_preemption_changes_no_token(
     path, store = checkpoint(architecture), controlled_store()
     prompts, num_blocks = (PROMPTS, 24) if architecture == "llama" else ([prompt[:46] for prompt in PROMPTS], 9)
     settings = {"model": str(path), "swap_space": swap_space, **SETTINGS}
+    settings["async_scheduling"] = "on" if phase == pb.DECODE else "off"
     tight = make_instance(store, num_blocks=num_blocks, **settings)
     tight.instance.engine.scheduler.costs = FREE_SWAPPING
     tight.instance.reporter.meter.costs = lambda now: FREE_SWAPPING
@@ -110,7 +111,8 @@ def test_decode_admits_one_request_at_a_time_in_order_of_arrival(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"prefill": 1, "decode": 1}, {"prefill": 0, "decode": 0, "both": 1, "swap_space": 0.01}]
+    "settings",
+    [{"prefill": 1, "decode": 1, "async_scheduling": "on"}, {"prefill": 0, "decode": 0, "both": 1, "swap_space": 0.01}],
 )
 def test_deployment_with_small_pools_preempts_and_changes_no_token(
     settings: dict[str, Any],
