@@ -34,6 +34,7 @@ class Settings(report.Settings):
     store: str = flag("where KV blocks go: redis, shm", "redis")
     dtype: str = flag("of the model and its KV: bfloat16, float16, float32", "bfloat16")
     tensor_parallel_size: int = flag("ranks of each instance; with 2, one of the faults is to kill the second one", 1)
+    async_scheduling: str = flag("of the instances: auto, on, off", "auto")
     seed: int = flag("of the order of faults, and of the requests", 0)
 
 
@@ -67,7 +68,7 @@ def chaos(settings: Settings) -> None:
 
 def play(settings: Settings, make: Make = ChaosDeployment) -> dict[str, Any]:
     """Run the benchmark and return the content of its JSON report."""
-    with stage(settings.store, settings.dtype, make, settings.tensor_parallel_size) as at:
+    with stage(settings.store, settings.dtype, make, settings.tensor_parallel_size, settings.async_scheduling) as at:
         traffic, monkey = Traffic(at.deployment.url, at.deployment.config.name, settings), FaultInjector(at, settings)
         before, left, after, seconds = asyncio.run(_play(at, traffic, monkey))
         metrics = {name: n for name, n in sorted(totals(at.deployment).items()) if any(one in name for one in COUNTED)}

@@ -45,6 +45,13 @@ class PeakMeter:
         torch.cuda.empty_cache()
 
 
+def free_bytes(device: torch.device) -> int:
+    """Return the free memory of a GPU, after torch has given back what it only keeps for later."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
 def free_for_pool(device: torch.device, peak: int, utilization: float) -> int:
     """Return `pool_bytes` of this process on a GPU."""
     free, total = torch.cuda.mem_get_info(device)

@@ -34,7 +34,7 @@ from pdserve.engine.sampler import (
     score,
 )
 from pdserve.engine.sequence import Sequence
-from pdserve.engine.step_graph import PaddedGraphs, StepGraphs
+from pdserve.engine.step_graph import PaddedGraphs, StepGraphs, padded_sizes
 from pdserve.engine.step_pipeline import StepPipeline
 from pdserve.errors import SetupError
 from pdserve.kernels import cpu
@@ -129,7 +129,7 @@ class ModelRunner:
         if self.kernel is cpu and ranks == 1:
             max_blocks_per_seq = min(self.num_blocks, -(-checkpoint.context_length // self.block_size))
             self.graphs = StepGraphs(self._compute_logits, max_blocks_per_seq)
-        elif ranks == 1 and self.device.type == "cuda" and getattr(self.kernel, "is_capturable", False):
+        elif self._records_cuda_graphs:
             max_tokens = min(self.num_blocks * self.block_size, checkpoint.context_length)
             self.graphs = PaddedGraphs(self._compute_logits, max_tokens)
 
@@ -401,10 +401,36 @@ class ModelRunner:
         return max(windows) if len(windows) == len(layer_windows) else None
 
     def _profile_memory(self, config: EngineConfig) -> int:
-        """Return the bytes of the GPU's memory that a step takes at most, in addition to weights and pool."""
+        """Return the bytes of the GPU's memory that a step takes at most, in addition to weights and pool, and all graphs."""
         with gpu_memory.PeakMeter(self.device) as meter:
             self.run_largest_steps(config)
-        return meter.peak
+        return meter.peak + (self.graph_bytes(config) if self._records_cuda_graphs else 0)
+
+    @property
+    def _records_cuda_graphs(self) -> bool:
+        is_capturable = self.device.type == "cuda" and getattr(self.kernel, "is_capturable", False)
+        return is_capturable and self.checkpoint.layout.ranks == 1
+
+    @torch.inference_mode()
+    def graph_bytes(self, config: EngineConfig) -> int:
+        """Return the bytes that the graphs of decode steps will take, by those of the two largest.
+
+        The first takes the memory of its tensors, which all share, and each takes some for what it launches.
+        """
+        longest, taken = self.checkpoint.context_length, []
+        sizes = padded_sizes(min(config.max_num_seqs, config.max_num_batched_tokens), longest)
+        graphs = PaddedGraphs(self._compute_logits, longest)
+        pool, self.pool_NL2GBD = self.pool_NL2GBD, self._new_pool(1)
+        for rows, limit in sizes[:2]:
+            table = [0] * -(-limit // self.block_size)
+            before = gpu_memory.free_bytes(self.device)
+            inputs = self.step_inputs(
+                np.zeros(rows, np.uint32), [1] * rows, [limit - 1] * rows, [table] * rows, [*range(rows)]
+            )
+            graphs.logits(inputs.ids_1T, inputs.positions_1T, inputs.batch)
+            taken.append(max(0, before - gpu_memory.free_bytes(self.device)))
+        self.pool_NL2GBD = pool
+        return taken[0] + taken[-1] * (len(sizes) - 1)
 
     @torch.inference_mode()
     def run_largest_steps(self, config: EngineConfig) -> None:

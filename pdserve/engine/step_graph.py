@@ -190,7 +190,7 @@ class PaddedGraphs:
 
     def __init__(self, model: Model, max_tokens: int, record: "Record | None" = None) -> None:
         self._model = model
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._record = record or record_cuda_graph
         self._graphs: dict[tuple[int, int], _PaddedGraph] = {}
         self._enabled = True
@@ -206,7 +206,7 @@ class PaddedGraphs:
         count = ids_1S.shape[1]
         if not self._enabled or count > MAX_PADDED_ROWS:
             return self._model(ids_1S, positions_1S, batch)
-        key = padded_rows(count), padded_tokens(max(batch.kv_lens), self._max_tokens)
+        key = padded_rows(count), padded_tokens(max(batch.kv_lens), self.max_tokens)
         if key in self._graphs:
             self.num_replayed += 1
             return self._graphs[key].replay(ids_1S, positions_1S, batch)[:count]
@@ -291,6 +291,15 @@ def padded_tokens(longest: int, max_tokens: int) -> int:
     while limit < longest:
         limit *= 4
     return max(longest, min(limit, max_tokens))
+
+
+def padded_sizes(max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
+    """Return (sequences, limit of lengths) of all graphs for up to `max_rows` sequences, the largest first."""
+    rows = {padded_rows(count) for count in range(1, min(max_rows, MAX_PADDED_ROWS) + 1)}
+    limits = [padded_tokens(1, max_tokens)]
+    while limits[-1] < max_tokens:
+        limits.append(padded_tokens(limits[-1] + 1, max_tokens))
+    return sorted(((count, limit) for count in rows for limit in limits), reverse=True)
 
 
 def record_cuda_graph(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:

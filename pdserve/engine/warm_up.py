@@ -1,11 +1,14 @@
 """Warm-up: steps over dummy tokens in an unused pool, which compile kernels, prime caches and calibrate the cost model."""
 
+import logging
 from collections.abc import Iterator
 
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
 from pdserve.keys import token_array
 from pdserve.request import SamplingParams
+
+log = logging.getLogger(__name__)
 
 Work = list[tuple[int, int]]  # (tokens to compute, tokens before them) of each sequence of a step
 
@@ -38,12 +41,13 @@ def warm_up(engine: Engine) -> Iterator[tuple[Work, float]]:
 
 
 def compile_kernels(engine: Engine) -> None:
-    """Run every variant of every kernel of the engine once, so that none is compiled while requests wait.
+    """Run every variant of every kernel of the engine once, and record every graph, so that no request waits for that.
 
     Variants differ by phase, by whether the KV of a sequence is split, and by the layers' windows and soft caps; not by
-    lengths or numbers of sequences.
+    lengths or numbers of sequences. Graphs of decode steps differ by both.
     """
     from pdserve.engine.model_runner import ModelRunner  # imports transformers, which a paced runner does not need
+    from pdserve.engine.step_graph import PaddedGraphs, padded_sizes
 
     assert isinstance(engine.runner, ModelRunner)
     longest, max_tokens, max_seqs = _limits(engine)
@@ -53,6 +57,10 @@ def compile_kernels(engine: Engine) -> None:
     works += [[(1, 1 << bits)] for bits in range(4, longest.bit_length()) if 1 << bits < longest]
     if max_seqs > 1 and max_tokens > 1:
         works.append([(1, longest - 1), (min(2, longest, max_tokens - 1), 0)])  # both phases in one step
+    if isinstance(engine.runner.graphs, PaddedGraphs):
+        sizes = padded_sizes(min(max_seqs, max_tokens), engine.runner.graphs.max_tokens)
+        log.info("recording up to %d CUDA graphs of decode steps", len(sizes))
+        works += [[(1, min(limit, longest) - 1)] * min(rows, max_seqs, max_tokens) for rows, limit in sizes]
     for work in works:
         _run(engine, work)
     engine.runner.compile_copies()

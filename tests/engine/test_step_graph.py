@@ -12,11 +12,14 @@ import torch
 
 from pdserve.config import EngineConfig
 from pdserve.engine import step_graph
+from pdserve.engine.checkpoint_loader import load
 from pdserve.engine.engine import Engine
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.step_graph import RECORD_AT_STEP, PaddedGraphs, StepGraphs, padded_rows, padded_tokens
+from pdserve.engine.warm_up import compile_kernels
 from pdserve.kernels import cpu, native, reference
 from pdserve.kernels.batch import Kernel, PagedBatch
+from pdserve.kernels.gpu import memory
 from pdserve.request import SamplingParams
 
 if not native.is_available():
@@ -191,13 +194,7 @@ def test_padded_steps_have_the_logits_of_unpadded_ones(
     plain, padded = Engine(config), Engine(config)
     assert isinstance(padded.runner, ModelRunner) and padded.runner.graphs is None
     graphs = PaddedGraphs(padded.runner._compute_logits, 200, record_by_running)
-    write_kv = padded.runner.kernel.write_kv
-
-    def skip_padding(cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        write_kv(cache, k[slots >= 0], v[slots >= 0], slots[slots >= 0])  # as the Triton kernel does
-
-    kernels = SimpleNamespace(NAME="double", write_kv=skip_padding, attend=attend_by_device_lengths)
-    padded.runner.kernel = cast(Kernel, kernels)
+    padded.runner.kernel = padding_kernel(padded.runner.kernel)
     padded.runner.graphs = graphs
     for got, expected in zip(decode_logits(padded, counts), decode_logits(plain, counts), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
@@ -205,6 +202,53 @@ def test_padded_steps_have_the_logits_of_unpadded_ones(
     assert graphs.num_replayed > 20
     assert isinstance(plain.runner, ModelRunner)
     torch.testing.assert_close(padded.runner.pool_NL2GBD, plain.runner.pool_NL2GBD, rtol=1e-4, atol=1e-4)
+
+
+def padding_kernel(kernel: Kernel) -> Kernel:
+    """Return a kernel that takes padded steps, as those of GPUs do."""
+
+    def skip_padding(cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        kernel.write_kv(cache, k[slots >= 0], v[slots >= 0], slots[slots >= 0])  # as the Triton kernel does
+
+    return cast(Kernel, SimpleNamespace(NAME="double", write_kv=skip_padding, attend=attend_by_device_lengths))
+
+
+def test_all_graphs_are_recorded_before_an_instance_is_ready(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So no step of a request records one, whatever the number of sequences and their lengths."""
+    monkeypatch.setattr(step_graph, "MIN_PADDED_TOKENS", 8)
+    path = str(checkpoint("qwen3", dtype="float32"))
+    config = EngineConfig(model=path, kernel="reference", num_blocks=60, block_size=4, device="cpu")
+    engine = Engine(replace(config, max_num_seqs=5, max_model_len=100))
+    assert isinstance(engine.runner, ModelRunner)
+    graphs = PaddedGraphs(engine.runner._compute_logits, 200, record_by_running)
+    engine.runner.kernel = padding_kernel(engine.runner.kernel)
+    engine.runner.graphs = graphs
+    engine.runner.compile_copies = lambda: None  # type: ignore[method-assign]  # the double has none
+    compile_kernels(engine)
+    recorded = graphs.sizes
+    assert recorded == {(rows, limit) for rows in (1, 2, 4, 8) for limit in (8, 32, 128)}
+    assert recorded < {*step_graph.padded_sizes(5, 200)}, "longer ones than --max-model-len are not"
+    decode_logits(engine, [70, 99 - 70, 5, 12, 40])
+    assert graphs.sizes == recorded and graphs.num_replayed > 20
+
+
+def test_memory_of_graphs_is_measured_by_the_two_largest(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a fake GPU, where the first graph takes 50 MB and each one after it 2 MB."""
+    path = str(checkpoint("qwen3", dtype="float32"))
+    config = EngineConfig(model=path, kernel="reference", num_blocks=8, device="cpu", max_num_seqs=5)
+    runner = ModelRunner(load(config), config)
+    runner.kernel = padding_kernel(runner.kernel)
+    free = [1000, 950, 950, 948]
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free.pop(0) * 10**6)
+    monkeypatch.setattr(step_graph, "record_cuda_graph", record_by_running)
+    pool = runner.pool_NL2GBD
+    sizes = step_graph.padded_sizes(5, runner.checkpoint.context_length)
+    assert runner.graph_bytes(config) == (50 + 2 * (len(sizes) - 1)) * 10**6
+    assert len(sizes) > 2 and not free and runner.pool_NL2GBD is pool
 
 
 def attend_by_device_lengths(
