@@ -17,7 +17,7 @@ from typing import Any
 import checkpoints
 import gpu_part
 import torch
-from gpu_part import DEVICE, DRY, Result, Skip
+from gpu_part import DEVICE, DRY, Result
 
 from pdserve.errors import SetupError
 from pdserve.kernels import reference
@@ -231,26 +231,29 @@ def pd() -> Result:
     from pdserve.cli.deployment import free_port
     from pdserve.config import UpConfig
 
+    shape = checkpoints.TINY if DRY else checkpoints.QWEN3_0_6B
     settings = benchmark.Settings(
         requests=160, concurrency=48, mix="long-prompts", prompt_tokens=3000, output_tokens=128, itl_targets="30"
     )
     common = UpConfig(
         model="", device="cuda", dtype="bfloat16", max_num_seqs=64, kv_cache_memory="12GiB", max_num_batched_tokens=2048
     )
-    arrangements = benchmark._disaggregated(common, [30.0], 2000) | benchmark._colocated(common, [30.0])
     if DRY:
-        raise Skip("tests/benchmarks runs pd.py on the CPU")
+        settings = replace(settings, requests=12, concurrency=4, prompt_tokens=300, output_tokens=16)
+        common = replace(common, device="cpu", dtype="float32", kv_cache_memory="64MiB")
+    arrangements = benchmark._disaggregated(common, [30.0], 2000) | benchmark._colocated(common, [30.0])
+    del arrangements[f"{benchmark.SPLIT}, fixed"]  # there is not the time for all
     rows = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        model = checkpoints.make(checkpoints.QWEN3_0_6B, folder)
+        model = checkpoints.make(shape, folder)
         for name, config in arrangements.items():
             with ExitStack() as own:
                 deployed = benchmark.Ours(replace(config, model=str(model), port=free_port()), own)
                 deployed.wait_ready()
-                vocabulary = checkpoints.QWEN3_0_6B.vocabulary
-                asyncio.run(benchmark._round(deployed, replace(settings, requests=24), vocabulary, seed=-1))
-                rounds = [asyncio.run(benchmark._round(deployed, settings, vocabulary, seed=0))]
+                warm_up = replace(settings, requests=min(24, settings.requests))
+                asyncio.run(benchmark._round(deployed, warm_up, shape.vocabulary, seed=-1))
+                rounds = [asyncio.run(benchmark._round(deployed, settings, shape.vocabulary, seed=0))]
                 rows.append(benchmark._row(name, rounds))
                 print({key: value for key, value in rows[-1].items() if key != "rounds"}, flush=True)
     disaggregated = min(row["itl_ms_p99"] for row in rows if row["deployment"].startswith(benchmark.SPLIT))

@@ -34,11 +34,22 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=1500)
 
 
-def test_dry_run_of_all_parts(session: ModuleType, tmp_path: Path) -> None:
-    done = run("--dry-run", "--out", str(tmp_path))
+def dry_run(folder: Path, *parts: str) -> dict[str, Any]:
+    done = run("--dry-run", "--out", str(folder), *parts)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr
-    contents = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
-    assert contents.keys() == {f"gpu-{part.name}.json" for part in session.PARTS}
+    return {path.name: json.loads(path.read_text()) for path in folder.iterdir()}
+
+
+@pytest.mark.slow
+def test_dry_run_of_the_part_that_serves(tmp_path: Path) -> None:
+    result = dry_run(tmp_path, "pd")["gpu-pd.json"]["result"]
+    assert len(result["rows"]) == 5 and not any(row["unfinished"] for row in result["rows"])
+
+
+def test_dry_run_of_all_other_parts(session: ModuleType, tmp_path: Path) -> None:
+    parts = [part.name for part in session.PARTS if part.name != "pd"]
+    contents = dry_run(tmp_path, *parts)
+    assert contents.keys() == {f"gpu-{part}.json" for part in parts}
     for content in contents.values():
         assert content["dry_run"] and "torch" in content["device"]["versions"]
         assert content["status"] == "passed" or (content["status"] == "skipped" and content["reason"]), content
