@@ -21,12 +21,12 @@ demo: setup
 	@$(BIN)/pdserve demo
 
 test: setup
-	$(BIN)/pytest -n 3 --dist worksteal
+	$(BIN)/pytest -n 4 --dist worksteal
 
 slow: setup
 	$(BIN)/pytest -m slow
-	$(BIN)/pytest -n 3 --dist worksteal -m 'integration and not slow' --dtype bfloat16
-	$(BIN)/pytest -n 3 --dist worksteal -m 'integration and not slow' --dtype float16
+	$(BIN)/pytest -n 4 --dist worksteal -m 'integration and not slow' --dtype bfloat16
+	$(BIN)/pytest -n 4 --dist worksteal -m 'integration and not slow' --dtype float16
 
 lint: setup
 	$(BIN)/ruff check .

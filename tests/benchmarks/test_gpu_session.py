@@ -46,8 +46,12 @@ def test_dry_run_of_the_part_that_serves(tmp_path: Path) -> None:
     assert len(result["rows"]) == 5 and not any(row["unfinished"] for row in result["rows"])
 
 
-def test_dry_run_of_all_other_parts(session: ModuleType, tmp_path: Path) -> None:
-    parts = [part.name for part in session.PARTS if part.name != "pd"]
+QUICK = ("attention", "graphs", "8b", "memory", "staging", "swap", "handover")
+
+
+@pytest.mark.parametrize("is_quick", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_dry_run_of_the_other_parts(is_quick: bool, session: ModuleType, tmp_path: Path) -> None:
+    parts = QUICK if is_quick else [part.name for part in session.PARTS if part.name != "pd"]
     contents = dry_run(tmp_path, *parts)
     assert contents.keys() == {f"gpu-{part}.json" for part in parts}
     for content in contents.values():

@@ -186,7 +186,8 @@ def test_kv_depends_on_its_own_history_only(architecture: str, checkpoint: Calla
         assert torch.equal(kv_prefilled, kv), "by prefill"
 
 
-@pytest.mark.parametrize("batch_invariant", ["off", pytest.param("on", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_invariant", ["off", "on"])
 @pytest.mark.parametrize("architecture", ["gemma2"])  # layers with and without a window, and soft caps
 def test_nothing_is_compiled_after_the_warm_up(
     architecture: str, batch_invariant: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
