@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from pdserve.errors import BadRequest
@@ -94,7 +93,7 @@ class SamplingParams:
     reasoning: ReasoningSpan | None = None
     logits_processors: str = ""
 
-    @cached_property
+    @property
     def needs_only_logits(self) -> bool:
         """True if a token depends on its logits and its position alone, not on the tokens before it."""
         plain = SamplingParams(**{name: getattr(self, name) for name in _LOGITS_AND_POSITION})

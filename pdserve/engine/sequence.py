@@ -101,6 +101,7 @@ class Sequence:
         embedded: float32 numbers, once its tokens are computed.
         admitted: whether it has been in the running batch.
         chain: computes its keys; None for one of its own.
+        needs_only_logits: see `SamplingParams`.
     """
 
     request_id: str
@@ -145,6 +146,7 @@ class Sequence:
         self._chain = self.chain or KeyChain(self.root)
         span = self.sampling.reasoning
         self._reasoning = ReasoningTracker(span) if span is not None else None
+        self.needs_only_logits = self.sampling.needs_only_logits
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -59,7 +59,11 @@ def test_dry_run_of_the_other_parts(is_quick: bool, session: ModuleType, tmp_pat
         assert content["status"] == "passed" or (content["status"] == "skipped" and content["reason"]), content
     assert sum(content["status"] == "passed" for content in contents.values()) >= len(contents) - 2
     throughput = contents["gpu-8b.json"]["result"]
-    assert throughput["roofline"].keys() == {"copy", "flops"} and all(row["ms"] > 0 for row in throughput["rows"])
+    assert throughput["roofline"].keys() == {"copy", "flops"}
+    assert {row["engine"].partition(",")[0] for row in throughput["rows"]} == {"pdserve", "transformers"}
+    assert all(
+        row["ms"] > 0 for row in throughput["rows"] if row["engine"] != "transformers"
+    )  # a difference of two times
     again = run("--dry-run", "--out", str(tmp_path), "staging", "swap")
     assert again.returncode == 0 and again.stdout.count("passed before") == 2 and "==" not in again.stdout
 
