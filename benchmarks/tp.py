@@ -23,7 +23,7 @@ import torch
 from rich.table import Table
 
 from pdserve.cli.deployment import Deployment
-from pdserve.config import InstanceConfig, flag, parse_size
+from pdserve.config import InstanceConfig, UpConfig, flag, parse_size
 from pdserve.engine.engine import Engine
 from pdserve.engine.parallel.rank_group import RankGroup
 from pdserve.engine.warm_up import dummy_sequence
@@ -159,19 +159,12 @@ def _handovers(settings: Settings) -> list[dict[str, Any]]:
     shape = checkpoints.TINY if settings.quick else checkpoints.WIDE_KV
     own = handover.Settings(tokens=str(settings.handover), repeat=settings.repeat, threads=2)
     rows = []
-    with tempfile.TemporaryDirectory() as folder, stores.shm(parse_size(own.store_size)) as url:
+    with tempfile.TemporaryDirectory() as folder:
         model = checkpoints.make(shape, Path(folder))
-        for name, (prefill, decode) in DEGREES.items():
-            deployment = Deployment(handover._config(model, url, own), lambda line: None)
-            for child in deployment.children:
-                more = {"prefill": prefill, "decode": [*decode, "--convert-kv", "--allow-inexact"]}
-                child.arguments += more.get(child.arguments[0], [])
-            with deployment:
-                deployment.wait_ready()
-                client = handover.Client(deployment)
-                for _ in range(handover.WARM_UPS):
-                    client.ask(settings.handover)
-                samples = [client.ask(settings.handover) for _ in range(settings.repeat)]
+        for name, degrees in DEGREES.items():
+            # A store for each: the prompts are the same, and prefill loads those that an earlier pair has left in the store.
+            with stores.shm(parse_size(own.store_size)) as url:
+                samples = _handovers_of(handover._config(model, url, own), *degrees, settings)
             rows.append(
                 {
                     "ranks": name,
@@ -182,6 +175,19 @@ def _handovers(settings: Settings) -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+def _handovers_of(config: UpConfig, prefill: list[str], decode: list[str], settings: Settings) -> list[handover.Sample]:
+    deployment = Deployment(config, lambda line: None)
+    for child in deployment.children:
+        more = {"prefill": prefill, "decode": [*decode, "--convert-kv", "--allow-inexact"]}
+        child.arguments += more.get(child.arguments[0], [])
+    with deployment:
+        deployment.wait_ready()
+        client = handover.Client(deployment)
+        for _ in range(handover.WARM_UPS):
+            client.ask(settings.handover)
+        return [client.ask(settings.handover) for _ in range(settings.repeat)]
 
 
 def _print(rows: list[dict[str, Any]], moved: list[dict[str, Any]]) -> None:

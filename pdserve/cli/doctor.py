@@ -119,7 +119,9 @@ def _ranks() -> Finding:
 
     backends = [name for name in ("gloo", "nccl") if dist.is_available() and dist.is_backend_available(name)]
     gpus = torch.cuda.device_count()
-    detail = f"{', '.join(backends) or 'torch has no backend'}; {gpus} GPUs, on CPUs any number of ranks"
+    detail = (
+        f"{', '.join(backends) or 'torch has no backend'}; {gpus} GPUs, on CPUs any number of ranks; no step graphs"
+    )
     return Finding("torch.distributed", bool(backends), detail, "--tensor-parallel-size")
 
 

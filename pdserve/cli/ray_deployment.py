@@ -21,10 +21,11 @@ class RayDeployment(Deployment):
     def __init__(self, config: UpConfig, on_line: Callable[[str], None] = print) -> None:
         from pdserve.launchers.ray_cluster import Place, RayCluster
 
-        gpus = config.tensor_parallel_size if config.device != "cpu" else 0
+        ranks = config.tensor_parallel_size
+        gpus = ranks if config.device != "cpu" else 0
         one_node = config.connector.startswith("shm://")
         instances = config.prefill + config.decode + config.both
-        self._cluster = RayCluster(max(1, instances), config.threads, gpus=gpus, one_node=one_node)
+        self._cluster = RayCluster(max(1, instances), config.threads, ranks=ranks, gpus=gpus, one_node=one_node)
         self._places: dict[str, Place] = {}
         self._token = os.environ.get(CONTROL_TOKEN_VARIABLE) or secrets.token_urlsafe()
         self.control_host = self._cluster.host

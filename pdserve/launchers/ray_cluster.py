@@ -41,6 +41,7 @@ class RayCluster:
     Args:
         instances: number of instances among which the CPUs are divided.
         cpus: CPUs of an instance; None: an equal share of all.
+        ranks: processes of an instance, each of which gets a CPU at least.
         gpus: GPUs of an instance, if the cluster has any.
         one_node: place all instances on this node.
 
@@ -52,7 +53,7 @@ class RayCluster:
         SetupError: there is no Ray cluster, or it is too small.
     """
 
-    def __init__(self, instances: int, cpus: int | None, *, gpus: int, one_node: bool) -> None:
+    def __init__(self, instances: int, cpus: int | None, *, ranks: int = 1, gpus: int, one_node: bool) -> None:
         self._groups: list[PlacementGroup] = []
         self._cleanup = _connect()
         self._cleanup.callback(self._remove_groups)
@@ -67,10 +68,11 @@ class RayCluster:
         self._used: set[int] = set()
         resources = self._outer.bundle_specs if self._outer else [node["Resources"] for node in nodes]
         share = cpus or share_cpus([one.get("CPU", 0.0) for one in resources], instances)
-        if share == 0:
+        if share == 0 or (cpus is None and share < ranks):
             self.close()
-            raise SetupError(f"the Ray cluster has no CPU for each of {instances} instances{self._hint}")
-        self.bundle = {"CPU": share}
+            needed = "no CPU" if ranks == 1 else f"fewer than {ranks} CPUs, one per rank,"
+            raise SetupError(f"the Ray cluster has {needed} for each of {instances} instances{self._hint}")
+        self.bundle = {"CPU": max(share, ranks)}
         if gpus and any(one.get("GPU", 0.0) >= 1 for one in resources):
             self.bundle["GPU"] = gpus
 

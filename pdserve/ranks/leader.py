@@ -23,6 +23,7 @@ def start_ranks(config: InstanceConfig) -> LeadingRunner:
     listener = listen()
     followers = Followers(config, listener.getsockname()[1])
     log.info("started ranks 1 to %d in processes %s", len(followers), ", ".join(map(str, followers.pids)))
+    log.info("with several ranks, each decode step runs the model's Python: there are no step graphs")
     try:
         group = make_group(own, 0, listener.getsockname()[1], listener)
         runner = LeadingRunner(load(own, group), own, followers)

@@ -110,11 +110,13 @@ def instances_on(gpus: str | list[str], monkeypatch: pytest.MonkeyPatch, **setti
         ([], {"device": "cuda"}, [("any", "cuda", 0.45), ("any", "cuda", 0.45)]),
         ([], {"device": "cuda:1"}, [("any", "cuda:1", 0.45), ("any", "cuda:1", 0.45)]),
         (["GPU-a"], {"device": "cpu"}, [("any", "cpu", 0.9), ("any", "cpu", 0.9)]),
+        ([*"abcd"], {"tensor_parallel_size": 2}, [("a,b", "auto", 0.9), ("c,d", "auto", 0.9)]),
+        ([*"ab"], {"tensor_parallel_size": 2}, [("a,b", "auto", 0.45), ("a,b", "auto", 0.45)]),
     ],
 )
 def test_instances_divide_gpus_and_their_memory(
     gpus: str | list[str],
-    settings: dict[str, str],
+    settings: dict[str, Any],
     expected: list[tuple[str, str, float]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -126,6 +128,8 @@ def test_instances_divide_gpus_and_their_memory(
 def test_a_gpu_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SetupError, match=r"--device cuda:2: there are 2 GPUs here \(GPU-a, GPU-b\), counted from 0"):
         instances_on(["GPU-a", "GPU-b"], monkeypatch, device="cuda:2")
+    with pytest.raises(SetupError, match=r"^--tensor-parallel-size 3 needs as many GPUs; there are 2 here$"):
+        instances_on(["GPU-a", "GPU-b"], monkeypatch, tensor_parallel_size=3)
 
 
 def test_the_list_of_nvidia_smi_has_slices_in_place_of_their_gpu() -> None:

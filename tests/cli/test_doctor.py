@@ -35,7 +35,7 @@ def test_without_a_gpu() -> None:
     is_there, reason = found["attention: triton"]
     assert not is_there and reason.startswith(("the triton kernel needs triton", "on the CPU the triton kernel"))
     assert found["attention: reference"] == (True, "prefill and decode on cpu")
-    assert found["torch.distributed"] == (True, "gloo; 0 GPUs, on CPUs any number of ranks")
+    assert found["torch.distributed"] == (True, "gloo; 0 GPUs, on CPUs any number of ranks; no step graphs")
 
 
 @pytest.mark.usefixtures("gpu")

@@ -25,6 +25,15 @@ def test_stores_of_the_two_files() -> None:
         assert any(volume.startswith("shm:/dev/shm") for volume in cpu[role]["volumes"])
 
 
+def test_each_pool_has_gpus_and_a_number_of_them_per_instance() -> None:
+    """What the entry point locks, of all GPUs that are reserved."""
+    for role in ("prefill", "decode"):
+        service = services("docker-compose.yml")[role]
+        assert service["environment"]["GPUS"].startswith(f"${{{role.upper()}_GPUS:-")
+        assert service["environment"]["TENSOR_PARALLEL_SIZE"] == f"${{{role.upper()}_TENSOR_PARALLEL_SIZE:-1}}"
+        assert service["deploy"]["resources"]["reservations"]["devices"][0]["count"] == "all"
+
+
 def test_compiled_kernels_are_kept_in_a_volume_that_the_user_of_the_image_may_write() -> None:
     image = (ROOT / "Dockerfile").read_text()
     folders = re.findall(r"(?:TRITON|TORCHINDUCTOR)_CACHE_DIR=(\S+)", image)

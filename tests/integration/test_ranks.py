@@ -4,6 +4,8 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from pdserve.cli.deployment import free_port
 from pdserve.counters import series
 
 Complete = Callable[..., dict[str, Any]]
@@ -23,6 +26,15 @@ Metric = Callable[..., float]
 WaitUntil = Callable[..., None]
 
 TWO = ["--tensor-parallel-size", "2"]
+FOUR = ["--tensor-parallel-size", "4"]
+ARCHITECTURES = ("llama", "qwen3", "gemma3", "olmo2", "qwen3_moe")
+STORES = ("shm", "file", "redis")
+OTHERS = [  # than llama over shm
+    pytest.param(architecture, store, TWO, TWO, marks=pytest.mark.slow)
+    for architecture in ARCHITECTURES
+    for store in STORES
+    if (architecture, store) != ("llama", "shm")
+]
 
 
 def follower_of(name: str, log_lines: list[str]) -> int:
@@ -42,15 +54,14 @@ def has_ended(pid: int) -> bool:
     ("architecture", "connector_url", "prefill", "decode"),
     [
         ("llama", "shm", TWO, TWO),
-        pytest.param("llama", "file", TWO, TWO, marks=pytest.mark.slow),
-        pytest.param("llama", "redis", TWO, TWO, marks=pytest.mark.slow),
+        *OTHERS,
         pytest.param("llama", "shm", [], TWO, marks=pytest.mark.slow),
         pytest.param("llama", "redis", TWO, [], marks=pytest.mark.slow),
         pytest.param("llama", "tiered", TWO, TWO, marks=pytest.mark.slow),
         pytest.param("llama", "nixl", TWO, TWO, marks=pytest.mark.slow),
         pytest.param("llama", "nixl", TWO, [], marks=pytest.mark.slow),
         pytest.param("llama", "shm?codec=lz4", TWO, TWO, marks=pytest.mark.slow),
-        pytest.param("llama", "shm", ["--tensor-parallel-size", "4"], TWO, marks=pytest.mark.slow),
+        pytest.param("llama", "shm", FOUR, TWO, marks=pytest.mark.slow),
         pytest.param("llama", "file", [*TWO, "--block-size", "32"], [], marks=pytest.mark.slow),
         pytest.param("deepseek_v3", "shm", TWO, TWO, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", "file", [], TWO, marks=pytest.mark.slow),
@@ -79,11 +90,13 @@ def test_tokens_equal_transformers(
     with deploy(flags=flags, log_lines=log_lines, **settings) as deployment:
         assert complete_all(deployment, some) == expected
         tokens = partial(metric, deployment, "prompt_tokens_by_source_total", role="decode")
-        wait_until(lambda: tokens(source="loaded") + tokens(source="local_hit") == length)
+        has_window = architecture == "gemma3"  # tokens that no window reaches are not loaded, and not counted
+        wait_until(lambda: has_window or tokens(source="loaded") + tokens(source="local_hit") == length)
         assert tokens(source="computed") == 0, "all KV was loaded, none recomputed"
         assert complete_all(deployment, some) == expected, "with warm caches"
-        wait_until(lambda: tokens() == 2 * length)
-        assert tokens(source="local_hit") >= 16 * (700 // 16) and tokens(source="computed") == 0
+        wait_until(lambda: has_window or tokens() == 2 * length)
+        assert has_window or tokens(source="local_hit") >= 16 * (700 // 16)
+        assert tokens(source="computed") == 0
         wait_until(lambda: not any(blocks_held(deployment).values()))
         shown = httpx.get(f"{deployment.url}/debug/instances").json()["instances"]
         assert {one["role"]: one["ranks"] for one in shown} == {
@@ -93,6 +106,28 @@ def test_tokens_equal_transformers(
         followers = [int(pid) for line in log_lines for pid in re.findall(r"in processes (\d+)", line)]
         assert followers
     assert all(map(has_ended, followers))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("swap_space", [0, 0.01])
+def test_preemption_changes_no_token(
+    swap_space: float,
+    checkpoint: Callable[..., Path],
+    generate: Generate,
+    prompts: list[list[int]],
+    deploy: Deploy,
+    complete_all: CompleteAll,
+    metric: Metric,
+    wait_until: WaitUntil,
+) -> None:
+    path, some = checkpoint("llama"), [prompt for prompt in prompts if 30 < len(prompt) <= 100]
+    tight = {"num_blocks": 24, "swap_space": swap_space}
+    with deploy(model=str(path), tensor_parallel_size=2, max_num_batched_tokens=64, **tight) as deployment:
+        for _ in ("cold", "with warm caches"):
+            assert complete_all(deployment, some) == generate(path, some, 32)
+        wait_until(lambda: metric(deployment, "num_preemptions_total", role="decode") > 0)
+        if swap_space:
+            wait_until(lambda: metric(deployment, "swapped_blocks_total", direction="in") > 0)
 
 
 @pytest.mark.parametrize(("prefill", "decode", "moves"), [([1], [2], False), ([2], [1], False), ([1], [2, 1], True)])
@@ -208,6 +243,41 @@ def test_role_changes_and_drains(
         os.kill(leader.pid, signal.SIGTERM)
         assert leader.process.wait(600) == 0
         assert complete_all(deployment, some) == expected
+
+
+def open_sockets(pids: list[int]) -> set[str]:
+    """Return the inodes of the sockets that processes have."""
+    links = [os.readlink(file) for pid in pids for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()]
+    return {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:")}
+
+
+@pytest.mark.slow  # all processes import torch
+def test_up_by_command_line_and_what_it_leaves() -> None:
+    """Both instances have two ranks, as /debug/instances shows. Ctrl-C leaves no process, no segment and no socket."""
+    port, pids = free_port(), list[int]()
+    command = [sys.executable, "-m", "pdserve", "up", *TWO, "--prefill", "1", "--decode", "1", "--port", str(port)]
+    command += ["--num-blocks", "256", "--local-prefill-tokens", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        pids += [int(pid) for pid in re.findall(r"in processes (\d+)", line)]
+        if "ready on" in line:
+            break
+    url = f"http://127.0.0.1:{port}"
+    shown = httpx.get(f"{url}/debug/instances").json()["instances"]
+    assert [one["ranks"] for one in shown] == [2, 2] and len(pids) == 2
+    question = {"model": "demo", "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
+    reply = httpx.post(f"{url}/v1/completions", json=question, timeout=600)
+    assert "Paris" in reply.json()["choices"][0]["text"]
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    pids += [process.pid, *map(int, children)]
+    sockets = open_sockets(pids)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(600) == 0, process.stdout.read()
+    assert len(pids) == 6 and all(map(has_ended, pids))
+    assert not list(Path("/dev/shm").glob(f"pdserve-up-{process.pid}*"))
+    listed = {word for name in ("tcp", "unix") for word in Path(f"/proc/net/{name}").read_text().split()}
+    assert sockets and not sockets & listed
 
 
 def test_start_up_errors_are_one_sentence(pdserve: Callable[..., Any], checkpoint: Callable[..., Path]) -> None:

@@ -31,6 +31,7 @@ def ray() -> Iterator[Any]:
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0"
         )  # the setting by which Ray stays on the loopback interface
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_worker_niceness", "0")  # with Ray's 15, instances starve beside other tests
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]))
         yield pytest.importorskip("ray", reason="Ray is not installed: pip install 'pdserve[ray]'")
 
@@ -131,6 +132,56 @@ def test_actors_serve_the_same_tokens_and_are_replaced_and_scaled(
         raise
     assert not [line for line in lines if "killed" in line], "all ended by themselves"
     wait_until(lambda: ray.available_resources().get("CPU") == 2, "all resources are given back")
+
+
+@pytest.mark.slow
+def test_ranks_of_an_actor_share_a_bundle(
+    ray: Any,
+    cluster: Any,
+    checkpoint: Callable[..., Path],
+    generate: Callable[..., list[list[int]]],
+    complete_all: Callable[..., list[list[int]]],
+    wait_until: Callable[..., None],
+    redis_url: str,
+) -> None:
+    """Two ranks get two CPUs of one node, end with their actor, and come back with it."""
+    path, lines = checkpoint("llama"), list[str]()
+    expected = generate(path, PROMPTS, 32)
+    config = UpConfig(
+        on="ray",
+        model=str(path),
+        port=free_port(),
+        connector=f"{redis_url}?timeout=600",
+        num_blocks=512,
+        tensor_parallel_size=2,
+        prefill=0,
+        decode=0,
+        both=1,
+    )
+    with pytest.raises(SetupError, match=r"has fewer than 2 CPUs, one per rank, for each of 1 instances$"):
+        deployment_of(config, print)
+    node = cluster.add_node(**{**NODE, "num_cpus": 2})
+    try:
+        wait_until(lambda: ray.available_resources().get("CPU") == 4)
+        with deployment_of(config, lines.append) as deployment:
+            deployment.wait_ready(600)
+            assert instances(deployment)["both-0"]["ranks"] == 2
+            assert complete_all(deployment, PROMPTS, max_tokens=32) == expected
+            places = [actor for actor in ray._private.state.actors().values() if actor["State"] == "ALIVE"]
+            assert [place["Address"]["NodeID"] for place in places] == [node.node_id]
+            assert ray.available_resources()["CPU"] == 2, "each rank has a CPU"
+            victim = deployment.child("both-0")
+            actor, (leader,) = victim.process, children(victim.pid)
+            (follower,) = children(leader)
+            os.kill(victim.pid, signal.SIGKILL)
+            wait_until(lambda: not is_running(leader) and not is_running(follower), "both ranks end with the actor")
+            wait_until(lambda: deployment.poll_ready() and victim.process is not actor, "the actor is replaced")
+            assert complete_all(deployment, PROMPTS[:3], max_tokens=32) == expected[:3]
+    except BaseException:
+        print("\n".join(lines))
+        raise
+    finally:
+        cluster.remove_node(node)
 
 
 @pytest.mark.slow

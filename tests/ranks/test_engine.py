@@ -1,5 +1,8 @@
 """Engine on several ranks: greedy float32 output equals transformers' generate, token for token."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,6 +123,17 @@ def test_equals_generate_while_preempting(
         assert run(tight, small, 32) == generate(path, small, 32)
         assert tight.scheduler.num_preemptions > before
     assert tight.scheduler.swap_space.num_swaps == (tight.scheduler.num_preemptions if swap_space else 0)
+
+
+@pytest.mark.slow
+def test_kernels_of_gpus() -> None:
+    """Triton reads its setting when it is imported, so the cases run in a new process."""
+    pytest.importorskip("triton")
+    cases = Path(__file__).with_name("triton_cases.py")
+    environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--import-mode=importlib", str(cases)]
+    completed = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=1200)
+    assert completed.returncode == 0, completed.stdout[-4000:] + completed.stderr[-2000:]
 
 
 def llama_with_plan(**plan: str) -> Any:
