@@ -35,7 +35,8 @@ PLACES: dict[str, dict[str, str]] = {
     "python": {UNICODE: BASIC, ESCAPES: r"[\"\\bfnrt]", '("false")': '("false") | ("False")', **LITERALS},
     "text": {LIMITED: r"[^\0-\x08\x0b\x0c\x0e-\x1f<\ud800-\udfff]"},
 }
-EXPONENT = re.compile(r"(?<=\[eE\] )(\w+ )(basic_number_digits)\{1, -1\}")  # of which floating-point numbers have three digits
+# A number with a larger exponent is infinite to most readers.
+EXPONENT = re.compile(r"(?<=\[eE\] )(\w+ )(basic_number_digits)\{1, -1\}")
 FOLLOWED = re.compile(r" \(=\(.*\)\)$", re.MULTILINE)  # by what a string must be: by JSON
 STRING = re.compile(r'^root ::= \(\("\\"" (.*) "\\""\)\)$', re.MULTILINE)
 ANY_TEXT = r"root ::= [^<]*"

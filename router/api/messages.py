@@ -59,10 +59,13 @@ BLOCKS_OF_ROLE = {
 # ---- the request --------------------------------------------------------------------------------------------------
 
 
-def to_chat_body(body: MessagesBody) -> ChatBody:
+def to_chat_body(body: MessagesBody, *, knows_effort: bool) -> ChatBody:
     """Return the equivalent body of /v1/chat/completions.
 
     A last message of the assistant is continued by the answer.
+
+    Args:
+        knows_effort: the chat template has a variable for `output_config.effort`, which is without effect otherwise.
 
     Raises:
         BadRequest: a message, a tool or the choice of a tool is invalid, or not supported.
@@ -78,14 +81,22 @@ def to_chat_body(body: MessagesBody) -> ChatBody:
         stream_options=StreamOptions() if body.stream else None,
         user=_user(body.metadata),
         response_format=_response_format(body.output_config),
-        **_conversation(body),
-        **_thinking(body.thinking or {}, body.max_tokens),
+        **_prompt(body, body.max_tokens, knows_effort=knows_effort),
     )
 
 
-def to_counted_body(body: CountTokensBody) -> ChatBody:
-    """Return the chat body whose prompt has the tokens to count. Raises the same."""
-    return ChatBody(model=body.model, **_conversation(body), **_thinking(body.thinking or {}, None))
+def to_counted_body(body: CountTokensBody, *, knows_effort: bool) -> ChatBody:
+    """Return the chat body whose prompt has the tokens to count. Takes and raises the same."""
+    return ChatBody(model=body.model, **_prompt(body, None, knows_effort=knows_effort))
+
+
+def _prompt(body: CountTokensBody, max_tokens: int | None, *, knows_effort: bool) -> dict[str, Any]:
+    effort = body.output_config.effort if body.output_config and knows_effort else None
+    return {
+        **_conversation(body),
+        **_thinking(body.thinking or {}, max_tokens),
+        "reasoning_effort": "xhigh" if effort == "max" else effort,
+    }
 
 
 def _response_format(config: OutputConfig | None) -> ResponseFormat | None:
@@ -110,7 +121,7 @@ def _thinking(thinking: dict[str, Any], max_tokens: int | None) -> dict[str, Any
 
 
 def _conversation(body: CountTokensBody) -> dict[str, Any]:
-    """Return the fields that determine the prompt."""
+    """Return the fields of messages and tools."""
     messages = [*_system(body.system), *_messages(body.messages)]
     choice = body.tool_choice or {}
     return {

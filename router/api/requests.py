@@ -218,7 +218,7 @@ def _build(
     chat: bool,
 ) -> ParsedRequest:
     if info.classifies:
-        message = f"{info.name} generates nothing, it scores pairs of texts: use /score or /rerank"
+        message = f"{info.name} generates nothing, it classifies texts: use /classify, /score or /rerank"
         raise BadRequest(message, kind="not_generative", param="model")
     for prompt in prompts:
         check_length(len(prompt), sampling.max_tokens, info.max_model_len)

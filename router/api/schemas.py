@@ -229,6 +229,7 @@ class OutputFormat(Body):
 
 class OutputConfig(Body):
     format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class CountTokensBody(Body):
@@ -270,6 +271,11 @@ class ScoreBody(Body):
     model: str | None = None
     text_1: str | list[str]
     text_2: str | list[str]
+
+
+class ClassifyBody(Body):
+    model: str | None = None
+    input: Any = untyped({"anyOf": [TEXT, IDS, *LISTS]})
 
 
 class RerankBody(Body):

@@ -167,7 +167,8 @@ def test_structured_answers_and_strict_tools(
             client.messages.create(**asked, tools=[function | {"strict": 1}])
     first, second, third = (json.loads(request.sampling.grammar) for request in backend.requests)
     assert first == second and first["json"]["required"] == ["sunny"]
-    assert [call["json"]["type"] for call in third["calls"]] == ["object"] and third["triggers"] == ["<tool_call>"]
+    [call] = third["format"]["tags"]
+    assert call["content"]["spec"]["json"]["type"] == "object" and third["format"]["triggers"] == ["<tool_call>"]
 
 
 @pytest.mark.parametrize(
@@ -189,10 +190,35 @@ def test_the_choice_of_a_tool(
 ) -> None:
     generates_text(backend, tools, CALLS)
     message = make_client(make_app(tools)).post(MESSAGES, {**ASKED, "tools": TOOLS, "tool_choice": choice}).json()
-    grammar = json.loads(backend.requests[0].sampling.grammar or '{"calls": []}')
-    begins = [call["begin"] for call in grammar["calls"]]
-    assert {name for name in ("weather", "time") if any(f'"{name}"' in begin for begin in begins)} == names
+    grammar = backend.requests[0].sampling.grammar
+    assert {name for name in ("weather", "time") if json.dumps(f'"{name}"')[1:-1] in grammar} == names
     assert sum(block["type"] == "tool_use" for block in message["content"]) == 1 + is_parallel
+
+
+@pytest.mark.parametrize("effort", ["low", "max", None])
+def test_effort(
+    make_app: Callable[..., Starlette],
+    backend: ScriptedBackend,
+    serving: Serving,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    effort: Any,
+) -> None:
+    """A chat template gets it in its own words; to one without that variable it says nothing."""
+    asked: Any = ASKED | ({"output_config": {"effort": effort}} if effort else {})
+    with serving(make_app(tokenizer)) as url, connect(url) as client:
+        client.messages.create(**asked)
+        with pytest.raises(anthropic.BadRequestError, match=r"output_config.effort must be 'low', 'medium'"):
+            client.messages.create(**ASKED, extra_body={"output_config": {"effort": "most"}})
+    template = "{{ reasoning_effort }}|" + (tokenizer._hf.chat_template or "")
+    monkeypatch.setattr(tokenizer._hf, "chat_template", template)
+    monkeypatch.delitem(tokenizer.__dict__, "knows_effort", raising=False)
+    with serving(make_app(tokenizer)) as url, connect(url) as client:
+        client.messages.create(**asked)
+        counted = client.messages.count_tokens(**{name: value for name, value in asked.items() if name != "max_tokens"})
+    without, prompt = (tokenizer.decode(request.prompt, skip_special_tokens=False) for request in backend.requests)
+    words = {"low": "low", "max": "xhigh", None: ""}
+    assert prompt == f"{words[effort]}|{without}" and counted.input_tokens == len(backend.requests[1].prompt)
 
 
 def test_a_call_that_is_cut_off_is_text(

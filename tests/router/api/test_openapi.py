@@ -21,6 +21,7 @@ BODIES = {
     "/v1/messages/count_tokens": "CountTokensBody",
     "/v1/embeddings": "EmbeddingBody",
     "/score": "ScoreBody",
+    "/classify": "ClassifyBody",
     "/rerank": "RerankBody",
     "/v1/rerank": "RerankBody",
     "/tokenize": "TokenizeBody",

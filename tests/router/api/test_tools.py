@@ -238,6 +238,48 @@ def test_structured_output_beside_strict_tools(
         assert Matcher(spec).accepts(text) is is_valid, text
 
 
+@pytest.mark.parametrize("parser", FORMATS, ids=FORMATS.values())
+def test_structured_output_leaves_calls_possible(parser: type[ToolParser], tokenizer: Tokenizer) -> None:
+    """Tools that are not strict may be called with any arguments, and other answers follow the format."""
+    loose: Any = copy.deepcopy(STRICT)
+    del loose[0]["function"]["strict"]
+    tools = parse_tools(ChatBody.model_validate(ASKING | {"tools": loose}), with_parser(tokenizer, parser))
+    assert tools is not None and not tools.grammar("")
+    spec = json.loads(tools.grammar('{"json": {"enum": [true, 5]}}'))
+    final = "<|channel|>final<|message|>" if parser is HarmonyParser else ""
+    for text in (write(parser, ("weather", {"city": "anything"})), "true", f"{final}5"):
+        assert Matcher(spec).accepts(text), text
+    for text in ("", "Yes.", f"{final}6", write(parser, ("rm", {}))):
+        assert not Matcher(spec).accepts(text), text
+
+
+@pytest.mark.parametrize(
+    ("name", "schema", "reason"),
+    [
+        ("qwen3_coder", {"properties": {"a": {"type": "string", "pattern": "^.+$"}}}, "a pattern that may match '<'"),
+        ("glm45", {"properties": {"a": {"enum": ["</arg_value>"]}}}, "a value with '</arg_value>'"),
+        ("glm45", {"properties": {"a>": {}}}, "an argument with the name 'a>'"),
+        ("pythonic", {"properties": {"a b": {}}}, "an argument with the name 'a b'"),
+        ("pythonic", {"anyOf": [{"required": ["a"]}]}, "anyOf beside properties"),
+        ("pythonic", {"properties": {"a": {"$ref": "#"}}}, "a $ref that does not point to $defs"),
+        ("qwen3_coder", {"required": ["a"]}, "required arguments that are not among properties"),
+    ],
+)
+def test_schemas_that_a_format_cannot_hold(
+    name: str,
+    schema: dict[str, Any],
+    reason: str,
+    tokenizer: Tokenizer,
+    make_app: Callable[..., Starlette],
+    make_client: type[Client],
+) -> None:
+    function = {"name": "f", "parameters": {"type": "object", **schema}, "strict": True}
+    client = make_client(make_app(with_parser(tokenizer, TOOL_PARSERS[name])))
+    error = client.post(CHAT, {**ASKING, "tools": [{"type": "function", "function": function}]}).json()["error"]
+    assert error["message"].startswith(f"a grammar cannot hold {reason} in the format in which this model writes calls")
+    assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
+
+
 def test_strict_is_not_shown_to_the_model(
     tool_tokenizers: dict[str, Tokenizer],
     make_app: Callable[..., Starlette],
