@@ -40,6 +40,7 @@ ERROR_TYPES = {
     503: "overloaded_error",
 }
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+NO_THREADS = "thread_unsupported_request"  # whereupon clients send all messages themselves
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # Fields of a block by its type: required ones, and those without effect.
 BLOCK_FIELDS: dict[str, tuple[set[str], set[str]]] = {
@@ -70,6 +71,9 @@ def to_chat_body(body: MessagesBody, *, knows_effort: bool) -> ChatBody:
     Raises:
         BadRequest: a message, a tool or the choice of a tool is invalid, or not supported.
     """
+    if body.thread is not None:
+        message = "thread is not supported: this server keeps no conversations; send all of their messages"
+        raise BadRequest(message, kind=NO_THREADS, param="thread")
     return ChatBody(
         model=body.model,
         max_completion_tokens=body.max_tokens,
@@ -354,10 +358,11 @@ def _whole_call(call: ToolCallDelta, arguments: str) -> Json:
         return _text_block(f"{call.name}({arguments}")
 
 
-def error_body(status: int, message: str) -> Json:
-    """Return an error in Anthropic's format."""
+def error_body(status: int, message: str, code: str | None = None) -> Json:
+    """Return an error in Anthropic's format; `code` is that of this router."""
     kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    details = {"details": {"error_code": code, "unsupported": ["thread"]}} if code == NO_THREADS else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
 
 def _message(generation: Generation, content: list[Json]) -> Json:

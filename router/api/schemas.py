@@ -257,6 +257,7 @@ class MessagesBody(CountTokensBody):
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
+    thread: dict[str, Any] | None = None
 
 
 class EmbeddingBody(Body):

@@ -147,6 +147,31 @@ def test_an_agents_session(
     assert "hm" not in prompt.split("<|start|>assistant")[1]
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_the_tool_runner_of_the_client(
+    make_app: Callable[..., Starlette], backend: ScriptedBackend, serving: Serving, tools: Tokenizer, is_streamed: bool
+) -> None:
+    """It calls the functions itself, and sends what they return until an answer has no calls."""
+    asked_for = []
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """The weather of a city."""
+        asked_for.append(city)
+        return "It is sunny there."
+
+    generates_text(backend, tools, CALLS[: CALLS.index("\n<tool_call>", 20)])
+    with serving(make_app(tools)) as url, connect(url) as client:
+        asked: Any = {"model": "demo", "max_tokens": 40, "messages": ASKED["messages"], "tools": [weather]}
+        messages = []
+        for turn in client.beta.messages.tool_runner(**asked, stream=is_streamed):
+            messages.append(turn.get_final_message() if is_streamed else turn)
+            generates_text(backend, tools, "Sunny.")
+    assert [message.stop_reason for message in messages] == ["tool_use", "end_turn"]
+    assert asked_for == ["Paris"] and messages[1].content[0].text == "Sunny."
+    assert "It is sunny there." in tools.decode(backend.requests[1].prompt)
+
+
 class Report(BaseModel):
     sunny: bool
 
