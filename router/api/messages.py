@@ -73,7 +73,7 @@ def to_chat_body(body: MessagesBody, *, knows_effort: bool) -> ChatBody:
     """
     if body.thread is not None:
         message = "thread is not supported: this server keeps no conversations; send all of their messages"
-        raise BadRequest(message, kind=NO_THREADS, param="thread")
+        raise BadRequest(message, kind="thread_unsupported_request", param="thread")
     return ChatBody(
         model=body.model,
         max_completion_tokens=body.max_tokens,
