@@ -167,8 +167,8 @@ def _with_message_errors(send: Send, state: Mapping[str, str]) -> Send:
             await send(message)
         else:
             error = json.loads(message["body"])["error"]
-            body = error_body(failed["status"], error["message"], error["code"])
-            body = to_json({**body, "request_id": state["request_id"]})
+            converted = error_body(failed["status"], error["message"], error["code"])
+            body = to_json({**converted, "request_id": state["request_id"]})
             MutableHeaders(scope=failed)["Content-Length"] = str(len(body))
             await send(failed)
             await send({**message, "body": body})

@@ -163,7 +163,8 @@ def test_the_tool_runner_of_the_client(
     generates_text(backend, tools, CALLS[: CALLS.index("\n<tool_call>", 20)])
     with serving(make_app(tools)) as url, connect(url) as client:
         asked: Any = {"model": "demo", "max_tokens": 40, "messages": ASKED["messages"], "tools": [weather]}
-        messages = []
+        messages: list[Any] = []
+        turn: Any
         for turn in client.beta.messages.tool_runner(**asked, stream=is_streamed):
             messages.append(turn.get_final_message() if is_streamed else turn)
             generates_text(backend, tools, "Sunny.")

@@ -280,6 +280,20 @@ def test_schemas_that_a_format_cannot_hold(
     assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
 
 
+def test_a_budget_of_reasoning_that_calls_may_end(
+    tokenizer: Tokenizer, make_app: Callable[..., Starlette], make_client: type[Client]
+) -> None:
+    """The grammar would begin after the reasoning, in which such a model may already call."""
+    tokenizer = with_parser(tokenizer, HarmonyParser)
+    tokenizer.parsers = replace(tokenizer.parsers, reasoning=HarmonyReasoning)
+    error = make_client(make_app(tokenizer)).post(CHAT, {**ASKING, "thinking_token_budget": 5}).json()["error"]
+    assert error["param"] == "thinking_token_budget" and "tokens that end it" in error["message"]
+    marks = {tag: number for number, tag in enumerate(HarmonyReasoning.TAGS)}
+    tokenizer.token_id = marks.get  # type: ignore[assignment, method-assign]
+    error = make_client(make_app(tokenizer)).post(CHAT, {**ASKING, "thinking_token_budget": 5}).json()["error"]
+    assert error["message"].startswith("thinking_token_budget cannot be combined with strict tools")
+
+
 def test_strict_is_not_shown_to_the_model(
     tool_tokenizers: dict[str, Tokenizer],
     make_app: Callable[..., Starlette],
