@@ -52,6 +52,7 @@ STRICT = [
 ASKING: dict[str, Any] = {"messages": [{"role": "user", "content": "sunny?"}], "tools": STRICT}
 FORMATS = {parser: name for name, parser in TOOL_PARSERS.items()}  # names by parser
 END = 256
+CALL = ["<|channel|>", "commentary to=functions.f ", "<|constrain|>", "json", "<|message|>", '{"a": true}', "<|call|>"]
 VALUE_ENDS = (b"\n</parameter>\n", b"</arg_value>")
 
 
@@ -199,6 +200,32 @@ def test_text_is_free(parser: type[ToolParser], tokenizer: Tokenizer) -> None:
         grammar_of(tokenizer, parser, parallel_tool_calls=False),
     )
     assert Matcher(spec).accepts(two) and not Matcher(single).accepts(two)
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_accepted"),
+    [
+        (
+            ["<|channel|>", "analysis", "<|message|>", "to=functions.f", "<|end|>", "<|start|>", "assistant", *CALL],
+            True,
+        ),
+        ([" to=functions.f", "<|channel|>", "commentary json", "<|message|>", '{"a": true}', "<|call|>"], True),
+        (["<|channel|>", "final", "<|message|>", "It is.", "<|return|>"], True),
+        ([*CALL[:-2], '{"a": 5}', "<|call|>"], False),
+        (["to=functions.f", "<|end|>", "<|start|>", "assistant", *CALL], False),
+    ],
+)
+def test_harmony_in_tokens_that_end_the_output(parts: list[str], is_accepted: bool) -> None:
+    """Of gpt-oss, `<|call|>` and `<|return|>` are stop tokens, and other tags special tokens."""
+    xgrammar = pytest.importorskip("xgrammar")
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    spec = {"format": HarmonyParser.output_format({"f": schema}, single=False, text=None)}
+    ids = {tag: 256 + number for number, tag in enumerate(HarmonyReasoning.TAGS)}
+    stops = [ids["<|call|>"], ids["<|return|>"]]
+    vocabulary = xgrammar.TokenizerInfo([bytes([i]) for i in range(256)] + [*ids], stop_token_ids=stops)
+    matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(vocabulary).compile_grammar(build_grammar(spec)))
+    tokens = [token for part in parts for token in ([ids[part]] if part in ids else part.encode())]
+    assert (all(map(matcher.accept_token, tokens)) and matcher.is_terminated()) is is_accepted
 
 
 @pytest.mark.parametrize("text", ["{", " {", "\xa0{", "\u2003{", "\x1c{", "<|python_tag|>{"])
