@@ -62,7 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "proto",
         "core",
     },
-    "router.text": {"router.backend", "core"},
+    "router.text": {"router.backend", "grammars", "core"},
     "router.api": {"router.text", "router.backend", "router.client_connection", "grammars", "core"},
     "router.web": {
         "router.client_connection",

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdserve.errors import BadRequest
+from pdserve.grammars.formats import specifications
 
 MAX_CHARS = 65536  # of the specification as JSON
 MAX_DEPTH = 64  # levels of objects and arrays in a JSON schema, or of parentheses in a regular expression or EBNF
@@ -54,8 +55,9 @@ def check_grammar(spec: str, param: str | None = None) -> None:
         message = f"{name} has {len(spec)} characters as JSON; at most {MAX_CHARS} are allowed"
         raise GrammarTooComplex(message, kind="invalid_grammar", param=param)
     parsed = json.loads(spec)
-    texts = [parsed[kind] for kind in ("regex", "grammar") if kind in parsed]
-    schemas = [parsed.get("json"), *(call["json"] for call in parsed.get("calls", ()))]
+    specs = [*specifications(parsed.get("format")), parsed]
+    texts = [one[kind] for one in specs for kind in ("regex", "grammar") if kind in one]
+    schemas = [one.get(kind) for one in specs for kind in ("json", "text")]
     if not all(map(_is_shallow, texts)) or not all(map(_is_shallow_json, schemas)):
         message = f"{name} is nested too deeply; at most {MAX_DEPTH} levels are allowed"
         raise GrammarTooComplex(message, kind="invalid_grammar", param=param)

@@ -147,6 +147,22 @@ class Scores(Answer):
     usage: EmbeddingUsage
 
 
+class Classification(Answer):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class Classifications(Answer):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Classification]
+    usage: EmbeddingUsage
+
+
 class Document(Answer):
     text: str
 

@@ -12,7 +12,7 @@ from pdserve.request import Request, SamplingParams, check_length
 from pdserve.router.api.generation import Json
 from pdserve.router.api.parsing import or_default
 from pdserve.router.api.requests import ParsedRequest, RequestContext, check_model, check_token_ids, prompt_forms
-from pdserve.router.api.schemas import EmbeddingBody, RerankBody, ScoreBody
+from pdserve.router.api.schemas import ClassifyBody, EmbeddingBody, RerankBody, ScoreBody
 from pdserve.router.backend import Backend, ModelInfo, TokenStream, read
 from pdserve.router.text.tokenizer import Tokenizer
 
@@ -30,8 +30,17 @@ def parse_embedding(
         message = f"dimensions must be from 1 to {size}, not {body.dimensions}"
         raise BadRequest(message, kind="invalid_parameter", param="dimensions")
     if info.classifies:
-        message = f"{info.name} has no embeddings, it scores pairs of texts: use /score or /rerank"
+        message = f"{info.name} has no embeddings, it classifies texts: use /classify, /score or /rerank"
         raise BadRequest(message, kind="no_embeddings", param="model")
+    return _parse(prompt_forms(body.input, "input"), "input", context, tokenizer, info)
+
+
+def parse_classify(body: ClassifyBody, context: RequestContext, tokenizer: Tokenizer, info: ModelInfo) -> ParsedRequest:
+    """Parse a body of /classify. Raises `RequestError`."""
+    check_model(body.model, info.name)
+    if not info.classifies:
+        message = f"{info.name} is no sequence classifier, so it has no classes"
+        raise BadRequest(message, kind="no_classes", param="model")
     return _parse(prompt_forms(body.input, "input"), "input", context, tokenizer, info)
 
 
@@ -143,12 +152,20 @@ def embedding_body(body: EmbeddingBody, parsed: ParsedRequest, vectors: Vectors)
     return {"object": "list", "model": parsed.model, "data": data, "usage": _usage(parsed)}
 
 
+def classify_body(label: Callable[[int], str], body: ClassifyBody, parsed: ParsedRequest, vectors: Vectors) -> Json:
+    """Return the answer of /classify; `label` returns the name of a class."""
+    data = [
+        {"index": index, "label": label(int(probs.argmax())), "probs": probs.tolist(), "num_classes": len(probs)}
+        for index, probs in enumerate(vectors)
+    ]
+    return {**_head(parsed), "data": data, "usage": _usage(parsed)}
+
+
 def score_body(body: ScoreBody, parsed: ParsedRequest, vectors: Vectors) -> Json:
     """Return the answer of /score."""
     scores = _scores(vectors, 1 if isinstance(body.text_2, str) else len(body.text_2))
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
-    head = {"id": parsed.id, "object": "list", "created": parsed.created, "model": parsed.model}
-    return {**head, "data": data, "usage": _usage(parsed)}
+    return {**_head(parsed), "data": data, "usage": _usage(parsed)}
 
 
 def rerank_body(body: RerankBody, parsed: ParsedRequest, vectors: Vectors) -> Json:
@@ -174,6 +191,10 @@ def _scores(vectors: Vectors, num_pairs: int) -> list[float]:
         float(one @ other) / max(float(np.linalg.norm(one) * np.linalg.norm(other)), 1e-12)
         for one, other in zip(first, second, strict=True)
     ]
+
+
+def _head(parsed: ParsedRequest) -> Json:
+    return {"id": parsed.id, "object": "list", "created": parsed.created, "model": parsed.model}
 
 
 def _usage(parsed: ParsedRequest) -> Json:

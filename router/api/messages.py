@@ -40,6 +40,7 @@ ERROR_TYPES = {
     503: "overloaded_error",
 }
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+NO_THREADS = "thread_unsupported_request"  # whereupon clients send all messages themselves
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # Fields of a block by its type: required ones, and those without effect.
 BLOCK_FIELDS: dict[str, tuple[set[str], set[str]]] = {
@@ -59,14 +60,20 @@ BLOCKS_OF_ROLE = {
 # ---- the request --------------------------------------------------------------------------------------------------
 
 
-def to_chat_body(body: MessagesBody) -> ChatBody:
+def to_chat_body(body: MessagesBody, *, knows_effort: bool) -> ChatBody:
     """Return the equivalent body of /v1/chat/completions.
 
     A last message of the assistant is continued by the answer.
 
+    Args:
+        knows_effort: the chat template has a variable for `output_config.effort`, which is without effect otherwise.
+
     Raises:
         BadRequest: a message, a tool or the choice of a tool is invalid, or not supported.
     """
+    if body.thread is not None:
+        message = "thread is not supported: this server keeps no conversations; send all of their messages"
+        raise BadRequest(message, kind="thread_unsupported_request", param="thread")
     return ChatBody(
         model=body.model,
         max_completion_tokens=body.max_tokens,
@@ -78,14 +85,22 @@ def to_chat_body(body: MessagesBody) -> ChatBody:
         stream_options=StreamOptions() if body.stream else None,
         user=_user(body.metadata),
         response_format=_response_format(body.output_config),
-        **_conversation(body),
-        **_thinking(body.thinking or {}, body.max_tokens),
+        **_prompt(body, body.max_tokens, knows_effort=knows_effort),
     )
 
 
-def to_counted_body(body: CountTokensBody) -> ChatBody:
-    """Return the chat body whose prompt has the tokens to count. Raises the same."""
-    return ChatBody(model=body.model, **_conversation(body), **_thinking(body.thinking or {}, None))
+def to_counted_body(body: CountTokensBody, *, knows_effort: bool) -> ChatBody:
+    """Return the chat body whose prompt has the tokens to count. Takes and raises the same."""
+    return ChatBody(model=body.model, **_prompt(body, None, knows_effort=knows_effort))
+
+
+def _prompt(body: CountTokensBody, max_tokens: int | None, *, knows_effort: bool) -> dict[str, Any]:
+    effort = body.output_config.effort if body.output_config and knows_effort else None
+    return {
+        **_conversation(body),
+        **_thinking(body.thinking or {}, max_tokens),
+        "reasoning_effort": "xhigh" if effort == "max" else effort,
+    }
 
 
 def _response_format(config: OutputConfig | None) -> ResponseFormat | None:
@@ -110,7 +125,7 @@ def _thinking(thinking: dict[str, Any], max_tokens: int | None) -> dict[str, Any
 
 
 def _conversation(body: CountTokensBody) -> dict[str, Any]:
-    """Return the fields that determine the prompt."""
+    """Return the fields of messages and tools."""
     messages = [*_system(body.system), *_messages(body.messages)]
     choice = body.tool_choice or {}
     return {
@@ -343,10 +358,11 @@ def _whole_call(call: ToolCallDelta, arguments: str) -> Json:
         return _text_block(f"{call.name}({arguments}")
 
 
-def error_body(status: int, message: str) -> Json:
-    """Return an error in Anthropic's format."""
+def error_body(status: int, message: str, code: str | None = None) -> Json:
+    """Return an error in Anthropic's format; `code` is that of this router."""
     kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    details = {"details": {"error_code": code, "unsupported": ["thread"]}} if code == NO_THREADS else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
 
 def _message(generation: Generation, content: list[Json]) -> Json:

@@ -45,7 +45,8 @@ def reasoning_span(
     reasoning, as text, and applies from the beginning where that is not known to be in the output, or a call may end it.
 
     Raises:
-        BadRequest: there is a budget, but the model does not reason, or its tags are not tokens.
+        BadRequest: there is a budget, but the model does not reason, its tags are not tokens, or it may call strict tools
+            while it reasons.
     """
     budget, parser = body.thinking_token_budget, tokenizer.parsers.reasoning
     if budget is not None and not 0 <= budget <= MAX_BUDGET:
@@ -54,6 +55,12 @@ def reasoning_span(
     if budget is not None and (parser is None or not _are_tokens(parser, tokenizer)):
         reason = "this model does not reason" if parser is None else "this model's tokenizer has no tokens that end it"
         message = f"thinking_token_budget limits reasoning, but {reason}; leave it out"
+        raise BadRequest(message, kind="unsupported_parameter", param="thinking_token_budget")
+    if budget is not None and has_grammar and may_reason and parser is not None and parser.ENDS:
+        message = (
+            "thinking_token_budget cannot be combined with strict tools, which this model may call while it reasons; "
+            "leave out one of the two"
+        )
         raise BadRequest(message, kind="unsupported_parameter", param="thinking_token_budget")
     if parser is None or state is ReasoningState.CLOSED or (budget is None and not has_grammar):
         return None

@@ -151,7 +151,7 @@ def parse_chat(
     grammar = _chat_grammar(body, tools, structured, info)
     sampling = _sampling_params(body, max_tokens, _chat_logprobs(body), grammar, info, tokenizer)
     state = reasoning_state(body, prompt, tokenizer)
-    may_reason = bool(tools and tools.are_among_text) and not structured
+    may_reason = tools is not None and tools.may_reason(structured)
     span = reasoning_span(body, state, tokenizer, has_grammar=bool(grammar), may_reason=may_reason)
     sampling = sampling if span is None else replace(sampling, reasoning=span)
     parsed = _build(body, context, [prompt], n, sampling, info, chat=True)
@@ -218,7 +218,7 @@ def _build(
     chat: bool,
 ) -> ParsedRequest:
     if info.classifies:
-        message = f"{info.name} generates nothing, it scores pairs of texts: use /score or /rerank"
+        message = f"{info.name} generates nothing, it classifies texts: use /classify, /score or /rerank"
         raise BadRequest(message, kind="not_generative", param="model")
     for prompt in prompts:
         check_length(len(prompt), sampling.max_tokens, info.max_model_len)
@@ -280,15 +280,14 @@ def _sampling_params(
 
 def _chat_grammar(body: ChatBody, tools: AllowedTools | None, structured: str, info: ModelInfo) -> str:
     """Return the grammar of forced or strict tool calls and of structured output; empty if none is requested."""
-    if tools is None or not tools.grammar:
+    if tools is None:
         return structured
-    check_grammar_support(body, info, "tool_choice" if tools.are_forced else "tools")
-    if structured and tools.are_forced:
+    if structured and tools.forced:
         message = "tool_choice forces a tool call, and another field asks for structured output; send one of the two"
         raise BadRequest(message, kind="invalid_parameter", param="tool_choice")
-    # Structured output takes the place of text.
-    spec = json.dumps({**tools.grammar, "text": json.loads(structured)} if structured else tools.grammar)
-    check_grammar(spec, "tools")
+    if spec := tools.grammar(structured):
+        check_grammar_support(body, info, "tool_choice" if tools.forced else "tools")
+        check_grammar(spec, "tools")
     return spec
 
 

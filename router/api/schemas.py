@@ -229,6 +229,7 @@ class OutputFormat(Body):
 
 class OutputConfig(Body):
     format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class CountTokensBody(Body):
@@ -256,6 +257,7 @@ class MessagesBody(CountTokensBody):
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
+    thread: dict[str, Any] | None = None
 
 
 class EmbeddingBody(Body):
@@ -270,6 +272,11 @@ class ScoreBody(Body):
     model: str | None = None
     text_1: str | list[str]
     text_2: str | list[str]
+
+
+class ClassifyBody(Body):
+    model: str | None = None
+    input: Any = untyped({"anyOf": [TEXT, IDS, *LISTS]})
 
 
 class RerankBody(Body):

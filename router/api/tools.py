@@ -1,24 +1,21 @@
 """Tools of a chat: the functions that the model may call, and the grammar that holds their arguments to the schemas."""
 
+import json
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from pdserve.errors import BadRequest
+from pdserve.grammars import formats
 from pdserve.router.api.parsing import or_default, quote
-from pdserve.router.api.schemas import ChatBody, Function
+from pdserve.router.api.schemas import ChatBody
 from pdserve.router.text.parsers.json_calls import HermesParser, Llama3JsonParser
-from pdserve.router.text.parsers.tool_parser import ToolParser, Tools
+from pdserve.router.text.parsers.tool_parser import Functions, Schema, ToolParser, Tools
 from pdserve.router.text.tokenizer import Tokenizer
 
 FORCED_PARSER = (
     Llama3JsonParser  # of calls without tags of their own: plain JSON, which a grammar can force on any model
 )
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-# An output that is text to parsers of calls without a tag: it begins neither with white space, a call nor `<|python_tag|>`.
-SPACE = r" \t-\r\x1c-\x1f\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-PLAIN_TEXT = rf'root ::= "" | ([^{{<{SPACE}] | "<" [^|]) [\0-\U0010ffff]*'
 
 
 @dataclass(frozen=True)
@@ -28,23 +25,54 @@ class AllowedTools:
     Attributes:
         parser: the parser of the calls.
         tools: the functions.
-        grammar: the grammar of an output with calls, in the form `calls` of `grammars/specification.py`; empty if neither
-            a call nor its arguments are forced.
+        strict: those whose arguments a grammar holds to their schemas.
+        forced: those of which the output must be a call; empty if calls are optional.
     """
 
     parser: type[ToolParser]
     tools: Tools
-    grammar: dict[str, Any] = field(default_factory=dict)
+    strict: frozenset[str] = frozenset()
+    forced: tuple[str, ...] = ()
 
-    @property
-    def are_forced(self) -> bool:
-        """True if the output must be a call."""
-        return bool(self.grammar) and not self.grammar["may_be_text"]
+    def grammar(self, structured: str) -> str:
+        """Return the grammar of the output, in the format of `grammars/specification.py`; empty if any output is allowed.
 
-    @property
-    def are_among_text(self) -> bool:
-        """True if the grammar allows any text around the calls."""
-        return "triggers" in self.grammar
+        Args:
+            structured: the grammar of an output without calls, or empty.
+
+        Raises:
+            BadRequest: the format of this model's calls cannot be held to the schemas.
+        """
+        if self.forced:
+            schemas = {name: _object_schema(name, self.tools.schemas[name]) for name in self.forced}
+            calls = self.parser.call_formats(schemas)
+            return json.dumps({"format": formats.either(*calls[:: len(self.parser.FORMS)])})
+        if not (self.strict or structured):
+            return ""
+        functions = {
+            name: _object_schema(name, schema) if name in self.strict else None
+            for name, schema in self.tools.schemas.items()
+        }
+        return json.dumps({"format": self._output_format(functions, structured)})
+
+    def may_reason(self, structured: str) -> bool:
+        """Return whether `grammar` allows reasoning before the answer."""
+        return self.parser.SAYS_REASONING or (bool(self.parser.BEGINS) and not (self.forced or structured))
+
+    def _output_format(self, functions: Functions, structured: str) -> formats.Format:
+        text = formats.specified(json.loads(structured)) if structured else None
+        try:
+            if self.parser.call_formats(functions):
+                return self.parser.output_format(functions, single=self.tools.single_call, text=text)
+            reason = "the arguments"
+        except ValueError as error:
+            reason = str(error)
+        way_out = "send strict: false" if self.strict else "leave tools or the structured output out"
+        message = (
+            f"a grammar cannot hold {reason} in the format in which this model writes calls; {way_out}, or force a call "
+            'with tool_choice "required"'
+        )
+        raise BadRequest(message, kind="unsupported_parameter", param="tools")
 
 
 def parse_tools(body: ChatBody, tokenizer: Tokenizer) -> AllowedTools | None:
@@ -78,12 +106,8 @@ def parse_tools(body: ChatBody, tokenizer: Tokenizer) -> AllowedTools | None:
         {name: function.parameters or {} for name, function in functions.items()},
         single_call=body.parallel_tool_calls is False,
     )
-    if forced:
-        calls = [_call(function, parser.FORMS[0]) for name, function in functions.items() if name in forced]
-        return AllowedTools(parser, tools, {"calls": calls, "single": True, "may_be_text": False})
-    if any(function.strict for function in functions.values()):
-        return AllowedTools(parser, tools, _optional_calls(parser, functions.values(), single=tools.single_call))
-    return AllowedTools(parser, tools)
+    strict = frozenset(name for name, function in functions.items() if function.strict)
+    return AllowedTools(parser, tools, strict, tuple(forced))
 
 
 def _forced_functions(choice: object, names: list[str]) -> list[str]:
@@ -100,31 +124,11 @@ def _forced_functions(choice: object, names: list[str]) -> list[str]:
     raise BadRequest(message, kind="invalid_parameter", param="tool_choice")
 
 
-def _optional_calls(parser: type[ToolParser], functions: Iterable[Function], *, single: bool) -> dict[str, Any]:
-    """Return the grammar of text and calls, in which those of strict functions follow their schemas."""
-    if not parser.FORMS:
-        message = (
-            "this model writes the arguments of calls in a format that the router cannot hold to a JSON schema; send "
-            'strict: false, or force a call with tool_choice "required"'
-        )
-        raise BadRequest(message, kind="unsupported_parameter", param="tools")
-    any_object: dict[str, Any] = {"type": "object"}
-    calls = [
-        _call(function if function.strict else function.model_copy(update={"parameters": any_object}), form)
-        for function in functions
-        for form in parser.FORMS
-    ]
-    found_by = {"triggers": list(parser.BEGINS)} if parser.BEGINS else {"text": {"grammar": PLAIN_TEXT}}
-    return {"calls": calls, "single": single, "may_be_text": True, **found_by}
-
-
-def _call(function: Function, form: tuple[str, str]) -> dict[str, Any]:
-    """Return a call of the function in a form of its parser: what surrounds its arguments, and their JSON schema."""
-    schema = {"type": "object", **(function.parameters or {})}
+def _object_schema(name: str, parameters: Schema) -> Schema:
+    schema = {"type": "object", **parameters}
     if schema["type"] != "object":
-        raise _invalid_tools(f"the parameters of {function.name} must be the JSON schema of an object")
-    begin, end = form
-    return {"begin": begin.replace("NAME", function.name), "json": schema, "end": end}
+        raise _invalid_tools(f"the parameters of {name} must be the JSON schema of an object")
+    return schema
 
 
 def _invalid_tools(message: str) -> BadRequest:

@@ -118,6 +118,7 @@ class Tokenizer:
         """
         path = resolve_model(str(model))
         self._hf = _load(path)
+        self._labels = _labels(Path(path))
         self._rust: tokenizers.Tokenizer = self._hf.backend_tokenizer
         self._rust.no_truncation()
         self._rust.no_padding()
@@ -206,6 +207,15 @@ class Tokenizer:
         if not _holds(template, "reasoning_effort") and _holds(template, "enable_thinking"):
             return {"enable_thinking": effort != "none"}
         return {"reasoning_effort": effort}
+
+    def label(self, number: int) -> str:
+        """Return the name of a class, if the model is a classifier."""
+        return self._labels.get(str(number), f"LABEL_{number}")
+
+    @cached_property
+    def knows_effort(self) -> bool:
+        """True if the chat template has a variable for the reasoning effort."""
+        return _holds(self._template(tools=False), "reasoning_effort")
 
     @cached_property
     def strips_reasoning(self) -> bool:
@@ -329,6 +339,12 @@ def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
 
 def _holds(template: str, variable: str) -> bool:
     return re.search(rf"\b{re.escape(variable)}\b", template) is not None
+
+
+def _labels(path: Path) -> dict[str, str]:
+    """Return the names of a classifier's classes by their numbers; empty if the model's configuration has none."""
+    config = path / "config.json"
+    return (json.loads(config.read_text()).get("id2label") if config.is_file() else None) or {}
 
 
 def _load(path: Path | str) -> PreTrainedTokenizerFast:

@@ -202,10 +202,11 @@ class GenerationEndpoints(Endpoints):
 
     def _num_tokens(self, body: schemas.CountTokensBody) -> int:
         requests.check_model(body.model, self._model().name)
-        return len(requests.render(messages.to_counted_body(body), self._tokenizer)[0])
+        chat_body = messages.to_counted_body(body, knows_effort=self._tokenizer.knows_effort)
+        return len(requests.render(chat_body, self._tokenizer)[0])
 
     def _parse_message(self, body: schemas.MessagesBody, context: RequestContext) -> ParsedRequest:
-        return self._parse_chat(messages.to_chat_body(body), context)
+        return self._parse_chat(messages.to_chat_body(body, knows_effort=self._tokenizer.knows_effort), context)
 
     def _parse_completion(self, body: schemas.CompletionBody, context: RequestContext) -> ParsedRequest:
         return requests.parse_completion(body, context, self._tokenizer, self._model(), self._max_n)
@@ -276,6 +277,21 @@ class EmbeddingEndpoints(Endpoints):
     ) -> Response:
         """Scores of pairs of texts, by a cross-encoder or by their embeddings."""
         return await self._embed(request, body, embeddings.parse_score, embeddings.score_body)
+
+    @endpoint(
+        "POST",
+        "/classify",
+        Access.CLIENT,
+        errors=[404, 429],
+        id_prefix="classify-",
+        response_model=answers.Classifications,
+    )
+    async def classify(
+        self, request: Request, body: Annotated[JsonBody[schemas.ClassifyBody], example(input=DOCUMENTS)]
+    ) -> Response:
+        """The classes of texts, by a sequence classifier."""
+        build = partial(embeddings.classify_body, self._tokenizer.label)
+        return await self._embed(request, body, embeddings.parse_classify, build)
 
     @endpoint(
         "POST", "/v1/rerank", Access.CLIENT, errors=[404, 429], id_prefix="rerank-", response_model=answers.Ranking

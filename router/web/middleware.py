@@ -166,8 +166,9 @@ def _with_message_errors(send: Send, state: Mapping[str, str]) -> Send:
             await send(failed)
             await send(message)
         else:
-            text = json.loads(message["body"])["error"]["message"]
-            body = to_json({**error_body(failed["status"], text), "request_id": state["request_id"]})
+            error = json.loads(message["body"])["error"]
+            converted = error_body(failed["status"], error["message"], error["code"])
+            body = to_json({**converted, "request_id": state["request_id"]})
             MutableHeaders(scope=failed)["Content-Length"] = str(len(body))
             await send(failed)
             await send({**message, "body": body})

@@ -15,6 +15,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
 from pdserve.grammars import mask_client
 from pdserve.grammars.compiler import GrammarCompiler
+from pdserve.grammars.formats import specified, tag
 from pdserve.grammars.limits import GrammarTooComplex
 from pdserve.request import SamplingParams
 
@@ -34,11 +35,7 @@ SPECS: list[dict[str, Any]] = [
     {"regex": r"[ab]{3,7}-\d{4}"},
     {"choice": ["Paris", 'Bonn "am\nRhein" é']},
     {"grammar": 'root ::= "x" | "(" inner ")"\ninner ::= "y" | "[z]"'},
-    {
-        "calls": [{"begin": "<tool_call>\n", "json": {"type": "boolean"}, "end": "\n</tool_call>"}],
-        "single": True,
-        "may_be_text": False,
-    },
+    {"format": tag("<tool_call>\n", specified({"json": {"type": "boolean"}}), "\n</tool_call>")},
 ]
 NESTED: dict[str, Any] = {}
 for _ in range(850):

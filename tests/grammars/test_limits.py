@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.grammars.formats import either, specified, tag
 from pdserve.grammars.limits import MAX_CHARS, MAX_DEPTH, GrammarTooComplex, check_grammar, mask_budget_s
 
 
@@ -25,7 +26,7 @@ def nested(levels: int) -> dict[str, Any]:
         {"regex": "(" * MAX_DEPTH + ")" * MAX_DEPTH},
         {"regex": "(a)" * 1000 + r"\(" * 1000},
         {"choice": ["((" * 1000]},
-        {"calls": [{"begin": "<", "json": nested(MAX_DEPTH), "end": ">"}], "single": True, "may_be_text": False},
+        {"format": tag("<", specified({"json": nested(MAX_DEPTH)}), ">")},
     ],
 )
 def test_grammars_within_the_limits(spec: dict[str, Any]) -> None:
@@ -37,7 +38,7 @@ def test_grammars_within_the_limits(spec: dict[str, Any]) -> None:
     [
         ({"json": nested(MAX_DEPTH + 1)}, "response_format is nested too deeply; at most 64 levels are allowed"),
         ({"json": {"enum": [nested(850)]}}, "response_format is nested too deeply"),
-        ({"calls": [{"begin": "", "json": nested(MAX_DEPTH + 1), "end": ""}]}, "response_format is nested too deeply"),
+        ({"format": either(*[specified({"text": nested(MAX_DEPTH + 1)})] * 2)}, "response_format is nested too deeply"),
         ({"regex": "(" * (MAX_DEPTH + 1) + ")" * (MAX_DEPTH + 1)}, "response_format is nested too deeply"),
         ({"grammar": "root ::= " + "(" * 100 + '"a"' + ")" * 100}, "response_format is nested too deeply"),
         ({"regex": "a" * MAX_CHARS}, "response_format has 65549 characters as JSON; at most 65536 are allowed"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from pdserve.grammars.compiler import GrammarCompiler
+from pdserve.grammars.formats import specified, tag
 from pdserve.grammars.limits import CompileLimits, GrammarTooComplex
 from pdserve.grammars.mask_client import Follower, LoadedGrammar, MaskRow, fill_masks
 from pdserve.grammars.specification import build_grammar
@@ -24,11 +25,7 @@ SPECS: list[dict[str, Any]] = [
     {"regex": r"[ab]{3,7}-\d{4}"},
     {"choice": ["Paris", 'Bonn "am\nRhein" é']},
     {"grammar": 'root ::= "x" | "(" inner ")"\ninner ::= "y" | "[z]"'},
-    {
-        "calls": [{"begin": "<tool_call>\n", "json": {"type": "boolean"}, "end": "\n</tool_call>"}],
-        "single": True,
-        "may_be_text": False,
-    },
+    {"format": tag("<tool_call>\n", specified({"json": {"type": "boolean"}}), "\n</tool_call>")},
 ]
 # Each `a` opens a level, which an optional letter ends. After `Q`, each letter of each token may belong to any level, so the
 # next mask takes minutes; all masks before it take milliseconds.

@@ -42,3 +42,22 @@ def test_strings_of_limited_length(schema: dict[str, Any], good: list[str], bad:
         assert accepts(schema, text.encode()), text
     for one in bad:
         assert not accepts(schema, one if isinstance(one, bytes) else one.encode()), one
+
+
+HALF, PAIR = r'"\ud83d"', r'"\ud83d\ude00"'
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "string"}, [PAIR, r'"\u00e9\uE000"'], [HALF, HALF[:-1] + 'a"', r'"\ude00"', r'"\ud83d\u0041"']),
+        ({"type": "string", "format": "json-pointer"}, ['"/a~1b/é"'], ['"/""', '"/\n"', r'"/\x"']),
+        ({"type": "string", "format": "email"}, ['"a.b@c.de"'], [r'"\"a\x\"@c.de"']),
+        ({"type": "number"}, ["-1.5e-200", "1e22"], ["1e400", "2e939"]),
+    ],
+)
+def test_answers_are_json_that_every_reader_takes(schema: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    for text in good:
+        assert accepts(schema, text.encode()), text
+    for text in bad:
+        assert not accepts(schema, text.encode()), text

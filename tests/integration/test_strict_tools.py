@@ -16,10 +16,10 @@ from tokenizers import Tokenizer
 pytest.importorskip("xgrammar", reason="xgrammar is not installed: pip install 'pdserve[structured]'")
 
 TEMPLATE = (
-    "{% if tools %}<tool_call>{{ tools | length }}{% endif %}{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|>"
+    "{% if tools %}FORMAT{{ tools | length }}{% endif %}{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
-CALL_TOKEN = 258
+FORMATS = {"hermes": "<tool_call>", "qwen3_coder": "<tool_call><function=f><parameter=p>", "pythonic": "[func_name1("}
 MESSAGES: Any = [{"role": "user", "content": "Is it sunny in Ulm?"}]
 
 
@@ -34,30 +34,38 @@ class Report(BaseModel):
     sunny: bool
 
 
-@pytest.fixture(scope="module")
-def model(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3 with the token `<tool_call>`."""
-    path = tmp_path_factory.mktemp("strict") / "model"
+def make_model(checkpoint: Callable[..., Path], path: Path, kind: str) -> Path:
+    """Return a random Qwen3 with the token `<tool_call>`, whose template has the calls of a format."""
     shutil.copytree(checkpoint("qwen3"), path)
     parsed = json.loads((path / "tokenizer.json").read_text().replace("<|user|>", "<tool_call>"))
     for token in parsed["added_tokens"]:
         token["special"] = token["content"].startswith("<|")
     (path / "tokenizer.json").write_text(json.dumps(parsed))
-    settings = json.loads((path / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
+    settings = json.loads((path / "tokenizer_config.json").read_text()) | {
+        "chat_template": TEMPLATE.replace("FORMAT", FORMATS[kind])
+    }
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     return path
 
 
 @pytest.mark.parametrize(
-    "roles",
-    [{"prefill": 1, "decode": 1}, pytest.param({"prefill": 0, "decode": 0, "both": 1}, marks=pytest.mark.slow)],
+    ("kind", "roles"),
+    [
+        ("hermes", {"prefill": 1, "decode": 1}),
+        ("qwen3_coder", {"prefill": 0, "decode": 0, "both": 1}),
+        pytest.param("pythonic", {"prefill": 1, "decode": 1}, marks=pytest.mark.slow),
+    ],
 )
-def test_the_helpers_of_openai(roles: dict[str, int], model: Path, deploy: Callable[..., Any]) -> None:
+def test_the_helpers_of_openai(
+    kind: str, roles: dict[str, int], checkpoint: Callable[..., Path], tmp_path: Path, deploy: Callable[..., Any]
+) -> None:
+    model = make_model(checkpoint, tmp_path / "model", kind)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     with deploy(model=str(model), num_blocks=256, **roles) as deployment:
         client = openai.OpenAI(base_url=f"{deployment.url}/v1", api_key="none", max_retries=0)
         tool = openai.pydantic_function_tool(Weather)
         # The random model begins a call wherever it can.
-        bias = {str(CALL_TOKEN): 100}
+        bias = {str(tokenizer.encode("[" if kind == "pythonic" else "<tool_call>").ids[0]): 100}
         asking: Any = {
             "model": deployment.config.name,
             "messages": MESSAGES,
@@ -77,20 +85,28 @@ def test_the_helpers_of_openai(roles: dict[str, int], model: Path, deploy: Calla
             assert streamed.function.arguments == call.function.arguments
 
         # The answer is text, in the given format.
-        brace = Tokenizer.from_file(str(model / "tokenizer.json")).encode("{").ids[0]
+        brace = tokenizer.encode("{").ids[0]
         asking["logit_bias"] = {str(brace): 100}
         report = client.chat.completions.parse(**asking, response_format=Report).choices[0].message
         assert isinstance(report.parsed, Report) and not report.tool_calls
 
-        response = client.responses.parse(
-            model=deployment.config.name,
-            input="Is it sunny?",
-            tools=[openai.pydantic_function_tool(Weather)["function"] | {"type": "function"}],  # type: ignore[list-item]
-            parallel_tool_calls=False,
-            extra_body={"logit_bias": bias},
-        )
-        [item] = response.output
+        in_responses: Any = {
+            "model": deployment.config.name,
+            "input": "Is it sunny?",
+            "tools": [openai.pydantic_function_tool(Weather)["function"] | {"type": "function"}],
+            "parallel_tool_calls": False,
+            "extra_body": {"logit_bias": bias, "seed": 1},
+        }
+        [item] = client.responses.parse(**in_responses).output
         assert item.type == "function_call" and Weather.model_validate_json(item.arguments)
+        with client.responses.stream(**in_responses) as events:
+            assert "response.function_call_arguments.done" in {event.type for event in events}
+            [again] = events.get_final_response().output
+        assert again.type == "function_call" and again.arguments == item.arguments
+        in_responses["extra_body"]["logit_bias"] = {str(brace): 100}
+        with client.responses.stream(**in_responses, text_format=Report) as events:
+            assert "response.output_text.delta" in {event.type for event in events}
+            assert isinstance(events.get_final_response().output_parsed, Report)
 
         tool["function"]["parameters"] = {"type": "object", "properties": {"a": {"type": "nothing"}}}
         with pytest.raises(openai.BadRequestError) as raised:

@@ -11,9 +11,11 @@ The recipient may also follow the role. The prompt ends after `<|start|>assistan
 import re
 from collections.abc import Callable
 
+from pdserve.grammars import formats
+from pdserve.grammars.formats import Format
 from pdserve.router.text.parsers.reader import Steps
 from pdserve.router.text.parsers.reasoning import ReasoningParser
-from pdserve.router.text.parsers.tool_parser import ToolParser
+from pdserve.router.text.parsers.tool_parser import Functions, ToolParser
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -67,6 +69,41 @@ class HarmonyParser(ToolParser):
 
     BEGINS = (START, CHANNEL)
     TAGS = HarmonyReasoning.TAGS
+    SAYS_REASONING = True
+
+    @classmethod
+    def call_formats(cls, functions: Functions) -> list[Format]:
+        channel, kind = r"<\|channel\|>(commentary|analysis)", r"( ?<\|constrain\|>json| json)?<\|message\|>"
+        return [
+            formats.sequence(
+                formats.pattern(rf"({channel} to=functions\.{name}| to=functions\.{name}{channel}){kind}"),
+                cls._arguments_format(schema),
+            )
+            for name, schema in functions.items()
+        ]
+
+    @classmethod
+    def output_format(cls, functions: Functions, *, single: bool, text: Format | None) -> Format:
+        """Return the format of messages: of any, and then of calls or, if `text` is given, of a final one with that text."""
+        said, end = formats.any_text(*cls.TAGS), r"(<\|(end|call|return)\|>)?"
+        start = formats.pattern(end + r"<\|start\|>assistant")
+        channels = "analysis|commentary" + ("" if text else "|final")
+        message = formats.sequence(formats.pattern(rf"<\|channel\|>({channels})<\|message\|>"), said)
+        call = formats.either(*cls.call_formats(functions))
+        calls = call if single else formats.sequence(call, formats.repeated(formats.sequence(start, call)))
+        # The prompt may end within a message. What looks like a recipient there would be taken for that of the next one.
+        goes_on = formats.any_text(
+            *cls.TAGS, *(f"to={prefix}{name}" for name in functions for prefix in ("functions.", ""))
+        )
+        messages = formats.sequence(
+            formats.either(message, goes_on), formats.repeated(formats.sequence(start, message))
+        )
+        if text is None:
+            answers = [calls, formats.sequence(messages, formats.optional(formats.sequence(start, calls)))]
+        else:
+            last = formats.either(formats.sequence(formats.literal(f"{CHANNEL}final{MESSAGE}"), text), calls)
+            answers = [text, last, formats.sequence(messages, start, last)]
+        return formats.sequence(formats.either(*answers), formats.pattern(end))
 
     def _calls(self, tag: str) -> Steps[None]:
         header, _ = yield from self._take_until(self._tag(MESSAGE))

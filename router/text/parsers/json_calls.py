@@ -10,7 +10,7 @@ import re
 
 from pdserve.router.text.parsers.output import parse_json
 from pdserve.router.text.parsers.reader import Steps
-from pdserve.router.text.parsers.tool_parser import JsonEnd, ToolParser
+from pdserve.router.text.parsers.tool_parser import JsonEnd, ToolParser, text_without
 
 # The beginning of a call's JSON up to its arguments; group 1 is the name as a JSON string.
 HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
@@ -124,6 +124,7 @@ class Llama3JsonParser(JsonCallParser):
     TAGS = ("<|python_tag|>",)
     BEGINS = ()
     FORMS = tuple((f'{tag}{{"name": "NAME", "parameters": ', "}") for tag in ("", "<|python_tag|>"))
+    TEXT = text_without("{")
 
     def _parse(self) -> Steps[None]:
         space = yield from self._skip_space()

@@ -22,6 +22,7 @@ class DeepSeekV31Parser(ToolParser):
     SILENT = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
     TAGS = (*BEGINS, *SILENT, "<｜tool▁sep｜>")
     FORMS = (("<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),)
+    LIST = ("(<｜tool▁calls▁begin｜>)?", "(<｜tool▁calls▁end｜>)?")
 
     def _calls(self, tag: str) -> Steps[None]:
         name, _ = yield from self._take_until(self._tag("<｜tool▁sep｜>"))
@@ -50,6 +51,7 @@ class KimiK2Parser(ToolParser):
     SILENT = ("<|tool_calls_section_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>")
     TAGS = (*BEGINS, *SILENT, "<|tool_call_argument_begin|>")
     FORMS = (("<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>", "<|tool_call_end|>"),)
+    LIST = (r"(<\|tool_calls_section_begin\|>)?", r"(<\|tool_calls_section_end\|>)?")
 
     def _calls(self, tag: str) -> Steps[None]:
         head, _ = yield from self._take_until(self._tag("<|tool_call_argument_begin|>"))

@@ -1,6 +1,7 @@
 """Output of parsers, in increments: text, reasoning and tool calls."""
 
 import json
+import math
 import secrets
 from dataclasses import dataclass, field
 
@@ -35,8 +36,14 @@ def new_call_id() -> str:
 
 
 def parse_json(text: str) -> object:
-    """Return the parsed value, or None if the text is not valid JSON."""
+    """Return the parsed value, or None if the text is not valid JSON, or has a number that JSON could not give back."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
         return None
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(text)
+    return value

@@ -8,9 +8,12 @@ import ast
 import json
 import re
 
+from pdserve.grammars import formats
+from pdserve.grammars.formats import Format
+from pdserve.router.text.parsers.arguments import arguments_of
 from pdserve.router.text.parsers.output import parse_json
 from pdserve.router.text.parsers.reader import Steps
-from pdserve.router.text.parsers.tool_parser import ToolParser
+from pdserve.router.text.parsers.tool_parser import Schema, ToolParser, text_without
 
 CALL = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*\((.*)\)\s*", re.DOTALL)
 # The elements of a literal: strings, numbers, names, punctuation, white space.
@@ -27,6 +30,26 @@ class PythonicParser(ToolParser):
 
     BEGINS = ()
     TAGS = ("<|python_start|>", "<|python_end|>")
+    FORMS = (("NAME(", ")"),)
+    LIST = (r"(<\|python_start\|>)?\[", r"\](<\|python_end\|>)?")
+    SEPARATOR = ", "
+    TEXT = text_without(r"\[")
+
+    @classmethod
+    def _arguments_format(cls, schema: Schema | None) -> Format:
+        if schema is None:
+            one = _argument_format(formats.pattern("[A-Za-z_][A-Za-z0-9_]*"), {})
+            return formats.optional(formats.sequence(one, formats.repeated(_after_comma(one))))
+        arguments, beginnings = list[Format](), list[Format]()
+        for argument in reversed(arguments_of(schema)):
+            if not (argument.name.isidentifier() and argument.name.isascii()) or argument.name in NAMES:
+                raise ValueError(f"an argument with the name {argument.name!r}")
+            one = _argument_format(formats.literal(argument.name), argument.schema)
+            beginning = formats.sequence(one, *arguments)
+            beginnings = [beginning] if argument.is_required else [beginning, *beginnings]
+            follower = _after_comma(one)
+            arguments.insert(0, follower if argument.is_required else formats.optional(follower))
+        return formats.either(*beginnings, *([] if schema.get("required") else [formats.literal("")]))
 
     def _parse(self) -> Steps[None]:
         self._begin_trial()
@@ -80,6 +103,15 @@ class PythonicParser(ToolParser):
                     depth -= 1
             text += self._take(len(self._buffer))
         return ""
+
+
+def _argument_format(name: Format, schema: Schema) -> Format:
+    value = formats.specified({"json": schema, "place": "python"})
+    return formats.sequence(name, formats.literal("="), value)
+
+
+def _after_comma(argument: Format) -> Format:
+    return formats.sequence(formats.literal(", "), argument)
 
 
 def _parse_arguments(text: str) -> str | None:

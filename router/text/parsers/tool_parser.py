@@ -4,8 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from pdserve.grammars import formats
+from pdserve.grammars.formats import Format
 from pdserve.router.text.parsers.output import ToolCallDelta, new_call_id
 from pdserve.router.text.parsers.reader import Reader, Steps
+
+SPACE = r" \t-\r\x1c-\x1f\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+Schema = Mapping[str, Any]
+Functions = Mapping[str, Schema | None]  # schemas of the arguments by name; None: any arguments
 
 
 @dataclass(frozen=True)
@@ -17,7 +23,7 @@ class Tools:
         single_call: drop calls after the first.
     """
 
-    schemas: Mapping[str, Mapping[str, Any]]
+    schemas: Mapping[str, Schema]
     single_call: bool = False
 
 
@@ -33,12 +39,19 @@ class ToolParser(Reader):
         SILENT: tags around calls that say nothing, and are dropped.
         FORMS: what precedes and follows the arguments of a call of the function NAME, INDEX being any number; several if it
             may be written in several ways. Empty: no grammar can hold the arguments to a JSON schema.
+        LIST: regular expressions of what precedes and follows calls that are not among text, with SEPARATOR between them.
+        TEXT: EBNF of text that is not taken for calls, where BEGINS is empty.
+        SAYS_REASONING: the format of outputs includes reasoning, however it begins.
         num_calls: complete calls so far.
     """
 
     BEGINS: ClassVar[tuple[str, ...]]
     SILENT: ClassVar[tuple[str, ...]] = ()
     FORMS: ClassVar[tuple[tuple[str, str], ...]] = ()
+    LIST: ClassVar[tuple[str, str]] = ("", "")
+    SEPARATOR: ClassVar[str] = "\n"
+    TEXT: ClassVar[str] = ""
+    SAYS_REASONING: ClassVar[bool] = False
 
     def __init__(self, tools: Tools, marks: Mapping[str, str]) -> None:
         super().__init__(marks)
@@ -70,6 +83,35 @@ class ToolParser(Reader):
     def _calls(self, tag: str) -> Steps[None]:
         """Parse the calls after a tag. Returns without `_begin_call` if there is none."""
         yield from ()
+
+    # ---- what grammars allow ----------------------------------------------------------------------------------------
+
+    @classmethod
+    def output_format(cls, functions: Functions, *, single: bool, text: Format | None) -> Format:
+        """Return the format of outputs with calls of these functions, of one at most with `single`.
+
+        Args:
+            text: the format of an output without calls; None: any text, with calls among it if the parser finds them there.
+
+        Raises:
+            ValueError: calls of this format cannot be held to one of the schemas.
+        """
+        calls = cls.call_formats(functions)
+        if text is None and cls.BEGINS:
+            return formats.among_text(calls, cls.BEGINS, single=single)
+        begin, end = map(formats.pattern, cls.LIST)
+        listed = formats.listed(calls, cls.SEPARATOR, single=single)
+        text = text or formats.specified({"grammar": cls.TEXT})
+        return formats.either(formats.sequence(begin, listed, end) if any(cls.LIST) else listed, text)
+
+    @classmethod
+    def call_formats(cls, functions: Functions) -> list[Format]:
+        """Return the formats of calls, one for each function and form. Raises `ValueError`, as `output_format`."""
+        return [_call(*form, name, cls._arguments_format(functions[name])) for name in functions for form in cls.FORMS]
+
+    @classmethod
+    def _arguments_format(cls, schema: Schema | None) -> Format:
+        return formats.specified({"json": {"type": "object"} if schema is None else schema})
 
     # ---- what is found --------------------------------------------------------------------------------------------
 
@@ -120,6 +162,17 @@ class ToolParser(Reader):
                 self._end_call()
                 return True
         return False
+
+
+def _call(begin: str, end: str, name: str, arguments: Format) -> Format:
+    begin, index, rest = begin.replace("NAME", name).partition("INDEX")
+    number = [formats.pattern("[0-9]+"), formats.literal(rest)] if index else []
+    return formats.tag(begin, formats.sequence(*number, arguments) if number else arguments, end)
+
+
+def text_without(begin: str) -> str:
+    """Return the EBNF of text that begins neither with this character or `<|`, nor with white space before them."""
+    return rf'root ::= "" | ([^{begin}<{SPACE}] | "<" [^|]) [\0-\U0010ffff]*'
 
 
 class JsonEnd:

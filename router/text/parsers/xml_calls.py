@@ -5,18 +5,53 @@ glm45        <tool_call>NAME⏎<arg_key>KEY</arg_key>⏎<arg_value>VALUE</arg_va
 """
 
 import json
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
+from pdserve.grammars import formats
+from pdserve.grammars.formats import Format
+from pdserve.router.text.parsers.arguments import ANNOTATIONS, DEFINITIONS, arguments_of, keywords_in, may_match
 from pdserve.router.text.parsers.output import parse_json
 from pdserve.router.text.parsers.reader import Steps
-from pdserve.router.text.parsers.tool_parser import ToolParser
+from pdserve.router.text.parsers.tool_parser import Schema, ToolParser
 
+KEY = re.compile(r"[^<>\s]([^<>\n]{0,100}[^<>\s])?")
+LIMITS = {"pattern", "format", "minLength", "maxLength"}  # keywords of strings
 PYTHON_VALUES: dict[str, object] = {"True": True, "False": False, "None": None}
 
 
 class XmlCallParser(ToolParser):
-    """Base: emits arguments as JSON, strings as they arrive and other values once they are complete."""
+    """Base: emits arguments as JSON, strings as they arrive and other values once they are complete.
+
+    Attributes:
+        LEAD: what precedes the arguments, KEY: what surrounds a key, VALUE_END: what follows a value; regular expressions.
+        END: the tag after a value, which may not be in it.
+    """
+
+    LEAD: ClassVar[str]
+    KEY: ClassVar[tuple[str, str]]
+    VALUE_END: ClassVar[str]
+    END: ClassVar[str]
+
+    @classmethod
+    def _arguments_format(cls, schema: Schema | None) -> Format:
+        lead = formats.pattern(cls.LEAD)
+        if schema is None:
+            anything = cls._argument_format(formats.pattern(r"[^<>\s]{1,64}"), formats.any_text(cls.END))
+            return formats.sequence(lead, formats.repeated(anything))
+        arguments = []
+        for one in arguments_of(schema):
+            if not KEY.fullmatch(one.name):
+                raise ValueError(f"an argument with the name {one.name!r}")
+            argument = cls._argument_format(formats.literal(one.name), _value_format(one.schema, cls.END))
+            arguments.append(argument if one.is_required else formats.optional(argument))
+        return formats.sequence(lead, *arguments)
+
+    @classmethod
+    def _argument_format(cls, key: Format, value: Format) -> Format:
+        begin, end = map(formats.pattern, cls.KEY)
+        return formats.sequence(begin, key, end, value, formats.pattern(cls.VALUE_END))
 
     def _call_with_values(
         self, name: str, key: tuple[str, str], value_begin: str, value_ends: tuple[str, ...], end: str
@@ -81,6 +116,11 @@ class Qwen3CoderParser(XmlCallParser):
     """Calls of Qwen3-Coder."""
 
     BEGINS = ("<tool_call>", "<function=")
+    FORMS = (
+        ("<tool_call>\n<function=NAME>", "</function>\n</tool_call>"),
+        ("<function=NAME>", "</function>"),
+    )
+    LEAD, KEY, VALUE_END, END = r"\n", ("<parameter=", r">\n"), r"\n</parameter>\n", "</parameter>"
     TAGS = ("<tool_call>", "</tool_call>")
 
     def _calls(self, tag: str) -> Steps[None]:
@@ -100,6 +140,9 @@ class Glm45Parser(XmlCallParser):
     """Calls of GLM 4.5."""
 
     BEGINS = ("<tool_call>",)
+    FORMS = (("<tool_call>NAME", "</tool_call>"),)
+    LEAD, KEY, VALUE_END = r"\n?", ("<arg_key>", r"</arg_key>\n?<arg_value>"), r"</arg_value>\n?"
+    END = "</arg_value>"
     TAGS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
     def _calls(self, tag: str) -> Steps[None]:
@@ -108,6 +151,24 @@ class Glm45Parser(XmlCallParser):
         if tag:
             self._unread(tag)
         yield from self._call_with_values(name.strip(), (key, key_end), value, (value_end,), end)
+
+
+def _value_format(schema: Schema, end: str) -> Format:
+    """Return the format of an argument's value, in which the tag `end` must not be. Raises `ValueError`."""
+    if end in json.dumps(schema, ensure_ascii=False):
+        raise ValueError(f"a value with {end!r}")
+    for key, value in keywords_in(schema):
+        patterns = [value] if key == "pattern" else value if key == "patternProperties" else ()
+        if any(isinstance(pattern, str) and may_match(pattern, "<") for pattern in patterns):
+            raise ValueError("a pattern that may match '<'")
+    if _types(schema) != {"string"}:
+        return formats.specified({"json": schema, "place": "xml"})
+    if others := schema.keys() - ANNOTATIONS - LIMITS - {"type", "enum", "const", *DEFINITIONS}:
+        raise ValueError(f"{min(others)} beside the type string")
+    choices = [schema["const"]] if "const" in schema else schema.get("enum", ())
+    if choices:
+        return formats.either(*(formats.literal(choice) for choice in choices if isinstance(choice, str)))
+    return formats.specified({"text": schema}) if LIMITS & schema.keys() else formats.any_text(end)
 
 
 def _types(schema: object) -> set[str]:

@@ -74,6 +74,12 @@ def test_tools_and_structured_output(
             whole = piece if whole is None else whole + piece
         assert [(one["name"], one["args"]) for one in whole.tool_calls] == [("Weather", ARGUMENTS)]
 
+        strictly = chat.bind_tools([Weather], strict=True)
+        assert strictly.invoke("sunny?").tool_calls[0]["args"] == ARGUMENTS
+        assert "city" in json.dumps(grammar()["format"])
+        structured = chat.with_structured_output(Weather, method="function_calling", strict=True)
+        assert structured.invoke("sunny?") == Weather(**ARGUMENTS)
+
         generates("It is.")
         turns = [("user", "sunny?"), answer, {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}]
         assert with_tools.invoke(turns).content == "It is."
@@ -86,6 +92,7 @@ def test_tools_and_structured_output(
         assert structured.invoke("sunny?") == Weather(**ARGUMENTS) and grammar() is not None
 
         generates(json.dumps(ARGUMENTS))
+        assert chat.with_structured_output(Weather, strict=True).invoke("sunny?") == Weather(**ARGUMENTS)
         assert chat.with_structured_output(Weather).invoke("sunny?") == Weather(**ARGUMENTS)
         assert grammar()["json"]["properties"].keys() == {"city", "days"}
         assert chat.with_structured_output(None, method="json_mode").invoke("sunny?") == ARGUMENTS

@@ -147,6 +147,32 @@ def test_an_agents_session(
     assert "hm" not in prompt.split("<|start|>assistant")[1]
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_the_tool_runner_of_the_client(
+    make_app: Callable[..., Starlette], backend: ScriptedBackend, serving: Serving, tools: Tokenizer, is_streamed: bool
+) -> None:
+    """It calls the functions itself, and sends what they return until an answer has no calls."""
+    asked_for = []
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """The weather of a city."""
+        asked_for.append(city)
+        return "It is sunny there."
+
+    generates_text(backend, tools, CALLS[: CALLS.index("\n<tool_call>", 20)])
+    with serving(make_app(tools)) as url, connect(url) as client:
+        asked: Any = {"model": "demo", "max_tokens": 40, "messages": ASKED["messages"], "tools": [weather]}
+        messages: list[Any] = []
+        turn: Any
+        for turn in client.beta.messages.tool_runner(**asked, stream=is_streamed):
+            messages.append(turn.get_final_message() if is_streamed else turn)
+            generates_text(backend, tools, "Sunny.")
+    assert [message.stop_reason for message in messages] == ["tool_use", "end_turn"]
+    assert asked_for == ["Paris"] and messages[1].content[0].text == "Sunny."
+    assert "It is sunny there." in tools.decode(backend.requests[1].prompt)
+
+
 class Report(BaseModel):
     sunny: bool
 
@@ -167,7 +193,8 @@ def test_structured_answers_and_strict_tools(
             client.messages.create(**asked, tools=[function | {"strict": 1}])
     first, second, third = (json.loads(request.sampling.grammar) for request in backend.requests)
     assert first == second and first["json"]["required"] == ["sunny"]
-    assert [call["json"]["type"] for call in third["calls"]] == ["object"] and third["triggers"] == ["<tool_call>"]
+    [call] = third["format"]["tags"]
+    assert call["content"]["spec"]["json"]["type"] == "object" and third["format"]["triggers"] == ["<tool_call>"]
 
 
 @pytest.mark.parametrize(
@@ -189,10 +216,35 @@ def test_the_choice_of_a_tool(
 ) -> None:
     generates_text(backend, tools, CALLS)
     message = make_client(make_app(tools)).post(MESSAGES, {**ASKED, "tools": TOOLS, "tool_choice": choice}).json()
-    grammar = json.loads(backend.requests[0].sampling.grammar or '{"calls": []}')
-    begins = [call["begin"] for call in grammar["calls"]]
-    assert {name for name in ("weather", "time") if any(f'"{name}"' in begin for begin in begins)} == names
+    grammar = backend.requests[0].sampling.grammar
+    assert {name for name in ("weather", "time") if json.dumps(f'"{name}"')[1:-1] in grammar} == names
     assert sum(block["type"] == "tool_use" for block in message["content"]) == 1 + is_parallel
+
+
+@pytest.mark.parametrize("effort", ["low", "max", None])
+def test_effort(
+    make_app: Callable[..., Starlette],
+    backend: ScriptedBackend,
+    serving: Serving,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    effort: Any,
+) -> None:
+    """A chat template gets it in its own words; to one without that variable it says nothing."""
+    asked: Any = ASKED | ({"output_config": {"effort": effort}} if effort else {})
+    with serving(make_app(tokenizer)) as url, connect(url) as client:
+        client.messages.create(**asked)
+        with pytest.raises(anthropic.BadRequestError, match=r"output_config.effort must be 'low', 'medium'"):
+            client.messages.create(**ASKED, extra_body={"output_config": {"effort": "most"}})
+    template = "{{ reasoning_effort }}|" + (tokenizer._hf.chat_template or "")
+    monkeypatch.setattr(tokenizer._hf, "chat_template", template)
+    monkeypatch.delitem(tokenizer.__dict__, "knows_effort", raising=False)
+    with serving(make_app(tokenizer)) as url, connect(url) as client:
+        client.messages.create(**asked)
+        counted = client.messages.count_tokens(**{name: value for name, value in asked.items() if name != "max_tokens"})
+    without, prompt = (tokenizer.decode(request.prompt, skip_special_tokens=False) for request in backend.requests)
+    words = {"low": "low", "max": "xhigh", None: ""}
+    assert prompt == f"{words[effort]}|{without}" and counted.input_tokens == len(backend.requests[1].prompt)
 
 
 def test_a_call_that_is_cut_off_is_text(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
@@ -11,7 +12,7 @@ from starlette.applications import Starlette
 from pdserve.router.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from tests.router.conftest import Client
+    from tests.router.conftest import Client, ScriptedBackend
 
 BODIES = {
     "/v1/completions": "CompletionBody",
@@ -21,6 +22,7 @@ BODIES = {
     "/v1/messages/count_tokens": "CountTokensBody",
     "/v1/embeddings": "EmbeddingBody",
     "/score": "ScoreBody",
+    "/classify": "ClassifyBody",
     "/rerank": "RerankBody",
     "/v1/rerank": "RerankBody",
     "/tokenize": "TokenizeBody",
@@ -34,7 +36,7 @@ def json_schema(described: dict[str, Any]) -> Any:
     return described["content"]["application/json"]["schema"]
 
 
-def test_every_path_and_reference_is_described(client: Client) -> None:
+def test_every_path_and_reference_is_described(client: Client, backend: ScriptedBackend) -> None:
     """Every body has its schema, its example is accepted, and every reference resolves."""
     document = client.get("/openapi.json").json()
     assert document["openapi"].startswith("3.1")
@@ -49,6 +51,8 @@ def test_every_path_and_reference_is_described(client: Client) -> None:
     json_only: Any = {"headers": {"Content-Type": "application/json"}}
     for path, operation in with_body.items():
         for example in operation["requestBody"]["content"]["application/json"]["examples"].values():
+            assert backend.info is not None
+            backend.info = replace(backend.info, classifies=path == "/classify")
             answer = client.post(path.format(instance_id="p0"), example["value"], **json_only)
             assert str(answer.status_code) in operation["responses"] and answer.status_code < 300, answer.text
 

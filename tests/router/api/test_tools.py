@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -18,8 +19,13 @@ from pydantic import BaseModel
 from pdserve.grammars.specification import build_grammar
 from pdserve.router.api.schemas import ChatBody
 from pdserve.router.api.tools import parse_tools
+from pdserve.router.text.parsers.harmony import HarmonyParser, HarmonyReasoning
+from pdserve.router.text.parsers.output import ParsedOutput, ToolCallDelta
+from pdserve.router.text.parsers.output_parser import OutputParser
+from pdserve.router.text.parsers.pythonic import PythonicParser
 from pdserve.router.text.parsers.registry import TOOL_PARSERS
 from pdserve.router.text.parsers.tool_parser import ToolParser, Tools
+from pdserve.router.text.parsers.xml_calls import Qwen3CoderParser, XmlCallParser
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -44,9 +50,18 @@ STRICT = [
     {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {}}}},
 ]
 ASKING: dict[str, Any] = {"messages": [{"role": "user", "content": "sunny?"}], "tools": STRICT}
-FORMATS = {parser: name for name, parser in TOOL_PARSERS.items() if parser.FORMS}  # names by parser
-OTHERS = {parser: name for name, parser in TOOL_PARSERS.items() if not parser.FORMS}
+FORMATS = {parser: name for name, parser in TOOL_PARSERS.items()}  # names by parser
 END = 256
+CALL = ["<|channel|>", "commentary to=functions.f ", "<|constrain|>", "json", "<|message|>", '{"a": true}', "<|call|>"]
+VALUE_ENDS = (b"\n</parameter>\n", b"</arg_value>")
+
+
+@functools.cache
+def compiled(spec: str) -> Any:
+    import xgrammar
+
+    vocabulary = xgrammar.TokenizerInfo([bytes([i]) for i in range(256)] + [b"<|end|>"], stop_token_ids=[END])
+    return xgrammar.GrammarCompiler(vocabulary).compile_grammar(build_grammar(json.loads(spec)))
 
 
 class Matcher:
@@ -56,10 +71,7 @@ class Matcher:
         xgrammar = pytest.importorskip(
             "xgrammar", reason="xgrammar is not installed: pip install 'pdserve[structured]'"
         )
-        vocabulary = xgrammar.TokenizerInfo([bytes([i]) for i in range(256)] + [b"<|end|>"], stop_token_ids=[END])
-        self._matcher = xgrammar.GrammarMatcher(
-            xgrammar.GrammarCompiler(vocabulary).compile_grammar(build_grammar(spec))
-        )
+        self._matcher = xgrammar.GrammarMatcher(compiled(json.dumps(spec)))
         self._mask_1W = xgrammar.allocate_token_bitmask(1, END + 1)
 
     def accepts(self, text: str, *, ends: bool = True) -> bool:
@@ -68,12 +80,19 @@ class Matcher:
     def generate(self, choose: random.Random, most: int = 2000) -> Iterator[int]:
         """Yield random bytes up to the end of the output, which comes as soon as the grammar allows it.
 
-        Every second byte ends a string, object or list, if one of them may: so the output ends.
+        Every second byte ends a value, string, object or list, if one of them may: so the output ends.
         """
         for _ in range(most):
             self._matcher.fill_next_token_bitmask(self._mask_1W, 0)
             words = self._mask_1W.view(torch.uint8).numpy()
             allowed = [int(i) for i in np.flatnonzero(np.unpackbits(words, bitorder="little", count=END + 1))]
+            if (
+                END not in allowed
+                and choose.random() < 0.5
+                and self._matcher.accept_string(end := choose.choice(VALUE_ENDS))
+            ):
+                yield from end
+                continue
             closing = [token for token in b'"}]' if token in allowed and choose.random() < 0.5]
             token = END if END in allowed else choose.choice(closing or allowed)
             assert self._matcher.accept_token(token)
@@ -92,7 +111,62 @@ def with_parser(tokenizer: Tokenizer, parser: type[ToolParser]) -> Tokenizer:
 def grammar_of(tokenizer: Tokenizer, parser: type[ToolParser], **fields: Any) -> dict[str, Any]:
     tools = parse_tools(ChatBody.model_validate(ASKING | fields), with_parser(tokenizer, parser))
     assert tools is not None
-    return tools.grammar
+    spec: dict[str, Any] = json.loads(tools.grammar(""))
+    return spec
+
+
+def parse(parser: type[ToolParser], text: str) -> ParsedOutput:
+    reasoning = HarmonyReasoning(False, {}) if parser is HarmonyParser else None
+    tools = parser(Tools({"weather": SCHEMA, "time": {}}), {})
+    return OutputParser(reasoning, tools, {}).push(text, is_end=True)
+
+
+def arguments_of(calls: list[ToolCallDelta]) -> list[tuple[str, Any]]:
+    """Return the name and the arguments of each call."""
+    heads = [call for call in calls if call.name]
+    return [
+        (head.name, json.loads("".join(one.arguments for one in calls if one.index == head.index))) for head in heads
+    ]
+
+
+def write(parser: type[ToolParser], *calls: tuple[str, dict[str, Any]]) -> str:
+    """Return calls as a model writes them."""
+    if issubclass(parser, XmlCallParser):
+        begin, end = ("<function=NAME>\n", "</function>") if parser is Qwen3CoderParser else ("NAME\n", "")
+        write_one = (
+            "<parameter={}>\n{}\n</parameter>\n" if end else "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
+        )
+        lead, final = ("<tool_call>\n", "\n</tool_call>") if end else ("<tool_call>", "</tool_call>")
+        texts = [
+            lead
+            + begin.replace("NAME", name)
+            + "".join(write_one.format(k, v if k == "city" else json.dumps(v)) for k, v in args.items())
+            + end
+            + final
+            for name, args in calls
+        ]
+        return "\n".join(texts)
+    if parser is PythonicParser:
+        texts = [f"{name}({', '.join(f'{key}={value!r}' for key, value in args.items())})" for name, args in calls]
+        return f"[{', '.join(texts)}]".replace("'", '"')
+    if parser is HarmonyParser:
+        head = "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>"
+        return "<|call|><|start|>assistant".join(head.replace("NAME", name) + json.dumps(args) for name, args in calls)
+    begin, end = (side.replace("INDEX", "0") for side in parser.FORMS[0])
+    return "\n".join(begin.replace("NAME", name) + json.dumps(args) + end for name, args in calls)
+
+
+def beginnings(parser: type[ToolParser]) -> list[str]:
+    """Return beginnings of outputs after which a call must follow."""
+    if parser is HarmonyParser:
+        return [
+            "<|channel|>commentary to=",
+            " to=functions.time<|channel|>",
+            "text <|end|><|start|>assistant<|channel|>analysis to=functions.",
+        ]
+    if parser.BEGINS:
+        return [f"text {tag}" for tag in parser.BEGINS]
+    return ["[", "<|python_start|>["] if parser is PythonicParser else ["{", "<|python_tag|>{"]
 
 
 @pytest.mark.parametrize("parser", FORMATS, ids=FORMATS.values())
@@ -100,33 +174,58 @@ def test_calls_follow_their_schemas(parser: type[ToolParser], tokenizer: Tokeniz
     """Whatever begins like a call is a whole one that the parser finds, and its arguments follow the schema."""
     spec, choose, found = grammar_of(tokenizer, parser), random.Random(0), set()
     for seed in range(30):
-        tag = parser.BEGINS[seed % len(parser.BEGINS)] if parser.BEGINS else ""
-        begin = f"text {tag}" if tag else ("{", "<|python_tag|>{")[seed % 2]
+        begin = beginnings(parser)[seed % len(beginnings(parser))]
         matcher = Matcher(spec)
         assert matcher.accepts(begin, ends=False)
         text = begin + bytes(matcher.generate(choose)).decode(errors="replace")
-        output = parser(Tools({"weather": SCHEMA, "time": {}}), {}).push(text, is_end=True)
-        [head, *rest] = output.calls
-        assert output.text == ("text" if tag else ""), text
-        arguments = json.loads("".join(delta.arguments for delta in (head, *rest)))
-        jsonschema.validate(arguments, SCHEMA if head.name == "weather" else {"type": "object"})
-        found.add(head.name)
+        output = parse(parser, text)
+        assert output.text.strip() in ("text", "") and output.calls, text
+        for name, arguments in arguments_of(output.calls):
+            jsonschema.validate(arguments, SCHEMA if name == "weather" else {"type": "object"})
+            found.add(name)
     assert found == {"weather", "time"}
 
 
 @pytest.mark.parametrize("parser", FORMATS, ids=FORMATS.values())
 def test_text_is_free(parser: type[ToolParser], tokenizer: Tokenizer) -> None:
-    spec = grammar_of(tokenizer, parser)
-    begin, end = (side.replace("NAME", "weather").replace("INDEX", "0") for side in parser.FORMS[0])
-    good, bad = '{"city": "Ulm", "unit": "C", "days": []}', '{"city": 5}'
-    for text in ("", "No, {it} is not.\n", "é<b>漢</b>", f"{begin}{good}{end}"):
+    spec, good = grammar_of(tokenizer, parser), {"city": "Ulm", "unit": "C", "days": []}
+    call = write(parser, ("weather", good))
+    assert arguments_of(parse(parser, call).calls) == [("weather", good)]
+    for text in ("", "No, {it} is not.\n", "é<b>漢</b>", call, write(parser, ("time", {"zone": "UTC"}))):
         assert Matcher(spec).accepts(text), text
-    for text in (f"{begin}{bad}{end}", f"{begin}{good}"[:-1], begin.replace("weather", "rm") + "{}" + end):
+    for text in (write(parser, ("weather", {"city": 5})), call.replace("Ulm", "Bonn"), call.replace("weather", "rm")):
         assert not Matcher(spec).accepts(text), text
-    two = f"{begin}{good}{end}\n{begin}{good}{end}"
-    assert Matcher(spec).accepts(two) and not Matcher(grammar_of(tokenizer, parser, parallel_tool_calls=False)).accepts(
-        two
+    two, single = (
+        write(parser, ("weather", good), ("weather", good)),
+        grammar_of(tokenizer, parser, parallel_tool_calls=False),
     )
+    assert Matcher(spec).accepts(two) and not Matcher(single).accepts(two)
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_accepted"),
+    [
+        (
+            ["<|channel|>", "analysis", "<|message|>", "to=functions.f", "<|end|>", "<|start|>", "assistant", *CALL],
+            True,
+        ),
+        ([" to=functions.f", "<|channel|>", "commentary json", "<|message|>", '{"a": true}', "<|call|>"], True),
+        (["<|channel|>", "final", "<|message|>", "It is.", "<|return|>"], True),
+        ([*CALL[:-2], '{"a": 5}', "<|call|>"], False),
+        (["to=functions.f", "<|end|>", "<|start|>", "assistant", *CALL], False),
+    ],
+)
+def test_harmony_in_tokens_that_end_the_output(parts: list[str], is_accepted: bool) -> None:
+    """Of gpt-oss, `<|call|>` and `<|return|>` are stop tokens, and other tags special tokens."""
+    xgrammar = pytest.importorskip("xgrammar")
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    spec = {"format": HarmonyParser.output_format({"f": schema}, single=False, text=None)}
+    ids = {tag: 256 + number for number, tag in enumerate(HarmonyReasoning.TAGS)}
+    stops = [ids["<|call|>"], ids["<|return|>"]]
+    vocabulary = xgrammar.TokenizerInfo([bytes([i]) for i in range(256)] + [*ids], stop_token_ids=stops)
+    matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(vocabulary).compile_grammar(build_grammar(spec)))
+    tokens = [token for part in parts for token in ([ids[part]] if part in ids else part.encode())]
+    assert (all(map(matcher.accept_token, tokens)) and matcher.is_terminated()) is is_accepted
 
 
 @pytest.mark.parametrize("text", ["{", " {", "\xa0{", "\u2003{", "\x1c{", "<|python_tag|>{"])
@@ -136,17 +235,6 @@ def test_json_calls_cannot_hide_behind_white_space(text: str, tokenizer: Tokeniz
     parser = TOOL_PARSERS["llama3_json"]
     assert parser(Tools({"weather": SCHEMA}), {}).push(call, is_end=True).calls
     assert not Matcher(grammar_of(tokenizer, parser)).accepts(call)
-
-
-@pytest.mark.parametrize("parser", OTHERS, ids=OTHERS.values())
-def test_formats_without_json(
-    parser: type[ToolParser], tokenizer: Tokenizer, make_app: Callable[..., Starlette], make_client: type[Client]
-) -> None:
-    error = make_client(make_app(with_parser(tokenizer, parser))).post(CHAT, ASKING).json()["error"]
-    assert error["message"].startswith(
-        "this model writes the arguments of calls in a format that the router cannot hold"
-    )
-    assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
 
 
 class Report(BaseModel):
@@ -175,6 +263,62 @@ def test_structured_output_beside_strict_tools(
         (call.replace("Ulm", "Bonn"), False),
     ):
         assert Matcher(spec).accepts(text) is is_valid, text
+
+
+@pytest.mark.parametrize("parser", FORMATS, ids=FORMATS.values())
+def test_structured_output_leaves_calls_possible(parser: type[ToolParser], tokenizer: Tokenizer) -> None:
+    """Tools that are not strict may be called with any arguments, and other answers follow the format."""
+    loose: Any = copy.deepcopy(STRICT)
+    del loose[0]["function"]["strict"]
+    tools = parse_tools(ChatBody.model_validate(ASKING | {"tools": loose}), with_parser(tokenizer, parser))
+    assert tools is not None and not tools.grammar("")
+    spec = json.loads(tools.grammar('{"json": {"enum": [true, 5]}}'))
+    final = "<|channel|>final<|message|>" if parser is HarmonyParser else ""
+    for text in (write(parser, ("weather", {"city": "anything"})), "true", f"{final}5"):
+        assert Matcher(spec).accepts(text), text
+    for text in ("", "Yes.", f"{final}6", write(parser, ("rm", {}))):
+        assert not Matcher(spec).accepts(text), text
+
+
+@pytest.mark.parametrize(
+    ("name", "schema", "reason"),
+    [
+        ("qwen3_coder", {"properties": {"a": {"type": "string", "pattern": "^.+$"}}}, "a pattern that may match '<'"),
+        ("glm45", {"properties": {"a": {"enum": ["</arg_value>"]}}}, "a value with '</arg_value>'"),
+        ("glm45", {"properties": {"a>": {}}}, "an argument with the name 'a>'"),
+        ("pythonic", {"properties": {"a b": {}}}, "an argument with the name 'a b'"),
+        ("pythonic", {"anyOf": [{"required": ["a"]}]}, "anyOf beside properties"),
+        ("pythonic", {"properties": {"a": {"$ref": "#"}}}, "a $ref that does not point to $defs"),
+        ("qwen3_coder", {"required": ["a"]}, "required arguments that are not among properties"),
+    ],
+)
+def test_schemas_that_a_format_cannot_hold(
+    name: str,
+    schema: dict[str, Any],
+    reason: str,
+    tokenizer: Tokenizer,
+    make_app: Callable[..., Starlette],
+    make_client: type[Client],
+) -> None:
+    function = {"name": "f", "parameters": {"type": "object", **schema}, "strict": True}
+    client = make_client(make_app(with_parser(tokenizer, TOOL_PARSERS[name])))
+    error = client.post(CHAT, {**ASKING, "tools": [{"type": "function", "function": function}]}).json()["error"]
+    assert error["message"].startswith(f"a grammar cannot hold {reason} in the format in which this model writes calls")
+    assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
+
+
+def test_a_budget_of_reasoning_that_calls_may_end(
+    tokenizer: Tokenizer, make_app: Callable[..., Starlette], make_client: type[Client]
+) -> None:
+    """The grammar would begin after the reasoning, in which such a model may already call."""
+    tokenizer = with_parser(tokenizer, HarmonyParser)
+    tokenizer.parsers = replace(tokenizer.parsers, reasoning=HarmonyReasoning)
+    error = make_client(make_app(tokenizer)).post(CHAT, {**ASKING, "thinking_token_budget": 5}).json()["error"]
+    assert error["param"] == "thinking_token_budget" and "tokens that end it" in error["message"]
+    marks = {tag: number for number, tag in enumerate(HarmonyReasoning.TAGS)}
+    tokenizer.token_id = marks.get  # type: ignore[assignment, method-assign]
+    error = make_client(make_app(tokenizer)).post(CHAT, {**ASKING, "thinking_token_budget": 5}).json()["error"]
+    assert error["message"].startswith("thinking_token_budget cannot be combined with strict tools")
 
 
 def test_strict_is_not_shown_to_the_model(

@@ -230,6 +230,17 @@ def test_strings_in_tags_are_emitted_as_they_arrive() -> None:
     assert [delta.arguments for delta in parser.push('New "Y').calls] == ['New \\"Y']
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-1e999"])
+def test_arguments_are_json(number: str) -> None:
+    """A value that JSON cannot express is a string, or the call is text."""
+    tools = Tools({"f": {"properties": {"a": {"type": "number"}}}})
+    call = f"<tool_call>\n<function=f>\n<parameter=a>\n{number}\n</parameter>\n</function>\n</tool_call>"
+    output = TOOL_PARSERS["qwen3_coder"](tools, {}).push(call, is_end=True)
+    assert "".join(delta.arguments for delta in output.calls) == f'{{"a": "{number}"}}'
+    output = TOOL_PARSERS["pythonic"](tools, {}).push(f"[f(a={number})]", is_end=True)
+    assert "".join(delta.arguments for delta in output.calls) in ("", f'{{"a": "{number}"}}')
+
+
 def test_calls_after_the_first_may_be_dropped() -> None:
     assert parse("hermes", [HERMES_CALL * 3], single_call=True) == ("", [WEATHER])
     assert parse("qwen3_coder", [QWEN_CALL * 2], single_call=True) == ("", [XML_WEATHER])
