@@ -50,6 +50,7 @@ class Settings:
     instances: str = flag("candidates of a decision; comma separated", "8,64,256")
     decisions: int = flag("timed of each kind", 300)
     repeat: int = flag("rounds of all cases, in turn", 1)
+    beside: str = flag("folder of another version of pdserve, whose router takes turns with this one in each case", "")
     quick: bool = flag(report.QUICK_HELP, False)
     note: str = flag(report.NOTE_HELP, "")
     out: str = flag(report.OUT_HELP, "")
@@ -113,19 +114,31 @@ def benchmark(settings: Settings) -> None:
     with Console(stderr=True).status("decisions") as status:
         decisions = [row for count in _numbers(settings.instances) for row in decide_among(count, settings.decisions)]
         measured: dict[Case, Measured] = {}
+        other: dict[Case, Measured] = {}
         with ExitStack() as stack:
             kinds = dict.fromkeys((case.fleet, case.workers) for case in _cases(settings))
             served = {kind: stack.enter_context(_served(*kind, settings)) for kind in kinds}
-            for _ in range(settings.repeat):
+            beside = {
+                kind: stack.enter_context(_served(*kind, settings, settings.beside))
+                for kind in kinds
+                if settings.beside and kind[0] != "none"
+            }
+            for turn in range(settings.repeat):
                 for case in _cases(settings):
                     status.update(str(case))
-                    one = served[case.fleet, case.workers]
-                    uvloop.run(play(case, one, settings.seconds, measured.setdefault(case, Measured())))
+                    kind = case.fleet, case.workers
+                    both = [(served[kind], measured)] + ([(beside[kind], other)] if kind in beside else [])
+                    for one, into in both if turn % 2 else reversed(both):
+                        uvloop.run(play(case, one, settings.seconds, into.setdefault(case, Measured())))
     rows = [one.row(case) for case, one in measured.items()]
+    for row, case in zip(rows, measured, strict=True):
+        if case in other:
+            row["cpu_of_beside_ms"] = other[case].row(case)["router_cpu_ms"]
+            row["cpu_ratio"] = round(row["router_cpu_ms"] / row["cpu_of_beside_ms"], 3)
     _add_router_latency(rows)
     _print(rows, decisions)
     content = {"rows": rows, "per_token_cpu_us": per_token_cpu(rows), "decisions": decisions}
-    print(report.write("router", replace(settings, peers_folder=""), content))
+    print(report.write("router", replace(settings, peers_folder="", beside=""), content))
 
 
 def _add_router_latency(rows: list[dict[str, Any]]) -> None:
@@ -186,17 +199,24 @@ def _cases(settings: Settings) -> Iterator[Case]:
 
 
 @contextmanager
-def _served(fleet: str, workers: int, settings: Settings) -> Iterator[Served]:
-    """Start routers on one port with mock instances, or a server without a router, or another router."""
+def _served(fleet: str, workers: int, settings: Settings, version: str = "") -> Iterator[Served]:
+    """Start routers on one port with mock instances, or a server without a router, or another router.
+
+    Args:
+        version: folder of the version of pdserve whose routers and mocks these are; empty: this one.
+    """
     names = FLEETS.get(fleet, [])
     port, spare, *others = free_ports(2 + 2 * workers)
     controls, own = others[:workers], others[workers:] if workers > 1 else [port]
-    environment = {"OMP_NUM_THREADS": "1"}
+    environment, mock = {"OMP_NUM_THREADS": "1"}, MOCK
+    if version:
+        mock = Path(version, "benchmarks", MOCK.name)
+        environment |= {"PYTHONPATH": f"{version}:{mock.parent}", "PYTHONSAFEPATH": "1"}  # not the working directory
     with ExitStack() as stack:
         if names:
             addresses = ",".join(f"127.0.0.1:{control}" for control in controls)
             commands = [router_command(port, *ports) for ports in zip(controls, own, strict=True)]
-            behind = [[sys.executable, str(MOCK), str(settings.step_ms), addresses, *names]]
+            behind = [[sys.executable, str(mock), str(settings.step_ms), addresses, *names]]
         elif fleet in FLEETS:
             commands, behind = [[sys.executable, str(SERVER), str(port)]], []
         else:
@@ -334,6 +354,8 @@ def _print(rows: list[dict[str, Any]], decisions: list[dict[str, Any]]) -> None:
         "added ms",
     ):
         table.add_column(column, justify="right")
+    if any("cpu_ratio" in row for row in rows):
+        table.add_column("CPU / other version's", justify="right")
     for row in rows:
         table.add_row(
             row["fleet"],
@@ -346,6 +368,7 @@ def _print(rows: list[dict[str, Any]], decisions: list[dict[str, Any]]) -> None:
             *(f"{row[f'{part}_cpu_ms']:.2f}" for part in ("router", "client", "mocks")),
             *(f"{row[name]:.2f}" for name in ("first_byte_ms_p50", "ms_p50", "ms_p99")),
             "" if row["added_ms_p50"] is None else f"{row['added_ms_p50']:.2f}",
+            *([f"{row['cpu_ratio']:.3f}"] if "cpu_ratio" in row else []),
         )
     report.show(table)
     counts = sorted({row["instances"] for row in decisions})

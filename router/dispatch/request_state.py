@@ -159,9 +159,7 @@ class RequestState:
         if span := request.sampling.reasoning:
             packed = {"start": pack_tokens(span.start), "closing": pack_tokens(span.closing)}
             ends = list(map(pack_tokens, span.ends))
-            sampling["reasoning"] = pb.Reasoning(
-                **packed, ends=ends, budget=span.budget, is_required=span.is_required
-            )
+            sampling["reasoning"] = pb.Reasoning(**packed, ends=ends, budget=span.budget, is_required=span.is_required)
         submit.sampling.CopyFrom(pb.Sampling(**sampling))
         for other in others:
             submit.members.add(request_id=other.id, seed=other.request.sampling.seed)

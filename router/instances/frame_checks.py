@@ -6,7 +6,7 @@ bring numbers into it with which it cannot calculate. The bounds are far beyond 
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from functools import lru_cache
 
 from pdserve.control.frame_connection import NONCE_BYTES
@@ -144,11 +144,6 @@ def _load_fault(load: pb.Load) -> str:
     return f"a load of more than {MAX_COUNT} tokens" if max(amounts) > MAX_COUNT else ""
 
 
-def has_only_tokens(output: pb.Output) -> bool:
-    """Return whether an output with tokens has nothing but these."""
-    return len(output.ListFields()) == len(("request_id", "token_ids"))
-
-
 def tokens_fault(ids: Sequence[int], vocab_size: int, max_tokens: int) -> str:
     """Return why the tokens of an output are invalid, if its request may have `max_tokens` more; empty if they are not."""
     if len(ids) > max_tokens:
@@ -159,42 +154,49 @@ def tokens_fault(ids: Sequence[int], vocab_size: int, max_tokens: int) -> str:
 
 
 def output_fault(
-    output: pb.Output, hello: pb.Hello, max_tokens: int, context: int, logprobs: bool, num_scored: int = 0
+    output: pb.Output,
+    present: Set[str],
+    hello: pb.Hello,
+    max_tokens: int,
+    context: int,
+    logprobs: bool,
+    num_scored: int = 0,
 ) -> str:
-    """Return why an output of an instance is invalid for its request; empty if it is not. Called for every output.
+    """Return why an output of an instance is invalid for its request; empty if it is not.
 
     Args:
+        present: names of the fields that are not empty. To ask the message for each takes several times as long.
         hello: the instance's registration.
         max_tokens: tokens that the instance may still generate.
         context: tokens of the prompt and of the output so far.
         logprobs: the request asks for log probabilities.
         num_scored: tokens of the prompt whose log probabilities are due.
     """
-    ids = output.token_ids
+    ids = output.token_ids if "token_ids" in present else ()
     if ids:
         if reason := tokens_fault(ids, hello.vocab_size, max_tokens):
             return reason
-        if logprobs or output.logprobs:
+        if logprobs or "logprobs" in present:
             num_due = len(ids) if logprobs else 0
             if reason := _logprobs_fault(output.logprobs, num_due, "tokens", hello.vocab_size):
                 return reason
-    if num_scored or output.prompt_logprobs:
+    if num_scored or "prompt_logprobs" in present:
         reason = _logprobs_fault(output.prompt_logprobs, num_scored, "tokens of the prompt", hello.vocab_size)
         if reason:
             return reason
-    if output.finish_reason and (
-        output.finish_reason not in FINISH_REASONS or not (ids or output.hypotheses or output.embedding)
+    if "finish_reason" in present and (
+        output.finish_reason not in FINISH_REASONS or not present & {"token_ids", "hypotheses", "embedding"}
     ):
         return f"the finish reason {output.finish_reason[:MAX_NAME_CHARS]!r} after {len(ids)} tokens"
-    if output.HasField("error") and not ERROR_KIND.fullmatch(output.error.kind):
+    if "error" in present and not ERROR_KIND.fullmatch(output.error.kind):
         return f"an error of the kind {output.error.kind[:MAX_NAME_CHARS]!r}"
-    if output.HasField("stored"):
+    if "stored" in present:
         num_blocks = -(-context // hello.block_size)
         if max(output.stored.num_blocks, output.stored.coming) > num_blocks:
             return f"{output.stored.num_blocks} stored blocks and {output.stored.coming} coming ones of {num_blocks}"
-    if output.HasField("tokens") and sum(value for _, value in output.tokens.ListFields()) > context:
+    if "tokens" in present and sum(value for _, value in output.tokens.ListFields()) > context:
         return f"more prompt tokens than the {context} of the request"
-    return times_fault(output)
+    return times_fault(output) if present & {"moved", "stamps"} else ""
 
 
 def hypotheses_fault(output: pb.Output, hello: pb.Hello, max_tokens: int, sampling: SamplingParams) -> str:
