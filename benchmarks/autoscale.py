@@ -62,7 +62,9 @@ class Settings(report.Settings):
     periods: int = flag("number of them, of shift and wave", 4, least=1)
     traces: str = flag("folder of the traces", "")
     speed: float = flag("factor of a trace's rate", 1.0, above=0)
-    requests: int = flag("the first of a trace, which are played", 2000, least=1)
+    requests: int = flag("of a trace, which are played", 2000, least=1)
+    first: int = flag("of these, by its place in the trace", 0, least=0)
+    alone: bool = flag("only the controller, without what it is compared with", False)
     slo: str = flag("targets", "ttft.p90=2s,itl.p99=1600ms")
     window: float = flag("--window of the controller", 60.0, above=0)
     horizon: float = flag("--horizon of the controller", 40.0, above=0)
@@ -84,7 +86,8 @@ class Exam:
         lines = shifting(
             settings.load, settings.request_rate, settings.period, settings.periods, lengths, settings.seed
         )
-        source = data_set(settings.load, folder, Path(settings.traces), settings.speed, settings.requests, lines)
+        part = slice(settings.first, settings.first + settings.requests)
+        source = data_set(settings.load, folder, Path(settings.traces), settings.speed, part, lines)
         names = ("slo", "window", "horizon", "cooldown", "interval")
         most = settings.instances if self._is_elastic else 0
         self.config = AutoscaleConfig(**source, **{name: getattr(settings, name) for name in names}, max_instances=most)
@@ -232,11 +235,14 @@ def samples_of(figures: dict[str, Any]) -> list[Sample]:
     return samples
 
 
-def simulated(exam: Exam) -> list[dict[str, Any]]:
-    """Play the load in all ways that are simulated."""
+def simulated(exam: Exam, *, alone: bool) -> list[dict[str, Any]]:
+    """Play the load in all ways that are simulated, or with the controller only."""
     limits = limits_of(exam.config)
+    steered = exam.steered("controller", lambda _: exam.controller.decide)
+    if alone:
+        return [steered]
     rows = [
-        exam.steered("controller", lambda _: exam.controller.decide),
+        steered,
         exam.steered("controller on averages", lambda sim: MeanController(sim, limits).decide),
         exam.known(),
     ]
@@ -249,7 +255,7 @@ def run(settings: Settings) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         exam = Exam(settings, folder)
-        rows = simulated(exam)
+        rows = simulated(exam, alone=settings.alone)
         if settings.live:
             best = best_fixed(rows)
             prefill, half = int(best["fleet"].partition("P")[0]), settings.instances // 2

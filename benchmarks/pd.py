@@ -5,6 +5,9 @@ which roles give way; and the colocated arrangements that one would run instead:
 with half of them, also with the ITL targets. A closed loop of streaming clients sends the same requests to each of them,
 round after round, each time to a new deployment. For each figure, each 1P+1D is compared with the colocated arrangement that
 is best in it. With --peers, vLLM takes turns too: as one server, and in its disaggregated mode.
+
+With --paced, instances sleep for the times of forecast.py's profile instead of computing, so that --instances may be more
+than the cores: 2P+2D beside four colocated ones.
 """
 
 import asyncio
@@ -17,12 +20,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import checkpoints
 import httpx
 import peer_process
 import report
+from forecast import PROFILE
 from peer_process import Server
 from rich.console import Console
 from rich.table import Table
@@ -32,6 +37,7 @@ from pdserve.cli.flags import command_from_config
 from pdserve.config import UpConfig, flag
 from pdserve.errors import SetupError
 from pdserve.lifetime import Stage
+from pdserve.profile.profile import EngineFacts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +50,8 @@ class Settings(peer_process.Settings):
     itl_targets: str = flag("values of --itl-target-ms, of 1P+1D and of two colocated instances", "50")
     ttft_target_ms: int = flag("--ttft-target-ms of 1P+1D with an ITL target; default: of the mix", 0)
     connector: str = flag("of the 1P+1D deployment; default: a segment of shared memory", "")
+    instances: int = flag("of each arrangement, half of them for prefill; 2 or 4", 2, least=2)
+    paced: bool = flag("instances sleep for profiled times instead of computing", False)
     repeat: int = flag("rounds of each deployment, started anew, in turn", 3)
     dtype: str = flag("of weights and KV", "bfloat16")
     peers: str = flag("also measure, in its own environment: vllm", "")
@@ -67,7 +75,7 @@ MIXES = {
 SMALL = checkpoints.Shape(
     layers=4, hidden=256, heads=8, kv_heads=4, head_dim=32, intermediate=688, context=4096, vocabulary=4096
 )
-SPLIT = "1P+1D"
+DEMO_VOCABULARY = 2048
 FIGURES = {  # key in the JSON: name in the table
     "output_tok_per_s": "output tok/s",
     "ttft_ms_p50": "TTFT p50 ms",
@@ -205,10 +213,15 @@ def benchmark(settings: Settings) -> None:
         common = UpConfig(
             model=str(model), dtype=settings.dtype, max_num_seqs=settings.concurrency, kv_cache_memory=KV_CACHE_MEMORY
         )
+        vocabulary = shape.vocabulary
+        if settings.paced:
+            profile = Path(stack.enter_context(TemporaryDirectory()), "profile.json")
+            PROFILE.save(profile)
+            common, vocabulary = paced(common, PROFILE.engine, profile), DEMO_VOCABULARY
         if settings.connector:
             common = replace(common, connector=settings.connector)
         targets = [float(each) for each in settings.itl_targets.split(",") if each]
-        disaggregated, colocated = _disaggregated(common, targets, settings.ttft_target_ms), _colocated(common, targets)
+        disaggregated, colocated = _disaggregated(common, settings, targets), _colocated(common, settings, targets)
         ours, running = disaggregated | colocated, dict[str, Vllm]()
         if peers:
             status.update("starting vLLM, which compiles the first time")
@@ -226,8 +239,8 @@ def benchmark(settings: Settings) -> None:
                     candidate = running[name] if name in running else Ours(replace(ours[name], port=free_port()), own)
                     candidate.wait_ready()
                     with candidate.at_work():
-                        asyncio.run(_round(candidate, settings, shape.vocabulary, seed=-1 - turn))  # a warm-up
-                        rounds[name].append(asyncio.run(_round(candidate, settings, shape.vocabulary, seed=turn)))
+                        asyncio.run(_round(candidate, settings, vocabulary, seed=-1 - turn))  # a warm-up
+                        rounds[name].append(asyncio.run(_round(candidate, settings, vocabulary, seed=turn)))
     rows = {name: _row(name, each) for name, each in rounds.items()}
     against = [_against_best(name, key, rows, [*colocated]) for name in disaggregated for key in FIGURES]
     _print(rows, against)
@@ -239,18 +252,30 @@ def benchmark(settings: Settings) -> None:
     print(report.write("pd", replace(settings, peers_folder=""), {"rows": [*rows.values()], "against_best": against}))
 
 
-def _disaggregated(common: UpConfig, targets: list[float], ttft_target: float) -> dict[str, UpConfig]:
-    """Return the arrangements of 1P+1D, by name: every prompt to prefill, by forecast, and with targets."""
+def paced(common: UpConfig, engine: EngineFacts, profile: Path) -> UpConfig:
+    """Return the settings with instances that sleep for the times of a profile."""
+    sizes = {name: getattr(engine, name) for name in ("num_blocks", "max_num_seqs", "max_num_batched_tokens")}
+    return replace(common, model="demo", paced=str(profile), threads=1, kv_cache_memory=None, **sizes)
+
+
+def _disaggregated(common: UpConfig, settings: Settings, targets: list[float]) -> dict[str, UpConfig]:
+    """Return the arrangements of a split into halves, by name: every prompt to prefill, by forecast, and with targets."""
+    half = settings.instances // 2
+    split, common = f"{half}P+{half}D", replace(common, prefill=half, decode=half)
     with_targets = {
-        f"{SPLIT}, ITL {target:g} ms": replace(common, itl_target_ms=target, ttft_target_ms=ttft_target)
+        f"{split}, ITL {target:g} ms": replace(common, itl_target_ms=target, ttft_target_ms=settings.ttft_target_ms)
         for target in targets
     }
-    return {f"{SPLIT}, fixed": replace(common, local_prefill_tokens=0), SPLIT: common, **with_targets}
+    return {f"{split}, fixed": replace(common, local_prefill_tokens=0), split: common, **with_targets}
 
 
-def _colocated(common: UpConfig, targets: list[float]) -> dict[str, UpConfig]:
-    """Return the arrangements that do not disaggregate, by name. Instances divide the threads."""
-    arrangements: list[tuple[int, float | None]] = [(1, None), (2, None), *((2, target) for target in targets)]
+def _colocated(common: UpConfig, settings: Settings, targets: list[float]) -> dict[str, UpConfig]:
+    """Return the arrangements that do not disaggregate, by name. Instances divide the threads; of paced ones, each has its
+    own, so that fewer of them would be fewer cores."""
+    size = settings.instances
+    arrangements: list[tuple[int, float | None]] = [(size, None), *((size, target) for target in targets)]
+    if not settings.paced:
+        arrangements.insert(0, (1, None))
     return {
         f"{both} both" + (f", ITL {target:g} ms" if target else ""): replace(
             common, prefill=0, decode=0, both=both, itl_target_ms=target

@@ -61,11 +61,11 @@ def shifting(load: str, rate: float, period: float, periods: int, lengths: Lengt
         yield f"{datetime.fromtimestamp(at, UTC).isoformat(sep=' ').removesuffix('+00:00')},{prompt},{answer}"
 
 
-def data_set(load: str, folder: Path, traces: Path, speed: float, limit: int, lines: Iterator[str]) -> dict[str, Any]:
+def data_set(load: str, folder: Path, traces: Path, speed: float, part: slice, lines: Iterator[str]) -> dict[str, Any]:
     """Return the settings of a load; one that is not of the folder of traces consists of `lines`, which are written.
 
     Args:
-        speed, limit: factor of a trace's rate, and how many of its first requests are played.
+        speed, part: factor of a trace's rate, and which of its requests are played.
     """
     if load in TRACES:
         file, kind, scale = TRACES[load]
@@ -74,9 +74,9 @@ def data_set(load: str, folder: Path, traces: Path, speed: float, limit: int, li
         head, rows = (rows[:1], rows[1:]) if kind == "azure" else ([], rows)
         # Requests that are longer than an instance takes are left out.
         fitting = [row for row in rows if scale * num_tokens(row) < PROFILE.engine.max_model_len]
-        path.write_text("\n".join([*head, *fitting[:limit], ""]))
+        path.write_text("\n".join([*head, *fitting[part], ""]))
         more = {"trace_speed": speed, "trace_length_scale": scale}
-        return {"dataset_name": kind, "dataset_path": str(path), "num_prompts": limit} | more
+        return {"dataset_name": kind, "dataset_path": str(path), "num_prompts": part.stop - part.start} | more
     path = folder / "trace.csv"
     path.write_text("\n".join([*lines, ""]))
     return {"dataset_name": "azure", "dataset_path": str(path), "num_prompts": 1_000_000}

@@ -16,7 +16,7 @@ from pdserve.autoscaler.cell import cell_share
 from pdserve.autoscaler.change import Change, flips, starts, stops
 from pdserve.autoscaler.forecast import Rating, rate
 from pdserve.autoscaler.load import answer_lengths, answer_seconds, expected_load, expected_rate, replayed, since_change
-from pdserve.autoscaler.observation import Observation, Seen
+from pdserve.autoscaler.observation import Observation
 from pdserve.autoscaler.situation import Situation
 from pdserve.planner.targets import Target
 
@@ -212,7 +212,7 @@ class Controller:
         """Return the input of a forecast in which `expected` requests arrive per second."""
         limits = self._limits
         began_at = seen.at - min(REPLAY_S, limits.window)
-        lengths, first = _mix(seen.requests)
+        lengths, first = _mix(seen, limits.window)
         admitted = [pair for pair in zip(seen.requests, lengths, strict=True) if not pair[0].is_refused]
         running = [(one, length) for one, length in admitted if one.ended_at > began_at]
         waiting = frozenset(n for n, (one, _) in enumerate(running) if one.ttft_s is None and not one.finish_reason)
@@ -297,10 +297,11 @@ class Controller:
         return replace(draft, reason=reason, considered=tuple(considered))
 
 
-def _mix(requests: Sequence[Seen]) -> tuple[list[int], int]:
+def _mix(seen: Observation, window: float) -> tuple[list[int], int]:
     """Return the lengths that answers will have, and the index of the first request since the newest change of the mix."""
-    first = since_change([one.request.input_tokens for one in requests])
-    return answer_lengths(requests[:first]) + answer_lengths(requests[first:]), first
+    first = since_change([one.request.input_tokens for one in seen.requests])
+    parts = seen.requests[:first], seen.requests[first:]
+    return [length for part in parts for length in answer_lengths(part, seen.at - window, seen.at)], first
 
 
 def _is_better(rating: Rating, other: Rating) -> bool:

@@ -66,23 +66,28 @@ def distance_of(one: Sequence[float], other: Sequence[float]) -> float:
     return float(np.max(np.abs(shares[0] - shares[1])))
 
 
-def answer_lengths(requests: Sequence[Seen]) -> list[int]:
+def answer_lengths(requests: Sequence[Seen], began_at: float, now: float) -> list[int]:
     """Return the tokens that each answer will have: those that still run go on as answers of their length did.
 
     Of the answers of a window, short ones have ended and long ones run, so those that have ended are too short in the mean.
     The shares of answers beyond a length are those of Kaplan and Meier (1958), in which an answer that runs counts up to its
-    length so far. One that is longer than all that have ended is taken to be half done. The lengths of running answers are
+    length so far, and one that was received before the window from its length at that time on: of those, the window has only
+    the long ones. One that is longer than all that have ended is taken to be half done. The lengths of running answers are
     spread evenly over these shares, so that together they are distributed like them.
+
+    Args:
+        began_at: beginning of the window, which has the requests that were received or ran since then until `now`.
     """
-    ended = np.array([one.request.output_tokens for one in requests if one.finish_reason in ("stop", "length")], int)
-    running = np.array([one.request.output_tokens for one in requests if not one.finish_reason], int)
+    seen = [one for one in requests if one.finish_reason in ("", "stop", "length")]
+    ended = np.array([one.request.output_tokens for one in seen if one.finish_reason], int)
+    running = np.array([one.request.output_tokens for one in seen if not one.finish_reason], int)
     is_beyond = running > max(ended, default=0)
     known = np.concatenate([ended, 2 * running[is_beyond]])
     reached = np.sort(np.concatenate([known, running[~is_beyond]]))
+    before = np.sort([min(one.request.output_tokens - 1, _tokens_at(began_at, one, now)) for one in seen])
     lengths, ends = np.unique(known, return_counts=True)
-    longer = np.cumprod(
-        1 - ends / (len(reached) - np.searchsorted(reached, lengths))
-    )  # shares beyond each of `lengths`
+    at_risk = np.searchsorted(before, lengths) - np.searchsorted(reached, lengths)
+    longer = np.cumprod(1 - ends / at_risk)  # shares beyond each of `lengths`
 
     def length(number: int, one: Seen) -> int:
         so_far = one.request.output_tokens
@@ -94,6 +99,13 @@ def answer_lengths(requests: Sequence[Seen]) -> list[int]:
         return max(1, int(lengths[last]) if last < len(lengths) else so_far)
 
     return [length(*pair) for pair in enumerate(requests)]
+
+
+def _tokens_at(at: float, one: Seen, now: float) -> float:
+    """Return how many tokens a request had at a time, if their speed was steady; 0 before the first one."""
+    first = math.inf if one.ttft_s is None else one.at + one.ttft_s
+    until = now if one.e2e_s is None else one.ended_at
+    return one.request.output_tokens * (at - first) / (until - first) if first < at else 0.0
 
 
 def answer_seconds(requests: Sequence[tuple[Seen, int]], now: float) -> list[float]:
@@ -118,10 +130,7 @@ def replayed(requests: Sequence[tuple[Seen, int]], began_at: float, now: float) 
     load = list[Request]()
     for index, (one, length) in enumerate(requests):
         request = replace(one.request, index=index, output_tokens=length, at=max(one.at, began_at))
-        first = math.inf if one.ttft_s is None else one.at + one.ttft_s
-        if first < began_at:
-            until = now if one.e2e_s is None else one.at + one.e2e_s
-            done = one.request.output_tokens * (began_at - first) / (until - first)
+        if done := _tokens_at(began_at, one, now):
             left = max(1, round(length - done))
             request = replace(request, output_tokens=left, blocks=((f"begun-{index}", 1),), input_tokens=1)
         load.append(request)

@@ -38,23 +38,28 @@ def test_the_rate_is_that_of_the_window_unless_there_is_a_trend() -> None:
 
 def test_answers_that_still_run_are_as_long_as_longer_ones_were() -> None:
     requests = [seen(0, 10, e2e=2), seen(1, 50, e2e=2), seen(2, 90, e2e=3), seen(3, 20), seen(4, 95), seen(5, 0, None)]
-    assert answer_lengths(requests) == [10, 50, 90, 90, 190, 50]
-    assert answer_lengths([seen(0, 0, None)]) == [1]
+    assert answer_lengths(requests, 0.0, 6.0) == [10, 50, 90, 90, 190, 50]
+    assert answer_lengths([seen(0, 0, None)], 0.0, 6.0) == [1]
 
 
-def test_answers_are_not_taken_to_be_short_while_the_long_ones_still_run() -> None:
+@pytest.mark.parametrize("began_at", [0, 30])
+def test_answers_are_neither_taken_to_be_short_as_those_that_ended_nor_long_as_those_that_run(began_at: float) -> None:
+    """Of the requests before the window there are only those that ran on in it: long ones."""
     random = Random(5)
-    lengths = [random.randint(1, 100) for _ in range(1200)]
-    requests = list[Seen]()
-    for number, tokens in enumerate(lengths):  # 20 arrive per second, and have two tokens per second: now is 60
-        at = number / 20
+    requests, lengths = list[Seen](), list[int]()
+    for number in range(1200):  # 20 arrive per second, and have two tokens per second: now is 60
+        at, tokens = number / 20, random.randint(1, 100)
         so_far = int(2 * (60 - at))
-        requests.append(seen(at, tokens, 0.0, tokens / 2) if tokens <= so_far else seen(at, so_far, 0.0))
+        if at + tokens / 2 >= began_at:
+            requests.append(seen(at, tokens, 0.0, tokens / 2) if tokens <= so_far else seen(at, so_far, 0.0))
+            lengths.append(tokens)
     ended = [one.request.output_tokens for one in requests if one.finish_reason]
-    found, count = answer_lengths(requests), len(lengths)
-    assert sum(ended) / len(ended) < 0.8 * sum(lengths) / count
+    found = answer_lengths(requests, began_at, 60.0)
+    assert sum(ended) / len(ended) < 0.85 * sum(lengths) / len(lengths)
+    newest = [pair for one, *pair in zip(requests, found, lengths, strict=True) if one.at > 50]
+    assert sum(a for a, _ in newest) == pytest.approx(50.5 * len(newest), rel=0.03)
     assert sum(found) == pytest.approx(sum(lengths), rel=0.03)
-    assert sorted(found)[count * 9 // 10] == pytest.approx(sorted(lengths)[count * 9 // 10], abs=5)
+    assert sorted(found)[len(found) * 9 // 10] == pytest.approx(sorted(lengths)[len(found) * 9 // 10], abs=5)
 
 
 def test_answers_that_still_run_go_on_at_their_speed() -> None:
@@ -77,7 +82,7 @@ def test_a_change_of_the_prompts_is_seen_after_a_few_seconds() -> None:
 
 def test_refused_requests_are_demand_for_whole_answers() -> None:
     finished, refused = seen(0, 80, 1.0, 10.0), replace(seen(1, 0, None), finish_reason="refused")
-    assert answer_lengths([finished, refused]) == [80, 80]
+    assert answer_lengths([finished, refused], 0.0, 12.0) == [80, 80]
 
 
 def test_requests_that_ran_already_go_on_with_the_rest_of_their_answer() -> None:
