@@ -12,7 +12,7 @@ from pdserve.autoscaler.observation import Seen
 from pdserve.bench.requests import Request
 
 MAX_TREND = 1.5  # factor by which the rate may rise or fall from the newest half of the window
-SIGNIFICANT = 2.0  # standard deviations of a Poisson process, less than which is no trend
+SIGNIFICANT = 3.0  # standard deviations of a Poisson process, less than which is no trend; real arrivals vary by more
 CHANCE = 1e-4  # of a change of the mix, below which it is believed
 MIN_SINCE = 20  # requests since a change of the mix, with fewer of which it is not seen
 MIN_DISTANCE = 0.5  # between the distributions of prompts, with less of which the mix is the same

@@ -34,6 +34,11 @@ def test_the_rate_is_that_of_the_window_unless_there_is_a_trend() -> None:
     step = [n / 10 for n in range(500)] + [50 + n / 40 for n in range(2000)]
     assert expected_rate(step, 100.0, 80.0, 40.0) == pytest.approx(40, rel=0.05)
     assert expected_rate([], 100.0, 80.0, 40.0) == 0
+    counts = enumerate(
+        [523, 600, 599, 651]
+    )  # of Azure's conversations in quarters of a minute: 2.6 standard deviations
+    bursts = [15 * (quarter + (n + 1) / count) for quarter, count in counts for n in range(count)]
+    assert expected_rate(bursts, 60.0, 60.0, 40.0) == pytest.approx(2373 / 60, rel=0.01)
 
 
 def test_answers_that_still_run_are_as_long_as_longer_ones_were() -> None:
