@@ -257,9 +257,8 @@ def run(settings: Settings) -> None:
         exam = Exam(settings, folder)
         rows = simulated(exam, alone=settings.alone)
         if settings.live:
-            best = best_fixed(rows)
-            prefill, half = int(best["fleet"].partition("P")[0]), settings.instances // 2
-            for first, is_steered in ((prefill, False), (half, True)):
+            fixed = [] if settings.alone else [(int(best_fixed(rows)["fleet"].partition("P")[0]), False)]
+            for first, is_steered in (*fixed, (settings.instances // 2, True)):
                 fleet = Fleet(first, settings.instances - first)
                 rows.append(live(exam, settings, fleet, folder, is_steered=is_steered))
     report.show(as_table(rows))
