@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pdserve.errors import BadRequest
@@ -96,8 +96,7 @@ class SamplingParams:
     @property
     def needs_only_logits(self) -> bool:
         """True if a token depends on its logits and its position alone, not on the tokens before it."""
-        plain = SamplingParams(**{name: getattr(self, name) for name in _LOGITS_AND_POSITION})
-        return all(getattr(self, one.name) == getattr(plain, one.name) for one in fields(self))
+        return self == SamplingParams(**{name: getattr(self, name) for name in _LOGITS_AND_POSITION})
 
     def validate(self) -> None:
         """Raise BadRequest, with the field's name and its valid range, if a value is invalid."""

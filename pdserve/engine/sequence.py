@@ -5,6 +5,7 @@ Only the methods of `Sequence` change this state; other modules call them and re
 
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 from pdserve.beam_search import BeamSearch, Candidate
@@ -101,7 +102,6 @@ class Sequence:
         embedded: float32 numbers, once its tokens are computed.
         admitted: whether it has been in the running batch.
         chain: computes its keys; None for one of its own.
-        needs_only_logits: see `SamplingParams`.
     """
 
     request_id: str
@@ -146,7 +146,6 @@ class Sequence:
         self._chain = self.chain or KeyChain(self.root)
         span = self.sampling.reasoning
         self._reasoning = ReasoningTracker(span) if span is not None else None
-        self.needs_only_logits = self.sampling.needs_only_logits
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -209,6 +208,11 @@ class Sequence:
         if self.tokens[-1] in self.stop_token_ids and self.num_output >= self.sampling.min_tokens:
             return "stop"
         return "length" if self.num_output >= self.sampling.max_tokens else None
+
+    @cached_property
+    def needs_only_logits(self) -> bool:
+        """See `SamplingParams`. Asked in every step, where steps are launched ahead."""
+        return self.sampling.needs_only_logits
 
     @property
     def awaits_last_token(self) -> bool:

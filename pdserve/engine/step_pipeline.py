@@ -32,7 +32,7 @@ class Sampled(Protocol):
 
 
 class Runner(Protocol):
-    """What the pipeline needs of a `ModelRunner`, where both methods are described."""
+    """A runner of steps, as `ModelRunner`, which describes both methods."""
 
     def step(self, num_scheduled_tokens: dict[Sequence, int]) -> dict[Sequence, int]: ...
 
@@ -88,11 +88,11 @@ class StepPipeline:
         """
         current, rows = self._take(scheduled)
         if not (scheduled and all(_decodes(seq, count) for seq, count in scheduled.items())):
-            tokens = current.sampled.read() if current is not None and rows else []
+            tokens = current.sampled.read() if current is not None else []
             sampled = {seq: tokens[row] for seq, row in rows.items()}
             rest = {seq: count for seq, count in scheduled.items() if seq not in rows}
             return scheduled, sampled | self._runner.step(rest)
-        if current is None or not rows:
+        if current is None:
             current = self._launch([*scheduled])
             rows = {seq: row for row, seq in enumerate(scheduled)}
         joining = [seq for seq in scheduled if seq not in rows]
@@ -105,11 +105,11 @@ class StepPipeline:
         return dict.fromkeys(rows, 1), {seq: tokens[row] for seq, row in rows.items()}
 
     def _take(self, scheduled: dict[Sequence, int]) -> tuple[_LaunchedStep | None, dict[Sequence, int]]:
-        """Return the step in flight, of which there is none from now on, and the rows that the schedule asks for."""
+        """Return the step in flight, if the schedule asks for some of its rows, and these. None is in flight from now on."""
         launched, self._launched = self._launched, None
         rows = launched.rows_of(scheduled) if launched is not None else {}
         self.num_dropped_rows += len(launched.seqs) - len(rows) if launched is not None else 0
-        return launched, rows
+        return launched if rows else None, rows
 
     def _launch_after(
         self, current: _LaunchedStep, rows: dict[Sequence, int], joining: list[Sequence]

@@ -139,8 +139,11 @@ class Reporter:
     def _pool_metrics(self) -> dict[str, float]:
         """Return the metrics of pool, scheduler and step pipeline, by series."""
         scheduler, pool, pipeline = self._engine.scheduler, self._engine.pool, self._engine.runner.pipeline
-        ahead = (pipeline.num_launched, pipeline.num_dropped_rows) if pipeline is not None else ()
-        return dict(zip(("steps_launched_ahead", "rows_launched_in_vain"), ahead, strict=False)) | {
+        ahead = {}
+        if pipeline is not None:
+            ahead["steps_launched_ahead"] = pipeline.num_launched
+            ahead["rows_launched_in_vain"] = pipeline.num_dropped_rows
+        return ahead | {
             "prefix_cache_queries": scheduler.prefix_queries,
             "prefix_cache_hits": scheduler.prefix_hits,
             "num_preemptions": scheduler.num_preemptions,

@@ -46,7 +46,8 @@ class AllowedTools:
         if self.forced:
             schemas = {name: _object_schema(name, self.tools.schemas[name]) for name in self.forced}
             calls = self.parser.call_formats(schemas)
-            return json.dumps({"format": formats.either(*calls[:: len(self.parser.FORMS)])})
+            first_forms = calls[:: len(self.parser.FORMS)]  # one of each function
+            return json.dumps({"format": formats.either(*first_forms)})
         if not (self.strict or structured):
             return ""
         functions = {

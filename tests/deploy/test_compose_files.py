@@ -26,7 +26,7 @@ def test_stores_of_the_two_files() -> None:
 
 
 def test_each_pool_has_gpus_and_a_number_of_them_per_instance() -> None:
-    """What the entry point locks, of all GPUs that are reserved."""
+    """Each service passes its list of GPUs and its number of ranks to the entry point, and reserves all GPUs."""
     for role in ("prefill", "decode"):
         service = services("docker-compose.yml")[role]
         assert service["environment"]["GPUS"].startswith(f"${{{role.upper()}_GPUS:-")

@@ -275,7 +275,7 @@ class MemoryRunner:
 
 
 class LaunchedTokens:
-    """What a device has sampled."""
+    """Tokens that `MemoryRunner` has sampled, in the order of the rows."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens

@@ -30,7 +30,11 @@ def arguments_of(schema: Schema) -> list[Argument]:
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if others := schema.keys() - KEYWORDS - ANNOTATIONS - {"$schema", "$id"}:
         raise ValueError(f"{min(others)} beside properties")
-    if not isinstance(properties, dict) or not isinstance(required, list) or not set(required) <= properties.keys():
+    if not (
+        isinstance(properties, dict)
+        and isinstance(required, list)
+        and all(isinstance(name, str) and name in properties for name in required)
+    ):
         raise ValueError("required arguments that are not among properties")
     definitions = {name: schema[name] for name in DEFINITIONS if name in schema}
     return [Argument(name, _with_definitions(properties[name], definitions), name in required) for name in properties]

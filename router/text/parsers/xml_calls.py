@@ -7,7 +7,7 @@ glm45        <tool_call>NAME⏎<arg_key>KEY</arg_key>⏎<arg_value>VALUE</arg_va
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pdserve.grammars import formats
 from pdserve.grammars.formats import Format
@@ -158,16 +158,20 @@ def _value_format(schema: Schema, end: str) -> Format:
     if end in json.dumps(schema, ensure_ascii=False):
         raise ValueError(f"a value with {end!r}")
     for key, value in keywords_in(schema):
-        patterns = [value] if key == "pattern" else value if key == "patternProperties" else ()
+        is_map = key == "patternProperties" and isinstance(value, dict)
+        patterns = [value] if key == "pattern" else value if is_map else ()
         if any(isinstance(pattern, str) and may_match(pattern, "<") for pattern in patterns):
             raise ValueError("a pattern that may match '<'")
     if _types(schema) != {"string"}:
         return formats.specified({"json": schema, "place": "xml"})
     if others := schema.keys() - ANNOTATIONS - LIMITS - {"type", "enum", "const", *DEFINITIONS}:
         raise ValueError(f"{min(others)} beside the type string")
-    choices = [schema["const"]] if "const" in schema else schema.get("enum", ())
-    if choices:
-        return formats.either(*(formats.literal(choice) for choice in choices if isinstance(choice, str)))
+    if "const" in schema or "enum" in schema:
+        choices = [schema["const"]] if "const" in schema else schema["enum"]
+        texts = [choice for choice in choices if isinstance(choice, str)] if isinstance(choices, list) else []
+        if not texts:
+            raise ValueError("an argument of the type string without a string among its values")
+        return formats.either(*map(formats.literal, texts))
     return formats.specified({"text": schema}) if LIMITS & schema.keys() else formats.any_text(end)
 
 
@@ -175,10 +179,10 @@ def _types(schema: object) -> set[str]:
     """Return the types of a JSON schema, as far as it lists them; of none, a string."""
     if not isinstance(schema, Mapping):
         return {"string"}
-    kind: Any = schema.get("type", "any")
-    if "enum" in schema and all(isinstance(value, str) for value in schema["enum"]):
+    kind, choices = schema.get("type", "any"), schema.get("enum")
+    if isinstance(choices, list) and all(isinstance(value, str) for value in choices):
         return {"string"}
-    return set(kind) if isinstance(kind, list) else {str(kind)}
+    return set(map(str, kind if isinstance(kind, list) else [kind]))
 
 
 def _parse_value(text: str) -> object:

@@ -280,6 +280,9 @@ def test_structured_output_leaves_calls_possible(parser: type[ToolParser], token
         assert not Matcher(spec).accepts(text), text
 
 
+NO_STRING = "an argument of the type string without a string among its values"
+
+
 @pytest.mark.parametrize(
     ("name", "schema", "reason"),
     [
@@ -290,6 +293,9 @@ def test_structured_output_leaves_calls_possible(parser: type[ToolParser], token
         ("pythonic", {"anyOf": [{"required": ["a"]}]}, "anyOf beside properties"),
         ("pythonic", {"properties": {"a": {"$ref": "#"}}}, "a $ref that does not point to $defs"),
         ("qwen3_coder", {"required": ["a"]}, "required arguments that are not among properties"),
+        ("pythonic", {"properties": {"a": {}}, "required": [{}]}, "required arguments that are not among properties"),
+        ("glm45", {"properties": {"a": {"type": "string", "enum": 5}}}, NO_STRING),
+        ("glm45", {"properties": {"a": {"type": "string", "const": 5}}}, NO_STRING),
     ],
 )
 def test_schemas_that_a_format_cannot_hold(
@@ -308,7 +314,10 @@ def test_schemas_that_a_format_cannot_hold(
 
 
 def test_a_budget_of_reasoning_that_calls_may_end(
-    tokenizer: Tokenizer, make_app: Callable[..., Starlette], make_client: type[Client]
+    tokenizer: Tokenizer,
+    make_app: Callable[..., Starlette],
+    make_client: type[Client],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The grammar would begin after the reasoning, in which such a model may already call."""
     tokenizer = with_parser(tokenizer, HarmonyParser)
@@ -316,7 +325,7 @@ def test_a_budget_of_reasoning_that_calls_may_end(
     error = make_client(make_app(tokenizer)).post(CHAT, {**ASKING, "thinking_token_budget": 5}).json()["error"]
     assert error["param"] == "thinking_token_budget" and "tokens that end it" in error["message"]
     marks = {tag: number for number, tag in enumerate(HarmonyReasoning.TAGS)}
-    tokenizer.token_id = marks.get  # type: ignore[assignment, method-assign]
+    monkeypatch.setattr(tokenizer, "token_id", marks.get)
     error = make_client(make_app(tokenizer)).post(CHAT, {**ASKING, "thinking_token_budget": 5}).json()["error"]
     assert error["message"].startswith("thinking_token_budget cannot be combined with strict tools")
 
