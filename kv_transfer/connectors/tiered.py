@@ -230,7 +230,8 @@ class TieredConnector(Connector):
         while self._in_flight:
             await asyncio.wait(self._in_flight)
         try:
-            await asyncio.wait_for(self._queue.join(), _DRAIN_TIMEOUT_S)
+            async with asyncio.timeout(_DRAIN_TIMEOUT_S):
+                await self._queue.join()
         except TimeoutError:
             log.warning("tiered: closed with %d stores not copied to the slower tiers", self._queue.qsize())
         for task in background_tasks:

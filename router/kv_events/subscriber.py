@@ -110,7 +110,8 @@ class Subscriber:
         try:
             await socket.send_multipart((b"", (self._next_number or 0).to_bytes(NUMBER_BYTES, "big")))
             while True:
-                frames = await asyncio.wait_for(socket.recv_multipart(), REPLAY_TIMEOUT_S)
+                async with asyncio.timeout(REPLAY_TIMEOUT_S):
+                    frames = await socket.recv_multipart()
                 if frames[-2:-1] == [END_OF_REPLAY]:
                     return
                 number = _number(frames[1:] if len(frames) == 4 else frames)  # older versions of vLLM send no topic

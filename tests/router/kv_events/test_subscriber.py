@@ -202,6 +202,27 @@ def test_malformed_messages_are_counted_and_logged_once_in_a_while(caplog: pytes
     assert "a message must be a topic, a number in 8 bytes, and a batch" in record.getMessage()
 
 
+@pytest.mark.parametrize("steps", range(8))
+def test_a_cancellation_while_the_end_of_a_replay_arrives_ends_it(steps: int) -> None:
+    """It comes so many steps of the event loop after the message, of which one is that in which the message is received."""
+
+    async def scenario() -> None:
+        replays = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        port = replays.bind_to_random_port("tcp://127.0.0.1")
+        publisher = Publisher()
+        source = KVEventsSource(endpoint=publisher.source.endpoint, replay_endpoint=f"tcp://127.0.0.1:{port}")
+        async with following(source):
+            client, _, _ = await replays.recv_multipart()
+            await replays.send_multipart([client, b"", b"", b"\xff" * 8, b""])
+            time.sleep(0.02)  # not asyncio's: the message lies in the subscriber's socket when the loop goes on
+            for _ in range(steps):
+                await asyncio.sleep(0)
+        replays.close(linger=0)
+        await publisher.close()
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
