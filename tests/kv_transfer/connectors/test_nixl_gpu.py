@@ -6,6 +6,7 @@ GPU nor NIXL itself has run this.
 
 import ctypes
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
@@ -37,6 +38,7 @@ class AgentDouble:
     def __init__(self, name: str, config: object) -> None:
         self.name = name
         self.backends = {"UCX": object()}
+        self.ucx_settings = {key: value for key, value in os.environ.items() if key.startswith("UCX_CUDA_IPC")}
         self.registered: list[tuple[int, int, str, int]] = []  # address, bytes, kind, device
         self._notifications: dict[str, list[bytes]] = {}
         self.agents[name] = self
@@ -170,6 +172,25 @@ def test_host_memory_and_a_gpu_do_not_read_each_other(
     assert torch.equal(target, before)
     stored = on_gpu.store(KEYS[:2], [0, 1], lease_s=60).result(60)
     assert on_gpu.load(KEYS[:3], [4, 5, 6], tickets=[stored.ticket]).result(60).outcomes == [OK, OK, MISSING]
+
+
+@pytest.mark.parametrize("chosen", ["", "auto"])
+def test_without_nvlink_memory_of_gpus_is_not_read_over_tcp(
+    chosen: str,
+    agents: dict[str, AgentDouble],
+    attach: Callable[..., tuple[NixlConnector, torch.Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """UCX would, unless it is told otherwise; on hosts without GPUs it would warn of the setting. The user's value wins."""
+    if chosen:
+        monkeypatch.setenv("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", chosen)
+    attach()
+    assert [agent.ucx_settings for agent in agents.values()] == 2 * [{"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": chosen or "on"}]
+    assert os.environ.get("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "") == chosen
+    agents.clear()
+    monkeypatch.delenv("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", raising=False)
+    attach(on_gpu=False)
+    assert [agent.ucx_settings for agent in agents.values()] == 2 * [{}]
 
 
 def test_checksums_tell_any_change_of_a_row() -> None:
