@@ -212,7 +212,25 @@ def test_checksums_tell_any_change_of_a_row() -> None:
     assert memory.digest(0) == before and len(before) == 8
 
 
-def test_a_store_waits_for_the_steps_before_it() -> None:
+@pytest.mark.usefixtures("agents")
+def test_stores_and_loads_wait_for_the_steps_before_them(
+    attach: Callable[..., tuple[NixlConnector, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = list[str]()
+    digest = GPURows.digest
+    monkeypatch.setattr(GPURows, "mark", lambda self: log.append("mark"))
+    monkeypatch.setattr(GPURows, "wait", lambda self, mark: log.append("wait for the mark"))
+    monkeypatch.setattr(GPURows, "digest", lambda self, row: (log.append("checksum"), digest(self, row))[1])
+    monkeypatch.setattr(AgentDouble, "during_read", staticmethod(lambda: log.append("read")))
+    (owner, _), (reader, _) = attach(), attach(seed=1)
+    stored = owner.store(KEYS[:1], [3], lease_s=60).result(60)
+    assert log == ["mark", "wait for the mark", "checksum"]
+    log.clear()
+    assert reader.load(KEYS[:1], [2], tickets=[stored.ticket]).result(60).outcomes == [OK]
+    assert log[:3] == ["mark", "wait for the mark", "read"]
+
+
+def test_marks_are_events_of_the_models_stream() -> None:
     """Neither the checksum of a row nor a peer's bytes may cross with a late write of the model."""
     log = list[str]()
 
