@@ -2,7 +2,7 @@
 
     scripts/gpu [PART…]                     run all parts, or these, as far as --minutes allow; again to continue
     scripts/gpu --wheels FOLDER             before, install the wheels in this folder, into one of its own
-    scripts/gpu --download FOLDER           on a machine with network: put there what one with torch, triton and transformers lacks
+    scripts/gpu --download FOLDER           with network: put there what a machine with torch, triton and transformers lacks
     scripts/gpu --dry-run                   all parts with tiny shapes on the CPU: that they work, not what they measure
     scripts/gpu --list                      the parts, and what each answers
 

@@ -218,9 +218,14 @@ def test_stores_and_loads_wait_for_the_steps_before_them(
 ) -> None:
     log = list[str]()
     digest = GPURows.digest
+
+    def log_and_digest(self: GPURows, row: int) -> bytes:
+        log.append("checksum")
+        return digest(self, row)
+
     monkeypatch.setattr(GPURows, "mark", lambda self: log.append("mark"))
     monkeypatch.setattr(GPURows, "wait", lambda self, mark: log.append("wait for the mark"))
-    monkeypatch.setattr(GPURows, "digest", lambda self, row: (log.append("checksum"), digest(self, row))[1])
+    monkeypatch.setattr(GPURows, "digest", log_and_digest)
     monkeypatch.setattr(AgentDouble, "during_read", staticmethod(lambda: log.append("read")))
     (owner, _), (reader, _) = attach(), attach(seed=1)
     stored = owner.store(KEYS[:1], [3], lease_s=60).result(60)
