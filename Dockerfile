@@ -27,7 +27,7 @@ RUN export CUDA="$(python -c 'import torch; print((torch.version.cuda or "12").p
     && python -c 'import os, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; extra = p["optional-dependencies"]; \
       names = {"codecs", "otel", "vllm-grpc", *filter(None, os.environ["EXTRAS"].split(","))}; \
       nixl = [*extra["nixl"], "nixl-cu" + os.environ["CUDA"]] if "nixl" in names else []; \
-      print(*p["dependencies"], *(line for name in names - {"nixl"} for line in extra[name]), "apache-tvm-ffi", sep="\n"); \
+      print(*p["dependencies"], *(line for name in sorted(names - {"nixl"}) for line in extra[name]), "apache-tvm-ffi", sep="\n"); \
       print(*extra["structured"], *nixl, sep="\n", file=open("alone.txt", "w"))' >requirements.txt \
     && pip install -q -c constraints.txt -r requirements.txt \
     && pip install -q -c constraints.txt --no-deps -r alone.txt \

@@ -238,7 +238,7 @@ def pd() -> Result:
         ttft_target_ms=2000,
     )
     common = UpConfig(
-        model="", device="cuda", dtype="bfloat16", max_num_seqs=64, kv_cache_memory="12GiB", max_num_batched_tokens=2048
+        model="", device="cuda", dtype="bfloat16", max_num_seqs=64, kv_cache_memory="24GiB", max_num_batched_tokens=2048
     )
     if DRY:
         settings = replace(settings, requests=12, concurrency=4, prompt_tokens=300, output_tokens=16)
