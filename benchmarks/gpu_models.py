@@ -114,7 +114,8 @@ def identity() -> Result:
             expected = out[0, len(prompt) :].tolist()
             same = next((i for i, pair in enumerate(zip(tokens, expected, strict=True)) if len({*pair}) > 1), count)
             wrong += [(len(prompt), same)] if same < count else []
-        rows.append({"architecture": name, "prompts": len(prompts), "differ (prompt, token)": wrong})
+        row: Result = {"architecture": name, "prompts": len(prompts), "differ (prompt, token)": wrong}
+        rows.append(gpu_part.keep(row))
     return {"rows": rows, "failed": sum(bool(row["differ (prompt, token)"]) for row in rows)}
 
 
@@ -141,7 +142,7 @@ def graphs() -> Result:
                 differ = sum(a != b or b != c for a, b, c in zip(*tokens.values(), strict=True))
                 # In 16 bits, a padded product may round otherwise, unless rows do not depend on the batch.
                 must = dtype == "float32" or setting == "on"
-                rows.append(row | {"differ": differ, "wrong": bool(differ) and must})
+                rows.append(gpu_part.keep(row | {"differ": differ, "wrong": bool(differ) and must}))
             del engine
             free()
     return {"rows": rows, "failed": sum(row["wrong"] for row in rows)}
@@ -181,9 +182,6 @@ def throughput(shape: Shape, *, peer: bool = True, **settings: Any) -> Result:
         ((2,), (40,), 10, 4) if DRY else ((1, 32, 256), (1024, 4096, 16_384, 32_768), 128, 64)
     )
     rows: list[Result] = []
-    if peer:
-        rows += _transformers(shape, roofline, batches[:2], prompt, count)
-        free()
     blocks = max(max(batches) * (prompt + count + 16), max(lengths) + 16) // 16 + 1
     engine = make_engine(shape, blocks, max_num_seqs=max(batches), **settings)
     assert isinstance(engine.runner, ModelRunner)
@@ -192,14 +190,17 @@ def throughput(shape: Shape, *, peer: bool = True, **settings: Any) -> Result:
         run(engine, prompts_of(batch, prompt, shape.vocabulary, seed=1), 6)
         _, steps = run(engine, prompts_of(batch, prompt, shape.vocabulary, seed=2), count)
         decode = [seconds for seconds in steps[-(count - 1) :]]
-        rows.append(_decode_row(name, shape, roofline, batch, prompt + count // 2, statistics.median(decode)))
-        print(rows[-1], flush=True)
+        row = _decode_row(name, shape, roofline, batch, prompt + count // 2, statistics.median(decode))
+        rows.append(gpu_part.keep(row))
     for length in lengths:
         run(engine, prompts_of(1, length, shape.vocabulary, seed=3), 1)
         _, steps = run(engine, prompts_of(1, length, shape.vocabulary, seed=4), 1)
-        rows.append(_prefill_row(name, shape, roofline, length, sum(steps)))
-        print(rows[-1], flush=True)
+        rows.append(gpu_part.keep(_prefill_row(name, shape, roofline, length, sum(steps))))
     profile = None if DRY else _profile(engine, shape, prompt)
+    if peer:
+        del engine
+        free()
+        rows += _transformers(shape, roofline, batches[:2], prompt, count)
     return {"roofline": roofline, "rows": rows, "profile": profile}
 
 
@@ -236,11 +237,12 @@ def _transformers(
         ids = torch.tensor(prompts_of(batch, prompt, shape.vocabulary), device=DEVICE)
         seconds(ids, 2)
         took = (seconds(ids, count) - seconds(ids, 1)) / (count - 1)
-        rows.append(_decode_row("transformers", shape, roofline, batch, prompt + count // 2, max(took, 1e-9)))
+        row = _decode_row("transformers", shape, roofline, batch, prompt + count // 2, max(took, 1e-9))
+        rows.append(gpu_part.keep(row))
     for length in (20,) if DRY else (1024, 4096):
         ids = torch.tensor(prompts_of(1, length, shape.vocabulary), device=DEVICE)
         seconds(ids, 1)
-        rows.append(_prefill_row("transformers", shape, roofline, length, seconds(ids, 1)))
+        rows.append(gpu_part.keep(_prefill_row("transformers", shape, roofline, length, seconds(ids, 1))))
     return rows
 
 

@@ -5,6 +5,7 @@ A script calls `main` with its parts by name; it is run as `SCRIPT PART,… FOLD
 
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -23,33 +24,68 @@ Result = dict[str, Any]
 Part = Callable[[], Result]
 
 
+_kept: list[Result] = []  # rows of the part that runs
+
+
 class Skip(Exception):
     """This machine lacks what the part needs; the message says what."""
+
+
+class _Stopped(BaseException):
+    """SIGTERM has come: the time of the part is over."""
 
 
 def main(parts: Mapping[str, Part]) -> None:
     """Run the parts of the command line, print their rows, and write what came out of each into FOLDER/PART.json."""
     folder, wrong = Path(sys.argv[2]), False
     torch.backends.cuda.matmul.allow_tf32 = False
+    signal.signal(signal.SIGTERM, _stop)
     for name in sys.argv[1].split(","):
         print(f"-- {name}", flush=True)
         started = time.perf_counter()
-        outcome: Result = {"status": "passed"}
-        try:
-            outcome["result"] = result = parts[name]()
-            for row in result.get("rows", [result]):
-                print("  ".join(f"{key} {value}" for key, value in row.items()))
-            if result.get("failed"):
-                outcome |= {"status": "failed", "reason": f"{result['failed']} of the rows are wrong"}
-        except Skip as skip:
-            outcome = {"status": "skipped", "reason": str(skip)}
-        except Exception as error:  # noqa: BLE001 - whatever a GPU did is a result, and the other parts go on
-            traceback.print_exc()
-            outcome = {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:500]}
-        wrong |= outcome["status"] == "failed"
+        outcome = _run(parts[name])
+        wrong |= outcome["status"] in ("failed", "stopped")
         outcome["seconds"] = round(time.perf_counter() - started, 1)
         (folder / f"{name}.json").write_text(json.dumps(outcome))
+        if outcome["status"] == "stopped":
+            break
     raise SystemExit(int(wrong))
+
+
+def keep(row: Result) -> Result:
+    """Print a row and return it. Rows that were kept are in the JSON even if the part fails later, or is stopped."""
+    _kept.append(row)
+    _print(row)
+    return row
+
+
+def _run(part: Part) -> Result:
+    """Return what came out of a part."""
+    _kept.clear()
+    try:
+        result = part()
+        if not _kept:
+            for row in result.get("rows", [result]):
+                _print(row)
+        if result.get("failed"):
+            return {"status": "failed", "reason": f"{result['failed']} of the rows are wrong", "result": result}
+        return {"status": "passed", "result": result}
+    except Skip as skip:
+        return {"status": "skipped", "reason": str(skip)}
+    except _Stopped:
+        traceback.print_exc()
+        return {"status": "stopped", "reason": "took too long", "result": {"rows": _kept}}
+    except Exception as error:  # noqa: BLE001 - whatever a GPU did is a result, and the other parts go on
+        traceback.print_exc()
+        return {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:500], "result": {"rows": _kept}}
+
+
+def _stop(number: int, frame: object) -> None:
+    raise _Stopped
+
+
+def _print(row: Result) -> None:
+    print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
 
 
 def now() -> float:

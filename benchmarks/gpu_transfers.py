@@ -72,10 +72,10 @@ def make_pool(num_blocks: int) -> tuple[torch.Tensor, Layout]:
 
 
 def staged(url: str, pool: torch.Tensor, layout: Layout) -> Connector:
-    copies = PoolCopies(pool, reference if DRY else select_kernel("triton", DEVICE, "off"))
-    if DRY:
-        return StagedConnector(connect(url), copies, layout, len(pool))
-    return attach_pool(connect(url), pool, layout, lambda: copies)
+    copies, connector = PoolCopies(pool, reference if DRY else select_kernel("triton", DEVICE, "off")), connect(url)
+    if DRY and not connector.in_place:
+        return StagedConnector(connector, copies, layout, len(pool))
+    return attach_pool(connector, pool, layout, lambda: copies)
 
 
 def staging() -> Result:
@@ -140,12 +140,11 @@ def handover() -> Result:
     size = make_pool(1)[1].block_bytes * blocks
     url = f"shm://gpu-session-{time.time_ns()}?size={2 * size + (1 << 20)}"
     try:
-        rows.append({"by": "shm"} | _between_processes(url, blocks))
+        rows.append(gpu_part.keep({"by": "shm"} | _between_processes(url, blocks)))
     finally:
         unlink(url)
-    if not DRY:
-        rows.append({"by": "nixl"} | _between_processes("nixl://", blocks))
-    rows.append({"by": "CUDA IPC"} | (_by_ipc(blocks) if not DRY else {"skipped": "no GPU"}))
+    rows.append(gpu_part.keep({"by": "CUDA IPC"} | (_by_ipc(blocks) if not DRY else {"skipped": "no GPU"})))
+    rows.append(gpu_part.keep({"by": "nixl"} | _between_processes("nixl://", blocks)))
     return {"rows": rows, "failed": sum(row.get("wrong", 0) for row in rows)}
 
 
@@ -157,18 +156,16 @@ def _between_processes(url: str, blocks: int) -> Result:
         connector = staged(url, pool, layout)
     except SetupError as error:
         return {"skipped": str(error)}
-    keys = [i.to_bytes(16, "little") for i in range(blocks)]
+    turns: list[dict[str, Any]] = []
     for turn in range(2):  # the first touches pages and opens links
+        keys = [bytes([turn]) + i.to_bytes(15, "little") for i in range(blocks)]
         started = time.perf_counter()
-        fresh = [bytes([turn]) + key[:15] for key in keys]
-        result = connector.store(fresh, list(range(blocks)), lease_s=LEASE_S).result()
+        result = connector.store(keys, list(range(blocks)), lease_s=LEASE_S).result()
         store_s = time.perf_counter() - started
-    tickets = getattr(result, "tickets", [])
+        turns.append({"keys": [key.hex() for key in keys], "ticket": result.ticket.hex()})
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "order.json")
-        file.write_text(
-            json.dumps({"url": url, "keys": [k.hex() for k in fresh], "tickets": [t.hex() for t in tickets]})
-        )
+        file.write_text(json.dumps({"url": url, "turns": turns}))
         done = subprocess.run(
             [sys.executable, __file__, "receiver", str(file)], capture_output=True, text=True, check=False
         )
@@ -182,20 +179,19 @@ def _between_processes(url: str, blocks: int) -> Result:
 def receiver() -> None:
     """The other process of `handover`."""
     order = json.loads(Path(sys.argv[2]).read_text())
-    keys = [bytes.fromhex(key) for key in order["keys"]]
-    pool, layout = make_pool(len(keys))
+    blocks = list(range(len(order["turns"][0]["keys"])))
+    pool, layout = make_pool(len(blocks))
     connector = staged(order["url"], pool, layout)
-    for _ in range(2):
+    for turn in order["turns"]:
         started = time.perf_counter()
-        result = connector.load(
-            keys, list(range(len(keys))), tickets=[bytes.fromhex(ticket) for ticket in order["tickets"]]
-        ).result()
+        keys, ticket = [bytes.fromhex(key) for key in turn["keys"]], bytes.fromhex(turn["ticket"])
+        result = connector.load(keys, blocks, tickets=[ticket]).result()
         seconds = time.perf_counter() - started
-    expected = torch.arange(len(keys), device=DEVICE).view(-1, 1, 1, 1, 1, 1) % 97
+    expected = torch.arange(len(blocks), device=DEVICE).view(-1, 1, 1, 1, 1, 1) % 97
     wrong = int((pool != expected).flatten(1).any(1).sum())
     wrong += sum(outcome is not Outcome.OK for outcome in result.outcomes)
     connector.close()
-    print(json.dumps({"load_gb_per_s": len(keys) * layout.block_bytes / seconds / 1e9, "wrong": wrong}))
+    print(json.dumps({"load_gb_per_s": len(blocks) * layout.block_bytes / seconds / 1e9, "wrong": wrong}))
 
 
 def _by_ipc(blocks: int) -> Result:
@@ -242,7 +238,7 @@ def pd() -> Result:
         ttft_target_ms=2000,
     )
     common = UpConfig(
-        model="", device="cuda", dtype="bfloat16", max_num_seqs=64, kv_cache_memory="12GiB", max_num_batched_tokens=2048
+        model="", device="cuda", dtype="bfloat16", max_num_seqs=64, kv_cache_memory="24GiB", max_num_batched_tokens=2048
     )
     if DRY:
         settings = replace(settings, requests=12, concurrency=4, prompt_tokens=300, output_tokens=16)
@@ -260,8 +256,7 @@ def pd() -> Result:
                 warm_up = replace(settings, requests=min(24, settings.requests))
                 asyncio.run(benchmark._round(deployed, warm_up, shape.vocabulary, seed=-1))
                 rounds = [asyncio.run(benchmark._round(deployed, settings, shape.vocabulary, seed=0))]
-                rows.append(benchmark._row(name, rounds))
-                print({key: value for key, value in rows[-1].items() if key != "rounds"}, flush=True)
+                rows.append(gpu_part.keep(benchmark._row(name, rounds)))
     disaggregated = min(row["itl_ms_p99"] for row in rows if "P+" in row["deployment"])
     colocated = min(row["itl_ms_p99"] for row in rows if "both" in row["deployment"])
     return {"rows": rows, "itl_p99_ratio": disaggregated / colocated}

@@ -105,11 +105,6 @@ def explain_kernels(device: torch.device) -> dict[str, str]:
             reasons[name] = ""
         except KernelUnavailable as error:
             reasons[name] = str(error)
-    if device.type == "cuda" and not reasons["triton"]:
-        from pdserve.kernels.gpu import flash
-
-        chosen = flash.choose(flash.installed(), flash.capability(device), KVFormat(torch.bfloat16, 128, 16))
-        reasons["flash"] = "; ".join(chosen.reasons) if chosen.prefill == chosen.decode == flash.TRITON else ""
     return {**reasons, "reference": ""}
 
 

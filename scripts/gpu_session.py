@@ -2,10 +2,11 @@
 
     scripts/gpu [PART…]                     run all parts, or these, as far as --minutes allow; again to continue
     scripts/gpu --wheels FOLDER             before, install the wheels in this folder, into one of its own
-    scripts/gpu --download FOLDER           on a machine with network: put there what a machine with torch alone lacks
+    scripts/gpu --download FOLDER           with network: put there what a machine with torch, triton and transformers lacks
     scripts/gpu --dry-run                   all parts with tiny shapes on the CPU: that they work, not what they measure
     scripts/gpu --list                      the parts, and what each answers
 
+Parts run in order of importance; those that failed are run again after all others. A part that is stopped leaves its rows.
 Exit codes: 0 all parts passed or were skipped by name; 1 one failed; 2 there is no GPU; 3 parts are left: run it again.
 This file needs the standard library only. Has never run on a GPU so far: no results are known.
 """
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 import tomllib
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,32 +31,29 @@ RESULTS = ROOT / "benchmarks" / "results"
 SITE = Path(tempfile.gettempdir()) / "pdserve-gpu-site"  # where wheels are installed
 MAX_WHEEL_BYTES = 64 << 20
 KILL_AFTER_S = 10.0
-# What pdserve needs beside torch, transformers and what they bring, and what parts use where it is there.
+STARTED = time.monotonic()
+# What pdserve needs beside torch, triton, transformers and what these bring. A test compares both lists with pyproject.toml.
 SERVING = (
-    "fastapi",
-    "starlette",
-    "uvicorn",
-    "httptools",
-    "uvloop",
-    "pydantic",
-    "redis",
-    "zmq",
-    "msgspec",
-    "google.protobuf",
+    *("fastapi", "starlette", "uvicorn", "httptools", "uvloop", "pydantic", "redis", "zmq", "msgspec"),
+    *("google.protobuf", "prometheus_client", "xxhash", "httpx"),
 )
 WHEELS = (
+    *("fastapi", "fastapi-offline", "starlette", "uvicorn", "httptools", "uvloop", "redis", "pyzmq", "msgspec"),
+    *("httpx", "httpcore", "h11", "anyio", "certifi", "idna"),
+    *("pydantic", "pydantic-core", "annotated-types", "typing-inspection", "typing-extensions", "opentelemetry-api"),
     *(
-        "fastapi",
-        "fastapi-offline",
-        "starlette",
-        "uvicorn",
-        "httptools",
-        "pydantic",
-        "pydantic-core",
-        "annotated-types",
+        "protobuf",
+        "prometheus-client",
+        "xxhash",
+        "pytest",
+        "pytest-timeout",
+        "pluggy",
+        "iniconfig",
+        "nixl",
+        "nixl-cu13",
     ),
-    *("typing-inspection", "typing-extensions", "opentelemetry-api", "redis", "pyzmq", "msgspec", "protobuf", "xxhash"),
 )
+UNUSED = "nixl_ep_"  # beginning of folders in wheels that nothing here uses: half of NIXL's
 PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17, 5)), "manylinux2014_x86_64")
 
 
@@ -74,54 +73,23 @@ class Part:
     needs: tuple[str, ...] = ()
 
 
+# What the rest depends on comes first, then what most needs to be known.
 PARTS = (
-    Part(
-        "rates",
-        "gpu_kernels.py",
-        120,
-        "copy and matrix rates, host transfers, the time of a launch and of a replayed one",
-    ),
-    Part(
-        "attention",
-        "gpu_kernels.py",
-        400,
-        "attention against the reference: dtypes, head dims, windows, soft caps, splits",
-    ),
-    Part(
-        "rows",
-        "gpu_kernels.py",
-        420,
-        "the kernel tests of pytest; equal bits of rows with --batch-invariant",
-        ("pytest",),
-    ),
-    Part(
-        "attention-rates",
-        "gpu_kernels.py",
-        240,
-        "decode and prefill attention by back end, flash against Triton, as rates",
-    ),
-    Part(
-        "identity", "gpu_models.py", 300, "greedy float32 equals transformers' generate, by architecture", ("pytest",)
-    ),
-    Part("graphs", "gpu_models.py", 300, "steps replayed from graphs against eager ones: tokens and times"),
-    Part(
-        "sampler", "gpu_models.py", 100, "time of the sampler by settings, and that seeded tokens are the reference's"
-    ),
-    Part(
-        "0.6b",
-        "gpu_models.py",
-        420,
-        "0.6B: decode at batch 1, 32, 256, prefill of 1k to 32k, as a share of the roofline",
-    ),
-    Part("8b", "gpu_models.py", 500, "the same for 8B"),
-    Part("8b-invariant", "gpu_models.py", 400, "the same for 8B with --batch-invariant on"),
-    Part("memory", "gpu_transfers.py", 240, "two instances that start at once share the GPU's memory"),
-    Part(
-        "staging", "gpu_transfers.py", 200, "stores and loads of blocks while the model writes others: no byte differs"
-    ),
-    Part("swap", "gpu_transfers.py", 120, "blocks to host memory and back: bytes and rate"),
-    Part("handover", "gpu_transfers.py", 300, "blocks between two processes: shm staging, CUDA IPC, NIXL"),
+    Part("rates", "gpu_kernels.py", 120, "copy and matrix rates, host transfers, the time of a launch, also replayed"),
+    Part("identity", "gpu_models.py", 300, "greedy float32 equals transformers' generate, by model", ("pytest",)),
+    Part("8b", "gpu_models.py", 400, "8B: decode at batch 1, 32, 256, prefill of 1k to 32k, as shares of the roofline"),
     Part("pd", "gpu_transfers.py", 520, "1P+1D on one GPU under bursts, beside colocated: TTFT, ITL p99", SERVING),
+    Part("graphs", "gpu_models.py", 300, "steps replayed from graphs against eager ones: tokens and times"),
+    Part("staging", "gpu_transfers.py", 200, "stores and loads while the model writes other blocks: no byte differs"),
+    Part("handover", "gpu_transfers.py", 300, "blocks between two processes: shm staging, CUDA IPC, NIXL"),
+    Part("attention", "gpu_kernels.py", 400, "attention against the reference: dtypes, head dims, windows, splits"),
+    Part("memory", "gpu_transfers.py", 240, "two instances that start at once share the GPU's memory"),
+    Part("swap", "gpu_transfers.py", 120, "blocks to host memory and back: bytes and rate"),
+    Part("rows", "gpu_kernels.py", 420, "the tests of kernels; equal bits of rows with --batch-invariant", ("pytest",)),
+    Part("sampler", "gpu_models.py", 100, "time of the sampler by settings; seeded tokens are the reference's"),
+    Part("attention-rates", "gpu_kernels.py", 240, "attention by back end, flash against Triton, as rates"),
+    Part("0.6b", "gpu_models.py", 300, "0.6B: decode at batch 1, 32, 256, prefill of 1k to 32k"),
+    Part("8b-invariant", "gpu_models.py", 400, "the same for 8B with --batch-invariant on"),
 )
 
 
@@ -159,18 +127,22 @@ def main() -> int:
 
 
 def run_all(parts: list[Part], options: argparse.Namespace, environment: dict[str, str], device: dict[str, Any]) -> int:
-    """Run what has no result yet and fits into the time, and return the exit code. A dry run saves starting processes."""
-    end = time.monotonic() + options.minutes * 60
+    """Run what has not passed yet and fits into the time, what failed before at last, and return the exit code.
+
+    A dry run saves starting processes.
+    """
+    end = STARTED + options.minutes * 60
     options.out.mkdir(parents=True, exist_ok=True)
     statuses = dict.fromkeys((part.name for part in parts), "left")
-    todo = []
+    todo, failed = list[Part](), list[Part]()
     for part in parts:
         path = options.out / f"gpu-{part.name}.json"
         before = json.loads(path.read_text()) if path.exists() else {}
         if before.get("status") == "passed" and before.get("dry_run") == options.dry_run and not options.again:
             statuses[part.name] = "passed before"
         else:
-            todo.append(part)
+            (failed if before.get("status") in ("failed", "stopped") else todo).append(part)
+    todo += failed
     groups = [[part for part in todo if part.script == script] for script in {part.script: None for part in todo}]
     for group in groups if options.dry_run else [[part] for part in todo]:
         if sum(part.limit_s for part in group) > end - time.monotonic() and not options.dry_run:
@@ -310,9 +282,21 @@ def download(folder: Path, python_version: str) -> int:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "-q", "-d", str(folder)]
     command += ["--python-version", python_version, "--implementation", "cp", *platforms]
     code = subprocess.run([*command, "-c", str(ROOT / "constraints.txt"), *WHEELS], check=False).returncode
+    for wheel in folder.glob("nixl_*.whl"):
+        trim(wheel)
     size = sum(file.stat().st_size for file in folder.glob("*.whl")) if folder.exists() else 0
     print(f"{folder}: {size / 2**20:.1f} MiB of {MAX_WHEEL_BYTES >> 20}; add others, such as flash-attn-4, by hand")
     return code or int(size > MAX_WHEEL_BYTES)
+
+
+def trim(wheel: Path) -> None:
+    """Leave out of a wheel what nothing here uses."""
+    trimmed = wheel.with_suffix(".part")
+    with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(trimmed, "w", zipfile.ZIP_DEFLATED) as target:
+        for info in source.infolist():
+            if not info.filename.startswith(UNUSED):
+                target.writestr(info, source.read(info))
+    trimmed.replace(wheel)
 
 
 def install(folder: Path) -> int:

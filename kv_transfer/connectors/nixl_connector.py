@@ -34,8 +34,11 @@ Without a shared store, `match` always returns 0, and a block lives as long as i
 the leases of the given tickets, read or not.
 
 A pool in a GPU's memory is registered as such, and its checksums are computed on the GPU. Peers with memory of the other
-kind are not read. Nothing of this has run on a GPU. Peers are read, and never write: where UCX has no faster way to read GPU
-memory than TCP, as is reported for cuda_ipc without NVLink, `shm://` is faster on one host.
+kind are not read. Nothing of this has run on a GPU.
+
+Peers are read, and never write. Of a read, this side has a handle that says when the last byte has come; of a write by a peer
+that stops half-way, nothing does, so that its memory could never be used again. UCX is told to read over cuda_ipc without
+NVLink, too.
 
 UCX listens on a TCP port of its own choice, on the address of each device it may use; any host that can reach the port and
 has a ticket can read and write the pool. The default is the loopback device, which serves instances on one machine. For
@@ -99,7 +102,7 @@ class NixlConnector(BatchedConnector):
 
     def open(self) -> None:
         pool: Memory = self.memory.gpu or HostMemory(self.memory.rows)
-        agent = Agent(self._devices)
+        agent = Agent(self._devices, pool.kind)
         try:
             agent.register(pool)
             place = (pool.address, self.memory.layout.block_bytes, len(pool), pool.kind, pool.device)
@@ -198,7 +201,7 @@ class NixlConnector(BatchedConnector):
         """Create a reader for each further worker, as an agent does one thing at a time, copies included."""
         for _ in range(self.threads - 1):
             try:
-                agent = Agent(self._devices)
+                agent = Agent(self._devices, self._pool.kind)
                 agent.register(self._pool)
             except (SetupError, NixlError) as error:
                 self._limited_log.warning(f"worker threads share NIXL agents: {error}")

@@ -8,6 +8,7 @@ import shutil
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -101,16 +102,30 @@ def _kernels() -> list[Finding]:
     from pdserve.kernels.attention import default_kernel, explain_kernels
 
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    default = default_kernel(device)
-    return [
+    default, reasons = default_kernel(device), explain_kernels(device)
+    findings = [
         Finding(
             f"attention: {name}",
             not reason,
             reason or f"prefill and decode on {device}{', the default' if name == default else ''}",
             f"--kernel {name}",
         )
-        for name, reason in explain_kernels(device).items()
+        for name, reason in reasons.items()
     ]
+    return [*findings, *([_flash(device)] if device.type == "cuda" and not reasons["triton"] else [])]
+
+
+def _flash(device: Any) -> Finding:
+    """Return which back ends the kernel flash would choose by phase, and why not others: for 16 bits and heads of 128."""
+    import torch
+
+    from pdserve.kernels.batch import KVFormat
+    from pdserve.kernels.gpu import flash
+
+    chosen = flash.choose(flash.installed(), flash.capability(device), KVFormat(torch.bfloat16, 128, 16))
+    default = "" if chosen.prefill == chosen.decode == flash.TRITON else ", the default in 16 bits"
+    detail = f"prefill by {chosen.prefill}, decode by {chosen.decode}{default}"
+    return Finding("attention: flash", bool(default), "; ".join((detail, *chosen.reasons)), "--kernel flash")
 
 
 def _ranks() -> Finding:
@@ -127,7 +142,7 @@ def _ranks() -> Finding:
 
 def _packages() -> list[Finding]:
     optional = {
-        "flash_attn": ("flash-attn", "attention on GPUs (not used yet)"),
+        "flash_attn": ("flash-attn", "--kernel flash, on GPUs"),
         "triton": ("triton", "--kernel triton"),
         "nixl": ("nixl", "nixl://"),
         "redis": ("redis", "redis://"),

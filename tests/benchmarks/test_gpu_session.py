@@ -1,17 +1,23 @@
 """scripts/gpu: a dry run of all parts on the CPU; what has a result is not run again, and what cannot run is named."""
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+import time
+import tomllib
+import zipfile
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 pytest.importorskip("triton")
@@ -81,8 +87,8 @@ def options(folder: Path, minutes: float) -> argparse.Namespace:
 
 
 def test_parts_resume(session: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part that could exceed the time is left for the next call; one that failed is run again."""
-    outcomes = iter(["passed", "failed", "passed"])
+    """A part that could exceed the time is left for the next call; one that failed is run again, after all others."""
+    outcomes = iter(["passed", "failed", "passed", "passed"])
     ran: list[str] = []
 
     def outcome(group: list[Any], environment: dict[str, str]) -> dict[str, Any]:
@@ -90,9 +96,11 @@ def test_parts_resume(session: ModuleType, tmp_path: Path, monkeypatch: pytest.M
         return {part.name: {"status": next(outcomes), "seconds": 1.0} for part in group}
 
     monkeypatch.setattr(session, "run", outcome)
-    parts = [session.Part(name, "x.py", limit_s, "") for name, limit_s in (("a", 60), ("b", 60), ("c", 600))]
-    assert session.run_all(parts, options(tmp_path, 2), {}, {}) == 1 and ran == ["a", "b"]
-    assert session.run_all(parts, options(tmp_path, 2), {}, {}) == 3 and ran == ["a", "b", "b"]
+    monkeypatch.setattr(session, "STARTED", time.monotonic() + 60)  # the time is counted from the start of the process
+    parts = [session.Part(name, "x.py", limit_s, "") for name, limit_s in (("a", 90), ("b", 90), ("c", 200))]
+    assert session.run_all(parts, options(tmp_path, 1), {}, {}) == 1 and ran == ["a", "b"]
+    assert session.run_all(parts, options(tmp_path, 4), {}, {}) == 0 and ran == ["a", "b", "c", "b"]
+    assert session.run_all(parts, options(tmp_path, 4), {}, {}) == 0 and ran == ["a", "b", "c", "b"]
 
 
 def test_parts_that_cannot_run_or_take_too_long_are_named(session: ModuleType) -> None:
@@ -101,6 +109,55 @@ def test_parts_that_cannot_run_or_take_too_long_are_named(session: ModuleType) -
     assert session.run([part], environment)["pd"]["reason"] == "without no_such_module"
     stopped = session.run([session.Part("memory", "gpu_transfers.py", 0, "")], environment)["memory"]
     assert (stopped["status"], stopped["reason"]) == ("stopped", "took too long")
+
+
+def requirements(name: str) -> set[str]:
+    """Return what an installed distribution requires here, without extras."""
+    found = (Requirement(line) for line in importlib.metadata.requires(name) or ())
+    return {canonicalize_name(one.name) for one in found if one.marker is None or one.marker.evaluate({"extra": ""})}
+
+
+def test_wheels_complete_what_torch_triton_and_transformers_bring(session: ModuleType) -> None:
+    """A machine with these three and the wheels can serve, and lacks only what some options need."""
+    there, new = set[str](), {"torch", "triton", "transformers"}
+    while new:
+        there |= new
+        new = {other for name in new for other in requirements(name)} - there
+    wheels = set(session.WHEELS)
+    assert not {other for name in wheels - {"nixl", "nixl-cu13"} for other in requirements(name)} - there - wheels
+    lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    of_options = {"grpcio", "grpcio-health-checking", "grpcio-reflection", "python-multipart"}
+    assert {canonicalize_name(Requirement(line).name) for line in lines} - there - wheels == of_options
+    provided = {name.replace("-", "_") for name in there | wheels} | {"zmq", "google.protobuf"}
+    assert set(session.SERVING) <= provided
+
+
+def test_a_wheel_is_trimmed(session: ModuleType, tmp_path: Path) -> None:
+    wheel = tmp_path / "nixl_cu13-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        for name in ("nixl_cu13/_api.py", "nixl_ep_cu13/large.so", "nixl_cu13.libs/libucp.so"):
+            file.writestr(name, name)
+    session.trim(wheel)
+    with zipfile.ZipFile(wheel) as file:
+        assert file.namelist() == ["nixl_cu13/_api.py", "nixl_cu13.libs/libucp.so"]
+        assert file.read("nixl_cu13/_api.py") == b"nixl_cu13/_api.py"
+    assert [path.name for path in tmp_path.iterdir()] == [wheel.name]
+
+
+@pytest.mark.parametrize("end", ["raise ValueError('x')", "os.kill(os.getpid(), 15); time.sleep(600)"])
+def test_a_part_that_fails_or_is_stopped_leaves_its_rows(end: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import os, time, gpu_part\ndef part():\n    gpu_part.keep({{'ms': 7}}); {end}\n")
+    with script.open("a") as file:
+        file.write("gpu_part.main({'first': part, 'second': lambda: {'rows': [{'ms': 8}]}})\n")
+    command = [sys.executable, str(script), "first,second", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks"), "PDSERVE_GPU_DRY_RUN": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 1, done.stderr
+    first = json.loads((tmp_path / "first.json").read_text())
+    is_stopped = "kill" in end
+    assert first["status"] == ("stopped" if is_stopped else "failed") and first["result"]["rows"] == [{"ms": 7}]
+    assert (tmp_path / "second.json").exists() is not is_stopped
 
 
 def test_connectors_are_found_without_an_installation(session: ModuleType) -> None:
@@ -116,4 +173,4 @@ def test_connectors_are_found_without_an_installation(session: ModuleType) -> No
 @pytest.mark.parametrize("part", ["all", "8b,x"])
 def test_unknown_parts_are_refused(part: str) -> None:
     done = run(part)
-    assert done.returncode == 2 and f"there is no part {part}; there are: rates, attention" in done.stderr
+    assert done.returncode == 2 and f"there is no part {part}; there are: rates, identity" in done.stderr

@@ -46,7 +46,21 @@ def test_with_a_gpu(tmp_path: Path) -> None:
     assert found["cuda:0"] == (True, "NVIDIA L40S, compute capability 8.9, 45 GiB, CUDA 12.8")
     assert found["attention: triton"] == (True, "prefill and decode on cuda:0, the default")
     assert found["attention: cpu"] == (False, "the cpu kernel needs its pool on the CPU, not on cuda:0")
+    is_used, flash = found["attention: flash"]
+    assert not is_used and flash.startswith("prefill by triton, decode by triton; flash-attn-3 is not installed; ")
     command = tmp_path / "nvidia-smi"
     command.write_text("#!/bin/sh\necho 999.1\n")
     command.chmod(0o755)
     assert report()["NVIDIA driver"] == (True, "999.1"), "as on WSL, where there is no module"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_back_ends_are_named_by_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from pdserve.kernels.gpu import flash
+
+    monkeypatch.setattr(flash, "installed", lambda: frozenset(("flash-attn-2", "flash-attn-3")))
+    is_used, detail = report()["attention: flash"]
+    assert is_used and detail.startswith("prefill by flash-attn-2, decode by triton, the default in 16 bits; ")
+    assert "flash-attn-3 does not support compute capability 8.9" in detail
+    assert "flash-attn-2 decodes over blocks of multiples of 256 tokens only, not of 16" in detail

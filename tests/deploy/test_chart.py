@@ -5,6 +5,7 @@ the fields that the chart uses of them, with their types, written after their de
 """
 
 import json
+import re
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -311,11 +312,39 @@ def test_pods_run_without_privileges() -> None:
 
 def test_shared_memory_is_the_nodes_where_the_connector_needs_it() -> None:
     def shm(name: str) -> dict[str, Any]:
-        volumes = of_kind(rendered(name), "Deployment")["decode"]["spec"]["template"]["spec"]["volumes"]
-        return next(volume for volume in volumes if volume["name"] == "shm")
+        return volumes(of_kind(rendered(name), "Deployment")["decode"])["shm"]
 
     assert shm("one-node")["hostPath"] == {"path": "/dev/shm", "type": "Directory"}
     assert shm("several-nodes")["emptyDir"] == {"medium": "Memory", "sizeLimit": "1Gi"}
+
+
+def volumes(deployment: Document) -> dict[str, Document]:
+    """Return the sources of a pod's volumes, by name."""
+    every = deployment["spec"]["template"]["spec"].get("volumes", [])
+    return {volume["name"]: {key: value for key, value in volume.items() if key != "name"} for volume in every}
+
+
+@pytest.mark.parametrize("name", [*EXAMPLES, "defaults", "other"])
+def test_a_volume_has_one_source(name: str) -> None:
+    """Kubernetes refuses others, which its schema does not show; Helm merges values with the chart's own."""
+    for deployment in of_kind(rendered(name), "Deployment").values():
+        assert all(len(source) == 1 for source in volumes(deployment).values()), volumes(deployment)
+
+
+def test_compiled_kernels_are_kept_where_the_image_has_them() -> None:
+    folders = re.findall(r"(?:TRITON|TORCHINDUCTOR)_CACHE_DIR=(\S+)", (ROOT / "Dockerfile").read_text())
+    claim, folder = {"persistentVolumeClaim": {"claimName": "kernels"}}, {"hostPath": {"path": "/var/cache/pdserve"}}
+    for values, expected in (
+        ({}, {"emptyDir": {}}),
+        ({"instances": {"cache": claim}}, claim),
+        ({"prefill": {"cache": folder}, "decode": {"cache": folder}}, folder),
+    ):
+        deployments = of_kind(render(values), "Deployment")
+        for role in ("prefill", "decode"):
+            assert volumes(deployments[role])["cache"] == expected
+            (mounted,) = (one for one in container(deployments[role])["volumeMounts"] if one["name"] == "cache")
+            assert len(folders) == 2 and all(folder.startswith(f"{mounted['mountPath']}/") for folder in folders)
+        assert "cache" not in volumes(deployments["router"])
 
 
 def test_without_a_registry_one_router_is_dialled_by_its_service(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,6 +444,10 @@ def test_the_autoscaler_watches_every_router_and_may_start_pods() -> None:
         ),
         ({"grpcProbes": True, "tls": {"clients": "tls"}}, "grpcProbes needs plain connections"),
         ({"decode": {"replica": 2}}, "replica"),
+        (
+            {"instances": {"cache": {"hostPath": {"path": "/a"}}}, "decode": {"cache": {"emptyDir": {}}}},
+            "instances.cache or decode.cache names more than one source: emptyDir, hostPath",
+        ),
         ({"prefill": {"flags": {"--max-num-seqs": 2}}}, "--max-num-seqs"),
         ({"keda": {"decode": {"occupancy": 0.8}}}, "occupancy"),
     ],

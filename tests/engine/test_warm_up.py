@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from pdserve.config import EngineConfig
 from pdserve.costs import CostMeter
+from pdserve.engine import warm_up as module
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.warm_up import MIN_PROBES, warm_up
@@ -56,3 +59,21 @@ def test_probes_calibrate_the_cost_model(checkpoint: Callable[..., Path], monkey
         assert costs.prefill_seconds(tokens) == pytest.approx(0.01 + 0.001 * tokens, rel=0.02)
     for batch in (1, 8):
         assert costs.step_seconds(batch, 16 * batch) == pytest.approx(0.01 + 0.001 * batch, rel=0.02)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_on_gpus_all_kernels_are_compiled_before_a_step_is_measured(
+    device: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(EngineConfig(model=str(checkpoint("llama")), num_blocks=64))
+    step, calls = engine.runner.step, list[str]()
+
+    def recorded(num_scheduled_tokens: dict[Sequence, int]) -> object:
+        calls.append("step")
+        return step(num_scheduled_tokens)
+
+    monkeypatch.setattr(engine.runner, "step", recorded)
+    monkeypatch.setattr(engine, "checkpoint", SimpleNamespace(device=torch.device(device)))
+    monkeypatch.setattr(module, "compile_kernels", lambda engine: calls.append("compile"))
+    probes = list(warm_up(engine))
+    assert calls == ["compile"] * (device == "cuda") + ["step"] * 2 * len(probes)

@@ -52,6 +52,7 @@ def test_an_instance_whose_gpu_fails_ends_with_one_sentence_and_its_streams_move
 
         def decodes() -> bool:
             found = httpx.get(f"{deployment.url}/debug/instances").json()["instances"]
+            assert {one["kernel"] for one in found} == {"cpu"}
             return any(one["instance_id"] == "decode-0" and one["requests"] for one in found)
 
         wait_until(decodes, "decode-0 is busy")

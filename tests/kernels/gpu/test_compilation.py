@@ -6,7 +6,7 @@ spilled to memory costs more than a smaller tile. Both phases of invariant atten
 
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ triton = pytest.importorskip("triton")
 
 MMA = r"(?:wgmma\.mma_async|mma)\.sync\.[\w.]+"
 SHARED_KIB = {80: 163, 86: 99, 90: 227}
+DTYPES, SIZES = ("bf16", "fp16", "fp32"), (32, 64, 80, 96, 128, 256, 512)
 POINTERS = {
     **dict.fromkeys(("out", "q", "k", "v", "cache", "y", "x", "weight", "bias"), "*bf16"),
     **dict.fromkeys(("part_o", "part_m", "part_l"), "*fp32"),
@@ -102,6 +103,19 @@ def attend(
     return compiled(triton_kernels._attend, processor, constants, dtype, **options)
 
 
+def variants(dtype: str) -> Iterator[dict[str, Any]]:
+    """Yield the settings of `attend` by which its variants differ."""
+    for decode in (False, True):
+        for capped, windowed in ((False, False), (False, True), (True, True)):
+            for split in sorted({False, decode}):
+                yield {"decode": decode, "split": split, "capped": capped, "windowed": windowed}
+        if dtype != "fp32":  # which is invariant only by accident
+            for split in (False, True):
+                yield {"decode": decode, "split": split, "invariant": True}
+    for repeats in (1, 8, 16, 40):
+        yield {"decode": True, "split": True, "repeats": repeats}
+
+
 @pytest.mark.parametrize(("processor", "size"), [(80, 64), (90, 128)])
 def test_phases_of_invariant_attention_have_the_same_arithmetic(processor: int, size: int) -> None:
     from pdserve.kernels.gpu import triton_kernels
@@ -141,21 +155,12 @@ def test_a_tile_fits_the_gpus_with_the_least_shared_memory(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processor", [80, 86, 90])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("size", [32, 64, 80, 96, 128, 256, 512])
+@pytest.mark.parametrize("processor", SHARED_KIB)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
 def test_every_variant_fits_every_gpu(processor: int, dtype: str, size: int) -> None:
-    for decode in (False, True):
-        for capped, windowed in ((False, False), (False, True), (True, True)):
-            for split in {False, decode}:
-                attend(
-                    processor, size, decode=decode, split=split, dtype=dtype, capped=capped, windowed=windowed
-                ).check(processor)
-        if dtype != "fp32":  # which is invariant only by accident
-            for split in (False, True):
-                attend(processor, size, decode=decode, split=split, dtype=dtype, invariant=True).check(processor)
-    for repeats in (1, 8, 16, 40):
-        attend(processor, size, decode=True, split=True, dtype=dtype, repeats=repeats).check(processor)
+    for variant in variants(dtype):
+        attend(processor, size, dtype=dtype, **variant).check(processor)
 
 
 @pytest.mark.parametrize("processor", [80, 90])

@@ -6,6 +6,7 @@ GPU nor NIXL itself has run this.
 
 import ctypes
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
@@ -37,6 +38,7 @@ class AgentDouble:
     def __init__(self, name: str, config: object) -> None:
         self.name = name
         self.backends = {"UCX": object()}
+        self.ucx_settings = {key: value for key, value in os.environ.items() if key.startswith("UCX_CUDA_IPC")}
         self.registered: list[tuple[int, int, str, int]] = []  # address, bytes, kind, device
         self._notifications: dict[str, list[bytes]] = {}
         self.agents[name] = self
@@ -172,6 +174,25 @@ def test_host_memory_and_a_gpu_do_not_read_each_other(
     assert on_gpu.load(KEYS[:3], [4, 5, 6], tickets=[stored.ticket]).result(60).outcomes == [OK, OK, MISSING]
 
 
+@pytest.mark.parametrize("chosen", ["", "auto"])
+def test_without_nvlink_memory_of_gpus_is_not_read_over_tcp(
+    chosen: str,
+    agents: dict[str, AgentDouble],
+    attach: Callable[..., tuple[NixlConnector, torch.Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """UCX would, unless it is told otherwise; on hosts without GPUs it would warn of the setting. The user's value wins."""
+    if chosen:
+        monkeypatch.setenv("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", chosen)
+    attach()
+    assert [agent.ucx_settings for agent in agents.values()] == 2 * [{"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": chosen or "on"}]
+    assert os.environ.get("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "") == chosen
+    agents.clear()
+    monkeypatch.delenv("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", raising=False)
+    attach(on_gpu=False)
+    assert [agent.ucx_settings for agent in agents.values()] == 2 * [{}]
+
+
 def test_checksums_tell_any_change_of_a_row() -> None:
     rows = torch.zeros(1, BLOCK_BYTES, dtype=torch.uint8)
     memory, seen = GPURows(rows), set[bytes]()
@@ -191,7 +212,30 @@ def test_checksums_tell_any_change_of_a_row() -> None:
     assert memory.digest(0) == before and len(before) == 8
 
 
-def test_a_store_waits_for_the_steps_before_it() -> None:
+@pytest.mark.usefixtures("agents")
+def test_stores_and_loads_wait_for_the_steps_before_them(
+    attach: Callable[..., tuple[NixlConnector, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = list[str]()
+    digest = GPURows.digest
+
+    def log_and_digest(self: GPURows, row: int) -> bytes:
+        log.append("checksum")
+        return digest(self, row)
+
+    monkeypatch.setattr(GPURows, "mark", lambda self: log.append("mark"))
+    monkeypatch.setattr(GPURows, "wait", lambda self, mark: log.append("wait for the mark"))
+    monkeypatch.setattr(GPURows, "digest", log_and_digest)
+    monkeypatch.setattr(AgentDouble, "during_read", staticmethod(lambda: log.append("read")))
+    (owner, _), (reader, _) = attach(), attach(seed=1)
+    stored = owner.store(KEYS[:1], [3], lease_s=60).result(60)
+    assert log == ["mark", "wait for the mark", "checksum"]
+    log.clear()
+    assert reader.load(KEYS[:1], [2], tickets=[stored.ticket]).result(60).outcomes == [OK]
+    assert log[:3] == ["mark", "wait for the mark", "read"]
+
+
+def test_marks_are_events_of_the_models_stream() -> None:
     """Neither the checksum of a row nor a peer's bytes may cross with a late write of the model."""
     log = list[str]()
 

@@ -148,9 +148,16 @@ imagePullPolicy: {{ .Values.image.pullPolicy }}
 securityContext: {allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}
 {{- end }}
 
+{{/* A volume, with (list name source setting): an emptyDir unless the setting names another source. */}}
+{{- define "pdserve.volume" -}}
+{{- $source := index . 1 | default (dict "emptyDir" dict) -}}
+{{- if gt (len $source) 1 }}{{ fail (printf "%s names more than one source: %s" (index . 2) (keys $source | sortAlpha | join ", ")) }}{{ end -}}
+- name: {{ index . 0 }}
+  {{- toYaml $source | nindent 2 }}
+{{- end }}
+
 {{- define "pdserve.sharedVolumes" -}}
-- name: models
-  {{- toYaml .Values.model.volume | nindent 2 }}
+{{ include "pdserve.volume" (list "models" .Values.model.volume "model.volume") }}
 {{- with .Values.tls.control }}
 - name: control-tls
   secret: {secretName: {{ . }}}
