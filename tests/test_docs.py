@@ -192,6 +192,7 @@ def test_package_table_lists_every_package() -> None:
         "pdserve/engine/architectures",
         "pdserve/engine/cpu_fusion",
         "pdserve/engine/gpu_fusion",
+        "pdserve/engine/memory",
         "pdserve/engine/parallel",
     }
     assert packages - inside <= listed | {"router"}

@@ -14,6 +14,7 @@ import torch
 from pdserve.config import EngineConfig
 from pdserve.costs import Work
 from pdserve.engine.checkpoint import Checkpoint
+from pdserve.engine.memory.block_pool import BlockPairs
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import SetupError
 from pdserve.keys import Layout
@@ -47,6 +48,42 @@ def paced_layout(profile: Profile, block_size: int) -> Layout:
         dtype="uint8",
         itemsize=1,
     )
+
+
+class PacedMemory:
+    """Stands in for `KVMemory`. Its blocks hold no KV, and swapping them only takes time.
+
+    Args:
+        take: lets the duration of a swap pass.
+    """
+
+    copies = None
+
+    def __init__(
+        self,
+        pool_NL2GBD: torch.Tensor,
+        num_host_blocks: int,
+        swap_seconds: Callable[[float], float],
+        take: Callable[[float], None],
+    ) -> None:
+        self.pool_NL2GBD = pool_NL2GBD
+        self.num_blocks = len(pool_NL2GBD)
+        self.num_host_blocks = num_host_blocks
+        self._swap_seconds = swap_seconds
+        self._take = take
+
+    def swap(self, swap_out: BlockPairs, swap_in: BlockPairs) -> float:
+        """Take the time of copying blocks, and return it in seconds."""
+        blocks = len(swap_out) + len(swap_in)
+        seconds = self._swap_seconds(blocks) if blocks else 0.0
+        self._take(seconds)
+        return seconds
+
+    def copy_blocks(self, pairs: BlockPairs) -> None:
+        """Do nothing."""
+
+    def clear_tail(self, block: int, used: int) -> None:
+        """Do nothing."""
 
 
 class PacedRunner:
@@ -89,11 +126,10 @@ class PacedRunner:
             device=torch.device("cpu"),
             dtype=torch.uint8,
         )
-        self.num_blocks = config.num_blocks
-        self.num_host_blocks = int(config.swap_space * 2**30) // layout.block_bytes
-        self.pool_NL2GBD = torch.zeros((self.num_blocks, block_bytes or layout.block_bytes), dtype=torch.uint8)
+        pool = torch.zeros((config.num_blocks, block_bytes or layout.block_bytes), dtype=torch.uint8)
+        num_host_blocks = int(config.swap_space * 2**30) // layout.block_bytes
+        self.kv = PacedMemory(pool, num_host_blocks, swap_seconds, self._take)
         self._step_seconds = step_seconds
-        self._swap_seconds = swap_seconds
         self._sleep = sleep
         self._slept = 0.0
 
@@ -138,19 +174,6 @@ class PacedRunner:
                 count = seq.group.search.num_candidates
                 seq.record_candidates([(next_token(len(seq)) + i, -1.0 - i) for i in range(count)])
         return {one: next_token(len(one)) for seq in complete if seq.group is None for one in (seq, *seq.siblings)}
-
-    def swap(self, swap_out: list[tuple[int, int]], swap_in: list[tuple[int, int]]) -> float:
-        """Take the time of copying blocks, and return it in seconds."""
-        blocks = len(swap_out) + len(swap_in)
-        seconds = self._swap_seconds(blocks) if blocks else 0.0
-        self._take(seconds)
-        return seconds
-
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Do nothing: there is no KV."""
-
-    def clear_tail(self, block: int, used: int) -> None:
-        """Do nothing: there is no KV."""
 
     def _take(self, seconds: float) -> None:
         self._slept += seconds

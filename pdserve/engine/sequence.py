@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from pdserve.beam_search import BeamSearch, Candidate
-from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.memory.block_pool import BlockPool
 from pdserve.errors import RequestError
 from pdserve.keys import KeyChain, Tokens
 from pdserve.logits_processors import LogitsProcessor

@@ -14,6 +14,7 @@ from pdserve.config import EngineConfig
 from pdserve.engine import step_graph
 from pdserve.engine.checkpoint_loader import load
 from pdserve.engine.engine import Engine
+from pdserve.engine.memory.step_memory import graph_bytes
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.step_graph import RECORD_AT_STEP, PaddedGraphs, StepGraphs, padded_rows, padded_tokens
 from pdserve.engine.warm_up import compile_kernels
@@ -193,7 +194,7 @@ def test_padded_steps_have_the_logits_of_unpadded_ones(
     config = EngineConfig(model=path, kernel="reference", num_blocks=60, block_size=4, device="cpu")
     plain, padded = Engine(config), Engine(config)
     assert isinstance(padded.runner, ModelRunner) and padded.runner.graphs is None
-    graphs = PaddedGraphs(padded.runner._compute_logits, 200, record_by_running)
+    graphs = PaddedGraphs(padded.runner.compute_logits, 200, record_by_running)
     padded.runner.kernel = padding_kernel(padded.runner.kernel)
     padded.runner.graphs = graphs
     for got, expected in zip(decode_logits(padded, counts), decode_logits(plain, counts), strict=True):
@@ -201,7 +202,7 @@ def test_padded_steps_have_the_logits_of_unpadded_ones(
     assert {rows for rows, _ in graphs.sizes} == {1, 2, 4, 8} and len({tokens for _, tokens in graphs.sizes}) > 1
     assert graphs.num_replayed > 20
     assert isinstance(plain.runner, ModelRunner)
-    torch.testing.assert_close(padded.runner.pool_NL2GBD, plain.runner.pool_NL2GBD, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(padded.runner.kv.pool_NL2GBD, plain.runner.kv.pool_NL2GBD, rtol=1e-4, atol=1e-4)
 
 
 def padding_kernel(kernel: Kernel) -> Kernel:
@@ -222,10 +223,9 @@ def test_all_graphs_are_recorded_before_an_instance_is_ready(
     config = EngineConfig(model=path, kernel="reference", num_blocks=60, block_size=4, device="cpu")
     engine = Engine(replace(config, max_num_seqs=5, max_model_len=100))
     assert isinstance(engine.runner, ModelRunner)
-    graphs = PaddedGraphs(engine.runner._compute_logits, 200, record_by_running)
+    graphs = PaddedGraphs(engine.runner.compute_logits, 200, record_by_running)
     engine.runner.kernel = padding_kernel(engine.runner.kernel)
     engine.runner.graphs = graphs
-    monkeypatch.setattr(engine.runner, "compile_copies", lambda: None)  # the double has none
     compile_kernels(engine)
     recorded = graphs.sizes
     assert recorded == {(rows, limit) for rows in (1, 2, 4, 8) for limit in (8, 32, 128)}
@@ -245,10 +245,10 @@ def test_memory_of_graphs_is_measured_by_the_two_largest(
     free = [1000, 950, 950, 948]
     monkeypatch.setattr(memory, "free_bytes", lambda device: free.pop(0) * 10**6)
     monkeypatch.setattr(step_graph, "record_cuda_graph", record_by_running)
-    pool = runner.pool_NL2GBD
+    pool = runner.kv.pool_NL2GBD
     sizes = step_graph.padded_sizes(5, runner.checkpoint.context_length)
-    assert runner.graph_bytes(config) == (50 + 2 * (len(sizes) - 1)) * 10**6
-    assert len(sizes) > 2 and not free and runner.pool_NL2GBD is pool
+    assert graph_bytes(runner, config) == (50 + 2 * (len(sizes) - 1)) * 10**6
+    assert len(sizes) > 2 and not free and runner.kv.pool_NL2GBD is pool
 
 
 def attend_by_device_lengths(
