@@ -40,7 +40,7 @@ ERROR_TYPES = {
     503: "overloaded_error",
 }
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
-NO_THREADS = "thread_unsupported_request"  # whereupon clients send all messages themselves
+THREAD_KIND = "thread_unsupported_request"  # whereupon clients send all messages themselves
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # Fields of a block by its type: required ones, and those without effect.
 BLOCK_FIELDS: dict[str, tuple[set[str], set[str]]] = {
@@ -73,7 +73,7 @@ def to_chat_body(body: MessagesBody, *, knows_effort: bool) -> ChatBody:
     """
     if body.thread is not None:
         message = "thread is not supported: this server keeps no conversations; send all of their messages"
-        raise BadRequest(message, kind="thread_unsupported_request", param="thread")
+        raise BadRequest(message, kind=THREAD_KIND, param="thread")
     return ChatBody(
         model=body.model,
         max_completion_tokens=body.max_tokens,
@@ -361,7 +361,7 @@ def _whole_call(call: ToolCallDelta, arguments: str) -> Json:
 def error_body(status: int, message: str, code: str | None = None) -> Json:
     """Return an error in Anthropic's format; `code` is that of this router."""
     kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    details = {"details": {"error_code": code, "unsupported": ["thread"]}} if code == NO_THREADS else {}
+    details = {"details": {"error_code": code, "unsupported": ["thread"]}} if code == THREAD_KIND else {}
     return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
 

@@ -45,9 +45,7 @@ class AllowedTools:
         """
         if self.forced:
             schemas = {name: _object_schema(name, self.tools.schemas[name]) for name in self.forced}
-            calls = self.parser.call_formats(schemas)
-            first_forms = calls[:: len(self.parser.FORMS)]  # one of each function
-            return json.dumps({"format": formats.either(*first_forms)})
+            return json.dumps({"format": self.parser.forced_format(schemas)})
         if not (self.strict or structured):
             return ""
         functions = {
