@@ -20,13 +20,14 @@ from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.cpu_fusion.prepack import largest_min_rows
 from pdserve.engine.cpu_fusion.row_products import RowProducts, needs_row_products
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
+from pdserve.engine.cuda_graph import PaddedGraphs
 from pdserve.engine.memory import step_memory
 from pdserve.engine.memory.allocation import allocate, zeroed_blocks
 from pdserve.engine.memory.kv_memory import KVMemory
 from pdserve.engine.numerics import numerics_class
 from pdserve.engine.sampler import SampledTokens, next_tokens, record_embedding, score
 from pdserve.engine.sequence import Sequence
-from pdserve.engine.step_graph import PaddedGraphs, StepGraphs
+from pdserve.engine.step_graph import StepGraphs
 from pdserve.engine.step_pipeline import StepPipeline
 from pdserve.engine.step_rows import StepRows
 from pdserve.errors import SetupError

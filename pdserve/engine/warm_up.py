@@ -46,8 +46,8 @@ def compile_kernels(engine: Engine) -> None:
     Variants differ by phase, by whether the KV of a sequence is split, and by the layers' windows and soft caps; not by
     lengths or numbers of sequences. Graphs of decode steps differ by both.
     """
+    from pdserve.engine.cuda_graph import PaddedGraphs, padded_sizes
     from pdserve.engine.model_runner import ModelRunner  # imports transformers, which a paced runner does not need
-    from pdserve.engine.step_graph import PaddedGraphs, padded_sizes
 
     assert isinstance(engine.runner, ModelRunner)
     longest, max_tokens, max_seqs = _limits(engine)

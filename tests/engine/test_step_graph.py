@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from pdserve.config import EngineConfig
-from pdserve.engine import step_graph
+from pdserve.engine import cuda_graph, step_graph
 from pdserve.engine.checkpoint_loader import load
+from pdserve.engine.cuda_graph import PaddedGraphs, padded_rows, padded_tokens
 from pdserve.engine.engine import Engine
 from pdserve.engine.memory.step_memory import graph_bytes
 from pdserve.engine.model_runner import ModelRunner
-from pdserve.engine.step_graph import RECORD_AT_STEP, PaddedGraphs, StepGraphs, padded_rows, padded_tokens
+from pdserve.engine.step_graph import RECORD_AT_STEP, StepGraphs
 from pdserve.engine.warm_up import compile_kernels
 from pdserve.kernels import cpu, native, reference
 from pdserve.kernels.batch import Kernel, PagedBatch
@@ -188,7 +189,7 @@ def test_padded_steps_have_the_logits_of_unpadded_ones(
     architecture: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences end one after the other, and outgrow a limit of lengths."""
-    monkeypatch.setattr(step_graph, "MIN_PADDED_TOKENS", 8)
+    monkeypatch.setattr(cuda_graph, "MIN_PADDED_TOKENS", 8)
     path = str(checkpoint(architecture, dtype="float32"))
     counts = [4, 6, 9, 12, 40]
     config = EngineConfig(model=path, kernel="reference", num_blocks=60, block_size=4, device="cpu")
@@ -218,7 +219,7 @@ def test_all_graphs_are_recorded_before_an_instance_is_ready(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So no step of a request records one, whatever the number of sequences and their lengths."""
-    monkeypatch.setattr(step_graph, "MIN_PADDED_TOKENS", 8)
+    monkeypatch.setattr(cuda_graph, "MIN_PADDED_TOKENS", 8)
     path = str(checkpoint("qwen3", dtype="float32"))
     config = EngineConfig(model=path, kernel="reference", num_blocks=60, block_size=4, device="cpu")
     engine = Engine(replace(config, max_num_seqs=5, max_model_len=100))
@@ -229,7 +230,7 @@ def test_all_graphs_are_recorded_before_an_instance_is_ready(
     compile_kernels(engine)
     recorded = graphs.sizes
     assert recorded == {(rows, limit) for rows in (1, 2, 4, 8) for limit in (8, 32, 128)}
-    assert recorded < {*step_graph.padded_sizes(5, 200)}, "longer ones than --max-model-len are not"
+    assert recorded < {*cuda_graph.padded_sizes(5, 200)}, "longer ones than --max-model-len are not"
     decode_logits(engine, [70, 99 - 70, 5, 12, 40])
     assert graphs.sizes == recorded and graphs.num_replayed > 20
 
@@ -244,9 +245,9 @@ def test_memory_of_graphs_is_measured_by_the_two_largest(
     runner.kernel = padding_kernel(runner.kernel)
     free = [1000, 950, 950, 948]
     monkeypatch.setattr(memory, "free_bytes", lambda device: free.pop(0) * 10**6)
-    monkeypatch.setattr(step_graph, "record_cuda_graph", record_by_running)
+    monkeypatch.setattr(cuda_graph, "record_cuda_graph", record_by_running)
     pool = runner.kv.pool_NL2GBD
-    sizes = step_graph.padded_sizes(5, runner.checkpoint.context_length)
+    sizes = cuda_graph.padded_sizes(5, runner.checkpoint.context_length)
     assert graph_bytes(runner, config) == (50 + 2 * (len(sizes) - 1)) * 10**6
     assert len(sizes) > 2 and not free and runner.kv.pool_NL2GBD is pool
 

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from pdserve.config import EngineConfig
+from pdserve.engine.cuda_graph import PaddedGraphs, padded_sizes
 from pdserve.engine.sequence import Sequence
-from pdserve.engine.step_graph import PaddedGraphs, padded_sizes
 from pdserve.kernels.gpu import memory as gpu_memory
 from pdserve.keys import token_array
 from pdserve.request import MAX_LOGPROBS, SamplingParams
