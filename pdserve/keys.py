@@ -147,7 +147,7 @@ class KeyChain:
         self._unit_keys = [root]  # keys of the first 0, 16, 32, … tokens
 
     def copy(self) -> "KeyChain":
-        """Return a chain of the same tokens, which may go on otherwise."""
+        """Return an independent copy, for tokens that continue otherwise."""
         chain = KeyChain(self._unit_keys[0])
         chain._unit_keys = self._unit_keys[:]
         return chain

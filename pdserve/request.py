@@ -111,7 +111,7 @@ class SamplingParams:
 
 
 class _Rule(NamedTuple):
-    """What a field must be; `looks_at` returns what is checked, which the error shows."""
+    """A condition on a field, and its text for errors; `looks_at` returns the part of the value that is checked and shown."""
 
     expected: str
     allows: Callable[[Any], bool]
