@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from pdserve.errors import BadRequest
+from pdserve.errors import BadRequest, InvalidParameter
 from pdserve.reasoning import ReasoningSpan
 
 MAX_STOP_TOKEN_IDS = 64
@@ -185,7 +185,7 @@ def _magnitude(value: float) -> float:
 
 
 def _invalid(name: str, expected: str, value: object) -> BadRequest:
-    return BadRequest(f"{name} must be {expected}, not {value}", kind="invalid_parameter", param=name)
+    return InvalidParameter(name, f"{name} must be {expected}, not {value}")
 
 
 def check_length(prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:
