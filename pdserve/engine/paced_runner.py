@@ -7,7 +7,8 @@ does that has more processors than this machine, and a simulation runs them on a
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -50,33 +51,30 @@ def paced_layout(profile: Profile, block_size: int) -> Layout:
     )
 
 
+@dataclass
 class PacedMemory:
     """Stands in for `KVMemory`. Its blocks hold no KV, and swapping them only takes time.
 
-    Args:
-        take: lets the duration of a swap pass.
+    Attributes:
+        swap_seconds: duration of copying a number of blocks.
+        take: lets a duration pass.
     """
 
-    copies = None
+    pool_NL2GBD: torch.Tensor
+    num_host_blocks: int
+    swap_seconds: Callable[[float], float]
+    take: Callable[[float], None]
+    copies: ClassVar[None] = None
 
-    def __init__(
-        self,
-        pool_NL2GBD: torch.Tensor,
-        num_host_blocks: int,
-        swap_seconds: Callable[[float], float],
-        take: Callable[[float], None],
-    ) -> None:
-        self.pool_NL2GBD = pool_NL2GBD
-        self.num_blocks = len(pool_NL2GBD)
-        self.num_host_blocks = num_host_blocks
-        self._swap_seconds = swap_seconds
-        self._take = take
+    @property
+    def num_blocks(self) -> int:
+        return len(self.pool_NL2GBD)
 
     def swap(self, swap_out: BlockPairs, swap_in: BlockPairs) -> float:
         """Take the time of copying blocks, and return it in seconds."""
         blocks = len(swap_out) + len(swap_in)
-        seconds = self._swap_seconds(blocks) if blocks else 0.0
-        self._take(seconds)
+        seconds = self.swap_seconds(blocks) if blocks else 0.0
+        self.take(seconds)
         return seconds
 
     def copy_blocks(self, pairs: BlockPairs) -> None:
