@@ -70,7 +70,7 @@ class Bench:
         self._engine.checkpoint.model.register_forward_hook(self._keep_logits)
         self._engine.runner.graphs = None  # no CUDA graphs: each step runs the model
         self.layout = self._engine.layout
-        self._rows = host_rows(self._engine.runner.pool_NL2GBD)
+        self._rows = host_rows(self._engine.runner.kv.pool_NL2GBD)
         self._given = self._engine.pool.blocks_for(settings.prompt_tokens)
         self._logits = torch.empty(0)
         self.computed = [self._prefill(document) for document in documents]
@@ -113,7 +113,7 @@ class Bench:
         count, runner = self._settings.prompt_tokens, self._engine.runner
         runner.step({self._sequence(document, 0): count})
         if count % self.layout.block_size:
-            runner.clear_tail(self._given - 1, count % self.layout.block_size)
+            runner.kv.clear_tail(self._given - 1, count % self.layout.block_size)
         return self._rows[: self._given].copy()
 
     def _all_logits(self, blocks: Sequence[Row]) -> torch.Tensor:

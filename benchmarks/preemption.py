@@ -137,8 +137,8 @@ def _once(engine: Engine, blocks: int, tokens: int) -> tuple[float, float, float
 
     ways: list[Callable[[], float]] = [
         compute,
-        lambda: engine.runner.swap(pairs, []),
-        lambda: engine.runner.swap([], pairs),
+        lambda: engine.runner.kv.swap(pairs, []),
+        lambda: engine.runner.kv.swap([], pairs),
     ]
     recompute, out, back = (min(way() for _ in range(TRIES)) for way in ways)
     return recompute, out, back

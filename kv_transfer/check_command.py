@@ -69,7 +69,7 @@ def _check_with_progress(url: str, rules: Sequence[Rule], seconds: float) -> Ite
 
 
 def _table(width: int, *, with_header: bool = False, title: str | None = None) -> Table:
-    """Return a table without rows, whose columns are as wide as those of the others."""
+    """Return an empty table; all of one report have equal columns, so that they line up."""
     table = Table(box=None, header_style="bold", show_header=with_header, title=title, title_justify="left")
     for column, columns in (("rule", width), ("verdict", 11), ("seconds", 7)):
         table.add_column(column, justify="right" if column == "seconds" else "left", width=columns)

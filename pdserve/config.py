@@ -90,6 +90,10 @@ def flag(help: str, default: Any = MISSING, *, secret: bool = False, variable: s
     return field(default=default, repr=not secret, metadata=metadata)
 
 
+def policy_flag(role: str) -> Any:
+    return flag(f"routing policy for {role} instances; default: --policy", None, choices=POLICY_NAMES)
+
+
 def describe(setting: "Field[Any]") -> str:
     """Return the help text of a setting with its limits."""
     text, limits = setting.metadata["help"], str(setting.metadata["limits"])
@@ -300,12 +304,8 @@ class RouterConfig(ControlConfig):
         "",
     )
     policy: str = flag("routing policy for P and D", "auto", choices=POLICY_NAMES)
-    prefill_policy: str | None = flag(
-        "routing policy for prefill instances; default: --policy", None, choices=POLICY_NAMES
-    )
-    decode_policy: str | None = flag(
-        "routing policy for decode instances; default: --policy", None, choices=POLICY_NAMES
-    )
+    prefill_policy: str | None = policy_flag("prefill")
+    decode_policy: str | None = policy_flag("decode")
     local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None, least=0)
     ttft_target_ms: float | None = flag(TTFT_TARGET_HELP, None, above=0)
     slo: str = flag(SLO_HELP, "")
@@ -452,12 +452,8 @@ class UpConfig(ControlConfig, TransferConfig):
     control_port: int = flag("port for instances; 0 takes a free one", 0, **PORTS)
     grpc_port: int | None = flag(GRPC_HELP, None, **PORTS)
     policy: str = flag("routing policy for P and D", "auto", choices=POLICY_NAMES)
-    prefill_policy: str | None = flag(
-        "routing policy for prefill instances; default: --policy", None, choices=POLICY_NAMES
-    )
-    decode_policy: str | None = flag(
-        "routing policy for decode instances; default: --policy", None, choices=POLICY_NAMES
-    )
+    prefill_policy: str | None = policy_flag("prefill")
+    decode_policy: str | None = policy_flag("decode")
     local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None, least=0)
     ttft_target_ms: float | None = flag(TTFT_TARGET_HELP, None, above=0)
     slo: str = flag(SLO_HELP, "")

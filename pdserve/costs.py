@@ -220,7 +220,7 @@ class CostMeter:
 
 
 def _amounts(steps: Sequence[Work]) -> tuple[float, float, float]:
-    """Return what the coefficients multiply: the decode model's amounts if each sequence has one token, else prefill's."""
+    """Return the factors of a, b and c: of the decode model if each sequence has one token, else of the prefill model."""
     work = [sequence for step in steps for sequence in step]
     tokens = sum(count for count, _ in work)
     if work[0][0] == 1:

@@ -4,6 +4,7 @@
     ├── SetupError              start-up failed: one line on stderr, exit code 2
     └── RequestError            ends one request; carries an HTTP status and OpenAI's error type
         ├── BadRequest          400  invalid request
+        │   ├── InvalidParameter     with the name of a field
         │   ├── NotFound        404
         │   ├── TooSlow         408  the client sends its request too slowly
         │   ├── Conflict        409
@@ -44,6 +45,13 @@ class RequestError(PdserveError):
 class BadRequest(RequestError):
     status = 400
     openai_type = "invalid_request_error"
+
+
+class InvalidParameter(BadRequest):
+    """The value of the field `param` is invalid, or not allowed beside others."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message, kind="invalid_parameter", param=param)
 
 
 class NotFound(BadRequest):

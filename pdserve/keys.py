@@ -135,9 +135,9 @@ def token_array(tokens: Iterable[int] = ()) -> Tokens:
         raise ValueError(f"token ids go from 0 to {(1 << 8 * TOKEN_BYTES) - 1}") from error
 
 
-def root_key(*, model_digest: bytes, salt: str = "", lora: str = "") -> bytes:
-    """Return the key of no tokens. Salt and LoRA id separate tenants and adapters."""
-    return _digest(model_digest, len(salt.encode()).to_bytes(4, "little"), salt.encode(), lora.encode())
+def root_key(*, model_digest: bytes, salt: str = "") -> bytes:
+    """Return the key of no tokens. The salt separates tenants."""
+    return _digest(model_digest, len(salt.encode()).to_bytes(4, "little"), salt.encode())
 
 
 class KeyChain:
@@ -147,7 +147,7 @@ class KeyChain:
         self._unit_keys = [root]  # keys of the first 0, 16, 32, … tokens
 
     def copy(self) -> "KeyChain":
-        """Return a chain of the same tokens, which may go on otherwise."""
+        """Return an independent copy, for tokens that continue otherwise."""
         chain = KeyChain(self._unit_keys[0])
         chain._unit_keys = self._unit_keys[:]
         return chain

@@ -12,6 +12,7 @@ from pdserve.config import (
     Settings,
     flag,
     parse_size,
+    policy_flag,
 )
 
 DATASETS = ("random", "prefix_repetition", "sharegpt", "custom", "mooncake", "azure", "burstgpt")
@@ -67,12 +68,8 @@ class FleetConfig(LoadConfig):
         "maximum tokens per step of an instance; default: as in the profile", None, least=1
     )
     policy: str = flag("routing policy for P and D", "auto", choices=POLICY_NAMES)
-    prefill_policy: str | None = flag(
-        "routing policy for prefill instances; default: --policy", None, choices=POLICY_NAMES
-    )
-    decode_policy: str | None = flag(
-        "routing policy for decode instances; default: --policy", None, choices=POLICY_NAMES
-    )
+    prefill_policy: str | None = policy_flag("prefill")
+    decode_policy: str | None = policy_flag("decode")
     local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None, least=0)
     ttft_target_ms: float | None = flag(TTFT_TARGET_HELP, None, above=0)
     routers: int = flag("router processes", 1, least=1)

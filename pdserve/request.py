@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from pdserve.errors import BadRequest
+from pdserve.errors import BadRequest, InvalidParameter
 from pdserve.reasoning import ReasoningSpan
 
 MAX_STOP_TOKEN_IDS = 64
@@ -111,7 +111,7 @@ class SamplingParams:
 
 
 class _Rule(NamedTuple):
-    """What a field must be; `looks_at` returns what is checked, which the error shows."""
+    """A condition on a field, and its text for errors; `looks_at` returns the part of the value that is checked and shown."""
 
     expected: str
     allows: Callable[[Any], bool]
@@ -185,7 +185,7 @@ def _magnitude(value: float) -> float:
 
 
 def _invalid(name: str, expected: str, value: object) -> BadRequest:
-    return BadRequest(f"{name} must be {expected}, not {value}", kind="invalid_parameter", param=name)
+    return InvalidParameter(name, f"{name} must be {expected}, not {value}")
 
 
 def check_length(prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:

@@ -185,7 +185,7 @@ class Prefiller:
         if ready <= first or state.has_gap:
             return
         if is_complete and seq.num_initial % seq.block_size:
-            self._engine.runner.clear_tail(seq.block_ids[ready - 1], seq.num_initial % seq.block_size)
+            self._engine.runner.kv.clear_tail(seq.block_ids[ready - 1], seq.num_initial % seq.block_size)
         state.submitted_blocks = ready
         # Split, so that decode can load the first part while the last is still being stored.
         for start, stop in self._transfers.split(first, ready):

@@ -12,7 +12,7 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -36,6 +36,7 @@ from pdserve.router.instances.control_server import ControlServer
 from pdserve.router.instances.fleet import Fleet
 from pdserve.router.limits.account_file import AccountFile
 from pdserve.router.limits.key_file import ApiKey, load_api_keys
+from pdserve.router.limits.quota import Quota
 from pdserve.router.limits.shared_quota import SharedQuotas
 from pdserve.router.storage.file_store import FileStore
 from pdserve.router.storage.response_store import open_store
@@ -102,48 +103,34 @@ async def _serve(
     overview = Overview(dispatcher, metrics, events)
     admission = AdmissionController(keys, config, metrics, fleet.now)
     async with AsyncExitStack() as stack:
-        if config.otlp_endpoint:
-            tracer = Tracer(config.otlp_endpoint, config.name)
-            stack.push_async_callback(asyncio.to_thread, tracer.close)
-            dispatcher.finish_listeners.append(tracer.export)
-        if config.log_requests:
-            dispatcher.finish_listeners.append(log_finished)
+        _report_finished(config, dispatcher, stack)
         control = ControlServer(fleet, config.control_token)
         stack.push_async_callback(control.close)
         control_port = await control.listen(config.control_host, config.control_port, tls)
-        subscribers = _kv_event_subscribers(config, fleet, dispatcher, metrics)
         loops = [
             _repeat(fleet.expire_leases, fleet.lease_check_interval_s),
             _repeat(dispatcher.check_progress, dispatcher.check_interval_s),
-            *(subscriber.run() for subscriber in subscribers),
+            *(subscriber.run() for subscriber in _kv_event_subscribers(config, fleet, dispatcher, metrics)),
+            *_quota_loops(config, metrics, fleet.router_id, admission.queue.quotas, control_port, stack),
         ]
-        if config.registry:
-            registry = Registry(config.registry, config.name, config.control_token, metrics.registry_failures.inc)
-            stack.push_async_callback(registry.close)
-            loops.append(registry.announce(config.announce_host or config.control_host, control_port))
-            loops.append(SharedQuotas(registry, fleet.router_id, admission.queue.quotas).run())
-        elif config.quota_file:
-            loops.append(AccountFile(config.quota_file, fleet.router_id, admission.queue.quotas).run())
         grammars = _grammar_checker(config.model, metrics)
         if grammars is not None:
             stack.callback(grammars.close)
-        recent = dispatcher.timelines.latest
         response_store = open_store(config)
         if response_store is not None:
             stack.push_async_callback(response_store.close)
         batches = _batch_queue(config)
-        further = [BatchEndpoints(batches)]
         app = create_app(
             config,
             tokenizer,
             dispatcher,
             admission,
             metrics.parts,
-            recent,
+            dispatcher.timelines.latest,
             overview.snapshot,
             grammars,
             response_store,
-            further,
+            [BatchEndpoints(batches)],
         )
         if batches is not None:
             batches.handlers = generation_handlers(app)
@@ -186,6 +173,33 @@ async def _running(loops: list[Coroutine[Any, Any, None]], on_end: Callable[[], 
     for result in results:
         if isinstance(result, Exception):
             raise result
+
+
+def _report_finished(config: RouterConfig, dispatcher: Dispatcher, stack: AsyncExitStack) -> None:
+    """Export and log finished requests as configured, until the stack is closed."""
+    if config.otlp_endpoint:
+        tracer = Tracer(config.otlp_endpoint, config.name)
+        stack.push_async_callback(asyncio.to_thread, tracer.close)
+        dispatcher.finish_listeners.append(tracer.export)
+    if config.log_requests:
+        dispatcher.finish_listeners.append(log_finished)
+
+
+def _quota_loops(
+    config: RouterConfig,
+    metrics: Metrics,
+    router_id: str,
+    quotas: Mapping[str, Quota],
+    control_port: int,
+    stack: AsyncExitStack,
+) -> list[Coroutine[Any, Any, None]]:
+    """Return what announces this router and shares its quotas with others, or keeps them in a file."""
+    if config.registry:
+        registry = Registry(config.registry, config.name, config.control_token, metrics.registry_failures.inc)
+        stack.push_async_callback(registry.close)
+        announcing = registry.announce(config.announce_host or config.control_host, control_port)
+        return [announcing, SharedQuotas(registry, router_id, quotas).run()]
+    return [AccountFile(config.quota_file, router_id, quotas).run()] if config.quota_file else []
 
 
 def _kv_event_subscribers(

@@ -144,7 +144,7 @@ def test_accepted_values_of_unsupported_fields_are_listed() -> None:
 
 def test_endpoint_table_lists_every_path() -> None:
     code = "".join(read(name) for name in source_files() if name.startswith("router/"))
-    paths = re.findall(r'(?:@endpoint\(\s*"\w+",\s*|\bpath=)"([^"]+)"', code)
+    paths = re.findall(r'(?:@endpoint\(\s*"\w+",\s*|@admitted\(|\bpath=)"([^"]+)"', code)
     paths += re.findall(r'"(/[^"]*)": (?:PAGE|SWAGGER_UI) /', code)
     listed = {name.split()[-1] for name in first_column(section("docs/api.md", "Endpoints"))}
     assert listed == {path.replace("{model:path}", "{model}") for path in paths}
@@ -154,7 +154,7 @@ def test_error_table_lists_every_code() -> None:
     files = [
         name for name in source_files() if not name.startswith("kv_transfer/")
     ]  # connector failures have separate kinds
-    codes = {kind for name in files for kind in re.findall(r'kind="([a-z_]+)"', read(name))}
+    codes = {kind for name in files for kind in re.findall(r'(?:\bkind=|_KIND = )"([a-z_]+)"', read(name))}
     assert set(first_column(section("docs/api.md", "Errors"))) == codes
 
 
@@ -192,6 +192,7 @@ def test_package_table_lists_every_package() -> None:
         "pdserve/engine/architectures",
         "pdserve/engine/cpu_fusion",
         "pdserve/engine/gpu_fusion",
+        "pdserve/engine/memory",
         "pdserve/engine/parallel",
     }
     assert packages - inside <= listed | {"router"}

@@ -156,11 +156,12 @@ MAX_FILES = 18  # Python files in a folder
 DECISION_FILES = (
     "pdserve/control/awake_clock",
     "pdserve/costs",
-    "pdserve/engine/block_pool",
     "pdserve/engine/budget",
+    "pdserve/engine/memory/block_pool",
+    "pdserve/engine/memory/swap_space",
     "pdserve/engine/scheduler",
     "pdserve/engine/sequence",
-    "pdserve/engine/swap_space",
+    "pdserve/engine/step_rows",
     "pdserve/grammars/cache",
     "pdserve/grammars/limits",
     "pdserve/keys",
@@ -332,7 +333,8 @@ def run_without(blocked: list[str], code: str) -> str:
 
 
 def test_engine_and_kernels_import_without_the_serving_packages() -> None:
-    folders = {"engine": "pdserve/engine", "engine.cpu_fusion": "pdserve/engine/cpu_fusion", "kernels": "kernels"}
+    folders = {name: f"pdserve/{name.replace('.', '/')}" for name in ("engine", "engine.memory", "engine.cpu_fusion")}
+    folders["kernels"] = "kernels"
     modules = [
         f"pdserve.{name}.{path.stem}" for name, folder in folders.items() for path in (ROOT / folder).glob("[a-z]*.py")
     ]

@@ -67,7 +67,7 @@ def _members(situation: Situation, share: float) -> set[str]:
 
 
 def _apportion(sizes: Mapping[T, int], share: float) -> Counter[T]:
-    """Return the share of each size, rounded so that their sum is the share of the sum (the largest remainders)."""
+    """Return each size times `share`, in whole numbers that add up to the sum times `share` (largest remainder method)."""
     counts = Counter({key: int(size * share) for key, size in sizes.items()})
     remainders = sorted(sizes, key=lambda key: counts[key] - sizes[key] * share)
     counts.update(remainders[: round(sum(sizes.values()) * share) - counts.total()])
@@ -75,7 +75,7 @@ def _apportion(sizes: Mapping[T, int], share: float) -> Counter[T]:
 
 
 def _requests(loads: Sequence[Request], share: float) -> list[int]:
-    """Return the places of requests that have the share of all tokens. Those of one conversation stay together."""
+    """Return the indices of whole conversations with about `share` of all tokens, in the order of their hashes."""
     uses = Counter(name for load in loads for name, _ in load.blocks)
     most = max(1.0, MAX_SHARED * len(loads))
 

@@ -40,10 +40,10 @@ def expected_rate(times: Sequence[float], now: float, window: float, horizon: fl
 
 
 def since_change(lengths: Sequence[int]) -> int:
-    """Return where the newest prompts begin whose lengths differ from those of the older ones; 0 if there are none.
+    """Return the index of the prompt from which on their lengths are distributed otherwise; 0 if nothing has changed.
 
-    They must differ by more than chance, by the test of Kolmogorov and Smirnov, and by much: among thousands of requests any
-    drift is more than chance, but no reason to forget what the older ones tell of answers.
+    The lengths must differ by more than chance, by the test of Kolmogorov and Smirnov, and by much: among thousands of
+    requests any drift is more than chance, but no reason to forget what the older ones tell of answers.
 
     Args:
         lengths: of the prompts, in order of time. Those of answers are of no use: most of the newest still run.
@@ -60,7 +60,7 @@ def since_change(lengths: Sequence[int]) -> int:
 
 
 def distance_of(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the largest difference between the shares of two samples that are up to a value, from 0 to 1."""
+    """Return the distance of Kolmogorov and Smirnov: the largest difference of the distribution functions of two samples."""
     values = np.concatenate([one, other])
     shares = [np.searchsorted(np.sort(part), values, side="right") / len(part) for part in (one, other)]
     return float(np.max(np.abs(shares[0] - shares[1])))
@@ -102,7 +102,7 @@ def answer_lengths(requests: Sequence[Seen], began_at: float, now: float) -> lis
 
 
 def _tokens_at(at: float, one: Seen, now: float) -> float:
-    """Return how many tokens a request had at a time, if their speed was steady; 0 before the first one."""
+    """Return the tokens that a request had at a time, interpolated between its first token and its last one."""
     first = math.inf if one.ttft_s is None else one.at + one.ttft_s
     until = now if one.e2e_s is None else one.ended_at
     return one.request.output_tokens * (at - first) / (until - first) if first < at else 0.0

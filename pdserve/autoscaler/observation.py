@@ -44,12 +44,12 @@ class Seen:
 
     @property
     def is_refused(self) -> bool:
-        """The routers' SLO admission did not let it in: it counts as demand, and as missing the SLO."""
+        """True if the routers' SLO admission rejected it. It counts as demand, and as missing the SLO."""
         return self.finish_reason == "refused"
 
     @property
     def ended_at(self) -> float:
-        """Infinite while it runs."""
+        """Time of its end on the routers' clock; infinite while it runs."""
         return math.inf if self.e2e_s is None else self.at + self.e2e_s
 
     def sample(self, now: float) -> Sample | None:

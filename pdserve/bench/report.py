@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,50 +20,53 @@ HEADINGS = {
 
 def as_text(figures: dict[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> str:
     """Return the report of a run."""
-    lines = [f"{' Serving Benchmark Result ':=^50}"]
-
-    def line(label: str, value: Any) -> None:
-        lines.append(f"{label:<40} {value:<10.2f}" if isinstance(value, float) else f"{label:<40} {value:<10}")
-
-    line("Successful requests:", figures["completed"])
-    line("Failed requests:", figures["failed"])
-    line("  of these, rejected (429):", figures["rejected"])
-    if figures.get("interrupted"):
-        line("Interrupted, not counted:", figures["interrupted"])
-    if figures.get("max_concurrency") is not None:
-        line("Maximum request concurrency:", figures["max_concurrency"])
-    if isinstance(figures.get("request_rate"), float):
-        line("Request rate configured (RPS):", figures["request_rate"])
-    line("Benchmark duration (s):", figures["duration"])
-    line("Total input tokens:", figures["total_input_tokens"])
-    line("Total generated tokens:", figures["total_output_tokens"])
-    line("Request throughput (req/s):", figures["request_throughput"])
-    if figures["request_goodput"] is not None:
-        line("Request goodput (req/s):", figures["request_goodput"])
-        line("Good requests (%):", 100 * figures["good_request_fraction"])
-    line("Output token throughput (tok/s):", figures["output_throughput"])
-    line("Peak output token throughput (tok/s):", figures["max_output_tokens_per_s"])
-    line("Peak concurrent requests:", figures["max_concurrent_requests"])
-    line("Total token throughput (tok/s):", figures["total_token_throughput"])
+    lines = [f"{' Serving Benchmark Result ':=^50}", *_lines(_totals(figures))]
     for metric in metrics:
         name, heading = HEADINGS[metric]
-        lines.append(f"{heading:-^50}")
-        line(f"Mean {name} (ms):", figures[f"mean_{metric}_ms"])
-        line(f"Median {name} (ms):", figures[f"median_{metric}_ms"])
-        for p in percentiles:
-            line(f"P{p:g} {name} (ms):", figures[f"p{p:g}_{metric}_ms"])
+        keys = {"Mean": "mean", "Median": "median", **{f"P{p:g}": f"p{p:g}" for p in percentiles}}
+        rows = [(f"{label} {name} (ms):", figures[f"{key}_{metric}_ms"]) for label, key in keys.items()]
+        lines += [f"{heading:-^50}", *_lines(rows)]
     if parts := figures.get("ttft_breakdown"):
-        lines.append(f"{' TTFT by part, and the hand-over after it ':-^50}")
-        for name in ("outside_router", "queue", "prefill", "hand_over"):
-            if f"mean_{name}_ms" in parts:
-                line(f"Mean {name.replace('_', ' ')} (ms):", parts[f"mean_{name}_ms"])
-    lines.append(f"{' The client itself ':-^50}")
-    line("P50 lag (ms):", figures["p50_client_lag_ms"])
-    line("P99 lag (ms):", figures["p99_client_lag_ms"])
-    line("Busiest process (% of a core):", 100 * figures["client_cpu_share"])
-    lines.append("=" * 50)
+        names = ("outside_router", "queue", "prefill", "hand_over")
+        rows = [(f"Mean {name.replace('_', ' ')} (ms):", parts.get(f"mean_{name}_ms")) for name in names]
+        lines += [f"{' TTFT by part, and the hand-over after it ':-^50}", *_lines(rows)]
+    client = [
+        ("P50 lag (ms):", figures["p50_client_lag_ms"]),
+        ("P99 lag (ms):", figures["p99_client_lag_ms"]),
+        ("Busiest process (% of a core):", 100 * figures["client_cpu_share"]),
+    ]
+    lines += [f"{' The client itself ':-^50}", *_lines(client), "=" * 50]
     lines += [f"WARNING: {text}" for text in (*figures.get("warnings", []), figures["client_bottleneck"]) if text]
     return "\n".join(lines)
+
+
+def _totals(figures: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return the rows about the whole run."""
+    rate, good = figures.get("request_rate"), figures["good_request_fraction"]
+    return [
+        ("Successful requests:", figures["completed"]),
+        ("Failed requests:", figures["failed"]),
+        ("  of these, rejected (429):", figures["rejected"]),
+        ("Interrupted, not counted:", figures.get("interrupted") or None),
+        ("Maximum request concurrency:", figures.get("max_concurrency")),
+        ("Request rate configured (RPS):", rate if isinstance(rate, float) else None),
+        ("Benchmark duration (s):", figures["duration"]),
+        ("Total input tokens:", figures["total_input_tokens"]),
+        ("Total generated tokens:", figures["total_output_tokens"]),
+        ("Request throughput (req/s):", figures["request_throughput"]),
+        ("Request goodput (req/s):", figures["request_goodput"]),
+        ("Good requests (%):", None if good is None else 100 * good),
+        ("Output token throughput (tok/s):", figures["output_throughput"]),
+        ("Peak output token throughput (tok/s):", figures["max_output_tokens_per_s"]),
+        ("Peak concurrent requests:", figures["max_concurrent_requests"]),
+        ("Total token throughput (tok/s):", figures["total_token_throughput"]),
+    ]
+
+
+def _lines(rows: Iterable[tuple[str, Any]]) -> list[str]:
+    """Return the rows that have a value as lines."""
+    known = [(label, value, ".2f" if isinstance(value, float) else "") for label, value in rows if value is not None]
+    return [f"{label:<40} {value:<10{precision}}" for label, value, precision in known]
 
 
 def details(samples: Sequence[Sample]) -> dict[str, Any]:

@@ -174,9 +174,9 @@ def _load_model(
     if type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise SetupError(f"{unsupported}: transformers {transformers.__version__} has no causal language model for it")
     invariant = is_batch_invariant(config.batch_invariant, device)
-    by_rows = dtype in FUSED_DTYPES and (device.type == "cpu" or invariant)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": paged_model.NAME, "use_safetensors": True}
-    if by_rows:  # by default, transformers computes experts as grouped products, without a loop over them
+    if dtype in FUSED_DTYPES and (device.type == "cpu" or invariant):
+        # By default, transformers computes experts as grouped products, which round rows otherwise in other batches.
         options["experts_implementation"] = experts.NAME
     if group is not None and (num_labels(hf_config) or config.pooling == "yes-no"):
         raise SetupError("classifiers are not divided among ranks: leave out --tensor-parallel-size")
@@ -201,14 +201,7 @@ def _load_model(
     except paged_model.UnsupportedAttention as error:
         raise SetupError(f"{unsupported}: {error}") from error
     if device.type == "cpu" and config.kernel != "triton":  # in Triton's interpreter, the model runs as on a GPU
-        fuse = config.kernel != "reference"
-        prepack(loaded, tiled=fuse, min_rows=2 if invariant else 1)
-        if fuse and native.is_available():
-            fuse_norms(loaded)
-            fuse_rotary(loaded)
-            fuse_mlps(loaded)
-        for parameter in loaded.parameters():  # each step reads them all: fewer page walks save a tenth of its time
-            memory.huge_pages(parameter.data, written=True)
+        _fuse_for_cpu(loaded, fuse=config.kernel != "reference", min_rows=2 if invariant else 1)
     elif config.kernel != "reference":
         _fuse_for_gpu(loaded)
     return loaded, latent_size
@@ -240,6 +233,17 @@ def _check_quantization(hf_config: Any, device: torch.device, invariant: bool) -
     if importlib.util.find_spec("accelerate") is None:
         raise SetupError("FP8 weights need the package accelerate: pip install accelerate")
     return True
+
+
+def _fuse_for_cpu(model: torch.nn.Module, *, fuse: bool, min_rows: int) -> None:
+    """Pack the weights in place and, with `fuse`, replace layers by those of the C++ kernels."""
+    prepack(model, tiled=fuse, min_rows=min_rows)
+    if fuse and native.is_available():
+        fuse_norms(model)
+        fuse_rotary(model)
+        fuse_mlps(model)
+    for parameter in model.parameters():  # each step reads them all: fewer page walks save a tenth of its time
+        memory.huge_pages(parameter.data, written=True)
 
 
 def _fuse_for_gpu(model: torch.nn.Module) -> None:

@@ -10,9 +10,9 @@ import numpy as np
 
 from pdserve.beam_search import BeamSearch
 from pdserve.config import EngineConfig
-from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.grammar import GrammarBackend, GrammarConstraint
+from pdserve.engine.memory.block_pool import BlockPool
 from pdserve.engine.paced_runner import PacedRunner
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
@@ -88,8 +88,8 @@ class Engine:
         """
         self.runner: ModelRunner | PacedRunner = runner or _load_runner(config, checkpoint)
         self.checkpoint = self.runner.checkpoint
-        self.pool = BlockPool(self.runner.num_blocks, config.block_size, on_key_change)
-        host_blocks = self.runner.num_host_blocks
+        self.pool = BlockPool(self.runner.kv.num_blocks, config.block_size, on_key_change)
+        host_blocks = self.runner.kv.num_host_blocks
         self.scheduler = Scheduler(
             self.pool,
             max_num_seqs=config.max_num_seqs,
@@ -100,7 +100,7 @@ class Engine:
             refetch_preempted=refetch_preempted,
             grows_ahead=self.runner.pipeline is not None,
         )
-        self.max_model_len = _max_model_len(self.checkpoint, config, self.runner.num_blocks)
+        self.max_model_len = _max_model_len(self.checkpoint, config, self.runner.kv.num_blocks)
         self.layout = replace(self.checkpoint.layout, numerics=self.runner.numerics)
         self.chains: Mapping[str, KeyChain] = {}
         self._on_grammar_ready = on_grammar_ready
@@ -235,8 +235,8 @@ class Engine:
             self.add(seq)
         schedule = self.scheduler.schedule(pause_storing=pause_storing)
         scheduled = schedule.num_scheduled_tokens
-        swap_seconds = self.runner.swap(schedule.swap_out, schedule.swap_in)
-        self.runner.copy_blocks(schedule.block_copies)
+        swap_seconds = self.runner.kv.swap(schedule.swap_out, schedule.swap_in)
+        self.runner.kv.copy_blocks(schedule.block_copies)
         if self.runner.pipeline is not None:
             scheduled, sampled = self.runner.pipeline.step(scheduled)
         else:

@@ -7,13 +7,15 @@ does that has more processors than this machine, and a simulation runs them on a
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
 from pdserve.config import EngineConfig
 from pdserve.costs import Work
 from pdserve.engine.checkpoint import Checkpoint
+from pdserve.engine.memory.block_pool import BlockPairs
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import SetupError
 from pdserve.keys import Layout
@@ -47,6 +49,39 @@ def paced_layout(profile: Profile, block_size: int) -> Layout:
         dtype="uint8",
         itemsize=1,
     )
+
+
+@dataclass
+class PacedMemory:
+    """Stands in for `KVMemory`. Its blocks hold no KV, and swapping them only takes time.
+
+    Attributes:
+        swap_seconds: duration of copying a number of blocks.
+        take: lets a duration pass.
+    """
+
+    pool_NL2GBD: torch.Tensor
+    num_host_blocks: int
+    swap_seconds: Callable[[float], float]
+    take: Callable[[float], None]
+    copies: ClassVar[None] = None
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.pool_NL2GBD)
+
+    def swap(self, swap_out: BlockPairs, swap_in: BlockPairs) -> float:
+        """Take the time of copying blocks, and return it in seconds."""
+        blocks = len(swap_out) + len(swap_in)
+        seconds = self.swap_seconds(blocks) if blocks else 0.0
+        self.take(seconds)
+        return seconds
+
+    def copy_blocks(self, pairs: BlockPairs) -> None:
+        """Do nothing."""
+
+    def clear_tail(self, block: int, used: int) -> None:
+        """Do nothing."""
 
 
 class PacedRunner:
@@ -89,11 +124,10 @@ class PacedRunner:
             device=torch.device("cpu"),
             dtype=torch.uint8,
         )
-        self.num_blocks = config.num_blocks
-        self.num_host_blocks = int(config.swap_space * 2**30) // layout.block_bytes
-        self.pool_NL2GBD = torch.zeros((self.num_blocks, block_bytes or layout.block_bytes), dtype=torch.uint8)
+        pool = torch.zeros((config.num_blocks, block_bytes or layout.block_bytes), dtype=torch.uint8)
+        num_host_blocks = int(config.swap_space * 2**30) // layout.block_bytes
+        self.kv = PacedMemory(pool, num_host_blocks, swap_seconds, self._take)
         self._step_seconds = step_seconds
-        self._swap_seconds = swap_seconds
         self._sleep = sleep
         self._slept = 0.0
 
@@ -138,19 +172,6 @@ class PacedRunner:
                 count = seq.group.search.num_candidates
                 seq.record_candidates([(next_token(len(seq)) + i, -1.0 - i) for i in range(count)])
         return {one: next_token(len(one)) for seq in complete if seq.group is None for one in (seq, *seq.siblings)}
-
-    def swap(self, swap_out: list[tuple[int, int]], swap_in: list[tuple[int, int]]) -> float:
-        """Take the time of copying blocks, and return it in seconds."""
-        blocks = len(swap_out) + len(swap_in)
-        seconds = self._swap_seconds(blocks) if blocks else 0.0
-        self._take(seconds)
-        return seconds
-
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Do nothing: there is no KV."""
-
-    def clear_tail(self, block: int, used: int) -> None:
-        """Do nothing: there is no KV."""
 
     def _take(self, seconds: float) -> None:
         self._slept += seconds

@@ -49,7 +49,7 @@ def attention_forward(
 
     Of latent attention, K and V are both the latent rows (latent_attention.py).
     With `deferred`, q and k are not yet normalised and rotated (`gpu_fusion/fused_attention.py`). Where the batch has one
-    token and T is larger, the other rows are the same token again (`ModelRunner._compute_logits`).
+    token and T is larger, the other rows are the same token again (`ModelRunner.compute_logits`).
 
     Raises:
         UnsupportedAttention: attention sinks, masks of the model's own, or layers whose KV does not fit the pool's shape.

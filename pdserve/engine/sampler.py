@@ -20,6 +20,7 @@ from pdserve.logits_processors import apply_processors
 from pdserve.request import SamplingParams, TokenLogprobs
 
 GPU_ROWS = 16  # per pass on GPUs: 20 MiB in float64 for a vocabulary of 150,000
+SCORED_ROWS = 256  # logits of prompts that are scored at a time: log_softmax in float32 takes several copies of them
 CHUNK_LOGITS = 1 << 17  # logits per pass on CPUs: 1 MiB in float64, which stays in the cache
 
 
@@ -32,6 +33,26 @@ def rng_counter(seed: int, position: int) -> int:
 def gumbel_noise(counters_S: torch.Tensor, vocab: int) -> torch.Tensor:
     """Return Gumbel noise [S, V] float64; entry (s, v) is a function of counters_S[s] and v alone."""
     return gumbel(random_bits(counters_S, torch.arange(vocab, device=counters_S.device)))
+
+
+def next_tokens(logits_SV: torch.Tensor, seqs: list[Sequence]) -> dict[Sequence, int]:
+    """Return the next token of each sequence, and record log probabilities where they are asked for. Beams get candidates.
+
+    logits_SV[i] belongs to seqs[i]. They are changed in place.
+    """
+    beams = [row for row, seq in enumerate(seqs) if seq.group is not None]
+    if beams:
+        record_candidates(logits_SV[beams], [seqs[row] for row in beams])
+        others = [row for row, seq in enumerate(seqs) if seq.group is None]
+        logits_SV, seqs = logits_SV[others], [seqs[row] for row in others]
+    if not seqs:
+        return {}
+    rows = [row for row, seq in enumerate(seqs) if seq.sampling.logprobs is not None]
+    logprobs_AV = model_logprobs(logits_SV, rows) if rows else None  # before the sampler changes the logits
+    tokens = sample(logits_SV, seqs)
+    if logprobs_AV is not None:
+        record_logprobs(logprobs_AV, [seqs[row] for row in rows], [tokens[row] for row in rows])
+    return dict(zip(seqs, tokens, strict=True))
 
 
 def sample(logits_SV: torch.Tensor, seqs: list[Sequence]) -> list[int]:
@@ -171,17 +192,6 @@ def record_candidates(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
         seq.record_candidates([*zip(ids[:count], values[:count], reports, strict=True)])
 
 
-def pooled_part(seq: Sequence, count: int, rows: range) -> range:
-    """Return those rows of the next `count` tokens of a sequence whose hidden states count for its embedding."""
-    assert seq.pooling is not None
-    match seq.pooling.mode:
-        case "last":
-            return rows[-1:] if count == seq.num_uncomputed else rows[:0]
-        case "cls":
-            return rows[:1] if seq.num_computed == 0 else rows[:0]
-    return rows
-
-
 def record_embedding(seq: Sequence, head: torch.nn.Module) -> None:
     """Set the embedding of a sequence whose tokens are computed; of a classifier, the probabilities by its output layer."""
     assert seq.pooling is not None
@@ -195,8 +205,14 @@ def record_embedding(seq: Sequence, head: torch.nn.Module) -> None:
     seq.record_embedding(vector_H.numpy().astype("<f4").tobytes())
 
 
-def score(logits_AV: torch.Tensor, tokens: list[tuple[Sequence, int]]) -> None:
+def score(logits_SV: torch.Tensor, tokens: list[tuple[Sequence, int]]) -> None:
     """Record the log probability of each token of a prompt, of its sequence and position, under the logits before it."""
+    for start in range(0, len(tokens), SCORED_ROWS):
+        part = tokens[start : start + SCORED_ROWS]
+        _score(logits_SV[start : start + len(part)], part)
+
+
+def _score(logits_AV: torch.Tensor, tokens: list[tuple[Sequence, int]]) -> None:
     num_top = [seq.sampling.prompt_logprobs or 0 for seq, _ in tokens]
     logprobs_AV = logits_AV.float().log_softmax(dim=-1)
     ids_A1 = torch.tensor([[seq.tokens[position]] for seq, position in tokens], device=logits_AV.device)

@@ -23,10 +23,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pdserve.costs import Costs
-from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.budget import StepBudget
+from pdserve.engine.memory.block_pool import BlockPool
+from pdserve.engine.memory.swap_space import SwapSpace
 from pdserve.engine.sequence import Sequence
-from pdserve.engine.swap_space import SwapSpace
 from pdserve.request import SamplingParams
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from pdserve.beam_search import BeamSearch, Candidate
-from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.memory.block_pool import BlockPool
 from pdserve.errors import RequestError
 from pdserve.keys import KeyChain, Tokens
 from pdserve.logits_processors import LogitsProcessor
@@ -392,7 +392,7 @@ class Sequence:
         return source, target
 
     def grow(self, pool: BlockPool, further: int = 0) -> None:
-        """Allocate the blocks that all its tokens need, and so many further ones."""
+        """Allocate the blocks that all its tokens need, and `further` tokens after them."""
         self.block_ids += pool.allocate(max(0, pool.blocks_for(len(self) + further) - len(self.block_ids)))
 
     def drop_blocks(self, pool: BlockPool, stop: int) -> None:

@@ -105,7 +105,7 @@ class StepPipeline:
         return dict.fromkeys(rows, 1), {seq: tokens[row] for seq, row in rows.items()}
 
     def _take(self, scheduled: dict[Sequence, int]) -> tuple[_LaunchedStep | None, dict[Sequence, int]]:
-        """Return the step in flight, if the schedule asks for some of its rows, and these. None is in flight from now on."""
+        """Take the step in flight, and return it with the rows that the schedule asks for; None if it asks for none."""
         launched, self._launched = self._launched, None
         rows = launched.rows_of(scheduled) if launched is not None else {}
         self.num_dropped_rows += len(launched.seqs) - len(rows) if launched is not None else 0

@@ -46,8 +46,8 @@ def compile_kernels(engine: Engine) -> None:
     Variants differ by phase, by whether the KV of a sequence is split, and by the layers' windows and soft caps; not by
     lengths or numbers of sequences. Graphs of decode steps differ by both.
     """
+    from pdserve.engine.cuda_graph import PaddedGraphs, padded_sizes
     from pdserve.engine.model_runner import ModelRunner  # imports transformers, which a paced runner does not need
-    from pdserve.engine.step_graph import PaddedGraphs, padded_sizes
 
     assert isinstance(engine.runner, ModelRunner)
     longest, max_tokens, max_seqs = _limits(engine)
@@ -63,7 +63,7 @@ def compile_kernels(engine: Engine) -> None:
         works += [[(1, min(limit, longest) - 1)] * min(rows, max_seqs, max_tokens) for rows, limit in sizes]
     for work in works:
         _run(engine, work)
-    engine.runner.compile_copies()
+    engine.runner.kv.compile_copies()
 
 
 def measure_swaps(engine: Engine) -> Iterator[tuple[int, float]]:
@@ -71,10 +71,10 @@ def measure_swaps(engine: Engine) -> Iterator[tuple[int, float]]:
 
     Yields nothing without swap space.
     """
-    pairs = [(i, i) for i in range(min(engine.pool.num_blocks, engine.runner.num_host_blocks))]
+    pairs = [(i, i) for i in range(min(engine.pool.num_blocks, engine.runner.kv.num_host_blocks))]
     for size in sorted({1, 8, 64} & set(range(len(pairs) + 1))):
         for i in range(3):
-            seconds = engine.runner.swap(pairs[:size], [])
+            seconds = engine.runner.kv.swap(pairs[:size], [])
             if i:
                 yield size, seconds
 

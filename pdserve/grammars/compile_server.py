@@ -98,7 +98,7 @@ def _limit_resources(limits: CompileLimits) -> None:
 
 
 def _compile(spec: bytes, info: Any, result_bytes: int) -> tuple[bytes, bytes]:
-    """Return a status and what belongs to it; both empty if the grammar needs too much."""
+    """Return OK and the compiled grammar, or ERROR and a message; both empty if the grammar exceeds a limit."""
     from xgrammar import GrammarCompiler
 
     try:

@@ -182,7 +182,7 @@ class _CompileServer:
 
 
 def _read_result(answer: BufferedReader) -> tuple[bytes, memoryview]:
-    """Return a status and what belongs to it, both empty if the answer ends early or takes too long."""
+    """Return a status and its content, both empty if the answer ends early or takes too long."""
     with suppress(TimeoutError):
         head = answer.read(1 + LENGTH_BYTES)
         length = int.from_bytes(head[1:], "big")

@@ -67,7 +67,7 @@ class Follower:
 
 @dataclass(frozen=True)
 class MaskRow:
-    """A mask that is wanted after an output: whose it is, and where it goes."""
+    """A request for the mask after `output`, which is written to `mask_W`."""
 
     follower: Follower
     output: list[int]

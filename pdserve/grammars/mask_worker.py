@@ -52,7 +52,7 @@ def serve_masks(connection: socket.socket, info: Any) -> None:
 
 
 class _Followed:
-    """How far one sequence has come in the grammar."""
+    """Position of one sequence in the grammar."""
 
     def __init__(self, compiled: Any, vocab_size: int) -> None:
         from xgrammar import GrammarMatcher, allocate_token_bitmask
@@ -62,7 +62,7 @@ class _Followed:
         self._cpu_s = 0.0
 
     def follow(self, tokens: list[int], budget_s: float) -> tuple[bytes, bytes]:
-        """Return a status, and the mask after these tokens or the CPU time that was too much."""
+        """Return MASK and the mask after these tokens, BROKEN, or EXPENSIVE and the CPU seconds, which exceed the budget."""
         if self._cpu_s < budget_s:
             started = time.process_time()
             signal.setitimer(signal.ITIMER_PROF, min(budget_s - self._cpu_s, MAX_MASK_CPU_S))

@@ -94,7 +94,7 @@ class Instance:
             on_grammar_ready=lambda: self._inbox.put(lambda: None),
             on_key_change=self.kv_events.publish,
         )
-        pool = self.engine.runner.pool_NL2GBD
+        pool = self.engine.runner.kv.pool_NL2GBD
         self._followers = followers
         self.connector = self._attach(connector)
         self.transfers = Transfers(
@@ -357,9 +357,8 @@ class Instance:
         self.reporter.update(self._by_sequence.values(), waiting, now)
 
     def _attach(self, connector: Connector) -> Connector:
-        runner = self.engine.runner
-        make_copies = None if isinstance(runner, PacedRunner) else runner.pool_copies
-        attached = attach_pool(connector, runner.pool_NL2GBD, self.engine.layout, make_copies)
+        kv = self.engine.runner.kv
+        attached = attach_pool(connector, kv.pool_NL2GBD, self.engine.layout, kv.copies)
         if self._followers is not None:
             attached = RankedConnector(attached, self._followers)
         return guard(attached, self._inbox.put, self.now)

@@ -76,7 +76,7 @@ class Planner:
         check_fits(config, profile)
 
     def simulate(self, fleets: Sequence[Fleet], config: PlanConfig | None = None, rate: float = 0.0) -> Iterable[Trial]:
-        """Simulate fleets under the load of the settings, or of other ones, at a rate."""
+        """Simulate fleets under the load of `config` at `rate` requests per second, by default those of the plan."""
         config, rate = config or self._config, rate or self.rate
         new = [fleet for fleet in dict.fromkeys(fleets) if (config, fleet, rate) not in self._trials]
         for forecast in simulate_all(config, self._profile, {}, [(fleet, rate) for fleet in new]):

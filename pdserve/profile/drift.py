@@ -16,7 +16,7 @@ LEAST_DRIFT = 0.15  # of the median, below which the differences between runs on
 
 
 def check_match(profile: Profile, live: Profile, *, force: bool) -> str:
-    """Compare what two profiles are of, as far as both are known to say it.
+    """Check that two profiles are of the same model, device, numerics class and dtype.
 
     Returns:
         How they differ, which only `force` allows; empty if they do not.
@@ -60,5 +60,5 @@ def drift(profile: Profile, observed: Sequence[Timing]) -> list[str]:
 
 
 def drift_of(profile: Profile, live: StepModel) -> list[str]:
-    """Return the same for the step model that a live instance has fitted to its own steps."""
+    """Return the sentences of `drift` for the step model that a live instance has fitted to its own steps."""
     return drift(profile, [(work, live.seconds(work)) for work in USUAL_STEPS])

@@ -152,10 +152,6 @@ class TransferModel:
         """Return the seconds of one load alone; 0 for no bytes."""
         return self.latency_s + nbytes / self.bytes_per_s if nbytes else 0.0
 
-    def store_seconds(self, nbytes: float) -> float:
-        """Return the seconds of one store alone; 0 for no bytes."""
-        return self.store_latency_s + nbytes / self.store_bytes_per_s if nbytes else 0.0
-
 
 @dataclass(frozen=True)
 class Overheads:

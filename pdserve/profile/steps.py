@@ -119,7 +119,7 @@ def time_around_steps(instance: Instance, max_seqs: int, show: Show) -> tuple[fl
 
 
 def _sizes(sizes: tuple[int, ...], most: int) -> list[int]:
-    """Return those of the sizes that are below the largest possible one, and that one, unless all are below it."""
+    """Return the sizes up to `most`, and `most` itself if it cuts any off."""
     kept = sorted({size for size in sizes if 0 < size <= most})
     return kept if most >= max(sizes) else sorted({*kept, max(1, most)})
 

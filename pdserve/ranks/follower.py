@@ -101,14 +101,14 @@ class Follower:
             case Step():
                 self._runner.follow(command)
             case CopyBlocks(pairs):
-                self._runner.copy_blocks(pairs)
+                self._runner.kv.copy_blocks(pairs)
             case Swap(swap_out, swap_in):
-                self._runner.swap(swap_out, swap_in)
+                self._runner.kv.swap(swap_out, swap_in)
             case ClearTail(block, used):
-                self._runner.clear_tail(block, used)
+                self._runner.kv.clear_tail(block, used)
             case Attach():
-                runner, connector = self._runner, connect(self._config.connector)
-                self._connector = attach_pool(connector, runner.pool_NL2GBD, self._layout, runner.pool_copies)
+                kv, connector = self._runner.kv, connect(self._config.connector)
+                self._connector = attach_pool(connector, kv.pool_NL2GBD, self._layout, kv.copies)
                 self.reply(Ready())
             case Convert(operation, layout, keys, first, stop, blocks, tickets):
                 loader = self._loader(layout)
@@ -153,7 +153,7 @@ class Follower:
         source = Layout(**fields)
         loader = self._loaders.get(source.namespace)
         if loader is None:
-            pool, url = self._runner.pool_NL2GBD, self._config.connector
+            pool, url = self._runner.kv.pool_NL2GBD, self._config.connector
             loader = self._loaders[source.namespace] = SourceLoader(pool, self._layout, source, url)
         return loader
 

@@ -6,13 +6,12 @@ answered with the number of its operation.
 
 from array import array
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
+from pdserve.engine.memory.block_pool import BlockPairs
 from pdserve.kv_transfer.connector import Outcome, Result
-
-Pairs: TypeAlias = list[tuple[int, int]]
 
 
 class Message(msgspec.Struct, tag=True, array_like=True):
@@ -38,12 +37,12 @@ class Step(Message):
 
 
 class CopyBlocks(Message):
-    pairs: Pairs
+    pairs: BlockPairs
 
 
 class Swap(Message):
-    swap_out: Pairs
-    swap_in: Pairs
+    swap_out: BlockPairs
+    swap_in: BlockPairs
 
 
 class ClearTail(Message):

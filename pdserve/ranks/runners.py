@@ -8,8 +8,11 @@ import torch
 
 from pdserve.config import EngineConfig
 from pdserve.engine.checkpoint import Checkpoint
+from pdserve.engine.memory.block_pool import BlockPairs
+from pdserve.engine.memory.kv_memory import KVMemory
 from pdserve.engine.model_runner import ModelRunner, StepInputs, TokenIds
-from pdserve.ranks.messages import ClearTail, CopyBlocks, Pairs, Step, Swap, pack_ids, unpack_ids
+from pdserve.kernels.batch import Kernel
+from pdserve.ranks.messages import ClearTail, CopyBlocks, Step, Swap, pack_ids, unpack_ids
 
 if TYPE_CHECKING:
     from pdserve.ranks.followers import Followers
@@ -27,6 +30,7 @@ class LeadingRunner(ModelRunner):
         super().__init__(checkpoint, config)
         self.clock = time.monotonic  # the CPU time of a step would leave out that other ranks are slower
         self.followers = followers
+        self.kv = _LeadingMemory(self.kv, self.kernel, followers)
         self._is_leading = True
 
     def step_inputs(
@@ -36,18 +40,26 @@ class LeadingRunner(ModelRunner):
             self.followers.send(Step(pack_ids(ids_T.tolist()), counts, first, [*map(pack_ids, tables)], logit_rows))
         return super().step_inputs(ids_T, counts, first, tables, logit_rows)
 
-    def copy_blocks(self, pairs: Pairs) -> None:
+
+class _LeadingMemory(KVMemory):
+    """The KV memory of rank 0. What happens to its blocks happens to those of all ranks."""
+
+    def __init__(self, own: KVMemory, kernel: Kernel, followers: "Followers") -> None:
+        super().__init__(own.pool_NL2GBD, own.host_NL2GBD, kernel)
+        self._followers = followers
+
+    def copy_blocks(self, pairs: BlockPairs) -> None:
         if pairs:
-            self.followers.send(CopyBlocks(pairs))
+            self._followers.send(CopyBlocks(pairs))
         super().copy_blocks(pairs)
 
-    def swap(self, swap_out: Pairs, swap_in: Pairs) -> float:
+    def swap(self, swap_out: BlockPairs, swap_in: BlockPairs) -> float:
         if swap_out or swap_in:
-            self.followers.send(Swap(swap_out, swap_in))
+            self._followers.send(Swap(swap_out, swap_in))
         return super().swap(swap_out, swap_in)
 
     def clear_tail(self, block: int, used: int) -> None:
-        self.followers.send(ClearTail(block, used))
+        self._followers.send(ClearTail(block, used))
         super().clear_tail(block, used)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.memory.block_pool import BlockPool
 from pdserve.engine.sequence import Sequence as EngineSequence
 from pdserve.kv_transfer.connector import PROBE_KEY, Connector, Outcome, Result, request_cancel
 from pdserve.roles.job import InstanceContext, Job

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pdserve.beam_search import Hypothesis
-from pdserve.errors import BadRequest, RequestError
+from pdserve.errors import InvalidParameter, RequestError
 from pdserve.request import SamplingParams
 from pdserve.router.api.parsing import or_default
 from pdserve.router.api.schemas import SamplingBody
@@ -51,30 +51,31 @@ def beam_settings(body: SamplingBody, sampling: SamplingParams, info: ModelInfo)
     for name, advice in EXCLUDED.items():
         value = getattr(body, name, None)
         if value not in WITHOUT_EFFECT.get(name, (None, False, 0, "", [])):
-            raise _bad(name, f"{name} cannot be combined with use_beam_search; {advice}")
+            raise InvalidParameter(name, f"{name} cannot be combined with use_beam_search; {advice}")
     if sampling.grammar:
-        raise _bad(
-            "use_beam_search", "structured output cannot be combined with use_beam_search; leave out one of them"
-        )
+        message = "structured output cannot be combined with use_beam_search; leave out one of them"
+        raise InvalidParameter("use_beam_search", message)
     if sampling.logprobs is not None and getattr(body, "echo", None):
-        raise _bad("echo", "echo and logprobs cannot be combined with use_beam_search; leave out one of them")
+        message = "echo and logprobs cannot be combined with use_beam_search; leave out one of them"
+        raise InvalidParameter("echo", message)
     count = or_default(body.n, 1) * sampling.max_tokens * (1 + (sampling.logprobs or 0))
     if sampling.logprobs is not None and count > MAX_LOGPROBS_AT_ONCE:
         message = (
             f"{count} log probabilities of a beam search are more than {MAX_LOGPROBS_AT_ONCE}; lower max_tokens or n"
         )
-        raise _bad("logprobs", message)
+        raise InvalidParameter("logprobs", message)
     widths = {value for value in (body.beam_width, body.best_of) if value is not None}
     if len(widths) > 1:
-        raise _bad("best_of", "beam_width and best_of contradict each other; send one of them")
+        raise InvalidParameter("best_of", "beam_width and best_of contradict each other; send one of them")
     n = or_default(body.n, 1)
     width = widths.pop() if widths else n
     if width < max(1, n):
-        raise _bad("beam_width", f"the beam width must be at least n, which is {n}, not {width}")
+        raise InvalidParameter("beam_width", f"the beam width must be at least n, which is {n}, not {width}")
     stops = len(sampling.stop_token_ids) + (0 if sampling.ignore_eos else len(info.eos_token_ids))
     needed = max(2, 1 + stops) * width
     if min(len(sampling.allowed_token_ids) or info.vocab_size, info.vocab_size) < needed:
-        raise _bad("allowed_token_ids", f"a beam search of this width needs a choice of at least {needed} tokens")
+        message = f"a beam search of this width needs a choice of at least {needed} tokens"
+        raise InvalidParameter("allowed_token_ids", message)
     return {
         "beam_width": width,
         "num_answers": n,
@@ -90,11 +91,7 @@ def check_no_beam_settings(body: SamplingBody) -> None:
         value = getattr(body, name)
         if value is not None and value not in harmless:
             advice = "; to sample, ask for n choices and pick one yourself" if name == "best_of" else ""
-            raise _bad(name, f"{name} needs use_beam_search: true{advice}")
-
-
-def _bad(name: str, message: str) -> BadRequest:
-    return BadRequest(message, kind="invalid_parameter", param=name)
+            raise InvalidParameter(name, f"{name} needs use_beam_search: true{advice}")
 
 
 class _Search:

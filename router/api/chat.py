@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from pdserve.errors import BadRequest
+from pdserve.errors import BadRequest, InvalidParameter
 from pdserve.router.api.parsing import json_type, or_default, quote
 from pdserve.router.api.schemas import ChatBody, Message, ToolCall
 from pdserve.router.text.tokenizer import REASONING_VARIABLES, TemplateOptions, Tokenizer
@@ -45,10 +45,10 @@ def template_options(body: ChatBody, tokenizer: Tokenizer) -> TemplateOptions:
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         message = "continue_final_message and add_generation_prompt exclude each other; send one of the two"
-        raise BadRequest(message, kind="invalid_parameter", param="continue_final_message")
+        raise InvalidParameter("continue_final_message", message)
     if continues and body.messages and body.messages[-1].role != "assistant":
         message = "continue_final_message needs a last message with role assistant, which the answer continues"
-        raise BadRequest(message, kind="invalid_parameter", param="continue_final_message")
+        raise InvalidParameter("continue_final_message", message)
     template, variables = body.chat_template or "", dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables = tokenizer.effort_variables(body.reasoning_effort, template) | variables

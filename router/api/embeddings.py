@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pdserve.errors import BadRequest
+from pdserve.errors import BadRequest, InvalidParameter
 from pdserve.keys import block_keys, root_key
 from pdserve.request import Request, SamplingParams, check_length
 from pdserve.router.api.generation import Json
@@ -27,8 +27,7 @@ def parse_embedding(
     check_model(body.model, info.name)
     size = info.embedding_size
     if body.dimensions is not None and size and not 1 <= body.dimensions <= size:
-        message = f"dimensions must be from 1 to {size}, not {body.dimensions}"
-        raise BadRequest(message, kind="invalid_parameter", param="dimensions")
+        raise InvalidParameter("dimensions", f"dimensions must be from 1 to {size}, not {body.dimensions}")
     if info.classifies:
         message = f"{info.name} has no embeddings, it classifies texts: use /classify, /score or /rerank"
         raise BadRequest(message, kind="no_embeddings", param="model")
@@ -49,8 +48,7 @@ def parse_score(body: ScoreBody, context: RequestContext, tokenizer: Tokenizer, 
     first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
     if not (first and second and len(first) in (1, len(second))):
-        message = "text_1 and text_2 must be equally long lists, or text_1 a single text"
-        raise BadRequest(message, kind="invalid_parameter", param="text_1")
+        raise InvalidParameter("text_1", "text_1 and text_2 must be equally long lists, or text_1 a single text")
     return _parse_pairs(body.model, "text_1", first, second, context, tokenizer, info)
 
 
@@ -86,8 +84,7 @@ def _parse(
         message = f"{info.name} has no embeddings: start its instances with --pooling last, mean or cls"
         raise BadRequest(message, kind="no_embeddings", param="model")
     if len(texts) > MAX_INPUTS:
-        message = f"{param} has {len(texts)} texts; at most {MAX_INPUTS} are allowed"
-        raise BadRequest(message, kind="invalid_parameter", param=param)
+        raise InvalidParameter(param, f"{param} has {len(texts)} texts; at most {MAX_INPUTS} are allowed")
     prompts = [tokenizer.encode(text) if isinstance(text, str) else text for text in texts]
     for prompt in prompts:
         check_token_ids(prompt, info.vocab_size, param)

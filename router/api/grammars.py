@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from pdserve.errors import BadRequest
+from pdserve.errors import BadRequest, InvalidParameter
 from pdserve.grammars.limits import check_grammar
 from pdserve.router.api.parsing import quote
 from pdserve.router.api.schemas import SamplingBody
@@ -25,7 +25,7 @@ def parse_grammar(body: SamplingBody, info: ModelInfo) -> str:
         return ""
     if len(requested) > 1:
         names = " and ".join(name for name, _, _ in requested)
-        raise _invalid(f"{names} exclude each other; send one of them", requested[1][0])
+        raise InvalidParameter(requested[1][0], f"{names} exclude each other; send one of them")
     name, kind, value = requested[0]
     if kind == "json" and isinstance(value, str):
         value = _parse_schema(value, name)
@@ -41,12 +41,11 @@ def check_grammar_support(body: SamplingBody, info: ModelInfo, name: str) -> Non
         message = f"{name} needs xgrammar on all instances: pip install 'pdserve[structured]' there, or leave it out"
         raise BadRequest(message, kind="unsupported_parameter", param=name)
     if not info.eos_token_ids:
-        raise _invalid(f"{name} is not supported by this model: it has no end-of-sequence token", name)
+        raise InvalidParameter(name, f"{name} is not supported by this model: it has no end-of-sequence token")
     for other in ("ignore_eos", "min_tokens"):
         if getattr(body, other):
-            raise _invalid(
-                f"{other} and {name} contradict each other: the grammar decides where the answer ends", other
-            )
+            message = f"{other} and {name} contradict each other: the grammar decides where the answer ends"
+            raise InvalidParameter(other, message)
 
 
 def _requested_grammars(body: SamplingBody) -> list[tuple[str, str, Any]]:
@@ -56,19 +55,19 @@ def _requested_grammars(body: SamplingBody) -> list[tuple[str, str, Any]]:
     if response_format is not None and response_format.type != "text":
         if (response_format.type == "json_schema") != (response_format.json_schema is not None):
             expected = '{"type": "json_schema", "json_schema": {"name": …, "schema": {…}}}'
-            raise _invalid(f"response_format must be {expected}, or have another type", "response_format")
+            raise InvalidParameter("response_format", f"response_format must be {expected}, or have another type")
         schema = response_format.json_schema.schema_ if response_format.json_schema else None
         requested.append(("response_format", "json", ANY_OBJECT if schema is None else schema))
     fields = {f"guided_{kind}": (kind, getattr(body, f"guided_{kind}")) for kind in KINDS}
     structured = body.structured_outputs or {}
     if unknown := set(structured) - set(KINDS) - {"json_object"}:
         message = f"structured_outputs has no {quote(min(unknown))}; it takes {', '.join(KINDS)}, json_object"
-        raise _invalid(message, "structured_outputs")
+        raise InvalidParameter("structured_outputs", message)
     fields |= {f"structured_outputs.{kind}": (kind, value) for kind, value in structured.items()}
     for name, (kind, value) in fields.items():
         if kind == "json_object" and value is not None:
             if value is not True:
-                raise _invalid(f"{name} must be true, or left out", name)
+                raise InvalidParameter(name, f"{name} must be true, or left out")
             requested.append((name, "json", ANY_OBJECT))
         elif value is not None:
             _check_value(name, kind, value)
@@ -78,17 +77,13 @@ def _requested_grammars(body: SamplingBody) -> list[tuple[str, str, Any]]:
 
 def _check_value(name: str, kind: str, value: Any) -> None:
     if not isinstance(value, KINDS[kind]):
-        raise _invalid(f"{name} must be {EXPECTED[kind]}", name)
+        raise InvalidParameter(name, f"{name} must be {EXPECTED[kind]}")
     if isinstance(value, list) and not (value and all(isinstance(item, str) and item for item in value)):
-        raise _invalid(f"{name} must be a list of strings, none of them empty", name)
+        raise InvalidParameter(name, f"{name} must be a list of strings, none of them empty")
 
 
 def _parse_schema(text: str, name: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise _invalid(f"{name} must be a JSON schema, as an object or as JSON in a string", name) from None
-
-
-def _invalid(message: str, param: str) -> BadRequest:
-    return BadRequest(message, kind="invalid_parameter", param=param)
+        raise InvalidParameter(name, f"{name} must be a JSON schema, as an object or as JSON in a string") from None

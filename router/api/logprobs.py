@@ -40,7 +40,7 @@ def completion_logprobs(
 def echoed_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprobs], num_top: int
 ) -> dict[str, Any]:
-    """Return the same of a prompt, whose first token has none; `logprobs` has one entry for each of the others."""
+    """Return the `logprobs` object of an echoed prompt. Its first token has none; `logprobs` has an entry per other token."""
     text = TextStream(tokenizer, track_offsets=True)
     text.push(Chunk(list(ids)))
     cut = [replace(entry, top=entry.top[:num_top]) for entry in logprobs]

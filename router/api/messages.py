@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from pdserve.errors import BadRequest, RequestError
+from pdserve.errors import BadRequest, InvalidParameter, RequestError
 from pdserve.router.api.generation import Delta, Generation, Json
 from pdserve.router.api.parsing import json_type, quote
 from pdserve.router.api.schemas import (
@@ -40,7 +40,7 @@ ERROR_TYPES = {
     503: "overloaded_error",
 }
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
-NO_THREADS = "thread_unsupported_request"  # whereupon clients send all messages themselves
+THREAD_KIND = "thread_unsupported_request"  # whereupon clients send all messages themselves
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # Fields of a block by its type: required ones, and those without effect.
 BLOCK_FIELDS: dict[str, tuple[set[str], set[str]]] = {
@@ -73,7 +73,7 @@ def to_chat_body(body: MessagesBody, *, knows_effort: bool) -> ChatBody:
     """
     if body.thread is not None:
         message = "thread is not supported: this server keeps no conversations; send all of their messages"
-        raise BadRequest(message, kind="thread_unsupported_request", param="thread")
+        raise BadRequest(message, kind=THREAD_KIND, param="thread")
     return ChatBody(
         model=body.model,
         max_completion_tokens=body.max_tokens,
@@ -120,7 +120,7 @@ def _thinking(thinking: dict[str, Any], max_tokens: int | None) -> dict[str, Any
             'thinking must be {"type": "enabled", "budget_tokens": …} with a number of tokens less than max_tokens, '
             '{"type": "adaptive"}, or {"type": "disabled"}'
         )
-        raise BadRequest(message, kind="invalid_parameter", param="thinking")
+        raise InvalidParameter("thinking", message)
     return {"thinking": Thinking(type=kind), "thinking_token_budget": budget}
 
 
@@ -240,9 +240,9 @@ def _tool(tool: object, path: str) -> Tool:
     strict = fields.get("strict")
     if not (isinstance(name, str) and isinstance(schema, dict) and isinstance(description, str | None)):
         message = f"{path} must have a name and an input_schema, an object, and may have a description"
-        raise BadRequest(message, kind="invalid_parameter", param="tools")
+        raise InvalidParameter("tools", message)
     if not isinstance(strict, bool | None):
-        raise BadRequest(f"{path}.strict must be a boolean", kind="invalid_parameter", param="tools")
+        raise InvalidParameter("tools", f"{path}.strict must be a boolean")
     function = Function(name=name, description=description, parameters=schema, strict=strict)
     return Tool(type="function", function=function)
 
@@ -255,14 +255,14 @@ def _tool_choice(choice: dict[str, Any]) -> object:
         return {"type": "function", "function": {"name": choice["name"]}}
     if kind not in CHOICES:
         message = 'tool_choice must be {"type": "auto"}, "any", "none", or {"type": "tool", "name": …}'
-        raise BadRequest(message, kind="invalid_parameter", param="tool_choice")
+        raise InvalidParameter("tool_choice", message)
     return CHOICES[kind]
 
 
 def _user(metadata: dict[str, Any] | None) -> str | None:
     user = (metadata or {}).get("user_id")
     if user is not None and not isinstance(user, str):
-        raise BadRequest("metadata.user_id must be a string", kind="invalid_parameter", param="metadata")
+        raise InvalidParameter("metadata", "metadata.user_id must be a string")
     return user
 
 
@@ -361,7 +361,7 @@ def _whole_call(call: ToolCallDelta, arguments: str) -> Json:
 def error_body(status: int, message: str, code: str | None = None) -> Json:
     """Return an error in Anthropic's format; `code` is that of this router."""
     kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    details = {"details": {"error_code": code, "unsupported": ["thread"]}} if code == NO_THREADS else {}
+    details = {"details": {"error_code": code, "unsupported": ["thread"]}} if code == THREAD_KIND else {}
     return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
 

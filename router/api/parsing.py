@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from pdserve.errors import BadRequest
+from pdserve.errors import BadRequest, InvalidParameter
 from pdserve.router.api.schemas import MESSAGE_NO_OPS, Body, Message, NoOps
 
 ADVICE = {
@@ -103,13 +103,12 @@ def _raise_bad_field(error: ErrorDetails, known: Set[str]) -> NoReturn:
     if error["type"] == "missing":
         raise BadRequest(f"{name} is required", kind="missing_field", param=name)
     if top == "stop":
-        raise BadRequest("stop must be a string or a list of strings", kind="invalid_parameter", param=top)
+        raise InvalidParameter(top, "stop must be a string or a list of strings")
     if error["type"] == "finite_number":
-        raise BadRequest(f"{name} must be a finite number", kind="invalid_parameter", param=name)
+        raise InvalidParameter(name, f"{name} must be a finite number")
     expected, given = error["msg"].removeprefix("Input should be "), error["input"]
     shows_value = error["type"] == "literal_error" and isinstance(given, str)
-    message = f"{name} must be {expected}, not {quote(given) if shows_value else json_type(given)}"
-    raise BadRequest(message, kind="invalid_parameter", param=name)
+    raise InvalidParameter(name, f"{name} must be {expected}, not {quote(given) if shows_value else json_type(given)}")
 
 
 def _suggestion(name: str, known: Set[str]) -> str:

@@ -2,7 +2,7 @@
 
 from enum import Enum
 
-from pdserve.errors import BadRequest
+from pdserve.errors import BadRequest, InvalidParameter
 from pdserve.reasoning import MAX_BUDGET, ReasoningSpan
 from pdserve.router.api.schemas import ChatBody
 from pdserve.router.text.parsers.reasoning import ReasoningParser
@@ -51,7 +51,7 @@ def reasoning_span(
     budget, parser = body.thinking_token_budget, tokenizer.parsers.reasoning
     if budget is not None and not 0 <= budget <= MAX_BUDGET:
         message = f"thinking_token_budget must be from 0 to {MAX_BUDGET}, not {budget}"
-        raise BadRequest(message, kind="invalid_parameter", param="thinking_token_budget")
+        raise InvalidParameter("thinking_token_budget", message)
     if budget is not None and (parser is None or not _are_tokens(parser, tokenizer)):
         reason = "this model does not reason" if parser is None else "this model's tokenizer has no tokens that end it"
         message = f"thinking_token_budget limits reasoning, but {reason}; leave it out"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from pdserve.errors import BadRequest, NotFound
+from pdserve.errors import BadRequest, InvalidParameter, NotFound
 from pdserve.grammars.limits import check_grammar
 from pdserve.keys import block_keys, root_key
 from pdserve.request import MAX_LOGPROBS, Request, SamplingParams, check_length
@@ -139,7 +139,7 @@ def parse_chat(
     n = _num_choices(body.n, 1, max_n)
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         message = "max_tokens (deprecated) and max_completion_tokens contradict each other; send the latter only"
-        raise BadRequest(message, kind="invalid_parameter", param="max_tokens")
+        raise InvalidParameter("max_tokens", message)
     prompt, tools = render(body, tokenizer)
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     prompt = _truncate(prompt, body, max_tokens or 1, info)
@@ -200,7 +200,7 @@ def tokenize(body: TokenizeBody, tokenizer: Tokenizer) -> list[int]:
         BadRequest: the body has both or neither, or invalid messages.
     """
     if (body.prompt is None) == (body.messages is None):
-        raise BadRequest("send either prompt or messages", kind="invalid_parameter", param="prompt")
+        raise InvalidParameter("prompt", "send either prompt or messages")
     if body.messages is not None:
         options = TemplateOptions(add_generation_prompt=or_default(body.add_generation_prompt, True))
         return tokenizer.render_chat(template_messages(body.messages), options=options)
@@ -268,7 +268,7 @@ def _sampling_params(
         message = (
             "prompt_logprobs are not part of a stream; leave out stream, or send echo and logprobs to /v1/completions"
         )
-        raise BadRequest(message, kind="invalid_parameter", param="prompt_logprobs")
+        raise InvalidParameter("prompt_logprobs", message)
     if body.use_beam_search:
         sampling = replace(sampling, **beam_settings(body, sampling, info))
     else:
@@ -284,7 +284,7 @@ def _chat_grammar(body: ChatBody, tools: AllowedTools | None, structured: str, i
         return structured
     if structured and tools.forced:
         message = "tool_choice forces a tool call, and another field asks for structured output; send one of the two"
-        raise BadRequest(message, kind="invalid_parameter", param="tool_choice")
+        raise InvalidParameter("tool_choice", message)
     if spec := tools.grammar(structured):
         check_grammar_support(body, info, "tool_choice" if tools.forced else "tools")
         check_grammar(spec, "tools")
@@ -294,11 +294,10 @@ def _chat_grammar(body: ChatBody, tools: AllowedTools | None, structured: str, i
 def _chat_logprobs(body: ChatBody) -> int | None:
     """Return the number of top tokens to report per position, or None for no logprobs."""
     if body.top_logprobs and not body.logprobs:
-        message = "top_logprobs requires logprobs: true"
-        raise BadRequest(message, kind="invalid_parameter", param="top_logprobs")
+        raise InvalidParameter("top_logprobs", "top_logprobs requires logprobs: true")
     if not 0 <= or_default(body.top_logprobs, 0) <= MAX_LOGPROBS:
         message = f"top_logprobs must be from 0 to {MAX_LOGPROBS}, not {body.top_logprobs}"
-        raise BadRequest(message, kind="invalid_parameter", param="top_logprobs")
+        raise InvalidParameter("top_logprobs", message)
     return or_default(body.top_logprobs, 0) if body.logprobs else None
 
 
@@ -306,7 +305,7 @@ def _logit_bias(biases: dict[str, float], info: ModelInfo) -> dict[int, float]:
     for name in biases:
         if not (name.isascii() and name.isdigit() and len(name) < 10):
             message = f'logit_bias maps token ids, such as "276", to numbers; {quote(name)} is not a token id'
-            raise BadRequest(message, kind="invalid_parameter", param="logit_bias")
+            raise InvalidParameter("logit_bias", message)
     by_id = {int(name): value for name, value in biases.items()}
     check_token_ids(by_id, info.vocab_size, "logit_bias")
     return by_id
@@ -317,10 +316,9 @@ def _allowed_token_ids(body: SamplingBody, grammar: str, info: ModelInfo) -> tup
     if ids is None:
         return ()
     if not ids:
-        raise BadRequest(f"{name} is empty; leave it out to allow all", kind="invalid_parameter", param=name)
+        raise InvalidParameter(name, f"{name} is empty; leave it out to allow all")
     if grammar:
-        message = f"{name} and structured output exclude each other; send one of the two"
-        raise BadRequest(message, kind="invalid_parameter", param=name)
+        raise InvalidParameter(name, f"{name} and structured output exclude each other; send one of the two")
     check_token_ids(ids, info.vocab_size, name)
     return tuple(sorted(set(ids)))
 
@@ -330,8 +328,7 @@ def _bad_words(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, .
     found = dict[tuple[int, ...], None]()
     for word in words:
         if not word.strip():
-            message = "bad_words must be strings that are not blank"
-            raise BadRequest(message, kind="invalid_parameter", param="bad_words")
+            raise InvalidParameter("bad_words", "bad_words must be strings that are not blank")
         plain, spaced = (
             tuple(tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
         )
@@ -348,7 +345,7 @@ def _check_num_scored(num_tokens: int, sampling: SamplingParams) -> None:
     count = num_tokens * (1 + sampling.prompt_logprobs)
     if count > MAX_PROMPT_LOGPROBS:
         message = f"{count} log probabilities of a prompt are more than {MAX_PROMPT_LOGPROBS}; ask for fewer top tokens"
-        raise BadRequest(message, kind="invalid_parameter", param="prompt_logprobs")
+        raise InvalidParameter("prompt_logprobs", message)
 
 
 def _truncate(prompt: list[int], body: SamplingBody, max_tokens: int, info: ModelInfo) -> list[int]:
@@ -358,7 +355,7 @@ def _truncate(prompt: list[int], body: SamplingBody, max_tokens: int, info: Mode
         return prompt
     if length == 0 or length < -1:
         message = f"truncate_prompt_tokens must be at least 1, or -1 for all that fit, not {length}"
-        raise BadRequest(message, kind="invalid_parameter", param="truncate_prompt_tokens")
+        raise InvalidParameter("truncate_prompt_tokens", message)
     return prompt[-(length if length > 0 else max(1, info.max_model_len - max_tokens)) :]
 
 
@@ -430,7 +427,7 @@ def _num_choices(n: int | None, num_prompts: int, max_n: int) -> int:
     """Return the choices per prompt; raise BadRequest if all prompts together have more than `max_n`."""
     n = or_default(n, 1)
     if n < 1:
-        raise BadRequest(f"n must be at least 1, not {n}", kind="invalid_parameter", param="n")
+        raise InvalidParameter("n", f"n must be at least 1, not {n}")
     if n * num_prompts > max_n:
         requested = f"{n} choices" if num_prompts == 1 else f"{num_prompts} prompts with {n} choices each"
         message = f"{requested} exceed the limit of {max_n} choices per request"
@@ -440,26 +437,23 @@ def _num_choices(n: int | None, num_prompts: int, max_n: int) -> int:
 
 def _stream_options(body: SamplingBody) -> StreamOptions:
     if body.stream_options is not None and not body.stream:
-        message = "stream_options requires stream: true"
-        raise BadRequest(message, kind="invalid_parameter", param="stream_options")
+        raise InvalidParameter("stream_options", "stream_options requires stream: true")
     return body.stream_options or NO_STREAM_OPTIONS
 
 
 def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     stops = [stop] if isinstance(stop, str) else stop or []
     if len(stops) > MAX_STOPS:
-        message = f"stop may hold at most {MAX_STOPS} strings, not {len(stops)}"
-        raise BadRequest(message, kind="invalid_parameter", param="stop")
+        raise InvalidParameter("stop", f"stop may hold at most {MAX_STOPS} strings, not {len(stops)}")
     if not all(0 < len(text) <= MAX_STOP_CHARS for text in stops):
-        message = f"a stop string must have 1 to {MAX_STOP_CHARS} characters"
-        raise BadRequest(message, kind="invalid_parameter", param="stop")
+        raise InvalidParameter("stop", f"a stop string must have 1 to {MAX_STOP_CHARS} characters")
     return tuple(stops)
 
 
 def _salt(body: SamplingBody) -> str:
     if body.cache_salt == "":
         message = "cache_salt must not be empty; leave it out to share the cache with all requests that have none"
-        raise BadRequest(message, kind="invalid_parameter", param="cache_salt")
+        raise InvalidParameter("cache_salt", message)
     return body.cache_salt or ""
 
 
@@ -471,9 +465,8 @@ def _session(body: SamplingBody, context: RequestContext) -> str:
 def _priority(body: SamplingBody, info: ModelInfo) -> int:
     priority = or_default(body.priority, 0)
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-        message = f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}"
-        raise BadRequest(message, kind="invalid_parameter", param="priority")
+        raise InvalidParameter("priority", f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}")
     if priority and not info.supports_priorities:
         message = "priority requires that all instances were started with --scheduling-policy priority"
-        raise BadRequest(message, kind="invalid_parameter", param="priority")
+        raise InvalidParameter("priority", message)
     return priority

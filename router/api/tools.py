@@ -4,7 +4,7 @@ import json
 import re
 from dataclasses import dataclass
 
-from pdserve.errors import BadRequest
+from pdserve.errors import BadRequest, InvalidParameter
 from pdserve.grammars import formats
 from pdserve.router.api.parsing import or_default, quote
 from pdserve.router.api.schemas import ChatBody
@@ -45,9 +45,7 @@ class AllowedTools:
         """
         if self.forced:
             schemas = {name: _object_schema(name, self.tools.schemas[name]) for name in self.forced}
-            calls = self.parser.call_formats(schemas)
-            first_forms = calls[:: len(self.parser.FORMS)]  # one of each function
-            return json.dumps({"format": formats.either(*first_forms)})
+            return json.dumps({"format": self.parser.forced_format(schemas)})
         if not (self.strict or structured):
             return ""
         functions = {
@@ -85,11 +83,12 @@ def parse_tools(body: ChatBody, tokenizer: Tokenizer) -> AllowedTools | None:
     functions = {tool.function.name: tool.function for tool in body.tools or ()}
     for name in functions:
         if not TOOL_NAME.fullmatch(name):
-            raise _invalid_tools(
+            message = (
                 f"a function name must have 1 to 64 of the characters A-Z, a-z, 0-9, '_' and '-', not {quote(name)}"
             )
+            raise InvalidParameter("tools", message)
     if len(functions) < len(body.tools or ()):
-        raise _invalid_tools("the functions in tools must have different names")
+        raise InvalidParameter("tools", "the functions in tools must have different names")
     choice = or_default(body.tool_choice, "auto" if functions else "none")
     forced = _forced_functions(choice, list(functions))
     if choice == "none" or not functions:
@@ -121,16 +120,11 @@ def _forced_functions(choice: object, names: list[str]) -> list[str]:
         if choice == {"type": "function", "function": {"name": name}}:
             return [name]
     named = '{"type": "function", "function": {"name": …}} with the name of one of the tools'
-    message = f'tool_choice must be "none", "auto", "required", or {named}'
-    raise BadRequest(message, kind="invalid_parameter", param="tool_choice")
+    raise InvalidParameter("tool_choice", f'tool_choice must be "none", "auto", "required", or {named}')
 
 
 def _object_schema(name: str, parameters: Schema) -> Schema:
     schema = {"type": "object", **parameters}
     if schema["type"] != "object":
-        raise _invalid_tools(f"the parameters of {name} must be the JSON schema of an object")
+        raise InvalidParameter("tools", f"the parameters of {name} must be the JSON schema of an object")
     return schema
-
-
-def _invalid_tools(message: str) -> BadRequest:
-    return BadRequest(message, kind="invalid_parameter", param="tools")

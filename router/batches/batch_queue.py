@@ -18,7 +18,7 @@ from starlette.types import Message
 
 from pdserve.batch.lines import ENDPOINTS, BatchRequest, InvalidLine, error_line, parse_lines, read_done
 from pdserve.batch.runner import run_batch
-from pdserve.errors import BadRequest, Conflict, RequestError
+from pdserve.errors import Conflict, InvalidParameter, RequestError
 from pdserve.router.client_connection import ClientConnection
 from pdserve.router.storage.file_store import FileStore, Json, new_id
 from pdserve.router.web.endpoint import Handler
@@ -53,8 +53,7 @@ class BatchQueue:
         """Start a batch. Raises NotFound if there is no such file, and BadRequest for another endpoint."""
         self.store.load(key, file_id)
         if endpoint not in ENDPOINTS:
-            message = f"endpoint must be {' or '.join(ENDPOINTS)}"
-            raise BadRequest(message, kind="invalid_parameter", param="endpoint")
+            raise InvalidParameter("endpoint", f"endpoint must be {' or '.join(ENDPOINTS)}")
         now = int(time.time())
         batch: Json = {
             "id": new_id("batch_"),

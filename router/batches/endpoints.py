@@ -7,7 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from pdserve.errors import BadRequest, NotFound
+from pdserve.errors import BadRequest, InvalidParameter, NotFound
 from pdserve.router.api import answers, schemas
 from pdserve.router.api.http_responses import json_response
 from pdserve.router.api.json_body import JsonBody
@@ -47,7 +47,7 @@ class BatchEndpoints(Endpoints):
             async with request.form(max_files=1, max_fields=10) as form:
                 file, purpose = form.get("file"), form.get("purpose")
                 if purpose != "batch":
-                    raise BadRequest('purpose must be "batch"', kind="invalid_parameter", param="purpose")
+                    raise InvalidParameter("purpose", 'purpose must be "batch"')
                 if file is None or isinstance(file, str):
                     message = "file must be a file of the form"
                     raise BadRequest(message, kind="missing_field", param="file")

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
-from pdserve.errors import BadRequest
+from pdserve.errors import BadRequest, InvalidParameter
 from pdserve.router.api.schemas import CompletionBody
 from pdserve.router.backend import ModelInfo
 from pdserve.router.text.tokenizer import Tokenizer
@@ -66,7 +66,7 @@ def _check_supported(request: "vllm.GenerateRequest") -> None:
         message = (
             f"data_parallel_rank must be 0 or left out, not {request.data_parallel_rank}: this router has one rank"
         )
-        raise BadRequest(message, kind="invalid_parameter", param="data_parallel_rank")
+        raise InvalidParameter("data_parallel_rank", message)
 
 
 def _structured_outputs(params: "vllm.SamplingParams") -> dict[str, Any] | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from pdserve.errors import BadRequest
+from pdserve.errors import InvalidParameter
 from pdserve.router.api.generation import Json
 from pdserve.router.api.parsing import quote
 from pdserve.router.storage.response_store import StoredResponse
@@ -21,18 +21,17 @@ def page_of_items(stored: StoredResponse, query: Mapping[str, str]) -> Json:
     """
     limit, order = query.get("limit", str(DEFAULT_LIMIT)), query.get("order", "desc")
     if not (len(limit) < 4 and limit.isascii() and limit.isdecimal() and 1 <= int(limit) <= MAX_LIMIT):
-        raise _invalid("limit", f"limit must be from 1 to {MAX_LIMIT}, not {quote(limit)}")
+        raise InvalidParameter("limit", f"limit must be from 1 to {MAX_LIMIT}, not {quote(limit)}")
     if order not in ("asc", "desc"):
-        raise _invalid("order", f'order must be "asc" or "desc", not {quote(order)}')
+        raise InvalidParameter("order", f'order must be "asc" or "desc", not {quote(order)}')
     items = [_item(f"msg_{stored.id}_{i}", message) for i, message in enumerate(stored.messages[:-1])]
     if order == "desc":
         items.reverse()
     if "after" in query:
         ids = [item["id"] for item in items]
         if query["after"] not in ids:
-            raise _invalid(
-                "after", f"after must be the id of an item of this response; {quote(query['after'])} is none"
-            )
+            message = f"after must be the id of an item of this response; {quote(query['after'])} is none"
+            raise InvalidParameter("after", message)
         items = items[ids.index(query["after"]) + 1 :]
     page = items[: int(limit)]
     ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
@@ -45,7 +44,3 @@ def _item(item_id: str, message: Json) -> Json:
     texts = [content] if isinstance(content, str) else [part["text"] for part in content]  # type: ignore[attr-defined]
     parts = [{"type": kind, "text": text} | ({"annotations": []} if kind == "output_text" else {}) for text in texts]
     return {"id": item_id, "type": "message", "role": message["role"], "status": "completed", "content": parts}
-
-
-def _invalid(param: str, message: str) -> BadRequest:
-    return BadRequest(message, kind="invalid_parameter", param=param)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -29,128 +29,88 @@ class Metrics:
     def __init__(self, fleet: Fleet, vllm_model: str = "") -> None:
         self._vllm_model = vllm_model
         self.registry = CollectorRegistry()
+        counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry, buckets=LATENCY_BUCKETS)
         self.spans = {
-            name: Histogram(
-                f"pdserve_{name}_seconds",
-                f"from {start.value} to {end.value}",
-                buckets=LATENCY_BUCKETS,
-                registry=self.registry,
-            )
+            name: histogram(f"pdserve_{name}_seconds", f"from {start.value} to {end.value}")
             for name, (start, end) in LATENCY_METRICS.items()
         }
-        self.inter_token_latency = Histogram(
-            "pdserve_inter_token_latency_seconds",
-            "time between two tokens of a request",
-            buckets=LATENCY_BUCKETS,
-            registry=self.registry,
+        self.inter_token_latency = histogram(
+            "pdserve_inter_token_latency_seconds", "time between two tokens of a request"
         )
-        self.release_latency = Histogram(
+        self.release_latency = histogram(
             "pdserve_release_after_cancel_seconds",
             "from a cancellation until an instance has freed the request's blocks",
             ["role"],
-            buckets=LATENCY_BUCKETS,
-            registry=self.registry,
         )
-        self.requests = Counter(
-            "pdserve_requests_total", "finished requests by finish reason", ["finish_reason"], registry=self.registry
-        )
-        self._prompt_tokens = Counter("pdserve_prompt_tokens_total", "of finished requests", registry=self.registry)
-        self.output_tokens = Counter("pdserve_output_tokens_total", "of finished requests", registry=self.registry)
-        self.decisions = Counter(
+        self.requests = counter("pdserve_requests_total", "finished requests by finish reason", ["finish_reason"])
+        self._prompt_tokens = counter("pdserve_prompt_tokens_total", "of finished requests")
+        self.output_tokens = counter("pdserve_output_tokens_total", "of finished requests")
+        self.decisions = counter(
             "pdserve_decisions_total",
             "instances selected, by role and by the policy that decided, after delegation",
             ["role", "policy"],
-            registry=self.registry,
         )
-        self.placements = Counter(
+        self.placements = counter(
             "pdserve_placements_total",
             "placements of prompts: split between prefill and decode, or one instance alone; and the reason",
             ["way", "reason"],
-            registry=self.registry,
         )
-        self.refusals = Counter(
-            "pdserve_refusals_total",
-            "requests rejected by admission, by reason",
-            ["reason"],
-            registry=self.registry,
+        self.refusals = counter("pdserve_refusals_total", "requests rejected by admission, by reason", ["reason"])
+        self.key_requests = gauge(
+            "pdserve_key_requests_under_way", "running requests of an API key, each choice counted", ["key"]
         )
-        self.key_requests = Gauge(
-            "pdserve_key_requests_under_way",
-            "running requests of an API key, each choice counted",
-            ["key"],
-            registry=self.registry,
-        )
-        self.key_waiting = Gauge(
+        self.key_waiting = gauge(
             "pdserve_key_requests_waiting",
             "requests of an API key that wait for admission, requests with several choices counted once",
             ["key"],
-            registry=self.registry,
         )
-        self.key_tokens = Counter(
-            "pdserve_key_tokens_total",
-            "prompt and output tokens of an API key's finished requests",
-            ["key"],
-            registry=self.registry,
+        self.key_tokens = counter(
+            "pdserve_key_tokens_total", "prompt and output tokens of an API key's finished requests", ["key"]
         )
-        self.key_refusals = Counter(
+        self.key_refusals = counter(
             "pdserve_key_refusals_total",
             "requests of an API key that were rejected because of its limits or a full queue",
             ["key", "reason"],
-            registry=self.registry,
         )
-        self.fallbacks = Counter(
+        self.fallbacks = counter(
             "pdserve_handover_fallbacks_total",
             "hand-overs that decode completed by computing, by the fault of prefill",
             ["kind"],
-            registry=self.registry,
         )
-        self._kv_event_batches = Counter(
+        self._kv_event_batches = counter(
             "pdserve_kv_event_batches_followed_total",
             "batches of KV events of --kv-events-subscribe: applied, refused because they are malformed, or lost",
             ["endpoint", "outcome"],
-            registry=self.registry,
         )
-        self.hedges = Counter(
+        self.hedges = counter(
             "pdserve_prefill_hedges_total",
             "late prefills sent to a second instance (asked), and those that it won (preferred)",
             ["outcome"],
-            registry=self.registry,
         )
-        self.migrations = Counter(
-            "pdserve_migrations_total",
-            "streams moved to other instances, by the fault of the first",
-            ["kind"],
-            registry=self.registry,
+        self.migrations = counter(
+            "pdserve_migrations_total", "streams moved to other instances, by the fault of the first", ["kind"]
         )
-        self.failed_handovers = Counter(
+        self.failed_handovers = counter(
             "pdserve_handovers_in_vain_total",
             "hand-overs in which decode found none of the blocks that prefill had stored",
             ["prefill", "decode"],
-            registry=self.registry,
         )
-        self.retry_budget = Gauge(
-            "pdserve_retry_budget", "migrations left for requests that have migrated before", registry=self.registry
-        )
-        self.connections = Gauge("pdserve_connections", "open connections of clients", registry=self.registry)
-        self.refused_connections = Counter(
+        self.retry_budget = gauge("pdserve_retry_budget", "migrations left for requests that have migrated before")
+        self.connections = gauge("pdserve_connections", "open connections of clients")
+        self.refused_connections = counter(
             "pdserve_connections_refused_total",
             "connections of clients that the router ended before their request was read, by reason",
             ["reason"],
-            registry=self.registry,
         )
-        self.grammars = Counter(
+        self.grammars = counter(
             "pdserve_grammars_compiled_total",
             "new grammars of structured output that the router compiled to check them, by result",
             ["result"],
-            registry=self.registry,
         )
-        self.grammars_waiting = Gauge(
-            "pdserve_grammars_waiting", "grammars that the router compiles or has queued", registry=self.registry
-        )
-        self.registry_failures = Counter(
-            "pdserve_registry_failures_total", "failed calls to the registry", registry=self.registry
-        )
-        tasks = Gauge("pdserve_router_tasks", "asyncio tasks of the router", registry=self.registry)
+        self.grammars_waiting = gauge("pdserve_grammars_waiting", "grammars that the router compiles or has queued")
+        self.registry_failures = counter("pdserve_registry_failures_total", "failed calls to the registry")
+        tasks = gauge("pdserve_router_tasks", "asyncio tasks of the router")
         tasks.set_function(_num_tasks)
         self.registry.register(_FleetCollector(fleet))
         for metric in (self.requests, self.decisions, self.placements, self.key_requests, self.key_tokens):

@@ -37,7 +37,7 @@ from pdserve.router.telemetry import tracing
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.auth import Access
-from pdserve.router.web.endpoint import Endpoints, endpoint, example, generation_examples
+from pdserve.router.web.endpoint import Endpoints, Method, endpoint, example, generation_examples
 from pdserve.router.web.grammar_checker import GrammarChecker
 
 SESSION_HEADER = "x-session-id"
@@ -46,6 +46,12 @@ DOCUMENTS = ["Paris is the capital of France.", "Rome is the capital of Italy."]
 QUESTION = "What is the capital of France?"
 RerankRequest = Annotated[JsonBody[schemas.RerankBody], example(query="The capital of France", documents=DOCUMENTS)]
 STREAMED_TOO: Any = {200: {"content": {"text/event-stream": {}}}}
+
+
+def admitted(path: str, id_prefix: str, answer: type[answers.Answer], **options: Any) -> Callable[[Method], Method]:
+    """Declare an endpoint whose requests wait for admission; `options` are those of `Endpoint`."""
+    options |= {"id_prefix": id_prefix, "response_model": answer}
+    return endpoint("POST", path, Access.CLIENT, errors=[404, 429], **options)
 
 
 class GenerationEndpoints(Endpoints):
@@ -70,15 +76,7 @@ class GenerationEndpoints(Endpoints):
         self._grammars = grammars
         self._turns = Turns(response_store)
 
-    @endpoint(
-        "POST",
-        "/v1/completions",
-        Access.CLIENT,
-        errors=[404, 429],
-        id_prefix="cmpl-",
-        response_model=answers.Completion,
-        responses=STREAMED_TOO,
-    )
+    @admitted("/v1/completions", "cmpl-", answers.Completion, responses=STREAMED_TOO)
     async def completions(
         self,
         request: Request,
@@ -89,15 +87,7 @@ class GenerationEndpoints(Endpoints):
         """Continue a text."""
         return await self._generate(request, body, self._parse_completion)
 
-    @endpoint(
-        "POST",
-        "/v1/chat/completions",
-        Access.CLIENT,
-        errors=[404, 429],
-        id_prefix="chatcmpl-",
-        response_model=answers.ChatCompletion,
-        responses=STREAMED_TOO,
-    )
+    @admitted("/v1/chat/completions", "chatcmpl-", answers.ChatCompletion, responses=STREAMED_TOO)
     async def chat(
         self,
         request: Request,
@@ -109,15 +99,7 @@ class GenerationEndpoints(Endpoints):
         """Continue a conversation, through the model's chat template."""
         return await self._generate(request, body, self._parse_chat)
 
-    @endpoint(
-        "POST",
-        "/v1/responses",
-        Access.CLIENT,
-        errors=[404, 429],
-        id_prefix="resp_",
-        response_model=answers.ResponseObject,
-        responses=STREAMED_TOO,
-    )
+    @admitted("/v1/responses", "resp_", answers.ResponseObject, responses=STREAMED_TOO)
     async def responses(
         self,
         request: Request,
@@ -159,16 +141,7 @@ class GenerationEndpoints(Endpoints):
         await self._turns.delete(request.state.key, response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
-    @endpoint(
-        "POST",
-        "/v1/messages",
-        Access.CLIENT,
-        errors=[404, 429],
-        id_prefix="msg_",
-        response_model=answers.MessageAnswer,
-        error_model=answers.MessageError,
-        responses=STREAMED_TOO,
-    )
+    @admitted("/v1/messages", "msg_", answers.MessageAnswer, error_model=answers.MessageError, responses=STREAMED_TOO)
     async def messages(
         self,
         request: Request,
@@ -255,21 +228,14 @@ class EmbeddingEndpoints(Endpoints):
         self._backend = backend
         self._admission = admission
 
-    @endpoint(
-        "POST",
-        "/v1/embeddings",
-        Access.CLIENT,
-        errors=[404, 429],
-        id_prefix="embd-",
-        response_model=answers.Embeddings,
-    )
+    @admitted("/v1/embeddings", "embd-", answers.Embeddings)
     async def embeddings(
         self, request: Request, body: Annotated[JsonBody[schemas.EmbeddingBody], example(input=DOCUMENTS)]
     ) -> Response:
         """The embeddings of texts."""
         return await self._embed(request, body, embeddings.parse_embedding, embeddings.embedding_body)
 
-    @endpoint("POST", "/score", Access.CLIENT, errors=[404, 429], id_prefix="score-", response_model=answers.Scores)
+    @admitted("/score", "score-", answers.Scores)
     async def score(
         self,
         request: Request,
@@ -278,14 +244,7 @@ class EmbeddingEndpoints(Endpoints):
         """Scores of pairs of texts, by a cross-encoder or by their embeddings."""
         return await self._embed(request, body, embeddings.parse_score, embeddings.score_body)
 
-    @endpoint(
-        "POST",
-        "/classify",
-        Access.CLIENT,
-        errors=[404, 429],
-        id_prefix="classify-",
-        response_model=answers.Classifications,
-    )
+    @admitted("/classify", "classify-", answers.Classifications)
     async def classify(
         self, request: Request, body: Annotated[JsonBody[schemas.ClassifyBody], example(input=DOCUMENTS)]
     ) -> Response:
@@ -293,23 +252,13 @@ class EmbeddingEndpoints(Endpoints):
         build = partial(embeddings.classify_body, self._tokenizer.label)
         return await self._embed(request, body, embeddings.parse_classify, build)
 
-    @endpoint(
-        "POST", "/v1/rerank", Access.CLIENT, errors=[404, 429], id_prefix="rerank-", response_model=answers.Ranking
-    )
-    async def rerank_v1(
-        self,
-        request: Request,
-        body: RerankRequest,
-    ) -> Response:
+    @admitted("/v1/rerank", "rerank-", answers.Ranking)
+    async def rerank_v1(self, request: Request, body: RerankRequest) -> Response:
         """The same as /rerank."""
         return await self.rerank(request, body)
 
-    @endpoint("POST", "/rerank", Access.CLIENT, errors=[404, 429], id_prefix="rerank-", response_model=answers.Ranking)
-    async def rerank(
-        self,
-        request: Request,
-        body: RerankRequest,
-    ) -> Response:
+    @admitted("/rerank", "rerank-", answers.Ranking)
+    async def rerank(self, request: Request, body: RerankRequest) -> Response:
         """Documents in the order of their scores with a query, by a cross-encoder or by their embeddings."""
         return await self._embed(request, body, embeddings.parse_rerank, embeddings.rerank_body)
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pdserve import __version__
-from pdserve.errors import BadRequest, NotFound, Unavailable
+from pdserve.errors import InvalidParameter, NotFound, Unavailable
 from pdserve.router.api import answers, schemas
 from pdserve.router.api.json_body import JsonBody
 from pdserve.router.backend import Backend
@@ -128,8 +128,7 @@ class OperatorEndpoints(Endpoints):
         except ValueError:
             seconds = math.nan
         if not seconds >= 0:
-            message = f"seconds={text!r} is not a number of seconds, such as 60"
-            raise BadRequest(message, kind="invalid_parameter", param="seconds")
+            raise InvalidParameter("seconds", f"seconds={text!r} is not a number of seconds, such as 60")
         now, epoch_offset = time.monotonic(), time.time() - time.monotonic()
         lines = traffic_lines(self._latest_timelines(MAX_TRAFFIC), epoch_offset, now - seconds)
         headers = {"Cache-Control": "no-store", TIME_HEADER: f"{(now + epoch_offset) * 1e3:.1f}"}

@@ -46,8 +46,8 @@ def test_a_token_has_one_row(checkpoint: Callable[..., Path]) -> None:
     engine = Engine(EngineConfig(model=str(checkpoint("deepseek_v3")), num_blocks=4))
     layout = engine.layout
     assert (layout.latent, layout.num_kv_heads, layout.head_dim) == (True, 1, 32 + 16)
-    assert engine.runner.pool_NL2GBD.shape == (4, 3, 1, 1, 16, 48)
-    assert layout.block_bytes == engine.runner.pool_NL2GBD[0].nbytes
+    assert engine.runner.kv.pool_NL2GBD.shape == (4, 3, 1, 1, 16, 48)
+    assert layout.block_bytes == engine.runner.kv.pool_NL2GBD[0].nbytes
 
 
 def test_a_latent_of_another_shape_is_not_convertible() -> None:

@@ -20,12 +20,12 @@ def load(profile: Profile, folder: Path, *, force: bool = False) -> PacedRunner:
 
 
 def test_a_profile_of_another_model_is_refused_unless_forced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert load(PROFILE, tmp_path).num_blocks == 8
+    assert load(PROFILE, tmp_path).kv.num_blocks == 8
     other, reason = replace(PROFILE, model="llama"), "p.json is a profile of llama, and this instance serves demo"
     with pytest.raises(SetupError, match=f"{reason}; --force uses it nevertheless"):
         load(other, tmp_path)
     with caplog.at_level(logging.WARNING):
-        assert load(other, tmp_path, force=True).num_blocks == 8
+        assert load(other, tmp_path, force=True).kv.num_blocks == 8
     assert reason in caplog.text
 
 

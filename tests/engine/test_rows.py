@@ -53,7 +53,7 @@ def compute(engine: Engine, steps: Steps) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits of all tokens, [ROWS, TOKENS, V], and the pool with their KV."""
     runner, blocks = engine.runner, engine.pool.blocks_for(TOKENS)
     assert isinstance(runner, ModelRunner)
-    runner.pool_NL2GBD.zero_()
+    runner.kv.pool_NL2GBD.zero_()
     seqs = [
         Sequence(str(i), token_array(prompt), TOKENS, TOKENS, GREEDY, b"", runner.block_size)
         for i, prompt in enumerate(prompts())
@@ -68,7 +68,7 @@ def compute(engine: Engine, steps: Steps) -> tuple[torch.Tensor, torch.Tensor]:
         for (i, count), part_TV in zip(step, rows_TV.split([count for _, count in step]), strict=True):
             logits[i].append(part_TV)
             seqs[i].mark_computed(count)
-    return torch.stack([torch.cat(parts) for parts in logits]), runner.pool_NL2GBD[: ROWS * blocks].clone()
+    return torch.stack([torch.cat(parts) for parts in logits]), runner.kv.pool_NL2GBD[: ROWS * blocks].clone()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.memory.block_pool import BlockPool
 from pdserve.engine.sequence import Sequence, SwappedKV
 from pdserve.keys import token_array
 from pdserve.request import SamplingParams

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from pdserve.config import EngineConfig
-from pdserve.engine import step_graph
+from pdserve.engine import cuda_graph, step_graph
 from pdserve.engine.checkpoint_loader import load
+from pdserve.engine.cuda_graph import PaddedGraphs, padded_rows, padded_tokens
 from pdserve.engine.engine import Engine
+from pdserve.engine.memory.step_memory import graph_bytes
 from pdserve.engine.model_runner import ModelRunner
-from pdserve.engine.step_graph import RECORD_AT_STEP, PaddedGraphs, StepGraphs, padded_rows, padded_tokens
+from pdserve.engine.step_graph import RECORD_AT_STEP, StepGraphs
 from pdserve.engine.warm_up import compile_kernels
 from pdserve.kernels import cpu, native, reference
 from pdserve.kernels.batch import Kernel, PagedBatch
@@ -187,13 +189,13 @@ def test_padded_steps_have_the_logits_of_unpadded_ones(
     architecture: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences end one after the other, and outgrow a limit of lengths."""
-    monkeypatch.setattr(step_graph, "MIN_PADDED_TOKENS", 8)
+    monkeypatch.setattr(cuda_graph, "MIN_PADDED_TOKENS", 8)
     path = str(checkpoint(architecture, dtype="float32"))
     counts = [4, 6, 9, 12, 40]
     config = EngineConfig(model=path, kernel="reference", num_blocks=60, block_size=4, device="cpu")
     plain, padded = Engine(config), Engine(config)
     assert isinstance(padded.runner, ModelRunner) and padded.runner.graphs is None
-    graphs = PaddedGraphs(padded.runner._compute_logits, 200, record_by_running)
+    graphs = PaddedGraphs(padded.runner.compute_logits, 200, record_by_running)
     padded.runner.kernel = padding_kernel(padded.runner.kernel)
     padded.runner.graphs = graphs
     for got, expected in zip(decode_logits(padded, counts), decode_logits(plain, counts), strict=True):
@@ -201,7 +203,7 @@ def test_padded_steps_have_the_logits_of_unpadded_ones(
     assert {rows for rows, _ in graphs.sizes} == {1, 2, 4, 8} and len({tokens for _, tokens in graphs.sizes}) > 1
     assert graphs.num_replayed > 20
     assert isinstance(plain.runner, ModelRunner)
-    torch.testing.assert_close(padded.runner.pool_NL2GBD, plain.runner.pool_NL2GBD, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(padded.runner.kv.pool_NL2GBD, plain.runner.kv.pool_NL2GBD, rtol=1e-4, atol=1e-4)
 
 
 def padding_kernel(kernel: Kernel) -> Kernel:
@@ -217,19 +219,18 @@ def test_all_graphs_are_recorded_before_an_instance_is_ready(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So no step of a request records one, whatever the number of sequences and their lengths."""
-    monkeypatch.setattr(step_graph, "MIN_PADDED_TOKENS", 8)
+    monkeypatch.setattr(cuda_graph, "MIN_PADDED_TOKENS", 8)
     path = str(checkpoint("qwen3", dtype="float32"))
     config = EngineConfig(model=path, kernel="reference", num_blocks=60, block_size=4, device="cpu")
     engine = Engine(replace(config, max_num_seqs=5, max_model_len=100))
     assert isinstance(engine.runner, ModelRunner)
-    graphs = PaddedGraphs(engine.runner._compute_logits, 200, record_by_running)
+    graphs = PaddedGraphs(engine.runner.compute_logits, 200, record_by_running)
     engine.runner.kernel = padding_kernel(engine.runner.kernel)
     engine.runner.graphs = graphs
-    monkeypatch.setattr(engine.runner, "compile_copies", lambda: None)  # the double has none
     compile_kernels(engine)
     recorded = graphs.sizes
     assert recorded == {(rows, limit) for rows in (1, 2, 4, 8) for limit in (8, 32, 128)}
-    assert recorded < {*step_graph.padded_sizes(5, 200)}, "longer ones than --max-model-len are not"
+    assert recorded < {*cuda_graph.padded_sizes(5, 200)}, "longer ones than --max-model-len are not"
     decode_logits(engine, [70, 99 - 70, 5, 12, 40])
     assert graphs.sizes == recorded and graphs.num_replayed > 20
 
@@ -244,11 +245,11 @@ def test_memory_of_graphs_is_measured_by_the_two_largest(
     runner.kernel = padding_kernel(runner.kernel)
     free = [1000, 950, 950, 948]
     monkeypatch.setattr(memory, "free_bytes", lambda device: free.pop(0) * 10**6)
-    monkeypatch.setattr(step_graph, "record_cuda_graph", record_by_running)
-    pool = runner.pool_NL2GBD
-    sizes = step_graph.padded_sizes(5, runner.checkpoint.context_length)
-    assert runner.graph_bytes(config) == (50 + 2 * (len(sizes) - 1)) * 10**6
-    assert len(sizes) > 2 and not free and runner.pool_NL2GBD is pool
+    monkeypatch.setattr(cuda_graph, "record_cuda_graph", record_by_running)
+    pool = runner.kv.pool_NL2GBD
+    sizes = cuda_graph.padded_sizes(5, runner.checkpoint.context_length)
+    assert graph_bytes(runner, config) == (50 + 2 * (len(sizes) - 1)) * 10**6
+    assert len(sizes) > 2 and not free and runner.kv.pool_NL2GBD is pool
 
 
 def attend_by_device_lengths(

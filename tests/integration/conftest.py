@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -296,6 +297,35 @@ def wait_until() -> Callable[..., None]:
             time.sleep(0.02)
 
     return wait
+
+
+@pytest.fixture(scope="session")
+def loads_all_kv(
+    complete_all: Callable[..., list[list[int]]],
+    metric: Callable[..., float],
+    wait_until: Callable[..., None],
+    blocks_held: Callable[[Deployment], dict[str, float]],
+) -> Callable[..., None]:
+    """loads_all_kv(deployment, prompts, expected) checks tokens, and that decode computes no prompt, cold and then warm.
+
+    With has_window=True, tokens that no window reaches are not loaded, and not counted.
+    """
+
+    def check(
+        deployment: Deployment, prompts: list[list[int]], expected: list[list[int]], has_window: bool = False
+    ) -> None:
+        length, longest = sum(map(len, prompts)), max(map(len, prompts))
+        tokens = partial(metric, deployment, "prompt_tokens_by_source_total", role="decode")
+        assert complete_all(deployment, prompts) == expected
+        wait_until(lambda: has_window or tokens(source="loaded") + tokens(source="local_hit") == length)
+        assert tokens(source="computed") == 0, "all KV was loaded, none recomputed"
+        assert complete_all(deployment, prompts) == expected, "with warm caches"
+        wait_until(lambda: has_window or tokens() == 2 * length)
+        assert has_window or tokens(source="local_hit") >= 16 * (longest // 16), "exact KV enters the prefix cache"
+        assert tokens(source="computed") == 0
+        wait_until(lambda: not any(blocks_held(deployment).values()))
+
+    return check
 
 
 @pytest.fixture

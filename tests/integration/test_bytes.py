@@ -46,7 +46,7 @@ def test_every_block_of_a_700_token_prompt_arrives_unchanged(
         if jobs and jobs[0].seq.block_ids:
             tables.append(list(jobs[0].seq.block_ids))
         prefill.instance.run_once(wait=not prefill.instance.engine.has_work)
-    sent = prefill.instance.engine.runner.pool_NL2GBD[tables[-1]].clone()
+    sent = prefill.instance.engine.runner.kv.pool_NL2GBD[tables[-1]].clone()
     assert len(tables[-1]) == 44
     first = next(o.token_ids[0] for o in prefill.outputs if o.token_ids)
     updates = [o.stored for o in prefill.outputs if o.HasField("stored")]
@@ -63,7 +63,7 @@ def test_every_block_of_a_700_token_prompt_arrives_unchanged(
         )
         decode.instance.hand_over("r", message)
     decode.run_until(lambda outputs: any(o.finish_reason for o in outputs))
-    received = decode.instance.engine.runner.pool_NL2GBD[reserved]
+    received = decode.instance.engine.runner.kv.pool_NL2GBD[reserved]
     assert torch.equal(received[:43], sent[:43]), "full blocks"
     filled = 700 % 16  # decode writes its own tokens behind these
     assert torch.equal(received[43, ..., :filled, :], sent[43, ..., :filled, :]), "the partial block"

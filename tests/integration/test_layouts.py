@@ -38,24 +38,12 @@ def test_different_block_sizes_change_no_token(
     generate: Callable[..., list[list[int]]],
     prompts: list[list[int]],
     deploy: Callable[..., Any],
-    complete_all: Callable[..., list[list[int]]],
-    metric: Callable[..., float],
-    wait_until: Callable[..., None],
-    blocks_held: Callable[[Any], dict[str, float]],
+    loads_all_kv: Callable[..., None],
 ) -> None:
     path = checkpoint("llama")
-    expected = generate(path, prompts, 32)
     settings = {"model": str(path), "connector": connector_url, "num_blocks": 1024, "max_num_batched_tokens": 256}
     with deploy(flags=block_size_flags(prefill, decode), **settings) as deployment:
-        assert complete_all(deployment, prompts) == expected
-        tokens = partial(metric, deployment, "prompt_tokens_by_source_total", role="decode")
-        wait_until(lambda: tokens(source="loaded") + tokens(source="local_hit") == sum(map(len, prompts)))
-        assert tokens(source="computed") == 0, "all KV was converted, none recomputed"
-        assert complete_all(deployment, prompts) == expected, "with warm caches"
-        wait_until(lambda: tokens() == 2 * sum(map(len, prompts)))
-        assert tokens(source="local_hit") >= 16 * (700 // 16), "exact KV enters the prefix cache"
-        assert tokens(source="computed") == 0
-        wait_until(lambda: not any(blocks_held(deployment).values()))
+        loads_all_kv(deployment, prompts, generate(path, prompts, 32))
 
 
 @pytest.mark.parametrize("connector_url", ["shm"], indirect=True)

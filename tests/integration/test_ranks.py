@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,26 +77,13 @@ def test_tokens_equal_transformers(
     generate: Generate,
     prompts: list[list[int]],
     deploy: Deploy,
-    complete_all: CompleteAll,
-    metric: Metric,
-    wait_until: WaitUntil,
-    blocks_held: Callable[[Any], dict[str, float]],
+    loads_all_kv: Callable[..., None],
 ) -> None:
     path, some, log_lines = checkpoint(architecture), prompts[:10], list[str]()
-    expected, length = generate(path, some, 32), sum(map(len, some))
     settings = {"model": str(path), "connector": connector_url, "num_blocks": 512, "max_num_batched_tokens": 256}
     flags = {"prefill": prefill, "decode": [*decode, "--convert-kv"]}
     with deploy(flags=flags, log_lines=log_lines, **settings) as deployment:
-        assert complete_all(deployment, some) == expected
-        tokens = partial(metric, deployment, "prompt_tokens_by_source_total", role="decode")
-        has_window = architecture == "gemma3"  # tokens that no window reaches are not loaded, and not counted
-        wait_until(lambda: has_window or tokens(source="loaded") + tokens(source="local_hit") == length)
-        assert tokens(source="computed") == 0, "all KV was loaded, none recomputed"
-        assert complete_all(deployment, some) == expected, "with warm caches"
-        wait_until(lambda: has_window or tokens() == 2 * length)
-        assert has_window or tokens(source="local_hit") >= 16 * (700 // 16)
-        assert tokens(source="computed") == 0
-        wait_until(lambda: not any(blocks_held(deployment).values()))
+        loads_all_kv(deployment, some, generate(path, some, 32), has_window=architecture == "gemma3")
         shown = httpx.get(f"{deployment.url}/debug/instances").json()["instances"]
         assert {one["role"]: one["ranks"] for one in shown} == {
             "prefill": int(prefill[1]) if prefill else 1,

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,24 @@ def cluster(ray: Any) -> Iterator[Any]:
     cluster.shutdown()
 
 
+def config_of(path: Path, redis_url: str, **settings: Any) -> UpConfig:
+    store = f"{redis_url}?timeout=600"
+    return UpConfig(on="ray", model=str(path), port=free_port(), connector=store, num_blocks=512, **settings)
+
+
+@contextmanager
+def running(config: UpConfig) -> Iterator[tuple[Deployment, list[str]]]:
+    """Run a deployment, and yield it once it is ready, with the lines of its output, which are shown if the test fails."""
+    lines: list[str] = []
+    try:
+        with deployment_of(config, lines.append) as deployment:
+            deployment.wait_ready(600)
+            yield deployment, lines
+    except BaseException:
+        print("\n".join(lines))
+        raise
+
+
 def instances(deployment: Deployment) -> dict[str, dict[str, Any]]:
     found = httpx.get(f"{deployment.url}/debug/instances").json()["instances"]
     return {instance["instance_id"]: instance for instance in found}
@@ -82,54 +101,39 @@ def test_actors_serve_the_same_tokens_and_are_replaced_and_scaled(
     wait_until: Callable[..., None],
     redis_url: str,
 ) -> None:
-    path, lines = checkpoint("llama"), list[str]()
+    path = checkpoint("llama")
     expected = generate(path, PROMPTS, TOKENS)
-    config = UpConfig(
-        on="ray",
-        model=str(path),
-        port=free_port(),
-        connector=f"{redis_url}?timeout=600",
-        local_prefill_tokens=0,
-        num_blocks=512,
-    )
-    deployment = deployment_of(config, lines.append)
-    try:
-        with deployment, ThreadPoolExecutor(1) as thread:
-            deployment.wait_ready(600)
-            nodes = {
-                actor["Address"]["NodeID"]
-                for actor in ray._private.state.actors().values()
-                if actor["State"] == "ALIVE"
-            }
-            assert len(nodes) == 2, "one on each node"
-            assert complete_all(deployment, PROMPTS, max_tokens=TOKENS) == expected
+    config = config_of(path, redis_url, local_prefill_tokens=0)
+    with running(config) as (deployment, lines), ThreadPoolExecutor(1) as thread:
+        nodes = {
+            actor["Address"]["NodeID"] for actor in ray._private.state.actors().values() if actor["State"] == "ALIVE"
+        }
+        assert len(nodes) == 2, "one on each node"
+        assert complete_all(deployment, PROMPTS, max_tokens=TOKENS) == expected
 
-            victim = deployment.child("decode-0")
-            actor, process = victim.process, children(victim.pid)
-            streams = thread.submit(complete_all, deployment, PROMPTS, max_tokens=TOKENS)
-            wait_until(lambda: instances(deployment)["decode-0"]["requests"] >= 2, "decode-0 is busy")
-            os.kill(victim.pid, signal.SIGKILL)
-            assert streams.result(600) == expected, "prefill-0 serves both roles meanwhile"
-            wait_until(lambda: not any(map(is_running, process)), "its process ends with the actor")
-            wait_until(deployment.poll_ready, "the actor is replaced")
-            assert victim.process is not actor and victim.failures == 1
-            assert complete_all(deployment, PROMPTS[:3], max_tokens=TOKENS) == expected[:3]
+        victim = deployment.child("decode-0")
+        actor, process = victim.process, children(victim.pid)
+        streams = thread.submit(complete_all, deployment, PROMPTS, max_tokens=TOKENS)
+        wait_until(lambda: instances(deployment)["decode-0"]["requests"] >= 2, "decode-0 is busy")
+        os.kill(victim.pid, signal.SIGKILL)
+        assert streams.result(600) == expected, "prefill-0 serves both roles meanwhile"
+        wait_until(lambda: not any(map(is_running, process)), "its process ends with the actor")
+        wait_until(deployment.poll_ready, "the actor is replaced")
+        assert victim.process is not actor and victim.failures == 1
+        assert complete_all(deployment, PROMPTS[:3], max_tokens=TOKENS) == expected[:3]
 
-            launcher: Launcher = deployment
-            streams = thread.submit(complete_all, deployment, PROMPTS, max_tokens=TOKENS)
-            wait_until(lambda: instances(deployment)["decode-0"]["requests"] >= 2, "decode-0 is busy")
-            launcher.stop("decode-0")
-            wait_until(lambda: is_removed(deployment, "decode-0"), "it drains and ends")
-            assert streams.result(600) == expected
-            launcher.start("decode")
-            wait_until(deployment.poll_ready, "decode-1 serves on the place of decode-0")
-            assert set(instances(deployment)) == {"prefill-0", "decode-1"}
-            assert complete_all(deployment, PROMPTS[:3], max_tokens=8) == [tokens[:8] for tokens in expected[:3]]
-            logs = Path(ray._private.worker._global_node.get_logs_dir_path()).glob("worker-*.out")
-            assert any("decode-1: " in log.read_text() for log in logs), "Ray has the output of instances"
-    except BaseException:
-        print("\n".join(lines))
-        raise
+        launcher: Launcher = deployment
+        streams = thread.submit(complete_all, deployment, PROMPTS, max_tokens=TOKENS)
+        wait_until(lambda: instances(deployment)["decode-0"]["requests"] >= 2, "decode-0 is busy")
+        launcher.stop("decode-0")
+        wait_until(lambda: is_removed(deployment, "decode-0"), "it drains and ends")
+        assert streams.result(600) == expected
+        launcher.start("decode")
+        wait_until(deployment.poll_ready, "decode-1 serves on the place of decode-0")
+        assert set(instances(deployment)) == {"prefill-0", "decode-1"}
+        assert complete_all(deployment, PROMPTS[:3], max_tokens=8) == [tokens[:8] for tokens in expected[:3]]
+        logs = Path(ray._private.worker._global_node.get_logs_dir_path()).glob("worker-*.out")
+        assert any("decode-1: " in log.read_text() for log in logs), "Ray has the output of instances"
     assert not [line for line in lines if "killed" in line], "all ended by themselves"
     wait_until(lambda: ray.available_resources().get("CPU") == 2, "all resources are given back")
 
@@ -145,26 +149,15 @@ def test_ranks_of_an_actor_share_a_bundle(
     redis_url: str,
 ) -> None:
     """Two ranks get two CPUs of one node, end with their actor, and come back with it."""
-    path, lines = checkpoint("llama"), list[str]()
+    path = checkpoint("llama")
     expected = generate(path, PROMPTS, 32)
-    config = UpConfig(
-        on="ray",
-        model=str(path),
-        port=free_port(),
-        connector=f"{redis_url}?timeout=600",
-        num_blocks=512,
-        tensor_parallel_size=2,
-        prefill=0,
-        decode=0,
-        both=1,
-    )
+    config = config_of(path, redis_url, tensor_parallel_size=2, prefill=0, decode=0, both=1)
     with pytest.raises(SetupError, match=r"has fewer than 2 CPUs, one per rank, for each of 1 instances$"):
         deployment_of(config, print)
     node = cluster.add_node(**{**NODE, "num_cpus": 2})
     try:
         wait_until(lambda: ray.available_resources().get("CPU") == 4)
-        with deployment_of(config, lines.append) as deployment:
-            deployment.wait_ready(600)
+        with running(config) as (deployment, _):
             assert instances(deployment)["both-0"]["ranks"] == 2
             assert complete_all(deployment, PROMPTS, max_tokens=32) == expected
             places = [actor for actor in ray._private.state.actors().values() if actor["State"] == "ALIVE"]
@@ -177,9 +170,6 @@ def test_ranks_of_an_actor_share_a_bundle(
             wait_until(lambda: not is_running(leader) and not is_running(follower), "both ranks end with the actor")
             wait_until(lambda: deployment.poll_ready() and victim.process is not actor, "the actor is replaced")
             assert complete_all(deployment, PROMPTS[:3], max_tokens=32) == expected[:3]
-    except BaseException:
-        print("\n".join(lines))
-        raise
     finally:
         cluster.remove_node(node)
 

@@ -52,7 +52,7 @@ def test_equals_generate(
 ) -> None:
     path, some = checkpoint(architecture), prompts[:10]
     engine = ranked_engine(path, num_blocks=200, max_num_batched_tokens=256)
-    assert engine.runner.pool_NL2GBD.shape[3] == 1, "each rank has one of two KV heads"
+    assert engine.runner.kv.pool_NL2GBD.shape[3] == 1, "each rank has one of two KV heads"
     for _ in ("cold", "with a warm prefix cache"):
         assert run(engine, some, 16) == generate(path, some, 16)
     assert engine.scheduler.prefix_hits > 500
@@ -100,7 +100,7 @@ def test_pool_is_a_slice(checkpoint: Callable[..., Path], prompts: list[list[int
         run(engine, [prompt], 1)
     blocks = len(prompt) // 16
     assert torch.allclose(
-        part.runner.pool_NL2GBD[:blocks, :, :, 0], whole.runner.pool_NL2GBD[:blocks, :, :, 0], atol=1e-5
+        part.runner.kv.pool_NL2GBD[:blocks, :, :, 0], whole.runner.kv.pool_NL2GBD[:blocks, :, :, 0], atol=1e-5
     )
     assert part.layout.block_bytes * 2 == whole.layout.block_bytes
 

@@ -30,7 +30,7 @@ def round_up(rows: int) -> int:
 
 
 def padded_rows(rows: int, weight_size: int) -> int:
-    """Return the number of rows with which a product is computed, given the numbers of its weight."""
+    """Return the number of rows with which a product of `rows` rows is computed, for a weight of `weight_size` numbers."""
     return round_up(max(rows, 2, _SMALL_PRODUCT // weight_size + 1))
 
 

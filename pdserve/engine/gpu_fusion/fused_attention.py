@@ -38,7 +38,7 @@ class Deferred:
         cache_N2GBD: torch.Tensor,
         slots_T: torch.Tensor,
     ) -> torch.Tensor:
-        """Do it, write k and v into one layer's cache, and return q."""
+        """Normalise and rotate q and k, write k and v into one layer's cache, and return q."""
         cos_TR, sin_TR = self.cos_1TR[0, : len(slots_T)], self.sin_1TR[0, : len(slots_T)]
         return elementwise.rotate_and_write(q_THD, k_TGD, v_TGD, cos_TR, sin_TR, self.norms, cache_N2GBD, slots_T)
 

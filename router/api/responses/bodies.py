@@ -6,7 +6,7 @@ A conversation is the input, after that of the response that it continues.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pdserve.errors import BadRequest
+from pdserve.errors import BadRequest, InvalidParameter
 from pdserve.router.api.generation import Json
 from pdserve.router.api.parsing import quote
 from pdserve.router.api.schemas import (
@@ -178,7 +178,7 @@ def _tool_choice(body: ResponseBody) -> object:
         if choice == {"type": "function", "name": tool.name}:
             return {"type": "function", "function": {"name": tool.name}}
     message = 'tool_choice must be "none", "auto", "required", or {"type": "function", "name": …} with a name of tools'
-    raise BadRequest(message, kind="invalid_parameter", param="tool_choice")
+    raise InvalidParameter("tool_choice", message)
 
 
 def _response_format(body: ResponseBody) -> ResponseFormat | None:

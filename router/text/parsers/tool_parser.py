@@ -110,6 +110,12 @@ class ToolParser(Reader):
         return [_call(*form, name, cls._arguments_format(functions[name])) for name in functions for form in cls.FORMS]
 
     @classmethod
+    def forced_format(cls, functions: Functions) -> Format:
+        """Return the format of one call, of any of these functions, in the first of FORMS. Raises `ValueError` likewise."""
+        form, schemas = cls.FORMS[0], functions.items()
+        return formats.either(*(_call(*form, name, cls._arguments_format(schema)) for name, schema in schemas))
+
+    @classmethod
     def _arguments_format(cls, schema: Schema | None) -> Format:
         return formats.specified({"json": {"type": "object"} if schema is None else schema})
 

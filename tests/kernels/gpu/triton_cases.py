@@ -262,7 +262,7 @@ def generate(
     while engine.has_work:
         for seq in engine.step().sampled:
             if seq.finish_reason():
-                blocks = engine.runner.pool_NL2GBD[seq.block_ids].movedim(4, 1).flatten(0, 1)
+                blocks = engine.runner.kv.pool_NL2GBD[seq.block_ids].movedim(4, 1).flatten(0, 1)
                 kv[seq.request_id] = blocks[: seq.num_computed].clone()
                 engine.remove(seq)
     return [(seq.tokens.tolist(), kv[seq.request_id]) for seq in seqs]

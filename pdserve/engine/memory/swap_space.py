@@ -1,14 +1,12 @@
 """Swap space: host memory for the KV of preempted sequences, and the decision whether to use it. Plain Python."""
 
 from pdserve.costs import Costs
-from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.memory.block_pool import BlockPairs, BlockPool
 from pdserve.engine.sequence import Sequence, SwappedKV
-
-BlockPairs = list[tuple[int, int]]  # (block, host block)
 
 
 class SwapSpace:
-    """Blocks in host memory. Decides and counts; the runner copies the bytes.
+    """Blocks in host memory. Decides and counts; `KVMemory` copies the bytes.
 
     Args:
         pool: block ids in host memory; None if there are none.

@@ -1,4 +1,4 @@
-"""Block pool: reference counts, prefix cache and eviction of KV blocks. Hands out block ids; the memory is the runner's.
+"""Block pool: reference counts, prefix cache and eviction of KV blocks. Hands out block ids; `KVMemory` has the tensor.
 
 A block is in exactly one of three states:
     free     unreferenced, without a key
@@ -9,6 +9,8 @@ A block is in exactly one of three states:
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
+
+BlockPairs = list[tuple[int, int]]  # (block, block of the same pool or of another)
 
 
 class NoFreeBlocks(Exception):

@@ -1,0 +1,84 @@
+"""Allocation of an engine's KV memory: as many blocks as are configured, or as the memory of the device allows."""
+
+import torch
+
+from pdserve.config import EngineConfig, parse_size
+from pdserve.engine.checkpoint import Checkpoint
+from pdserve.engine.checkpoint_loader import cpu_memory_available
+from pdserve.engine.memory.kv_memory import KVMemory
+from pdserve.errors import SetupError
+from pdserve.kernels.batch import Kernel
+from pdserve.kernels.gpu import memory as gpu_memory
+from pdserve.kernels.memory import huge_pages
+
+CPU_MEMORY_FRACTION = 0.25  # of free memory, the default pool size: leaves room for a second instance and a desktop
+
+
+def allocate(checkpoint: Checkpoint, config: EngineConfig, kernel: Kernel, step_bytes: int) -> KVMemory:
+    """Return the KV memory of an engine. All ranks of an instance get as many blocks as fit on each of them.
+
+    Args:
+        step_bytes: memory of the device that steps need; 0 on CPUs, where it is not measured.
+
+    Raises:
+        SetupError: fewer than 2 blocks fit, or the swap space holds no block or exceeds the free memory.
+    """
+    num_blocks = pool_size(checkpoint, config, step_bytes)
+    if checkpoint.group is not None:
+        (num_blocks,) = checkpoint.group.minimum([num_blocks])
+    pool_NL2GBD = zeroed_blocks(checkpoint, num_blocks, checkpoint.device)
+    host_NL2GBD = zeroed_blocks(checkpoint, _num_host_blocks(checkpoint, config), torch.device("cpu"))
+    if checkpoint.device.type == "cuda":
+        try:
+            gpu_memory.pin(host_NL2GBD)
+        except MemoryError as error:
+            raise SetupError(f"--swap-space: {error}") from error
+    return KVMemory(pool_NL2GBD, host_NL2GBD, kernel)
+
+
+def zeroed_blocks(checkpoint: Checkpoint, count: int, device: torch.device) -> torch.Tensor:
+    """Return new memory for `count` blocks [count, L, 2, G, B, D]; [count, L, 1, 1, B, D] of latents."""
+    blocks_NL2GBD = torch.empty((count, *checkpoint.layout.block_shape), dtype=checkpoint.dtype, device=device)
+    huge_pages(blocks_NL2GBD)
+    return blocks_NL2GBD.zero_()
+
+
+def pool_size(checkpoint: Checkpoint, config: EngineConfig, step_bytes: int) -> int:
+    """Return the blocks of the pool: as configured, or as the memory allows beside that of a step.
+
+    Raises:
+        SetupError: fewer than 2 blocks fit.
+    """
+    block_bytes = checkpoint.layout.block_bytes
+    if config.num_blocks is not None:
+        count = config.num_blocks
+    else:
+        useful = config.max_num_seqs * -(-checkpoint.context_length // config.block_size)
+        count = min(_pool_bytes(checkpoint, config, step_bytes) // block_bytes, useful)
+    if count < 2:
+        where = ""
+        if checkpoint.device.type == "cuda":
+            memory = gpu_memory.describe(checkpoint.device, config.gpu_memory_utilization)
+            where = f" ({memory}; a step takes {step_bytes / 2**30:.1f} GiB)"
+        raise SetupError(
+            f"no room for KV: a block takes {block_bytes} bytes and {count} would fit{where}; "
+            "raise --kv-cache-memory or --num-blocks, or lower --max-num-batched-tokens"
+        )
+    return count
+
+
+def _pool_bytes(checkpoint: Checkpoint, config: EngineConfig, step_bytes: int) -> int:
+    if config.kv_cache_memory is not None:
+        return parse_size(config.kv_cache_memory)
+    if checkpoint.device.type == "cpu":
+        return int(cpu_memory_available() * CPU_MEMORY_FRACTION) // checkpoint.layout.ranks
+    return gpu_memory.free_for_pool(checkpoint.device, step_bytes, config.gpu_memory_utilization)
+
+
+def _num_host_blocks(checkpoint: Checkpoint, config: EngineConfig) -> int:
+    size, block_bytes = int(config.swap_space * 2**30) // checkpoint.layout.ranks, checkpoint.layout.block_bytes
+    if 0 < size < block_bytes:
+        raise SetupError(f"--swap-space {config.swap_space} GiB is less than one block of {block_bytes} bytes")
+    if size > (free := cpu_memory_available()):
+        raise SetupError(f"--swap-space {config.swap_space} GiB is more than the {free / 2**30:.1f} GiB that are free")
+    return size // block_bytes

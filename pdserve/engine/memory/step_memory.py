@@ -1,0 +1,70 @@
+"""Step memory: how much of a GPU's memory steps take beside weights and pool, by running the largest ones."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from pdserve.config import EngineConfig
+from pdserve.engine.cuda_graph import PaddedGraphs, padded_sizes
+from pdserve.engine.sequence import Sequence
+from pdserve.kernels.gpu import memory as gpu_memory
+from pdserve.keys import token_array
+from pdserve.request import MAX_LOGPROBS, SamplingParams
+
+if TYPE_CHECKING:
+    from pdserve.engine.model_runner import ModelRunner
+
+LARGEST_SAMPLING = SamplingParams(  # without top_k, which lets the sampler sort less
+    top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS
+)
+
+
+def measure(runner: "ModelRunner", config: EngineConfig) -> int:
+    """Return the bytes that a step takes at most, and all graphs."""
+    with gpu_memory.PeakMeter(runner.device) as meter:
+        run_largest_steps(runner, config)
+    return meter.peak + (graph_bytes(runner, config) if runner.records_cuda_graphs else 0)
+
+
+@torch.inference_mode()
+def run_largest_steps(runner: "ModelRunner", config: EngineConfig) -> None:
+    """Run the steps that take the most memory: as many tokens as fit, of as many prompts as possible, and of as few.
+
+    Their sampling uses every feature that takes memory, and all logits are kept, for the log probabilities of prompts.
+    """
+    limit, longest = config.max_num_batched_tokens, runner.checkpoint.context_length
+    for num_seqs in sorted({-(-limit // longest), min(config.max_num_seqs, limit)}):
+        num_seqs = min(num_seqs, config.max_num_seqs)
+        count = min(-(-limit // num_seqs), longest)
+        counts = [min(count, max(1, limit - i * count)) for i in range(num_seqs)]
+        blocks = list(range(-(-count // runner.block_size)))  # shared: what is written there does not matter
+        with runner.scratch_pool(len(blocks)):
+            runner.step({_prompt(each, runner.block_size, blocks): each for each in counts})
+
+
+def _prompt(count: int, block_size: int, blocks: list[int]) -> Sequence:
+    return Sequence(
+        "probe", token_array([0] * count), count, count, LARGEST_SAMPLING, b"", block_size, block_ids=blocks
+    )
+
+
+@torch.inference_mode()
+def graph_bytes(runner: "ModelRunner", config: EngineConfig) -> int:
+    """Return the bytes that the graphs of decode steps will take, by those of the two largest.
+
+    The first takes the memory of its tensors, which all share, and each takes some for what it launches.
+    """
+    longest, taken = runner.checkpoint.context_length, []
+    sizes = padded_sizes(min(config.max_num_seqs, config.max_num_batched_tokens), longest)
+    graphs = PaddedGraphs(runner.compute_logits, longest)
+    with runner.scratch_pool(1):
+        for rows, limit in sizes[:2]:
+            table = [0] * -(-limit // runner.block_size)
+            before = gpu_memory.free_bytes(runner.device)
+            inputs = runner.step_inputs(
+                np.zeros(rows, np.uint32), [1] * rows, [limit - 1] * rows, [table] * rows, [*range(rows)]
+            )
+            graphs.logits(inputs.ids_1T, inputs.positions_1T, inputs.batch)
+            taken.append(max(0, before - gpu_memory.free_bytes(runner.device)))
+    return taken[0] + taken[-1] * (len(sizes) - 1)
