@@ -279,7 +279,6 @@ def test_advice_names_the_price_of_the_choice() -> None:
     assert "targets: 2 both refuses or loses 3 requests; 1P+1D has" in trade([split, failed])
 
 
-
 def test_lines_for_compose_deploy_the_fleet() -> None:
     lines = env_lines(trial(Fleet(2, 1), 1, 1))
     assert lines == ["PREFILL=2", "PREFILL_GPUS=0,1", "DECODE=1", "DECODE_GPUS=2"]
