@@ -286,9 +286,11 @@ class Controller:
         if self._can_start and seen.at >= self._stop_tried_at + self._limits.window:
             self._stop_tried_at = seen.at
             situation = self._situation(seen, max(draft.rate, *self._rates))
-            changes = stops(seen.counts, self._limits.least, _unit(seen.counts))
-            ratings = {change: self._forecast(situation, change) for change in changes}
-            considered += [Considered(str(change), rating) for change, rating in ratings.items()]
+            ratings = dict[Change, Rating]()
+            for change in stops(seen.counts, self._limits.least, _unit(seen.counts)):
+                if not (rejected := self._rejection(seen, change)):
+                    ratings[change] = self._forecast(situation, change)
+                considered.append(Considered(str(change), ratings.get(change), rejected))
             if ratings:
                 change = min(ratings, key=lambda one: ratings[one].ratio)
                 if ratings[change].ratio <= SPARE:

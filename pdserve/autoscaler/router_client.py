@@ -53,11 +53,19 @@ class RouterClient:
         return Observation(now, tuple(members[name] for name in sorted(members)), merge_traffic(parts))
 
     def hold_lease(self, holder: str, seconds: float, decision: str = "") -> str:
-        """Renew the controller's lease at each router, and show a decision. Returns why it is refused; empty if it is not."""
+        """Renew the controller's lease at each router, and show a decision. Returns why it is refused; empty if it is not.
+
+        If one router refuses, the leases of the others are released: two controllers that ask in different orders would
+        otherwise keep one each for ever.
+        """
+        held = list[AdminClient]()
         try:
             for router in self._routers:
                 router.post("/admin/autoscaler", {"holder": holder, "lease_seconds": seconds, "decision": decision})
+                held.append(router)
         except StateConflict as refusal:
+            for router in held:
+                router.post("/admin/autoscaler", {"holder": holder, "lease_seconds": 0.0})
             return str(refusal)
         return ""
 

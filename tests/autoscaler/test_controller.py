@@ -198,6 +198,16 @@ def test_an_instance_ends_only_if_the_others_suffice_at_the_highest_rate() -> No
     assert tight.decide(observe(1000.0)).change is None
 
 
+def test_a_started_instance_does_not_end_within_the_time_of_its_forecast() -> None:
+    forecasts = {"now": promise(none=0.4, start_1_decode=0.99)}
+    one = controller(lambda situation, change: forecasts["now"](situation, change), can_start=True, most=5)
+    assert one.decide(observe(1000.0)).change == Change("", "decode")
+    forecasts["now"] = lambda _, change: rating(0.99, 0.9 if change == Change("prefill", "") else 0.5)
+    held = one.decide(observe(1021.0, 2, 3))
+    assert held.change is None and "would undo" in next(c.rejected for c in held.considered if c.rejected)
+    assert one.decide(observe(1082.0, 2, 3)).change == Change("decode", "")
+
+
 def test_too_little_traffic_tells_nothing() -> None:
     assert "tell too little" in controller(promise(none=0.1)).decide(observe(1000.0, num_requests=9)).reason
 
@@ -228,10 +238,8 @@ def test_whatever_forecasts_say_limits_hold(values: list[tuple[float, float]], s
             continue
         counts = decision.change.apply(counts)
         assert counts["prefill"] >= 2 and counts["decode"] >= 1 and sum(counts.values()) <= 8
-        recent = [other for other in made if decision.at - other.at < limits.horizon and other.change]
-        assert not any(
-            decision.change.undoes(other.change) for other in recent if other.change and other.change.is_flip
-        )
+        recent = [other for other in made if decision.at - other.at < other.horizon + limits.cooldown]
+        assert not any(other.change and decision.change.undoes(other.change) for other in recent)
         assert all(decision.at - other.at >= limits.cooldown for other in made)
         made.append(decision)
     assert len(made) <= 9
