@@ -259,7 +259,8 @@ class Controller:
                     break  # more instances at once are not needed, or would not help
         draft = replace(draft, considered=tuple(considered))
         if best is None:
-            return replace(draft, reason=f"{now.worst} expected, and no change would help")
+            within = f" within {self._limits.most} instances" if self._can_start else ""
+            return replace(draft, reason=f"{now.worst} expected, and no change{within} would help")
         rating, change = best
         reason = f"{now.worst} expected, {now.attainment:.0%} good; with it {rating.worst}, {rating.attainment:.0%}"
         return replace(draft, change=change, reason=reason)
@@ -269,12 +270,14 @@ class Controller:
         unit = _unit(seen.counts)
         yield from flips(seen.counts, self._limits.least, unit)
         if self._can_start:
-            yield from starts(seen.counts, self._limits.most, unit)
+            yield from starts(unit)
 
     def _rejection(self, seen: Observation, change: Change) -> str:
         """Return why a change is not even forecast; empty if it is."""
         if any(change.undoes(other) and seen.at < until for _, other, until in self._changes):
             return "it would undo a change within its forecast"
+        if change.apply(seen.counts).total() > max(self._limits.most, seen.counts.total()):
+            return f"the budget is {self._limits.most} instances"
         if not change.before and seen.at < self._no_starts_until:
             return "an instance that was started lately has not become ready"
         return ""
