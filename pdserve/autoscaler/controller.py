@@ -126,7 +126,8 @@ class Controller:
         self._hold_until = 0.0
         self._hold_reason = ""
         self._rates: deque[float] = deque(maxlen=PEAK_WINDOWS)
-        self._rate_at = self._stop_tried_at = self._no_starts_until = 0.0
+        self._rate_at = self._stop_tried_at = self._no_starts_until = self._seen_at = 0.0
+        self._start_up_s = 0.0  # that the newest start has taken at least
 
     def decide(self, seen: Observation) -> Decision:
         """Return what to do now. The caller makes the change, or advises it only, and goes on observing."""
@@ -135,7 +136,8 @@ class Controller:
         requests = [one for one in seen.requests if one.at > seen.at - limits.window]
         samples = [sample for one in requests if (sample := one.sample(seen.at)) is not None]
         draft = Decision(seen.at, dict(seen.counts), "", rate(self._targets, samples) if samples else None)
-        if reason := self._reason_to_hold(seen, len(requests)):
+        reason, self._seen_at = self._reason_to_hold(seen, len(requests)), seen.at
+        if reason:
             return replace(draft, reason=reason)
         expected = expected_rate([one.at for one in requests], seen.at, limits.window, limits.horizon)
         situation = self._situation(seen, expected)
@@ -189,7 +191,8 @@ class Controller:
     def _compare_fleet(self, seen: Observation) -> str:
         """Compare the fleet with the expected one, and return why it is not complete; empty if it is."""
         if seen.counts == self._expected:
-            self._is_pending = False
+            if self._is_pending:
+                self._end_pending()
             return ""
         if self._is_pending:
             at, change, _ = self._changes[-1]
@@ -205,6 +208,15 @@ class Controller:
             self._hold(seen.at, f"because others changed the fleet, which was {_text(self._expected)}")
         self._expected = seen.counts
         return ""
+
+    def _end_pending(self) -> None:
+        """The newest change has come about. A start is protected for as long from now on as it was from its beginning."""
+        self._is_pending = False
+        at, change, until = self._changes.pop()
+        if not change.before:
+            self._start_up_s = max(0.0, self._seen_at - at)  # it had not joined at the last observation
+            until += self._start_up_s
+        self._changes.append((at, change, until))
 
     # ---- what to change -------------------------------------------------------------------------------------------
 
@@ -224,9 +236,12 @@ class Controller:
         newer = [request for request in whole if (request.at or 0.0) > newest_at] or whole
         longest = float(np.percentile(answer_seconds(admitted, seen.at) or [0.0], ANSWERED))
         horizon = max(limits.horizon, min(longest, MAX_LONGER * limits.horizon))
+        horizon = max(
+            horizon, self._start_up_s + limits.horizon / 2
+        )  # or no forecast would see what a start is good for
         load = expected_load(newer, seen.at, expected, horizon, len(received))
         members, moves = self._roles_since(began_at)
-        return Situation(began_at, seen.at, members, moves, received, waiting, load, horizon)
+        return Situation(began_at, seen.at, members, moves, received, waiting, load, horizon, self._start_up_s)
 
     def _roles_since(self, began_at: float) -> tuple[dict[str, str], list[tuple[float, str, str]]]:
         """Return the roles at a time, and those that instances took since then, with the time; an empty role: it left."""

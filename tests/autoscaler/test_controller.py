@@ -222,6 +222,26 @@ def test_a_started_instance_does_not_end_within_the_time_of_its_forecast() -> No
     assert one.decide(observe(1082.0, 2, 3)).change == Change("decode", "")
 
 
+def test_a_start_that_takes_long_is_protected_when_it_is_there_and_later_forecasts_know() -> None:
+    situations, forecasts = list[Situation](), {"now": promise(none=0.4, start_1_decode=0.99)}
+
+    def forecast(situation: Situation, change: Change | None) -> Rating:
+        situations.append(situation)
+        return forecasts["now"](situation, change)
+
+    one = controller(forecast, can_start=True, most=5)
+    decision = one.decide(observe(1000.0))
+    assert decision.change == Change("", "decode") and situations[-1].start_up_s == 0 and decision.horizon == 40
+    assert "is under way" in one.decide(observe(1090.0)).reason
+    forecasts["now"] = lambda _, change: rating(0.99, 0.9 if change == Change("prefill", "") else 0.5)
+    held = one.decide(observe(1098.0, 2, 3))
+    assert held.change is None and held.horizon == 90 + 40 / 2 and situations[-1].start_up_s == 90
+    assert "would undo" in next(c.rejected for c in held.considered if c.rejected)
+    protected = 1000 + 40 + LIMITS.cooldown + 90
+    assert one.decide(observe(protected - 1, 2, 3)).change is None
+    assert one.decide(observe(protected + 60, 2, 3)).change == Change("decode", "")
+
+
 def test_too_little_traffic_tells_nothing() -> None:
     assert "tell too little" in controller(promise(none=0.1)).decide(observe(1000.0, num_requests=9)).reason
 
