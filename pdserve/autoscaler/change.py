@@ -43,6 +43,21 @@ class Change:
         return after
 
 
+@dataclass(frozen=True)
+class MadeChange:
+    """A change as routers keep it, made at a time on their clock in seconds, and not to be undone until another one."""
+
+    at: float
+    before: str
+    after: str
+    count: int
+    until: float
+
+    @property
+    def change(self) -> Change:
+        return Change(self.before, self.after, self.count)
+
+
 def flips(counts: Mapping[str, int], least: Mapping[str, int], unit: int = 1) -> Iterator[list[Change]]:
     """Yield, for either direction, the changes that leave at least `least` instances of each role, small ones first.
 

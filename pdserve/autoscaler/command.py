@@ -133,6 +133,7 @@ def step(
     if refusal := client.hold_lease(holder, lease_s):
         log.warning("it only watches: %s", refusal)
         return
+    controller.recall(client.changes)
     seen = client.observe(config.window)
     decision = controller.decide(seen)
     is_made = False
@@ -148,6 +149,8 @@ def step(
             if not is_made:
                 controller.forget()
     decisions.add(decision, is_made=is_made)
+    if is_made:
+        client.hold_lease(holder, lease_s, changes=controller.changes)
 
 
 def simulate(config: AutoscaleConfig) -> None:

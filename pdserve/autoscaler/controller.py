@@ -6,6 +6,7 @@ most, if that is clearly more than it has. If the fleet would meet the SLO with 
 ends.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from pdserve.autoscaler.cell import cell_share
-from pdserve.autoscaler.change import Change, flips, starts, stops
+from pdserve.autoscaler.change import Change, MadeChange, flips, starts, stops
 from pdserve.autoscaler.forecast import Rating, rate
 from pdserve.autoscaler.load import answer_lengths, answer_seconds, expected_load, expected_rate, replayed, since_change
 from pdserve.autoscaler.observation import Observation
@@ -118,9 +119,7 @@ class Controller:
         self._forecast = forecast
         self._can_start = can_start
         self._snapshots: deque[tuple[float, dict[str, str]]] = deque()
-        self._changes: deque[tuple[float, Change, float]] = deque(
-            maxlen=limits.max_changes
-        )  # and its end of protection
+        self._changes: deque[MadeChange] = deque(maxlen=limits.max_changes)
         self._is_pending = False  # the newest change has not come about yet
         self._expected: Counter[str] | None = None  # instances by role, when the newest change has come about
         self._hold_until = 0.0
@@ -154,6 +153,16 @@ class Controller:
         self._changes.pop()
         self._expected, self._is_pending = None, False
 
+    @property
+    def changes(self) -> Sequence[MadeChange]:
+        """Those of the last hour or more, in order of time."""
+        return tuple(self._changes)
+
+    def recall(self, changes: Sequence[MadeChange]) -> None:
+        """Respect changes of an earlier controller as its own."""
+        newest = self._changes[-1].at if self._changes else -math.inf
+        self._changes.extend(change for change in changes if change.at > newest)
+
     # ---- when nothing may be changed ------------------------------------------------------------------------------
 
     def _remember(self, seen: Observation) -> None:
@@ -167,7 +176,8 @@ class Controller:
             self._rates.append(sum(one.at > began_at for one in seen.requests) / self._limits.window)
 
     def _begin(self, seen: Observation, change: Change, horizon: float) -> None:
-        self._changes.append((seen.at, change, seen.at + horizon + self._limits.cooldown))
+        until = seen.at + horizon + self._limits.cooldown
+        self._changes.append(MadeChange(seen.at, change.before, change.after, change.count, until))
         self._expected, self._is_pending = change.apply(seen.counts), True
         self._hold(seen.at, f"after the change {change}")
 
@@ -184,7 +194,7 @@ class Controller:
             return f"{self._hold_until - seen.at:.0f} s more to wait {self._hold_reason}"
         if num_requests < MIN_REQUESTS:
             return f"{num_requests} requests in {self._limits.window:.0f} s tell too little"
-        if sum(seen.at - at < HOUR for at, *_ in self._changes) >= self._limits.max_changes:
+        if sum(seen.at - one.at < HOUR for one in self._changes) >= self._limits.max_changes:
             return f"there were {self._limits.max_changes} changes within an hour"
         return ""
 
@@ -195,7 +205,7 @@ class Controller:
                 self._end_pending()
             return ""
         if self._is_pending:
-            at, change, _ = self._changes[-1]
+            at, change = self._changes[-1].at, self._changes[-1].change
             if seen.at < at + self._limits.start_timeout:
                 return f"the change {change} is under way"
             self._is_pending = False
@@ -212,11 +222,10 @@ class Controller:
     def _end_pending(self) -> None:
         """The newest change has come about. A start is protected for as long from now on as it was from its beginning."""
         self._is_pending = False
-        at, change, until = self._changes.pop()
-        if not change.before:
-            self._start_up_s = max(0.0, self._seen_at - at)  # it had not joined at the last observation
-            until += self._start_up_s
-        self._changes.append((at, change, until))
+        newest = self._changes[-1]
+        if not newest.before:
+            self._start_up_s = max(0.0, self._seen_at - newest.at)  # it had not joined at the last observation
+            self._changes[-1] = replace(newest, until=newest.until + self._start_up_s)
 
     # ---- what to change -------------------------------------------------------------------------------------------
 
@@ -289,7 +298,7 @@ class Controller:
 
     def _rejection(self, seen: Observation, change: Change) -> str:
         """Return why a change is not even forecast; empty if it is."""
-        if any(change.undoes(other) and seen.at < until for _, other, until in self._changes):
+        if any(change.undoes(other.change) and seen.at < other.until for other in self._changes):
             return "it would undo a change within its forecast"
         if change.apply(seen.counts).total() > max(self._limits.most, seen.counts.total()):
             return f"the budget is {self._limits.most} instances"

@@ -1,13 +1,13 @@
 """One step of `pdserve autoscale`, with routers that the tests make up."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from pdserve.autoscaler.change import Change
+from pdserve.autoscaler.change import Change, MadeChange
 from pdserve.autoscaler.command import DecisionLog, step
 from pdserve.autoscaler.controller import Controller, Decision
 from pdserve.autoscaler.observation import Observation
@@ -25,9 +25,14 @@ class Steered:
     on_lease: Callable[[str], str] = lambda decision: ""
     on_make: Callable[[], None] = lambda: None
     calls: list[str] = field(default_factory=list)
+    changes: Sequence[MadeChange] = (MadeChange(0.0, "prefill", "decode", 1, 60.0),)
 
-    def hold_lease(self, holder: str, seconds: float, decision: str = "") -> str:
+    def hold_lease(self, holder: str, seconds: float, decision: str = "", changes: Sequence[MadeChange] = ()) -> str:
+        self.calls += ["remember"] * len(changes)
         return self.on_lease(decision)
+
+    def recall(self, changes: Sequence[MadeChange]) -> None:
+        assert changes == self.changes
 
     def observe(self, window: float) -> Observation:
         return Observation(0.0, (), ())
@@ -61,7 +66,7 @@ def test_a_change_is_made_or_forgotten(tmp_path: Path) -> None:
     made.step(path)
     advised.step(path, apply=False)
     outdated.step(path)
-    assert (made.calls, advised.calls, outdated.calls) == (["make"], ["forget"], ["forget"])
+    assert (made.calls, advised.calls, outdated.calls) == (["make", "remember"], ["forget"], ["forget"])
     assert ['"made": true' in line for line in path.read_text().splitlines()] == [True, False]
 
 

@@ -128,6 +128,20 @@ def test_no_change_is_undone_within_the_time_of_its_forecast() -> None:
     assert one.decide(observe(1061.0, 4, 2)).change == MORE_DECODE
 
 
+def test_a_controller_that_follows_another_one_does_not_undo_its_changes() -> None:
+    forecasts = {"now": promise(none=0.4, **{"1 decode to prefill": 0.8})}
+    first = controller(lambda situation, change: forecasts["now"](situation, change), 3, 3)
+    assert first.decide(observe(1000.0, 3, 3)).change == MORE_PREFILL
+    forecasts["now"] = promise(none=0.4, **{"1 prefill to decode": 0.8})
+    second = Controller(LIMITS, TARGETS, lambda *of: forecasts["now"](*of), can_start=False)
+    for at in (1010.0, 1031.0):
+        second.recall(first.changes)
+        held = second.decide(observe(at, 4, 2))
+        assert held.change is None and second.changes == first.changes
+    assert "would undo" in next(c.rejected for c in held.considered if c.rejected)
+    assert second.decide(observe(1061.0, 4, 2)).change == MORE_DECODE
+
+
 def test_a_forecast_is_for_as_long_as_answers_take_and_protects_its_change() -> None:
     """Most answers still run, and at their speed take 60 s; by the horizon alone, a change would be protected for 60 s."""
     forecasts, situations = {"now": promise(none=0.4, **{"1 decode to prefill": 0.8})}, list[Situation]()

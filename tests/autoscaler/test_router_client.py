@@ -18,7 +18,7 @@ def test_a_name_stands_for_all_of_its_addresses_at_the_time(monkeypatch: pytest.
 
     def answer(request: httpx.Request) -> httpx.Response:
         asked.append(f"{request.url.host}:{request.url.port}")
-        return httpx.Response(200, json={"holder": "me"})
+        return httpx.Response(200, json={"holder": "me", "changes": []})
 
     def look_up(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
         assert (host, port) == ("routers", 8000)
@@ -50,7 +50,7 @@ def test_two_controllers_that_ask_routers_in_different_orders_agree_on_one(monke
             leases[request.url.host].renew(body["holder"], body["lease_seconds"], now=0.0)
         except Conflict as refusal:
             return httpx.Response(409, json={"error": {"message": str(refusal)}})
-        return httpx.Response(200, json={"holder": body["holder"]})
+        return httpx.Response(200, json={"holder": body["holder"], "changes": []})
 
     real = httpx.Client
     monkeypatch.setattr(httpx, "Client", lambda **options: real(transport=httpx.MockTransport(answer), **options))

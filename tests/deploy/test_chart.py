@@ -417,6 +417,7 @@ def test_the_autoscaler_watches_every_router_and_may_start_pods() -> None:
         ({"decode": {"replica": 2}}, "replica"),
         ({"prefill": {"flags": {"--max-num-seqs": 2}}}, "--max-num-seqs"),
         ({"keda": {"decode": {"occupancy": 0.8}}}, "occupancy"),
+        ({"keda": {"decode": {"minReplicas": 0}}}, "minReplicas"),
     ],
 )
 def test_mistakes_in_values_are_reported(values: dict[str, Any], message: str) -> None:
