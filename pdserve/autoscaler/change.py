@@ -43,6 +43,21 @@ class Change:
         return after
 
 
+@dataclass(frozen=True)
+class MadeChange:
+    """A change as routers keep it, made at a time on their clock in seconds, and not to be undone until another one."""
+
+    at: float
+    before: str
+    after: str
+    count: int
+    until: float
+
+    @property
+    def change(self) -> Change:
+        return Change(self.before, self.after, self.count)
+
+
 def flips(counts: Mapping[str, int], least: Mapping[str, int], unit: int = 1) -> Iterator[list[Change]]:
     """Yield, for either direction, the changes that leave at least `least` instances of each role, small ones first.
 
@@ -55,10 +70,9 @@ def flips(counts: Mapping[str, int], least: Mapping[str, int], unit: int = 1) ->
         yield [Change(before, after, number) for number in _numbers(unit) if number <= most]
 
 
-def starts(counts: Mapping[str, int], most: int, unit: int = 1) -> Iterator[list[Change]]:
-    """Yield, for either role, the starts that a budget of `most` instances allows, small ones first."""
-    for role in ROLES:
-        yield [Change("", role, number) for number in _numbers(unit) if number <= most - sum(counts.values())]
+def starts(unit: int = 1) -> Iterator[list[Change]]:
+    """Yield, for either role, the starts of instances, small ones first."""
+    yield from ([Change("", role, number) for number in _numbers(unit)] for role in ROLES)
 
 
 def stops(counts: Mapping[str, int], least: Mapping[str, int], unit: int = 1) -> Iterator[Change]:

@@ -104,7 +104,7 @@ def run(config: AutoscaleConfig, stop: threading.Event, launcher: Launcher | Non
         client.observe(config.window)
         while not stop.is_set():
             try:
-                _step(config, controller, client, holder, decisions, launcher)
+                step(config, controller, client, holder, decisions, launcher)
             except SetupError as error:
                 log.warning("%s; the next attempt is in %g s", error, config.interval)
             stop.wait(config.interval)
@@ -116,7 +116,7 @@ def run(config: AutoscaleConfig, stop: threading.Event, launcher: Launcher | Non
         client.close()
 
 
-def _step(
+def step(
     config: AutoscaleConfig,
     controller: Controller,
     client: RouterClient,
@@ -124,28 +124,33 @@ def _step(
     decisions: DecisionLog,
     launcher: Launcher | None,
 ) -> None:
-    """Observe, decide, and make the change if that is asked for."""
+    """Observe, decide, and make the change if that is asked for.
+
+    Raises:
+        SetupError: a router does not respond or refuses, or the launcher fails; the controller has forgotten the change.
+    """
     lease_s = LEASE_INTERVALS * config.interval
     if refusal := client.hold_lease(holder, lease_s):
         log.warning("it only watches: %s", refusal)
         return
+    controller.recall(client.changes)
     seen = client.observe(config.window)
     decision = controller.decide(seen)
-    is_made = decision.change is not None and config.apply
+    is_made = False
     if decision.change is not None:
-        if refusal := client.hold_lease(holder, lease_s, str(decision)):  # the forecasts took longer than the lease
-            log.warning("a change is left out: %s", refusal)
-            controller.forget()
-            return
-        if is_made:
-            try:
+        try:
+            if refusal := client.hold_lease(holder, lease_s, str(decision)):  # the forecasts took longer than the lease
+                log.warning("a change is left out: %s", refusal)
+                return
+            if config.apply:
                 client.make(decision.change, seen.members, launcher)
-            except SetupError:
+                is_made = True
+        finally:
+            if not is_made:
                 controller.forget()
-                raise
-        else:
-            controller.forget()
     decisions.add(decision, is_made=is_made)
+    if is_made:
+        client.hold_lease(holder, lease_s, changes=controller.changes)
 
 
 def simulate(config: AutoscaleConfig) -> None:

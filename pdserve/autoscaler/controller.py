@@ -6,6 +6,7 @@ most, if that is clearly more than it has. If the fleet would meet the SLO with 
 ends.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from pdserve.autoscaler.cell import cell_share
-from pdserve.autoscaler.change import Change, flips, starts, stops
+from pdserve.autoscaler.change import Change, MadeChange, flips, starts, stops
 from pdserve.autoscaler.forecast import Rating, rate
 from pdserve.autoscaler.load import answer_lengths, answer_seconds, expected_load, expected_rate, replayed, since_change
 from pdserve.autoscaler.observation import Observation
@@ -118,15 +119,14 @@ class Controller:
         self._forecast = forecast
         self._can_start = can_start
         self._snapshots: deque[tuple[float, dict[str, str]]] = deque()
-        self._changes: deque[tuple[float, Change, float]] = deque(
-            maxlen=limits.max_changes
-        )  # and its end of protection
+        self._changes: deque[MadeChange] = deque(maxlen=limits.max_changes)
         self._is_pending = False  # the newest change has not come about yet
         self._expected: Counter[str] | None = None  # instances by role, when the newest change has come about
         self._hold_until = 0.0
         self._hold_reason = ""
         self._rates: deque[float] = deque(maxlen=PEAK_WINDOWS)
-        self._rate_at = self._stop_tried_at = self._no_starts_until = 0.0
+        self._rate_at = self._stop_tried_at = self._no_starts_until = self._seen_at = 0.0
+        self._start_up_s = 0.0  # that the newest start has taken at least
 
     def decide(self, seen: Observation) -> Decision:
         """Return what to do now. The caller makes the change, or advises it only, and goes on observing."""
@@ -135,7 +135,8 @@ class Controller:
         requests = [one for one in seen.requests if one.at > seen.at - limits.window]
         samples = [sample for one in requests if (sample := one.sample(seen.at)) is not None]
         draft = Decision(seen.at, dict(seen.counts), "", rate(self._targets, samples) if samples else None)
-        if reason := self._reason_to_hold(seen, len(requests)):
+        reason, self._seen_at = self._reason_to_hold(seen, len(requests)), seen.at
+        if reason:
             return replace(draft, reason=reason)
         expected = expected_rate([one.at for one in requests], seen.at, limits.window, limits.horizon)
         situation = self._situation(seen, expected)
@@ -152,6 +153,16 @@ class Controller:
         self._changes.pop()
         self._expected, self._is_pending = None, False
 
+    @property
+    def changes(self) -> Sequence[MadeChange]:
+        """Those of the last hour or more, in order of time."""
+        return tuple(self._changes)
+
+    def recall(self, changes: Sequence[MadeChange]) -> None:
+        """Respect changes of an earlier controller as its own."""
+        newest = self._changes[-1].at if self._changes else -math.inf
+        self._changes.extend(change for change in changes if change.at > newest)
+
     # ---- when nothing may be changed ------------------------------------------------------------------------------
 
     def _remember(self, seen: Observation) -> None:
@@ -165,7 +176,8 @@ class Controller:
             self._rates.append(sum(one.at > began_at for one in seen.requests) / self._limits.window)
 
     def _begin(self, seen: Observation, change: Change, horizon: float) -> None:
-        self._changes.append((seen.at, change, seen.at + horizon + self._limits.cooldown))
+        until = seen.at + horizon + self._limits.cooldown
+        self._changes.append(MadeChange(seen.at, change.before, change.after, change.count, until))
         self._expected, self._is_pending = change.apply(seen.counts), True
         self._hold(seen.at, f"after the change {change}")
 
@@ -182,17 +194,18 @@ class Controller:
             return f"{self._hold_until - seen.at:.0f} s more to wait {self._hold_reason}"
         if num_requests < MIN_REQUESTS:
             return f"{num_requests} requests in {self._limits.window:.0f} s tell too little"
-        if sum(seen.at - at < HOUR for at, *_ in self._changes) >= self._limits.max_changes:
+        if sum(seen.at - one.at < HOUR for one in self._changes) >= self._limits.max_changes:
             return f"there were {self._limits.max_changes} changes within an hour"
         return ""
 
     def _compare_fleet(self, seen: Observation) -> str:
         """Compare the fleet with the expected one, and return why it is not complete; empty if it is."""
         if seen.counts == self._expected:
-            self._is_pending = False
+            if self._is_pending:
+                self._end_pending()
             return ""
         if self._is_pending:
-            at, change, _ = self._changes[-1]
+            at, change = self._changes[-1].at, self._changes[-1].change
             if seen.at < at + self._limits.start_timeout:
                 return f"the change {change} is under way"
             self._is_pending = False
@@ -205,6 +218,14 @@ class Controller:
             self._hold(seen.at, f"because others changed the fleet, which was {_text(self._expected)}")
         self._expected = seen.counts
         return ""
+
+    def _end_pending(self) -> None:
+        """The newest change has come about. A start is protected for as long from now on as it was from its beginning."""
+        self._is_pending = False
+        newest = self._changes[-1]
+        if not newest.before:
+            self._start_up_s = max(0.0, self._seen_at - newest.at)  # it had not joined at the last observation
+            self._changes[-1] = replace(newest, until=newest.until + self._start_up_s)
 
     # ---- what to change -------------------------------------------------------------------------------------------
 
@@ -224,9 +245,12 @@ class Controller:
         newer = [request for request in whole if (request.at or 0.0) > newest_at] or whole
         longest = float(np.percentile(answer_seconds(admitted, seen.at) or [0.0], ANSWERED))
         horizon = max(limits.horizon, min(longest, MAX_LONGER * limits.horizon))
+        horizon = max(
+            horizon, self._start_up_s + limits.horizon / 2
+        )  # or no forecast would see what a start is good for
         load = expected_load(newer, seen.at, expected, horizon, len(received))
         members, moves = self._roles_since(began_at)
-        return Situation(began_at, seen.at, members, moves, received, waiting, load, horizon)
+        return Situation(began_at, seen.at, members, moves, received, waiting, load, horizon, self._start_up_s)
 
     def _roles_since(self, began_at: float) -> tuple[dict[str, str], list[tuple[float, str, str]]]:
         """Return the roles at a time, and those that instances took since then, with the time; an empty role: it left."""
@@ -259,7 +283,8 @@ class Controller:
                     break  # more instances at once are not needed, or would not help
         draft = replace(draft, considered=tuple(considered))
         if best is None:
-            return replace(draft, reason=f"{now.worst} expected, and no change would help")
+            within = f" within {self._limits.most} instances" if self._can_start else ""
+            return replace(draft, reason=f"{now.worst} expected, and no change{within} would help")
         rating, change = best
         reason = f"{now.worst} expected, {now.attainment:.0%} good; with it {rating.worst}, {rating.attainment:.0%}"
         return replace(draft, change=change, reason=reason)
@@ -269,12 +294,14 @@ class Controller:
         unit = _unit(seen.counts)
         yield from flips(seen.counts, self._limits.least, unit)
         if self._can_start:
-            yield from starts(seen.counts, self._limits.most, unit)
+            yield from starts(unit)
 
     def _rejection(self, seen: Observation, change: Change) -> str:
         """Return why a change is not even forecast; empty if it is."""
-        if any(change.undoes(other) and seen.at < until for _, other, until in self._changes):
+        if any(change.undoes(other.change) and seen.at < other.until for other in self._changes):
             return "it would undo a change within its forecast"
+        if change.apply(seen.counts).total() > max(self._limits.most, seen.counts.total()):
+            return f"the budget is {self._limits.most} instances"
         if not change.before and seen.at < self._no_starts_until:
             return "an instance that was started lately has not become ready"
         return ""
@@ -286,9 +313,11 @@ class Controller:
         if self._can_start and seen.at >= self._stop_tried_at + self._limits.window:
             self._stop_tried_at = seen.at
             situation = self._situation(seen, max(draft.rate, *self._rates))
-            changes = stops(seen.counts, self._limits.least, _unit(seen.counts))
-            ratings = {change: self._forecast(situation, change) for change in changes}
-            considered += [Considered(str(change), rating) for change, rating in ratings.items()]
+            ratings = dict[Change, Rating]()
+            for change in stops(seen.counts, self._limits.least, _unit(seen.counts)):
+                if not (rejected := self._rejection(seen, change)):
+                    ratings[change] = self._forecast(situation, change)
+                considered.append(Considered(str(change), ratings.get(change), rejected))
             if ratings:
                 change = min(ratings, key=lambda one: ratings[one].ratio)
                 if ratings[change].ratio <= SPARE:

@@ -74,7 +74,8 @@ class Forecaster:
     def forecast(self, situation: Situation, change: Change | None = None) -> Rating:
         """Return how the fleet will do with a change made now; None: without one. Of a large fleet, a cell is simulated."""
         situation, change = make_cell(situation, change)
-        simulation = Simulation(self._deployment, self._model, self._seed)
+        start_up_s = max(self._model.start_up_s, situation.start_up_s)
+        simulation = Simulation(self._deployment, replace(self._model, start_up_s=start_up_s), self._seed)
         self._plan_moves(simulation, situation)
         if change is not None:
             simulation.clock.at(situation.now - situation.began_at, partial(make, simulation, change))

@@ -2,12 +2,13 @@
 
 import socket
 from collections.abc import Sequence
+from dataclasses import asdict
 from urllib.parse import urlsplit
 
 import httpx
 
 from pdserve.admin_client import AdminClient, StateConflict
-from pdserve.autoscaler.change import Change
+from pdserve.autoscaler.change import Change, MadeChange
 from pdserve.autoscaler.forecast import choose
 from pdserve.autoscaler.observation import Member, Observation, merge_traffic, parse_traffic
 from pdserve.errors import SetupError
@@ -22,11 +23,15 @@ class RouterClient:
         urls: of the routers. `dns://HOST:PORT` stands for a router at each address of the host at the time, such as the pods
             behind a headless Service.
 
+    Attributes:
+        changes: those that the routers keep of the controllers that held the lease.
+
     Raises:
         SetupError: from every method: a router does not respond or refuses, or a name has no address.
     """
 
     def __init__(self, urls: Sequence[str]) -> None:
+        self.changes: list[MadeChange] = []
         self._urls = urls
         self._clients: dict[str, AdminClient] = {}
 
@@ -52,13 +57,29 @@ class RouterClient:
                 members[name] = Member(name, row["role"], draining, requests)
         return Observation(now, tuple(members[name] for name in sorted(members)), merge_traffic(parts))
 
-    def hold_lease(self, holder: str, seconds: float, decision: str = "") -> str:
-        """Renew the controller's lease at each router, and show a decision. Returns why it is refused; empty if it is not."""
+    def hold_lease(self, holder: str, seconds: float, decision: str = "", changes: Sequence[MadeChange] = ()) -> str:
+        """Renew the controller's lease at each router. Returns why it is refused; empty if it is not.
+
+        If one router refuses, the leases of the others are released: two controllers that ask in different orders would
+        otherwise keep one each for ever.
+
+        Args:
+            decision: that the live page is to show.
+            changes: that the routers are to keep for the next controller; none: those before remain.
+        """
+        body = {"holder": holder, "lease_seconds": seconds, "decision": decision}
+        body |= {"changes": [asdict(change) for change in changes]}
+        held, kept = list[AdminClient](), dict[float, MadeChange]()
         try:
             for router in self._routers:
-                router.post("/admin/autoscaler", {"holder": holder, "lease_seconds": seconds, "decision": decision})
+                answer = router.post("/admin/autoscaler", body).json()
+                kept |= {row["at"]: MadeChange(**row) for row in answer["changes"]}
+                held.append(router)
         except StateConflict as refusal:
+            for router in held:
+                router.post("/admin/autoscaler", {"holder": holder, "lease_seconds": 0.0})
             return str(refusal)
+        self.changes = [kept[at] for at in sorted(kept)]
         return ""
 
     def make(self, change: Change, members: Sequence[Member], launcher: Launcher | None) -> list[str]:

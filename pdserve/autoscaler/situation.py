@@ -20,6 +20,7 @@ class Situation:
         waiting: indices of those without a token.
         expected: requests after `now`.
         horizon: seconds after `now` in which they come.
+        start_up_s: that the newest start has taken at least, if that is more than the profile says.
     """
 
     began_at: float
@@ -30,6 +31,7 @@ class Situation:
     waiting: frozenset[int]
     expected: Sequence[Request]
     horizon: float
+    start_up_s: float = 0.0
 
     @property
     def names(self) -> set[str]:

@@ -26,12 +26,12 @@ def advise(trials: Sequence[Trial], targets: Sequence[Target]) -> str:
         return "One instance cannot be split: it serves both phases."
     ours, theirs = best(split), best(colocated)
     if ours.meets and not theirs.meets:
-        return f"Disaggregation pays: {describe(ours, targets)}; colocated, {_miss(theirs)}."
+        return f"Disaggregation pays: {describe(ours, targets)}; colocated, {_worst(theirs)}."
     if theirs.meets and not ours.meets:
-        return f"Disaggregation does not pay: {describe(theirs, targets)}; the best split, {_miss(ours)}."
+        return f"Disaggregation does not pay: {describe(theirs, targets)}; the best split, {_worst(ours)}."
     if not ours.meets:
         nearer, other = (ours, theirs) if ours.ratio <= theirs.ratio else (theirs, ours)
-        return f"Neither suffices: the nearest, {_miss(nearer)}; otherwise, {_miss(other)}."
+        return f"Neither suffices: the nearest, {_worst(nearer)}; otherwise, {_worst(other)}."
     if abs(ours.ratio - theirs.ratio) <= NOISE:
         return f"Both suffice alike: {describe(ours, targets)}; {describe(theirs, targets)}. Colocated is simpler."
     winner, other = (ours, theirs) if ours.ratio < theirs.ratio else (theirs, ours)
@@ -40,7 +40,10 @@ def advise(trials: Sequence[Trial], targets: Sequence[Target]) -> str:
 
 
 def trade(compared: Sequence[Trial]) -> str:
-    """Return what the other kind of fleet of the same size has more or less of than the nearest one, in one sentence.
+    """Return what the other kind of fleet of the same size has more or less of than the nearest one, in two sentences.
+
+    The second has the worst figure of each beside its target, as the SLO is judged: a share of good requests would be of
+    another SLO, since ten bad ones of a hundred are within a target on p90.
 
     Args:
         compared: the nearest fleet, and the best of the other kind, if there is one.
@@ -54,12 +57,12 @@ def trade(compared: Sequence[Trial]) -> str:
         if nearest.forecast.figures[figure]
     }
     parts = ", ".join(f"{ratio:.2g} times the {name}" for name, ratio in ratios.items())
-    goods = f"{other.attainment:.0%} of requests within all targets, where {nearest.fleet} has {nearest.attainment:.0%}"
-    return f"Beside {nearest.fleet}, {other.fleet} has {parts}, and {goods}."
+    worst = f"Worst figures beside their targets: {_worst(other)}; {_worst(nearest)}."
+    return f"Beside {nearest.fleet}, {other.fleet} has {parts}. {worst}"
 
 
-def _miss(trial: Trial) -> str:
-    """Return a fleet with the target that it misses by the most."""
+def _worst(trial: Trial) -> str:
+    """Return a fleet with its worst figure beside the target, or how it fails."""
     if trial.failure:
         return f"{trial.fleet} {trial.failure}"
     return f"{trial.fleet} has {trial.binding.beside(trial.values[trial.binding])}"

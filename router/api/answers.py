@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from pdserve.router.api.schemas import MadeChange
+
 
 class Answer(BaseModel):
     """Base of all answers: no fields beyond those listed."""
@@ -385,7 +387,10 @@ class Instances(Answer):
 
 
 class LeaseHeld(Answer):
+    """`changes` are those that the last controllers have made."""
+
     holder: str
+    changes: list[MadeChange]
 
 
 class DrainStarted(Answer):

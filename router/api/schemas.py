@@ -352,9 +352,20 @@ class RoleBody(Body):
     role: Literal["prefill", "decode", "both"]
 
 
+class MadeChange(Body):
+    """A change that a controller has made, at seconds since 1970, and until when it is not to be undone."""
+
+    at: float
+    before: str = Field(max_length=20)
+    after: str = Field(max_length=20)
+    count: int = Field(ge=1)
+    until: float
+
+
 class LeaseBody(Body):
-    """A controller's lease; 0 seconds release it."""
+    """A controller's lease; 0 seconds release it. `changes` are kept for the next controller; none: those before remain."""
 
     holder: str = Field(min_length=1, max_length=200)
     lease_seconds: float = Field(ge=0)
     decision: str = Field("", max_length=1000)
+    changes: list[MadeChange] = Field([], max_length=1000)

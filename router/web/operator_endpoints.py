@@ -55,6 +55,7 @@ class OperatorEndpoints(Endpoints):
         self._overview = overview
         self._max_n = max_n
         self._lease = ControllerLease()
+        self._made_changes: list[schemas.MadeChange] = []  # by controllers of late
 
     @endpoint("GET", "/health", Access.OPEN)
     async def health(self) -> answers.Health:
@@ -176,9 +177,10 @@ class OperatorEndpoints(Endpoints):
         """Renew the lease of the one controller that may change the fleet, and show its decision on the live page."""
         lease = body.parse()
         self._lease.renew(lease.holder, lease.lease_seconds, time.monotonic())
+        self._made_changes = lease.changes or self._made_changes
         if lease.decision:
             log.info("autoscaler: %s", lease.decision, extra={"event": "autoscaler"})
-        return answers.LeaseHeld(holder=lease.holder)
+        return answers.LeaseHeld(holder=lease.holder, changes=self._made_changes)
 
     def _start_drain(self, instance_id: str, role: str = "") -> answers.DrainStarted:
         self._backend.drain(instance_id, role)

@@ -95,3 +95,17 @@ def test_forecasts_of_cells_are_those_of_whole_fleets(monkeypatch: pytest.Monkey
     of_fleets = ratings()
     assert of_cells == pytest.approx(of_fleets, abs=0.1)
     assert replace(whole) == whole and (of_cells[0] > of_cells[1]) == (of_fleets[0] > of_fleets[1])
+
+
+def test_a_start_helps_only_if_it_is_ready_in_time() -> None:
+    """The instance is forecast to be as slow to start as the last one was, if the profile promises more."""
+    config = AutoscaleConfig(slo="ttft.p90=4s", local_prefill_tokens=0)
+    _, fleet = make_controller(config, PROFILE, can_start=True)
+    model = replace(instance_model(config, PROFILE), start_up_s=1.0)
+    forecaster = Forecaster(fleet, model, parse_targets("ttft.p90=4s"), seed=0)
+    busy = situation(1, 1, rate=3.0)
+    without, soon, late = (
+        forecaster.forecast(replace(busy, start_up_s=seconds), change)
+        for seconds, change in ((0.0, None), (0.5, Change("", "prefill")), (3600.0, Change("", "prefill")))
+    )
+    assert soon.ratio < 0.8 * without.ratio and late.ratio == without.ratio

@@ -389,6 +389,38 @@ def test_keda_asks_for_gauges_that_routers_export() -> None:
     }
 
 
+def test_only_pods_of_the_release_reach_control_ports_instances_and_the_store() -> None:
+    def allowed(policy: Document) -> dict[str, list[str]]:
+        """Return components by port (empty: any port); no components: everybody."""
+        found = {}
+        for rule in policy["spec"]["ingress"]:
+            for port in rule.get("ports", [{"port": ""}]):
+                peers = rule.get("from", [])
+                assert all(one["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "chat" for one in peers)
+                found[port["port"]] = [v for one in peers for v in one["podSelector"]["matchExpressions"][0]["values"]]
+        return found
+
+    policies = {name: allowed(policy) for name, policy in of_kind(rendered("cpu-demo"), "NetworkPolicy").items()}
+    assert policies == {
+        "router": {"http": [], "control": [*ROLES]},
+        "instances": {"": [*ROLES]},
+        "redis": {"redis": [*ROLES, "router"]},
+    }
+    for policy in of_kind(rendered("cpu-demo"), "NetworkPolicy").values():
+        assert policy["spec"]["policyTypes"] == ["Ingress"]
+
+
+@pytest.mark.parametrize("values", [{}, {"autoscaler": {"slo": "ttft.p90=1s", "profile": "p"}}])
+def test_prometheus_scrapes_the_service_that_keda_names(values: dict[str, Any]) -> None:
+    documents = render(values | {"serviceMonitor": {"enabled": True}})
+    (monitor,) = of_kind(documents, "ServiceMonitor").values()
+    labels = monitor["spec"]["selector"]["matchLabels"].items()
+    services = of_kind(documents, "Service")
+    assert [name for name, one in services.items() if labels <= one["metadata"]["labels"].items()] == ["router"]
+    ports = {port["name"] for port in services["router"]["spec"]["ports"]}
+    assert {one["port"] for one in monitor["spec"]["endpoints"]} <= ports
+
+
 def test_the_autoscaler_may_do_what_the_launcher_does_and_no_more() -> None:
     documents = render({"autoscaler": {"serviceAccount": True}})
     (role,) = of_kind(documents, "Role").values()
@@ -450,6 +482,7 @@ def test_the_autoscaler_watches_every_router_and_may_start_pods() -> None:
         ),
         ({"prefill": {"flags": {"--max-num-seqs": 2}}}, "--max-num-seqs"),
         ({"keda": {"decode": {"occupancy": 0.8}}}, "occupancy"),
+        ({"keda": {"decode": {"minReplicas": 0}}}, "minReplicas"),
     ],
 )
 def test_mistakes_in_values_are_reported(values: dict[str, Any], message: str) -> None:

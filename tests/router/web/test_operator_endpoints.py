@@ -120,14 +120,16 @@ def test_traffic_is_a_trace(client: Client, make_scene: Callable[..., Scene], ma
 def test_one_controller_holds_the_lease(make_scene: Callable[..., Scene], make_client: type[Client]) -> None:
     http = make_client(make_scene().app)
 
-    def renew(holder: str, seconds: float, decision: str = "") -> Any:
-        body = {"holder": holder, "lease_seconds": seconds, "decision": decision}
+    def renew(holder: str, seconds: float, decision: str = "", **more: Any) -> Any:
+        body = {"holder": holder, "lease_seconds": seconds, "decision": decision} | more
         return http.post("/admin/autoscaler", body, headers={"Content-Type": "application/json"})
 
-    assert renew("a", 60, "flip decode-0").json() == {"holder": "a"}
+    assert renew("a", 60, "flip decode-0").json() == {"holder": "a", "changes": []}
+    made = [{"at": 7.0, "before": "decode", "after": "prefill", "count": 1, "until": 90.0}]
+    assert renew("a", 60, changes=made).json()["changes"] == made == renew("a", 60).json()["changes"]
     refused = renew("b", 60, "flip it back")
     assert refused.status_code == 409 and "the controller a holds the lease" in refused.json()["error"]["message"]
-    assert renew("a", 0).status_code == 200 and renew("b", 60).status_code == 200
+    assert renew("a", 0).status_code == 200 and renew("b", 60).json() == {"holder": "b", "changes": made}
     events = http.get("/debug/overview").json()["events"]
     assert [one["text"] for one in events if one["event"] == "autoscaler"] == ["autoscaler: flip decode-0"]
     assert renew("", 60).status_code == 400 and renew("b", -1).status_code == 400
