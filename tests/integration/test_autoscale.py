@@ -72,19 +72,34 @@ def roles(url: str) -> dict[str, str]:
     return {one["instance_id"]: "draining" if one["draining"] else one["role"] for one in instances}
 
 
-def test_a_controller_changes_a_role_and_another_one_only_watches(
+def rows(decisions: Path) -> list[dict[str, Any]]:
+    """Return the decisions of a file, which is perhaps being written."""
+    text = decisions.read_text() if decisions.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def test_a_controller_changes_a_role_another_one_only_watches_and_a_person_is_respected(
     deploy: Deploy, autoscale: Callable[..., Any], wait_until: Callable[..., None], tmp_path: Path
 ) -> None:
     PROFILE.save(tmp_path / "profile.json")
     with deploy(model="demo", decode=2, paced=str(tmp_path / "profile.json")) as deployment:
         with sending(deployment.url, 0.3):
-            first = autoscale("--router", deployment.url, "--apply", "--holder", "first")
+            decisions = tmp_path / "decisions.jsonl"
+            flags = ["--router", deployment.url, "--apply", "--holder", "first", "--decisions", str(decisions)]
+            first = autoscale(*flags)
             changed = ["decode", "prefill", "prefill"]
             wait_until(lambda: first.poll() is not None or sorted(roles(deployment.url).values()) == changed)
             second = autoscale("--router", deployment.url, "--apply", "--holder", "second")
             assert second.stdout is not None and first.stdout is not None
             line = next(line for line in second.stdout if "watches" in line)
             assert "it only watches: the controller first holds the lease" in line
+            settled = {"prefill": 2, "decode": 1}
+            wait_until(lambda: first.poll() is not None or rows(decisions)[-1]["fleet"] == settled)
+            by_hand = next(name for name, role in roles(deployment.url).items() if name[0] == "d" and role == "prefill")
+            order = f"{deployment.url}/admin/instances/{by_hand}/role"
+            httpx.post(order, json={"role": "decode"}).raise_for_status()
+            noticed = "because others changed the fleet, which was 1 decode, 2 prefill"
+            wait_until(lambda: first.poll() is not None or noticed in decisions.read_text())
         events = httpx.get(f"{deployment.url}/debug/overview").json()["events"]
         shown = [event["text"] for event in events if event["event"] == "autoscaler"]
         assert any("1 decode to prefill: TTFT p90" in text for text in shown), shown
@@ -97,11 +112,7 @@ def test_a_controller_that_is_killed_in_mid_flip_leaves_it_to_the_next(
 ) -> None:
     """Decode instances are stopped for a while, so that the drain lasts until a second controller is there."""
     PROFILE.save(tmp_path / "profile.json")
-    decisions = [tmp_path / "first.jsonl", tmp_path / "second.jsonl"]
-
-    def rows(number: int) -> list[dict[str, Any]]:
-        text = decisions[number].read_text() if decisions[number].exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    earlier, later = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
 
     with deploy(model="demo", decode=2, paced=str(tmp_path / "profile.json")) as deployment:
         flags = ["--router", deployment.url, "--apply"]
@@ -110,19 +121,19 @@ def test_a_controller_that_is_killed_in_mid_flip_leaves_it_to_the_next(
             try:
                 for pid in stopped:
                     os.kill(pid, signal.SIGSTOP)
-                first = autoscale(*flags, "--holder", "first", "--decisions", str(decisions[0]))
+                first = autoscale(*flags, "--holder", "first", "--decisions", str(earlier))
                 wait_until(lambda: first.poll() is not None or "draining" in roles(deployment.url).values())
                 os.kill(first.pid, signal.SIGKILL)
-                second = autoscale(*flags, "--holder", "second", "--decisions", str(decisions[1]))
-                wait_until(lambda: second.poll() is not None or len(rows(1)) >= 3)
-                assert all("drains" in row["reason"] and not row["change"] for row in rows(1)), rows(1)
+                second = autoscale(*flags, "--holder", "second", "--decisions", str(later))
+                wait_until(lambda: second.poll() is not None or len(rows(later)) >= 3)
+                assert all("drains" in row["reason"] and not row["change"] for row in rows(later)), rows(later)
                 assert sorted(roles(deployment.url).values()) == ["decode", "draining", "prefill"]
             finally:
                 for pid in stopped:
                     os.kill(pid, signal.SIGCONT)
             wait_until(lambda: sorted(roles(deployment.url).values()) == ["decode", "prefill", "prefill"])
-            wait_until(lambda: second.poll() is not None or rows(1)[-1]["fleet"] == {"prefill": 2, "decode": 1})
-        flipping = [row for row in rows(1) if row["fleet"] != {"prefill": 2, "decode": 1}]
+            wait_until(lambda: second.poll() is not None or rows(later)[-1]["fleet"] == {"prefill": 2, "decode": 1})
+        flipping = [row for row in rows(later) if row["fleet"] != {"prefill": 2, "decode": 1}]
         assert not any(row["change"] for row in flipping), flipping
         assert not any(row["error"] for row in httpx.get(f"{deployment.url}/debug/requests").json()["requests"])
 
