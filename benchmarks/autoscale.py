@@ -4,6 +4,7 @@ Simulated, all on the same requests:
 
 - every fixed split of --instances,
 - the plan that knows the load: in each period the split that is best for this period's requests alone,
+- the static peak: the split that is best for the period with the most tokens, always,
 - a simple controller on averages (mean_controller.py), and the controller of `pdserve autoscale`. Both begin with half of the
   instances for each role, and with --smallest below --instances they start and end instances, too.
 
@@ -15,9 +16,9 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -114,16 +115,28 @@ class Exam:
         outcome, size = self.simulation(prefill).play(self.loads), self._settings.instances
         return self.row(str(Fleet(prefill, size - prefill)), outcome.samples, seconds=size * outcome.seconds)
 
-    def known(self) -> dict[str, Any]:
-        """Play the load on the fleet that, in each period, has the split that is best for this period's requests alone.
+    @cached_property
+    def best_splits(self) -> list[int]:
+        """Numbers of prefill instances that are best for the requests of each period alone.
 
         Between splits that are equally good, the one that is nearest to the period's before is taken.
         """
         best = list[int]()
-        for part in self._periods():
+        for part in self._periods:
             ratings = {one: rate(self.targets, self.simulation(one).play(part).samples) for one in self.splits}
             before = best[-1] if best else self._settings.instances // 2
             best.append(max(self.splits, key=lambda one: (ratings[one].attainment, -abs(one - before))))
+        return best
+
+    @property
+    def split_at_peak(self) -> int:
+        """That of the period with the most tokens."""
+        tokens = [sum(one.input_tokens + one.output_tokens for one in part) for part in self._periods]
+        return self.best_splits[tokens.index(max(tokens))]
+
+    def known(self) -> dict[str, Any]:
+        """Play the load on the fleet that, in each period, has the split that is best for this period's requests alone."""
+        best = self.best_splits
         simulation = self.simulation(best[0])
         for number, (before, after) in enumerate(pairwise(best), 1):
             if before != after:
@@ -134,14 +147,16 @@ class Exam:
         seconds = self._settings.instances * outcome.seconds
         return self.row("plan that knows the load", outcome.samples, seconds=seconds, prefill_by_period=best)
 
-    def _periods(self) -> Iterator[list[Request]]:
-        """Yield the requests of each period, with their times in it."""
-        period = self._settings.period
+    @cached_property
+    def _periods(self) -> list[list[Request]]:
+        """The requests of each period, with their times in it."""
+        period, parts = self._settings.period, list[list[Request]]()
         last = int(max(one.at or 0.0 for one in self.loads) / period)
         for number in range(last + 1):
             part = [one for one in self.loads if int((one.at or 0.0) / period) == number]
             moved = [replace(one, at=(one.at or 0.0) - number * period) for one in part]
-            yield [replace(one, index=index, after=None, continues=False) for index, one in enumerate(moved)]
+            parts.append([replace(one, index=index, after=None, continues=False) for index, one in enumerate(moved)])
+        return parts
 
     def steered(self, name: str, decide: Callable[[Simulation], Decide]) -> dict[str, Any]:
         """Play the load with a controller."""
@@ -241,12 +256,10 @@ def simulated(exam: Exam, *, alone: bool) -> list[dict[str, Any]]:
     steered = exam.steered("controller", lambda _: exam.controller.decide)
     if alone:
         return [steered]
-    rows = [
-        steered,
-        exam.steered("controller on averages", lambda sim: MeanController(sim, limits).decide),
-        exam.known(),
-    ]
-    return rows + [exam.fixed(prefill) for prefill in exam.splits]
+    averages = exam.steered("controller on averages", lambda sim: MeanController(sim, limits).decide)
+    fixed = {prefill: exam.fixed(prefill) for prefill in exam.splits}
+    peak = fixed[exam.split_at_peak] | {"fleet": "static peak"}
+    return [steered, averages, exam.known(), peak, *fixed.values()]
 
 
 def run(settings: Settings) -> None:
