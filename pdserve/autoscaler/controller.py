@@ -244,10 +244,8 @@ class Controller:
         whole = [replace(one.request, output_tokens=n) for one, n in latest]
         newer = [request for request in whole if (request.at or 0.0) > newest_at] or whole
         longest = float(np.percentile(answer_seconds(admitted, seen.at) or [0.0], ANSWERED))
-        horizon = max(limits.horizon, min(longest, MAX_LONGER * limits.horizon))
-        horizon = max(
-            horizon, self._start_up_s + limits.horizon / 2
-        )  # or no forecast would see what a start is good for
+        # Long enough for most answers, and for seeing what a started instance is good for.
+        horizon = max(limits.horizon, min(longest, MAX_LONGER * limits.horizon), self._start_up_s + limits.horizon / 2)
         load = expected_load(newer, seen.at, expected, horizon, len(received))
         members, moves = self._roles_since(began_at)
         return Situation(began_at, seen.at, members, moves, received, waiting, load, horizon, self._start_up_s)
