@@ -155,12 +155,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests marked slow, unless `-m` mentions that marker, and those marked gpu where there is none."""
+    """Deselect tests marked slow, unless `-m` mentions that marker, and those marked gpu without one; put long ones first."""
     left_out = [] if "slow" in config.option.markexpr else ["slow"]
     left_out += [] if torch.cuda.is_available() else ["gpu"]
     for marker in left_out:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(marker)])
         items[:] = [item for item in items if not item.get_closest_marker(marker)]
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -55,6 +55,7 @@ def test_dry_run_of_the_part_that_serves(tmp_path: Path) -> None:
 QUICK = ("attention", "graphs", "8b", "memory", "staging", "swap", "handover")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_quick", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_dry_run_of_the_other_parts(is_quick: bool, session: ModuleType, tmp_path: Path) -> None:
     parts = QUICK if is_quick else [part.name for part in session.PARTS if part.name != "pd"]

@@ -78,6 +78,7 @@ def rows(decisions: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
+@pytest.mark.long
 def test_a_controller_changes_a_role_another_one_only_watches_and_a_person_is_respected(
     deploy: Deploy, autoscale: Callable[..., Any], wait_until: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -107,6 +108,7 @@ def test_a_controller_changes_a_role_another_one_only_watches_and_a_person_is_re
         assert not any(row["error"] for row in httpx.get(f"{deployment.url}/debug/requests").json()["requests"])
 
 
+@pytest.mark.long
 def test_a_controller_that_is_killed_in_mid_flip_leaves_it_to_the_next(
     deploy: Deploy, autoscale: Callable[..., Any], wait_until: Callable[..., None], tmp_path: Path
 ) -> None:

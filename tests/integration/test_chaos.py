@@ -9,6 +9,7 @@ import pytest
 from pdserve.cli.deployment import Deployment
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seconds", [12.0, pytest.param(180.0, marks=pytest.mark.slow)])
 def test_faults_change_no_token_and_leak_nothing(
     seconds: float, forked_deployment: type[Deployment], monkeypatch: pytest.MonkeyPatch

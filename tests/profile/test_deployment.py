@@ -11,6 +11,7 @@ from pdserve.profile import deployment
 from pdserve.profile.profile import Overheads
 
 
+@pytest.mark.long
 @pytest.mark.integration
 def test_what_surrounds_the_engine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deployment, "REQUESTS", 3)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "marked"),
     [
