@@ -91,6 +91,7 @@ def flag(help: str, default: Any = MISSING, *, secret: bool = False, variable: s
 
 
 def policy_flag(role: str) -> Any:
+    """Return the field of the routing policy for instances of a role, which routers and `up` have."""
     return flag(f"routing policy for {role} instances; default: --policy", None, choices=POLICY_NAMES)
 
 

@@ -107,12 +107,6 @@ async def _serve(
         control = ControlServer(fleet, config.control_token)
         stack.push_async_callback(control.close)
         control_port = await control.listen(config.control_host, config.control_port, tls)
-        loops = [
-            _repeat(fleet.expire_leases, fleet.lease_check_interval_s),
-            _repeat(dispatcher.check_progress, dispatcher.check_interval_s),
-            *(subscriber.run() for subscriber in _kv_event_subscribers(config, fleet, dispatcher, metrics)),
-            *_quota_loops(config, metrics, fleet.router_id, admission.queue.quotas, control_port, stack),
-        ]
         grammars = _grammar_checker(config.model, metrics)
         if grammars is not None:
             stack.callback(grammars.close)
@@ -147,6 +141,14 @@ async def _serve(
         server = _DrainingServer(app, config, metrics, ports, rpc)
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
+        subscribers = _kv_event_subscribers(config, fleet, dispatcher, metrics)
+        quota_loops = _quota_loops(config, metrics, fleet.router_id, admission.queue.quotas, control_port, stack)
+        loops = [  # last, since a coroutine that an error keeps from running is warned about
+            _repeat(fleet.expire_leases, fleet.lease_check_interval_s),
+            _repeat(dispatcher.check_progress, dispatcher.check_interval_s),
+            *(subscriber.run() for subscriber in subscribers),
+            *quota_loops,
+        ]
         # Without the loops there are no timeouts and no leases, so the router stops if one of them ends.
         await stack.enter_async_context(_running(loops, on_end=lambda: server.handle_exit(signal.SIGINT, None)))
         if config.reuse_port:

@@ -17,7 +17,7 @@ Command = Callable[..., "subprocess.CompletedProcess[str]"]
 def assert_start_fails(result: "subprocess.CompletedProcess[str]", *parts: str) -> None:
     assert result.returncode == 2, result.stderr
     lines = [line for line in result.stderr.splitlines() if line.startswith("pdserve: ")]
-    assert len(lines) == 1 and "Traceback" not in result.stderr, result.stderr
+    assert len(lines) == 1 and "Traceback" not in result.stderr and "never awaited" not in result.stderr, result.stderr
     for part in parts:
         assert part in lines[0]
 
@@ -121,6 +121,14 @@ def test_port_in_use(pdserve: Command, checkpoint: Callable[..., Path]) -> None:
             "--own-port of the last of --workers 2 must be from 0 to",
         ),
         (["router", "--port", "0", "--control-port", "0", "--api-key", "a,,b"], "a key is empty"),
+        (
+            ["router", "--port", "0", "--control-port", "0", "--kv-events-subscribe", '[{"endpoint": "tcp://a"}]'],
+            "--kv-events-subscribe: tcp://a: Invalid argument",
+        ),
+        (
+            ["router", "--port", "0", "--control-port", "0", "--response-store", "ftp://a"],
+            "--response-store",
+        ),
         (["up", "--prefill", "0", "--decode", "1"], "no request could be served"),
         (["up", "--prefill", "-1", "--both", "1"], "--prefill must be at least 0, not -1"),
         (["up", "--connector", "pigeon://"], "There is no connector for pigeon://; installed schemes: "),

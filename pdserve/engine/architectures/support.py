@@ -1,4 +1,4 @@
-"""Which architectures the engine supports: those whose layers all leave their state to the attention interface."""
+"""The check that the engine supports a model's architecture: each layer must write its KV through the attention interface."""
 
 from dataclasses import replace
 from types import SimpleNamespace
