@@ -15,7 +15,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import trustme
-from attacks import TIMEOUT_S, Attacks
+from attacking.judge import Attacks
+from attacking.target import TIMEOUT_S
 
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.config import UpConfig

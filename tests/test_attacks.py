@@ -1,4 +1,4 @@
-"""The attacks of scripts/attacks.py are judged: by what a server does, but not by what their own client could not do."""
+"""The attacks of scripts/attacking are judged: by what a server does, but not by what their own client could not do."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 ATTACK = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from attacks import Attacks
+from attacking.judge import Attacks
 with Attacks(sys.argv[2], 1) as attacks:
     attacks.attack("foreign pages")
 print(dict(attacks.judged), dict(attacks.unjudged))
@@ -26,12 +26,12 @@ print(dict(attacks.judged), dict(attacks.unjudged))
 
 @pytest.fixture(scope="session")
 def attacks() -> ModuleType:
-    """The module scripts/attacks (scripts/ is not a package)."""
+    """The module attacking.judge (scripts/ is not a package)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(SCRIPTS)
-        import attacks
+        from attacking import judge
 
-        return attacks
+        return judge
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""Attacks on a deployment from outside, and what an innocent client sees of them."""

@@ -1,0 +1,85 @@
+"""The attacker's process: one kind of attack again and again, or valid requests that burn as much CPU.
+
+    python -m attacking.attacker TARGET SECONDS KIND
+    python -m attacking.attacker TARGET SECONDS control CPU_SHARE
+
+Prints a JSON object: the attacks made, the share of a core that this process used, and the first fault.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+
+from attacking import answers, bodies, connections, instances
+from attacking.target import ENDED, Target
+
+KINDS: dict[str, Callable[[Target], None]] = {
+    function.__name__: function
+    for function in (
+        connections.endless_header,
+        connections.many_headers,
+        connections.silent_connections,
+        connections.upgrades,
+        connections.odd_framing,
+        connections.descriptions,
+        connections.wrong_keys,
+        bodies.wrong_types,
+        bodies.detokenize,
+        bodies.unfinished_bodies,
+        bodies.long_names,
+        bodies.many_bad_words,
+        bodies.all_log_probabilities,
+        bodies.deep_bodies,
+        bodies.grammar_bombs,
+        bodies.log_injection,
+        answers.left_streams,
+        answers.unread_streams,
+        answers.burst,
+        answers.invalid_batch,
+        answers.many_batches,
+        answers.stored_responses,
+        instances.rogue_instances,
+        instances.silent_instances,
+        instances.silent_callers,
+        instances.unfinished_calls,
+        instances.watches,
+    )
+}
+CONTROL = "control"
+PERIOD_S = 0.1  # between two valid requests: what the attacker's quota allows
+
+
+def attack(target: Target, kind: str, seconds: float) -> tuple[int, str]:
+    """Attack until the time is over or an attack is neither refused nor served; return the number and the fault."""
+    end, count = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        try:
+            KINDS[kind](target)
+        except (RuntimeError, ValueError, *ENDED) as error:
+            return count, repr(error)
+        count += 1
+    return count, ""
+
+
+def behave(target: Target, seconds: float, share: float) -> tuple[int, str]:
+    """Send valid requests within the quota, and spin for what is left of a share of a core."""
+    begin, due, count = time.monotonic(), 0.0, 0
+    while (elapsed := time.monotonic() - begin) < seconds:
+        if time.process_time() >= share * elapsed:
+            time.sleep(0.005)
+        elif elapsed >= due:
+            target.ask(target.completion(max_tokens=1, prompt=f"Once upon a time {count}"), {200, 429})
+            due, count = elapsed + PERIOD_S, count + 1
+    return count, ""
+
+
+def main(target: Target, seconds: float, kind: str, share: float = 0.0) -> None:
+    begin = time.monotonic()
+    count, fault = behave(target, seconds, share) if kind == CONTROL else attack(target, kind, seconds)
+    used = time.process_time() / (time.monotonic() - begin)
+    print(json.dumps({"count": count, "cpu_share": used, "fault": fault}))
+
+
+if __name__ == "__main__":
+    main(Target.from_json(sys.argv[1]), float(sys.argv[2]), sys.argv[3], *map(float, sys.argv[4:]))

@@ -1,0 +1,86 @@
+"""Attacks on the ports for gRPC and for instances."""
+
+import random
+import socket
+import struct
+import time
+from contextlib import ExitStack, suppress
+
+from attacking.target import ENDED, Target, connect_to
+from pdserve.control.frame_connection import LENGTH_BYTES, NONCE_BYTES, PROTOCOL_VERSION
+from pdserve.proto import pdserve_pb2 as pb
+
+SILENT = 200  # connections
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+HEADERS, DATA, SETTINGS = 1, 0, 4  # types of HTTP/2 frames
+METHOD = b"/vllm.grpc.engine.VllmEngine/Generate"
+WATCH = b"/grpc.health.v1.Health/Watch"
+
+
+def rogue_instances(target: Target) -> None:
+    hello = pb.Hello(
+        instance_id="rogue",
+        protocol_version=PROTOCOL_VERSION,
+        nonce=bytes(NONCE_BYTES),
+        block_size=random.choice([0, 2**31]),
+    )
+    frame = pb.InstanceFrame(hello=hello, token="").SerializeToString()
+    for data in (random.randbytes(1000), len(frame).to_bytes(LENGTH_BYTES, "big") + frame):
+        with connect_to(target.control_port) as connection, suppress(ConnectionError):
+            connection.sendall(data)
+            while connection.recv(4096):
+                pass
+
+
+def silent_instances(target: Target) -> None:
+    _hold(target.control_port)
+
+
+def silent_callers(target: Target) -> None:
+    _hold(target.grpc_port)
+
+
+def unfinished_calls(target: Target) -> None:
+    """Calls whose messages of 4 MiB come without a key, and never whole."""
+    _calls(target.grpc_port, METHOD, message=b"\0" + struct.pack(">I", 4_000_000) + b"\n" * 60_000)
+
+
+def watches(target: Target) -> None:
+    _calls(target.grpc_port, WATCH, message=b"\0\0\0\0\0")
+
+
+def _hold(port: int | None) -> None:
+    with ExitStack() as stack:
+        for _ in range(SILENT):
+            with suppress(*ENDED):
+                stack.enter_context(connect_to(port))
+        time.sleep(1)
+
+
+def _calls(port: int | None, path: bytes, message: bytes) -> None:
+    """Begin 100 calls on one connection and hold them for a second."""
+    header = _literal(b":method", b"POST") + _literal(b":scheme", b"http") + _literal(b":path", path)
+    header += _literal(b":authority", b"localhost") + _literal(b"content-type", b"application/grpc")
+    header += _literal(b"te", b"trailers")
+    with connect_to(port) as connection, suppress(*ENDED, TimeoutError):
+        connection.settimeout(1)
+        connection.sendall(PREFACE + _frame(SETTINGS, 0, 0))
+        for stream in range(1, 201, 2):
+            connection.sendall(_frame(HEADERS, 4, stream, header))
+            for begin in range(0, len(message), 16_384):
+                connection.sendall(_frame(DATA, 0, stream, message[begin : begin + 16_384]))
+        _read_for(connection, 1.0)
+
+
+def _read_for(connection: socket.socket, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and connection.recv(1 << 16):
+        pass
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+
+def _literal(name: bytes, value: bytes) -> bytes:
+    return b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value
