@@ -94,7 +94,7 @@ async def _serve(
     listening: list[socket.socket],
 ) -> None:
     """Build all parts of the router, serve until a signal, and shut down in reverse order."""
-    fleet = Fleet(f"router-{secrets.token_hex(4)}", config.name, config.lease_seconds, time.monotonic)
+    fleet = Fleet(f"router-{secrets.token_hex(4)}", config.name, config.instance_timeout_seconds, time.monotonic)
     metrics = Metrics(fleet, config.name if config.vllm_metrics else "")
     seed = secrets.randbits(32)  # random, so that routers that start together do not rotate in step
     dispatcher = Dispatcher(config, fleet, metrics, seed)

@@ -33,7 +33,7 @@ from pdserve.config import (
 from pdserve.errors import SetupError
 
 # Fields of both UpConfig and RouterConfig that mean different things in the two, or that Deployment sets itself.
-NOT_SHARED = ("served_model_name", "control_port", "workers", "lease_seconds")
+NOT_SHARED = ("served_model_name", "control_port", "workers")
 # Below the ephemeral ports of the system: an outgoing connection could take one of those before a child listens on it.
 PORT_RANGE = range(10_000, 22_000)
 # URLs that are private to one deployment, so that `stop` may unlink the segment: one process may have several deployments.
@@ -68,9 +68,10 @@ class Deployment(Supervisor):
             self.connector = next(_private_stores)
         self._cleanup = contextlib.ExitStack()
         self._quota_file = self._cleanup.enter_context(quota_file(config))
-        self.url = f"http://{config.host}:{config.port}"
+        scheme = "https" if config.ssl_certfile else "http"
+        self.url = f"{scheme}://{config.host}:{config.port}"
         routers = self._router_configs()
-        self.routers = [f"http://{config.host}:{router.own_port or router.port}" for router in routers]
+        self.routers = [f"{scheme}://{config.host}:{router.own_port or router.port}" for router in routers]
         self._control_addresses = ",".join(f"{self.control_host}:{router.control_port}" for router in routers)
         self._numbers = {role: count() for role in ROLES}
         self._placing = threading.Lock()

@@ -55,8 +55,8 @@ def test_help_shows_the_limits() -> None:
     [
         ({"max_n": 0}, "--max-n must be at least 1, not 0"),
         ({"port": 65536}, "--port must be from 0 to 65535, not 65536"),
-        ({"lease_seconds": 0.0}, "--lease-seconds must be more than 0, not 0.0"),
-        ({"lease_seconds": float("nan")}, "--lease-seconds must be more than 0, not nan"),
+        ({"instance_timeout_seconds": 0.0}, "--instance-timeout-seconds must be more than 0, not 0.0"),
+        ({"instance_timeout_seconds": float("nan")}, "--instance-timeout-seconds must be more than 0, not nan"),
         ({"log_format": "xml"}, "--log-format must be text or json, not xml"),
         ({"decode_policy": "best"}, "--decode-policy must be auto, round_robin, .* or prefix_aware, not best"),
     ],

@@ -29,7 +29,14 @@ from pdserve.proto import pdserve_pb2 as pb
 Deploy = Callable[..., AbstractContextManager[Deployment]]
 
 # Long enough for any busy machine: only a hang takes 10 minutes. Tests of timeouts and leases set their own.
-PATIENT_ROUTER = ["--lease-seconds", "600", "--handover-timeout-seconds", "600", "--client-timeout-seconds", "600"]
+PATIENT_ROUTER = [
+    "--instance-timeout-seconds",
+    "600",
+    "--handover-timeout-seconds",
+    "600",
+    "--client-timeout-seconds",
+    "600",
+]
 PATIENT_STORE = "timeout=600"
 
 

@@ -138,7 +138,7 @@ def system(
                 num_blocks=64,
                 decode=2,
                 policy="round_robin",
-                flags={"router": ["--lease-seconds", "5"]},  # of an instance that is stopped
+                flags={"router": ["--instance-timeout-seconds", "5"]},  # of an instance that is stopped
             ) as deployment,
             ThreadPoolExecutor(4) as threads,
         ):
