@@ -155,7 +155,9 @@ class SimulateConfig(FleetConfig):
     decode: str = flag("numbers of decode instances", "1")
     both: str = flag("numbers of instances with the role both", "0")
     itl_target_ms: str = flag("values of the instances' --itl-target-ms, such as 30 or off,20,50", "off")
-    goodput: str = flag("SLO of a request in ms, such as ttft:500,tpot:50,itl:50,e2el:5000; empty: none", "")
+    goodput: str = flag(
+        "SLO of a request, such as ttft=500ms,tpot=50ms,itl=50ms,e2el=5s, or vLLM's ttft:500; empty: none", ""
+    )
     json: str = flag("JSON file with all figures; empty: none", "")
     csv: str = flag("CSV file with a row per request of the last fleet; empty: none", "")
 
@@ -179,7 +181,9 @@ class BenchServeConfig(LoadConfig):
     extra_body: str = flag("JSON object of further fields of each request", "")
     num_warmups: int = flag("requests before the run, which do not count", 1, least=0)
     max_concurrency: int | None = flag("maximum requests in flight; default: unlimited", None, least=1)
-    goodput: str = flag("SLO of a request in ms, such as ttft:500,tpot:50,itl:50,e2el:5000; empty: none", "")
+    goodput: str = flag(
+        "SLO of a request, such as ttft=500ms,tpot=50ms,itl=50ms,e2el=5s, or vLLM's ttft:500; empty: none", ""
+    )
     percentile_metrics: str = flag("metrics to report", "ttft,tpot,itl,e2el")
     metric_percentiles: str = flag("percentiles to report", "50,90,99")
     slo_sweep: bool = flag("search the highest rates that meet --goodput, from --request-rate or 1", False)
