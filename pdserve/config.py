@@ -7,7 +7,7 @@
 import re
 from dataclasses import MISSING, Field, dataclass, field, fields
 from itertools import combinations
-from typing import Any
+from typing import Any, ClassVar
 
 from pdserve.slo import Slo
 
@@ -121,6 +121,8 @@ def shared_settings(source: Settings, target: type[Settings]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Settings):
+    GROUP: ClassVar = "Model"
+
     model: str = flag("a local directory, a hub id, or `demo` for the bundled model", "demo")
     served_model_name: str = flag("model name in the API; empty: the value of --model", "")
 
@@ -131,6 +133,8 @@ class ModelConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(ModelConfig):
+    GROUP: ClassVar = "Engine"
+
     dtype: str = flag("dtype of weights and KV; auto: the checkpoint's", "auto", choices=("auto", *DTYPES))
     device: str = flag("device: auto, cpu, cuda, cuda:1, …", "auto")
     tensor_parallel_size: int = flag(
@@ -203,6 +207,8 @@ class EngineConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TransferConfig(EngineConfig):
+    GROUP: ClassVar = "KV transfer"
+
     connector: str = flag(
         "URL of the KV store, such as shm://name?size=1GiB or redis://host:6379/0; see `pdserve connector list`",
         DEFAULT_CONNECTOR,
@@ -228,6 +234,8 @@ class TransferConfig(EngineConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ControlConfig(ModelConfig):
+    GROUP: ClassVar = "TLS between routers and instances"
+
     control_certfile: str = flag(
         "PEM certificate chain for mutual TLS between routers and instances; needs --control-keyfile and --control-cafile",
         "",
@@ -238,6 +246,8 @@ class ControlConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceConfig(ControlConfig, TransferConfig):
+    GROUP: ClassVar = "Instance"
+
     router: str = flag(
         "control addresses of the routers, host:port, comma separated", f"127.0.0.1:{DEFAULT_CONTROL_PORT}"
     )
@@ -290,6 +300,8 @@ class InstanceConfig(ControlConfig, TransferConfig):
 @dataclass(frozen=True, kw_only=True)
 class ServingConfig(ControlConfig):
     """Settings of routers that `pdserve up` has, too: all but where one process listens and who knows of it."""
+
+    GROUP: ClassVar = "Router"
 
     host: str = flag("listen address for clients", "127.0.0.1")
     port: int = flag("port for clients", DEFAULT_PORT, **PORTS)
@@ -400,6 +412,8 @@ class ServingConfig(ControlConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig(ServingConfig):
+    GROUP: ClassVar = "A router's ports"
+
     control_host: str = flag("listen address for instances", "127.0.0.1")
     control_port: int = flag("port for instances", DEFAULT_CONTROL_PORT, **PORTS)
     registry: str = flag(
@@ -449,6 +463,8 @@ class RouterConfig(ServingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class UpConfig(ServingConfig, TransferConfig):
+    GROUP: ClassVar = "Deployment"
+
     on: str = flag(
         "where instances run: processes of this machine, or actors of the Ray cluster that it is in",
         "processes",
@@ -508,6 +524,8 @@ def parse_size(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig(TransferConfig):
+    GROUP: ClassVar = "Profile"
+
     output: str = flag("file of the profile", "profile.json")
     quick: bool = flag("fewer steps, and no deployment for start-up and router", False)
     repeat: int = flag("rounds over all steps, of which the medians count", 3, least=1)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pdserve.config import (
     DEFAULT_PORT,
@@ -20,6 +21,8 @@ DATASETS = ("random", "prefix_repetition", "sharegpt", "custom", "mooncake", "az
 
 @dataclass(frozen=True, kw_only=True)
 class LoadConfig(Settings):
+    GROUP: ClassVar = "Load"
+
     dataset_name: str = flag("data set", "random", choices=DATASETS)
     dataset_path: str = flag("file of the data set", "")
     num_prompts: int = flag("requests; of a file, at most", 1000, least=1)
@@ -53,6 +56,8 @@ class LoadConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class FleetConfig(LoadConfig):
+    GROUP: ClassVar = "Fleets"
+
     profile: str = flag("profile of the model on the machine, from `pdserve profile`", "profile.json")
     connector: str = flag("scheme of a connector of the profile; empty: its first", "")
     num_blocks: int | None = flag("KV blocks per instance; default: as in the profile", None, least=1)
@@ -87,6 +92,8 @@ class FleetConfig(LoadConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(FleetConfig):
+    GROUP: ClassVar = "Plan"
+
     slo: str = flag("targets by percentile, such as ttft.p90=500ms,itl.p99=50ms", "")
     slo_file: str = flag("TOML file with targets, also by prompt length and API key; empty: none", "")
     instances: int | None = flag("find the best fleet of this size; default: the smallest that suffices", None, least=1)
@@ -114,6 +121,8 @@ class PlanConfig(FleetConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class AutoscaleConfig(FleetConfig):
+    GROUP: ClassVar = "Controller"
+
     slo: str = flag("targets by percentile, such as ttft.p90=500ms,itl.p99=50ms", "")
     slo_file: str = flag("TOML file with targets, also by prompt length and API key; empty: none", "")
     router: str = flag(
@@ -151,6 +160,8 @@ class AutoscaleConfig(FleetConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateConfig(FleetConfig):
+    GROUP: ClassVar = "Simulation"
+
     prefill: str = flag("numbers of prefill instances, such as 1, 1..4 or 1,2,4", "1")
     decode: str = flag("numbers of decode instances", "1")
     both: str = flag("numbers of instances with the role both", "0")
@@ -164,6 +175,8 @@ class SimulateConfig(FleetConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchServeConfig(LoadConfig):
+    GROUP: ClassVar = "Benchmark"
+
     base_url: str = flag("URL of the server; empty: from --host and --port", "")
     host: str = flag("host of the server", "127.0.0.1")
     port: int = flag("port of the server", DEFAULT_PORT, **PORTS)

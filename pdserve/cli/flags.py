@@ -33,10 +33,23 @@ def command_from_config(config: type, run: Callable[..., None], **extra: Any) ->
             inspect.Parameter.KEYWORD_ONLY,
             default=field.default,
             annotation=Annotated[
-                hints[field.name], typer.Option(help=describe(field), envvar=field.metadata["variable"])
+                hints[field.name],
+                typer.Option(
+                    f"--{field.name.replace('_', '-')}",
+                    help=describe(field),
+                    envvar=field.metadata["variable"],
+                    rich_help_panel=_group_of(config, field.name),
+                ),
             ],
         )
         for field in fields(config)
     ]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads the signature
     return command
+
+
+def _group_of(config: type, name: str) -> str | None:
+    """Return the heading of the class that declares a field; None if it has none of its own."""
+    declaring = next(base for base in config.__mro__ if name in inspect.get_annotations(base))
+    group: str | None = declaring.__dict__.get("GROUP")
+    return group
