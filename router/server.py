@@ -138,7 +138,7 @@ async def _serve(
             rpc = make_server(config, config.grpc_port, tokenizer, dispatcher, admission, grammars)
             stack.push_async_callback(rpc.close)
             ports += f", gRPC on port {rpc.port}"
-        server = _DrainingServer(app, config, metrics, ports, rpc)
+        server = _DrainingServer(app, config, metrics, fleet, ports, rpc)
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
         subscribers = _kv_event_subscribers(config, fleet, dispatcher, metrics)
@@ -265,9 +265,16 @@ class _DrainingServer(HttpServer):
     """
 
     def __init__(
-        self, app: Starlette, config: RouterConfig, metrics: Metrics, ports: str, rpc: "GrpcServer | None"
+        self,
+        app: Starlette,
+        config: RouterConfig,
+        metrics: Metrics,
+        fleet: Fleet,
+        ports: str,
+        rpc: "GrpcServer | None",
     ) -> None:
         super().__init__(app, config, metrics)
+        self._fleet = fleet
         self._ports = ports
         self._rpc = rpc
         self._drain_seconds = math.ceil(config.drain_seconds)
@@ -287,6 +294,7 @@ class _DrainingServer(HttpServer):
         if not self.should_exit:
             log.info("shutting down: running requests may take %d s", grace)
         self.force_exit, self.should_exit = self.should_exit, True
+        self._fleet.is_closing = True
         if self._rpc is not None:
             self._rpc.begin_stop(0 if self.force_exit else grace)
 

@@ -8,6 +8,7 @@ with Deployment(config) as deployment:
 import contextlib
 import os
 import random
+import signal
 import socket
 import threading
 import time
@@ -19,10 +20,11 @@ from itertools import count
 import httpx
 
 from pdserve.cli.gpus import VISIBLE, gpus_for
-from pdserve.cli.supervisor import Child, Supervisor, child_of
+from pdserve.cli.supervisor import STOP_TIMEOUT_S, Child, Supervisor, child_of
 from pdserve.cli.workers import quota_file
 from pdserve.config import (
     DEFAULT_CONNECTOR,
+    INTERRUPT_GRACE_S,
     REGISTRY_VARIABLE,
     ROLES,
     InstanceConfig,
@@ -138,7 +140,9 @@ class Deployment(Supervisor):
         self.remove(instances[instance_id], InstanceConfig.drain_seconds)
 
     def stop_all(self) -> None:
-        """Stop all children, the instances first, and remove their shared memory."""
+        """Stop the routers, whose running requests may take a few seconds, then the instances, and remove their shared memory."""
+        routers = [child for child in self.children if child.arguments[0] == "router"]
+        self._terminate(routers, signal.SIGINT, INTERRUPT_GRACE_S + STOP_TIMEOUT_S)
         super().stop_all()
         self._cleanup.close()
         if self.connector.startswith("shm://") and self.connector != self.config.connector:
