@@ -8,7 +8,9 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import cast
@@ -17,9 +19,9 @@ import typer
 
 from pdserve import __version__
 from pdserve.cli import logs
-from pdserve.cli.flags import command_from_config
+from pdserve.cli.flags import GroupedCommand, command_from_config
 from pdserve.cli.signals import exit_on_signals
-from pdserve.config import DEFAULT_PORT, InstanceConfig, ProfileConfig, RouterConfig, UpConfig
+from pdserve.config import DEFAULT_PORT, ROLES, InstanceConfig, ProfileConfig, RouterConfig, UpConfig
 from pdserve.errors import SetupError
 from pdserve.load_config import AutoscaleConfig, BenchServeConfig, PlanConfig, SimulateConfig
 from pdserve.parent import end_with_parent
@@ -272,20 +274,24 @@ def serve(arguments: list[str] = typer.Argument(None)) -> None:  # noqa: B008
 
 
 START, MEASURE, OPERATE = "Start", "Measure and plan", "Operate"
-app.command("demo", rich_help_panel=START)(command_from_config(UpConfig, demo))
-app.command("up", rich_help_panel=START)(command_from_config(UpConfig, up))
-app.command("router", rich_help_panel=START)(command_from_config(RouterConfig, router))
-for _role in ("prefill", "decode", "both"):
-    help_text = f"Start one {_role} instance and connect it to its routers."
-    app.command(_role, help=help_text, rich_help_panel=START)(command_from_config(InstanceConfig, instance, role=_role))
-app.command("serve", hidden=True, context_settings={"ignore_unknown_options": True})(serve)
-app.command("batch", rich_help_panel=START)(batch)
-bench_app.command("serve")(command_from_config(BenchServeConfig, bench_serve))
+ROLE_HELP = "Start one {} instance and connect it to its routers."
+CONFIGURED: list[tuple[str, type, Callable[..., None], str]] = [
+    ("demo", UpConfig, demo, START),
+    ("up", UpConfig, up, START),
+    ("router", RouterConfig, router, START),
+    *((role, InstanceConfig, partial(instance, role=role), START) for role in ROLES),
+    ("profile", ProfileConfig, profile, MEASURE),
+    ("simulate", SimulateConfig, simulate, MEASURE),
+    ("plan", PlanConfig, plan, MEASURE),
+    ("autoscale", AutoscaleConfig, autoscale, MEASURE),
+]
+for _name, _config, _run, _panel in CONFIGURED:
+    _help = ROLE_HELP.format(_name) if _name in ROLES else None
+    app.command(_name, help=_help, cls=GroupedCommand, rich_help_panel=_panel)(command_from_config(_config, _run))
+bench_app.command("serve", cls=GroupedCommand)(command_from_config(BenchServeConfig, bench_serve))
 app.add_typer(bench_app, name="bench", rich_help_panel=MEASURE)
-app.command("profile", rich_help_panel=MEASURE)(command_from_config(ProfileConfig, profile))
-app.command("simulate", rich_help_panel=MEASURE)(command_from_config(SimulateConfig, simulate))
-app.command("plan", rich_help_panel=MEASURE)(command_from_config(PlanConfig, plan))
-app.command("autoscale", rich_help_panel=MEASURE)(command_from_config(AutoscaleConfig, autoscale))
+app.command("batch", rich_help_panel=START)(batch)
+app.command("serve", hidden=True, context_settings={"ignore_unknown_options": True})(serve)
 app.command("drain", rich_help_panel=OPERATE)(drain)
 app.command("role", rich_help_panel=OPERATE)(role)
 app.command("health", rich_help_panel=OPERATE)(health)

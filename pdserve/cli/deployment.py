@@ -140,7 +140,7 @@ class Deployment(Supervisor):
         self.remove(instances[instance_id], InstanceConfig.drain_seconds)
 
     def stop_all(self) -> None:
-        """Stop the routers, whose running requests may take a few seconds, then the instances, and remove their shared memory."""
+        """Stop the routers, whose running requests may take 5 s, then the instances, and remove their shared memory."""
         routers = [child for child in self.children if child.arguments[0] == "router"]
         self._terminate(routers, signal.SIGINT, INTERRUPT_GRACE_S + STOP_TIMEOUT_S)
         super().stop_all()
