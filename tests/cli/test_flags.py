@@ -96,5 +96,5 @@ def test_up_has_every_flag_of_routers_but_those_of_their_ports() -> None:
 
 def test_version_and_the_name_of_other_servers() -> None:
     assert CliRunner().invoke(commands.app, ["--version"]).output == f"{pdserve.__version__}\n"
-    refused = CliRunner().invoke(commands.app, ["serve", "--port", "1", "org/model"])
+    refused = CliRunner().invoke(commands.app, ["serve", "org/model", "--port", "1"])
     assert isinstance(refused.exception, SetupError) and "pdserve up --model org/model" in str(refused.exception)

@@ -230,7 +230,7 @@ def connector_url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: p
     elif kind == "tiered":
         url = f"tiered://{memory}?size=1MiB&{query},{files}?{query}"  # the first tier is too small for the data
     elif kind == "nixl":
-        pytest.importorskip("nixl", reason="NIXL is not installed: pip install 'pdserve[nixl]'")
+        pytest.importorskip("nixl", reason="NIXL is not installed: pip install -e '.[nixl]'")
         url = f"nixl://?{query}"
     elif kind == "fsspec":
         site = request.getfixturevalue("fsspec_package")

@@ -124,7 +124,7 @@ def system(
     deploy: Callable[..., Any],
     metric: Callable[..., float],
 ) -> Iterator[System]:
-    pytest.importorskip("nixl", reason="NIXL is not installed: pip install 'pdserve[nixl]'")
+    pytest.importorskip("nixl", reason="NIXL is not installed: pip install -e '.[nixl]'")
     site, gate, model = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("gate"), checkpoint("llama")
     install_connectors(site, "pdserve_gated", Path(__file__).parent / "gated.py", {"gated+nixl": "GatedNixl"})
     with pytest.MonkeyPatch.context() as patch:
