@@ -50,7 +50,7 @@ from pdserve.router.web.app import create_app, generation_handlers
 from pdserve.router.web.grammar_checker import GrammarChecker
 from pdserve.router.web.http_server import HttpServer
 from pdserve.router.web.listening import listen
-from pdserve.router.web.overview import Overview
+from pdserve.router.web.overview import HISTORY_INTERVAL_S, Overview
 
 if TYPE_CHECKING:
     from pdserve.control.grpc_server import GrpcServer
@@ -146,6 +146,7 @@ async def _serve(
         loops = [  # last, since a coroutine that an error keeps from running is warned about
             _repeat(fleet.expire_leases, fleet.lease_check_interval_s),
             _repeat(dispatcher.check_progress, dispatcher.check_interval_s),
+            _repeat(overview.record, HISTORY_INTERVAL_S),
             *(subscriber.run() for subscriber in subscribers),
             *quota_loops,
         ]
