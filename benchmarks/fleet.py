@@ -39,7 +39,7 @@ class Settings(report.Settings):
     output_tokens: int = flag("of each answer, as many events", 16, least=2)
     scrapes: int = flag("of each page", 5, least=1)
     decisions: int = flag("timed of each kind", 300, least=1)
-    lease_seconds: float = flag("the routers' --lease-seconds", 1.5, above=0)
+    lease_seconds: float = flag("the routers' --instance-timeout-seconds", 1.5, above=0)
 
 
 QUICK = {

@@ -29,7 +29,7 @@ class RouterProcess:
         self.port, self.control_port = http_port, control_port
         self._command = [
             *router.router_command(http_port, control_port, http_port),
-            "--lease-seconds",
+            "--instance-timeout-seconds",
             str(lease_seconds),
         ]
         self._http = httpx.Client(base_url=f"http://127.0.0.1:{http_port}", timeout=TIMEOUT_S)

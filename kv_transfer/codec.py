@@ -236,5 +236,5 @@ def _import_library(module: str, codec: str) -> Any:
     except ImportError:
         package = module.partition(".")[0]
         raise SetupError(
-            f"codec={codec} needs the package {package}, which is not installed: pip install 'pdserve[codecs]'."
+            f"codec={codec} needs the package {package}, which is not installed: pip install -e '.[codecs]'."
         ) from None

@@ -7,7 +7,7 @@
 import re
 from dataclasses import MISSING, Field, dataclass, field, fields
 from itertools import combinations
-from typing import Any
+from typing import Any, ClassVar
 
 from pdserve.slo import Slo
 
@@ -121,6 +121,8 @@ def shared_settings(source: Settings, target: type[Settings]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Settings):
+    GROUP: ClassVar = "Model"
+
     model: str = flag("a local directory, a hub id, or `demo` for the bundled model", "demo")
     served_model_name: str = flag("model name in the API; empty: the value of --model", "")
 
@@ -131,6 +133,8 @@ class ModelConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(ModelConfig):
+    GROUP: ClassVar = "Engine"
+
     dtype: str = flag("dtype of weights and KV; auto: the checkpoint's", "auto", choices=("auto", *DTYPES))
     device: str = flag("device: auto, cpu, cuda, cuda:1, …", "auto")
     tensor_parallel_size: int = flag(
@@ -203,6 +207,8 @@ class EngineConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TransferConfig(EngineConfig):
+    GROUP: ClassVar = "KV transfer"
+
     connector: str = flag(
         "URL of the KV store, such as shm://name?size=1GiB or redis://host:6379/0; see `pdserve connector list`",
         DEFAULT_CONNECTOR,
@@ -228,6 +234,8 @@ class TransferConfig(EngineConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ControlConfig(ModelConfig):
+    GROUP: ClassVar = "TLS between routers and instances"
+
     control_certfile: str = flag(
         "PEM certificate chain for mutual TLS between routers and instances; needs --control-keyfile and --control-cafile",
         "",
@@ -238,6 +246,8 @@ class ControlConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceConfig(ControlConfig, TransferConfig):
+    GROUP: ClassVar = "Instance"
+
     router: str = flag(
         "control addresses of the routers, host:port, comma separated", f"127.0.0.1:{DEFAULT_CONTROL_PORT}"
     )
@@ -288,22 +298,15 @@ class InstanceConfig(ControlConfig, TransferConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(ControlConfig):
+class ServingConfig(ControlConfig):
+    """Settings of routers that `pdserve up` has, too: all but where one process listens and who knows of it."""
+
+    GROUP: ClassVar = "Router"
+
     host: str = flag("listen address for clients", "127.0.0.1")
     port: int = flag("port for clients", DEFAULT_PORT, **PORTS)
     grpc_port: int | None = flag(GRPC_HELP, None, **PORTS)
-    control_host: str = flag("listen address for instances", "127.0.0.1")
-    control_port: int = flag("port for instances", DEFAULT_CONTROL_PORT, **PORTS)
     kv_events_subscribe: str = flag(KV_EVENTS_SUBSCRIBE_HELP, "")
-    registry: str = flag(
-        "Redis in which this router registers and shares quotas, such as redis://host:6379/0; empty: none",
-        "",
-        variable=REGISTRY_VARIABLE,
-    )
-    announce_host: str = flag(
-        "address that instances with a --registry dial; default: --control-host or, if that is 0.0.0.0, as Redis sees it",
-        "",
-    )
     policy: str = flag("routing policy for P and D", "auto", choices=POLICY_NAMES)
     prefill_policy: str | None = policy_flag("prefill")
     decode_policy: str | None = policy_flag("decode")
@@ -316,7 +319,7 @@ class RouterConfig(ControlConfig):
         1024,
         least=0,
     )
-    lease_seconds: float = flag("seconds of silence after which an instance is dropped", 1.5, above=0)
+    instance_timeout_seconds: float = flag("seconds of silence after which an instance is dropped", 1.5, above=0)
     handover_timeout_seconds: float = flag(
         "seconds without progress after which a hand-over fails over or ends in a 503", 60.0, above=0
     )
@@ -344,10 +347,6 @@ class RouterConfig(ControlConfig):
         variable="PDSERVE_API_KEY",
     )
     keys_file: str = flag(KEYS_FILE_HELP, "")
-    quota_file: str = flag(
-        "file through which routers of one machine share quotas without a --registry; --workers creates one; empty: none",
-        "",
-    )
     admin_key: str = flag(
         "API keys for /debug, /admin and other operators' paths; empty: none",
         "",
@@ -394,6 +393,42 @@ class RouterConfig(ControlConfig):
         1,
         least=1,
     )
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for a setting that can never work."""
+        super().__post_init__()
+        if self.workers > 1 and self.response_store == "memory":
+            raise ValueError("--response-store memory is not shared by --workers; name a Redis, which is")
+        parse_size(self.max_batch_bytes)
+        Slo.parse(self.slo)
+        for origin in map(str.strip, self.cors_origins.split(",") if self.cors_origins else ()):
+            if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/]+", origin):
+                raise ValueError(
+                    f"--cors-origins: {origin!r} is not an origin; write https://example.com, for example, or *"
+                )
+        if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
+            raise ValueError("--ssl-certfile and --ssl-keyfile belong together: give both or none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig(ServingConfig):
+    GROUP: ClassVar = "A router's ports"
+
+    control_host: str = flag("listen address for instances", "127.0.0.1")
+    control_port: int = flag("port for instances", DEFAULT_CONTROL_PORT, **PORTS)
+    registry: str = flag(
+        "Redis in which this router registers and shares quotas, such as redis://host:6379/0; empty: none",
+        "",
+        variable=REGISTRY_VARIABLE,
+    )
+    announce_host: str = flag(
+        "address that instances with a --registry dial; default: --control-host or, if that is 0.0.0.0, as Redis sees it",
+        "",
+    )
+    quota_file: str = flag(
+        "file through which routers of one machine share quotas without a --registry; --workers creates one; empty: none",
+        "",
+    )
     own_port: int | None = flag(
         "additional HTTP port of this router alone, for metrics and operators; default: none", None, least=1, most=65535
     )
@@ -407,17 +442,6 @@ class RouterConfig(ControlConfig):
             raise ValueError(
                 "--workers needs a --port and a --control-port other than 0: with 0, each worker would take another one"
             )
-        if self.workers > 1 and self.response_store == "memory":
-            raise ValueError("--response-store memory is not shared by --workers; name a Redis, which is")
-        parse_size(self.max_batch_bytes)
-        Slo.parse(self.slo)
-        for origin in map(str.strip, self.cors_origins.split(",") if self.cors_origins else ()):
-            if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/]+", origin):
-                raise ValueError(
-                    f"--cors-origins: {origin!r} is not an origin; write https://example.com, for example, or *"
-                )
-        if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
-            raise ValueError("--ssl-certfile and --ssl-keyfile belong together: give both or none")
 
     def _check_ports(self) -> None:
         """Check the ports of all workers: they share --port and --grpc-port; the others count up from the given one."""
@@ -438,7 +462,9 @@ class RouterConfig(ControlConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpConfig(ControlConfig, TransferConfig):
+class UpConfig(ServingConfig, TransferConfig):
+    GROUP: ClassVar = "Deployment"
+
     on: str = flag(
         "where instances run: processes of this machine, or actors of the Ray cluster that it is in",
         "processes",
@@ -447,21 +473,7 @@ class UpConfig(ControlConfig, TransferConfig):
     prefill: int = flag("prefill instances", 1, least=0)
     decode: int = flag("decode instances", 1, least=0)
     both: int = flag("instances with the role both", 0, least=0)
-    workers: int = flag("router processes that share --port", 1, least=1)
-    host: str = flag("listen address for clients", "127.0.0.1")
-    port: int = flag("port for clients", DEFAULT_PORT, least=1, most=65535)
     control_port: int = flag("port for instances; 0 takes a free one", 0, **PORTS)
-    grpc_port: int | None = flag(GRPC_HELP, None, **PORTS)
-    policy: str = flag("routing policy for P and D", "auto", choices=POLICY_NAMES)
-    prefill_policy: str | None = policy_flag("prefill")
-    decode_policy: str | None = policy_flag("decode")
-    local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None, least=0)
-    ttft_target_ms: float | None = flag(TTFT_TARGET_HELP, None, above=0)
-    slo: str = flag(SLO_HELP, "")
-    otlp_endpoint: str = flag(OTLP_HELP, "")
-    vllm_metrics: bool = flag(VLLM_METRICS_HELP, False)
-    keys_file: str = flag(KEYS_FILE_HELP, "")
-    allowed_hosts: str = flag(ALLOWED_HOSTS_HELP, "")
     profile: str = flag(PROFILE_HELP, "")
     autoscale: str = flag(
         "targets such as ttft.p90=500ms,itl.p99=50ms, for which a controller changes roles, by --profile; empty: none",
@@ -474,6 +486,7 @@ class UpConfig(ControlConfig, TransferConfig):
     def __post_init__(self) -> None:
         """Raise `ValueError` for a setting that can never work."""
         super().__post_init__()
+        _check_port("--port", self.port, least=1)  # clients are told it before the router listens
         if self.autoscale and not (self.profile or self.paced):
             raise ValueError("--autoscale needs the --profile of the instances, from which it forecasts")
         if self.port == self.control_port:
@@ -511,6 +524,8 @@ def parse_size(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig(TransferConfig):
+    GROUP: ClassVar = "Profile"
+
     output: str = flag("file of the profile", "profile.json")
     quick: bool = flag("fewer steps, and no deployment for start-up and router", False)
     repeat: int = flag("rounds over all steps, of which the medians count", 3, least=1)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pdserve.config import (
     DEFAULT_PORT,
@@ -20,6 +21,8 @@ DATASETS = ("random", "prefix_repetition", "sharegpt", "custom", "mooncake", "az
 
 @dataclass(frozen=True, kw_only=True)
 class LoadConfig(Settings):
+    GROUP: ClassVar = "Load"
+
     dataset_name: str = flag("data set", "random", choices=DATASETS)
     dataset_path: str = flag("file of the data set", "")
     num_prompts: int = flag("requests; of a file, at most", 1000, least=1)
@@ -53,6 +56,8 @@ class LoadConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class FleetConfig(LoadConfig):
+    GROUP: ClassVar = "Fleets"
+
     profile: str = flag("profile of the model on the machine, from `pdserve profile`", "profile.json")
     connector: str = flag("scheme of a connector of the profile; empty: its first", "")
     num_blocks: int | None = flag("KV blocks per instance; default: as in the profile", None, least=1)
@@ -87,6 +92,8 @@ class FleetConfig(LoadConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(FleetConfig):
+    GROUP: ClassVar = "Plan"
+
     slo: str = flag("targets by percentile, such as ttft.p90=500ms,itl.p99=50ms", "")
     slo_file: str = flag("TOML file with targets, also by prompt length and API key; empty: none", "")
     instances: int | None = flag("find the best fleet of this size; default: the smallest that suffices", None, least=1)
@@ -109,11 +116,13 @@ class PlanConfig(FleetConfig):
     )
     price: float = flag("of one instance per hour; 0: unknown", 0.0, least=0)
     json: str = flag("JSON file with all figures; empty: none", "")
-    html: str = flag("HTML report in one file; needs pdserve[bench]; empty: none", "")
+    html: str = flag("HTML report in one file; needs plotly; empty: none", "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoscaleConfig(FleetConfig):
+    GROUP: ClassVar = "Controller"
+
     slo: str = flag("targets by percentile, such as ttft.p90=500ms,itl.p99=50ms", "")
     slo_file: str = flag("TOML file with targets, also by prompt length and API key; empty: none", "")
     router: str = flag(
@@ -151,17 +160,23 @@ class AutoscaleConfig(FleetConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateConfig(FleetConfig):
+    GROUP: ClassVar = "Simulation"
+
     prefill: str = flag("numbers of prefill instances, such as 1, 1..4 or 1,2,4", "1")
     decode: str = flag("numbers of decode instances", "1")
     both: str = flag("numbers of instances with the role both", "0")
     itl_target_ms: str = flag("values of the instances' --itl-target-ms, such as 30 or off,20,50", "off")
-    goodput: str = flag("SLO of a request in ms, such as ttft:500,tpot:50,itl:50,e2el:5000; empty: none", "")
+    goodput: str = flag(
+        "SLO of a request, such as ttft=500ms,tpot=50ms,itl=50ms,e2el=5s, or vLLM's ttft:500; empty: none", ""
+    )
     json: str = flag("JSON file with all figures; empty: none", "")
     csv: str = flag("CSV file with a row per request of the last fleet; empty: none", "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchServeConfig(LoadConfig):
+    GROUP: ClassVar = "Benchmark"
+
     base_url: str = flag("URL of the server; empty: from --host and --port", "")
     host: str = flag("host of the server", "127.0.0.1")
     port: int = flag("port of the server", DEFAULT_PORT, **PORTS)
@@ -179,7 +194,9 @@ class BenchServeConfig(LoadConfig):
     extra_body: str = flag("JSON object of further fields of each request", "")
     num_warmups: int = flag("requests before the run, which do not count", 1, least=0)
     max_concurrency: int | None = flag("maximum requests in flight; default: unlimited", None, least=1)
-    goodput: str = flag("SLO of a request in ms, such as ttft:500,tpot:50,itl:50,e2el:5000; empty: none", "")
+    goodput: str = flag(
+        "SLO of a request, such as ttft=500ms,tpot=50ms,itl=50ms,e2el=5s, or vLLM's ttft:500; empty: none", ""
+    )
     percentile_metrics: str = flag("metrics to report", "ttft,tpot,itl,e2el")
     metric_percentiles: str = flag("percentiles to report", "50,90,99")
     slo_sweep: bool = flag("search the highest rates that meet --goodput, from --request-rate or 1", False)
@@ -193,4 +210,4 @@ class BenchServeConfig(LoadConfig):
     result_dir: str = flag("directory of the JSON file", ".")
     result_filename: str = flag("name of the JSON file; empty: from rate, model and time", "")
     csv: str = flag("CSV file with a row per request; empty: none", "")
-    html: str = flag("HTML report in one file; needs pdserve[bench]; empty: none", "")
+    html: str = flag("HTML report in one file; needs plotly; empty: none", "")

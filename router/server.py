@@ -50,7 +50,7 @@ from pdserve.router.web.app import create_app, generation_handlers
 from pdserve.router.web.grammar_checker import GrammarChecker
 from pdserve.router.web.http_server import HttpServer
 from pdserve.router.web.listening import listen
-from pdserve.router.web.overview import Overview
+from pdserve.router.web.overview import HISTORY_INTERVAL_S, Overview
 
 if TYPE_CHECKING:
     from pdserve.control.grpc_server import GrpcServer
@@ -94,7 +94,7 @@ async def _serve(
     listening: list[socket.socket],
 ) -> None:
     """Build all parts of the router, serve until a signal, and shut down in reverse order."""
-    fleet = Fleet(f"router-{secrets.token_hex(4)}", config.name, config.lease_seconds, time.monotonic)
+    fleet = Fleet(f"router-{secrets.token_hex(4)}", config.name, config.instance_timeout_seconds, time.monotonic)
     metrics = Metrics(fleet, config.name if config.vllm_metrics else "")
     seed = secrets.randbits(32)  # random, so that routers that start together do not rotate in step
     dispatcher = Dispatcher(config, fleet, metrics, seed)
@@ -138,7 +138,7 @@ async def _serve(
             rpc = make_server(config, config.grpc_port, tokenizer, dispatcher, admission, grammars)
             stack.push_async_callback(rpc.close)
             ports += f", gRPC on port {rpc.port}"
-        server = _DrainingServer(app, config, metrics, ports, rpc)
+        server = _DrainingServer(app, config, metrics, fleet, ports, rpc)
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
         subscribers = _kv_event_subscribers(config, fleet, dispatcher, metrics)
@@ -146,6 +146,7 @@ async def _serve(
         loops = [  # last, since a coroutine that an error keeps from running is warned about
             _repeat(fleet.expire_leases, fleet.lease_check_interval_s),
             _repeat(dispatcher.check_progress, dispatcher.check_interval_s),
+            _repeat(overview.record, HISTORY_INTERVAL_S),
             *(subscriber.run() for subscriber in subscribers),
             *quota_loops,
         ]
@@ -265,9 +266,16 @@ class _DrainingServer(HttpServer):
     """
 
     def __init__(
-        self, app: Starlette, config: RouterConfig, metrics: Metrics, ports: str, rpc: "GrpcServer | None"
+        self,
+        app: Starlette,
+        config: RouterConfig,
+        metrics: Metrics,
+        fleet: Fleet,
+        ports: str,
+        rpc: "GrpcServer | None",
     ) -> None:
         super().__init__(app, config, metrics)
+        self._fleet = fleet
         self._ports = ports
         self._rpc = rpc
         self._drain_seconds = math.ceil(config.drain_seconds)
@@ -287,6 +295,7 @@ class _DrainingServer(HttpServer):
         if not self.should_exit:
             log.info("shutting down: running requests may take %d s", grace)
         self.force_exit, self.should_exit = self.should_exit, True
+        self._fleet.is_closing = True
         if self._rpc is not None:
             self._rpc.begin_stop(0 if self.force_exit else grace)
 

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 
 from pdserve.cli.commands import app, bench_app, connector_app
-from pdserve.config import EngineConfig, InstanceConfig, ProfileConfig, RouterConfig, TransferConfig, UpConfig, describe
+from pdserve.config import (
+    EngineConfig,
+    InstanceConfig,
+    ProfileConfig,
+    RouterConfig,
+    ServingConfig,
+    TransferConfig,
+    UpConfig,
+    describe,
+)
 from pdserve.counters import GAUGES, HELP
 from pdserve.lifetime import Stage
 from pdserve.load_config import AutoscaleConfig, BenchServeConfig, FleetConfig, LoadConfig, PlanConfig, SimulateConfig
@@ -70,12 +79,13 @@ def flag_row(field: "Field[Any]") -> str:
         ("Engine: `prefill`, `decode`, `both`, `up`, `demo`", EngineConfig, None),
         ("KV transfer: `prefill`, `decode`, `both`, `up`, `demo`", TransferConfig, EngineConfig),
         ("Instances: `prefill`, `decode`, `both`", InstanceConfig, TransferConfig),
-        ("Everything on one machine: `up`, `demo`", UpConfig, TransferConfig),
-        ("Router: `router`", RouterConfig, None),
+        ("Everything on one machine: `up`, `demo`", UpConfig, (TransferConfig, ServingConfig)),
+        ("Router: `router`, `up`, `demo`", ServingConfig, None),
+        ("A router's ports: `router`", RouterConfig, ServingConfig),
     ],
 )
-def test_flag_tables_match_the_config_classes(heading: str, config: type, base: type | None) -> None:
-    assert_flags_listed("docs/operations.md", heading, config, base)
+def test_flag_tables_match_the_config_classes(heading: str, config: type, base: Any) -> None:
+    assert_flags_listed("docs/operations.md", heading, config, *(base if isinstance(base, tuple) else [base]))
 
 
 def test_flag_table_of_the_benchmark_matches() -> None:
@@ -94,8 +104,8 @@ def test_flag_table_of_the_profile_matches() -> None:
     assert_flags_listed("docs/profile.md", "Flags", ProfileConfig, TransferConfig)
 
 
-def assert_flags_listed(document: str, heading: str, config: type, base: type | None) -> None:
-    inherited = {field.name for field in fields(base)} if base else set()
+def assert_flags_listed(document: str, heading: str, config: type, *bases: type | None) -> None:
+    inherited = {field.name for base in bases if base is not None for field in fields(base)}
     expected = [flag_row(field) for field in fields(config) if field.name not in inherited]
     rows = [line for line in section(document, heading).splitlines() if line.startswith("| `--")]
     assert rows == expected, "the table should be:\n" + "\n".join(expected)

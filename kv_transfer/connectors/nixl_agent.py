@@ -199,7 +199,7 @@ def _import(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         if (error.name or "").partition(".")[0] == "nixl":
-            raise SetupError("nixl:// needs the package NIXL: pip install 'pdserve[nixl]'.") from None
+            raise SetupError("nixl:// needs the package NIXL: pip install -e '.[nixl]'.") from None
         raise SetupError(f"The installed NIXL cannot be imported: {error}.") from error
 
 

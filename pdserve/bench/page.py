@@ -25,7 +25,7 @@ def load_plotly() -> str:
     try:
         return str(import_module("plotly.offline").get_plotlyjs())
     except ImportError:
-        raise SetupError("--html needs plotly, which is not installed: pip install 'pdserve[bench]'") from None
+        raise SetupError("--html needs plotly, which is not installed: pip install -e '.[bench]'") from None
 
 
 def page(title: str, text: str, warnings: Sequence[str], charts: Sequence[Chart], plotly: str) -> str:

@@ -1,9 +1,10 @@
-"""Service-level objectives of single requests, as in `--goodput ttft:500,itl:50`, and whether a request meets them."""
+"""Service-level objectives of single requests, as in `--goodput ttft=500ms,itl=50ms`, and whether a request meets them."""
 
 import math
 from collections.abc import Sequence
 
 from pdserve.bench.requests import Sample
+from pdserve.slo import limits_of, parse_slo
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 ITL_SHARE = 0.99  # of a request's gaps between tokens that must be within the objective `itl`
@@ -11,24 +12,15 @@ T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, t
 
 
 def parse_goodput(text: str) -> dict[str, float]:
-    """Parse objectives in milliseconds, separated by commas or spaces, into seconds.
+    """Parse the objectives of a request into seconds, such as `ttft=500ms,itl=50ms`, or vLLM's `ttft:500 itl:50`.
 
     Raises:
         ValueError: the text has another form.
     """
-    objectives = {}
-    for part in text.replace(",", " ").split():
-        name, _, value = part.partition(":")
-        try:
-            limit = float(value)
-        except ValueError:
-            limit = math.nan
-        if name not in METRICS or name in objectives or not limit > 0:
-            raise ValueError(
-                f"--goodput: {part!r} is not such as ttft:500, with each of {', '.join(METRICS)} once, in ms"
-            )
-        objectives[name] = limit / 1e3
-    return objectives
+    try:
+        return limits_of(parse_slo(text, METRICS))
+    except ValueError as error:
+        raise ValueError(f"--goodput: {error}") from None
 
 
 def is_good(sample: Sample, objectives: dict[str, float]) -> bool:

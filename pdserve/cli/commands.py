@@ -8,7 +8,9 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import cast
@@ -17,26 +19,22 @@ import typer
 
 from pdserve import __version__
 from pdserve.cli import logs
-from pdserve.cli.flags import command_from_config
+from pdserve.cli.flags import GroupedCommand, command_from_config
 from pdserve.cli.signals import exit_on_signals
-from pdserve.config import DEFAULT_PORT, InstanceConfig, ProfileConfig, RouterConfig, UpConfig
+from pdserve.config import DEFAULT_PORT, ROLES, InstanceConfig, ProfileConfig, RouterConfig, UpConfig
 from pdserve.errors import SetupError
 from pdserve.load_config import AutoscaleConfig, BenchServeConfig, PlanConfig, SimulateConfig
 from pdserve.parent import end_with_parent
 
 app = typer.Typer(
-    help="Disaggregated prefill/decode LLM serving.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 ROUTER_OPTION = typer.Option(
     f"http://127.0.0.1:{DEFAULT_PORT}", help="URL of a router of the instance; its --admin-key from PDSERVE_ADMIN_KEY"
 )
 connector_app = typer.Typer(help="List, check and benchmark KV connectors.", no_args_is_help=True)
-app.add_typer(connector_app, name="connector")
 bench_app = typer.Typer(help="Measure a server from outside.", no_args_is_help=True)
-app.add_typer(bench_app, name="bench")
 
 
 def up(config: UpConfig) -> None:
@@ -107,9 +105,32 @@ def role(
     run(router, instance_id, role)
 
 
+def health(
+    url: str = typer.Argument(f"http://127.0.0.1:{DEFAULT_PORT}", help="of a router, or of a --metrics-port"),
+) -> None:
+    """Exit with 0 if a router or an instance of this machine is ready, else with 1. TLS certificates are not verified."""
+    from pdserve.cli.operate import health as run
+
+    if not run(url):
+        raise typer.Exit(1)
+
+
 def version() -> None:
     """Print the version."""
     print(__version__)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def main_options(
+    _: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="print the version"),
+) -> None:
+    """Disaggregated prefill/decode LLM serving."""
 
 
 @connector_app.command("list")
@@ -245,23 +266,38 @@ def batch(
         raise typer.Exit(1)
 
 
-bench_app.command("serve")(command_from_config(BenchServeConfig, bench_serve))
-app.command("plan")(command_from_config(PlanConfig, plan))
-app.command("autoscale")(command_from_config(AutoscaleConfig, autoscale))
-app.command("simulate")(command_from_config(SimulateConfig, simulate))
-app.command("profile")(command_from_config(ProfileConfig, profile))
-app.command("up")(command_from_config(UpConfig, up))
-app.command("demo")(command_from_config(UpConfig, demo))
-app.command("router")(command_from_config(RouterConfig, router))
-for _role in ("prefill", "decode", "both"):
-    app.command(_role, help=f"Start one {_role} instance and connect it to its routers.")(
-        command_from_config(InstanceConfig, instance, role=_role)
-    )
-app.command("batch")(batch)
-app.command("drain")(drain)
-app.command("role")(role)
-app.command("doctor")(doctor)
-app.command("version")(version)
+def serve(arguments: list[str] = typer.Argument(None)) -> None:  # noqa: B008
+    """Name the command that does what `vllm serve MODEL` does."""
+    model = next((one for one in arguments or () if not one.startswith("-")), "MODEL")
+    one = f"pdserve up --model {model} --prefill 0 --decode 0 --both 1"
+    raise SetupError(f"write `pdserve up --model {model}`, or, for one instance of both roles, `{one}`")
+
+
+START, MEASURE, OPERATE = "Start", "Measure and plan", "Operate"
+ROLE_HELP = "Start one {} instance and connect it to its routers."
+CONFIGURED: list[tuple[str, type, Callable[..., None], str]] = [
+    ("demo", UpConfig, demo, START),
+    ("up", UpConfig, up, START),
+    ("router", RouterConfig, router, START),
+    *((role, InstanceConfig, partial(instance, role=role), START) for role in ROLES),
+    ("profile", ProfileConfig, profile, MEASURE),
+    ("simulate", SimulateConfig, simulate, MEASURE),
+    ("plan", PlanConfig, plan, MEASURE),
+    ("autoscale", AutoscaleConfig, autoscale, MEASURE),
+]
+for _name, _config, _run, _panel in CONFIGURED:
+    _help = ROLE_HELP.format(_name) if _name in ROLES else None
+    app.command(_name, help=_help, cls=GroupedCommand, rich_help_panel=_panel)(command_from_config(_config, _run))
+bench_app.command("serve", cls=GroupedCommand)(command_from_config(BenchServeConfig, bench_serve))
+app.add_typer(bench_app, name="bench", rich_help_panel=MEASURE)
+app.command("batch", rich_help_panel=START)(batch)
+app.command("serve", hidden=True, context_settings={"ignore_unknown_options": True})(serve)
+app.command("drain", rich_help_panel=OPERATE)(drain)
+app.command("role", rich_help_panel=OPERATE)(role)
+app.command("health", rich_help_panel=OPERATE)(health)
+app.command("doctor", rich_help_panel=OPERATE)(doctor)
+app.add_typer(connector_app, name="connector", rich_help_panel=OPERATE)
+app.command("version", hidden=True)(version)
 
 
 def main() -> None:

@@ -34,8 +34,11 @@ def demo(config: UpConfig) -> None:
         config = replace(config, port=free_port())
     if config.local_prefill_tokens is None:
         config = replace(config, local_prefill_tokens=0)  # always prefill remotely, to show a hand-over
+    config = replace(
+        config, api_key="", admin_key=""
+    )  # not those of a permanent deployment, which are in its environment
     for name in ("PDSERVE_API_KEY", "PDSERVE_ADMIN_KEY"):
-        os.environ.pop(name, None)  # the demo's router must not require the keys of a permanent deployment
+        os.environ.pop(name, None)
     started = time.monotonic()
     with deployment_of(config, log.append) as deployment:
         instances = len(deployment.children) - 1

@@ -8,6 +8,7 @@ with Deployment(config) as deployment:
 import contextlib
 import os
 import random
+import signal
 import socket
 import threading
 import time
@@ -19,10 +20,11 @@ from itertools import count
 import httpx
 
 from pdserve.cli.gpus import VISIBLE, gpus_for
-from pdserve.cli.supervisor import Child, Supervisor, child_of
+from pdserve.cli.supervisor import STOP_TIMEOUT_S, Child, Supervisor, child_of
 from pdserve.cli.workers import quota_file
 from pdserve.config import (
     DEFAULT_CONNECTOR,
+    INTERRUPT_GRACE_S,
     REGISTRY_VARIABLE,
     ROLES,
     InstanceConfig,
@@ -33,7 +35,7 @@ from pdserve.config import (
 from pdserve.errors import SetupError
 
 # Fields of both UpConfig and RouterConfig that mean different things in the two, or that Deployment sets itself.
-NOT_SHARED = ("served_model_name", "control_port", "workers", "lease_seconds")
+NOT_SHARED = ("served_model_name", "control_port", "workers")
 # Below the ephemeral ports of the system: an outgoing connection could take one of those before a child listens on it.
 PORT_RANGE = range(10_000, 22_000)
 # URLs that are private to one deployment, so that `stop` may unlink the segment: one process may have several deployments.
@@ -68,9 +70,10 @@ class Deployment(Supervisor):
             self.connector = next(_private_stores)
         self._cleanup = contextlib.ExitStack()
         self._quota_file = self._cleanup.enter_context(quota_file(config))
-        self.url = f"http://{config.host}:{config.port}"
+        scheme = "https" if config.ssl_certfile else "http"
+        self.url = f"{scheme}://{config.host}:{config.port}"
         routers = self._router_configs()
-        self.routers = [f"http://{config.host}:{router.own_port or router.port}" for router in routers]
+        self.routers = [f"{scheme}://{config.host}:{router.own_port or router.port}" for router in routers]
         self._control_addresses = ",".join(f"{self.control_host}:{router.control_port}" for router in routers)
         self._numbers = {role: count() for role in ROLES}
         self._placing = threading.Lock()
@@ -137,7 +140,9 @@ class Deployment(Supervisor):
         self.remove(instances[instance_id], InstanceConfig.drain_seconds)
 
     def stop_all(self) -> None:
-        """Stop all children, the instances first, and remove their shared memory."""
+        """Stop the routers, whose running requests may take 5 s, then the instances, and remove their shared memory."""
+        routers = [child for child in self.children if child.arguments[0] == "router"]
+        self._terminate(routers, signal.SIGINT, INTERRUPT_GRACE_S + STOP_TIMEOUT_S)
         super().stop_all()
         self._cleanup.close()
         if self.connector.startswith("shm://") and self.connector != self.config.connector:

@@ -36,15 +36,27 @@ def collect_findings() -> list[Finding]:
     ]
 
 
+def verdict(findings: list[Finding]) -> str:
+    """Return a sentence on whether `pdserve demo` will run here, and what would make it slow."""
+    found = {finding.component for finding in findings if finding.found}
+    if "/dev/shm" not in found:
+        return "pdserve demo needs another --connector, such as file:///tmp/kv: /dev/shm is missing or full."
+    if not any(one.startswith("cuda:") for one in found) and "attention: cpu" not in found:
+        return "pdserve demo will run, slowly: install a C++ compiler (g++) for the fast attention kernel on CPUs."
+    return "All is well for pdserve demo. What is marked – is optional."
+
+
 def doctor() -> None:
-    """Print the findings as a table."""
+    """Print the findings as a table, and a verdict."""
     table = Table(show_edge=False, pad_edge=False)
     for column in ("", "component", "found", "needed for"):
         table.add_column(column)
-    for finding in collect_findings():
+    findings = collect_findings()
+    for finding in findings:
         mark = "[green]✓[/green]" if finding.found else "[yellow]–[/yellow]"
         table.add_row(mark, finding.component, finding.detail, finding.needed_for)
     Console().print(table)
+    Console().print(f"\n{verdict(findings)}", highlight=False)
 
 
 def _version(package: str) -> str | None:
@@ -145,18 +157,30 @@ def _packages() -> list[Finding]:
         "flash_attn": ("flash-attn", "--kernel flash, on GPUs"),
         "triton": ("triton", "--kernel triton"),
         "nixl": ("nixl", "nixl://"),
-        "redis": ("redis", "redis://"),
+        "redis": ("redis", "redis:// (this is the client; a server is below)"),
         "mooncake": ("mooncake-transfer-engine-non-cuda", "mooncake://, with the system's libibverbs1"),
         "lz4": ("lz4", "?codec=lz4 of connectors"),
         "zstandard": ("zstandard", "?codec=zstd"),
         "ml_dtypes": ("ml_dtypes", "?codec=fp8 and ?codec=int8"),
-        "plotly": ("plotly", "pdserve bench serve --html"),
+        "plotly": ("plotly", "--html of bench serve, simulate and plan"),
+        "xgrammar": ("xgrammar", "structured output, strict tools"),
+        "opentelemetry.sdk": ("opentelemetry-sdk", "--otlp-endpoint"),
+        "smg_grpc_proto": ("smg-grpc-proto", "vLLM's VllmEngine on --grpc-port"),
+        "ray": ("ray", "pdserve up --on ray"),
+        "kubernetes": ("kubernetes", "--launcher kubernetes:// of pdserve autoscale"),
+        "accelerate": ("accelerate", "checkpoints with FP8 weights"),
+        "matplotlib": ("matplotlib", "pdserve connector bench --plot"),
     }
     rows = []
     for module, (package, use) in optional.items():
-        found = importlib.util.find_spec(module) is not None
+        found = _is_there(module)
         rows.append(Finding(package, found, _version(package) or ("installed" if found else "not installed"), use))
     return rows
+
+
+def _is_there(module: str) -> bool:
+    parent = module.rpartition(".")[0]
+    return (not parent or _is_there(parent)) and importlib.util.find_spec(module) is not None
 
 
 def _compiler() -> Finding:

@@ -6,9 +6,28 @@ from dataclasses import fields
 from typing import Annotated, Any, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from pdserve.config import describe
 from pdserve.errors import SetupError
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose help lists the flags of each config class under a heading, with whole names at any width."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.rich_markup_mode = None
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if record := parameter.get_help_record(ctx):
+                group = getattr(parameter, "rich_help_panel", None) or "Options"
+                groups.setdefault(group, []).append((", ".join(parameter.opts), record[1]))
+        for group, records in groups.items():
+            with formatter.section(group):
+                formatter.write_dl(records)
 
 
 def command_from_config(config: type, run: Callable[..., None], **extra: Any) -> Callable[..., None]:
@@ -33,10 +52,22 @@ def command_from_config(config: type, run: Callable[..., None], **extra: Any) ->
             inspect.Parameter.KEYWORD_ONLY,
             default=field.default,
             annotation=Annotated[
-                hints[field.name], typer.Option(help=describe(field), envvar=field.metadata["variable"])
+                hints[field.name],
+                typer.Option(
+                    help=describe(field),
+                    envvar=field.metadata["variable"],
+                    rich_help_panel=_group_of(config, field.name),
+                ),
             ],
         )
         for field in fields(config)
     ]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads the signature
     return command
+
+
+def _group_of(config: type, name: str) -> str | None:
+    """Return the heading of the class that declares a field; None if it has none of its own."""
+    declaring = next(base for base in config.__mro__ if name in inspect.get_annotations(base))
+    group: str | None = declaring.__dict__.get("GROUP")
+    return group

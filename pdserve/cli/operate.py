@@ -1,12 +1,16 @@
-"""`pdserve drain` and `pdserve role`: admin requests to a router, which wait until the instance has complied."""
+"""`pdserve drain` and `pdserve role`, which wait until the instance has complied, and `pdserve health`."""
 
+import ssl
+import sys
 import time
+import urllib.request
 from typing import Any
 
 from pdserve.admin_client import AdminClient
 from pdserve.errors import SetupError
 
 POLL_S = 0.1
+HEALTH_TIMEOUT_S = 3.0
 
 
 def drain(router: str, instance_id: str) -> None:
@@ -42,3 +46,21 @@ def change_role(router: str, instance_id: str, role: str) -> None:
 def _find_instance(client: AdminClient, instance_id: str) -> dict[str, Any]:
     """Return the router's view of the instance, or {} if it has none of that name."""
     return next((instance for instance in client.instances() if instance["instance_id"] == instance_id), {})
+
+
+def health(url: str) -> bool:
+    """Return whether `/ready` of a URL answers with 200; print why not. Its certificate is not verified.
+
+    Raises:
+        SetupError: `url` is none of http or https.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise SetupError(f"{url!r} is not a URL; write http://127.0.0.1:8000, for example")
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/ready", timeout=HEALTH_TIMEOUT_S, context=context):
+            return True
+    except (OSError, ValueError) as error:  # a status of 400 or more is an OSError
+        print(f"pdserve: {url} is not ready: {error}", file=sys.stderr)
+        return False

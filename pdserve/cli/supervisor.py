@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, fields
 from types import TracebackType
 from typing import IO, Protocol, Self
@@ -138,18 +138,18 @@ class Supervisor:
                 self._start(child)
 
     def stop_all(self) -> None:
-        """Stop all children at once, signalling them in reverse order."""
-        self._terminate(signal.SIGINT, INTERRUPT_GRACE_S + STOP_TIMEOUT_S)
+        """Stop all children at once."""
+        self._terminate(self.children, signal.SIGINT, INTERRUPT_GRACE_S + STOP_TIMEOUT_S)
 
     def drain(self, seconds: float) -> None:
         """Stop all children after their running requests have finished, which may take up to `seconds`."""
-        self._terminate(signal.SIGTERM, seconds + STOP_TIMEOUT_S)
+        self._terminate(self.children, signal.SIGTERM, seconds + STOP_TIMEOUT_S)
 
-    def _terminate(self, signum: signal.Signals, timeout_s: float) -> None:
-        for child in reversed(self.children):
+    def _terminate(self, children: Sequence[Child], signum: signal.Signals, timeout_s: float) -> None:
+        for child in children:
             if child.process is not None and child.running:
                 child.process.send_signal(signum)
-        for child in self.children:
+        for child in children:
             if child.process is None:
                 continue
             try:

@@ -10,7 +10,7 @@ from pdserve.counters import series
 from pdserve.decode.layout_converter import LayoutConverter
 from pdserve.engine.engine import Engine, StepResult
 from pdserve.engine.warm_up import measure_swaps, warm_up
-from pdserve.kv_transfer.connector import Connector
+from pdserve.kv_transfer.connector import Connector, Outcome
 from pdserve.profile.profile import Profile
 from pdserve.profile.watch import ProfileWatch
 from pdserve.proto import pdserve_pb2 as pb
@@ -19,6 +19,10 @@ from pdserve.roles.transfers import Transfers
 
 log = logging.getLogger(__name__)
 COSTS_UPDATE_S = 2.0  # between two fits of the cost models
+# Shown from the start, so that the first of them is an increase.
+FAILURES = {("store", Outcome.FULL), ("store", Outcome.UNAVAILABLE)} | {
+    ("load", outcome) for outcome in (Outcome.MISSING, Outcome.CORRUPT, Outcome.UNAVAILABLE)
+}
 LOAD_FIELDS = tuple(pb.Load.DESCRIPTOR.fields_by_name)
 
 
@@ -168,9 +172,9 @@ class Reporter:
             for direction in ("store", "load"):
                 amounts = part.bytes[direction], part.seconds[direction], part.blocks[direction]
                 metrics.update(zip(_transfer_series(name, direction), amounts, strict=True))
-            for (direction, outcome), blocks in part.failures.items():
+            for direction, outcome in FAILURES | part.failures.keys():
                 labels = {"connector": name, "direction": direction, "kind": outcome.value}
-                metrics[series("kv_transfer_failures", **labels)] = blocks
+                metrics[series("kv_transfer_failures", **labels)] = part.failures.get((direction, outcome), 0)
         return metrics
 
 

@@ -220,7 +220,11 @@ class RouterLinks:
             if link.welcomed.is_set() and not link.rejection:
                 attempt = 0
             if not self._is_closing and (link.welcomed.is_set() or link.rejection or attempt in (0, 10)):
-                log.warning("router %s: %s", address, _close_reason(link, error))
+                is_orderly = link.welcomed.is_set() and not link.rejection and error is None
+                level = (
+                    logging.INFO if is_orderly else logging.WARNING
+                )  # if it does not come back, dialling it will warn
+                log.log(level, "router %s: %s", address, _close_reason(link, error))
             # By chance, so that the instances of a large fleet do not all dial a router at once that is back.
             await asyncio.sleep(RETRY_DELAYS_S[min(attempt, len(RETRY_DELAYS_S) - 1)] * random.uniform(0.5, 1.5))
             attempt += 1

@@ -18,7 +18,7 @@ try:
     from kubernetes.client.exceptions import ApiException
     from urllib3.exceptions import HTTPError
 except ImportError as error:
-    raise SetupError("Kubernetes' client is not installed: pip install 'pdserve[kubernetes]'") from error
+    raise SetupError("Kubernetes' client is not installed: pip install -e '.[kubernetes]'") from error
 
 CHART, ROLES = "pdserve", ("prefill", "decode", "both")
 NAME, RELEASE, COMPONENT = (f"app.kubernetes.io/{label}" for label in ("name", "instance", "component"))

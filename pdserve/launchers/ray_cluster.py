@@ -15,7 +15,7 @@ try:
     from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError:
-    raise SetupError("--on ray needs Ray, which is not installed: pip install 'pdserve[ray]'") from None
+    raise SetupError("--on ray needs Ray, which is not installed: pip install -e '.[ray]'") from None
 
 from pdserve.launchers.ray_actor import InstanceActor
 

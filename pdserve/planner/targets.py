@@ -1,7 +1,6 @@
 """Targets of an SLO by percentile, such as `ttft.p90=500ms,itl.p99=50ms`, and how far a forecast is from them."""
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 from pdserve.bench.requests import Sample
 from pdserve.bench.slo import is_good
 from pdserve.simulator.fleet import PERCENTILES
-from pdserve.slo import UNITS
+from pdserve.slo import parse_slo
 
 MIN_BEYOND = 5  # values above a percentile, with which it is steady
 METRICS = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2el": "E2E latency"}
@@ -92,20 +91,17 @@ def parse_targets(text: str, group: Group = ALL) -> list[Target]:
     """Parse text such as `ttft.p90=500ms,itl.p99=0.05s`; without a percentile it is p99.
 
     Raises:
-        ValueError: the text has another form, or names a target twice.
+        ValueError: the text has another form, names a target twice, or has none.
     """
     targets: list[Target] = []
-    for part in filter(None, text.split(",")):
-        match = re.fullmatch(r"\s*(\w+?)(?:\.p(\d+))?\s*=\s*(\d+\.?\d*)\s*(ms|s)\s*", part)
-        target = match and Target(match[1], int(match[2] or 99), float(match[3]) * UNITS[match[4]], group)
-        is_known = target and target.metric in METRICS and target.percentile in PERCENTILES and target.seconds > 0
-        if not target or not is_known or any(one.figure == target.figure for one in targets):
-            percentiles = ", ".join(f"p{p}" for p in PERCENTILES[:-1])
-            raise ValueError(
-                f"{part!r} is no target; write such as ttft.p90=500ms,itl.p99=50ms, with each of "
-                f"{', '.join(METRICS)} and {percentiles} or p{PERCENTILES[-1]} at most once"
-            )
-        targets.append(target)
+    for one in parse_slo(text, METRICS):
+        percentile = 99 if one.percentile is None else one.percentile
+        if percentile not in PERCENTILES:
+            known = ", ".join(f"p{p}" for p in PERCENTILES)
+            raise ValueError(f"p{percentile} of {one.metric} is not known; the percentiles are {known}")
+        targets.append(Target(one.metric, percentile, one.seconds, group))
+    if len({target.figure for target in targets}) < len(targets):
+        raise ValueError(f"{text!r} has two targets for one figure; without a percentile it is p99")
     if not targets:
         raise ValueError("there is no target; write such as ttft.p90=500ms,itl.p99=50ms")
     return targets

@@ -61,7 +61,7 @@ class SimulatedRouter:
     def __init__(self, clock: VirtualClock, name: str, config: RouterConfig, model: InstanceModel, seed: int) -> None:
         self.name = name
         self.clock = clock
-        self.fleet = Fleet(name, config.name, config.lease_seconds, clock.now)
+        self.fleet = Fleet(name, config.name, config.instance_timeout_seconds, clock.now)
         metrics = Metrics(self.fleet)
         self.dispatcher = Dispatcher(config, self.fleet, metrics, seed)
         self.admission = AdmissionQueue([], config, metrics, clock.now)

@@ -192,6 +192,7 @@ class Fleet:
         now: the router's clock: returns the current time in seconds, and never goes back. Every time in the fleet and in the
             dispatcher is read from it.
         lease_check_interval_s: intended interval of the calls of `expire_leases`.
+        is_closing: the router ends, so instances that leave are no news.
     """
 
     def __init__(self, router_id: str, model: str, lease_seconds: float, now: Callable[[], float]) -> None:
@@ -200,6 +201,7 @@ class Fleet:
         self.stored = PrefixIndex()
         self.breakers = CircuitBreakers()
         self.listener: FleetListener | None = None
+        self.is_closing = False
         self.num_lost = 0
         self.num_invalid_frames = 0
         self.router_id = router_id
@@ -291,7 +293,8 @@ class Fleet:
         self.index.forget(instance.id)
         self.num_lost += 1
         extra = {"event": "drained" if instance.is_draining else "left", "instance": instance.id}
-        log.warning("%s left: %s; it had %d requests", instance.id, reason, len(instance.requests), extra=extra)
+        level = logging.INFO if self.is_closing or instance.is_draining else logging.WARNING
+        log.log(level, "%s left: %s; it had %d requests", instance.id, reason, len(instance.requests), extra=extra)
         instance.connection.close()
         assert self.listener is not None
         self.listener.on_lost(instance)

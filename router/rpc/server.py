@@ -40,7 +40,7 @@ def make_server(
     checks = {"": check_readiness, "liveness": lambda: None, "readiness": check_readiness}
     handlers = {}
     if importlib.util.find_spec("smg_grpc_proto") is None:
-        log.info("gRPC: health checks only; pip install 'pdserve[vllm-grpc]' adds the service VllmEngine")
+        log.info("gRPC: health checks only; pip install -e '.[vllm-grpc]' adds the service VllmEngine")
     else:
         from pdserve.router.rpc.vllm_engine import SERVICE, VllmEngine
 

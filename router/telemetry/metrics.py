@@ -17,6 +17,16 @@ from pdserve.router.telemetry.timeline import Timeline
 
 BREAKER_HELP = "circuit breaker of an instance: 0 closed (serves), 1 half-open (one request at a time), 2 open (none)"
 LATENCY_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120)
+LOST = ("instance_lost", "drained", "timeout")  # why requests move to another instance
+# Counter → values of its label from the start, so that the first event is an increase.
+FROM_START = {
+    "requests": ("stop", "length", "cancelled", "error", "refused"),
+    "refusals": ("max_requests", "slo_ttft", "slo_itl", "grammars_waiting"),
+    "fallbacks": LOST,
+    "migrations": LOST,
+    "hedges": ("asked", "preferred"),
+    "refused_connections": ("too_many_connections", "invalid_http", "head_too_slow", "headers_too_large"),
+}
 
 
 class Metrics:
@@ -113,6 +123,9 @@ class Metrics:
         tasks = gauge("pdserve_router_tasks", "asyncio tasks of the router")
         tasks.set_function(_num_tasks)
         self.registry.register(_FleetCollector(fleet))
+        for name, values in FROM_START.items():
+            for value in values:
+                getattr(self, name).labels(value)
         for metric in (self.requests, self.decisions, self.placements, self.key_requests, self.key_tokens):
             metric.labels = cache(metric.labels)  # type: ignore[assignment]  # every request uses the same few labels
 

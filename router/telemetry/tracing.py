@@ -62,7 +62,7 @@ class Tracer:
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
-            raise SetupError("--otlp-endpoint needs OpenTelemetry: pip install 'pdserve[otel]'") from error
+            raise SetupError("--otlp-endpoint needs OpenTelemetry: pip install -e '.[otel]'") from error
         self._model = model
         base = endpoint.rstrip("/").removesuffix(TRACES_PATH)
         exporter = OTLPSpanExporter(endpoint=base + TRACES_PATH, timeout=EXPORT_TIMEOUT_S)

@@ -35,7 +35,7 @@ class OperatorEndpoints(Endpoints):
     Args:
         metrics_parts: returns the body of /metrics in parts. Others are served between two of them.
         latest_timelines: returns the timelines of the latest requests, at most as many as its argument.
-        overview: returns the body of /debug/overview.
+        overview: returns the body of /debug/overview, with or without history.
         max_n: the most choices that one request may have.
     """
 
@@ -46,7 +46,7 @@ class OperatorEndpoints(Endpoints):
         backend: Backend,
         metrics_parts: Callable[[], Iterable[bytes]],
         latest_timelines: Callable[[int], list[Timeline]],
-        overview: Callable[[], dict[str, object]],
+        overview: Callable[[bool], dict[str, object]],
         max_n: int,
     ) -> None:
         self._backend = backend
@@ -91,10 +91,10 @@ class OperatorEndpoints(Endpoints):
         return answers.Version(version=__version__)
 
     @endpoint("GET", "/debug/overview", Access.OPERATOR)
-    async def debug_overview(self, response: Response) -> dict[str, object]:
-        """What the live page shows."""
+    async def debug_overview(self, response: Response, history: bool = False) -> dict[str, object]:
+        """What the live page shows; with `history`, also a snapshot of each 15 s of the last 15 minutes."""
         response.headers["Cache-Control"] = "no-store"
-        return self._overview()
+        return self._overview(history)
 
     @endpoint("GET", "/debug/requests", Access.OPERATOR)
     async def debug_requests(self) -> answers.Timelines:

@@ -1,7 +1,8 @@
-"""Snapshots of the router's state for the live page. Keeps no state of its own."""
+"""Snapshots of the router's state for the live page, and those of the last quarter of an hour."""
 
 import math
 import time
+from collections import deque
 from collections.abc import Mapping
 from itertools import pairwise
 
@@ -16,6 +17,9 @@ from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.telemetry.timeline import Timeline
 
 NUM_LATEST = 100  # requests in a snapshot
+HISTORY_INTERVAL_S, HISTORY_LENGTH = 15.0, 60
+MAX_INSTANCES_IN_HISTORY = 100  # beyond, which would take megabytes, it has the figures of the router only
+NOT_IN_HISTORY = ("events", "timelines")
 INSTANCE_COUNTERS = (
     "generation_tokens",
     "prefix_cache_queries",
@@ -38,16 +42,26 @@ class Overview:
         self._metrics = metrics
         self._events = events
         self._started_at = time.monotonic()
+        self._history: deque[dict[str, object]] = deque(maxlen=HISTORY_LENGTH)
 
-    def snapshot(self) -> dict[str, object]:
-        """Return the current state. Times are seconds since 1970 by this machine's clock (`time` is the current one);
-        durations are in seconds.
+    def record(self) -> None:
+        """Add the current state to the history; to be called every `HISTORY_INTERVAL_S`."""
+        snapshot = {name: value for name, value in self.snapshot().items() if name not in NOT_IN_HISTORY}
+        if len(self._dispatcher.fleet.instances) > MAX_INSTANCES_IN_HISTORY:
+            snapshot["instances"] = []
+        self._history.append(snapshot)
+
+    def snapshot(self, with_history: bool = False) -> dict[str, object]:
+        """Return the current state and, in `history`, the recorded ones, oldest first, without events and timelines.
+
+        Times are seconds since 1970 by this machine's clock (`time` is the current one); durations are in seconds.
         """
         dispatcher, metrics, now = self._dispatcher, self._metrics, time.monotonic()
         ready, reason = dispatcher.ready()
         epoch_offset = time.time() - now
         instances = dispatcher.fleet.instances
         return {
+            **({"history": list(self._history)} if with_history else {}),
             "time": epoch_offset + now,
             "router": dispatcher.fleet.router_id,
             "version": __version__,
@@ -79,7 +93,7 @@ def _by_label(counter: Counter) -> dict[str, float]:
     """Return the counter summed by the values of its first label."""
     totals: dict[str, float] = {}
     for sample in (sample for metric in counter.collect() for sample in metric.samples):
-        if sample.name.endswith("_total"):
+        if sample.name.endswith("_total") and sample.value:
             name = next(iter(sample.labels.values()))
             totals[name] = totals.get(name, 0) + sample.value
     return totals

@@ -1,5 +1,7 @@
 """`pdserve doctor` on machines with and without GPUs, which are faked: drivers, torch's list, and what kernels would do."""
 
+import re
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,3 +66,29 @@ def test_back_ends_are_named_by_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_used and detail.startswith("prefill by flash-attn-2, decode by triton, the default in 16 bits; ")
     assert "flash-attn-3 does not support compute capability 8.9" in detail
     assert "flash-attn-2 decodes over blocks of multiples of 256 tokens only, not of 16" in detail
+
+
+def test_every_extra_of_the_package_has_a_row() -> None:
+    """By the packages that the extras name, but those of tests."""
+    settings = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    extras = settings["project"]["optional-dependencies"]
+    named = {
+        re.split("[>=;<[ ]", one)[0]
+        for extra, ones in extras.items()
+        if extra not in ("dev", "browser")
+        for one in ones
+    }
+    assert named - {"opentelemetry-exporter-otlp-proto-http"} <= set(report())
+
+
+@pytest.mark.parametrize(
+    ("missing", "sentence"),
+    [
+        ((), "All is well for pdserve demo"),
+        (("/dev/shm",), "another --connector"),
+        (("attention: cpu",), "install a C"),
+    ],
+)
+def test_verdict(missing: tuple[str, ...], sentence: str) -> None:
+    names = ("/dev/shm", "attention: cpu", "attention: reference")
+    assert sentence in doctor.verdict([doctor.Finding(name, name not in missing, "", "") for name in names])

@@ -1,15 +1,18 @@
 """Commands derived from config dataclasses."""
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+import pdserve
+from pdserve.cli import commands
+from pdserve.cli.commands import CONFIGURED
 from pdserve.cli.flags import command_from_config
-from pdserve.config import RouterConfig, Settings, TransferConfig, flag
+from pdserve.config import RouterConfig, Settings, TransferConfig, UpConfig, flag
 from pdserve.errors import SetupError
 
 
@@ -55,8 +58,8 @@ def test_help_shows_the_limits() -> None:
     [
         ({"max_n": 0}, "--max-n must be at least 1, not 0"),
         ({"port": 65536}, "--port must be from 0 to 65535, not 65536"),
-        ({"lease_seconds": 0.0}, "--lease-seconds must be more than 0, not 0.0"),
-        ({"lease_seconds": float("nan")}, "--lease-seconds must be more than 0, not nan"),
+        ({"instance_timeout_seconds": 0.0}, "--instance-timeout-seconds must be more than 0, not 0.0"),
+        ({"instance_timeout_seconds": float("nan")}, "--instance-timeout-seconds must be more than 0, not nan"),
         ({"log_format": "xml"}, "--log-format must be text or json, not xml"),
         ({"decode_policy": "best"}, "--decode-policy must be auto, round_robin, .* or prefix_aware, not best"),
     ],
@@ -70,3 +73,28 @@ def test_share_has_two_limits() -> None:
     with pytest.raises(ValueError, match=r"--gpu-memory-utilization must be more than 0 and at most 1, not 1\.5"):
         TransferConfig(gpu_memory_utilization=1.5)
     assert TransferConfig(gpu_memory_utilization=1.0).num_blocks is None, "no limit holds for None"
+
+
+@pytest.mark.parametrize(("name", "config"), [(name, config) for name, config, *_ in CONFIGURED])
+def test_help_has_every_flag_whole_in_a_narrow_terminal(
+    name: str, config: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = CliRunner().invoke(commands.app, [name, "--help"]).output.splitlines()
+    assert {f"--{field.name.replace('_', '-')}" for field in fields(config)} <= {
+        line.split()[0] for line in lines if line
+    }
+    assert max(map(len, lines)) <= 80
+    headings = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert len(headings) > 1 and headings[-1] == "Options:"
+
+
+def test_up_has_every_flag_of_routers_but_those_of_their_ports() -> None:
+    missing = {field.name for field in fields(RouterConfig)} - {field.name for field in fields(UpConfig)}
+    assert missing == {"control_host", "registry", "announce_host", "quota_file", "own_port", "reuse_port"}
+
+
+def test_version_and_the_name_of_other_servers() -> None:
+    assert CliRunner().invoke(commands.app, ["--version"]).output == f"{pdserve.__version__}\n"
+    refused = CliRunner().invoke(commands.app, ["serve", "org/model", "--port", "1"])
+    assert isinstance(refused.exception, SetupError) and "pdserve up --model org/model" in str(refused.exception)

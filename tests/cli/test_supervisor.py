@@ -93,7 +93,7 @@ def test_child_that_waits_for_its_restart_can_be_removed() -> None:
 
 def test_the_time_of_requests_is_not_taken_from_that_for_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float] = []
-    monkeypatch.setattr(Supervisor, "_terminate", lambda self, signum, timeout_s: limits.append(timeout_s))
+    monkeypatch.setattr(Supervisor, "_terminate", lambda self, children, signum, timeout_s: limits.append(timeout_s))
     supervisor = Supervisor([], print)
     supervisor.stop_all()
     supervisor.drain(7.0)

@@ -421,6 +421,15 @@ def test_prometheus_scrapes_the_service_that_keda_names(values: dict[str, Any]) 
     assert {one["port"] for one in monitor["spec"]["endpoints"]} <= ports
 
 
+def test_alerts_with_the_targets_of_the_values() -> None:
+    alerts = {"enabled": True, "ttftSeconds": 0.5, "itlSeconds": 0.05, "labels": {"release": "prometheus"}}
+    (rule,) = of_kind(render({"alerts": alerts}), "PrometheusRule").values()
+    assert rule["metadata"]["labels"]["release"] == "prometheus"
+    found = {one["alert"]: one["expr"] for one in rule["spec"]["groups"][0]["rules"]}
+    assert found["PdserveSlowFirstToken"].endswith("> 0.5") and found["PdserveSlowTokens"].endswith("> 0.05")
+    assert not of_kind(render({}), "PrometheusRule")
+
+
 def test_the_autoscaler_may_do_what_the_launcher_does_and_no_more() -> None:
     documents = render({"autoscaler": {"serviceAccount": True}})
     (role,) = of_kind(documents, "Role").values()

@@ -1,12 +1,20 @@
 """The Compose files agree with the image and the command line. No GPU has run docker-compose.yml."""
 
 import re
+import shlex
 import subprocess
+import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import trustme
 import yaml
+
+from pdserve.cli.deployment import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,3 +78,61 @@ def test_containers_take_gpus_and_slices_in_turn(gpus: str, tmp_path: Path) -> N
         for process in running:
             process.kill()
             process.communicate()
+
+
+def filled_in(value: Any, variables: Mapping[str, str]) -> str:
+    """Return a value with its `${NAME:-default}` replaced, as Compose does."""
+    return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: variables.get(match[1]) or match[2], str(value))
+
+
+def test_keys_and_certificates_reach_the_router(tmp_path: Path) -> None:
+    """The service's command, started with its environment: 401 without the key, over TLS, healthy by its own check."""
+    trustme.CA().issue_cert("example.org").private_key_and_cert_chain_pem.write_to_path(tmp_path / "all.pem")
+    port, control_port = str(free_port()), str(free_port())
+    tls = f"--ssl-certfile {tmp_path}/all.pem --ssl-keyfile {tmp_path}/all.pem"
+    keys = {"PDSERVE_API_KEY": "sk-a", "PDSERVE_ADMIN_KEY": "adm", "PDSERVE_CONTROL_TOKEN": "secret"}
+    variables = {**keys, "SCHEME": "https", "ROUTER_FLAGS": tls}
+    router = services("docker-compose.cpu.yml")["router"]
+    environment = {name: filled_in(value, variables) for name, value in router["environment"].items()}
+    command = [filled_in(part, variables).replace("0.0.0.0", "127.0.0.1") for part in router["command"]]
+    command += [*shlex.split(environment["FLAGS"]), "--port", port, "--control-port", control_port]
+    check = [filled_in(part, variables).replace("8000", port) for part in router["healthcheck"]["test"][2:]]
+    pdserve = [sys.executable, "-m", "pdserve"]
+    with (
+        subprocess.Popen([*pdserve, *command], env=environment) as process,
+        httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=False, timeout=600) as client,
+    ):
+        try:
+            while True:
+                assert process.poll() is None
+                try:
+                    if client.get("/health").status_code == 200:
+                        break
+                except httpx.TransportError:
+                    time.sleep(0.1)
+            assert client.get("/v1/models").status_code == 401
+            assert client.get("/v1/models", headers={"Authorization": "Bearer sk-a"}).status_code == 200
+            assert client.get("/debug/instances").status_code == 401
+            ready = client.get("/debug/instances", headers={"Authorization": "Bearer adm"})
+            assert ready.status_code == 200
+            done = subprocess.run([*pdserve, *check], capture_output=True, text=True, check=False)
+            assert done.returncode == 1 and "503" in done.stderr, "it speaks TLS, and there is no instance"
+        finally:
+            process.terminate()
+
+
+def test_the_control_token_reaches_every_instance() -> None:
+    for role in ("router", "prefill", "decode"):
+        environment = services("docker-compose.cpu.yml")[role]["environment"]
+        assert environment["PDSERVE_CONTROL_TOKEN"] == "${PDSERVE_CONTROL_TOKEN:-}"
+
+
+def test_settings_are_documented() -> None:
+    """Each variable that a Compose file reads is in .env.example, and in the table of docs/deploy.md."""
+    for file in ("docker-compose.cpu.yml", "docker-compose.yml"):
+        read = set(re.findall(r"(?<!\$)\$\{(\w+):-", (ROOT / file).read_text()))
+        assert read <= set(re.findall(r"^# (\w+)=", (ROOT / ".env.example").read_text(), re.MULTILINE)) | {
+            "PROMETHEUS_PUBLISH",
+            "GRAFANA_PUBLISH",
+        }
+        assert read <= set(re.findall(r"`(\w+)`", (ROOT / "docs/deploy.md").read_text()))

@@ -1,4 +1,4 @@
-"""The Grafana dashboard asks only for metrics that are exported, and is the one that the chart and Compose provision."""
+"""Dashboard and alerts ask only for metrics that are exported, and are those that the chart and Compose provision."""
 
 import json
 import re
@@ -68,3 +68,19 @@ def test_compose_provisions_the_dashboard() -> None:
     assert folder.startswith(providers[0]["options"]["path"] + "/")
     (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())["datasources"]
     assert source["url"] == "http://prometheus:9090" and source["isDefault"]
+
+
+def test_alerts_ask_for_metrics_that_are_exported_from_the_start() -> None:
+    """A counter that appears with its first event shows no increase by it."""
+    (group,) = yaml.safe_load((ROOT / "deploy/helm/pdserve/alerts.yaml").read_text())["groups"]
+    shown = Metrics(Fleet("router", "model", 1.0, lambda: 0.0)).text().decode()
+    of_instances = {f"pdserve_{name}" + ("" if name in GAUGES else "_total") for name in HELP}
+    for rule in group["rules"]:
+        for name, selector in re.findall(r"(pdserve_\w+)(\{[^}]*\})?", rule["expr"]):
+            if name not in of_instances | {"pdserve_handovers_in_vain_total"}:
+                assert re.search(rf"^{name}(\{{| )", shown, re.MULTILINE), f"{rule['alert']}: {name}"
+            for label, value in re.findall(r'(\w+)=~?"([^"]+)"', selector):
+                for one in value.split("|"):
+                    assert f'{name}{{{label}="{one}"}} 0.0' in shown, rule["alert"]
+    operations = (ROOT / "docs/operations.md").read_text()
+    assert all(f"| `{rule['alert']}` |" in operations for rule in group["rules"])

@@ -29,7 +29,14 @@ from pdserve.proto import pdserve_pb2 as pb
 Deploy = Callable[..., AbstractContextManager[Deployment]]
 
 # Long enough for any busy machine: only a hang takes 10 minutes. Tests of timeouts and leases set their own.
-PATIENT_ROUTER = ["--lease-seconds", "600", "--handover-timeout-seconds", "600", "--client-timeout-seconds", "600"]
+PATIENT_ROUTER = [
+    "--instance-timeout-seconds",
+    "600",
+    "--handover-timeout-seconds",
+    "600",
+    "--client-timeout-seconds",
+    "600",
+]
 PATIENT_STORE = "timeout=600"
 
 
@@ -223,7 +230,7 @@ def connector_url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: p
     elif kind == "tiered":
         url = f"tiered://{memory}?size=1MiB&{query},{files}?{query}"  # the first tier is too small for the data
     elif kind == "nixl":
-        pytest.importorskip("nixl", reason="NIXL is not installed: pip install 'pdserve[nixl]'")
+        pytest.importorskip("nixl", reason="NIXL is not installed: pip install -e '.[nixl]'")
         url = f"nixl://?{query}"
     elif kind == "fsspec":
         site = request.getfixturevalue("fsspec_package")

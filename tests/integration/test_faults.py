@@ -207,7 +207,7 @@ def _is_ready_again(deployment: Any, name: str) -> bool:
 
 
 def test_frozen_instance_is_removed_and_reconnects(checkpoint: Callable[..., Path], deploy: Callable[..., Any]) -> None:
-    flags = {"router": ["--lease-seconds", "5"]}  # the other, nearly idle instances do not exceed it
+    flags = {"router": ["--instance-timeout-seconds", "5"]}  # the other, nearly idle instances do not exceed it
     with deploy(model=str(checkpoint("llama")), num_blocks=512, decode=2, flags=flags) as deployment:
         url, model = deployment.url, deployment.config.name
         frozen = deployment.child("decode-1").pid

@@ -124,7 +124,7 @@ def system(
     deploy: Callable[..., Any],
     metric: Callable[..., float],
 ) -> Iterator[System]:
-    pytest.importorskip("nixl", reason="NIXL is not installed: pip install 'pdserve[nixl]'")
+    pytest.importorskip("nixl", reason="NIXL is not installed: pip install -e '.[nixl]'")
     site, gate, model = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("gate"), checkpoint("llama")
     install_connectors(site, "pdserve_gated", Path(__file__).parent / "gated.py", {"gated+nixl": "GatedNixl"})
     with pytest.MonkeyPatch.context() as patch:
@@ -138,7 +138,7 @@ def system(
                 num_blocks=64,
                 decode=2,
                 policy="round_robin",
-                flags={"router": ["--lease-seconds", "5"]},  # of an instance that is stopped
+                flags={"router": ["--instance-timeout-seconds", "5"]},  # of an instance that is stopped
             ) as deployment,
             ThreadPoolExecutor(4) as threads,
         ):

@@ -10,7 +10,7 @@ from pdserve.proto import pdserve_pb2 as pb
 
 
 def test_no_lease_without_a_decode_instance(checkpoint: Callable[..., Path], make_instance: Callable[..., Any]) -> None:
-    pytest.importorskip("nixl", reason="NIXL is not installed: pip install 'pdserve[nixl]'")
+    pytest.importorskip("nixl", reason="NIXL is not installed: pip install -e '.[nixl]'")
     prefill = make_instance(model=str(checkpoint("llama")), connector="nixl://", num_blocks=64)
     prefill.submit("one token", list(range(100)), 1, pb.PREFILL)
     prefill.run_until(lambda outputs: any(output.finish_reason for output in outputs))

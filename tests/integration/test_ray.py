@@ -34,7 +34,7 @@ def ray() -> Iterator[Any]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_worker_niceness", "0")  # with Ray's 15, instances starve beside other tests
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]))
-        yield pytest.importorskip("ray", reason="Ray is not installed: pip install 'pdserve[ray]'")
+        yield pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
 
 
 @pytest.fixture(scope="module")

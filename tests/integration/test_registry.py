@@ -117,7 +117,14 @@ def fleet(
 
         class RegisteredDeployment(forked_deployment):  # type: ignore[misc, valid-type]  # the class comes from a fixture
             flags: ClassVar = {
-                "router": ["--registry", redis_server.url, "--lease-seconds", "600", "--drain-seconds", "600"]
+                "router": [
+                    "--registry",
+                    redis_server.url,
+                    "--instance-timeout-seconds",
+                    "600",
+                    "--drain-seconds",
+                    "600",
+                ]
             }
 
             def _instance_child(self, role: str) -> Child:

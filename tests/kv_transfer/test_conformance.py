@@ -371,7 +371,7 @@ def test_the_command_passes_redis_unix_and_nixl(scheme: str, request: pytest.Fix
     needs_store = {"leading-match", "lease", "longer-lease", "leases-under-pressure", "capacity", "many-threads"}
     no_relay = {name_of(rule) for rule in RELAY_RULES}
     if scheme == "nixl":
-        pytest.importorskip("nixl", reason="NIXL is not installed: pip install 'pdserve[nixl]'")
+        pytest.importorskip("nixl", reason="NIXL is not installed: pip install -e '.[nixl]'")
         url, not_checked = "nixl://", needs_store | {"content-stays"} | no_relay
     else:
         server = request.getfixturevalue("redis_server")

@@ -2,7 +2,9 @@
 // as text nodes; the page's content security policy forbids anything else.
 
 const POLL_MS = 1000;
-const MAX_SNAPSHOTS = 60; // the source of rates and sparklines
+const CURVE_S = 900; // the time that a curve shows: what a router keeps
+const FINE_S = 60; // the latest time of which each second's snapshot is kept, and of older ones one in COARSE_S
+const COARSE_S = 15;
 const RATE_WINDOW_S = 10;
 const MAX_ROWS = 40; // requests shown
 const KEY_ITEM = "pdserve-admin-key"; // in sessionStorage
@@ -83,7 +85,7 @@ async function poll() {
   clearTimeout(timer);
   if (paused || document.hidden) return;
   try {
-    addSnapshot(await fetchJson("/debug/overview"));
+    addSnapshot(await fetchJson(histories.size ? "/debug/overview" : "/debug/overview?history=true"));
     showKeyForm(null);
     showConnectionError("");
     draw();
@@ -102,9 +104,23 @@ function addSnapshot(snapshot) {
   while (histories.size > 16) histories.delete(histories.keys().next().value); // restarted routers have new ids
   requests = snapshot.timelines;
   delete snapshot.timelines;
-  snapshot.byId = new Map(snapshot.instances.map((instance) => [instance.instance_id, instance]));
-  snapshots.push(snapshot);
-  if (snapshots.length > MAX_SNAPSHOTS) snapshots.shift();
+  for (const one of [...(snapshot.history ?? []), snapshot]) {
+    one.byId = new Map(one.instances.map((instance) => [instance.instance_id, instance]));
+    snapshots.push(one);
+  }
+  delete snapshot.history;
+  thinOut(snapshot.time);
+}
+
+/** Leaves each second of the last minute, each COARSE_S before it, and nothing from before CURVE_S. */
+function thinOut(now) {
+  let kept = -Infinity;
+  const left = snapshots.filter(({ time }) => {
+    if (now - time > CURVE_S || (now - time > FINE_S && time - kept < COARSE_S - 0.5)) return false;
+    kept = time;
+    return true;
+  });
+  snapshots.splice(0, snapshots.length, ...left);
 }
 
 /** Shows the form for the admin key, or with null the page. */
@@ -147,9 +163,9 @@ for (const id of ["window", "filter"]) $(id).addEventListener("change", draw);
 
 // ---- rates and distributions --------------------------------------------------------------------------------------
 
-/** The oldest snapshot within `seconds` before the one at `end`. */
+/** The oldest snapshot within `seconds` before the one at `end`, but not that one itself where there is one before it. */
 function snapshotBefore(seconds, end = snapshots.length - 1) {
-  let start = end;
+  let start = Math.max(0, end - 1);
   while (start > 0 && snapshots[end].time - snapshots[start - 1].time <= seconds + 0.5) start--;
   return snapshots[start];
 }
@@ -227,10 +243,15 @@ function uptime(seconds) {
   return `${Math.floor(seconds / units[i][0])} ${units[i][1]}`;
 }
 
+/** The time that the curves show: what there is, from a minute on. */
+function curveSeconds() {
+  return Math.min(CURVE_S, Math.max(FINE_S, last(snapshots).time - snapshots[0].time));
+}
+
 /** A sparkline that ends at the right; null leaves a gap. */
 function sparkline(values, color, top = 0) {
-  const height = 26, max = Math.max(top, ...values) || 1;
-  const points = values.map((value, i) => value === null ? null : [MAX_SNAPSHOTS - values.length + i, height - 1 - (value / max) * (height - 2)]);
+  const height = 26, max = Math.max(top, ...values) || 1, start = last(snapshots).time - curveSeconds();
+  const points = values.map((value, i) => value === null ? null : [snapshots[i].time - start, height - 1 - (value / max) * (height - 2)]);
   const runs = [];
   points.forEach((point, i) => {
     if (point === null) return;
@@ -239,7 +260,7 @@ function sparkline(values, color, top = 0) {
   });
   const lines = runs.map((run) => "M" + run.map((point) => point.map((x) => x.toFixed(1)).join(" ")).join("L"));
   const areas = runs.map((run, i) => `${lines[i]}L${last(run)[0]} ${height}L${run[0][0]} ${height}Z`);
-  return svg("svg", { class: `spark c-${color}`, viewBox: `0 0 ${MAX_SNAPSHOTS - 1} ${height}`, preserveAspectRatio: "none", "aria-hidden": "true" },
+  return svg("svg", { class: `spark c-${color}`, viewBox: `0 0 ${curveSeconds()} ${height}`, preserveAspectRatio: "none", "aria-hidden": "true" },
     svg("path", { class: "area", d: areas.join("") }), svg("path", { d: lines.join("") }));
 }
 
@@ -256,6 +277,7 @@ function drawFigures(now) {
     const below = h("span", slo < p99 ? "late" : "", `p99 ${format(duration(p99))}`);
     return figure(`${title}, median`, duration(quantile(minute, 0.5)), below, values, color, slo < quantile(minute, 0.5));
   };
+  setText($("span"), `${Math.round(curveSeconds() / 60)} min ago`);
   const sources = promptSources();
   const loadRate = rate(counterDelta("load_bytes")), storeRate = rate(counterDelta("store_bytes"));
   const total = sum(Object.values(sources));
@@ -374,7 +396,7 @@ function histogram(title, values, slo, color, unit) {
     if (at > i && at < i + 1) bar.style.background = `linear-gradient(90deg, var(--c) ${(at - i) * 100}%, var(--bad) ${(at - i) * 100}%)`;
     chart.append(bar);
   });
-  if (!total) chart.append(h("span", "empty", Number($("window").value) ? "none in the last minute" : "none yet"));
+  if (!total) chart.append(h("span", "empty", Number($("window").value) ? "none in this time" : "none yet"));
   if (slo) {
     const mark = h("span", at > counts.length * 0.7 ? "mark left" : "mark", "SLO");
     mark.style.left = `${(at / counts.length) * 100}%`;

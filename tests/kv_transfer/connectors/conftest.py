@@ -177,7 +177,7 @@ StartReader = Callable[..., Reader]
 
 @pytest.fixture(scope="module")
 def nixl_installed() -> None:
-    pytest.importorskip("nixl", reason="NIXL is not installed: pip install 'pdserve[nixl]'")
+    pytest.importorskip("nixl", reason="NIXL is not installed: pip install -e '.[nixl]'")
 
 
 @pytest.fixture

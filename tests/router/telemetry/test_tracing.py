@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tests.router.conftest import Client, ScriptedBackend
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-REASON = "needs pip install 'pdserve[otel]'"
+REASON = "needs pip install -e '.[otel]'"
 
 
 @pytest.fixture

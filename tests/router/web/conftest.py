@@ -39,10 +39,12 @@ class Scene:
         metrics = Metrics(self.fleet)
         config = RouterConfig(model="demo", local_prefill_tokens=0, slo="ttft=1s", **settings)
         self.dispatcher = Dispatcher(config, self.fleet, metrics, seed=0)
-        overview = Overview(self.dispatcher, metrics, event_log)
+        self.overview = Overview(self.dispatcher, metrics, event_log)
         latest = self.dispatcher.timelines.latest
         admission = AdmissionController(load_api_keys(config.api_key), config, metrics, time.monotonic)
-        self.app = create_app(config, tokenizer, self.dispatcher, admission, metrics.parts, latest, overview.snapshot)
+        self.app = create_app(
+            config, tokenizer, self.dispatcher, admission, metrics.parts, latest, self.overview.snapshot
+        )
 
     def join(self, role: str, name: str, ranks: int = 1) -> InstanceHandle:
         hello = pb.Hello(instance_id=name, role=role, model="demo", max_model_len=100, vocab_size=50, num_blocks=99)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pdserve.counters import series
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
+from pdserve.router.web.overview import HISTORY_LENGTH, MAX_INSTANCES_IN_HISTORY
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client
@@ -61,3 +62,23 @@ def test_counters_of_instances(make_scene: Callable[..., Scene], make_client: ty
     (entry,) = make_client(scene.app).get("/debug/overview").json()["instances"]
     assert (entry["running"], entry["waiting"], entry["generation_tokens"], entry["load_seconds"]) == (3, 1, 2.0, 0.5)
     assert entry["ranks"] == 2 and entry["store_bytes"] == 0 and entry["stores_out"] == ["tiered/2/redis"]
+
+
+def test_history(make_scene: Callable[..., Scene], make_client: type[Client]) -> None:
+    scene = make_scene()
+    prefill, decode = scene.join("prefill", "p"), scene.join("decode", "d")
+    scene.overview.record()
+    scene.serve("a", prefill, decode)
+    for _ in range(HISTORY_LENGTH - 1):
+        scene.overview.record()
+    client = make_client(scene.app)
+    assert "history" not in client.get("/debug/overview").json()
+    history = client.get("/debug/overview?history=true").json()["history"]
+    assert [sum(one["requests"].values()) for one in history] == [0] + [1] * (HISTORY_LENGTH - 1)
+    assert {one["instance_id"] for one in history[0]["instances"]} == {"p", "d"} and "timelines" not in history[0]
+    scene.overview.record()
+    for number in range(MAX_INSTANCES_IN_HISTORY):
+        scene.join("decode", f"d{number}")
+    scene.overview.record()
+    history = client.get("/debug/overview?history=true").json()["history"]
+    assert len(history) == HISTORY_LENGTH and history[-2]["instances"] and not history[-1]["instances"]

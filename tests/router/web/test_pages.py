@@ -63,12 +63,14 @@ def browser() -> Iterator[Any]:
 def open_page(
     browser: Any, make_scene: Callable[..., Scene], serving: Callable[[Starlette], AbstractContextManager[str]]
 ) -> Iterator[Callable[..., Any]]:
-    """Factory: open_page(width, path, **settings) opens a page of a router that served a request and lost an instance."""
+    """Factory: open_page(width, path, history, **settings) opens a page of a router that served and lost an instance."""
     opened: list[Any] = []
 
-    def make(width: int = 1280, path: str = "/", **settings: Any) -> Any:
+    def make(width: int = 1280, path: str = "/", history: int = 0, **settings: Any) -> Any:
         scene = make_scene(**settings)
         prefill, decode = scene.join("prefill", "p", ranks=2), scene.join("decode", EVIL)
+        for _ in range(history):
+            scene.overview.record()
         scene.serve("the-request", prefill, decode)
         scene.fleet.deregister(scene.join("both", "gone"), EVIL)
         running = serving(scene.app)
@@ -111,6 +113,16 @@ def test_the_page_shows_instances_requests_and_faults(open_page: Callable[..., A
     detail = page.inner_text(".detail")
     assert "3 prompt tokens: 3 computed" in detail and "decode queue" not in detail
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert not page.problems
+
+
+def test_curves_begin_before_the_page_was_opened(open_page: Callable[..., Any]) -> None:
+    page = open_page(history=3)
+    page.wait_for_selector("#figures .spark")
+    first = page.evaluate("document.querySelectorAll('#figures .spark path')[1].getAttribute('d')")
+    assert first.count("L") >= 2, "it is drawn of the history and the current state"
+    assert page.get_by_role("link", name="API").get_attribute("href") == "/docs"
+    assert page.get_by_role("link", name="Metrics").get_attribute("href") == "/metrics"
     assert not page.problems
 
 
