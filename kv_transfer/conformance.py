@@ -18,7 +18,7 @@ from typing import Any
 from pdserve.errors import SetupError
 from pdserve.kv_transfer import registry
 from pdserve.kv_transfer.connector import API_VERSION, Connector, Outcome
-from pdserve.kv_transfer.rules import behaviour, blocks, connections, leases, processes
+from pdserve.kv_transfer.rules import behaviour, blocks, connections, evictions, leases, operations, processes
 from pdserve.kv_transfer.rules.context import Broken, NotChecked, RuleContext, new_keys
 from pdserve.kv_transfer.url import without_password
 
@@ -30,6 +30,8 @@ RULES: tuple[Rule, ...] = (
     blocks.results,
     blocks.leading_match,
     blocks.missing,
+    blocks.similar_keys,
+    blocks.stored_again,
     blocks.following,
     blocks.whole_blocks,
     blocks.concurrent_stores,
@@ -41,9 +43,8 @@ RULES: tuple[Rule, ...] = (
     leases.lease,
     leases.longer_lease,
     leases.release,
-    leases.leases_under_pressure,
-    leases.capacity,
     behaviour.deadline,
+    connections.refused_operations,
     connections.resumption,
     connections.stalled_value,
     connections.silent_connections,
@@ -52,10 +53,16 @@ RULES: tuple[Rule, ...] = (
     behaviour.requested_cancel,
     behaviour.two_connectors,
     behaviour.many_threads,
+    operations.concurrent_operations,
+    operations.large_operations,
+    operations.random_loads,
     behaviour.caller_never_waits,
     behaviour.counts,
     behaviour.content_stays,
     behaviour.clean_close,
+    # These fill the store, and so come last.
+    leases.leases_under_pressure,
+    leases.capacity,
 )
 RULE_TIMEOUT_S = 300.0  # of one rule, beyond its --seconds
 
@@ -148,7 +155,7 @@ def _run(rule: Rule, context: RuleContext) -> tuple[Verdict, str]:
         context.close()
         return ""
 
-    verdict, detail = _judge(lambda: rule(context))
+    verdict, detail = _judge(lambda: evictions.run(rule, context))
     close_verdict, close_detail = _judge(close)
     if close_verdict is Verdict.HOLDS or verdict is Verdict.BROKEN:
         return verdict, detail

@@ -38,7 +38,8 @@ Install = Callable[[Path, str, Path, dict[str, str]], None]
 
 broken: Any = importlib.import_module("pdserve_broken")  # loaded by conftest.py
 clients: Any = importlib.import_module("pdserve_broken_clients")
-BROKEN: list[tuple[type, str, str]] = broken.BROKEN + clients.BROKEN
+habits: Any = importlib.import_module("pdserve_broken_habits")
+BROKEN: list[tuple[type, str, str]] = broken.BROKEN + clients.BROKEN + habits.BROKEN
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def try_variant(broken_package: Path, wire_address: str, tmp_path: Path, monkeyp
         scheme, name = f"broken-{connector.__name__.lower()}", f"test-{uuid.uuid4().hex}"
         timeout = 0.3 if rule in ("results", "deadline") else 5
         if issubclass(connector, clients.WireConnector):
-            name, parameters = wire_address, ""
+            name, parameters = wire_address, "?timeout=0.5" if connector in (habits.OneClient, habits.RareDelay) else ""
         elif issubclass(connector, FileConnector):
             name, parameters = f"/{tmp_path}/{name}", f"?timeout={timeout}"
         else:
@@ -77,7 +78,7 @@ def try_variant(broken_package: Path, wire_address: str, tmp_path: Path, monkeyp
 def test_broken_connectors_are_caught(
     connector: type, rule: str, detail: str, try_variant: Try, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if connector in (*broken.SLOW_TO_DETECT, *(row[0] for row in clients.BROKEN)):
+    if connector in (*broken.SLOW_TO_DETECT, *habits.SLOW_TO_DETECT, *(row[0] for row in clients.BROKEN)):
         monkeypatch.setattr(context, "GRACE_S", 3.0)
         for module in (context, behaviour):
             monkeypatch.setattr(module, "WAIT_LIMIT_S", 1.0)
@@ -368,7 +369,8 @@ def test_a_rule_that_needs_more_space_is_not_checked() -> None:
 
 @pytest.mark.parametrize("scheme", [pytest.param("redis+unix", marks=pytest.mark.slow), "nixl"])
 def test_the_command_passes_redis_unix_and_nixl(scheme: str, request: pytest.FixtureRequest) -> None:
-    needs_store = {"leading-match", "lease", "longer-lease", "leases-under-pressure", "capacity", "many-threads"}
+    needs_store = {"leading-match", "stored-again", "lease", "longer-lease", "many-threads", "random-loads"}
+    needs_store |= {"leases-under-pressure", "capacity"}
     no_relay = {name_of(rule) for rule in RELAY_RULES}
     if scheme == "nixl":
         pytest.importorskip("nixl", reason="NIXL is not installed: pip install 'pdserve[nixl]'")
