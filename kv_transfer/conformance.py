@@ -8,6 +8,7 @@ that the rule could not be checked from outside of the connector, or not on this
 The rules are in `kv_transfer/rules/`; `tests/kv_transfer/broken.py` has a connector that breaks it for each of them.
 """
 
+import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -80,6 +81,7 @@ class Report:
     Attributes:
         says: the requirement, the first line of the rule's docstring.
         detail: the reason if the rule does not hold, otherwise an optional note.
+        source: file and line of the rule's function.
     """
 
     rule: str
@@ -87,11 +89,17 @@ class Report:
     verdict: Verdict
     seconds: float
     detail: str
+    source: str
 
 
 def name_of(rule: Rule) -> str:
     """Return the rule's name for users, such as "round-trip"."""
     return rule.__name__.replace("_", "-")
+
+
+def source_of(rule: Rule) -> str:
+    """Return the file and line of the rule's function, such as "/…/kv_transfer/rules/blocks.py:46"."""
+    return f"{inspect.getsourcefile(rule)}:{inspect.getsourcelines(rule)[1]}"
 
 
 def rules_named(names: Sequence[str]) -> tuple[Rule, ...]:
@@ -147,7 +155,7 @@ def try_rule(rule: Rule, url: str, seconds: float = 2.0, start: Start = _ignore)
     no_end = f"expected an end, saw none after {limit:g} s; the last call was {context.call or 'none'}"
     verdict, detail = outcome[0] if outcome else (Verdict.BROKEN, no_end)
     says = (rule.__doc__ or "").partition("\n")[0]
-    return Report(name_of(rule), says, verdict, time.perf_counter() - started, detail)
+    return Report(name_of(rule), says, verdict, time.perf_counter() - started, detail, source_of(rule))
 
 
 def _run(rule: Rule, context: RuleContext) -> tuple[Verdict, str]:

@@ -232,18 +232,23 @@ class GivesUp(PlainRedis):
         self._inner.timeout = 0.3  # after the first store, which must succeed
         return future
 
-class Ticketed(MemoryConnector):
+class Tickets:
     def match(self, keys):
         future = Future()
         future.set_result(0)
         return future
 
-    def _finish_transfer(self, operation, expected=frozenset()):
-        result = MemoryConnector._finish_transfer(self, operation, expected)
+    def open(self):
+        super().open()
+        self._finish_transfer = self.finish_with_ticket
+
+    def finish_with_ticket(self, operation, expected=frozenset()):
+        result = type(self)._finish_transfer(self, operation, expected)
         return replace(result, ticket=b"here" if operation.kind == "store" else b"")
 
-class TicketedShm(ShmConnector):
-    match, _finish_transfer = Ticketed.match, Ticketed._finish_transfer
+class Ticketed(Tickets, MemoryConnector): ...
+
+class TicketedShm(Tickets, ShmConnector): ...
 
 class Pretends(TicketedShm):
     def get_many(self, blocks):
@@ -390,7 +395,7 @@ def test_check_prints_a_table_and_progress(command: Callable[..., Any]) -> None:
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert re.search(r"missing\s+holds", lines[2])
-    assert re.search(r"between-processes\s+not checked .*of its own", lines[3])
+    assert re.search(r"between-processes\s+not checked .*of its own \(kv_transfer/rules/processes\.py:\d+\)", lines[3])
     assert lines[-1] == "1 holds, 0 broken, 1 not checked"
     assert done.stderr.splitlines() == ["1/2 missing", "2/2 between-processes"]
 
@@ -445,6 +450,7 @@ def test_check_as_json_and_its_exit_code(command: Callable[..., Any]) -> None:
     assert report["passed"] is False
     (rule,) = report["rules"]
     assert (rule["rule"], rule["verdict"]) == ("leading-match", "broken")
+    assert re.search(r"kv_transfer/rules/blocks\.py:\d+$", rule["source"])
     assert rule["says"].startswith("`match` counts leading keys") and rule["seconds"] >= 0 and "saw 5" in rule["detail"]
 
 
