@@ -1,6 +1,7 @@
 """The command `pdserve connector check`: shows each rule's report as it is made, and what they amount to."""
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -8,11 +9,13 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
+from pdserve.kv_transfer import rules
 from pdserve.kv_transfer.conformance import Report, Rule, Verdict, check, name_of, rules_named
 from pdserve.kv_transfer.progress import progress
 from pdserve.kv_transfer.rules.context import RuleContext
 from pdserve.kv_transfer.url import without_password
 
+_RULES = os.path.join(os.path.dirname(rules.__file__), "..", "..")
 _COLOURS = {Verdict.HOLDS: "green", Verdict.BROKEN: "bold red", Verdict.NOT_CHECKED: "yellow"}
 BROKEN, CHECKED_LITTLE = 1, 3  # exit codes; 2 is an invalid URL or an unusable store
 
@@ -26,21 +29,18 @@ def exit_code(reports: Sequence[Report]) -> int:
 
 def run(url: str, names: Sequence[str], seconds: float, as_json: bool) -> int:
     """Check the rules with these names, or all, and print the reports. Returns the exit code."""
-    rules = rules_named(names)
+    selected = rules_named(names)
     console = Console()
     # A pipe has no width; a large one avoids cut sentences.
     output = console if console.is_terminal else Console(width=200)
-    width = max(len(name_of(rule)) for rule in rules)
+    width = max(len(name_of(rule)) for rule in selected)
     if not as_json:
         output.print(_table(width, with_header=True, title=without_password(url)))
     reports = []
-    for report in _check_with_progress(url, rules, seconds):
+    for report in _check_with_progress(url, selected, seconds):
         reports.append(report)
         if not as_json:
-            row = _table(width)
-            verdict = f"[{_COLOURS[report.verdict]}]{report.verdict}[/]"
-            row.add_row(report.rule, verdict, f"{report.seconds:.1f}", report.detail.replace("[", r"\["))
-            output.print(row)
+            output.print(_row(report, width))
     code = exit_code(reports)
     if as_json:
         details = {"checked": len(reports) - _count(reports, Verdict.NOT_CHECKED), "of": len(reports)}
@@ -75,6 +75,18 @@ def _table(width: int, *, with_header: bool = False, title: str | None = None) -
         table.add_column(column, justify="right" if column == "seconds" else "left", width=columns)
     table.add_column("", overflow="fold")
     return table
+
+
+def _row(report: Report, width: int) -> Table:
+    """Return a row of the report. The rule's name is a link to its function; a rule that does not hold also names it."""
+    row = _table(width)
+    file, _, line = report.source.rpartition(":")
+    rule = f"[link=file://{file}]{report.rule}[/]"
+    detail = report.detail.replace("[", r"\[")
+    if report.verdict is not Verdict.HOLDS:
+        detail += f" ({os.path.relpath(file, _RULES)}:{line})"
+    row.add_row(rule, f"[{_COLOURS[report.verdict]}]{report.verdict}[/]", f"{report.seconds:.1f}", detail)
+    return row
 
 
 @contextmanager

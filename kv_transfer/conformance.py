@@ -8,6 +8,7 @@ that the rule could not be checked from outside of the connector, or not on this
 The rules are in `kv_transfer/rules/`; `tests/kv_transfer/broken.py` has a connector that breaks it for each of them.
 """
 
+import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 from pdserve.errors import SetupError
 from pdserve.kv_transfer import registry
 from pdserve.kv_transfer.connector import API_VERSION, Connector, Outcome
-from pdserve.kv_transfer.rules import behaviour, blocks, connections, leases, processes
+from pdserve.kv_transfer.rules import behaviour, blocks, connections, evictions, leases, operations, processes
 from pdserve.kv_transfer.rules.context import Broken, NotChecked, RuleContext, new_keys
 from pdserve.kv_transfer.url import without_password
 
@@ -30,6 +31,8 @@ RULES: tuple[Rule, ...] = (
     blocks.results,
     blocks.leading_match,
     blocks.missing,
+    blocks.similar_keys,
+    blocks.stored_again,
     blocks.following,
     blocks.whole_blocks,
     blocks.concurrent_stores,
@@ -41,9 +44,8 @@ RULES: tuple[Rule, ...] = (
     leases.lease,
     leases.longer_lease,
     leases.release,
-    leases.leases_under_pressure,
-    leases.capacity,
     behaviour.deadline,
+    connections.refused_operations,
     connections.resumption,
     connections.stalled_value,
     connections.silent_connections,
@@ -52,10 +54,16 @@ RULES: tuple[Rule, ...] = (
     behaviour.requested_cancel,
     behaviour.two_connectors,
     behaviour.many_threads,
+    operations.concurrent_operations,
+    operations.large_operations,
+    operations.random_loads,
     behaviour.caller_never_waits,
     behaviour.counts,
     behaviour.content_stays,
     behaviour.clean_close,
+    # These fill the store, and so come last.
+    leases.leases_under_pressure,
+    leases.capacity,
 )
 RULE_TIMEOUT_S = 300.0  # of one rule, beyond its --seconds
 
@@ -73,6 +81,7 @@ class Report:
     Attributes:
         says: the requirement, the first line of the rule's docstring.
         detail: the reason if the rule does not hold, otherwise an optional note.
+        source: file and line of the rule's function.
     """
 
     rule: str
@@ -80,11 +89,17 @@ class Report:
     verdict: Verdict
     seconds: float
     detail: str
+    source: str
 
 
 def name_of(rule: Rule) -> str:
     """Return the rule's name for users, such as "round-trip"."""
     return rule.__name__.replace("_", "-")
+
+
+def source_of(rule: Rule) -> str:
+    """Return the file and line of the rule's function, such as "/…/kv_transfer/rules/blocks.py:46"."""
+    return f"{inspect.getsourcefile(rule)}:{inspect.getsourcelines(rule)[1]}"
 
 
 def rules_named(names: Sequence[str]) -> tuple[Rule, ...]:
@@ -140,7 +155,7 @@ def try_rule(rule: Rule, url: str, seconds: float = 2.0, start: Start = _ignore)
     no_end = f"expected an end, saw none after {limit:g} s; the last call was {context.call or 'none'}"
     verdict, detail = outcome[0] if outcome else (Verdict.BROKEN, no_end)
     says = (rule.__doc__ or "").partition("\n")[0]
-    return Report(name_of(rule), says, verdict, time.perf_counter() - started, detail)
+    return Report(name_of(rule), says, verdict, time.perf_counter() - started, detail, source_of(rule))
 
 
 def _run(rule: Rule, context: RuleContext) -> tuple[Verdict, str]:
@@ -148,7 +163,7 @@ def _run(rule: Rule, context: RuleContext) -> tuple[Verdict, str]:
         context.close()
         return ""
 
-    verdict, detail = _judge(lambda: rule(context))
+    verdict, detail = _judge(lambda: evictions.run(rule, context))
     close_verdict, close_detail = _judge(close)
     if close_verdict is Verdict.HOLDS or verdict is Verdict.BROKEN:
         return verdict, detail

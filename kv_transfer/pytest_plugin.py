@@ -95,4 +95,4 @@ def _raise_unless_holds(report: Report) -> None:
     if report.verdict is Verdict.NOT_CHECKED:
         pytest.skip(report.detail)
     if report.verdict is Verdict.BROKEN:
-        raise RuleBroken(f"{report.rule}: {report.detail}\n{report.says}")
+        raise RuleBroken(f"{report.rule}: {report.detail}\n{report.says}\n{report.source}")

@@ -93,7 +93,7 @@ def _find(scheme: str) -> EntryPoint:
 def _load(entry: EntryPoint) -> type[Connector]:
     try:
         loaded = entry.load()
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError) as error:  # the last: a class that the base class refuses
         raise SetupError(f"The connector for {entry.name}:// ({entry.value}) cannot be imported: {error}.") from error
     if not isinstance(loaded, type) or not issubclass(loaded, Connector):
         raise SetupError(f"The connector for {entry.name}:// ({entry.value}) is not a subclass of Connector.")

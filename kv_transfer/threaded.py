@@ -55,12 +55,30 @@ SWITCH_INTERVAL_S = 0.0005
 FOLLOW_POLL_S = 0.0002  # between two polls for a block that is being stored
 MAX_LEASE_S = 86_400.0  # an erroneously long lease must not pin a block forever
 
+# Attributes of the base class that a subclass must not replace.
+_OWN_ATTRIBUTES = (
+    "_queue",
+    "_workers",
+    "_watchdog",
+    "_lock",
+    "_stats",
+    "_limited_log",
+    "_closed",
+    "_pending_blocks",
+)
+
 B = TypeVar("B", bound=Block)
 T = TypeVar("T")
 
 
 class Full(Exception):
     """Raised by `put`: the store has no space for this value."""
+
+
+def _shadows(connector: type, name: str) -> TypeError:
+    return TypeError(
+        f"{connector.__name__}.{name} replaces a private name of the connector base classes; give it another name"
+    )
 
 
 class BatchedConnector(Connector):
@@ -79,6 +97,15 @@ class BatchedConnector(Connector):
 
     faults: ClassVar[tuple[type[Exception], ...]] = (OSError,)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raises `TypeError` for a name that the base classes use for themselves, which would break them silently."""
+        super().__init_subclass__(**kwargs)
+        if cls.__module__ != __name__:
+            owned = {name for base in cls.__mro__ if base.__module__ == __name__ for name in vars(base)}
+            for name in (owned | set(_OWN_ATTRIBUTES)) & set(vars(cls)):
+                if name.startswith("_") and not name.endswith("__"):
+                    raise _shadows(cls, name)
+
     def __init__(self, url: str) -> None:
         query = Query(url)
         self.url = url
@@ -89,8 +116,6 @@ class BatchedConnector(Connector):
             raise SetupError(
                 f"{self.scheme}:// reads pools in place and supports no codec; remove codec= from the URL."
             )
-        self.configure(query)
-        query.done()
         self._queue: queue.SimpleQueue[Operation[Any] | None] = queue.SimpleQueue()
         self._workers: list[threading.Thread] = []
         self._watchdog = Watchdog(self.scheme)
@@ -99,6 +124,9 @@ class BatchedConnector(Connector):
         self._limited_log = RateLimitedLog(self.scheme)
         self._closed = False
         self._pending_blocks = 0  # of operations in flight
+        self.__own = [getattr(self, name) for name in _OWN_ATTRIBUTES]
+        self.configure(query)
+        query.done()
 
     # Hooks. All except `configure`, `open` and `shut` run on worker threads.
 
@@ -147,6 +175,9 @@ class BatchedConnector(Connector):
         self.namespace, self.payload_lengths = self.codec.namespace, self.codec.payload_lengths
         self.header_format = HeaderFormat(memory.layout, self.namespace, self.payload_lengths)
         self.open()
+        for name, value in zip(_OWN_ATTRIBUTES, self.__own, strict=True):
+            if getattr(self, name) is not value:
+                raise _shadows(type(self), name)
         if self.codec.lossy:
             log.warning(
                 "%s: KV is stored with the lossy codec %s; output can differ from output without it",

@@ -2,7 +2,16 @@
 
 from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.rules.behaviour import TIMEOUT_S, TURNS
-from pdserve.kv_transfer.rules.context import WAIT_LIMIT_S, AttachedPool, NotChecked, RuleContext, expect, new_keys
+from pdserve.kv_transfer.rules.context import (
+    WAIT_LIMIT_S,
+    AttachedPool,
+    NotChecked,
+    RuleContext,
+    expect,
+    expect_count,
+    new_keys,
+    summarize,
+)
 from pdserve.kv_transfer.rules.outage import relayed_outage, simulated_outage
 
 HELD_LOADS = 4  # at once, so that all connections of a connector with the default number of threads are used
@@ -30,6 +39,29 @@ def resumption(context: RuleContext) -> str:
         finally:
             outage.responsive.set()
         outage.expect_usable(new_keys(2), "the store to be used again after it hung")
+        return outage.method
+
+
+def refused_operations(context: RuleContext) -> str:
+    """If the store is gone or hangs, blocks are unavailable: a store or load calls none of them missing, full or corrupt."""
+    with simulated_outage(context, TIMEOUT_S) as outage:
+        pool, keys = outage.pool, new_keys(3)
+        for state, begin, end in (
+            ("gone", outage.gone.set, outage.gone.clear),
+            ("hanging", outage.responsive.clear, outage.responsive.set),
+        ):
+            outage.expect_usable(keys[:2], "the store to be used")
+            context.register_keys(pool.layout, keys)
+            begin()
+            try:
+                load = pool.connector.load(keys[:2], [4, 5], tickets=pool.tickets(keys[:2]))
+                store = pool.connector.store(keys[2:], [6], lease_s=60.0)
+                for name, future, blocks in (("load", load, 2), ("store", store, 1)):
+                    seen = pool.wait_transfer(future, name, blocks).outcomes
+                    expected = f"each block of a {name} to be unavailable while the store is {state}"
+                    expect(set(seen) == {Outcome.UNAVAILABLE}, expected, summarize(seen))
+            finally:
+                end()
         return outage.method
 
 
@@ -81,7 +113,7 @@ def byte_by_byte(context: RuleContext) -> str:
             pool.must_store(keys[:2], [0, 1])
         pool.must_load(keys[:2], [4, 5], pool.rows[:2])
         matched = pool.match(keys)
-        expect(matched == (0 if context.tickets else 2), "2 leading keys, the third being missing", matched)
+        expect_count(matched, 0 if context.tickets else 2, "2 leading keys, the third being missing")
         seen = pool.load(keys[2:], [8]).outcomes[0]
         expect(seen is Outcome.MISSING, "a block that was not stored to be missing", seen)
     return ""

@@ -8,7 +8,8 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TypeVar
@@ -29,6 +30,8 @@ KiB, MiB = 1 << 10, 1 << 20
 GRACE_S = 30.0  # for a future, beyond the connector's own timeout
 WAIT_LIMIT_S = 30.0  # for everything else
 
+EVICTS_LEASED = "the connector declares that its store evicts leased blocks too (keeps_leases = False)"
+
 T = TypeVar("T")
 
 
@@ -40,10 +43,32 @@ class NotChecked(Exception):
     """The rule cannot be checked from outside. The text states the reason."""
 
 
-def expect(condition: bool, expected: str, seen: object) -> None:
-    """Raise `Broken` unless the condition holds."""
+class Lost(Broken):
+    """Blocks that were stored are missing, and nothing else is wrong. An eviction looks the same (`evictions.py`)."""
+
+
+def expect(condition: bool, expected: str, seen: object, error: type[Broken] = Broken) -> None:
+    """Raise `Broken`, or the given subclass, unless the condition holds."""
     if not condition:
-        raise Broken(f"expected {expected}, saw {seen}")
+        raise error(f"expected {expected}, saw {seen}")
+
+
+def expect_ok(outcomes: Sequence[Outcome], expected: str) -> None:
+    """Expect all blocks of a load to be OK. Raises `Lost` if some are missing and nothing else is wrong."""
+    is_loss = set(outcomes) <= {Outcome.OK, Outcome.MISSING}
+    expect(set(outcomes) <= {Outcome.OK}, expected, summarize(outcomes), Lost if is_loss else Broken)
+
+
+def expect_outcomes(outcomes: Sequence[Outcome], expected: Sequence[Outcome]) -> None:
+    """Expect exactly these outcomes. Raises `Lost` if blocks are missing that should be OK, and nothing else is wrong."""
+    wrong = {pair for pair in zip(outcomes, expected, strict=True) if pair[0] is not pair[1]}
+    error = Lost if wrong == {(Outcome.MISSING, Outcome.OK)} else Broken
+    expect(not wrong, ", ".join(expected), ", ".join(outcomes), error)
+
+
+def expect_count(seen: int, count: int, expected: str) -> None:
+    """Expect to see `count` stored blocks. Raises `Lost` if there are fewer."""
+    expect(seen == count, expected, seen, Lost if seen < count else Broken)
 
 
 def new_keys(count: int) -> list[bytes]:
@@ -135,15 +160,22 @@ class AttachedPool:
 
         If the store is full, the rule is not checked; if the blocks `must_fit`, it is broken.
         """
-        seen = self.store(keys, ids, lease_s).outcomes
+        self.must_have_stored(self.store(keys, ids, lease_s), must_fit=must_fit)
+
+    def must_have_stored(self, result: Result, *, must_fit: bool = False) -> None:
+        """Expect all blocks of a store to be OK, as `must_store` does."""
+        seen = result.outcomes
         if set(seen) - {Outcome.OK} == {Outcome.FULL} and not must_fit:
-            raise NotChecked(f"no space for {len(keys)} more blocks of {format_size(self.layout.block_bytes)}")
-        expect(all(outcome is Outcome.OK for outcome in seen), f"all {len(keys)} blocks stored", summarize(seen))
+            raise NotChecked(f"no space for {len(seen)} more blocks of {format_size(self.layout.block_bytes)}")
+        expect(set(seen) <= {Outcome.OK}, f"all {len(seen)} blocks stored", summarize(seen))
 
     def must_load(self, keys: Sequence[bytes], ids: Sequence[int], contents: Row) -> None:
         """Load, and expect all blocks to be OK with these contents."""
-        seen = self.load(keys, ids).outcomes
-        expect(all(outcome is Outcome.OK for outcome in seen), f"all {len(keys)} blocks loaded", summarize(seen))
+        self.must_have_loaded(self.load(keys, ids), ids, contents)
+
+    def must_have_loaded(self, result: Result, ids: Sequence[int], contents: Row) -> None:
+        """Expect all blocks of a load to be OK with these contents."""
+        expect_ok(result.outcomes, f"all {len(ids)} blocks loaded")
         for row, content in zip(ids, contents, strict=True):
             self.must_equal(row, content)
 
@@ -159,7 +191,9 @@ class AttachedPool:
         seen = self.load(keys, ids).outcomes
         for row, content, outcome, match in zip(ids, contents, seen, matched, strict=True):
             expect(outcome in allowed, "each block to be OK or missing", f"a load that returned {outcome}")
-            expect(match == 0 or outcome is Outcome.OK or not leased, "a block that matched to load", f"{outcome}")
+            expect(
+                match == 0 or outcome is Outcome.OK or not leased, "a block that matched to load", f"{outcome}", Lost
+            )
             if outcome is Outcome.OK:
                 self.must_equal(row, content)
         return sum(outcome is Outcome.OK for outcome in seen)
@@ -210,6 +244,8 @@ class RuleContext:
         seconds: how long randomized rules run.
         tickets: of stored blocks, by namespace and key.
         call: the call that was made last, or is being waited for. Read by other threads, to show progress.
+        stored_blocks: number of keys registered so far, by block length.
+        keeps_leases: what the connectors attached so far declare.
     """
 
     def __init__(self, url: str, seconds: float) -> None:
@@ -218,6 +254,8 @@ class RuleContext:
         self.fingerprint = f"conformance {uuid.uuid4().hex}"
         self.tickets: dict[tuple[bytes, bytes], bytes] = {}
         self.call = ""
+        self.stored_blocks: Counter[int] = Counter()
+        self.keeps_leases = True
         self._attached: set[tuple[str, int]] = set()  # URL and block length of all pools so far
         self._pools: list[AttachedPool] = []
         self._keys: dict[bytes, set[bytes]] = {}
@@ -254,12 +292,15 @@ class RuleContext:
             expected = "another connector of this URL to attach in the same process"
             raise Broken(f"expected {expected}, saw {type(error).__name__}: {error}") from error
         self._attached.add((url, layout.block_bytes))
+        self.keeps_leases &= pool.connector.capabilities.keeps_leases
         self._pools.append(pool)
         return pool
 
-    def register_keys(self, layout: Layout, keys: Iterable[bytes]) -> None:
+    def register_keys(self, layout: Layout, keys: Collection[bytes]) -> None:
         """Record keys to be deleted from the store when the context closes, where the connector can delete."""
-        self._keys.setdefault(layout.namespace, set()).update(keys)
+        known = self._keys.setdefault(layout.namespace, set())
+        self.stored_blocks[layout.block_bytes] += len(set(keys) - known)
+        known.update(keys)
 
     def require_shared_store(self) -> None:
         """Raise `NotChecked` if blocks stay in the storing pool. Called after the first store of a rule."""

@@ -118,22 +118,31 @@ def relayed_outage(context: RuleContext, timeout_s: float, *, override: bool = F
 
 def _prepare_url(context: RuleContext, timeout_s: float, override: bool) -> tuple[str, bool]:
     """Return the URL with the timeout wherever one is supported, and whether the store may be reached through a relay."""
+    relayable = connect(context.url).capabilities.relayable
+    return with_parameter(context, "timeout", f"{timeout_s:g}", override=override), relayable
+
+
+def with_parameter(context: RuleContext, name: str, value: str, *, override: bool = False) -> str:
+    """Return the context's URL with a parameter that every `BatchedConnector` has, wherever one is named in the URL.
+
+    Args:
+        override: replace a value that is in the URL, too.
+    """
     probe, url = context.attach(), context.url
     for store_url in {connector.url for connector in batched_connectors(probe.connector)}:
-        with_timeout = _set_timeout(store_url, timeout_s, override).replace("\\", r"\\")
-        url = re.sub(f"{re.escape(store_url)}(?=,|$)", with_timeout, url)  # it may be one of several tiers
-    may_use_relay = probe.connector.capabilities.relayable
+        changed = _set_parameter(store_url, name, value, override).replace("\\", r"\\")
+        url = re.sub(f"{re.escape(store_url)}(?=,|$)", changed, url)  # it may be one of several tiers
     context.close()
-    return url, may_use_relay
+    return url
 
 
-def _set_timeout(url: str, timeout_s: float, override: bool) -> str:
+def _set_parameter(url: str, name: str, value: str, override: bool) -> str:
     base, _, query = url.partition("?")
     parameters = query.split("&") if query else []
-    others = [parameter for parameter in parameters if not parameter.startswith("timeout=")]
+    others = [parameter for parameter in parameters if not parameter.startswith(f"{name}=")]
     if len(others) < len(parameters) and not override:
         return url
-    return f"{base}?{'&'.join([*others, f'timeout={timeout_s:g}'])}"
+    return f"{base}?{'&'.join([*others, f'{name}={value}'])}"
 
 
 # Outage by hooks.

@@ -21,6 +21,7 @@ from pdserve.kv_transfer.rules.context import (
     NotChecked,
     RuleContext,
     expect,
+    expect_count,
     format_size,
     random_rows,
     stamp,
@@ -49,7 +50,7 @@ def between_processes(context: RuleContext) -> str:
             for writer in writers:
                 pool.keep_tickets(writer, seed)
                 loaded = pool.count_loadable(seed, 0)
-                expect(loaded == COUNT, f"{COUNT} blocks of another process to load", loaded)
+                expect_count(loaded, COUNT, f"{COUNT} blocks of another process to load")
             for writer in writers:
                 writer.end()
     return ""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 from itertools import takewhile
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
@@ -209,8 +209,9 @@ class NeverReplacesCorrupt(MemoryConnector):
 class IgnoresNamespace(MemoryConnector):
     """Stores the blocks of all models under the same names, and makes headers of other models its own."""
 
-    def _name(self, key: bytes) -> str:
-        return f"{self.memory.layout.version}/{key.hex()}"
+    def open(self) -> None:
+        super().open()
+        self._name = lambda key: f"{self.memory.layout.version}/{key.hex()}"  # type: ignore[method-assign]
 
     def get(self, name: str) -> Buffer | None:
         value = super().get(name)
@@ -355,11 +356,10 @@ class IgnoresDeadline(MemoryConnector):
 class WritesAfterDeadline(MemoryConnector):
     """Writes into rows after the deadline, because its blocks have no fence."""
 
-    def _blocks(self, kind: Any, operation: Any, pairs: Any) -> Any:
-        blocks = super()._blocks(kind, operation, pairs)
-        for block in blocks if kind is Incoming else ():
-            block._fence = threading.Lock()
-        return blocks
+    def get_many(self, blocks: Sequence[Incoming]) -> None:
+        for block in blocks:
+            block._fence = threading.Lock()  # type: ignore[assignment]
+        super().get_many(blocks)
 
 
 class WritesAfterCancel(MemoryConnector):

@@ -254,7 +254,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 # The conformance kit.
 
 Install = Callable[[Path, str, Path, dict[str, str]], None]
-BROKEN_NAMES = ("pdserve_broken", "pdserve_broken_clients")
+BROKEN_NAMES = ("pdserve_broken", "pdserve_broken_clients", "pdserve_broken_habits")
 
 
 def load_module(file: str, name: str) -> ModuleType:
@@ -278,7 +278,7 @@ def broken_package(tmp_path_factory: pytest.TempPathFactory, install_connectors:
     folder = tmp_path_factory.mktemp("broken")
     for name, module in BROKEN_MODULES.items():
         schemes = {f"broken-{row[0].__name__.lower()}": row[0].__name__ for row in module.BROKEN}
-        if hasattr(module, "WireConnector"):
+        if name == "pdserve_broken_clients":
             schemes["wire"] = "WireConnector"
         install_connectors(folder, name, Path(str(module.__file__)), schemes)
     with pytest.MonkeyPatch.context() as patch:

@@ -38,7 +38,8 @@ Install = Callable[[Path, str, Path, dict[str, str]], None]
 
 broken: Any = importlib.import_module("pdserve_broken")  # loaded by conftest.py
 clients: Any = importlib.import_module("pdserve_broken_clients")
-BROKEN: list[tuple[type, str, str]] = broken.BROKEN + clients.BROKEN
+habits: Any = importlib.import_module("pdserve_broken_habits")
+BROKEN: list[tuple[type, str, str]] = broken.BROKEN + clients.BROKEN + habits.BROKEN
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def try_variant(broken_package: Path, wire_address: str, tmp_path: Path, monkeyp
         scheme, name = f"broken-{connector.__name__.lower()}", f"test-{uuid.uuid4().hex}"
         timeout = 0.3 if rule in ("results", "deadline") else 5
         if issubclass(connector, clients.WireConnector):
-            name, parameters = wire_address, ""
+            name, parameters = wire_address, "?timeout=0.5" if connector in (habits.OneClient, habits.RareDelay) else ""
         elif issubclass(connector, FileConnector):
             name, parameters = f"/{tmp_path}/{name}", f"?timeout={timeout}"
         else:
@@ -77,7 +78,7 @@ def try_variant(broken_package: Path, wire_address: str, tmp_path: Path, monkeyp
 def test_broken_connectors_are_caught(
     connector: type, rule: str, detail: str, try_variant: Try, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if connector in (*broken.SLOW_TO_DETECT, *(row[0] for row in clients.BROKEN)):
+    if connector in (*broken.SLOW_TO_DETECT, *habits.SLOW_TO_DETECT, *(row[0] for row in clients.BROKEN)):
         monkeypatch.setattr(context, "GRACE_S", 3.0)
         for module in (context, behaviour):
             monkeypatch.setattr(module, "WAIT_LIMIT_S", 1.0)
@@ -231,18 +232,23 @@ class GivesUp(PlainRedis):
         self._inner.timeout = 0.3  # after the first store, which must succeed
         return future
 
-class Ticketed(MemoryConnector):
+class Tickets:
     def match(self, keys):
         future = Future()
         future.set_result(0)
         return future
 
-    def _finish_transfer(self, operation, expected=frozenset()):
-        result = MemoryConnector._finish_transfer(self, operation, expected)
+    def open(self):
+        super().open()
+        self._finish_transfer = self.finish_with_ticket
+
+    def finish_with_ticket(self, operation, expected=frozenset()):
+        result = type(self)._finish_transfer(self, operation, expected)
         return replace(result, ticket=b"here" if operation.kind == "store" else b"")
 
-class TicketedShm(ShmConnector):
-    match, _finish_transfer = Ticketed.match, Ticketed._finish_transfer
+class Ticketed(Tickets, MemoryConnector): ...
+
+class TicketedShm(Tickets, ShmConnector): ...
 
 class Pretends(TicketedShm):
     def get_many(self, blocks):
@@ -368,7 +374,8 @@ def test_a_rule_that_needs_more_space_is_not_checked() -> None:
 
 @pytest.mark.parametrize("scheme", [pytest.param("redis+unix", marks=pytest.mark.slow), "nixl"])
 def test_the_command_passes_redis_unix_and_nixl(scheme: str, request: pytest.FixtureRequest) -> None:
-    needs_store = {"leading-match", "lease", "longer-lease", "leases-under-pressure", "capacity", "many-threads"}
+    needs_store = {"leading-match", "stored-again", "lease", "longer-lease", "many-threads", "random-loads"}
+    needs_store |= {"leases-under-pressure", "capacity"}
     no_relay = {name_of(rule) for rule in RELAY_RULES}
     if scheme == "nixl":
         pytest.importorskip("nixl", reason="NIXL is not installed: pip install -e '.[nixl]'")
@@ -388,7 +395,7 @@ def test_check_prints_a_table_and_progress(command: Callable[..., Any]) -> None:
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert re.search(r"missing\s+holds", lines[2])
-    assert re.search(r"between-processes\s+not checked .*of its own", lines[3])
+    assert re.search(r"between-processes\s+not checked .*of its own \(kv_transfer/rules/processes\.py:\d+\)", lines[3])
     assert lines[-1] == "1 holds, 0 broken, 1 not checked"
     assert done.stderr.splitlines() == ["1/2 missing", "2/2 between-processes"]
 
@@ -443,6 +450,7 @@ def test_check_as_json_and_its_exit_code(command: Callable[..., Any]) -> None:
     assert report["passed"] is False
     (rule,) = report["rules"]
     assert (rule["rule"], rule["verdict"]) == ("leading-match", "broken")
+    assert re.search(r"kv_transfer/rules/blocks\.py:\d+$", rule["source"])
     assert rule["says"].startswith("`match` counts leading keys") and rule["seconds"] >= 0 and "saw 5" in rule["detail"]
 
 

@@ -23,7 +23,7 @@ def test_pytest_with_a_url(tmp_path: Path, broken_package: Path) -> None:
     selection = "missing or leading or between"
     options = ["-p", "pdserve.kv_transfer.pytest_plugin", "--connector", "broken-countspastgap://x", "-k", selection]
     result = run_pytest(tmp_path, broken_package, *options)
-    assert "1 failed, 1 passed, 1 skipped, 27 deselected" in result.stdout, result.stdout + result.stderr
+    assert "1 failed, 1 passed, 1 skipped, 33 deselected" in result.stdout, result.stdout + result.stderr
     assert "leading-match: expected 3 leading keys, the fourth being missing, saw 5" in result.stdout
     assert "Traceback" not in result.stdout and "each process has a store of its own" in result.stdout
 
@@ -49,7 +49,7 @@ def test_the_example_package_passes(tmp_path: Path, fsspec_package: Path) -> Non
         tmp_path, fsspec_package, "-p", "pdserve.kv_transfer.pytest_plugin", "--connector-seconds", "0.5"
     )
     # Not checked, in both stores: its limit, and connections. In memory, also other processes, which do not share it.
-    assert "54 passed, 12 skipped" in result.stdout, result.stdout + result.stderr
+    assert "66 passed, 12 skipped" in result.stdout, result.stdout + result.stderr
 
 
 def run_pytest(folder: Path, site: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from pdserve.keys import Layout
 from pdserve.kv_transfer import operation, threaded
 from pdserve.kv_transfer.blocks import StreamedPart
 from pdserve.kv_transfer.connector import Outcome, PoolMemory
+from pdserve.kv_transfer.connectors.memory import MemoryConnector
 from pdserve.kv_transfer.header import HEADER_BYTES, Buffer, HeaderFormat, is_intact
 from pdserve.kv_transfer.threaded import Full, ThreadedConnector
 
@@ -335,3 +337,21 @@ def test_close_after_a_failed_attach(layout_of: LayoutOf) -> None:
 def test_a_call_before_attach_raises(new_keys: NewKeys) -> None:
     with pytest.raises(RuntimeError, match="not attached"):
         Scripted().match(new_keys(1))
+
+
+@pytest.mark.parametrize("name", ["_run", "_name", "_blocks", "_lock", "_stats"])
+def test_a_private_name_of_the_base_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"Mine\.{name} replaces a private name of the connector base classes"):
+        type("Mine", (MemoryConnector,), {name: lambda self: None})
+    with pytest.raises(TypeError, match=rf"Mine\.{name} replaces"):
+        type("Mine", (ThreadedConnector,), {name: lambda self: None})
+
+
+@pytest.mark.parametrize("hook", ["configure", "open"])
+def test_a_private_attribute_of_the_base_is_refused(hook: str, layout_of: Callable[..., Layout]) -> None:
+    def replace_lock(self: Any, *_: object) -> None:
+        self._lock = object()
+
+    connector = type("Mine", (MemoryConnector,), {hook: replace_lock})("memory://test-shadow")
+    with pytest.raises(TypeError, match=r"Mine\._lock replaces"):
+        connector.attach(PoolMemory(np.zeros((1, 4096), np.uint8), layout_of(4096)))
