@@ -5,6 +5,8 @@ import math
 import secrets
 from dataclasses import dataclass, field
 
+from pydantic_core import from_json
+
 
 @dataclass(frozen=True)
 class ToolCallDelta:
@@ -36,8 +38,11 @@ def new_call_id() -> str:
 
 
 def parse_json(text: str) -> object:
-    """Return the parsed value, or None if the text is not valid JSON, or has a number that JSON could not give back."""
+    """Return the parsed value, or None if the text is not valid JSON, or has a value that JSON could not give back."""
     try:
+        from_json(
+            text, allow_inf_nan=False
+        )  # knows halves of surrogate pairs, and refuses more levels than can be written
         return json.loads(text, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
         return None
