@@ -183,3 +183,15 @@ class JsonObject:
     def _end(self, *, is_whole: bool) -> bool:
         self.is_over, self.is_whole = True, is_whole
         return True
+
+
+def mended(text: str) -> str:
+    """Return the JSON object with which a text begins, as far as it goes; an empty one if it begins otherwise."""
+    value, out = JsonObject(()), ""
+    text = text.lstrip()
+    while text.startswith("{") or value.depth:
+        length, part = value.read(text, is_last=True)
+        text, out = text[length:], out + part
+        if value.is_over or not text:
+            return out + value.close()
+    return "{}"

@@ -1,7 +1,7 @@
 """Base of the parsers of tool calls: finds the tags with which calls begin, and tells calls from text that looks like one."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from pdserve.grammars import formats
@@ -158,11 +158,11 @@ class ToolParser(Reader):
         self.num_calls += not (self._tools.single_call and self._index)
 
     def _emit(self, delta: ToolCallDelta) -> None:
-        calls = self._output.calls
+        calls, delta = self._output.calls, replace(delta, at=len(self._output.text))
         if self._tools.single_call and delta.index:
             return
         if calls and not (calls[-1].name or delta.name):
-            delta = ToolCallDelta(delta.index, calls.pop().arguments + delta.arguments)
+            delta = replace(delta, arguments=calls.pop().arguments + delta.arguments)
         calls.append(delta)
 
     def _call_with_json(self, name: str, call_id: str = "") -> Steps[bool]:
