@@ -1,12 +1,13 @@
 """Chat bodies: messages in the form that chat templates expect, and how these are rendered."""
 
-import json
 from collections.abc import Iterable
 from typing import Any
 
 from pdserve.errors import BadRequest, InvalidParameter
 from pdserve.router.api.parsing import json_type, or_default, quote
 from pdserve.router.api.schemas import ChatBody, Message, ToolCall
+from pdserve.router.text.parsers.json_object import mended
+from pdserve.router.text.parsers.output import parse_json
 from pdserve.router.text.tokenizer import REASONING_VARIABLES, TemplateOptions, Tokenizer
 
 
@@ -22,8 +23,9 @@ def template_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
     rendered: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
         _check_role(message, index)
-        calls = [_template_call(call, index) for call in message.tool_calls or ()]
-        content = "" if calls and message.content is None else _text_of(message.content, index)
+        calls = [_template_call(call) for call in message.tool_calls or ()]
+        is_silent = message.content is None and message.role in ("assistant", "tool")
+        content = "" if is_silent else _text_of(message.content, index)
         item: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
         item |= {"tool_calls": calls} if calls else {}
         item |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name)) is not None}
@@ -75,14 +77,14 @@ def _check_role(message: Message, index: int) -> None:
             raise _invalid_messages(f"messages[{index}]: only messages with role assistant may have {name}")
 
 
-def _template_call(call: ToolCall, index: int) -> dict[str, Any]:
-    """Return an earlier call with its arguments as an object, which each template formats in its own way."""
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
+def _template_call(call: ToolCall) -> dict[str, Any]:
+    """Return an earlier call with its arguments as an object, which each template formats in its own way.
+
+    Any text is accepted, because answers may have been cut off, or be another server's: the object is what is left of it.
+    """
+    arguments = parse_json(call.function.arguments)
     if not isinstance(arguments, dict):
-        raise _invalid_messages(f"messages[{index}]: the arguments of a tool call must be a JSON object in a string")
+        arguments = parse_json(mended(call.function.arguments))
     return {
         "id": call.id,
         "type": "function",

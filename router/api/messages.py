@@ -29,7 +29,7 @@ from pdserve.router.api.schemas import (
     ToolCall,
 )
 from pdserve.router.api.streaming import EventStream
-from pdserve.router.text.parsers.output import ToolCallDelta
+from pdserve.router.text.parsers.output import ToolCallDelta, in_order
 
 ERROR_TYPES = {
     401: "authentication_error",
@@ -171,7 +171,7 @@ def _user_messages(role: str, blocks: list[dict[str, Any]], path: str) -> Iterat
         if texts:
             yield Message(role=role, content="\n".join(texts))
             texts = []
-        content = "\n".join(_texts(block.get("content", ""), f"{path}.content[{index}].content"))
+        content = "\n".join(_texts(block.get("content") or "", f"{path}.content[{index}].content"))
         yield Message(role="tool", content=content, tool_call_id=block["tool_use_id"])
     if texts:
         yield Message(role=role, content="\n".join(texts))
@@ -277,11 +277,12 @@ def message_body(generation: Generation, choices: list[Delta]) -> Json:
     """Return the body of a whole message."""
     [choice] = choices
     content: list[Json] = [_thinking_block(choice.reasoning)] if choice.reasoning else []
-    content += [_text_block(choice.text)] if choice.text else []
-    for call in choice.tool_calls:
-        if call.id:
-            text = "".join(one.arguments for one in choice.tool_calls if one.index == call.index)
-            content.append(_whole_call(call, text))
+    for part in in_order(choice.text, choice.tool_calls):
+        if isinstance(part, str):
+            content.append(_text_block(part))
+        elif part.id:
+            text = "".join(one.arguments for one in choice.tool_calls if one.index == part.index)
+            content.append(_whole_call(part, text))
     return {**_message(generation, content), **_stop(generation, choice.finish_reason)}
 
 
@@ -306,14 +307,14 @@ class MessageEventStream(EventStream):
         if delta.reasoning:
             events += self._begin("thinking", _thinking_block(""))
             events.append(self._delta({"type": "thinking_delta", "thinking": delta.reasoning}))
-        if delta.text:
-            events += self._begin("text", _text_block(""))
-            events.append(self._delta({"type": "text_delta", "text": delta.text}))
-        for call in delta.tool_calls:
-            if call.id:
-                events += self._begin(call.index, _tool_block(call, {}))
-            if call.arguments:
-                events.append(self._delta({"type": "input_json_delta", "partial_json": call.arguments}))
+        for part in in_order(delta.text, delta.tool_calls):
+            if isinstance(part, str):
+                events += self._begin("text", _text_block(""))
+                events.append(self._delta({"type": "text_delta", "text": part}))
+                continue
+            events += self._begin(part.index, _tool_block(part, {})) if part.id else []
+            if part.arguments:
+                events.append(self._delta({"type": "input_json_delta", "partial_json": part.arguments}))
         self._finish_reason = delta.finish_reason
         return events
 

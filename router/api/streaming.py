@@ -3,6 +3,8 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import accumulate
 
 from pydantic_core import to_json
 from starlette.responses import Response
@@ -38,6 +40,7 @@ async def whole_response(generation: Generation, client: ClientConnection, build
 
 def merge(deltas: list[Delta]) -> Delta:
     """Merge all deltas of one choice."""
+    lengths = accumulate((len(delta.text) for delta in deltas), initial=0)
     return Delta(
         deltas[0].index,
         "".join(delta.text for delta in deltas),
@@ -45,7 +48,11 @@ def merge(deltas: list[Delta]) -> Delta:
         deltas[-1].finish_reason,
         [entry for delta in deltas for entry in delta.logprobs],
         [offset for delta in deltas for offset in delta.text_offsets],
-        [call for delta in deltas for call in delta.tool_calls],
+        [
+            replace(call, at=call.at + length)
+            for length, delta in zip(lengths, deltas, strict=False)
+            for call in delta.tool_calls
+        ],
         deltas[0].prompt_logprobs,
         "".join(delta.reasoning for delta in deltas),
     )

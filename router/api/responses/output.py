@@ -11,7 +11,7 @@ from pdserve.router.api.parsing import or_default
 from pdserve.router.api.requests import ParsedRequest
 from pdserve.router.api.schemas import ResponseBody
 from pdserve.router.api.streaming import EventStream
-from pdserve.router.text.parsers.output import ToolCallDelta
+from pdserve.router.text.parsers.output import ToolCallDelta, in_order
 
 # Of items with content, by type: the part that holds their text.
 PARTS: dict[str, Json] = {
@@ -67,15 +67,20 @@ def response_body(generation: Generation, choices: list[Delta]) -> Json:
     """Return the body of a whole response."""
     [choice] = choices
     status = _status(choice.finish_reason)
-    items: list[Json] = []
-    for kind, text in (("reasoning", choice.reasoning), ("message", choice.text)):
-        if text or (kind == "message" and not choice.tool_calls):
-            items.append(_filled(_head(kind, generation.parsed.id, len(items)), text, status))
-    for call in choice.tool_calls:
-        if call.id:
-            arguments = "".join(one.arguments for one in choice.tool_calls if one.index == call.index)
-            items.append(_filled(_call_head(call), arguments, status))
-    return _response(generation, status, items)
+    response_id = generation.parsed.id
+    parts: list[tuple[Json, list[str]]] = []  # the items with their texts
+    if choice.reasoning:
+        parts.append((_head("reasoning", response_id, 0), [choice.reasoning]))
+    for part in in_order(choice.text, choice.tool_calls):
+        if isinstance(part, str):
+            parts.append((_head("message", response_id, len(parts)), [part]))
+        elif part.id:
+            parts.append((_call_head(part), [part.arguments]))
+        else:
+            parts[-1][1].append(part.arguments)
+    if not (choice.text or choice.tool_calls):
+        parts.append((_head("message", response_id, len(parts)), []))
+    return _response(generation, status, [_filled(head, "".join(texts), status) for head, texts in parts])
 
 
 class ResponseEventStream(EventStream):
@@ -101,14 +106,16 @@ class ResponseEventStream(EventStream):
         self._finish_reason = delta.finish_reason
         if delta.reasoning:
             events += self._extend("reasoning", delta.reasoning)
-        if delta.text or self._generation.parsed.open_parser is None:
-            events += self._extend("message", delta.text)
-        for call in delta.tool_calls:
-            if call.id:
-                events += self._begin(_call_head(call))
-            if call.arguments:
+        if self._generation.parsed.open_parser is None:
+            return [*events, *self._extend("message", delta.text)]
+        for part in in_order(delta.text, delta.tool_calls):
+            if isinstance(part, str):
+                events += self._extend("message", part)
+                continue
+            events += self._begin(_call_head(part)) if part.id else []
+            if part.arguments:
                 assert self._open is not None
-                events.append(self._open.delta(call.arguments))
+                events.append(self._open.delta(part.arguments))
         return events
 
     def final_events(self) -> list[Json]:

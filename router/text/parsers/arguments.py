@@ -1,7 +1,7 @@
 """The arguments of a function one by one, for formats of calls that do not write them as a JSON object."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from pdserve.router.text.parsers.tool_parser import Schema
 DEFINITIONS = ("$defs", "definitions")
 KEYWORDS = {"type", "properties", "required", "additionalProperties", *DEFINITIONS}
 ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
+PYTHON_TYPES = {"string": str, "boolean": bool, "null": type(None), "object": dict, "array": list}
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,60 @@ def may_match(pattern: str, character: str) -> bool:
         return any(re.fullmatch(atom, character) for atom in atoms)
     except re.error:
         return True
+
+
+def allows(schema: object, value: object, root: Schema) -> bool:
+    """Return whether a schema allows a value, as far as its types, its values and what it is composed of say.
+
+    Args:
+        root: what its references point into.
+    """
+    known: dict[int, bool] = {}  # by schema, so that each is looked at once
+
+    def check(one: object) -> bool:
+        if not isinstance(one, Mapping):
+            return one is not False
+        if id(one) not in known:
+            known[id(one)] = True  # as far as a reference to itself says
+            known[id(one)] = fits(one)
+        return known[id(one)]
+
+    def fits(one: Schema) -> bool:
+        if value is None and one.get("nullable") is True:
+            return True
+        choices = [one["const"]] if "const" in one else one.get("enum")
+        if isinstance(choices, list) and not any(_is_same(value, choice) for choice in choices):
+            return False
+        kinds = one.get("type")
+        if kinds is not None and not any(
+            _is_a(value, kind) for kind in (kinds if isinstance(kinds, list) else [kinds])
+        ):
+            return False
+        if isinstance(reference := one.get("$ref"), str) and not check(_resolve(reference, root)):
+            return False
+        lists = ((all, "allOf"), (any, "anyOf"), (any, "oneOf"))
+        return all(how(map(check, one[name])) for how, name in lists if isinstance(one.get(name), list))
+
+    return check(schema)
+
+
+def _is_a(value: object, kind: object) -> bool:
+    if kind not in ("integer", "number"):
+        return isinstance(value, PYTHON_TYPES.get(str(kind), object))
+    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return not isinstance(value, bool) and (is_whole or (kind == "number" and isinstance(value, float)))
+
+
+def _is_same(value: object, choice: object) -> bool:
+    return value == choice and isinstance(value, bool) == isinstance(choice, bool)
+
+
+def _resolve(reference: str, root: Schema) -> object:
+    """Return the schema to which a reference points; True, which allows anything, if it is none of this document."""
+    found: object = root if reference.startswith("#") else True
+    for name in reference.split("/")[1:]:
+        found = found.get(name.replace("~1", "/").replace("~0", "~"), True) if isinstance(found, Mapping) else True
+    return found
 
 
 def _with_definitions(schema: object, definitions: dict[str, Any]) -> Schema:

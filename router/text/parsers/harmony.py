@@ -70,6 +70,7 @@ class HarmonyParser(ToolParser):
     BEGINS = (START, CHANNEL)
     TAGS = HarmonyReasoning.TAGS
     SAYS_REASONING = True
+    ENDS_STRINGS = True
 
     @classmethod
     def call_formats(cls, functions: Functions) -> list[Format]:
@@ -109,5 +110,4 @@ class HarmonyParser(ToolParser):
         header, _ = yield from self._take_until(self._tag(MESSAGE))
         recipient = RECIPIENT.search(header)
         if recipient and (yield from self._call_with_json(recipient[1])):
-            yield from self._skip_space()
-            yield from self._match(*self._tags(*MESSAGE_ENDS))
+            yield from self._skip_tags(*self._tags(*MESSAGE_ENDS))

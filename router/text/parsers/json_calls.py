@@ -8,12 +8,14 @@ llama3_json  {"name": "f", "parameters": {…}}; {…}, in place of text        
 import json
 import re
 
+from pdserve.router.text.parsers.json_object import JsonObject
 from pdserve.router.text.parsers.output import parse_json
-from pdserve.router.text.parsers.reader import Steps
-from pdserve.router.text.parsers.tool_parser import JsonEnd, ToolParser, text_without
+from pdserve.router.text.parsers.reader import MAX_NAME, Steps
+from pdserve.router.text.parsers.tool_parser import ToolParser, text_without
 
-# The beginning of a call's JSON up to its arguments; group 1 is the name as a JSON string.
-HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+# The beginning of a call's JSON up to the bracket of its arguments; group 1 is the name as a JSON string.
+HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*\{')
+FIELD_OR_END = re.compile(r'\}|,\s*"')
 
 
 class JsonCallParser(ToolParser):
@@ -24,54 +26,47 @@ class JsonCallParser(ToolParser):
         yield from self._skip_space()
         if not ((yield from self._has_text()) and self._buffer[0] == "{"):
             return False
-        json_end, body, name = JsonEnd(), "", None
-        while (yield from self._has_text()):
-            end = json_end.find(self._buffer)
-            body += self._take(end or len(self._buffer))
-            if head := HEAD.match(body):
-                name = parse_json(head[1])
-                return (yield from self._named_call(name, body[head.end() :], is_whole=bool(end)))
-            if any(tag in body for tag in self._tags(*self.BEGINS)):  # else many tags would each be parsed to the end
+        call, body = self._json(), ""
+        while (text := (yield from self._read(call))) is not None:
+            body += text
+            if call.is_over:
+                return call.is_whole and self._whole_call(body + call.close())
+            if call.depth == 2 and (head := HEAD.fullmatch(body)):
+                return (yield from self._named_call(parse_json(head[1]), call))
+            recent = body[-len(text) - MAX_NAME :]
+            if any(tag in recent for tag in self._tags(*self.BEGINS)):  # else many tags would each be parsed to the end
                 return False
-            if end:
-                return self._whole_call(body)
         return False
 
-    def _named_call(self, name: object, arguments: str, *, is_whole: bool) -> Steps[bool]:
-        """Emit a call whose arguments have begun; with `is_whole` they and the call have ended, too."""
+    def _named_call(self, name: object, call: JsonObject) -> Steps[bool]:
+        """Emit a call whose arguments have begun."""
         if not self._knows(name):
             return False
         self._begin_call(str(name))
-        json_end = JsonEnd()
-        end = json_end.find(arguments)
-        self._arguments(arguments[:end] if end else arguments)
-        rest = arguments[end:] if end else ""
-        while not end and (yield from self._has_text()):
-            end = json_end.find(self._buffer)
-            self._arguments(self._take(end or len(self._buffer)))
-        if end and (is_whole or (yield from self._skip_call_end(rest))):
-            self._end_call()
+        self._arguments("{")
+        if (yield from self._copy_arguments(call, 1)) and not call.is_over:
+            yield from self._skip_call_end(call)
         return True
 
-    def _skip_call_end(self, rest: str) -> Steps[bool]:
-        """Skip what follows the arguments up to the end of the call; return False if the text ends earlier."""
-        json_end = JsonEnd()
-        json_end.find("{")
-        if json_end.find(rest):
-            return True
-        while (yield from self._has_text()):
-            end = json_end.find(self._buffer)
-            self._take(end or len(self._buffer))
-            if end:
-                return True
-        return False
+    def _skip_call_end(self, call: JsonObject) -> Steps[None]:
+        """Skip what follows the arguments up to the end of the call, which may be missing."""
+        yield from self._skip_space()
+        while not self._has_ended and self._buffer.rstrip() in ("", ","):
+            yield  # a comma may be followed by a field, or by the next call
+        if FIELD_OR_END.match(self._buffer) or (self._has_ended and self._buffer.rstrip() == ","):
+            while not call.is_over and (yield from self._read(call)) is not None:
+                pass
 
     def _whole_call(self, text: str) -> bool:
         """Emit a complete call whose name is not its first field; return False if it is not a valid call."""
         body = parse_json(text)
         if not isinstance(body, dict) or not self._knows(body.get("name")):
             return False
-        arguments = body.get("arguments", body.get("parameters"))
+        arguments = body.get("arguments", body.get("parameters", {} if self.BEGINS else ""))
+        if isinstance(arguments, str):
+            arguments = parse_json(arguments)
+        elif arguments is None:
+            arguments = {}
         if not isinstance(arguments, dict):
             return False
         self._begin_call(body["name"])
@@ -101,8 +96,7 @@ class HermesParser(JsonCallParser):
 
     def _calls(self, tag: str) -> Steps[None]:
         if (yield from self._json_call()):
-            yield from self._skip_space()
-            yield from self._match(self._tag("</tool_call>"))
+            yield from self._skip_end(self._tag("</tool_call>"))
 
 
 class GraniteParser(JsonCallParser):
@@ -123,6 +117,7 @@ class Llama3JsonParser(JsonCallParser):
 
     TAGS = ("<|python_tag|>",)
     BEGINS = ()
+    ENDS = (";",)
     FORMS = tuple((f'{tag}{{"name": "NAME", "parameters": ', "}") for tag in ("", "<|python_tag|>"))
     TEXT = text_without("{")
 

@@ -21,6 +21,7 @@ class DeepSeekV31Parser(ToolParser):
     BEGINS = ("<｜tool▁call▁begin｜>",)
     SILENT = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
     TAGS = (*BEGINS, *SILENT, "<｜tool▁sep｜>")
+    ENDS_STRINGS = True
     FORMS = (("<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),)
     LIST = ("(<｜tool▁calls▁begin｜>)?", "(<｜tool▁calls▁end｜>)?")
 
@@ -32,6 +33,7 @@ class DeepSeekV31Parser(ToolParser):
 class DeepSeekV3Parser(DeepSeekV31Parser):
     """Calls of DeepSeek V3 and R1."""
 
+    ENDS = ("```",)
     FORMS = (("<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n", "\n```<｜tool▁call▁end｜>"),)
 
     def _calls(self, tag: str) -> Steps[None]:
@@ -40,8 +42,7 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
             return
         name, _ = yield from self._take_until("\n```json\n")
         if (yield from self._call_with_json(name.strip())):
-            yield from self._skip_space()
-            yield from self._match("```")
+            yield from self._skip_end("```")
 
 
 class KimiK2Parser(ToolParser):
@@ -50,6 +51,7 @@ class KimiK2Parser(ToolParser):
     BEGINS = ("<|tool_call_begin|>",)
     SILENT = ("<|tool_calls_section_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>")
     TAGS = (*BEGINS, *SILENT, "<|tool_call_argument_begin|>")
+    ENDS_STRINGS = True
     FORMS = (("<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>", "<|tool_call_end|>"),)
     LIST = (r"(<\|tool_calls_section_begin\|>)?", r"(<\|tool_calls_section_end\|>)?")
 
@@ -64,6 +66,7 @@ class MistralParser(JsonCallParser):
 
     BEGINS = ("[TOOL_CALLS]",)
     TAGS = (*BEGINS, "[ARGS]", "[CALL_ID]")
+    ENDS_STRINGS = True
     FORMS = (("[TOOL_CALLS]NAME[ARGS]", ""), ('[TOOL_CALLS][{"name": "NAME", "arguments": ', "}]"))
 
     def _calls(self, tag: str) -> Steps[None]:

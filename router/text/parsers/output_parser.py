@@ -65,5 +65,8 @@ class OutputParser:
 
 
 def _without_marks(output: ParsedOutput) -> ParsedOutput:
-    calls = [replace(call, arguments=call.arguments.replace(MARK, "")) for call in output.calls]
+    calls = [
+        replace(call, arguments=call.arguments.replace(MARK, ""), at=call.at - output.text.count(MARK, 0, call.at))
+        for call in output.calls
+    ]
     return ParsedOutput(output.text.replace(MARK, ""), output.reasoning.replace(MARK, ""), calls)

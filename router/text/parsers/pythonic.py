@@ -18,7 +18,7 @@ from pdserve.router.text.parsers.tool_parser import Schema, ToolParser, text_wit
 CALL = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*\((.*)\)\s*", re.DOTALL)
 # The elements of a literal: strings, numbers, names, punctuation, white space.
 ELEMENT = re.compile(
-    r"""(?P<string>'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")|(?P<number>-?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)"""
+    r"""(?P<string>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|(?P<number>-?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)"""
     r"|(?P<name>[A-Za-z_]\w*)|(?P<mark>[\[\](){},:=])|\s+",
     re.DOTALL,
 )
@@ -101,6 +101,8 @@ class PythonicParser(ToolParser):
                     return text + self._take(i)
                 elif character in ")]}":
                     depth -= 1
+                    if depth == 0 and character == ")":  # a call, whatever follows
+                        return text + self._take(i + 1)
             text += self._take(len(self._buffer))
         return ""
 
@@ -139,8 +141,9 @@ def _translate(element: re.Match[str], brackets: list[str]) -> str | None:
         return ""
     if kind == "string":
         try:
-            return json.dumps(ast.literal_eval(text), ensure_ascii=False)
-        except (SyntaxError, ValueError):
+            literal = ast.literal_eval(re.sub(r"(?<!\\)[\n\r]", lambda end: repr(end[0])[1:-1], text))
+            return json.dumps(str(literal).encode().decode(), ensure_ascii=False)
+        except (SyntaxError, ValueError):  # or half of a surrogate pair
             return None
     if kind == "name":
         return json.dumps(text) if not brackets and text not in NAMES else NAMES.get(text)

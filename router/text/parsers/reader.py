@@ -96,10 +96,11 @@ class Reader(ABC):
                 return ""
             yield
 
-    def _copy_until(self, tags: Iterable[str], emit: Callable[[str], None]) -> Steps[str]:
+    def _copy_until(self, tags: Iterable[str], emit: Callable[[str], None], *, drops_part: bool = False) -> Steps[str]:
         """Emit the text before the first tag, as it arrives; consume and return the tag, which is empty at the end.
 
-        No tag may be part of another one.
+        With `drops_part`, a part of a tag at the end of the text is not emitted. Of tags at the same place the text must not
+        go on with several.
         """
         tags = tuple(tags)
         while True:
@@ -108,9 +109,11 @@ class Reader(ABC):
                 at, tag = min(found)
                 emit(self._take(at))
                 return self._take(len(tag))
-            held = 0 if self._has_ended else max((overlap(self._buffer, tag) for tag in tags), default=0)
+            keeps_all = self._has_ended and not drops_part
+            held = 0 if keeps_all else max((overlap(self._buffer, tag) for tag in tags), default=0)
             emit(self._take(len(self._buffer) - held))
             if self._has_ended:
+                self._take(held)
                 return ""
             yield
 

@@ -1,11 +1,12 @@
 """Base of the parsers of tool calls: finds the tags with which calls begin, and tells calls from text that looks like one."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from pdserve.grammars import formats
 from pdserve.grammars.formats import Format
+from pdserve.router.text.parsers.json_object import JsonObject
 from pdserve.router.text.parsers.output import ToolCallDelta, new_call_id
 from pdserve.router.text.parsers.reader import Reader, Steps
 
@@ -31,8 +32,9 @@ class ToolParser(Reader):
     """Splits text into text and calls.
 
     The name of a call is emitted as soon as it is known, and its arguments as they are generated, in the model's own spelling
-    where the format has JSON. What looks like a call but names no tool of the request, or is malformed before its arguments,
-    is text. White space around calls is dropped.
+    where the format has valid JSON. They are JSON unless the text ends inside of them. A tag of the format ends a call whose
+    own end is missing. What looks like a call but names no tool of the request, or is malformed before its arguments, is
+    text. White space around calls is dropped.
 
     Attributes:
         BEGINS: tags with which a call, or a list of them, begins.
@@ -40,6 +42,8 @@ class ToolParser(Reader):
         FORMS: what precedes and follows the arguments of a call of the function NAME, INDEX being any number; several if it
             may be written in several ways. Empty: no grammar can hold the arguments to a JSON schema.
         LIST: regular expressions of what precedes and follows calls that are not among text, with SEPARATOR between them.
+        ENDS: strings beside TAGS that end a call's JSON.
+        ENDS_STRINGS: those of TAGS that are special tokens end a call's JSON even inside of a string.
         TEXT: EBNF of text that is not taken for calls, where BEGINS is empty.
         SAYS_REASONING: the format of outputs includes reasoning, however it begins.
         num_calls: complete calls so far.
@@ -50,6 +54,8 @@ class ToolParser(Reader):
     FORMS: ClassVar[tuple[tuple[str, str], ...]] = ()
     LIST: ClassVar[tuple[str, str]] = ("", "")
     SEPARATOR: ClassVar[str] = "\n"
+    ENDS: ClassVar[tuple[str, ...]] = ()
+    ENDS_STRINGS: ClassVar[bool] = False
     TEXT: ClassVar[str] = ""
     SAYS_REASONING: ClassVar[bool] = False
 
@@ -67,7 +73,8 @@ class ToolParser(Reader):
         while tag := (yield from self._copy_until(tags, self._text)):
             if tag not in begins:
                 continue
-            yield from self._try_call(tag)
+            if (yield from self._try_call(tag)):
+                yield from self._skip_tags(*self._tags(*self.SILENT))
         self._end_text()
 
     def _try_call(self, tag: str) -> Steps[bool]:
@@ -151,23 +158,80 @@ class ToolParser(Reader):
         self.num_calls += not (self._tools.single_call and self._index)
 
     def _emit(self, delta: ToolCallDelta) -> None:
-        if not (self._tools.single_call and delta.index):
-            self._output.calls.append(delta)
+        calls, delta = self._output.calls, replace(delta, at=len(self._output.text))
+        if self._tools.single_call and delta.index:
+            return
+        if calls and not (calls[-1].name or delta.name):
+            delta = replace(delta, arguments=calls.pop().arguments + delta.arguments)
+        calls.append(delta)
 
     def _call_with_json(self, name: str, call_id: str = "") -> Steps[bool]:
         """Parse the arguments of a call, a JSON object; return False if the text goes on otherwise, or ends."""
         yield from self._skip_space()
-        if not (self._knows(name) and (yield from self._has_text()) and self._buffer[0] == "{"):
+        if not (self._knows(name) and (yield from self._has_text())):
             return False
+        if self._buffer[0] != "{":
+            return (yield from self._call_without_arguments(name, call_id))
         self._begin_call(name, call_id)
-        json_end = JsonEnd()
+        return (yield from self._copy_arguments(self._json(), 0))
+
+    def _call_without_arguments(self, name: str, call_id: str) -> Steps[bool]:
+        """Emit a call if the text goes on with a tag of the format, which is left there."""
+        tag = yield from self._match(*self._tags(*self.TAGS))
+        if tag:
+            self._unread(tag)
+            self._begin_call(name, call_id)
+            self._arguments("{}")
+            self._end_call()
+        return bool(tag)
+
+    def _json(self) -> JsonObject:
+        tags = self._tags(*self.TAGS)
+        hard = [tag for tag in tags if tag not in self.TAGS] if self.ENDS_STRINGS else []
+        return JsonObject((*tags, *self.ENDS), hard)
+
+    def _read(self, json: JsonObject) -> Steps[str | None]:
+        """Consume a JSON object up to its next bracket, or a piece of it, and return that; None at the end of the text."""
         while (yield from self._has_text()):
-            end = json_end.find(self._buffer)
-            self._arguments(self._take(end or len(self._buffer)))
-            if end:
-                self._end_call()
+            length, text = json.read(self._buffer, is_last=self._has_ended)
+            self._take(length)
+            if length or json.is_over:
+                return text
+            yield
+        return None
+
+    def _copy_arguments(self, json: JsonObject, depth: int) -> Steps[bool]:
+        """Emit a JSON object until so many brackets are open; return False if the text ends before."""
+        while (text := (yield from self._read(json))) is not None:
+            self._arguments(text)
+            if json.is_over or json.depth <= depth:
+                self._arguments(json.close(depth))
+                if json.is_whole or not json.is_over:
+                    self._end_call()
                 return True
         return False
+
+    def _skip_tags(self, *tags: str) -> Steps[None]:
+        """Skip white space and tags after a call."""
+        while (yield from self._skip_space()) or (yield from self._match(*tags)):
+            pass
+        self._drop_part(*tags)
+
+    def _drop_part(self, *tags: str) -> bool:
+        """Drop the rest of the text if it is the beginning of a tag, and return whether it is."""
+        is_part = self._has_ended and any(tag.startswith(self._buffer) for tag in tags)
+        self._take(len(self._buffer) if is_part else 0)
+        return is_part
+
+    def _skip_end(self, tag: str) -> Steps[None]:
+        """Skip the tag that ends a call, and brackets too many before it."""
+        self._begin_trial()
+        while (yield from self._skip_space()) or (yield from self._match("}", "]")):
+            pass
+        if (yield from self._match(tag)) or self._drop_part(tag):
+            self._commit()
+        else:
+            self._rewind()
 
 
 def _call(begin: str, end: str, name: str, arguments: Format) -> Format:
@@ -179,27 +243,3 @@ def _call(begin: str, end: str, name: str, arguments: Format) -> Format:
 def text_without(begin: str) -> str:
     """Return the EBNF of text that begins neither with this character or `<|`, nor with white space before them."""
     return rf'root ::= "" | ([^{begin}<{SPACE}] | "<" [^|]) [\0-\U0010ffff]*'
-
-
-class JsonEnd:
-    """Finds the end of a JSON object or list that arrives in pieces; what is between its brackets is not checked."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self._in_string = self._escaped = False
-
-    def find(self, text: str) -> int:
-        """Return the length of the text up to the end; 0 if it is not in the text."""
-        for i, character in enumerate(text):
-            if self._in_string:
-                self._in_string = self._escaped or character != '"'
-                self._escaped = not self._escaped and character == "\\"
-            elif character == '"':
-                self._in_string = True
-            elif character in "{[":
-                self.depth += 1
-            elif character in "}]":
-                self.depth -= 1
-                if self.depth <= 0:
-                    return i + 1
-        return 0

@@ -6,12 +6,12 @@ glm45        <tool_call>NAME⏎<arg_key>KEY</arg_key>⏎<arg_value>VALUE</arg_va
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar
 
 from pdserve.grammars import formats
 from pdserve.grammars.formats import Format
-from pdserve.router.text.parsers.arguments import ANNOTATIONS, DEFINITIONS, arguments_of, keywords_in, may_match
+from pdserve.router.text.parsers.arguments import ANNOTATIONS, DEFINITIONS, allows, arguments_of, keywords_in, may_match
 from pdserve.router.text.parsers.output import parse_json
 from pdserve.router.text.parsers.reader import Steps
 from pdserve.router.text.parsers.tool_parser import Schema, ToolParser
@@ -26,25 +26,25 @@ class XmlCallParser(ToolParser):
 
     Attributes:
         LEAD: what precedes the arguments, KEY: what surrounds a key, VALUE_END: what follows a value; regular expressions.
-        END: the tag after a value, which may not be in it.
+        ENDS_OF_VALUE: what may not be in a value, because the parser ends it there.
     """
 
     LEAD: ClassVar[str]
     KEY: ClassVar[tuple[str, str]]
     VALUE_END: ClassVar[str]
-    END: ClassVar[str]
+    ENDS_OF_VALUE: ClassVar[tuple[str, ...]]
 
     @classmethod
     def _arguments_format(cls, schema: Schema | None) -> Format:
         lead = formats.pattern(cls.LEAD)
         if schema is None:
-            anything = cls._argument_format(formats.pattern(r"[^<>\s]{1,64}"), formats.any_text(cls.END))
+            anything = cls._argument_format(formats.pattern(r"[^<>\s]{1,64}"), formats.any_text(*cls.ENDS_OF_VALUE))
             return formats.sequence(lead, formats.repeated(anything))
         arguments = []
         for one in arguments_of(schema):
             if not KEY.fullmatch(one.name):
                 raise ValueError(f"an argument with the name {one.name!r}")
-            argument = cls._argument_format(formats.literal(one.name), _value_format(one.schema, cls.END))
+            argument = cls._argument_format(formats.literal(one.name), _value_format(one.schema, cls.ENDS_OF_VALUE))
             arguments.append(argument if one.is_required else formats.optional(argument))
         return formats.sequence(lead, *arguments)
 
@@ -54,62 +54,71 @@ class XmlCallParser(ToolParser):
         return formats.sequence(begin, key, end, value, formats.pattern(cls.VALUE_END))
 
     def _call_with_values(
-        self, name: str, key: tuple[str, str], value_begin: str, value_ends: tuple[str, ...], end: str
+        self, name: str, key: tuple[str, ...], value_begin: str, value_ends: tuple[str, ...], ends: tuple[str, ...]
     ) -> Steps[None]:
-        """Parse the arguments of a call, of which there may be none.
+        """Parse the arguments of a call, of which there may be none. Of one that is given twice the first value counts.
 
         Args:
-            key: the tags around a key.
+            key: the tag before a key, and those after it.
             value_begin: what is between a key and its value, apart from white space; empty: at most a line break.
-            value_ends: the tags after a value, of which the first ends with the others.
-            end: the tag after the last value.
+            value_ends: the tags after a value, and those before which its end may be missing; with the line breaks before
+                them that are no part of a value.
+            ends: the tag after the last value, and others that end the call if that is missing.
         """
         if not self._knows(name):
             return
         yield from self._skip_space()
-        tag = yield from self._match(key[0], end)
+        tag = yield from self._match(key[0], *ends)
         if not tag:
             return
         self._begin_call(name)
-        properties = self._tools.schemas[name].get("properties")
-        separator = "{"
+        known = set[str]()
         while tag == key[0]:
             self._begin_trial()
-            argument, tag = yield from self._take_until(key[1])
+            argument, tag = yield from self._take_until(*key[1:])
             if not tag:
                 self._rewind()
                 break
             self._commit()
+            argument = argument.strip()
             if value_begin:
                 yield from self._skip_space()
-                yield from self._match(value_begin)
+                if tag != value_begin and not (yield from self._match(value_begin)):
+                    self._drop_part(value_begin)
             else:
                 yield from self._match("\n")
-            self._arguments(f"{separator}{_dump(argument.strip())}: ")
-            schema = properties.get(argument.strip()) if isinstance(properties, Mapping) else None
-            if not (yield from self._value(schema, value_ends)):
+            emit = self._arguments if argument not in known else _drop
+            emit(f"{', ' if known else '{'}{_dump(argument)}: ")
+            known.add(argument)
+            tag = yield from self._value(name, argument, value_ends, emit)
+            if not tag:
                 return
-            separator = ", "
-            yield from self._skip_space()
-            tag = yield from self._match(key[0], end)
-        if tag or not self._has_ended:
-            self._arguments("{}" if separator == "{" else "}")
-            self._end_call()
-        else:
+            tag = tag.removeprefix("\n")
+            if tag not in (key[0], *ends):
+                yield from self._skip_space()
+                tag = yield from self._match(key[0], *ends)
+        if not tag and self._has_ended:
             self._take(len(self._buffer))  # a part of a tag
+            return
+        if tag in self._tags(*self.BEGINS):
+            self._unread(tag)
+        self._arguments("}" if known else "{}")
+        self._end_call()
 
-    def _value(self, schema: object, ends: tuple[str, ...]) -> Steps[bool]:
-        """Emit a value; return False if the text ends before it does."""
-        types = _types(schema)
-        if types == {"string"}:
-            self._arguments('"')
-            tag = yield from self._copy_until(ends, lambda text: self._arguments(_dump(text)[1:-1]))
-            self._arguments('"' if tag else "")
-            return bool(tag)
+    def _value(self, name: str, argument: str, ends: tuple[str, ...], emit: Callable[[str], None]) -> Steps[str]:
+        """Emit a value; consume and return the tag that ends it, which is empty at the end of the text."""
+        root = self._tools.schemas[name]
+        properties = root.get("properties")
+        schema = properties.get(argument) if isinstance(properties, Mapping) else None
+        if _types(schema) == {"string"}:
+            emit('"')
+            tag = yield from self._copy_until(ends, lambda text: emit(_dump(text)[1:-1]), drops_part=True)
+            emit('"' if tag else "")
+            return tag
         text, tag = yield from self._take_until(*ends, most=None)
         if tag:
-            self._arguments(_dump(_parse_value(text.strip())))
-        return bool(tag)
+            emit(_dump(_parse_value(text, schema, root)))
+        return tag
 
 
 class Qwen3CoderParser(XmlCallParser):
@@ -120,7 +129,8 @@ class Qwen3CoderParser(XmlCallParser):
         ("<tool_call>\n<function=NAME>", "</function>\n</tool_call>"),
         ("<function=NAME>", "</function>"),
     )
-    LEAD, KEY, VALUE_END, END = r"\n", ("<parameter=", r">\n"), r"\n</parameter>\n", "</parameter>"
+    LEAD, KEY, VALUE_END = r"\n", ("<parameter=", r">\n"), r"\n</parameter>\n"
+    ENDS_OF_VALUE = ("</parameter>", "<parameter=", "</function>", "\n</tool_call>", "\n<tool_call>", "\n<function=")
     TAGS = ("<tool_call>", "</tool_call>")
 
     def _calls(self, tag: str) -> Steps[None]:
@@ -128,12 +138,12 @@ class Qwen3CoderParser(XmlCallParser):
             yield from self._skip_space()
             if not (yield from self._match("<function=")):
                 return
-        name, _ = yield from self._take_until(">")
-        ends = ("\n</parameter>", "</parameter>")
-        yield from self._call_with_values(name.strip(), ("<parameter=", ">"), "", ends, "</function>")
+        name, _ = yield from self._take_until(">", "\n")
+        ends = ("</function>", *self._tags("</tool_call>", "<tool_call>"), "<function=")
+        value_ends = (*_framed("</parameter>", "<parameter=", ends[0]), *(f"\n{tag}" for tag in ends[1:]))
+        yield from self._call_with_values(name.strip(), ("<parameter=", ">", "\n"), "", value_ends, ends)
         if self._consumed is None:
-            yield from self._skip_space()
-            yield from self._match(self._tag("</tool_call>"))
+            yield from self._skip_tags(self._tag("</tool_call>"))
 
 
 class Glm45Parser(XmlCallParser):
@@ -142,21 +152,23 @@ class Glm45Parser(XmlCallParser):
     BEGINS = ("<tool_call>",)
     FORMS = (("<tool_call>NAME", "</tool_call>"),)
     LEAD, KEY, VALUE_END = r"\n?", ("<arg_key>", r"</arg_key>\n?<arg_value>"), r"</arg_value>\n?"
-    END = "</arg_value>"
+    ENDS_OF_VALUE = ("</arg_value>", "<arg_key>", "</tool_call>", "<tool_call>")
     TAGS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
     def _calls(self, tag: str) -> Steps[None]:
-        end, key, key_end, value, value_end = self._tags(*self.TAGS[1:])
+        begin, end, key, key_end, value, value_end = self._tags(*self.TAGS)
         name, tag = yield from self._take_until(key, end)
         if tag:
             self._unread(tag)
-        yield from self._call_with_values(name.strip(), (key, key_end), value, (value_end,), end)
+
+        value_ends = (value_end, *_framed(key, end, begin))
+        yield from self._call_with_values(name.strip(), (key, key_end, value), value, value_ends, (end, begin))
 
 
-def _value_format(schema: Schema, end: str) -> Format:
-    """Return the format of an argument's value, in which the tag `end` must not be. Raises `ValueError`."""
-    if end in json.dumps(schema, ensure_ascii=False):
-        raise ValueError(f"a value with {end!r}")
+def _value_format(schema: Schema, ends: tuple[str, ...]) -> Format:
+    """Return the format of an argument's value, in which none of the tags `ends` may be. Raises `ValueError`."""
+    if found := [end for end in ends if end.lstrip("\n") in json.dumps(schema, ensure_ascii=False)]:
+        raise ValueError(f"a value with {found[0].lstrip()!r}")
     for key, value in keywords_in(schema):
         is_map = key == "patternProperties" and isinstance(value, dict)
         patterns = [value] if key == "pattern" else value if is_map else ()
@@ -172,7 +184,7 @@ def _value_format(schema: Schema, end: str) -> Format:
         if not texts:
             raise ValueError("an argument of the type string without a string among its values")
         return formats.either(*map(formats.literal, texts))
-    return formats.specified({"text": schema}) if LIMITS & schema.keys() else formats.any_text(end)
+    return formats.specified({"text": schema}) if LIMITS & schema.keys() else formats.any_text(*ends)
 
 
 def _types(schema: object) -> set[str]:
@@ -185,12 +197,23 @@ def _types(schema: object) -> set[str]:
     return set(map(str, kind if isinstance(kind, list) else [kind]))
 
 
-def _parse_value(text: str) -> object:
-    """Return the value of a text that is not known to be a string."""
-    if text in PYTHON_VALUES:
-        return PYTHON_VALUES[text]
-    value = parse_json(text)
-    return text if value is None and text != "null" else value
+def _parse_value(text: str, schema: object, root: Schema) -> object:
+    """Return the value of a text: what it is in JSON or in Python, where the schema allows that, or else the text."""
+    word = text.strip()
+    value = PYTHON_VALUES[word] if word in PYTHON_VALUES else parse_json(word)
+    if value is None and word not in ("null", "None"):
+        return text
+    return value if allows(schema, value, root) or not allows(schema, text, root) else text
+
+
+def _framed(*tags: str) -> Iterator[str]:
+    """Yield the tags with a line break before them and without."""
+    for tag in tags:
+        yield from (f"\n{tag}", tag)
+
+
+def _drop(_: str) -> None:
+    """Take what is not emitted."""
 
 
 def _dump(value: object) -> str:

@@ -31,6 +31,7 @@ CALL = {
     "llama": f'{{"name": "weather", "parameters": {ARGUMENTS}}}',
 }
 WEATHER = ("weather", ARGUMENTS)
+EARLIER = {"id": "1", "type": "function", "function": {"name": "time", "arguments": "{}"}}
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}},
     {"type": "function", "function": {"name": "time", "description": "what time it is"}},
@@ -233,27 +234,10 @@ def test_tool_choice_none_hides_the_tools(
             {"messages": [{"role": "user", "content": "a", "tool_call_id": "b"}]},
             "messages[0]: role tool requires tool_call_id",
         ),
-    ]
-    + [
         (
-            {
-                "messages": [
-                    {
-                        "role": role,
-                        "content": "",
-                        "tool_calls": [
-                            {"id": "1", "type": "function", "function": {"name": "time", "arguments": arguments}}
-                        ],
-                    }
-                ]
-            },
-            message,
-        )
-        for role, arguments, message in [
-            ("user", "{}", "messages[0]: only messages with role assistant may have tool_calls"),
-            ("assistant", "[1]", "messages[0]: the arguments of a tool call must be a JSON object in a string"),
-            ("assistant", "{", "messages[0]: the arguments of a tool call must be a JSON object in a string"),
-        ]
+            {"messages": [{"role": "user", "content": "", "tool_calls": [EARLIER]}]},
+            "messages[0]: only messages with role assistant may have tool_calls",
+        ),
     ],
 )
 def test_invalid_tools(tool_app: Starlette, make_client: type[Client], field: dict[str, Any], message: str) -> None:
