@@ -28,7 +28,7 @@ from rich.table import Table
 from pdserve.cli.flags import command_from_config
 from pdserve.config import EngineConfig, flag
 from pdserve.engine.memory.block_pool import BlockPool
-from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.keys import token_array
 from pdserve.request import SamplingParams

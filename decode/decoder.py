@@ -43,11 +43,25 @@ STORE_BACK_BLOCKS = 8  # per store, except for the last one, so that a step star
 
 
 @dataclass(eq=False)
+class _Leases:
+    """The leases of a prompt's stored blocks. Its choices share them, and end them once: other prompts may lease the same.
+
+    Attributes:
+        num_choices: those that have not ended.
+        ended: whether the leases have been ended.
+    """
+
+    num_choices: int
+    ended: bool = False
+
+
+@dataclass(eq=False)
 class _DecodeState:
     """State of one job in the decode role.
 
     Attributes:
         loading: decides which blocks of the prompt to load, and when to join the engine.
+        leases: of the prompt's stored blocks.
         first_token: sampled by prefill; None until it is reported.
         tickets: of the blocks to load, from prefill's connector.
         store_limit: leading tokens, of prompt and output, that are worth storing back.
@@ -60,6 +74,7 @@ class _DecodeState:
 
     job: Job
     loading: LoadMachine
+    leases: _Leases
     first_token: int | None = None
     tickets: list[bytes] = field(default_factory=list)
     store_limit: float = 0
@@ -115,10 +130,12 @@ class Decoder:
         """
         if job.phase == pb.DECODE:
             job.keys = job.seq.initial_keys()
+        leases = _Leases(1 + len(others))
         for one in (job, *others):
             loading = LoadMachine(len(job.keys), self._transfers.max_transfer_blocks, self._transfers.split)
             one.keys = job.keys
-            self._states[one] = _DecodeState(one, loading, store_limit=self._store_limit(one), converted=converted)
+            limit = self._store_limit(one)
+            self._states[one] = _DecodeState(one, loading, leases, store_limit=limit, converted=converted)
         state, followers = self._states[job], [self._states[other] for other in others]
         if job.phase == pb.BOTH:
             for one_state in (state, *followers):
@@ -306,7 +323,9 @@ class Decoder:
         ends the leases of its keys itself."""
         if state.loader is not None and state.loader.job in self._states:
             return  # which ends them
-        keys = state.job.keys[: state.loading.available] if state.loading.is_final else ()
+        is_due = state.loading.is_final and not state.leases.ended
+        keys = state.job.keys[: state.loading.available] if is_due else ()
+        state.leases.ended |= is_due
         if keys or tickets:
             (state.converted or self._connector).release(keys, tickets=tuple(tickets))
 
@@ -360,9 +379,14 @@ class Decoder:
         if job.seq.block_ids or loading.has_started:
             self._engine.remove(job.seq)
         if job.open_transfers == 0:
+            leases = state.leases
+            leases.num_choices -= 1
             if not loading.has_started and not state.has_heir:
                 self._end_leases(state, state.tickets)  # no instance will load what was stored for this request
-            elif loading.coming and not loading.is_final:  # it followed, and finished before prefill's final report
+            elif (
+                loading.coming and not leases.num_choices and not leases.ended
+            ):  # all ended before prefill's final report
+                leases.ended = True
                 self._connector.release(job.keys)
             del self._states[job]
             self._context.close_job(job)

@@ -26,6 +26,7 @@ HELP = {
     "kv_transfer_bytes_waiting": "KV bytes queued until fewer are in flight",
     "kv_transfer_given_up_blocks": "KV blocks of queued transfers that failed because the store did not answer",
     "prefill_steps_held_back": "steps that excluded prefill because stores were queued",
+    "store_skipped_blocks": "KV blocks of prompts not stored because they left the attention window before",
     "store_back_skipped_blocks": "KV blocks not stored back because too many bytes were in flight",
     "integrity_checks": "checks of the whole pool while idle, each of which passed",
     "kv_event_batches_dropped": "batches of KV events not published because the queue was full",

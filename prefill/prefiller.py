@@ -184,6 +184,10 @@ class Prefiller:
         first = state.submitted_blocks
         if ready <= first or state.has_gap:
             return
+        if seq.num_dropped > first:  # they have left the attention window
+            self._context.count("store_skipped_blocks", len(job.keys) - first)
+            state.parts.append(_StorePart(seq.num_dropped - first, 0))
+            return
         if is_complete and seq.num_initial % seq.block_size:
             self._engine.runner.kv.clear_tail(seq.block_ids[ready - 1], seq.num_initial % seq.block_size)
         state.submitted_blocks = ready

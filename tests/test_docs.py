@@ -204,6 +204,7 @@ def test_package_table_lists_every_package() -> None:
         "pdserve/engine/gpu_fusion",
         "pdserve/engine/memory",
         "pdserve/engine/parallel",
+        "pdserve/engine/scheduling",
     }
     assert packages - inside <= listed | {"router"}
 

@@ -156,10 +156,10 @@ MAX_FILES = 18  # Python files in a folder
 DECISION_FILES = (
     "pdserve/control/awake_clock",
     "pdserve/costs",
-    "pdserve/engine/budget",
+    "pdserve/engine/scheduling/budget",
     "pdserve/engine/memory/block_pool",
     "pdserve/engine/memory/swap_space",
-    "pdserve/engine/scheduler",
+    "pdserve/engine/scheduling/scheduler",
     "pdserve/engine/sequence",
     "pdserve/engine/step_rows",
     "pdserve/grammars/cache",

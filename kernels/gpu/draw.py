@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from pdserve.kernels.largest import largest_candidates
 from pdserve.kernels.noise import fast_gumbel, gumbel, random_bits
 
 CANDIDATES = 1024
@@ -72,11 +73,7 @@ def _draw_filtered(
 ) -> torch.Tensor:
     vocab = logits_RV.shape[1]
     count = min(CANDIDATES, vocab)
-    values_RK, ids_RK = logits_RV.topk(count, -1)
-    # In the reference's order: by value, then by id.
-    ids_RK, by_id = ids_RK.sort(-1)
-    values_RK, by_value = values_RK.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
-    ids_RK = ids_RK.gather(-1, by_value)
+    values_RK, ids_RK = largest_candidates(logits_RV, count)
     maximum_R1, temperature_R1 = values_RK[:, :1].double(), temperature_R[:, None]
     scaled_RK = (values_RK.double() - maximum_R1) / temperature_R1
     weights_RK = scaled_RK.exp()

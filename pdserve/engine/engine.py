@@ -14,7 +14,7 @@ from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.grammar import GrammarBackend, GrammarConstraint
 from pdserve.engine.memory.block_pool import BlockPool
 from pdserve.engine.paced_runner import PacedRunner
-from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import SetupError
 from pdserve.keys import KeyChain, root_key, token_array

@@ -50,7 +50,7 @@ class StepInputs:
     Attributes:
         ids_1T, positions_1T: the new tokens and their positions.
         logit_rows: indices of the tokens whose logits are needed; one even if none is.
-        is_decode_step: whether each sequence has one new token, whose logits are needed.
+        is_decode_step: whether each sequence has one new token, whose logits are needed, in the order of the sequences.
     """
 
     ids_1T: torch.Tensor
@@ -258,7 +258,8 @@ class ModelRunner:
             kernel=self.kernel,
             known_starts=starts_on_device,
         )
-        is_decode_step = len(logit_rows) == len(counts) == len(ids_T)  # every position is sampled
+        # In this order, too: rows of scored prompts come behind those of all sequences.
+        is_decode_step = len(counts) == len(ids_T) and logit_rows == [*range(len(ids_T))]
         return StepInputs(ids_1T, positions_1T, batch, rows_on_device, is_decode_step)
 
 

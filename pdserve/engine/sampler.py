@@ -15,6 +15,7 @@ from pdserve.engine.sequence import Sequence
 from pdserve.kernels import elementwise, native
 from pdserve.kernels.draw import draw
 from pdserve.kernels.gpu.draw import draw as gpu_draw
+from pdserve.kernels.largest import largest
 from pdserve.kernels.noise import gumbel, random_bits
 from pdserve.logits_processors import apply_processors
 from pdserve.request import SamplingParams, TokenLogprobs
@@ -163,8 +164,8 @@ def record_logprobs(logprobs_AV: torch.Tensor, seqs: list[Sequence], tokens: lis
         return
     num_top = [seq.sampling.logprobs or 0 for seq in seqs]
     chosen_A = logprobs_AV.gather(1, torch.tensor(tokens, device=logprobs_AV.device)[:, None])[:, 0]
-    top_AK = logprobs_AV.topk(min(max(num_top), logprobs_AV.shape[1]), dim=-1)
-    rows = zip(chosen_A.tolist(), top_AK.indices.tolist(), top_AK.values.tolist(), strict=True)
+    values_AK, ids_AK = largest(logprobs_AV, max(num_top))
+    rows = zip(chosen_A.tolist(), ids_AK.tolist(), values_AK.tolist(), strict=True)
     for seq, count, (logprob, ids, values) in zip(seqs, num_top, rows, strict=True):
         seq.record_logprobs(TokenLogprobs(logprob, tuple(zip(ids[:count], values[:count], strict=True))))
 
@@ -180,14 +181,14 @@ def record_candidates(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
     _mask_early_stops(logprobs_SV, seqs)
     _mask_bad_words(logprobs_SV, seqs)
     counts = [seq.group.search.num_candidates for seq in seqs if seq.group is not None]
-    top_SK = logprobs_SV.topk(min(max(counts), logprobs_SV.shape[1]), dim=-1)
-    rows = zip(seqs, counts, top_SK.indices.tolist(), top_SK.values.tolist(), strict=True)
+    values_SK, ids_SK = largest(logprobs_SV, max(counts))
+    rows = zip(seqs, counts, ids_SK.tolist(), values_SK.tolist(), strict=True)
     for row, (seq, count, ids, values) in enumerate(rows):
         if seq.sampling.logprobs is None:
             seq.record_candidates([*zip(ids[:count], values[:count], strict=True)])
             continue
-        top_K = reported_SV[row].topk(min(seq.sampling.logprobs, reported_SV.shape[1]))
-        top = tuple(zip(top_K.indices.tolist(), top_K.values.tolist(), strict=True))
+        values_1K, ids_1K = largest(reported_SV[row : row + 1], seq.sampling.logprobs)
+        top = tuple(zip(ids_1K[0].tolist(), values_1K[0].tolist(), strict=True))
         reports = [TokenLogprobs(logprob, top) for logprob in reported_SV[row, ids[:count]].tolist()]
         seq.record_candidates([*zip(ids[:count], values[:count], reports, strict=True)])
 
@@ -218,8 +219,8 @@ def _score(logits_AV: torch.Tensor, tokens: list[tuple[Sequence, int]]) -> None:
     ids_A1 = torch.tensor([[seq.tokens[position]] for seq, position in tokens], device=logits_AV.device)
     chosen_A1 = logprobs_AV.gather(1, ids_A1)
     ranks_A = (logprobs_AV > chosen_A1).sum(dim=-1) + 1
-    top_AK = logprobs_AV.topk(min(max(num_top), logprobs_AV.shape[1]), dim=-1)
-    rows = zip(chosen_A1[:, 0].tolist(), ranks_A.tolist(), top_AK.indices.tolist(), top_AK.values.tolist(), strict=True)
+    values_AK, ids_AK = largest(logprobs_AV, max(num_top))
+    rows = zip(chosen_A1[:, 0].tolist(), ranks_A.tolist(), ids_AK.tolist(), values_AK.tolist(), strict=True)
     for (seq, position), count, (logprob, rank, ids, values) in zip(tokens, num_top, rows, strict=True):
         top = tuple(zip(ids[:count], values[:count], strict=True))
         seq.record_prompt_score(position, TokenLogprobs(logprob, top, rank))

@@ -8,11 +8,12 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -59,6 +60,7 @@ from pdserve.ranks.runners import FollowingRunner
 
 log = logging.getLogger(__name__)
 FAULT_EXIT_CODE = 70
+T = TypeVar("T")
 
 
 class Follower:
@@ -131,7 +133,7 @@ class Follower:
             case Follow(operation, keys, blocks, patience_s):
                 self._watch(operation, connector.follow(keys, blocks, patience_s=patience_s))
             case Match(operation, keys):
-                connector.match(keys).add_done_callback(lambda done: self.reply(Matched(operation, done.result())))
+                when_done(connector.match(keys), lambda stored: self.reply(Matched(operation, stored)))
             case Release(keys, tickets):
                 connector.release(keys, tickets=tickets)
             case other:
@@ -140,14 +142,14 @@ class Follower:
     def _watch(self, operation: int, future: Future[Result]) -> None:
         """Reply once a transfer has ended."""
         self._transfers[operation] = future
-        future.add_done_callback(lambda done: self._end(operation, done.result()))
+        when_done(future, lambda result: self._end(operation, result))
 
     def _end(self, operation: int, result: Result) -> None:
         self._transfers.pop(operation, None)
         held = result.held
         self.reply(Transferred(operation, result.outcomes, result.seconds, result.ticket, held is not None))
         if held is not None:
-            held.add_done_callback(lambda _: self.reply(Released(operation)))
+            when_done(held, lambda _: self.reply(Released(operation)))
 
     def _loader(self, fields: dict[str, Any]) -> SourceLoader:
         source = Layout(**fields)
@@ -161,6 +163,20 @@ class Follower:
         while True:
             self.reply(Alive())
             time.sleep(ALIVE_S)
+
+
+def when_done(future: Future[T], action: Callable[[T], None]) -> None:
+    """Pass the result of a future to `action`. A failure of either ends the process: rank 0 waits for the reply."""
+
+    def run(done: Future[T]) -> None:
+        try:
+            action(done.result())
+        except Exception:
+            log.exception("this rank failed")
+            logging.shutdown()
+            os._exit(FAULT_EXIT_CODE)
+
+    future.add_done_callback(run)
 
 
 def main(descriptor: int, rank: int, port: int) -> None:

@@ -1,6 +1,7 @@
 """Beam search: float32 output equals transformers' `generate(num_beams=…)`, token for token."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,9 @@ def reference(path: Path, prompt: list[int], eos: list[int], **settings: Any) ->
     return outputs
 
 
-def search(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) -> list[Sequence]:
+def search(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[Sequence]:
     """Run the searches side by side, and return their sequences."""
-    seqs = [engine.new_sequence(str(i), prompt, sampling) for i, prompt in enumerate(prompts)]
+    seqs = [engine.new_sequence(str(i), prompt, sampling) for i, (prompt, sampling) in enumerate(requests)]
     for seq in seqs:
         engine.add(seq)
     for _ in range(5000):
@@ -71,7 +72,7 @@ def check(engine: Engine, path: Path, prompts: list[list[int]], eos: list[int], 
         min_tokens=settings.get("min_new_tokens", 0),
     )
     defaults = {"num_beams": width, "max_new_tokens": max_tokens}
-    for seq, prompt in zip(search(engine, prompts, sampling), prompts, strict=True):
+    for seq, prompt in zip(search(engine, [(prompt, sampling) for prompt in prompts]), prompts, strict=True):
         assert seq.group is not None
         expected = reference(path, prompt, eos, n=width, **{**defaults, **settings})
         found = seq.group.search.hypotheses(width)
@@ -142,6 +143,17 @@ def test_a_search_that_does_not_fit_is_refused(checkpoint: Callable[..., Path]) 
     assert "8 sequences" in engine.beams_fault(16, 9)
     assert "20 blocks" in engine.beams_fault(65, 4)
     assert not engine.beams_fault(64, 4)
+
+
+def test_a_search_finds_the_same_beside_a_wider_one() -> None:
+    """In 16 bits, where logits tie."""
+    engine = Engine(EngineConfig(model="demo", dtype="bfloat16", num_blocks=600, max_num_batched_tokens=512))
+    narrow = SamplingParams(max_tokens=20, beam_width=2, ignore_eos=True)
+    for prompt in PROMPTS:
+        (alone,) = search(engine, [(prompt, narrow)])
+        beside, _ = search(engine, [(prompt, narrow), ([7, 8], replace(narrow, beam_width=16, logprobs=20))])
+        assert alone.group is not None and beside.group is not None
+        assert alone.group.search.hypotheses(2) == beside.group.search.hypotheses(2)
 
 
 def test_a_beam_ends_only_if_it_is_among_the_best() -> None:

@@ -81,6 +81,33 @@ def test_equals_generate_with_blocks_of_one_token(
         assert run(engine, some, [greedy(32)] * len(some)) == generate(path, some, 32)
 
 
+def test_one_token_of_each_sequence_is_no_decode_step_if_one_belongs_to_a_scored_prompt(
+    checkpoint: Callable[..., Path],
+) -> None:
+    """Its logits come behind those of the other sequences, here of one that joins after it."""
+    settings: dict[str, Any] = {"block_size": 1, "num_blocks": 200, "max_num_batched_tokens": 64, "itl_target_ms": 1.0}
+    engine = Engine(EngineConfig(model=str(checkpoint("llama")), **settings))
+    engine.scheduler.use_costs(Costs())  # a decode step is forecast to take 10 ms: prompts get one token beside it
+    prompt = [9, 8, 7, 100, 200, 250, 40, 50, 60, 70]
+    alone = engine.new_sequence("alone", prompt, greedy(1, prompt_logprobs=2))
+    engine.add(alone)
+    finish(engine)
+    decoding, scored = engine.new_sequence("d", [5, 44], greedy(40)), engine.new_sequence("s", prompt, alone.sampling)
+    for seq in (decoding, scored):
+        engine.add(seq)
+        engine.step()
+    while scored.num_uncomputed > 2:
+        fork = engine.fork(decoding, "f", greedy(40))
+        result = engine.step()
+        assert result.work == [(1, len(decoding) - 2), (1, scored.num_computed - 1), (1, len(decoding) - 2)]
+        assert result.sampled[fork] == result.sampled[decoding]
+        engine.remove(fork)
+    engine.remove(decoding)
+    finish(engine)
+    expected = [alone.prompt_scores[position].logprob for position in range(1, len(prompt))]
+    assert [scored.prompt_scores[at].logprob for at in range(1, len(prompt))] == pytest.approx(expected, abs=1e-4)
+
+
 @pytest.mark.parametrize("swap_space", [0, 0.01])
 @pytest.mark.parametrize(
     ("architecture", "kernel"),

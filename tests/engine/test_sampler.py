@@ -7,7 +7,16 @@ import pytest
 import torch
 from transformers import NoBadWordsLogitsProcessor
 
-from pdserve.engine.sampler import gumbel_noise, model_logprobs, record_logprobs, rng_counter, sample
+from pdserve.beam_search import BeamSearch
+from pdserve.engine.sampler import (
+    gumbel_noise,
+    model_logprobs,
+    record_candidates,
+    record_logprobs,
+    rng_counter,
+    sample,
+    score,
+)
 from pdserve.engine.sequence import Sequence
 from pdserve.keys import token_array
 from pdserve.request import SamplingParams
@@ -113,6 +122,25 @@ def test_logprobs_are_those_of_the_model() -> None:
     assert [token for token, _ in first.top] == [5, 0]
     assert [logprob for _, logprob in first.top] == pytest.approx(expected[[5, 0]].tolist())
     assert last.logprob == pytest.approx(float(expected[tokens[2]]), abs=1e-5) and last.top == ()
+
+
+@pytest.mark.parametrize("vocab", [512, 4096])
+def test_reported_tokens_do_not_depend_on_other_rows(vocab: int) -> None:
+    """Logits in 16 bits tie, and another row may ask for more of the most likely tokens."""
+    torch.manual_seed(0)
+    logits_SV = (torch.randn(40, vocab) * 2.5).bfloat16()
+    for row in logits_SV:
+        reported = []
+        for others in ([], [seq(outputs=1, logprobs=20, prompt_logprobs=20, beam_width=32)]):
+            one = seq(outputs=1, logprobs=5, prompt_logprobs=5, beam_width=2)
+            rows_SV = row.repeat(1 + len(others), 1)
+            for each in (one, *others):
+                each.search(BeamSearch(each.sampling.beam_width, frozenset(), 9, 1.0, "true"))
+            record_logprobs(model_logprobs(rows_SV, [*range(len(rows_SV))]), [one, *others], [3] * len(rows_SV))
+            score(rows_SV, [(each, 1) for each in (one, *others)])
+            record_candidates(rows_SV, [one, *others])
+            reported.append((one.last_logprobs, one.prompt_scores, one.candidates))
+        assert reported[0] == reported[1]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 
 from pdserve.config import InstanceConfig
 from pdserve.keys import Layout
+from pdserve.ranks.follower import when_done
 from pdserve.ranks.followers import FAULT_EXIT_CODE, SETUP_ERROR_EXIT_CODE, Followers
 from pdserve.ranks.messages import Failed, Step, decode_command, encode, pack_ids, unpack_ids
 from pdserve.roles.rank_tickets import join_tickets, ticket_of_rank, tickets_of_rank
@@ -70,6 +72,7 @@ def test_kernel_kills_a_stopped_follower_with_its_leader() -> None:
     code = """
 import time
 from pdserve.config import InstanceConfig
+from pdserve.ranks.follower import when_done
 from pdserve.ranks.followers import Followers
 followers = Followers(InstanceConfig(tensor_parallel_size=2), 1)
 assert followers._all[0]._connection.poll(600)  # it has set the signal before it reports to be alive
@@ -145,3 +148,19 @@ def test_heads_of_ranks(heads: int, ranks: int, expected: list[tuple[int, int]])
     assert [(one.heads.start, one.heads.stop) for one in layouts] == expected
     assert len({one.namespace for one in layouts}) == ranks
     assert sum(one.block_bytes for one in layouts) >= layout(num_kv_heads=heads).block_bytes
+
+
+def test_a_failed_operation_ends_the_follower(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 waits for its reply."""
+    exits: list[int] = []
+    monkeypatch.setattr("pdserve.ranks.follower.os._exit", exits.append)
+    monkeypatch.setattr("pdserve.ranks.follower.logging.shutdown", lambda: None)
+    failed, done = Future[int](), Future[int]()
+    when_done(failed, lambda _: None)
+    failed.set_exception(ValueError("no such block"))
+    assert exits == [FAULT_EXIT_CODE] and "no such block" in caplog.text
+    when_done(done, lambda result: exits.append(result // 0))
+    done.set_result(1)
+    assert exits == [FAULT_EXIT_CODE] * 2

@@ -101,6 +101,24 @@ def test_blocks_are_stored_and_loaded_once(
     decode.check_nothing_is_held()
 
 
+def test_leases_end_once_if_every_choice_ends_before_the_final_report(instance: Instance) -> None:
+    """Another prompt may lease the same blocks."""
+    prefill, decode = instance(follows=True), instance(follows=True)
+    there = prefill.submit_choices(pb.PREFILL, PROMPTS["partial last block"], SAMPLING, N)
+    here = decode.submit_choices(pb.DECODE, PROMPTS["partial last block"], SAMPLING, N)
+    prefill.run()
+    pass_on(prefill, decode, [*zip(there, here, strict=True)])
+    prefill.end_all()
+    decode.end_all()
+    while not all(job.ended for job in here):
+        assert not decode.store.released
+        decode.step()
+    assert decode.store.released == here[0].keys
+    pass_on(prefill, decode, [*zip(there, here, strict=True)])
+    assert decode.store.released == here[0].keys
+    decode.check_nothing_is_held()
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_any_choice_may_end_at_any_time(
     instance: Instance, alone: Callable[[list[int]], list[list[int]]], seed: int
@@ -144,6 +162,7 @@ def test_any_choice_may_end_at_any_time(
     for one in (prefill, decode):
         one.end_all()
         one.check_nothing_is_held()
+    assert len(decode.store.released) == len({*decode.store.released}), "another prompt may lease the same blocks"
     expected = alone(prompt)
     for i in set(range(N)) - cancelled:
         assert output(here[i].seq) == expected[i]

@@ -116,3 +116,18 @@ def test_blocks_being_stored_are_announced_where_decode_can_follow(instance: Ins
     prefill.run()
     prefill.end_all()
     prefill.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("architecture", ["mistral"], indirect=True)
+def test_blocks_that_leave_the_window_before_they_are_stored_are_a_gap(instance: Instance, expected: Expected) -> None:
+    prompt = [i % 90 for i in range(200)]
+    prefill = instance()
+    job = prefill.submit(pb.PREFILL, prompt, 4)
+    for _ in range(5):
+        prefill.engine.step()  # of which the role hears nothing
+    assert job.seq.num_dropped > 0
+    prefill.run()
+    assert list(job.output.token_ids) == expected(prompt, 4)[:1] and not prefill.store.active
+    assert job.output.stored.final and job.output.stored.num_blocks == 0
+    assert prefill.context.counts["store_skipped_blocks", ""] == 13
+    prefill.check_nothing_is_held()

@@ -19,13 +19,13 @@ requests can overtake one of a lower priority: no sequence starves.
 """
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from pdserve.costs import Costs
-from pdserve.engine.budget import StepBudget
 from pdserve.engine.memory.block_pool import BlockPool
 from pdserve.engine.memory.swap_space import SwapSpace
+from pdserve.engine.scheduling.budget import StepBudget
 from pdserve.engine.sequence import Sequence
 from pdserve.request import SamplingParams
 
@@ -258,7 +258,7 @@ class Scheduler:
 
     def _admit(self, output: SchedulerOutput, budget: StepBudget) -> None:
         while budget.tokens > 0 and len(self.running) < self.max_num_seqs:
-            seq = self._pop_next(output.storing_paused, budget.has_prompt_time)
+            seq = self._pop_next(output.storing_paused, budget)
             if seq is None:
                 return
             if seq.take_refetch():
@@ -270,26 +270,47 @@ class Scheduler:
             self._append_blocks(seq, output)
             seq.admit()
             _enqueue(self.running, seq)
-            if count := budget.allocate(seq):
-                output.num_scheduled_tokens[seq] = count
+            if seq.num_uncomputed:  # else a beam that has waited for others, and was swapped
+                output.num_scheduled_tokens[seq] = count = budget.allocate(seq)
+                assert count > 0, (
+                    "what is admitted is computed, so that its role stores its blocks before any is released"
+                )
 
-    def _pop_next(self, pause_storing: bool, allow_prompts: bool) -> Sequence | None:
+    def _pop_next(self, pause_storing: bool, budget: StepBudget) -> Sequence | None:
         """Dequeue and return the next sequence to admit: the first loaded one that has room, or the first waiting one.
 
         Args:
             pause_storing: leave out sequences whose KV is stored as it is computed.
-            allow_prompts: do not leave out sequences that would do more than decode.
+            budget: leave out sequences of which it has no room for a token.
         """
-        loaded = [seq for seq in self.loaded if allow_prompts or seq.num_uncomputed == 1]
-        loaded = [seq for seq in loaded if not (pause_storing and seq.stores_kv)]
-        waiting = [seq for seq in self.waiting[:1] if allow_prompts or seq.swapped]
-        waiting = [seq for seq in waiting if not (pause_storing and seq.stores_kv)]
+        loaded = [*self._computable(self.loaded, pause_storing, budget)]
+        # Scored prompts share a small budget, and must not hold up the others.
+        first = next((seq for seq in self.waiting if budget.scored_tokens or not seq.scores_prompt), None)
+        waiting = [*self._computable([first] if first is not None else [], pause_storing, budget)]
         first_loaded = next((seq for seq in loaded if self._has_room(seq)), None)
         if waiting and _waiting_is_next(waiting[0], loaded, first_loaded) and self._reserve_all(waiting[0]):
-            return self.waiting.pop(0)
+            self.waiting.remove(waiting[0])
+            return waiting[0]
         if first_loaded is not None:
             self.loaded.remove(first_loaded)
         return first_loaded
+
+    def _computable(self, queue: Iterable[Sequence], pause_storing: bool, budget: StepBudget) -> Iterator[Sequence]:
+        """Yield the sequences of which a step can compute tokens. No prompt overtakes one for which it has no time."""
+        for seq in queue:
+            if (pause_storing and seq.stores_kv) or (seq.scores_prompt and not budget.scored_tokens):
+                continue
+            computed = self._num_computed_if_admitted(seq)
+            if len(seq) - computed > 1 and not budget.has_prompt_time(computed):
+                budget.refuse_prompts()
+            else:
+                yield seq
+
+    def _num_computed_if_admitted(self, seq: Sequence) -> int:
+        if seq.swapped is not None:
+            return seq.swapped.num_tokens
+        hits = [] if seq.block_ids else self.pool.match(seq.full_keys()[: seq.num_usable_hits])
+        return seq.num_computed + len(hits) * self.pool.block_size
 
     def _reserve_all(self, seq: Sequence) -> bool:
         first = seq.swapped.first_block if seq.swapped is not None else 0

@@ -35,10 +35,13 @@ class StepBudget:
             return cls(costs, tokens)
         return cls(costs, tokens, itl - costs.step_seconds(len(contexts), sum(contexts)), min_chunk)
 
-    @property
-    def has_prompt_time(self) -> bool:
-        """True if another prompt may start in this step."""
-        return self.min_chunk > 0 or _tokens_within(self.costs, self.prompt_seconds, 0) > 0
+    def has_prompt_time(self, cached: int) -> bool:
+        """Return whether there is time for a token of another prompt behind `cached` ones."""
+        return self.min_chunk > 0 or _tokens_within(self.costs, self.prompt_seconds, cached) > 0
+
+    def refuse_prompts(self) -> None:
+        """Leave no time for further prompts."""
+        self.prompt_seconds = self.min_chunk = 0
 
     def allocate(self, seq: Sequence) -> int:
         """Return how many tokens of a sequence the step computes, and take them off the budget."""

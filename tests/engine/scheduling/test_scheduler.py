@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pdserve.costs import Costs
 from pdserve.engine.memory.block_pool import BlockPool
-from pdserve.engine.scheduler import Scheduler, SchedulerOutput
+from pdserve.engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step_pipeline import StepPipeline
 from pdserve.keys import token_array
@@ -76,6 +76,26 @@ def test_itl_target_limits_the_prompt_tokens_of_a_step() -> None:
     sched.add(sequence("another", [5] * 30))
     for _ in range(3):
         assert list(run_step(sched)[0].num_scheduled_tokens.values())[-1] == BLOCK, "a minimal chunk, for progress"
+
+
+def test_prompt_without_time_for_a_token_is_not_admitted() -> None:
+    """A token behind many cached ones may take longer than one of a new prompt, which waits too then."""
+    sched = scheduler(64)
+    short = sequence("short", [1, 2, 3], 30)
+    for seq in (short, sequence("fills the cache", [*range(32), 5], 1)):
+        sched.add(seq)
+    while len(sched.running) != 1 or short.num_uncomputed != 1:
+        run_step(sched)
+    sched.costs = Costs(prefill=(0.0, 0.001, 0.0001), decode=(0.01, 0.0, 0.0))
+    sched.itl_target = 0.0195  # 9.5 ms for prompts, of which the first takes 6.25; a token behind 32 takes 4.2
+    queued = sequence("first", [8] * 5, 30), sequence("cached", [*range(32), 6, 7]), sequence("new", [9] * 9)
+    for rank, seq in enumerate(queued):
+        seq.rank = rank
+        sched.add(seq)
+    first, cached, new = queued
+    assert run_step(sched)[0].num_scheduled_tokens == {short: 1, first: 5}
+    assert sched.waiting == [cached, new] and not cached.block_ids
+    assert run_step(sched)[0].num_scheduled_tokens == {short: 1, first: 1, cached: 2}
 
 
 def test_running_prefill_does_not_delay_decoding() -> None:
@@ -311,6 +331,7 @@ def next_token(seq: Sequence, tokens: list[int]) -> int:
     host_blocks=st.integers(0, 12),
     window=st.none() | st.integers(1, 15),
     itl=st.sampled_from([None, 1e-6, 0.0105]),
+    attention_seconds=st.sampled_from([0.0, 1e-4]),
     pipelined=st.booleans(),
 )
 def test_sequences_read_their_own_tokens_despite_shared_blocks(
@@ -323,6 +344,7 @@ def test_sequences_read_their_own_tokens_despite_shared_blocks(
     host_blocks: int,
     window: int | None,
     itl: float | None,
+    attention_seconds: float,
     pipelined: bool,
 ) -> None:
     """Simulate the pool's memory: each slot holds the token that was written to it. Steps may be launched ahead.
@@ -333,7 +355,7 @@ def test_sequences_read_their_own_tokens_despite_shared_blocks(
     """
     host = BlockPool(host_blocks, BLOCK) if host_blocks else None
     sched = scheduler(num_blocks, max_num_seqs, budget, window=window, host_pool=host, grows_ahead=pipelined)
-    sched.costs = Costs(swap=(0, 0))
+    sched.costs = Costs(prefill=(0.01, 1e-4, attention_seconds), swap=(0, 0))
     sched.itl_target = itl  # a step that only decodes takes 0.0101 s
     memory: dict[int, list[int | None]] = {block: [None] * BLOCK for block in range(num_blocks)}
     swapped: dict[int, list[int | None]] = {}
@@ -356,10 +378,12 @@ def test_sequences_read_their_own_tokens_despite_shared_blocks(
         for at, which in aborts:
             if at == step and live:
                 sched.remove(live.pop(which % len(live)))
+        before = set(sched.running)
         output = sched.schedule()
         counts = output.num_scheduled_tokens.values()
         assert sum(counts) <= budget and all(count > 0 for count in counts)
         assert len(sched.running) <= max_num_seqs
+        assert before | set(output.num_scheduled_tokens) >= set(sched.running), "admitted without a token"
         assert not (output.swap_out and output.swap_in)
         for block, host_block in output.swap_out:
             swapped[host_block] = list(memory[block])

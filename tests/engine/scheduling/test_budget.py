@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.costs import Costs
-from pdserve.engine.budget import StepBudget
+from pdserve.engine.scheduling.budget import StepBudget
 from pdserve.engine.sequence import Sequence
 from pdserve.keys import token_array
 from pdserve.request import SamplingParams
@@ -39,8 +39,8 @@ def test_prompt_gets_the_time_that_decoding_leaves() -> None:
 
 def test_unreachable_target_leaves_a_minimal_chunk_per_step() -> None:
     step = budget(0.001, 10)
-    assert step.has_prompt_time and step.allocate(sequence(100, 0)) == 16
-    assert not step.has_prompt_time and step.allocate(sequence(100, 0)) == 0
+    assert step.has_prompt_time(0) and step.allocate(sequence(100, 0)) == 16
+    assert not step.has_prompt_time(0) and step.allocate(sequence(100, 0)) == 0
     assert step.allocate(sequence(100, 99)) == 1
 
 
