@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from pdserve.config import RouterConfig, parse_size
 from pdserve.errors import BadRequest, NotFound, RequestError
-from pdserve.router.api.http_responses import CLIENT_GONE, InternalError, error_response
+from pdserve.router.api.http_responses import CLIENT_GONE, InternalError, error_response, json_response
 from pdserve.router.api.openapi import openapi_document
 from pdserve.router.backend import Backend
 from pdserve.router.limits.key_file import load_api_keys
@@ -26,7 +26,7 @@ from pdserve.router.storage.response_store import ResponseStore
 from pdserve.router.telemetry.timeline import Timeline
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
-from pdserve.router.web.auth import Access, Authentication, KeySet, PathAccess
+from pdserve.router.web.auth import Access, Authentication, KeySet, PathAccess, presented_key
 from pdserve.router.web.browser_guard import BrowserGuard
 from pdserve.router.web.endpoint import Endpoint, Endpoints, Handler
 from pdserve.router.web.generation_endpoints import EmbeddingEndpoints, GenerationEndpoints
@@ -51,7 +51,7 @@ def create_app(
     tokenizer: Tokenizer,
     backend: Backend,
     admission: AdmissionController,
-    metrics_parts: Callable[[], Iterable[bytes]],
+    metrics_parts: Callable[..., Iterable[bytes]],
     latest_timelines: Callable[[int], list[Timeline]],
     overview: Callable[[bool], dict[str, object]],
     grammars: GrammarChecker | None = None,
@@ -64,30 +64,43 @@ def create_app(
     responses are not kept. `further` are groups of endpoints besides the router's own.
     """
     generation_routes = GenerationEndpoints(config, tokenizer, backend, admission, grammars, response_store).routes()
+    clients, operators = KeySet(admission.keys), KeySet(load_api_keys(config.admin_key))
+
+    def shows_keys(request: Request) -> bool:
+        """Return whether nothing is to be hidden, or the request is an operator's, by its key or its port."""
+        is_own_port = (
+            config.own_port is not None and (request.scope.get("server") or (None, None))[1] == config.own_port
+        )
+        return not clients or is_own_port or operators.identify(presented_key(request.headers)) is not None
+
     api_routes = [
         *generation_routes,
         *EmbeddingEndpoints(tokenizer, backend, admission).routes(),
         *ModelEndpoints(config, tokenizer, backend, admission.parse_queue).routes(),
-        *OperatorEndpoints(backend, metrics_parts, latest_timelines, overview, config.max_n).routes(),
+        *OperatorEndpoints(backend, metrics_parts, shows_keys, latest_timelines, overview, config.max_n).routes(),
         *(route for group in further for route in group.routes()),
     ]
-    clients, operators = KeySet(admission.keys), KeySet(load_api_keys(config.admin_key))
-    document = cache(lambda: openapi_document(api_routes, config.name, _key_names(api_routes, clients, operators)))
+    key_names = _key_names(api_routes, clients, operators)
+    document = cache(lambda: json_response(openapi_document(api_routes, config.name, key_names)).body)
 
-    async def openapi() -> dict[str, object]:
-        return document()
+    async def openapi() -> Response:
+        return Response(document(), media_type="application/json")
 
     document_route = Endpoint(openapi, method="GET", path="/openapi.json", access=Access.OPEN)
     routes: list[Endpoint | PageFile] = [*api_routes, document_route, *page_routes()]
     app = FastAPI(routes=[*routes], openapi_url=None, redirect_slashes=False, telemetry=NO_TELEMETRY)
-    _add_error_handlers(app)
+    _add_error_handlers(app, routes)
     app.state.generation_handlers = _handlers(generation_routes)
     checks: list[Check] = [RequestIds({route.path: route.id_prefix for route in generation_routes}).check]
     if not admission.keys:
         checks.append(BrowserGuard(config).check)
-    checks.append(Authentication(PathAccess(routes), clients, operators).check)
+    unauthorized = admission.metrics.unauthorized
+    authentication = Authentication(
+        PathAccess(routes), clients, operators, lambda reason: unauthorized.labels(reason=reason).inc()
+    )
+    checks.append(authentication.check)
     uploads = {"/v1/files": parse_size(config.max_batch_bytes)} if config.batch_folder else {}
-    body_limit = BodyLimit(config.max_body_bytes, config.client_timeout_seconds, uploads)
+    body_limit = BodyLimit(config.max_body_bytes, config.client_timeout_seconds, admission.body_budget, uploads)
     # Around FastAPI's own layers instead of inside of them, because most requests are answered before they get there.
     stack: ASGIApp = Middleware(app.build_middleware_stack(), app.state.generation_handlers, checks, body_limit)
     if config.cors_origins:
@@ -120,15 +133,20 @@ def _key_names(routes: Iterable[Endpoint], clients: KeySet, operators: KeySet) -
     }
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI, routes: Sequence[Endpoint | PageFile]) -> None:
     async def request_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
         return error_response(error)
 
     async def http_exception(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        if error.status_code != 405:
+            return error_response(_from_http_exception(request, error))
+        allowed = {"Allow": _allowed_methods(routes, request.url.path)}
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers=allowed)
         response = error_response(_from_http_exception(request, error))
-        response.headers.update(error.headers or {})
+        response.headers.update(allowed)
         return response
 
     async def client_disconnect(_: Request, error: Exception) -> Response:
@@ -141,6 +159,11 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, http_exception)
     app.add_exception_handler(ClientDisconnect, client_disconnect)
     app.add_exception_handler(Exception, unexpected)
+
+
+def _allowed_methods(routes: Iterable[Endpoint | PageFile], path: str) -> str:
+    methods = {method for route in routes if route.path_regex.match(path) for method in route.methods or ()}
+    return ", ".join(sorted({*methods, "OPTIONS", *({"HEAD"} if "GET" in methods else ())}))
 
 
 def _from_http_exception(request: Request, error: HTTPException) -> RequestError:

@@ -309,7 +309,8 @@ def make_app(backend: ScriptedBackend, metrics: Metrics) -> Callable[..., Starle
     def make(tokenizer: Tokenizer, now: Callable[[], float] = time.monotonic, **settings: Any) -> Starlette:
         config = RouterConfig(**{"model": "demo", "max_body_bytes": 20_000, "max_n": 8, **settings})
         admission = AdmissionController(load_api_keys(config.api_key, config.keys_file), config, metrics, now)
-        return create_app(config, tokenizer, backend, admission, lambda: [b"pdserve_up 1\n"], backend.log.latest, dict)
+        latest = backend.log.latest
+        return create_app(config, tokenizer, backend, admission, lambda **_: [b"pdserve_up 1\n"], latest, dict)
 
     return make
 
@@ -419,3 +420,20 @@ def events() -> Callable[[httpx.Response], list[dict[str, object]]]:
         return [json.loads(line) for line in lines]
 
     return read
+
+
+@pytest.fixture
+def threads_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[threading.Thread]]:
+    """Function `threads_of(owner, name)` that returns a list; it gets the thread of each later call of a function."""
+
+    def watch(owner: Any, name: str) -> list[threading.Thread]:
+        threads, original = list[threading.Thread](), getattr(owner, name)
+
+        def watched(*arguments: Any, **options: Any) -> Any:
+            threads.append(threading.current_thread())
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, watched)
+        return threads
+
+    return watch
