@@ -7,7 +7,7 @@ from pdserve.config import RouterConfig
 from pdserve.router.api.requests import ParsedRequest
 from pdserve.router.client_connection import ClientConnection
 from pdserve.router.limits.admission_queue import AdmissionQueue, AdmissionSlot
-from pdserve.router.limits.key_file import ApiKey
+from pdserve.router.limits.key_file import ANONYMOUS, ApiKey
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.web.parse_queue import ParseQueue
 
@@ -17,6 +17,7 @@ class AdmissionController:
 
     Attributes:
         queue: decides when requests may start.
+        tenants: the tenant of each key, by its name.
         parse_queue: where bodies wait to be parsed. It holds no more than may run and be queued afterwards.
     """
 
@@ -25,6 +26,7 @@ class AdmissionController:
     ) -> None:
         """`now` is the router's clock, in seconds."""
         self.keys = keys
+        self.tenants = {key.name: key.tenant for key in keys} | {ANONYMOUS: ""}
         self.queue = AdmissionQueue(keys, config, metrics, now)
         self.parse_queue = ParseQueue(config.max_requests + config.max_queue, self.queue.weights, metrics)
 

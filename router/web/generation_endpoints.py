@@ -203,7 +203,7 @@ class GenerationEndpoints(Endpoints):
         stream: type[EventStream] = ChunkStream,
         build_body: BuildBody = completion_body,
     ) -> Response:
-        context, key = _context(request), request.state.key
+        context, key = _context(request, self._admission), request.state.key
         parsed = await self._admission.parse_queue.run(key, body.raw, lambda: parse(body.parse(), context))
         grammar = parsed.requests[0].sampling.grammar
         if grammar and self._grammars is not None:
@@ -269,7 +269,7 @@ class EmbeddingEndpoints(Endpoints):
         parse: Callable[[BodyType, RequestContext, Tokenizer, ModelInfo], ParsedRequest],
         build: Callable[[BodyType, ParsedRequest, Vectors], Json],
     ) -> Response:
-        info, context, key = _model(self._backend), _context(request), request.state.key
+        info, context, key = _model(self._backend), _context(request, self._admission), request.state.key
 
         def parse_body() -> tuple[BodyType, ParsedRequest]:
             fields = body.parse()
@@ -303,9 +303,10 @@ async def _enter(admission: AdmissionController, request: Request, parsed: Parse
         state.headers = admission.headers(state.key)
 
 
-def _context(request: Request) -> RequestContext:
+def _context(request: Request, admission: AdmissionController) -> RequestContext:
     session, traceparent = request.headers.get(SESSION_HEADER, ""), tracing.traceparent(request.headers)
-    return RequestContext(request.state.request_id, time.monotonic(), session, traceparent)
+    tenant = admission.tenants[request.state.key]
+    return RequestContext(request.state.request_id, time.monotonic(), session, traceparent, tenant)
 
 
 def _model(backend: Backend) -> ModelInfo:
