@@ -33,6 +33,10 @@ CONTROL_TOKEN_VARIABLE = "PDSERVE_CONTROL_TOKEN"
 SLO_HELP = "reject requests that would miss this SLO by forecast, such as ttft=500ms,itl=50ms; empty: none"
 OTLP_HELP = "OTLP/HTTP collector for traces of requests and metrics, such as http://collector:4318; empty: none"
 KEYS_FILE_HELP = "TOML file of further API keys, each with quotas and a weight; empty: none"
+SHARE_KV_HELP = (
+    "let all keys of a --keys-file reuse each other's KV, so that the TTFT tells what others have sent; by default only "
+    "keys of one group do"
+)
 ALLOWED_HOSTS_HELP = (
     "further Host headers for which a router on loopback without API keys answers, comma separated, or *; empty: none"
 )
@@ -347,6 +351,7 @@ class ServingConfig(ControlConfig):
         variable="PDSERVE_API_KEY",
     )
     keys_file: str = flag(KEYS_FILE_HELP, "")
+    share_kv: bool = flag(SHARE_KV_HELP, False)
     admin_key: str = flag(
         "API keys for /debug, /admin and other operators' paths; empty: none",
         "",

@@ -72,7 +72,7 @@ def serve(config: RouterConfig) -> None:
     if config.ssl_certfile:
         check_key_pair("--ssl", config.ssl_certfile, config.ssl_keyfile)
     tls = server_context(config)
-    keys = load_api_keys(config.api_key, config.keys_file)
+    keys = load_api_keys(config.api_key, config.keys_file, share_kv=config.share_kv)
     listening = [listen(config)]
     if config.own_port is not None:
         listening.append(listen(replace(config, port=config.own_port, own_port=None, reuse_port=False)))

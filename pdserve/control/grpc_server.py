@@ -1,19 +1,21 @@
 """A gRPC server with health checks (`grpc.health.v1`, as kubelets ask them) and reflection. Imported only if it is used."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health
 
-from pdserve.errors import SetupError, Unavailable
+from pdserve.control.grpc_calls import WINDOW_BYTES
+from pdserve.control.grpc_health import Check, Health, OpenCalls, reflection_handler
+from pdserve.errors import SetupError
 
-WATCH_S = 1.0  # between two checks for a client that watches a service
-Check = Callable[[], object]
-Status = health_pb2.HealthCheckResponse
+MAX_CONNECTIONS = 64
+MAX_STREAMS = 100  # calls on one connection
+HANDSHAKE_MS = 10_000  # of TLS and HTTP/2
+IDLE_MS = 60_000  # without a call, after which a connection is closed
 
 
 class GrpcServer:
@@ -22,10 +24,12 @@ class GrpcServer:
     Args:
         checks: by the name that a health check asks for, a function that raises Unavailable while the service cannot serve.
             The empty name is that of the whole server.
-        handlers: the services besides health and reflection, by name.
+        handlers: the services besides health and reflection, by name. They receive their messages through a `Receiver`.
         max_message_bytes: larger requests get RESOURCE_EXHAUSTED.
         certificate: files of certificate chain and private key in PEM, for TLS; None for plain text.
         reuse_port: share the port with other processes that set this too.
+        max_connections: further ones are closed.
+        max_streams: calls on one connection; clients keep further ones back.
 
     Attributes:
         port: the port that it listens on.
@@ -43,15 +47,28 @@ class GrpcServer:
         max_message_bytes: int = 4 << 20,
         certificate: tuple[str, str] | None = None,
         reuse_port: bool = False,
+        max_connections: int = MAX_CONNECTIONS,
+        max_streams: int = MAX_STREAMS,
     ) -> None:
         handlers = handlers or {}
-        options = [("grpc.max_receive_message_length", max_message_bytes), ("grpc.so_reuseport", int(reuse_port))]
-        self._server = grpc.aio.server(options=options)
+        self._server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", max_message_bytes),
+                ("grpc.so_reuseport", int(reuse_port)),
+                ("grpc.max_allowed_incoming_connections", max_connections),
+                ("grpc.max_concurrent_streams", max_streams),
+                ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+                ("grpc.max_connection_idle_ms", IDLE_MS),
+                ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+                ("grpc.http2.bdp_probe", 0),  # which would make the window of messages that are not asked for 4 MiB
+            ]
+        )
         self._stopping: list[asyncio.Task[None]] = []
-        health_pb2_grpc.add_HealthServicer_to_server(_Health(checks), self._server)
-        self._server.add_generic_rpc_handlers(tuple(handlers.values()))
-        names = (health.SERVICE_NAME, reflection.SERVICE_NAME, *handlers)
-        reflection.enable_server_reflection(names, self._server)
+        self._watching: asyncio.Task[None] | None = None
+        self._health, calls = Health(checks), OpenCalls()
+        names = (health.SERVICE_NAME, *handlers)
+        services = (self._health.handler(calls), reflection_handler(names, calls), *handlers.values())
+        self._server.add_generic_rpc_handlers(services)
         host, port = address
         text = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
@@ -65,6 +82,7 @@ class GrpcServer:
 
     async def start(self) -> None:
         await self._server.start()
+        self._watching = asyncio.create_task(self._health.run())
 
     def begin_stop(self, grace_s: float) -> None:
         """Accept no more calls, and cancel those that run after `grace_s`. A later call can shorten the time."""
@@ -75,45 +93,5 @@ class GrpcServer:
         if not self._stopping:
             self.begin_stop(0)
         await asyncio.gather(*self._stopping)
-
-
-class _Health(health_pb2_grpc.HealthServicer):
-    """Answers health checks by calling the functions, each time that it is asked."""
-
-    def __init__(self, checks: Mapping[str, Check]) -> None:
-        self._checks = checks
-
-    async def Check(
-        self, request: health_pb2.HealthCheckRequest, context: "grpc.aio.ServicerContext[object, object]"
-    ) -> Status:
-        if request.service not in self._checks:
-            known = ", ".join(map(repr, self._checks))
-            message = f"there is no service {request.service[:100]!r}; ask for one of {known}"
-            await context.abort(grpc.StatusCode.NOT_FOUND, message)
-        return _answer(self._status(request.service))
-
-    async def Watch(
-        self, request: health_pb2.HealthCheckRequest, context: "grpc.aio.ServicerContext[object, object]"
-    ) -> AsyncIterator[Status]:
-        """Send the status, and again after each change. An unknown service has a status of its own, by the protocol."""
-        last = None
-        while True:
-            status = self._status(request.service)
-            if status != last:
-                yield _answer(status)
-            last = status
-            await asyncio.sleep(WATCH_S)
-
-    def _status(self, service: str) -> int:
-        check = self._checks.get(service)
-        if check is None:
-            return Status.SERVICE_UNKNOWN
-        try:
-            check()
-        except Unavailable:
-            return Status.NOT_SERVING
-        return Status.SERVING
-
-
-def _answer(status: int) -> Status:
-    return Status(status=Status.ServingStatus.Name(status))
+        if self._watching is not None:
+            self._watching.cancel()

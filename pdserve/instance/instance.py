@@ -23,7 +23,7 @@ from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.kv_events_config import KVEventsConfig
 from pdserve.instance.reporter import Reporter
 from pdserve.instance.sampling_message import read_sampling
-from pdserve.keys import TOKEN_BYTES, unpack_tokens
+from pdserve.keys import TOKEN_BYTES, root_key, unpack_tokens
 from pdserve.kv_transfer.connector import Connector
 from pdserve.kv_transfer.guarded import guard
 from pdserve.kv_transfer.registry import connect
@@ -147,7 +147,10 @@ class Instance:
 
         pool = self.engine.pool
         pool.listener = self.transfers.listener = self._event_publisher = ZmqPublisher(
-            config, pool.block_size, lambda: self.count("kv_event_batches_dropped", 1)
+            config,
+            pool.block_size,
+            root_key(model_digest=self.engine.layout.model_digest),
+            lambda: self.count("kv_event_batches_dropped", 1),
         )
 
     def close(self) -> None:

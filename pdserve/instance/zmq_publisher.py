@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
+from typing import Any
 
 import msgspec
 import zmq
@@ -31,6 +32,7 @@ from pdserve.control.vllm_kv_events import (
 from pdserve.engine.sequence import Sequence as EngineSequence
 from pdserve.errors import SetupError
 from pdserve.instance.kv_events_config import KVEventsConfig
+from pdserve.keys import block_keys
 from pdserve.kv_transfer.connector import Outcome
 
 log = logging.getLogger(__name__)
@@ -46,14 +48,17 @@ class ZmqPublisher:
     so a block in the store is withdrawn once a load or a match of this instance does not find it.
 
     Args:
+        root: key of no tokens, without a salt. Blocks of requests with one are published with `extra_keys`, so that readers
+            that know blocks by their tokens do not take them for those of other requests.
         on_drop: called for each step whose changes are dropped because the queue is full.
 
     Raises:
         SetupError: an endpoint is invalid or in use.
     """
 
-    def __init__(self, config: KVEventsConfig, block_size: int, on_drop: Callable[[], None]) -> None:
+    def __init__(self, config: KVEventsConfig, block_size: int, root: bytes, on_drop: Callable[[], None]) -> None:
         self._block_size = block_size
+        self._root = root
         self._on_drop = on_drop
         self._events: list[Event] = []
         self._stored: dict[bytes, None] = {}  # keys published as in the store, the oldest first
@@ -80,8 +85,13 @@ class ZmqPublisher:
         if isinstance(last, BlockStored) and last.medium == medium and parent == last.block_hashes[-1]:
             last.block_hashes.append(key)
             last.token_ids.extend(tokens)
+            if last.extra_keys is not None:
+                last.extra_keys.append(None)
             return
-        self._events.append(BlockStored([key], parent, list(tokens), self._block_size, None, medium, None))
+        extra_keys: list[Any] | None = None
+        if parent is None and key != block_keys(self._root, tokens, self._block_size)[0]:
+            extra_keys = [[key.hex()]]  # in place of the salt, which is not known here: it is as unique
+        self._events.append(BlockStored([key], parent, list(tokens), self._block_size, None, medium, None, extra_keys))
 
     def remove(self, key: bytes, medium: str = MEDIUM_POOL) -> None:
         """Record that a block is no longer there."""

@@ -89,13 +89,15 @@ def _parse(
     for prompt in prompts:
         check_token_ids(prompt, info.vocab_size, param)
         check_length(len(prompt), 1, info.max_model_len)
-    root = root_key(model_digest=info.model_digest)
+    salt = context.salt()
+    root = root_key(model_digest=info.model_digest, salt=salt)
     sampling = SamplingParams(max_tokens=1, embed=True)
     requests = [
         Request(
             request_id=context.request_id if len(prompts) == 1 else f"{context.request_id}-{index}",
             prompt=prompt,
             sampling=sampling,
+            salt=salt,
             keys={size: block_keys(root, prompt, size) for size in info.block_sizes},
             session=context.session,
             traceparent=context.traceparent,

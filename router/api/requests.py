@@ -1,5 +1,6 @@
 """Validates a parsed body against the served model and builds one `Request` for each choice that it asks for."""
 
+import hashlib
 import json
 import random
 import time
@@ -9,7 +10,7 @@ from functools import partial
 
 from pdserve.errors import BadRequest, InvalidParameter, NotFound
 from pdserve.grammars.limits import check_grammar
-from pdserve.keys import block_keys, root_key
+from pdserve.keys import KEY_BYTES, block_keys, root_key
 from pdserve.request import MAX_BAD_WORDS, MAX_LOGPROBS, Request, SamplingParams, check_length
 from pdserve.router.api.beams import beam_settings, check_no_beam_settings
 from pdserve.router.api.chat import template_messages, template_options
@@ -49,12 +50,20 @@ class RequestContext:
         received: when the body was complete, by `time.monotonic()`.
         session: the session that a header names, or empty.
         traceparent: the W3C trace context of the headers, or empty.
+        tenant: digest of the tenant whose KV alone it may reuse; empty: there are no tenants.
     """
 
     request_id: str
     received: float
     session: str = ""
     traceparent: str = ""
+    tenant: str = ""
+
+    def salt(self, cache_salt: str = "") -> str:
+        """Return the salt of the KV of a request that brings this one: that of a tenant is a digest of both."""
+        if not self.tenant:
+            return cache_salt
+        return hashlib.blake2b((self.tenant + cache_salt).encode(), digest_size=KEY_BYTES).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,7 +383,7 @@ def _build_requests(
     chat: bool,
 ) -> list[Request]:
     """Return the requests of all choices. Choice i of each prompt has seed + i, so batching does not change its answers."""
-    salt, session, priority = _salt(body), _session(body, context), _priority(body, info)
+    salt, session, priority = context.salt(_cache_salt(body)), _session(body, context), _priority(body, info)
     root = root_key(model_digest=info.model_digest, salt=salt)
     keyed = [(prompt, {size: block_keys(root, prompt, size) for size in info.block_sizes}) for prompt in prompts]
     choices = [(prompt, keys, i) for prompt, keys in keyed for i in range(n)]
@@ -455,7 +464,7 @@ def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _salt(body: SamplingBody) -> str:
+def _cache_salt(body: SamplingBody) -> str:
     if body.cache_salt == "":
         message = "cache_salt must not be empty; leave it out to share the cache with all requests that have none"
         raise InvalidParameter("cache_salt", message)

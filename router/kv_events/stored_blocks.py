@@ -71,21 +71,24 @@ class StoredBlocks:
 
     def _learn(self, event: BlockStored, root: bytes) -> None:
         """Compute the keys of the event's blocks, unless they depend on more than tokens, or the parent is unknown."""
-        depends_on_more = event.lora_id is not None or event.lora_name or any(event.extra_keys or ())
+        depends_on_more = event.lora_id is not None or event.lora_name
         if not event.token_ids or depends_on_more or event.kv_cache_spec_sliding_window is not None:
             return
         parent: bytes | None = root
-        if event.parent_block_hash is not None:
+        if any(event.extra_keys or ()):  # only a pdserve instance's hash tells the key
+            parent = None
+        elif event.parent_block_hash is not None:
             known = self._keys.get(event.parent_block_hash)
             parent = known[-1] if known else _own_key(event.parent_block_hash)
+        ends = range(HASH_TOKENS, event.block_size + 1, HASH_TOKENS)
         for i, name in enumerate(event.block_hashes):
-            if parent is None:
+            own = _own_key(name)
+            if parent is None and own is None:
                 return
             tokens = event.token_ids[i * event.block_size : (i + 1) * event.block_size]
-            keys = KeyChain(parent).keys(tokens, range(HASH_TOKENS, event.block_size + 1, HASH_TOKENS))
-            own = _own_key(name)
+            keys = [] if parent is None else KeyChain(parent).keys(tokens, ends)
             self._keys.pop(name, None)  # so that it counts as new
-            self._keys[name] = keys = keys if own in (None, keys[-1]) else [own]
+            self._keys[name] = keys = [own] if own is not None and own not in keys[-1:] else keys
             parent = keys[-1]
         while len(self._keys) > MAX_BLOCKS:
             del self._keys[next(iter(self._keys))]

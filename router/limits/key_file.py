@@ -6,6 +6,7 @@
     requests = "10/s"        # or "600/min", "1000000/h"; default: unlimited
     tokens = "100000/min"    # of prompts and outputs together
     concurrency = 8          # choices running or queued at once
+    group = "research"       # keys of a group reuse each other's KV; default: a key reuses only its own
 
 A key is given in plain text or as `sha256:` and its hexadecimal digest; the router keeps digests only.
 """
@@ -13,29 +14,39 @@ A key is given in plain text or as `sha256:` and its hexadecimal digest; the rou
 import hashlib
 import re
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdserve.errors import SetupError
 from pdserve.router.limits.quota import Limits, Rate
 
 DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
-NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+NAME = re.compile(r"(?!\.\.?$)[A-Za-z0-9._-]{1,64}")  # also a folder's name, and `.` and `..` are others
 ANONYMOUS = "anonymous"  # the key name of requests to paths that need no key
-FIELDS = ("key", "weight", "requests", "tokens", "concurrency")
+FIELDS = ("key", "weight", "requests", "tokens", "concurrency", "group")
+TENANT_BYTES = 16  # of a digest
 
 
 @dataclass(frozen=True)
 class ApiKey:
-    """A declared API key: the name used in metrics, its SHA-256 digest (32 bytes), its weight and its limits."""
+    """A declared API key: the name used in metrics, its SHA-256 digest (32 bytes), its weight and its limits.
+
+    Attributes:
+        group: of keys that reuse each other's KV; empty: it is alone.
+        tenant: hexadecimal digest that separates the KV of its requests from that of other tenants; empty: none does.
+    """
 
     name: str
     digest: bytes = field(repr=False)
     weight: float = 1.0
     limits: Limits = field(default_factory=Limits)
+    group: str = ""
+    tenant: str = ""
 
 
-def load_api_keys(setting: str, path: str = "") -> list[ApiKey]:
+def load_api_keys(setting: str, path: str = "", *, share_kv: bool = False) -> list[ApiKey]:
     """Return the keys of the setting, named key-1, key-2, …, followed by those of the file. Either may be empty.
+
+    With a file and more than one key, each key or group is a tenant, unless they are to share their KV.
 
     Raises:
         SetupError: the file cannot be read, or a declaration is invalid or duplicated; one sentence says which.
@@ -48,7 +59,14 @@ def load_api_keys(setting: str, path: str = "") -> list[ApiKey]:
     for attribute in ("name", "digest"):
         if len({getattr(key, attribute) for key in keys}) < len(keys):
             raise SetupError(f"two API keys have the same {attribute}; declare each key once")
+    if path and len(keys) > 1 and not share_kv:
+        keys = [replace(key, tenant=_tenant(key)) for key in keys]
     return keys
+
+
+def _tenant(key: ApiKey) -> str:
+    kind, name = ("group", key.group) if key.group else ("key", key.name)
+    return hashlib.blake2b(f"pdserve {kind} {name}".encode(), digest_size=TENANT_BYTES).hexdigest()
 
 
 def _read(path: str) -> list[ApiKey]:
@@ -71,7 +89,9 @@ def _read(path: str) -> list[ApiKey]:
 def _parse_key(name: str, table: object) -> ApiKey:
     """Return the key that one table declares. Raises ValueError or SetupError if it is invalid."""
     if not NAME.fullmatch(name):
-        raise ValueError("a name must have 1 to 64 of the characters A-Z, a-z, 0-9, '.', '_' and '-'")
+        raise ValueError(
+            "a name must have 1 to 64 of the characters A-Z, a-z, 0-9, '.', '_' and '-', and not be . or .."
+        )
     if name == ANONYMOUS:
         raise ValueError("this name is reserved for requests without a key; choose another")
     if not isinstance(table, dict):
@@ -85,8 +105,13 @@ def _parse_key(name: str, table: object) -> ApiKey:
         raise ValueError(f"weight must be a number from 0.001 to 1000000, not {weight!r}")
     if concurrency is not None and (type(concurrency) is not int or concurrency < 1):
         raise ValueError(f"concurrency must be an integer, 1 or more, not {concurrency!r}")
+    group = table.get("group", "")
+    if not isinstance(group, str) or (group and not NAME.fullmatch(group)):
+        raise ValueError(
+            f"group must be a name of 1 to 64 of the characters A-Z, a-z, 0-9, '.', '_' and '-', not {group!r}"
+        )
     rates = {unit: Rate.parse(str(table[unit])) for unit in ("requests", "tokens") if unit in table}
-    return ApiKey(name, _digest_of(key), float(weight), Limits(**rates, concurrency=concurrency))
+    return ApiKey(name, _digest_of(key), float(weight), Limits(**rates, concurrency=concurrency), group)
 
 
 def _digest_of(value: str) -> bytes:

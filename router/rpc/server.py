@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import resource
 
 from pdserve.config import RouterConfig
 from pdserve.control.grpc_server import GrpcServer
@@ -14,6 +15,8 @@ from pdserve.router.web.auth import KeySet
 from pdserve.router.web.grammar_checker import GrammarChecker
 
 log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 1024  # idle ones are closed after a minute
 
 
 def make_server(
@@ -45,7 +48,9 @@ def make_server(
         from pdserve.router.rpc.vllm_engine import SERVICE, VllmEngine
 
         engine = VllmEngine(config, tokenizer, backend, admission, grammars)
-        handlers[SERVICE.full_name] = make_handler(SERVICE, engine, KeySet(admission.keys))
+        handlers[SERVICE.full_name] = make_handler(
+            SERVICE, engine, KeySet(admission.keys), config.client_timeout_seconds
+        )
         checks[SERVICE.full_name] = check_readiness
     return GrpcServer(
         (config.host, port),
@@ -54,4 +59,12 @@ def make_server(
         max_message_bytes=config.max_body_bytes,
         certificate=(config.ssl_certfile, config.ssl_keyfile) if config.ssl_certfile else None,
         reuse_port=config.reuse_port,
+        max_connections=min(config.max_connections or MAX_CONNECTIONS, default_max_connections()),
+        max_streams=config.max_requests + config.max_queue,
     )
+
+
+def default_max_connections() -> int:
+    """Return a sixteenth of the file descriptors that the process may open, besides those for HTTP."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if limit == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, limit // 16))

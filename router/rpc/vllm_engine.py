@@ -23,7 +23,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 
 from pdserve import __version__
 from pdserve.config import RouterConfig
-from pdserve.errors import BadRequest, Unavailable
+from pdserve.errors import BadRequest, TooLarge, Unavailable
 from pdserve.model_path import model_folder
 from pdserve.router.api.generation import Delta, Generation
 from pdserve.router.api.requests import ParsedRequest, RequestContext, parse_completion
@@ -45,6 +45,7 @@ TOKENIZER_FILES = (
     *("config.json", "generation_config.json", "*token*.json", "vocab.json", "merges.txt"),
     *("chat_template*", "*.jinja", "*.model", "*.tiktoken"),
 )
+MAX_ABORT_BYTES = 64 << 10
 CHUNK_BYTES = 64 << 10  # of the tokenizer in one message
 
 
@@ -67,6 +68,7 @@ class VllmEngine:
         self._folder = model_folder(config.model)
         self._started = time.monotonic()
         self._last_received = 0.0
+        self._zipping, self._zipped = asyncio.Lock(), b""
         self._running: defaultdict[tuple[str, str], list[_Answer]] = defaultdict(list)  # by key and request id
 
     async def Generate(self, call: Call) -> None:
@@ -94,6 +96,8 @@ class VllmEngine:
 
     async def Abort(self, call: Call) -> "vllm.AbortResponse":
         """End requests of the same API key; they end with the finish reason `abort`. Unknown ids are ignored."""
+        if len(call.raw) > MAX_ABORT_BYTES:
+            raise TooLarge(f"an AbortRequest has at most {MAX_ABORT_BYTES} bytes", kind="body_too_large")
         for request_id in call.parse(vllm.AbortRequest).request_ids:
             for answer in self._running.get((call.key, request_id), ()):
                 answer.abort()
@@ -151,7 +155,8 @@ class VllmEngine:
 
     async def GetTokenizer(self, call: Call) -> None:
         """Send the files of the tokenizer as one zip in pieces, the last of which has its digest."""
-        data = await asyncio.to_thread(_zip, self._folder)
+        async with self._zipping:
+            data = self._zipped = self._zipped or await asyncio.to_thread(_zip, self._folder)
         digest, num_chunks = hashlib.sha256(data).hexdigest(), math.ceil(len(data) / CHUNK_BYTES)
         for i in range(num_chunks):
             piece = data[i * CHUNK_BYTES : (i + 1) * CHUNK_BYTES]
@@ -174,7 +179,7 @@ class VllmEngine:
             message = "request_id must have 1 to 128 of the characters A-Z, a-z, 0-9, '.', '_' and '-'"
             raise BadRequest(message, kind="invalid_request_id", param="request_id")
         session, traceparent = call.metadata.get(SESSION_HEADER, ""), tracing.traceparent(call.metadata)
-        context = RequestContext(request_id, time.monotonic(), session, traceparent)
+        context = RequestContext(request_id, time.monotonic(), session, traceparent, self._admission.tenants[call.key])
         body = to_completion_body(request, self._tokenizer, info)
         parsed = parse_completion(body, context, self._tokenizer, info, self._max_n)
         return replace(parsed, stream=request.stream)

@@ -8,7 +8,7 @@ from pdserve.router.api.requests import ParsedRequest
 from pdserve.router.client_connection import ClientConnection
 from pdserve.router.limits.admission_queue import AdmissionQueue, AdmissionSlot
 from pdserve.router.limits.body_budget import BodyBudget
-from pdserve.router.limits.key_file import ApiKey
+from pdserve.router.limits.key_file import ANONYMOUS, ApiKey
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.web.parse_queue import ParseQueue
 
@@ -20,6 +20,7 @@ class AdmissionController:
         metrics: those of the router.
         queue: decides when requests may start.
         body_budget: counts the bodies that are being read or wait to be parsed.
+        tenants: the tenant of each key, by its name.
         parse_queue: where bodies wait to be parsed. It holds no more than may run and be queued afterwards.
     """
 
@@ -29,6 +30,7 @@ class AdmissionController:
         """`now` is the router's clock, in seconds."""
         self.keys = keys
         self.metrics = metrics
+        self.tenants = {key.name: key.tenant for key in keys} | {ANONYMOUS: ""}
         self.queue = AdmissionQueue(keys, config, metrics, now)
         self.body_budget = BodyBudget(
             has_keys=bool(keys), largest=config.max_body_bytes, on_refusal=lambda key: _count_refusal(metrics, key)

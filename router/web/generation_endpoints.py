@@ -207,7 +207,7 @@ class GenerationEndpoints(Endpoints):
         build_body: BuildBody = completion_body,
         more_bytes: int = 0,
     ) -> Response:
-        context, key = _context(request), request.state.key
+        context, key = _context(request, self._admission), request.state.key
         queue = self._admission.parse_queue
         parsed = await queue.run(key, body.raw, lambda: parse(body.parse(), context), more_bytes)
         grammar = parsed.requests[0].sampling.grammar
@@ -274,7 +274,7 @@ class EmbeddingEndpoints(Endpoints):
         parse: Callable[[BodyType, RequestContext, Tokenizer, ModelInfo], ParsedRequest],
         build: Callable[[BodyType, ParsedRequest, Vectors], Json],
     ) -> Response:
-        info, context, key = _model(self._backend), _context(request), request.state.key
+        info, context, key = _model(self._backend), _context(request, self._admission), request.state.key
 
         def parse_body() -> tuple[BodyType, ParsedRequest]:
             fields = body.parse()
@@ -311,9 +311,10 @@ async def _enter(admission: AdmissionController, request: Request, parsed: Parse
         state.headers = admission.headers(state.key)
 
 
-def _context(request: Request) -> RequestContext:
+def _context(request: Request, admission: AdmissionController) -> RequestContext:
     session, traceparent = request.headers.get(SESSION_HEADER, ""), tracing.traceparent(request.headers)
-    return RequestContext(request.state.request_id, time.monotonic(), session, traceparent)
+    tenant = admission.tenants[request.state.key]
+    return RequestContext(request.state.request_id, time.monotonic(), session, traceparent, tenant)
 
 
 def _model(backend: Backend) -> ModelInfo:

@@ -41,6 +41,7 @@ class BlockStored(KVCacheEvent):
     lora_id: int | None
     medium: str | None
     lora_name: str | None
+    extra_keys: list[Any] | None = None
 
 
 class BlockRemoved(KVCacheEvent):
@@ -63,6 +64,7 @@ class Mirror:
         self.media: dict[str, dict[Any, tuple[Any, tuple[int, ...]]]] = {"GPU": {}, "STORAGE": {}}
         self.blocks, self.stored = self.media.values()
         self.next_number = self.num_removed = 0
+        self.salted: set[Any] = set()  # the first blocks of prompts that have a salt
 
     def apply(self, number: bytes, payload: bytes) -> None:
         assert int.from_bytes(number, "big") == self.next_number
@@ -71,6 +73,10 @@ class Mirror:
             if isinstance(event, BlockStored):
                 assert event.medium is not None and event.block_size == BLOCK
                 blocks, parent = self.media[event.medium], event.parent_block_hash
+                if event.extra_keys:
+                    assert parent is None and len(event.extra_keys) == len(event.block_hashes)
+                    assert event.extra_keys[0] and not any(event.extra_keys[1:])
+                    self.salted.add(event.block_hashes[0])
                 for i, key in enumerate(event.block_hashes):
                     assert key not in blocks
                     blocks[key] = parent, tuple(event.token_ids[i * BLOCK : (i + 1) * BLOCK])
@@ -147,8 +153,8 @@ def test_events_equal_the_pool(checkpoint: Any, make_instance: Callable[..., Any
     news = instance.kv_events.subscribe()
     keys: dict[bytes, None] = {}
 
-    def generate(name: str, prompt: list[int]) -> None:
-        driver.submit(name, prompt, 20, pb.BOTH)
+    def generate(name: str, prompt: list[int], salt: str = "") -> None:
+        driver.submit(name, prompt, 20, pb.BOTH, salt=salt)
         driver.run_until(lambda _: len(driver.tokens(name)) == 20)
         driver.run_until_idle()
         removed, added = news.pop_batch(1000)
@@ -190,6 +196,12 @@ def test_events_equal_the_pool(checkpoint: Any, make_instance: Callable[..., Any
     assert set(late.stored) <= {*again, *keys} and set(late.stored) < stored, (
         "withdrawn, and stored again by the last prompt"
     )
+
+    assert not late.salted
+    generate("salted", prompts[1], "of a tenant")
+    salted = root_key(model_digest=instance.engine.layout.model_digest, salt="of a tenant")
+    catch_up(replay_port, late, keys, block_keys(salted, prompts[1], BLOCK))
+    assert late.salted == {block_keys(salted, prompts[1], BLOCK)[0]}
 
     with pytest.raises(SetupError, match=f"{port}: Address already in use"):
         instance.publish_events(KVEventsConfig(enable_kv_cache_events=True, **config))

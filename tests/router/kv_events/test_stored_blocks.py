@@ -72,8 +72,9 @@ def test_large_blocks_have_a_key_per_16_tokens() -> None:
 
 def test_keys_of_instances_are_taken_as_they_are() -> None:
     salted = block_keys(b"s" * 16, TOKENS, 16)
-    event = stored(list(salted[:2]), None, TOKENS[:32])
-    assert StoredBlocks().apply(read_batch(payload(event)), ROOT) == ([], salted[:2])
+    for extra_keys in (None, [["salt"], None]):
+        event = stored(list(salted[:2]), None, TOKENS[:32], extra_keys=extra_keys)
+        assert StoredBlocks().apply(read_batch(payload(event)), ROOT) == ([], salted[:2])
     later = stored(list(KEYS[2:]), KEYS[1], TOKENS[32:])  # whose parent was not published here
     assert StoredBlocks().apply(read_batch(payload(later)), ROOT) == ([], KEYS[2:])
 

@@ -38,6 +38,30 @@ def keys_file(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "a"}),
+        ("/score", {"text_1": "a", "text_2": "b"}),
+        ("/rerank", {"query": "a", "documents": ["b"]}),
+    ],
+)
+def test_embeddings_have_the_salt_of_their_key(
+    make_app: Callable[..., Starlette],
+    make_client: type[Client],
+    tokenizer: Tokenizer,
+    keys_file: str,
+    backend: ScriptedBackend,
+    path: str,
+    body: dict[str, Any],
+) -> None:
+    client = make_client(make_app(tokenizer, keys_file=keys_file))
+    for key in "bc":
+        assert client.post(path, body, headers={"Authorization": f"Bearer {key}"}).status_code == 200
+    salts = {request.salt for request in backend.requests}
+    assert len(salts) == 2 and "" not in salts
+
+
 def test_limits_of_keys(
     make_app: Callable[..., Starlette],
     make_client: type[Client],
