@@ -49,12 +49,14 @@ class RequestContext:
         received: when the body was complete, by `time.monotonic()`.
         session: the session that a header names, or empty.
         traceparent: the W3C trace context of the headers, or empty.
+        client: the name of the API key or, without keys, the client's address.
     """
 
     request_id: str
     received: float
     session: str = ""
     traceparent: str = ""
+    client: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,6 +385,7 @@ def _build_requests(
             keys=keys,
             session=session,
             traceparent=context.traceparent,
+            client=context.client,
             multi_turn=chat,
             whole=not body.stream and not body.stop,
             received=context.received,

@@ -21,13 +21,8 @@ from pdserve.router.dispatch.hedge import PrefillHedger
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.dispatch.selector import InstanceSelector
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
-from pdserve.router.instances.frame_checks import (
-    InvalidFrame,
-    hypotheses_fault,
-    output_fault,
-    times_fault,
-    tokens_fault,
-)
+from pdserve.router.instances.frame_checks import InvalidFrame
+from pdserve.router.instances.output_checks import content_fault, output_fault, times_fault, tokens_fault
 from pdserve.router.scheduling.policy import Load, PlacementRequest
 from pdserve.router.scheduling.retry_budget import RetryBudget
 from pdserve.router.scheduling.slo_admission import check_slo
@@ -42,7 +37,9 @@ CLIENT_ERRORS = (
     "invalid_grammar",
     "invalid_logits_processor",
     "beams_do_not_fit",
+    "too_few_answers",
 )  # kinds of errors of instances that the request has caused
+MAX_DROPS = 1  # instances that the router may drop for a request's outputs until it is not tried on a further one
 MAX_ERROR_CHARS = 4000  # of an instance's error message
 NO_WORK_LEFT = Load()  # prefill has sampled; the request stays on its instance until the last store has ended
 
@@ -192,32 +189,38 @@ class Dispatcher:
         else:
             reason = self._output_fault(state, instance, output, {field.name for field, _ in fields})
         if reason:
+            state.num_drops += 1
             raise InvalidFrame(reason)
+        state.has_answered = True
         try:
             if is_plain:
                 self._record_success(instance)
                 self._on_decoded_tokens(state, instance, Chunk(token_ids))
+            elif reason := self._content_fault(state, instance, output, {field.name for field, _ in fields}):
+                self._fail_for_content(state, instance, reason)
             else:
                 self._handle_output(state, instance, output)
         except IllegalTransition as error:
+            state.num_drops += 1
             raise InvalidFrame(str(error)) from error
 
     def _output_fault(self, state: RequestState, instance: InstanceHandle, output: pb.Output, present: Set[str]) -> str:
-        """Return why an output, of whose fields some are present, is invalid for its request; empty if it is not."""
         max_tokens = state.remaining_tokens if instance is state.final_instance else 1
-        logprobs = state.request.sampling.logprobs is not None
+        return output_fault(output, present, instance.hello, max_tokens, state.num_tokens)
+
+    def _content_fault(
+        self, state: RequestState, instance: InstanceHandle, output: pb.Output, present: Set[str]
+    ) -> str:
         num_scored = len(state.request.prompt) - 1 if state.scores_prompt and "token_ids" in present else 0
-        if state.request.sampling.beam_width:
-            if reason := hypotheses_fault(output, instance.hello, state.remaining_tokens, state.request.sampling):
-                return reason
-        elif present & {"hypotheses", "searching"}:
-            return "answers of a beam search that was not requested"
-        if (
-            "embedding" in present
-            and len(output.embedding) != 4 * instance.hello.embedding_size * state.request.sampling.embed
-        ):
-            return f"an embedding of {len(output.embedding)} bytes that was not requested like this"
-        return output_fault(output, present, instance.hello, max_tokens, state.num_tokens, logprobs, num_scored)
+        sampling = state.request.sampling
+        return content_fault(output, present, instance.hello, state.remaining_tokens, sampling, num_scored)
+
+    def _fail_for_content(self, state: RequestState, instance: InstanceHandle, reason: str) -> None:
+        """End a request whose output is invalid by what the model computed. It may be due to the client's input."""
+        self._metrics.invalid_outputs.inc()
+        self.fleet.record_invalid_output(instance, state.request.request_id, state.request.client)
+        message = f"{instance.id} has computed {reason}, so the answer is not passed on"
+        self.handle(state, Event.REJECTED, RequestError(message, kind="invalid_output"))
 
     def _handle_output(self, state: RequestState, instance: InstanceHandle, output: pb.Output) -> None:
         """Process an output of an instance that runs the request.
@@ -245,7 +248,7 @@ class Dispatcher:
     def _record_success(self, instance: InstanceHandle) -> None:
         """Record that an instance has just produced a token."""
         instance.last_token_at = self.fleet.awake_now()
-        self.fleet.breakers.record_success(instance.id)
+        self.fleet.record_success(instance)
 
     def on_lost(self, instance: InstanceHandle) -> None:
         self._selector.forget(instance)
@@ -254,6 +257,7 @@ class Dispatcher:
         for request_id in list(instance.requests):
             state = self.states.get(request_id)
             if state is not None:
+                state.num_drops += instance.sent_unreadable and not state.has_answered
                 error = Unavailable(
                     f"instance {instance.id} was lost while it served the request", kind="instance_lost"
                 )
@@ -381,7 +385,12 @@ class Dispatcher:
         """Handle the loss of one of the request's instances."""
         is_split_prefill = state.decode is not None and instance is state.prefill
         instance.unassign(state.id)
-        if instance is state.hedge:
+        if state.num_drops > MAX_DROPS:
+            message = (
+                f"{state.num_drops} instances were dropped for what they sent for this request; no other one is tried"
+            )
+            self.handle(state, Event.REJECTED, RequestError(f"{message} ({error})", kind="invalid_output"))
+        elif instance is state.hedge:
             state.hedge = None
         elif is_split_prefill and state.hedge is not None:
             self._hedger.promote(state)
@@ -467,6 +476,7 @@ class Dispatcher:
         state.machine.restart(is_split=state.decode is not None)
         # A hedge would compute the prompt once for each choice, and wins with a first token, which a beam search has not.
         is_hedged = not state.is_follower and not state.request.sampling.beam_width
+        state.has_answered = False
         state.submitted_at, state.hedge_tried = self.fleet.awake_now(), not is_hedged
         self.states[state.id] = state
 

@@ -34,6 +34,8 @@ class RequestState:
         gaps: seconds before each token after the first.
         cached: instance id → number of leading tokens in its pool at the time of selection.
         is_plain: its outputs are tokens, without log probabilities, embeddings or a beam search.
+        has_answered: an instance has sent an output of it since the last submission.
+        num_drops: instances that were dropped for what they sent for this request, or perhaps for this request.
         is_follower: it was submitted along with another choice of the same prompt, which accounts for the prompt.
     """
 
@@ -58,7 +60,8 @@ class RequestState:
         self.last_token_at: float | None = None
         self.submitted_at = 0.0
         self.hedge_tried = False
-        self.is_follower = False
+        self.is_follower = self.has_answered = False
+        self.num_drops = 0
         sampling = request.sampling
         self.is_plain = (
             sampling.logprobs is None

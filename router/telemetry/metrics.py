@@ -91,6 +91,10 @@ class Metrics:
         self.migrations = counter(
             "pdserve_migrations_total", "streams moved to other instances, by the fault of the first", ["kind"]
         )
+        self.invalid_outputs = counter(
+            "pdserve_invalid_outputs_total",
+            "requests that failed because their output had invalid content, such as NaN",
+        )
         self.failed_handovers = counter(
             "pdserve_handovers_in_vain_total",
             "hand-overs in which decode found none of the blocks that prefill had stored",
