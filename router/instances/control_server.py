@@ -106,6 +106,7 @@ class InstanceConnection(FrameConnection[pb.InstanceFrame, pb.RouterFrame]):
             self.is_trusted = True
             self._instance = fleet.register(frame.hello, self)
             self.send(pb.RouterFrame(welcome=fleet.welcome()))
+            fleet.on_joined(self._instance)
 
     def _reject(self, peer: str, reason: str) -> None:
         log.warning("refused %s: %s", peer, reason, extra={"event": "refused", "instance": peer})

@@ -194,6 +194,7 @@ class Fleet:
         stored: blocks in the KV store, as far as publishers of KV events tell (`router/kv_events/`).
         now: the router's clock: returns the current time in seconds, and never goes back. Every time in the fleet and in the
             dispatcher is read from it.
+        on_joined: called with an instance that has attached, once it has been told so.
         lease_check_interval_s: intended interval of the calls of `expire_leases`.
     """
 
@@ -204,6 +205,7 @@ class Fleet:
         self.breakers = CircuitBreakers()
         self._output_faults = OutputFaults()
         self.listener: FleetListener | None = None
+        self.on_joined: Callable[[InstanceHandle], None] = lambda instance: None
         self.num_lost = 0
         self.num_invalid_frames = 0
         self.router_id = router_id
