@@ -31,6 +31,7 @@ from pdserve.beam_search import BeamSearch
 from pdserve.decode.layout_converter import ConvertedPrompt
 from pdserve.decode.load_machine import Action, Load, LoadMachine, Start
 from pdserve.engine.engine import Engine
+from pdserve.errors import RequestError
 from pdserve.kv_transfer.connector import Connector, Outcome, Result
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
@@ -39,6 +40,10 @@ from pdserve.roles.job import InstanceContext, Job
 from pdserve.roles.transfers import Transfers
 
 STEPS_PER_REPORT = 16  # of a beam search, so that routers see its progress
+TOO_FEW_ANSWERS = (
+    "the beam search has found {found} of {due} answers: what the request allows leaves too few tokens; lower n and "
+    "beam_width, or exclude less"
+)
 STORE_BACK_BLOCKS = 8  # per store, except for the last one, so that a step starts few stores
 
 
@@ -226,11 +231,16 @@ class Decoder:
             self._context.count_prompt_sources(job)
         job.stamp(Stage.DECODE_STARTED, now)
         if search.is_over or search.num_steps % STEPS_PER_REPORT == 1:
-            job.report_search(search)
+            job.pending_output().searching = True
         if search.is_over:
-            answers = search.hypotheses(job.seq.sampling.num_answers)
+            due = job.seq.sampling.num_answers
+            answers = search.hypotheses(due)
             self._context.count("generation_tokens", sum(len(answer.token_ids) for answer in answers))
-            job.finish("stop", now)
+            if len(answers) < due:
+                job.reject(RequestError(TOO_FEW_ANSWERS.format(found=len(answers), due=due), kind="too_few_answers"))
+            else:
+                job.report_answers(answers)
+                job.finish("stop", now)
             self._end(state)
 
     def on_resumed(self, job: Job) -> None:

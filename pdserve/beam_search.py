@@ -1,8 +1,11 @@
 """Beam search over candidates with log probabilities: which beams go on, and which answers are found. Plain Python.
 
-Equals the beam search of transformers 5 (`GenerationMixin._beam_search`) without sampling, its float32 arithmetic included.
+Equals the beam search of transformers 5 (`GenerationMixin._beam_search`) without sampling, its float32 arithmetic included,
+but for continuations whose log probability is not finite: they are excluded, and so a search whose constraints allow too few
+tokens has fewer answers.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -30,7 +33,8 @@ class Hypothesis:
 
     Attributes:
         token_ids: the output, its stop token included.
-        score: sum of the tokens' log probabilities, divided by their number to the power of the length penalty.
+        score: sum of the tokens' log probabilities, divided by their number to the power of the length penalty. Finite: what
+            exceeds float32 is its lowest number.
         finish_reason: `stop` after a stop token, else `length`.
         logprobs: one entry for each token if candidates came with them, else empty.
     """
@@ -86,6 +90,7 @@ class BeamSearch:
             (beam.score + np.float32(logprob), parent, token, report)
             for parent, (beam, tokens) in enumerate(zip(self._beams, candidates, strict=True))
             for token, logprob, *report in tokens
+            if math.isfinite(logprob)
         ]
         best = sorted(scored, key=lambda one: -one[0])[: self.num_candidates]
         self.num_steps += 1
@@ -101,16 +106,18 @@ class BeamSearch:
                 branches.append(Branch(parent, token))
         self._answers = sorted(self._answers + found, key=lambda one: -one.score)[: self._width]
         self._beams = beams
-        self.is_over = is_last or self._cannot_improve()
+        self.is_over = is_last or not beams or self._cannot_improve()
         return [] if self.is_over else branches
 
     def hypotheses(self, count: int) -> list[Hypothesis]:
-        """Return the best answers of a search that is over."""
+        """Return the best answers of a search that is over, at most `count`."""
         assert self.is_over
         return [self._hypothesis(answer) for answer in self._answers[:count]]
 
     def _normalized(self, score: np.float32, num_tokens: int) -> np.float32:
-        return np.float32(score / np.float32(num_tokens**self._length_penalty))
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):  # a penalty of -10 and some thousand tokens
+            normalized = np.float32(score / np.float32(num_tokens**self._length_penalty))
+        return np.float32(np.nan_to_num(normalized))
 
     def _cannot_improve(self) -> bool:
         """Return whether there are enough answers that no running beam can be expected to surpass."""

@@ -31,6 +31,7 @@ TTFT_TARGET_HELP = (
 CONNECTOR_VARIABLE, REGISTRY_VARIABLE = "PDSERVE_CONNECTOR", "PDSERVE_REGISTRY"  # their URLs may hold a password
 CONTROL_TOKEN_VARIABLE = "PDSERVE_CONTROL_TOKEN"
 SLO_HELP = "reject requests that would miss this SLO by forecast, such as ttft=500ms,itl=50ms; empty: none"
+NO_INSTANCE_HELP = "seconds for which requests wait while no instance is available, until they end in a 503; 0: none"
 OTLP_HELP = "OTLP/HTTP collector for traces of requests and metrics, such as http://collector:4318; empty: none"
 KEYS_FILE_HELP = "TOML file of further API keys, each with quotas and a weight; empty: none"
 SHARE_KV_HELP = (
@@ -327,6 +328,7 @@ class ServingConfig(ControlConfig):
     handover_timeout_seconds: float = flag(
         "seconds without progress after which a hand-over fails over or ends in a 503", 60.0, above=0
     )
+    no_instance_timeout: float = flag(NO_INSTANCE_HELP, 30.0, least=0)
     client_timeout_seconds: float = flag(
         "seconds after which a client that sends nothing of its body or reads nothing of its answer is disconnected",
         60.0,

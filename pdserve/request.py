@@ -162,6 +162,7 @@ class Request:
         multi_turn: a chat, so another turn may follow whose prompt begins with this prompt and its output.
         priority: lower is served first, where instances schedule by priority.
         traceparent: the client's span, in W3C Trace Context format.
+        client: its sender: the name of its API key or, without keys, its address; empty if unknown.
         session: the client's session id; a routing policy may keep a session on one instance.
         whole: the client reads the output at its end only, so tokens may be sent in batches.
         received: when the router received the body, in seconds on its monotonic clock.
@@ -175,6 +176,7 @@ class Request:
     multi_turn: bool = False
     priority: int = 0
     traceparent: str = ""
+    client: str = ""
     session: str = ""
     whole: bool = False
     received: float | None = None

@@ -35,7 +35,7 @@ from pdserve.ranks.followers import Followers
 from pdserve.ranks.ranked_connector import RankedConnector
 from pdserve.ranks.ranked_loader import RankedLoader
 from pdserve.roles.fetcher import Fetcher
-from pdserve.roles.job import Job
+from pdserve.roles.job import Job, error_message
 from pdserve.roles.transfers import Transfers
 
 if TYPE_CHECKING:
@@ -317,7 +317,7 @@ class Instance:
             self.decoder.submit(job, converted, others)
 
     def _reject(self, link: str, request_id: str, error: RequestError) -> None:
-        rejection = pb.Output(request_id=request_id, error=pb.Error(kind=error.kind, message=str(error)))
+        rejection = pb.Output(request_id=request_id, error=error_message(error))
         self._send(link, pb.InstanceFrame(step=pb.Step(outputs=[rejection])))
 
     def _with_job(self, link: str, request_id: str, action: Callable[[Job], None]) -> None:

@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceABC
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from pdserve.beam_search import BeamSearch
+from pdserve.beam_search import Hypothesis
 from pdserve.costs import attention_pairs
 from pdserve.engine.sequence import Sequence
+from pdserve.errors import RequestError
 from pdserve.kv_transfer.connector import Outcome, Result
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
@@ -131,18 +133,20 @@ class Job:
             for _, of_prompt in sorted(self.seq.prompt_scores.items()):
                 output.prompt_logprobs.append(_logprobs(of_prompt))
 
-    def report_search(self, search: BeamSearch) -> None:
-        """Report that a beam search has advanced, and its answers once it is over."""
-        output = self.pending_output()
-        output.searching = True
-        if search.is_over:
-            for answer in search.hypotheses(self.seq.sampling.num_answers):
-                output.hypotheses.add(
-                    token_ids=answer.token_ids,
-                    score=answer.score,
-                    finish_reason=answer.finish_reason,
-                    logprobs=map(_logprobs, answer.logprobs),
-                )
+    def report_answers(self, answers: SequenceABC[Hypothesis]) -> None:
+        """Report the answers of a beam search that is over."""
+        for answer in answers:
+            self.pending_output().hypotheses.add(
+                token_ids=answer.token_ids,
+                score=answer.score,
+                finish_reason=answer.finish_reason,
+                logprobs=map(_logprobs, answer.logprobs),
+            )
+
+    def reject(self, error: RequestError) -> None:
+        """Report that the request has failed, which ends it."""
+        self.pending_output().error.CopyFrom(error_message(error))
+        self.ended = True
 
     def report_embedding(self, now: float) -> None:
         """Report the embedding of the prompt, which ends the request."""
@@ -155,6 +159,11 @@ class Job:
         self.stamp(Stage.FINISHED, now)
         self.pending_output().finish_reason = reason
         self.ended = True
+
+
+def error_message(error: RequestError) -> pb.Error:
+    """Return an error for a frame. What UTF-8 cannot express, as a plug-in's message about a client's text, is replaced."""
+    return pb.Error(kind=error.kind, message=str(error).encode(errors="replace").decode())
 
 
 def _logprobs(one: TokenLogprobs) -> pb.Logprobs:

@@ -80,6 +80,7 @@ class SimulatedRouter:
         handle = self.fleet.register(instance.hello, connection)
         self._instances.append(instance)
         instance.attach(self.name, partial(self._receive, handle, connection))
+        self.fleet.on_joined(handle)
         return handle
 
     def lose(self, name: str) -> None:

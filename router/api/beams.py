@@ -73,9 +73,11 @@ def beam_settings(body: SamplingBody, sampling: SamplingParams, info: ModelInfo)
         raise InvalidParameter("beam_width", f"the beam width must be at least n, which is {n}, not {width}")
     stops = len(sampling.stop_token_ids) + (0 if sampling.ignore_eos else len(info.eos_token_ids))
     needed = max(2, 1 + stops) * width
-    if min(len(sampling.allowed_token_ids) or info.vocab_size, info.vocab_size) < needed:
-        message = f"a beam search of this width needs a choice of at least {needed} tokens"
-        raise InvalidParameter("allowed_token_ids", message)
+    if (num_allowed := _num_allowed(sampling, info)) < needed:
+        message = (
+            f"a beam search of this width needs a choice of at least {needed} tokens, and {num_allowed} are allowed"
+        )
+        raise InvalidParameter("allowed_token_ids" if sampling.allowed_token_ids else "beam_width", message)
     return {
         "beam_width": width,
         "num_answers": n,
@@ -83,6 +85,14 @@ def beam_settings(body: SamplingBody, sampling: SamplingParams, info: ModelInfo)
         "early_stopping": str(or_default(body.early_stopping, False)).lower(),
         "temperature": 0.0,
     }
+
+
+def _num_allowed(sampling: SamplingParams, info: ModelInfo) -> int:
+    """Return how many tokens a beam search may choose from at its first step."""
+    banned = {word[0] for word in sampling.bad_words if len(word) == 1}
+    if sampling.allowed_token_ids:
+        return len({*sampling.allowed_token_ids} - banned)
+    return info.vocab_size - len(banned)
 
 
 def check_no_beam_settings(body: SamplingBody) -> None:

@@ -101,6 +101,7 @@ def _parse(
             keys={size: block_keys(root, prompt, size) for size in info.block_sizes},
             session=context.session,
             traceparent=context.traceparent,
+            client=context.client,
             whole=True,
             received=context.received,
         )

@@ -51,6 +51,7 @@ class RequestContext:
         session: the session that a header names, or empty.
         traceparent: the W3C trace context of the headers, or empty.
         tenant: digest of the tenant whose KV alone it may reuse; empty: there are no tenants.
+        client: the name of the API key or, without keys, the client's address.
     """
 
     request_id: str
@@ -58,6 +59,7 @@ class RequestContext:
     session: str = ""
     traceparent: str = ""
     tenant: str = ""
+    client: str = ""
 
     def salt(self, cache_salt: str = "") -> str:
         """Return the salt of the KV of a request that brings this one: that of a tenant is a digest of both."""
@@ -397,6 +399,7 @@ def _build_requests(
             keys=keys,
             session=session,
             traceparent=context.traceparent,
+            client=context.client,
             multi_turn=chat,
             whole=not body.stream and not body.stop,
             received=context.received,

@@ -1,8 +1,10 @@
 """The dispatcher: turns a request into a token stream, by submitting it to instances and running its hand-over machine.
 
 open ── select, check SLO, submit ──► on_output, on_lost, on_draining ──► handle(event) ──► actions of the machine
-                ▲                                                                             │
-                └───────────────────────────────── migrate ◄──────────────────────────────────┘
+          │     ▲                                                                             │
+          │     └───────────────────────────────── migrate ◄──────────────────────────────────┘
+          │                                           │
+          └─ no instance is eligible ─► wait ◄────────┘      an instance joins ─► select …
 """
 
 import logging
@@ -20,19 +22,15 @@ from pdserve.router.dispatch.handover import MAX_MIGRATIONS, Action, Event, Hand
 from pdserve.router.dispatch.hedge import PrefillHedger
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.dispatch.selector import InstanceSelector
+from pdserve.router.dispatch.waiting import WaitingGroup, WaitingRequests
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
-from pdserve.router.instances.frame_checks import (
-    InvalidFrame,
-    hypotheses_fault,
-    output_fault,
-    times_fault,
-    tokens_fault,
-)
+from pdserve.router.instances.frame_checks import InvalidFrame
+from pdserve.router.instances.output_checks import content_fault, output_fault, times_fault, tokens_fault
 from pdserve.router.scheduling.policy import Load, PlacementRequest
 from pdserve.router.scheduling.retry_budget import RetryBudget
 from pdserve.router.scheduling.slo_admission import check_slo
 from pdserve.router.telemetry.metrics import Metrics
-from pdserve.router.telemetry.timeline import Migration, Timeline, TimelineLog, TransferStats
+from pdserve.router.telemetry.timeline import Migration, Timeline, TimelineLog, TransferStats, Wait
 from pdserve.router.telemetry.traffic import p99
 from pdserve.slo import Slo
 
@@ -42,7 +40,9 @@ CLIENT_ERRORS = (
     "invalid_grammar",
     "invalid_logits_processor",
     "beams_do_not_fit",
+    "too_few_answers",
 )  # kinds of errors of instances that the request has caused
+MAX_DROPS = 1  # instances that the router may drop for a request's outputs until it is not tried on a further one
 MAX_ERROR_CHARS = 4000  # of an instance's error message
 NO_WORK_LEFT = Load()  # prefill has sampled; the request stays on its instance until the last store has ended
 
@@ -73,16 +73,22 @@ class Dispatcher:
         self._now = fleet.now
         self._selector = InstanceSelector(config, fleet, metrics, seed)
         self._hedger = PrefillHedger(config.hedge_prefill_after, self._selector, metrics, self.on_output)
+        self._waiting = WaitingRequests(config.no_instance_timeout)
+        self._lost_numerics: set[tuple[str, str, str]] = set()  # of the instances lost since there was none
         self.check_interval_s = min(1.0, config.handover_timeout_seconds / 4, self._hedger.delay / 4)
         self._retry_budget = RetryBudget()
         metrics.retry_budget.set_function(lambda: self._retry_budget.balance)
+        metrics.waiting_for_instance.set_function(lambda: self._waiting.num_requests)
         self.slo = Slo.parse(config.slo)
         fleet.listener = self
+        fleet.on_joined = self.on_joined
 
     # ---- Backend: called by the HTTP side ---------------------------------------------------------------------
 
     def model(self) -> ModelInfo | None:
         hellos = [instance.hello for instance in self.fleet.instances.values()]
+        if not hellos and self._waiting.timeout_s:
+            return self._model  # the last one: new requests wait for an instance of it
         if hellos != self._model_hellos:
             self._model_hellos, self._model = hellos, _common_model(self.config.name, hellos) if hellos else None
         return self._model
@@ -101,27 +107,45 @@ class Dispatcher:
     def open_choices(self, requests: Sequence[Request]) -> list[RequestState]:
         now = self._now()
         states = [self._new_state(request, now) for request in requests]
+        try:
+            rejection = self._admit(states)
+        except Unavailable as unplaced:
+            if not self._waiting.timeout_s:
+                raise
+            self._wait(states, unplaced)
+            rejection = None
+        for state in states:
+            if rejection is None:
+                self._open_ids.add(state.request.request_id)
+                self._retry_budget.deposit()
+            else:
+                state.timeline.refuse(str(rejection), self._now())
+            self.timelines.add(state.timeline)
+        if rejection is not None:
+            raise rejection
+        return states
+
+    def _admit(self, states: Sequence[RequestState]) -> RequestError | None:
+        """Select the instances of new choices of one prompt and submit them, or return why they would break the SLO.
+
+        Raises:
+            Unavailable: no instance is eligible.
+        """
         first, *others = states
         placement = self._route(first)
         for other in others:
             other.follow(first)
-        waited = now - (first.request.received or now)
+        waited = self._now() - first.timeline.stamps[Stage.RECEIVED]
         rejection = check_slo(self.slo, first.prefill.candidate, first.final_instance.candidate, placement, waited)
         if rejection is not None:
             self._metrics.refusals.labels(reason=rejection.kind).inc()
-            for state in states:
-                state.timeline.refuse(str(rejection), self._now())
-                self.timelines.add(state.timeline)
-            raise rejection
+            return rejection
         for state in states:
             state.timeline.stamp(Stage.ADMITTED, self._now())
         self._submit(first, others)
         for state in states:
-            self._open_ids.add(state.request.request_id)
-            self._retry_budget.deposit()
             state.timeline.stamp(Stage.ROUTED, self._now())
-            self.timelines.add(state.timeline)
-        return states
+        return None
 
     def _new_state(self, request: Request, now: float) -> RequestState:
         """Return the state of a request that has no instances yet.
@@ -192,32 +216,38 @@ class Dispatcher:
         else:
             reason = self._output_fault(state, instance, output, {field.name for field, _ in fields})
         if reason:
+            state.num_drops += 1
             raise InvalidFrame(reason)
+        state.has_answered = True
         try:
             if is_plain:
                 self._record_success(instance)
                 self._on_decoded_tokens(state, instance, Chunk(token_ids))
+            elif reason := self._content_fault(state, instance, output, {field.name for field, _ in fields}):
+                self._fail_for_content(state, instance, reason)
             else:
                 self._handle_output(state, instance, output)
         except IllegalTransition as error:
+            state.num_drops += 1
             raise InvalidFrame(str(error)) from error
 
     def _output_fault(self, state: RequestState, instance: InstanceHandle, output: pb.Output, present: Set[str]) -> str:
-        """Return why an output, of whose fields some are present, is invalid for its request; empty if it is not."""
         max_tokens = state.remaining_tokens if instance is state.final_instance else 1
-        logprobs = state.request.sampling.logprobs is not None
+        return output_fault(output, present, instance.hello, max_tokens, state.num_tokens)
+
+    def _content_fault(
+        self, state: RequestState, instance: InstanceHandle, output: pb.Output, present: Set[str]
+    ) -> str:
         num_scored = len(state.request.prompt) - 1 if state.scores_prompt and "token_ids" in present else 0
-        if state.request.sampling.beam_width:
-            if reason := hypotheses_fault(output, instance.hello, state.remaining_tokens, state.request.sampling):
-                return reason
-        elif present & {"hypotheses", "searching"}:
-            return "answers of a beam search that was not requested"
-        if (
-            "embedding" in present
-            and len(output.embedding) != 4 * instance.hello.embedding_size * state.request.sampling.embed
-        ):
-            return f"an embedding of {len(output.embedding)} bytes that was not requested like this"
-        return output_fault(output, present, instance.hello, max_tokens, state.num_tokens, logprobs, num_scored)
+        sampling = state.request.sampling
+        return content_fault(output, present, instance.hello, state.remaining_tokens, sampling, num_scored)
+
+    def _fail_for_content(self, state: RequestState, instance: InstanceHandle, reason: str) -> None:
+        """End a request whose output is invalid by what the model computed. It may be due to the client's input."""
+        self._metrics.invalid_outputs.inc()
+        self.fleet.record_invalid_output(instance, state.request.request_id, state.request.client)
+        message = f"{instance.id} has computed {reason}, so the answer is not passed on"
+        self.handle(state, Event.REJECTED, RequestError(message, kind="invalid_output"))
 
     def _handle_output(self, state: RequestState, instance: InstanceHandle, output: pb.Output) -> None:
         """Process an output of an instance that runs the request.
@@ -245,19 +275,36 @@ class Dispatcher:
     def _record_success(self, instance: InstanceHandle) -> None:
         """Record that an instance has just produced a token."""
         instance.last_token_at = self.fleet.awake_now()
-        self.fleet.breakers.record_success(instance.id)
+        self.fleet.record_success(instance)
 
     def on_lost(self, instance: InstanceHandle) -> None:
         self._selector.forget(instance)
+        self._lost_numerics.add(_numerics(instance.hello))
         if instance.requests and not instance.is_draining:
             self.fleet.record_fault(instance, self._now())
         for request_id in list(instance.requests):
             state = self.states.get(request_id)
             if state is not None:
+                state.num_drops += instance.sent_unreadable and not state.has_answered
                 error = Unavailable(
                     f"instance {instance.id} was lost while it served the request", kind="instance_lost"
                 )
                 self._instance_failed(state, instance, error)
+
+    def on_joined(self, instance: InstanceHandle) -> None:
+        """Give the waiting requests to an instance that has attached. If it is the first one and computes something else,
+        such as with other weights, they end: their tokens would not be those of one model.
+        """
+        self.model()  # remembered, so that requests can be parsed when no instance is attached
+        if len(self.fleet.instances) == 1:
+            lost, self._lost_numerics = self._lost_numerics, set()
+            if lost and _numerics(instance.hello) not in lost:
+                for group in self._waiting:
+                    message = (
+                        f"{group.error}, and {instance.id}, which has attached, has other weights or another dtype"
+                    )
+                    self._end_waiting(group, Unavailable(message, kind=group.error.kind), "expired")
+        self._place_waiting()
 
     def on_draining(self, instance: InstanceHandle) -> None:
         """Migrate the streams that the instance decodes. Without other eligible instances, they finish where they are."""
@@ -276,7 +323,13 @@ class Dispatcher:
         The time in which this router was stalled itself does not count.
         """
         now = self.fleet.awake_now()
+        for group in self._waiting.pop_expired(now):
+            message = f"{group.error}, and none has come within {self._waiting.timeout_s:g} s"
+            self._end_waiting(group, Unavailable(message, kind=group.error.kind, retry_after_s=1), "expired")
+        self._place_waiting()  # a role has changed, or a circuit breaker allows a trial
         for state in list(self.states.values()):
+            if state.machine.state is State.WAITING:
+                continue
             self._hedger.check(state, now)
             state.machine.record_progress(state.owner.last_token_at, state.owner.last_step_at)
             phase = state.machine.state
@@ -381,7 +434,12 @@ class Dispatcher:
         """Handle the loss of one of the request's instances."""
         is_split_prefill = state.decode is not None and instance is state.prefill
         instance.unassign(state.id)
-        if instance is state.hedge:
+        if state.num_drops > MAX_DROPS:
+            message = (
+                f"{state.num_drops} instances were dropped for what they sent for this request; no other one is tried"
+            )
+            self.handle(state, Event.REJECTED, RequestError(f"{message} ({error})", kind="invalid_output"))
+        elif instance is state.hedge:
             state.hedge = None
         elif is_split_prefill and state.hedge is not None:
             self._hedger.promote(state)
@@ -429,9 +487,10 @@ class Dispatcher:
         timeline = state.timeline
         if self.states.pop(state.id, None) is None:
             return
-        for instance in (state.prefill, state.decode):
-            if instance is not None:
-                instance.unassign(state.id)
+        for instance in state.holders:
+            instance.unassign(state.id)
+        if timeline.waits and timeline.waits[-1].seconds is None:
+            self._end_waits([state], "cancelled")
         self._open_ids.discard(state.request.request_id)
         timeline.stamp(Stage.FINISHED, self._now())
         timeline.itl_p99_s = p99(state.gaps)
@@ -464,9 +523,10 @@ class Dispatcher:
         state.timeline.prefill_instance = state.prefill.id
         state.timeline.decode_instance = state.final_instance.id
         state.timeline.stored, state.timeline.loaded = TransferStats(), TransferStats()
-        state.machine.restart(is_split=state.decode is not None)
+        state.machine.restart(state.decode is not None, self.fleet.awake_now())
         # A hedge would compute the prompt once for each choice, and wins with a first token, which a beam search has not.
         is_hedged = not state.is_follower and not state.request.sampling.beam_width
+        state.has_answered, state.holders = False, []
         state.submitted_at, state.hedge_tried = self.fleet.awake_now(), not is_hedged
         self.states[state.id] = state
 
@@ -476,20 +536,81 @@ class Dispatcher:
         state.is_follower = False
         failed, previous_migrations = state.final_instance, len(state.timeline.migrations)
         state.timeline.migrations.append(Migration(self._now(), failed.id, str(error)))
+        state.migrates_for = error.kind
         state.timeline.attempt += 1
         self.states[state.id] = state
+        if error.kind != "drained" and not self._retry_budget.try_withdraw(previous_migrations):
+            message = f"{error}, and the budget for repeated migrations is exhausted"
+            self.handle(state, Event.REJECTED, Unavailable(message, kind=error.kind, retry_after_s=1))
+            return
         try:
-            self._route(state, avoid=failed)
-            if error.kind != "drained" and not self._retry_budget.try_withdraw(previous_migrations):
-                raise Unavailable("the budget for repeated migrations is exhausted", kind="no_instance")
+            self._resume(state, failed)
         except Unavailable as unplaced:
             reason = Unavailable(f"{error}, and {unplaced}", kind=error.kind, retry_after_s=1)
-            self.handle(state, Event.REJECTED, reason)
-            return
+            if self._waiting.timeout_s:
+                self._wait([state], reason, failed)
+            else:
+                self.handle(state, Event.REJECTED, reason)
+
+    def _resume(self, state: RequestState, failed: InstanceHandle) -> None:
+        """Submit a stream that has lost an instance to others.
+
+        Raises:
+            Unavailable: no other instance is eligible.
+        """
+        self._route(state, avoid=failed)
         self._submit(state)
-        self._metrics.migrations.labels(kind=error.kind).inc()
+        reason = state.timeline.migrations[-1].reason
+        self._metrics.migrations.labels(kind=state.migrates_for).inc()
         extra = {"event": "moved", "instance": failed.id, "request_id": state.request.request_id}
-        log.warning("%s migrated to %s: %s", state.id, state.timeline.decode_instance, error, extra=extra)
+        log.warning("%s migrated to %s: %s", state.id, state.timeline.decode_instance, reason, extra=extra)
+
+    # ---- waiting for an instance ------------------------------------------------------------------------------
+
+    def _wait(self, states: Sequence[RequestState], error: Unavailable, failed: InstanceHandle | None = None) -> None:
+        """Let requests wait until an instance is eligible; `error` ends them if none is in time."""
+        if not self._waiting:
+            message = "no instance is available: requests wait for one for up to %g s (%s)"
+            log.warning(message, self._waiting.timeout_s, error, extra={"event": "waiting"})
+        for state in states:
+            state.machine.wait()
+            state.timeline.waits.append(Wait(self._now()))
+            self.states[state.id] = state
+        self._waiting.add(WaitingGroup(states, error, self.fleet.awake_now(), failed))
+
+    def _place_waiting(self) -> None:
+        """Submit the waiting requests for which an instance is eligible, in order of arrival."""
+        if not self._waiting or not self.fleet.serving("prefill", "decode", "both"):
+            return
+        for group in self._waiting:
+            states, rejection = group.waiting, None
+            try:
+                if group.failed is None:
+                    rejection = self._admit(states)
+                else:
+                    self._resume(states[0], group.failed)
+            except Unavailable:
+                continue
+            if rejection is not None:
+                self._end_waiting(group, rejection, "refused")
+                continue
+            self._waiting.remove(group)
+            self._end_waits(states, "placed")
+
+    def _end_waiting(self, group: WaitingGroup, error: RequestError, outcome: str) -> None:
+        """End the requests of a group with an error."""
+        states = group.waiting
+        self._end_waits(states, outcome)
+        for state in states:
+            self.handle(state, Event.REJECTED, error)
+
+    def _end_waits(self, states: Sequence[RequestState], outcome: str) -> None:
+        """Record that requests no longer wait."""
+        now = self._now()
+        for state in states:
+            wait = state.timeline.waits[-1]
+            wait.seconds = now - wait.at
+            self._metrics.instance_waits.labels(outcome=outcome).inc()
 
     def _route(self, state: RequestState, avoid: InstanceHandle | None = None) -> PlacementRequest:
         """Select instances and assign them to `state`. Return the request as the policies saw it.
@@ -502,6 +623,11 @@ class Dispatcher:
         state.timeline.placement = selection.placement
         state.timeline.decisions += selection.decisions
         return selection.request
+
+
+def _numerics(hello: pb.Hello) -> tuple[str, str, str]:
+    """Return what an instance's tokens depend on, besides the request."""
+    return hello.layout.model_fingerprint, hello.layout.dtype, hello.layout.numerics
 
 
 def _common_model(name: str, hellos: list[pb.Hello]) -> ModelInfo:

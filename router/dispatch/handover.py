@@ -10,7 +10,8 @@
         last token ──► FINISHED
         cancelled by the client ──► CANCELLED
         decode drained ──► PREFILLING, on other instances
-        decode failed ──► PREFILLING, on other instances, up to MAX_MIGRATIONS times; then, or if there are none ──► FAILED
+        decode failed ──► PREFILLING, on other instances, up to MAX_MIGRATIONS times; then ──► FAILED
+        no instance eligible ──► WAITING ─ an instance attached ─► PREFILLING
 
 The owner of a state is the instance that must act next. An instance has failed if it is lost, or if the timeout of a state
 that it owns expires. The timeout starts again with each event, and with each token that the owner produces for any request of
@@ -21,6 +22,8 @@ timeouts and a second for each of its tokens.
 A failed prefill only costs time: decode is told that no more KV will come, computes the missing KV, and samples the first
 token itself if necessary, so the tokens are the same. A failed decode also only costs time as long as other instances can
 take over: prompt plus emitted tokens are prefilled again, and the stream continues after the last emitted token.
+
+A request in WAITING is on no instance, so nothing owns this state, and its timeout is the dispatcher's.
 
 On every exit, each instance that still holds blocks of the request is told to release them. CANCEL_PREFILL and CANCEL_DECODE
 have no effect on an instance that has finished.
@@ -34,6 +37,7 @@ from enum import StrEnum
 class State(StrEnum):
     """States of a hand-over; the last three are final."""
 
+    WAITING = "waiting"
     PREFILLING = "prefilling"
     TRANSFERRING = "transferring"
     LOADING = "loading"
@@ -92,6 +96,11 @@ _FROM_ANY_STATE: dict[Event, _Transition] = {
     Event.REJECTED: (State.FAILED, (Action.FAIL, *_CANCEL_BOTH)),
     Event.CANCELLED: (State.CANCELLED, _CANCEL_BOTH),
 }
+# Of a request that is on no instance.
+_WHILE_WAITING: dict[Event, _Transition] = {
+    Event.REJECTED: (State.FAILED, (Action.FAIL,)),
+    Event.CANCELLED: (State.CANCELLED, ()),
+}
 # Prefill reports nothing in LOADING: its final report has arrived, or it is cancelled. No row accepts a second first token.
 _TRANSITIONS: dict[tuple[State, Event], _Transition] = {
     (State.PREFILLING, Event.FIRST_TOKEN): (State.TRANSFERRING, ()),
@@ -139,11 +148,16 @@ class HandOverMachine:
     def __post_init__(self) -> None:
         request_limit_s = REQUEST_LIMIT * self.state_timeout_s + SECONDS_PER_TOKEN * self.max_tokens
         self._ends_at = self.last_progress_at + request_limit_s
-        self.restart(self.is_split)
+        self.restart(self.is_split, self.last_progress_at)
 
-    def restart(self, is_split: bool) -> None:
+    def wait(self) -> None:
+        """Wait for an instance: none is eligible."""
+        assert not self.is_over
+        self.state = State.WAITING
+
+    def restart(self, is_split: bool, now: float) -> None:
         """Begin anew: the request has been submitted to other instances."""
-        self.is_split = is_split
+        self.is_split, self.last_progress_at = is_split, now
         self.state = State.PREFILLING if is_split else State.LOADING  # alone, the final instance owns every state
 
     @property
@@ -158,12 +172,15 @@ class HandOverMachine:
         """
         if self.is_over:
             return ()
-        if event is Event.TIMED_OUT:
+        if event is Event.TIMED_OUT and self.state in OWNER:
             event = Event.PREFILL_FAILED if OWNER[self.state] == "prefill" else Event.DECODE_FAILED
         if event is Event.DECODE_FAILED:
             self.migrations_left -= 1
             event = Event.DECODE_FAILED if self.migrations_left >= 0 else Event.REJECTED
-        transition = _FROM_ANY_STATE.get(event) or _TRANSITIONS.get((self.state, event))
+        if self.state is State.WAITING:
+            transition = _WHILE_WAITING.get(event)
+        else:
+            transition = _FROM_ANY_STATE.get(event) or _TRANSITIONS.get((self.state, event))
         if transition is None:
             raise IllegalTransition(f"{event} in state {self.state}")
         self.state, actions = transition
@@ -177,6 +194,8 @@ class HandOverMachine:
 
     def is_timed_out(self, now: float) -> bool:
         """Return True if the state's timeout has expired; the caller then handles `Event.TIMED_OUT`."""
+        if self.state is State.WAITING:
+            return False
         latest_step = self.last_progress_at + (STEPS_LIMIT - 1) * self.state_timeout_s
         worked_at = max(self.last_progress_at, min(self.last_step_at, latest_step))
         return not self.is_over and now - worked_at > self.state_timeout_s

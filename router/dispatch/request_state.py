@@ -34,6 +34,10 @@ class RequestState:
         gaps: seconds before each token after the first.
         cached: instance id → number of leading tokens in its pool at the time of selection.
         is_plain: its outputs are tokens, without log probabilities, embeddings or a beam search.
+        migrates_for: the kind of the error for which it last left an instance; empty if it has not.
+        holders: the instances to which it was submitted since it last moved.
+        has_answered: an instance has sent an output of it since the last submission.
+        num_drops: instances that were dropped for what they sent for this request, or perhaps for this request.
         is_follower: it was submitted along with another choice of the same prompt, which accounts for the prompt.
     """
 
@@ -58,7 +62,10 @@ class RequestState:
         self.last_token_at: float | None = None
         self.submitted_at = 0.0
         self.hedge_tried = False
-        self.is_follower = False
+        self.is_follower = self.has_answered = False
+        self.num_drops = 0
+        self.migrates_for = ""
+        self.holders: list[InstanceHandle] = []
         sampling = request.sampling
         self.is_plain = (
             sampling.logprobs is None
@@ -180,6 +187,7 @@ class RequestState:
         """
         for one in (self, *others):
             instance.assign(one.id, one.remaining_load(phase, self.cached.get(instance.id, 0)))
+            one.holders.append(instance)
         frame.submit.phase = phase
         if phase == pb.DECODE and self.prefill.hello.namespace != instance.hello.namespace:
             frame.submit.writer.CopyFrom(self.prefill.hello.layout)

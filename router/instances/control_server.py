@@ -106,6 +106,7 @@ class InstanceConnection(FrameConnection[pb.InstanceFrame, pb.RouterFrame]):
             self.is_trusted = True
             self._instance = fleet.register(frame.hello, self)
             self.send(pb.RouterFrame(welcome=fleet.welcome()))
+            fleet.on_joined(self._instance)
 
     def _reject(self, peer: str, reason: str) -> None:
         log.warning("refused %s: %s", peer, reason, extra={"event": "refused", "instance": peer})
@@ -117,6 +118,7 @@ class InstanceConnection(FrameConnection[pb.InstanceFrame, pb.RouterFrame]):
         self._hello_timer.cancel()
         self._server.connections.discard(self)
         if self._instance is not None:
+            self._instance.sent_unreadable = self.error is not None
             reason = f"a frame could not be handled: {self.error!r}" if self.error else "the connection was lost"
             self._server.fleet.deregister(self._instance, reason)
         elif self.error is not None:

@@ -19,6 +19,7 @@ from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.instances.compatibility import conflict_between, kind_of
 from pdserve.router.instances.frame_checks import MAX_NAME_CHARS, ROLES, InvalidFrame, frame_fault, hello_fault
 from pdserve.router.scheduling.breaker import CircuitBreakers
+from pdserve.router.scheduling.output_faults import OutputFaults
 from pdserve.router.scheduling.policy import NO_LOAD, Candidate, Load
 from pdserve.router.scheduling.prefix_index import PrefixIndex
 
@@ -58,6 +59,7 @@ class InstanceHandle:
         requests: ids of this router's requests on it → their remaining work.
         other_load: sum of the remaining work of other routers' requests, as last reported.
         is_draining: it accepts no new requests.
+        sent_unreadable: it was dropped for a frame that could not be read, so that nothing tells for which request it was.
         acknowledged_at: when this router last acknowledged a heartbeat, on its monotonic clock.
         candidate: the view of the policies: this router's requests as of now, plus `other_load`.
         kind: all that decides which instances it can serve with. Most instances of a fleet are of a few kinds.
@@ -75,6 +77,7 @@ class InstanceHandle:
     requests: dict[str, Load] = field(default_factory=dict)
     other_load: Load = NO_LOAD
     is_draining: bool = False
+    sent_unreadable: bool = False
     acknowledged_at: float = -math.inf
     id: str = field(init=False)
     role: str = field(init=False)
@@ -191,6 +194,7 @@ class Fleet:
         stored: blocks in the KV store, as far as publishers of KV events tell (`router/kv_events/`).
         now: the router's clock: returns the current time in seconds, and never goes back. Every time in the fleet and in the
             dispatcher is read from it.
+        on_joined: called with an instance that has attached, once it has been told so.
         lease_check_interval_s: intended interval of the calls of `expire_leases`.
         is_closing: the router ends, so instances that leave are no news.
     """
@@ -200,8 +204,10 @@ class Fleet:
         self.index = PrefixIndex()
         self.stored = PrefixIndex()
         self.breakers = CircuitBreakers()
+        self._output_faults = OutputFaults()
         self.listener: FleetListener | None = None
         self.is_closing = False
+        self.on_joined: Callable[[InstanceHandle], None] = lambda instance: None
         self.num_lost = 0
         self.num_invalid_frames = 0
         self.router_id = router_id
@@ -236,6 +242,17 @@ class Fleet:
                 instance.id,
                 extra={"event": "breaker", "instance": instance.id},
             )
+
+    def record_success(self, instance: InstanceHandle) -> None:
+        """Close the instance's circuit breaker, since it has just produced a token."""
+        if not self._output_faults.is_suspect(instance.id, self.now()):
+            self.breakers.record_success(instance.id)
+
+    def record_invalid_output(self, instance: InstanceHandle, request_id: str, client: str) -> None:
+        """Count an output with invalid content, which is a fault of the instance if several clients get such."""
+        log.warning("%s sent an invalid output for %s", instance.id, request_id, extra={"request_id": request_id})
+        if self._output_faults.record(instance.id, request_id, client, self.now()):
+            self.record_fault(instance, self.now())
 
     def welcome(self) -> pb.Welcome:
         return pb.Welcome(router_id=self.router_id, lease_seconds=self._lease_seconds)

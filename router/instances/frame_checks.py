@@ -5,16 +5,12 @@ bring numbers into it with which it cannot calculate. The bounds are far beyond 
 """
 
 import math
-import re
-from collections.abc import Iterable, Sequence, Set
 from functools import lru_cache
 
 from pdserve.control.frame_connection import NONCE_BYTES
 from pdserve.counters import HELP, LABELS, parse_series
 from pdserve.keys import KEY_BYTES, Layout
-from pdserve.lifetime import RELEASED, Stage
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import MAX_LOGPROBS, SamplingParams
 
 ROLES = ("prefill", "decode", "both")
 MAX_INSTANCE_ID_CHARS = 200
@@ -28,11 +24,7 @@ MAX_EOS_IDS = 1024
 MAX_KEYS_PER_FRAME = 8192  # instances send up to 1024
 MAX_COUNTERS = 1024
 MAX_SECONDS = 1e6  # of a cost coefficient or an age: eleven days
-MIN_SECONDS = 1e-9  # of a duration other than 0
 MAX_COUNT = 1 << 60  # of tokens, bytes or pairs
-FINISH_REASONS = ("", "stop", "length")
-ERROR_KIND = re.compile(r"[a-z_]{1,64}")
-_STAGES = {*(stage.value for stage in Stage), RELEASED}
 
 
 class InvalidFrame(ValueError):
@@ -86,7 +78,7 @@ def _layout_fault(hello: pb.Hello) -> str:
 def frame_fault(frame: pb.InstanceFrame, kind: str | None, num_blocks: int) -> str:
     """Return why a later frame of an instance with `num_blocks` blocks, which is of this kind, is invalid by itself, or "".
 
-    Registrations are checked by `hello_fault`, outputs one by one by `output_fault`.
+    Registrations are checked by `hello_fault`, outputs one by one in `output_checks.py`.
     """
     match kind:
         case "step" | "hello" | "draining":
@@ -142,107 +134,6 @@ def _blocks_fault(blocks: pb.Blocks) -> str:
 def _load_fault(load: pb.Load) -> str:
     amounts = (load.prefill_tokens, load.output_tokens, load.context_tokens, load.attended_tokens)
     return f"a load of more than {MAX_COUNT} tokens" if max(amounts) > MAX_COUNT else ""
-
-
-def tokens_fault(ids: Sequence[int], vocab_size: int, max_tokens: int) -> str:
-    """Return why the tokens of an output are invalid, if its request may have `max_tokens` more; empty if they are not."""
-    if len(ids) > max_tokens:
-        return f"{len(ids)} tokens of a request that may have {max_tokens} more"
-    if max(ids) >= vocab_size:
-        return f"the token id {max(ids)} of a vocabulary of {vocab_size}"
-    return ""
-
-
-def output_fault(
-    output: pb.Output,
-    present: Set[str],
-    hello: pb.Hello,
-    max_tokens: int,
-    context: int,
-    logprobs: bool,
-    num_scored: int = 0,
-) -> str:
-    """Return why an output of an instance is invalid for its request; empty if it is not.
-
-    Args:
-        present: names of the fields that are not empty. To ask the message for each takes several times as long.
-        hello: the instance's registration.
-        max_tokens: tokens that the instance may still generate.
-        context: tokens of the prompt and of the output so far.
-        logprobs: the request asks for log probabilities.
-        num_scored: tokens of the prompt whose log probabilities are due.
-    """
-    ids = output.token_ids if "token_ids" in present else ()
-    if ids:
-        if reason := tokens_fault(ids, hello.vocab_size, max_tokens):
-            return reason
-        if logprobs or "logprobs" in present:
-            num_due = len(ids) if logprobs else 0
-            if reason := _logprobs_fault(output.logprobs, num_due, "tokens", hello.vocab_size):
-                return reason
-    if num_scored or "prompt_logprobs" in present:
-        reason = _logprobs_fault(output.prompt_logprobs, num_scored, "tokens of the prompt", hello.vocab_size)
-        if reason:
-            return reason
-    if "finish_reason" in present and (
-        output.finish_reason not in FINISH_REASONS or not present & {"token_ids", "hypotheses", "embedding"}
-    ):
-        return f"the finish reason {output.finish_reason[:MAX_NAME_CHARS]!r} after {len(ids)} tokens"
-    if "error" in present and not ERROR_KIND.fullmatch(output.error.kind):
-        return f"an error of the kind {output.error.kind[:MAX_NAME_CHARS]!r}"
-    if "stored" in present:
-        num_blocks = -(-context // hello.block_size)
-        if max(output.stored.num_blocks, output.stored.coming) > num_blocks:
-            return f"{output.stored.num_blocks} stored blocks and {output.stored.coming} coming ones of {num_blocks}"
-    if "tokens" in present and sum(value for _, value in output.tokens.ListFields()) > context:
-        return f"more prompt tokens than the {context} of the request"
-    return times_fault(output) if present & {"moved", "stamps"} else ""
-
-
-def hypotheses_fault(output: pb.Output, hello: pb.Hello, max_tokens: int, sampling: SamplingParams) -> str:
-    """Return why an output of a beam search is invalid by its tokens; empty if it is not."""
-    num_answers = sampling.num_answers
-    if output.token_ids:
-        return "tokens of a beam search, which has none before its end"
-    if bool(output.hypotheses) != bool(output.finish_reason) or len(output.hypotheses) not in (0, num_answers):
-        return f"{len(output.hypotheses)} answers of a beam search for {num_answers}"
-    for answer in output.hypotheses:
-        if not 1 <= len(answer.token_ids) <= max_tokens or not _all_below(answer.token_ids, hello.vocab_size):
-            return f"an answer of {len(answer.token_ids)} tokens, where up to {max_tokens} of the vocabulary are due"
-        if answer.finish_reason not in ("stop", "length") or not math.isfinite(answer.score):
-            return "an answer without a score or a finish reason"
-        num_due = 0 if sampling.logprobs is None else len(answer.token_ids)
-        if reason := _logprobs_fault(answer.logprobs, num_due, "tokens", hello.vocab_size):
-            return reason
-    return ""
-
-
-def times_fault(output: pb.Output) -> str:
-    """Return why the stamps or transfer totals of an output are invalid; empty if they are not."""
-    if output.HasField("moved"):
-        moved = output.moved
-        if not (moved.seconds == 0 or MIN_SECONDS <= moved.seconds <= MAX_SECONDS) or moved.bytes > MAX_COUNT:
-            return f"transfers of {moved.bytes} bytes in {moved.seconds} seconds"
-    for stamp in output.stamps:
-        if stamp.stage not in _STAGES or not 0 <= stamp.seconds <= MAX_SECONDS:
-            return f"the stage {stamp.stage[:MAX_NAME_CHARS]!r} {stamp.seconds} seconds ago"
-    return ""
-
-
-def _logprobs_fault(logprobs: Sequence[pb.Logprobs], num_due: int, tokens: str, vocab_size: int) -> str:
-    if len(logprobs) != num_due:
-        return f"{len(logprobs)} log probabilities, where those of {num_due} {tokens} are due"
-    for one in logprobs:
-        if len(one.top_ids) != len(one.top_logprobs) or len(one.top_ids) > MAX_LOGPROBS:
-            return f"{len(one.top_ids)} top tokens with {len(one.top_logprobs)} log probabilities"
-        if not _all_below(one.top_ids, vocab_size) or not _all_below((one.logprob, *one.top_logprobs), 1.0):
-            return "a log probability above 0 or of a token that does not exist"
-    return ""
-
-
-def _all_below(values: Iterable[float], bound: float) -> bool:
-    """Return whether all values are below the bound; NaN is not."""
-    return all(value < bound for value in values)
 
 
 def _is_name(text: str, max_chars: int = MAX_NAME_CHARS) -> bool:

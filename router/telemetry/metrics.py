@@ -106,6 +106,19 @@ class Metrics:
         self.migrations = counter(
             "pdserve_migrations_total", "streams moved to other instances, by the fault of the first", ["kind"]
         )
+        self.invalid_outputs = counter(
+            "pdserve_invalid_outputs_total",
+            "requests that failed because their output had invalid content, such as NaN",
+        )
+        self.waiting_for_instance = gauge(
+            "pdserve_requests_waiting_for_instance",
+            "requests, new or moving, that wait because no instance is eligible",
+        )
+        self.instance_waits = counter(
+            "pdserve_instance_waits_total",
+            "waits for an eligible instance: placed on one, refused by the SLO then, expired, or cancelled by the client",
+            ["outcome"],
+        )
         self.failed_handovers = counter(
             "pdserve_handovers_in_vain_total",
             "hand-overs in which decode found none of the blocks that prefill had stored",

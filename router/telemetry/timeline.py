@@ -35,6 +35,14 @@ class Migration(NamedTuple):
 
 
 @dataclass
+class Wait:
+    """A wait for an instance, while none was eligible: when it began and, once it has ended, how long it took in seconds."""
+
+    at: float
+    seconds: float | None = None
+
+
+@dataclass
 class Timeline:
     """Stamps and counts of one request.
 
@@ -46,6 +54,7 @@ class Timeline:
         decisions: (role, decision of its policy), in order; a request that migrates has more than two.
         placement: the instance that computes the prompt, and why.
         migrations: moves to other instances, in order.
+        waits: waits for an instance, in order; only the last may be unfinished.
         computed_tokens, local_hit_tokens, loaded_tokens: sources of the prompt's KV on the instance that prefilled it:
             computed, found in its pool, or loaded from the KV store.
         stored, loaded: KV that prefill wrote to the KV store, and KV that decode read from it.
@@ -70,6 +79,7 @@ class Timeline:
     prompt_tokens: int = 0
     output_tokens: int = 0
     migrations: list[Migration] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
     computed_tokens: int = 0
     local_hit_tokens: int = 0
     loaded_tokens: int = 0
@@ -136,6 +146,7 @@ class Timeline:
             "output_tokens": self.output_tokens,
             "migrations": len(self.migrations),
             "moves": [{"ms": ms(one.at), "instance": one.instance, "why": one.reason} for one in self.migrations],
+            "waits": [{"ms": ms(one.at), "seconds": one.seconds} for one in self.waits],
             "prompt_tokens_by_source": {
                 "computed": self.computed_tokens,
                 "local_hit": self.local_hit_tokens,

@@ -31,6 +31,7 @@ from pdserve.router.api.streaming import (
 from pdserve.router.backend import Backend, ModelInfo
 from pdserve.router.client_connection import ClientConnection
 from pdserve.router.limits.admission_queue import AdmissionSlot
+from pdserve.router.limits.key_file import ANONYMOUS
 from pdserve.router.storage.input_items import page_of_items
 from pdserve.router.storage.response_store import ResponseStore
 from pdserve.router.storage.turns import Turn, Turns
@@ -313,8 +314,9 @@ async def _enter(admission: AdmissionController, request: Request, parsed: Parse
 
 def _context(request: Request, admission: AdmissionController) -> RequestContext:
     session, traceparent = request.headers.get(SESSION_HEADER, ""), tracing.traceparent(request.headers)
-    tenant = admission.tenants[request.state.key]
-    return RequestContext(request.state.request_id, time.monotonic(), session, traceparent, tenant)
+    key, address = request.state.key, request.client.host if request.client is not None else ""
+    tenant, client = admission.tenants[key], address if key == ANONYMOUS else key
+    return RequestContext(request.state.request_id, time.monotonic(), session, traceparent, tenant, client)
 
 
 def _model(backend: Backend) -> ModelInfo:

@@ -1,5 +1,6 @@
 """Beam search: float32 output equals transformers' `generate(num_beams=…)`, token for token."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdserve.beam_search import BeamSearch, Branch
 from pdserve.config import EngineConfig
@@ -162,3 +165,39 @@ def test_a_beam_ends_only_if_it_is_among_the_best() -> None:
     assert one.step([[(1, -1.0), (2, -2.0), (9, -3.0), (3, -4.0)]]) == [Branch(0, 1), Branch(0, 2)]
     assert one.step([[(9, -1.0), (1, -3.0), (2, -4.0), (3, -5.0)], [(9, -1.0), (4, -3.0), (5, -4.0), (6, -5.0)]]) == []
     assert [(answer.token_ids, answer.score) for answer in one.hypotheses(2)] == [((1, 9), -1.0), ((2, 9), -1.5)]
+
+
+LOGPROBS = st.sampled_from([-0.5, -2.0, -1e30, 0.0, -math.inf, math.inf, math.nan])
+
+
+@given(
+    data=st.data(),
+    width=st.integers(1, 4),
+    max_tokens=st.integers(1, 4),
+    length_penalty=st.sampled_from([-10.0, -1.0, 0.0, 10.0]),
+    early_stopping=st.sampled_from(["true", "false", "never"]),
+)
+def test_searches_over_any_log_probabilities_end_with_finite_scores(
+    data: st.DataObject, width: int, max_tokens: int, length_penalty: float, early_stopping: str
+) -> None:
+    """As with a mask that leaves fewer tokens than there are beams, or logits that overflow."""
+    search, beams = BeamSearch(width, frozenset([0]), max_tokens, length_penalty, early_stopping), 1
+    while not search.is_over:
+        candidates = [[(token, data.draw(LOGPROBS)) for token in range(search.num_candidates)] for _ in range(beams)]
+        branches = search.step(candidates)
+        assert all(math.isfinite(candidates[one.parent][one.token][1]) for one in branches)
+        beams = len(branches)
+        assert search.is_over is (beams == 0) and search.num_steps <= max_tokens
+    answers = search.hypotheses(width)
+    assert len(answers) <= width and all(math.isfinite(answer.score) for answer in answers)
+    scores = [answer.score for answer in answers]
+    assert scores == sorted(scores, reverse=True)
+
+
+@pytest.mark.parametrize("length_penalty", [-10.0, 10.0])
+def test_scores_beyond_float32_are_its_lowest_number(length_penalty: float) -> None:
+    search = BeamSearch(1, frozenset([0]), 40_000, length_penalty, "false")
+    search.num_steps = 39_999
+    search.step([[(1, -3.0), (2, -4.0)]])
+    (answer,) = search.hypotheses(1)
+    assert answer.token_ids == (1,) and math.isfinite(answer.score)

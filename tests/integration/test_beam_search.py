@@ -26,6 +26,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"n": 5}, "at least n, which is 5"),
     ({"best_of": 3}, "contradict"),
     ({"allowed_token_ids": [1, 2]}, "at least 8 tokens"),
+    (
+        {"allowed_token_ids": [*range(1, 9)], "bad_words": ["#"]},  # which is token 2 of the tests' tokenizer
+        "at least 8 tokens, and 7 are allowed",
+    ),
     ({"length_penalty": 11}, "length_penalty must be"),
     ({"early_stopping": "sometimes"}, "early_stopping"),
     ({"beam_width": 20, "n": 20}, "16 sequences at once"),

@@ -7,7 +7,7 @@ from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams
 from pdserve.roles.job import BATCHED_TOKENS, Job
-from pdserve.router.instances.frame_checks import times_fault
+from pdserve.router.instances.output_checks import times_fault
 
 PROMPT = [1, 2, 3]
 

@@ -440,7 +440,7 @@ function drawKv(now) {
 
 // Event → [word shown, colour].
 const EVENTS = {
-  left: ["lost", "bad"], failed: ["failed", "bad"], breaker: ["breaker", "bad"], missing: ["missing", "bad"], moved: ["migrated", "warn"], fallback: ["recomputed", "warn"],
+  left: ["lost", "bad"], failed: ["failed", "bad"], breaker: ["breaker", "bad"], missing: ["missing", "bad"], waiting: ["no instance", "bad"], moved: ["migrated", "warn"], fallback: ["recomputed", "warn"],
   role: ["role", "good"], failed_handovers: ["failed hand-overs", "warn"], refused: ["refused", "warn"], draining: ["draining", ""], drained: ["drained", ""], joined: ["joined", "good"],
   autoscaler: ["autoscaler", ""],
 };

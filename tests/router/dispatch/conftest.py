@@ -32,10 +32,12 @@ class Cluster:
     """
 
     def __init__(self, *roles: str, lease_seconds: float = 1e9, **settings: Any) -> None:
-        """With the default lease, the router counts as awake however long a test lets it wait between two checks."""
+        """With the default lease, the router counts as awake however long a test lets it wait between two checks. Requests
+        do not wait for instances, unless the settings say so.
+        """
         self.now = 1000.0
         self.fleet = Fleet("router", "model", lease_seconds, lambda: self.now)
-        config = RouterConfig(model="model", **{"local_prefill_tokens": 0, **settings})
+        config = RouterConfig(model="model", **{"local_prefill_tokens": 0, "no_instance_timeout": 0.0, **settings})
         self.dispatcher = Dispatcher(config, self.fleet, Metrics(self.fleet), seed=0)
         self.instances = [self.join(f"{role}-{i}", role) for i, role in enumerate(roles)]
 

@@ -295,7 +295,6 @@ INVALID_OUTPUTS = [
     dict(token_ids=[50]),
     dict(token_ids=[1], finish_reason="because"),
     dict(finish_reason="stop"),
-    dict(token_ids=[1], logprobs=[pb.Logprobs(logprob=-1.0)]),
     dict(error=pb.Error(kind="no such\nkind")),
     dict(stored=pb.Stored(num_blocks=2**32 - 1)),
     dict(tokens=pb.Tokens(local_hit=2**32 - 1)),

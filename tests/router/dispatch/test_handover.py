@@ -115,16 +115,23 @@ def test_decoded_before_the_first_token_is_illegal() -> None:
 
 
 def test_states_are_final_or_have_an_owner() -> None:
-    assert set(State) == set(OWNER) | FINAL_STATES
+    assert set(State) == set(OWNER) | FINAL_STATES | {State.WAITING}
 
 
 @settings(max_examples=500)
-@given(st.lists(st.sampled_from(list(Event)), max_size=12))
-def test_any_sequence_of_events_keeps_the_invariants(events: list[Event]) -> None:
+@given(st.lists(st.sampled_from([*Event, "wait", "restart"]), max_size=12))
+def test_any_sequence_of_events_keeps_the_invariants(events: list[Event | str]) -> None:
     machine = HandOverMachine(last_progress_at=0.0, state_timeout_s=10.0)
     fails = 0
     for event in events:
         was = machine.state
+        if event == "wait" and not machine.is_over:
+            machine.wait()
+            assert not machine.is_timed_out(1e9)
+        if event == "restart" and not machine.is_over:
+            machine.restart(is_split=True, now=0.0)
+        if not isinstance(event, Event):
+            continue
         try:
             actions = machine.handle(event, 0.0)
         except IllegalTransition:
@@ -133,7 +140,7 @@ def test_any_sequence_of_events_keeps_the_invariants(events: list[Event]) -> Non
         fails += actions.count(Action.FAIL)
         if was in FINAL_STATES:
             assert machine.state is was and not actions, "final states are never left"
-        elif machine.is_over:
+        elif machine.is_over and was is not State.WAITING:
             assert set(actions) >= ALL_CANCELS, "an exit without all cancels"
     assert fails == (machine.state is State.FAILED)
     machine.handle(Event.CANCELLED, 0.0)
