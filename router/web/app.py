@@ -53,7 +53,7 @@ def create_app(
     admission: AdmissionController,
     metrics_parts: Callable[..., Iterable[bytes]],
     latest_timelines: Callable[[int], list[Timeline]],
-    overview: Callable[[bool], dict[str, object]],
+    overview: Callable[..., dict[str, object]],
     grammars: GrammarChecker | None = None,
     response_store: ResponseStore | None = None,
     further: Sequence[Endpoints] = (),

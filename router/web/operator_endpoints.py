@@ -49,7 +49,7 @@ class OperatorEndpoints(Endpoints):
         metrics_parts: Callable[..., Iterable[bytes]],
         shows_keys: Callable[[Request], bool],
         latest_timelines: Callable[[int], list[Timeline]],
-        overview: Callable[[bool], dict[str, object]],
+        overview: Callable[..., dict[str, object]],
         max_n: int,
     ) -> None:
         self._backend = backend
@@ -98,7 +98,7 @@ class OperatorEndpoints(Endpoints):
     async def debug_overview(self, response: Response, history: bool = False) -> dict[str, object]:
         """What the live page shows; with `history`, also a snapshot of each 15 s of the last 15 minutes."""
         response.headers["Cache-Control"] = "no-store"
-        return self._overview(history)
+        return self._overview(with_history=history)
 
     @endpoint("GET", "/debug/requests", Access.OPERATOR)
     async def debug_requests(self) -> answers.Timelines:
