@@ -90,7 +90,12 @@ class Operation(Generic[T]):
             if self.fence.cancelled:
                 final = {Outcome.UNAVAILABLE: Outcome.CANCELLED}
                 self.outcomes = [final.get(outcome, outcome) for outcome in self.outcomes]
-            self.future.set_result(self._make_result(self))
+            try:
+                result = self._make_result(self)
+            except Exception as error:  # noqa: BLE001 - raised to the caller; the thread that completes others lives on
+                self.future.set_exception(error)
+            else:
+                self.future.set_result(result)
 
     def fail(self, error: BaseException) -> None:
         """Set an exception on the future, unless it is completed already."""
