@@ -122,9 +122,15 @@ class Outgoing(Block):
 
 
 class Incoming(Block):
-    """A block to be loaded, as passed to `get_many`. A block that is never marked ends as UNAVAILABLE."""
+    """A block to be loaded, as passed to `get_many`. A block that is never marked ends as UNAVAILABLE.
 
-    __slots__ = ()
+    Attributes:
+        header: of the value that was accepted or rejected, for `delete_corrupt`.
+    """
+
+    __slots__ = ("header",)
+
+    header: bytes
 
     def accept(self, header: bytes, parts: Iterable[Buffer | Row | StreamedPart]) -> Outcome:
         """Verify a stored value and copy it into the pool row. Marks the block OK or CORRUPT, and returns that outcome.
@@ -175,6 +181,7 @@ class Incoming(Block):
         self._operation.outcomes[self._index] = Outcome.CORRUPT
 
     def _mark(self, outcome: Outcome, header: bytes) -> Outcome:
+        self.header = header
         if outcome is Outcome.OK:
             self._operation.bytes_moved += payload_length(header)
         self._operation.outcomes[self._index] = outcome

@@ -5,7 +5,7 @@
 Every rule gets fresh connectors, pools and a namespace of its own, and ends with one of three verdicts. NOT CHECKED means
 that the rule could not be checked from outside of the connector, or not on this machine. It never counts as a pass.
 
-The rules are in `kv_transfer/rules/`; `tests/kv_transfer/broken.py` has a connector that breaks it for each of them.
+The rules are in `kv_transfer/rules/`; `tests/kv_transfer/broken*.py` have a connector that breaks it for each of them.
 """
 
 import inspect

@@ -26,6 +26,7 @@ from pdserve.keys import Layout
 
 HEADER_BYTES: Final = 64
 HEADER_VERSION: Final = 1
+NAME: Final = slice(16, 48)  # where a header has namespace and key
 MAGIC: Final = b"pdserveK"
 
 _PREFIX = struct.Struct("<8sII16s")

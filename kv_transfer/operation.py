@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any, Generic, TypeVar
@@ -90,7 +90,12 @@ class Operation(Generic[T]):
             if self.fence.cancelled:
                 final = {Outcome.UNAVAILABLE: Outcome.CANCELLED}
                 self.outcomes = [final.get(outcome, outcome) for outcome in self.outcomes]
-            self.future.set_result(self._make_result(self))
+            try:
+                result = self._make_result(self)
+            except Exception as error:  # noqa: BLE001 - raised to the caller; the thread that completes others lives on
+                self.future.set_exception(error)
+            else:
+                self.future.set_result(result)
 
     def fail(self, error: BaseException) -> None:
         """Set an exception on the future, unless it is completed already."""
@@ -142,3 +147,25 @@ class Watchdog:
                 if self._stopped or (wait is not None and wait <= 0):
                     return heappop(self._operations)[2]
                 self._changed.wait(wait)
+
+
+def run_until(deadline: float, work: Callable[[], None], name: str) -> bool:
+    """Run `work` in a thread of its own until the deadline, on the monotonic clock. Returns False if it goes on then.
+
+    Raises:
+        Exception: that of `work`.
+    """
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+            done.set_result(None)
+        except Exception as error:  # noqa: BLE001 - raised below
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    wait([done], max(0.0, deadline - time.monotonic()))
+    if done.done():
+        done.result()
+    return done.done()

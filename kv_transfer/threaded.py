@@ -41,8 +41,8 @@ from pdserve.kv_transfer.connector import (
     Stats,
 )
 from pdserve.kv_transfer.fence import Expired
-from pdserve.kv_transfer.header import HEADER_BYTES, Buffer, HeaderFormat
-from pdserve.kv_transfer.operation import Operation, Watchdog
+from pdserve.kv_transfer.header import HEADER_BYTES, Buffer, HeaderFormat, is_intact
+from pdserve.kv_transfer.operation import Operation, Watchdog, run_until
 from pdserve.kv_transfer.rate_limited_log import RateLimitedLog
 from pdserve.kv_transfer.url import Query
 
@@ -53,7 +53,7 @@ MAX_QUEUED_OPERATIONS = 4096  # further operations fail at once: the store does 
 # For sys.setswitchinterval in processes with workers: in the default of 5 ms, a worker could copy 30 MiB.
 SWITCH_INTERVAL_S = 0.0005
 FOLLOW_POLL_S = 0.0002  # between two polls for a block that is being stored
-MAX_LEASE_S = 86_400.0  # an erroneously long lease must not pin a block forever
+MAX_LEASE_S = 3600.0  # an erroneously long lease must not pin a block forever
 
 # Attributes of the base class that a subclass must not replace.
 _OWN_ATTRIBUTES = (
@@ -137,7 +137,7 @@ class BatchedConnector(Connector):
         """Connect to the store. Raises `SetupError` if that fails."""
 
     def shut(self) -> None:
-        """Disconnect from the store. No other hook is running."""
+        """Disconnect from the store. No other hook is running. `close` waits for it only until its deadline."""
 
     @abstractmethod
     def put_many(self, blocks: Sequence[Outgoing], lease_s: float) -> None:
@@ -154,6 +154,13 @@ class BatchedConnector(Connector):
     @abstractmethod
     def delete_many(self, keys: Sequence[bytes]) -> None:
         """Delete values that turned out to be corrupt, so that a later store can replace them."""
+
+    def delete_corrupt(self, blocks: Sequence[Incoming]) -> None:
+        """Delete the values that `get_many` found corrupt. By default by key.
+
+        Another connector may have stored a block again since. A transport that can tell leaves that one alone.
+        """
+        self.delete_many([block.key for block in blocks])
 
     def release_many(self, keys: Sequence[bytes]) -> None:
         """End leases early. Does nothing by default, for stores without leases."""
@@ -236,8 +243,8 @@ class BatchedConnector(Connector):
         if any(worker.is_alive() for worker in self._workers):
             # Disconnecting under a thread that hangs in the store would crash; it is freed when the process ends.
             log.warning("%s: closed while the store still does not respond", self.scheme)
-        else:
-            self.shut()
+        elif not run_until(deadline, self.shut, f"kv-{self.scheme}-shut"):
+            log.warning("%s: closed while background work still waits for the store", self.scheme)
 
     # Execution.
 
@@ -307,12 +314,12 @@ class BatchedConnector(Connector):
 
     def _get_and_delete_corrupt(self, blocks: Sequence[Incoming]) -> None:
         self.get_many(blocks)
-        corrupt = [block.key for block in blocks if block.outcome is Outcome.CORRUPT]
+        corrupt = [block for block in blocks if block.outcome is Outcome.CORRUPT]
         if corrupt:
             self._limited_log.warning(
                 f"{len(corrupt)} blocks were corrupt and are deleted from the store", kind="corrupt"
             )
-            self.delete_many(corrupt)
+            self.delete_corrupt(corrupt)
 
     def _count_leading(self, operation: Operation[int], keys: Sequence[bytes]) -> None:
         for found in self.contains_many(keys):
@@ -392,6 +399,14 @@ class ThreadedConnector(BatchedConnector):
     def delete_many(self, keys: Sequence[bytes]) -> None:
         for key in keys:
             self.delete(self._name(key))
+
+    def delete_corrupt(self, blocks: Sequence[Incoming]) -> None:
+        """Delete what is still corrupt."""
+        for block in blocks:
+            view = memoryview(self.get(self._name(block.key)) or b"")
+            header = bytes(view[:HEADER_BYTES])
+            if not (self.header_format.matches(header, block.key) and is_intact(header, view[HEADER_BYTES:])):
+                self.delete(self._name(block.key))
 
     def _name(self, key: bytes) -> str:
         return f"{self.namespace.hex()}/{key.hex()}"

@@ -6,15 +6,19 @@
 A block is written under tmp/ and renamed when complete, so a file with its final name is complete. Without `fsync=1`, a
 crash of the machine can leave a file whose bytes never reached the disk, which its checksum detects. A file's modification
 time is the end of its lease, or its last use if that is later. Files and the folders made for them are readable for this
-user only; a folder that exists keeps its permissions.
+user only; a folder that exists keeps its permissions. Only regular files of this user (or of whom the file server makes the
+owner of what it writes) or of root are blocks.
 
 Blocks are evicted only if `max_bytes` or `max_age` (seconds since the last use) is given: least recently used files first,
 never one with a lease. Several instances may evict at the same time; a reader that has opened a file can still read it.
+A time further ahead than any lease comes from a clock that was wrong: such a file has no lease, and goes first.
 """
 
 import contextlib
 import errno
+import logging
 import os
+import stat
 import threading
 import time
 import uuid
@@ -27,15 +31,21 @@ import numpy as np
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
-from pdserve.kv_transfer.connector import Outcome
+from pdserve.kv_transfer.connector import Outcome, Stats
 from pdserve.kv_transfer.fence import Expired
 from pdserve.kv_transfer.header import HEADER_BYTES, payload_length
-from pdserve.kv_transfer.threaded import BatchedConnector
+from pdserve.kv_transfer.rate_limited_log import RateLimitedLog
+from pdserve.kv_transfer.threaded import MAX_LEASE_S, BatchedConnector
 from pdserve.kv_transfer.url import Query, split
+
+log = logging.getLogger(__name__)
 
 STALE_TEMP_AGE_S = 600.0  # the writer of an older temporary file is considered dead
 _SWEEP_INTERVAL_S = 60.0
 _NO_SPACE_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
+# Of a link, a socket or a FIFO in a block's place.
+_NO_BLOCK_ERRNOS = {errno.ENOENT, errno.ELOOP, errno.ENXIO}
+_OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW  # a FIFO must not be waited for
 _WOULD_BLOCK_ERRNOS = {errno.EAGAIN, errno.EOPNOTSUPP}
 
 T = TypeVar("T")
@@ -63,18 +73,24 @@ class FileConnector(BatchedConnector):
         try:
             _make_folder(self._folder)
             _make_folder(self._temp_folder)
-            probe = self._temporary_path()
-            os.close(_create(probe))
-            os.unlink(probe)
-            _remove_stale_files(self._temp_folder)
+            self._owners = {0, self._probe_owner()}
+            self._evictor.remove_stale_files(self._temp_folder)
             # File systems in memory do not support the flag, and never block a reader.
             self._read_flags = 0 if _is_in_memory(self._root) else os.RWF_NOWAIT
         except OSError as error:
             raise SetupError(f"file://{self._root} is not writable: {error.strerror}.") from error
+        for folder in (self._root, self._folder, self._temp_folder):
+            _warn_if_others_may_write(folder, self._owners)
         self._evictor.start_if_due()
 
     def shut(self) -> None:
         self._evictor.join()
+
+    def stats(self) -> Stats:
+        stats = super().stats()
+        if self._evictor.failures:
+            stats.count_failures("evict", Outcome.UNAVAILABLE, self._evictor.failures)
+        return stats
 
     def put_many(self, blocks: Sequence[Outgoing], lease_s: float) -> None:
         for block in blocks:
@@ -92,13 +108,19 @@ class FileConnector(BatchedConnector):
 
     def get_many(self, blocks: Sequence[Incoming]) -> None:
         for block in blocks:
+            path = self._path(block.key)
             try:
-                fd = os.open(self._path(block.key), os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
+                fd = os.open(path, _OPEN_FLAGS)
+            except OSError as error:
+                if error.errno not in _NO_BLOCK_ERRNOS:
+                    raise
                 block.missing()
                 continue
             try:
-                self._read(block, fd)
+                if not self._is_block(os.fstat(fd)):
+                    block.missing()
+                elif self._read(block, fd) is Outcome.CORRUPT:
+                    self._delete_if_same(path, fd)
             finally:
                 os.close(fd)
 
@@ -108,6 +130,23 @@ class FileConnector(BatchedConnector):
     def delete_many(self, keys: Sequence[bytes]) -> None:
         for key in keys:
             _unlink(self._path(key))
+
+    def delete_corrupt(self, blocks: Sequence[Incoming]) -> None:
+        """Do nothing: `get_many` has deleted them, as long as it had the files open and could tell them from others."""
+
+    def _delete_if_same(self, path: str, fd: int) -> None:
+        """Delete a file if it is the one that is open. It is renamed first, since another may take its name at any time."""
+        taken = self._temporary_path()
+        try:
+            if not os.path.samestat(os.lstat(path), os.fstat(fd)):
+                return
+            os.rename(path, taken)
+            if not os.path.samestat(os.lstat(taken), os.fstat(fd)):
+                with contextlib.suppress(FileExistsError):
+                    os.link(taken, path)
+        except FileNotFoundError:
+            return
+        _unlink(taken)
 
     def _write(self, block: Outgoing, path: str, lease_s: float) -> None:
         header, payload = block.read()
@@ -131,7 +170,7 @@ class FileConnector(BatchedConnector):
             _fsync_folder(os.path.dirname(path))
         block.stored()
 
-    def _read(self, block: Incoming, fd: int) -> None:
+    def _read(self, block: Incoming, fd: int) -> Outcome:
         try:
             buffer = self._staging.buffer
         except AttributeError:  # first block of this thread
@@ -141,8 +180,10 @@ class FileConnector(BatchedConnector):
         if outcome is None:
             end = _read_all(fd, buffer.data)
             outcome = block.accept(buffer[: min(end, HEADER_BYTES)].tobytes(), [buffer[HEADER_BYTES:end]])
-        if outcome is Outcome.OK and self._evictor.is_enabled and os.fstat(fd).st_mtime < time.time():
-            _set_mtime(fd, time.time())
+        now = time.time()
+        if outcome is Outcome.OK and self._evictor.is_enabled and not _is_leased(os.fstat(fd).st_mtime, now):
+            _set_mtime(fd, now)
+        return outcome
 
     def _read_from_page_cache(self, block: Incoming, fd: int) -> Outcome | None:
         """Read a block from the page cache into the row. None if it is not all cached, or the file is invalid."""
@@ -163,21 +204,36 @@ class FileConnector(BatchedConnector):
         mtime = self._get_mtime(path)
         if mtime is None:
             return False
-        lease_end = time.time() + lease_s
+        now = time.time()
         try:
-            if mtime < lease_end:
-                _set_mtime(path, lease_end)
+            if mtime < now + lease_s or mtime > now + MAX_LEASE_S:
+                _set_mtime(path, now + lease_s)
         except FileNotFoundError:
             return False
         return True
 
     def _get_mtime(self, path: str) -> float | None:
-        """Return a file's modification time. None if it is missing or has an invalid length; the next store replaces it."""
+        """Return a block's modification time. None if it is missing or has an invalid length; the next store replaces it."""
         try:
-            status = os.stat(path)
+            status = os.lstat(path)
         except FileNotFoundError:
             return None
-        return status.st_mtime if status.st_size - HEADER_BYTES in self.payload_lengths else None
+        is_block = self._is_block(status) and status.st_size - HEADER_BYTES in self.payload_lengths
+        return status.st_mtime if is_block else None
+
+    def _is_block(self, status: os.stat_result) -> bool:
+        """Return True for a regular file that was not put there by another user."""
+        return stat.S_ISREG(status.st_mode) and status.st_uid in self._owners
+
+    def _probe_owner(self) -> int:
+        """Create and remove a file. Returns its owner, which a file server may set to another user than this process's."""
+        probe = self._temporary_path()
+        fd = _create(probe)
+        try:
+            return os.fstat(fd).st_uid
+        finally:
+            os.close(fd)
+            os.unlink(probe)
 
     def _path(self, key: bytes) -> str:
         name = key.hex()
@@ -192,6 +248,9 @@ class Evictor:
 
     A sweep starts once a minute, and when this instance has stored an eighth of `max_bytes` since the last one. Both are
     checked in `start_if_due`.
+
+    Attributes:
+        failures: files and folders that could not be removed or listed so far. They are passed over.
     """
 
     def __init__(self, root: str, max_bytes: int | None, max_age: float | None) -> None:
@@ -199,6 +258,8 @@ class Evictor:
         self._root = root
         self._max_bytes = max_bytes
         self._max_age = max_age
+        self.failures = 0
+        self._limited_log = RateLimitedLog("file")
         self._next_sweep = 0.0
         self._stored_bytes = 0  # since the last sweep
         self._thread: threading.Thread | None = None
@@ -213,7 +274,7 @@ class Evictor:
             if not self.is_enabled or is_running or not (over_threshold or time.monotonic() >= self._next_sweep):
                 return
             self._next_sweep, self._stored_bytes = time.monotonic() + _SWEEP_INTERVAL_S, 0
-            self._thread = threading.Thread(target=self.sweep, name="kv-file-evictor", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="kv-file-evictor", daemon=True)
             self._thread.start()
 
     def join(self) -> None:
@@ -223,17 +284,77 @@ class Evictor:
     def sweep(self) -> None:
         """Remove files that are too old, then least recently used ones until the rest fits into `max_bytes`."""
         now = time.time()
-        files = sorted(_files(self._root), key=lambda file: file.mtime)
+        files = sorted(self._files(), key=lambda file: (file.mtime <= now + MAX_LEASE_S, file.mtime))
         total_bytes = sum(file.size for file in files)
         for file in files:
-            if file.mtime > now:
+            if _is_leased(file.mtime, now):
                 return  # this file and all later ones are leased
-            too_old = self._max_age is not None and now - file.mtime > self._max_age
+            too_old = self._max_age is not None and not now - self._max_age <= file.mtime <= now
             too_large = self._max_bytes is not None and total_bytes > self._max_bytes
             if not too_old and not too_large:
                 return
-            _unlink(file.path)
-            total_bytes -= file.size
+            if self._succeeds(_unlink, file.path):
+                total_bytes -= file.size
+
+    def remove_stale_files(self, folder: str) -> None:
+        """Remove temporary files of dead writers. Their mtime is that of the last write, or later by a lease."""
+        now = time.time()
+        for file in self._list_files(folder):
+            if not now - STALE_TEMP_AGE_S <= file.mtime <= now + MAX_LEASE_S:
+                self._succeeds(_unlink, file.path)
+
+    def _run(self) -> None:
+        try:
+            self.sweep()
+        except Exception:
+            self.failures += 1
+            log.exception("file: a sweep of %s ended early", self._root)
+
+    def _files(self) -> Iterator["_File"]:
+        """Iterate over the blocks of all namespaces. Files and folders may be removed by other processes meanwhile."""
+        for namespace in self._list(self._root):
+            if len(namespace.name) == 32:
+                for prefix in self._list(namespace.path):
+                    yield from self._list_files(prefix.path)
+
+    def _list_files(self, folder: str) -> Iterator["_File"]:
+        for entry in self._list(folder):
+            statuses = list[os.stat_result]()
+            self._succeeds(lambda path, found=statuses: found.append(os.lstat(path)), entry.path)  # type: ignore[misc]
+            yield from (_File(entry.path, status.st_mtime, status.st_size) for status in statuses)
+
+    def _list(self, folder: str) -> list[os.DirEntry[str]]:
+        entries: list[os.DirEntry[str]] = []
+        self._succeeds(lambda path: entries.extend(_scan(path)), folder)
+        return entries
+
+    def _succeeds(self, action: Callable[[str], object], path: str) -> bool:
+        """Return True if the action succeeds, or the file is not there. Any other error is logged and counted."""
+        try:
+            action(path)
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            self.failures += 1
+            self._limited_log.warning(f"{path} is left where it is: {error.strerror}", kind=str(error.errno))
+            return False
+        return True
+
+
+def _is_leased(mtime: float, now: float) -> bool:
+    """Return True for the time of a lease: in the future, and not so far that a clock must have been wrong."""
+    return now < mtime <= now + MAX_LEASE_S
+
+
+def _warn_if_others_may_write(folder: str, owners: set[int]) -> None:
+    status = os.stat(folder)
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_uid not in owners:
+        log.warning(
+            "file: others may write to %s (mode %o, user %d), and can delete blocks: chmod 700 and chown it to this user",
+            folder,
+            stat.S_IMODE(status.st_mode),
+            status.st_uid,
+        )
 
 
 @dataclass(frozen=True)
@@ -243,34 +364,12 @@ class _File:
     size: int
 
 
-def _files(root: str) -> Iterator[_File]:
-    """Iterate over the blocks of all namespaces. Files and folders may be removed by other processes meanwhile."""
-    for namespace in _scan(root):
-        if len(namespace.name) == 32:
-            for prefix in _scan(namespace.path):
-                yield from _list_files(prefix.path)
-
-
-def _list_files(folder: str) -> Iterator[_File]:
-    for entry in _scan(folder):
-        with contextlib.suppress(FileNotFoundError):
-            status = entry.stat()
-            yield _File(entry.path, status.st_mtime, status.st_size)
-
-
 def _scan(folder: str) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
             return list(entries)
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def _remove_stale_files(folder: str) -> None:
-    """Remove temporary files of dead writers. Their mtime is that of the last write, or later by a lease."""
-    for file in _list_files(folder):
-        if time.time() - file.mtime > STALE_TEMP_AGE_S:
-            _unlink(file.path)
 
 
 def _with_parent_folder(path: str, action: Callable[[], T]) -> T:

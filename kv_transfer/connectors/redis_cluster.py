@@ -105,6 +105,9 @@ class RedisClusterConnector(RedisConnector):
     def delete_many(self, keys: Sequence[bytes]) -> None:
         self._run_on_nodes(keys, bytes, lambda node, share: node.delete(share))
 
+    def delete_corrupt(self, blocks: Sequence[Incoming]) -> None:
+        self._run_on_nodes(blocks, _key_of, lambda node, share: node.delete_corrupt(share))
+
     def invalidate_slot_map(self) -> None:
         """Have the slot map fetched again before the next operation."""
         self._is_map_stale = True

@@ -40,6 +40,9 @@ _PIPELINE_BLOCKS = 256
 _PART_BYTES = 512 << 10
 _BATCHES_AHEAD = 2
 
+# KEYS: header and pieces of a block. ARGV: the header that was found corrupt; another one is of a block stored since.
+_DELETE_IF_SAME = "return redis.call('GET', KEYS[1]) == ARGV[1] and redis.call('DEL', unpack(KEYS)) or 0"
+
 Command = tuple[Any, ...] | bytes  # bytes: a command that is packed already
 T = TypeVar("T")
 
@@ -152,6 +155,17 @@ class RedisServer:
         for reply in self.call(*(("DEL", *self._names.of(key)) for key in keys)):
             self._has_error([reply])
 
+    def delete_corrupt(self, blocks: Sequence[Incoming]) -> None:
+        """Delete blocks whose headers are still those that were read. The server compares and deletes in one step."""
+        scripts = []
+        for block in blocks:
+            names = self._names.of(block.key)
+            scripts.append(("EVAL", _DELETE_IF_SAME, len(names), *names, block.header))
+        replies = list(self.call(*scripts))
+        refused = [block.key for block, reply in zip(blocks, replies, strict=True) if self._has_error([reply])]
+        if refused:  # a user who may not run scripts
+            self.delete(refused)
+
     def call(self, *commands: Command, batch_commands: int = 0) -> Iterator[Any]:
         """Send commands and yield their replies in order. Error replies are yielded, not raised.
 
@@ -259,6 +273,9 @@ class RedisConnector(BatchedConnector):
 
     def delete_many(self, keys: Sequence[bytes]) -> None:
         self._server.delete(keys)
+
+    def delete_corrupt(self, blocks: Sequence[Incoming]) -> None:
+        self._server.delete_corrupt(blocks)
 
     def _ttl_ms(self, lease_s: float) -> int:
         return int(max(self._ttl, lease_s) * 1000)

@@ -18,7 +18,7 @@ from pdserve.errors import SetupError
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.connector import Capabilities, Outcome
 from pdserve.kv_transfer.connectors import shm_segment, shm_slab
-from pdserve.kv_transfer.header import payload_length
+from pdserve.kv_transfer.header import NAME, is_intact, payload_length
 from pdserve.kv_transfer.threaded import BatchedConnector
 from pdserve.kv_transfer.url import Query, split, split_tiers
 
@@ -93,6 +93,16 @@ class ShmConnector(BatchedConnector):
             for slot in self._find_slots(keys):
                 self._slab.free(slot)
 
+    def delete_corrupt(self, blocks: Sequence[Incoming]) -> None:
+        """Free the slots that are corrupt now: since the load, another process may have stored a block again."""
+        with self._slab.locked(self.timeout):
+            for block in blocks:
+                for slot in self._find_slots([block.key]):
+                    header = self._slab.header(slot)
+                    payload = self._slab.payload(slot)[: payload_length(header)]
+                    if not (self.header_format.matches(header, block.key) and is_intact(header, payload)):
+                        self._slab.free(slot)
+
     def release_many(self, keys: Sequence[bytes]) -> None:
         with self._slab.locked(self.timeout):
             for slot in self._find_slots(keys):
@@ -152,8 +162,8 @@ class ShmConnector(BatchedConnector):
         outcome = block.accept(header, [self._slab.payload(slot)[: payload_length(header)]])
         if outcome is Outcome.OK:
             self._slab.touch(slot)
-        elif not self._slab.holds(slot, header):
-            block.missing()  # evicted during the read
+        elif not self._slab.holds(slot, header) or header[NAME] != self.namespace + block.key:
+            block.missing()  # evicted during the read, or before, and the slot has another block
 
     def _find_slots(self, keys: Sequence[bytes]) -> Iterator[int]:
         for key in keys:

@@ -37,6 +37,7 @@ from pdserve.kv_transfer.codec import CODECS
 from pdserve.kv_transfer.connector import PROBE_KEY, Capabilities, Connector, Outcome, PoolMemory, Result, Stats
 from pdserve.kv_transfer.rate_limited_log import RateLimitedLog
 from pdserve.kv_transfer.registry import connect
+from pdserve.kv_transfer.threaded import MIN_BYTES_PER_S
 from pdserve.kv_transfer.url import Query, split_tiers, without_password
 
 log = logging.getLogger(__name__)
@@ -213,9 +214,16 @@ class TieredConnector(Connector):
         self._closed = True
         if self._thread is not None:
             self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join()
+            self._thread.join(self._close_limit_s())
+            if self._thread.is_alive():
+                log.warning("tiered: closed while background work still waits for a tier")
         for tier in self._tiers:
             tier.close()
+
+    def _close_limit_s(self) -> float:
+        """Return the seconds within which operations in flight and the copies that are waited for end."""
+        pool_s = self.memory.rows.nbytes / MIN_BYTES_PER_S
+        return self.capabilities.timeout_s + len(self._tiers) * pool_s + _DRAIN_TIMEOUT_S
 
     # On the event loop's thread.
 
@@ -225,6 +233,8 @@ class TieredConnector(Connector):
         parts = np.array_split(np.arange(len(self._buffer.rows)), _COPIERS)
         background_tasks = [asyncio.create_task(self._copy_to_slower_tiers(part.tolist())) for part in parts]
         background_tasks.append(asyncio.create_task(self._retry_attaching()))
+        for task in background_tasks:
+            task.add_done_callback(_log_exception)
         started.set_result(None)
         await self._stop.wait()
         while self._in_flight:
@@ -378,6 +388,11 @@ class TieredConnector(Connector):
             for tier in missing:
                 if not await asyncio.to_thread(self._try_to_attach, tier):
                     log.warning("%s is attached now", tier.name)
+
+
+def _log_exception(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("tiered: background work ended by an exception", exc_info=error)
 
 
 async def _run_into_future(work: Awaitable[T], future: Future[T]) -> None:

@@ -59,10 +59,18 @@ class AccountFile:
             if not is_held:
                 return
             accounts = self._read()
+            settled = []
             for name, quota in changed.items():
                 account = accounts.setdefault(name, {"choices": {}, "rates": {}})
-                quota.update(**settle(account, self._router_id, quota.report(), now), now=now)
-            self._write(accounts)
+                settled.append((quota, settle(account, self._router_id, quota.report(), now)))
+            try:
+                self._write(accounts)  # first: if it fails, the same use is reported again
+            except OSError:
+                for quota in changed.values():
+                    quota.keep()
+                raise
+            for quota, shared in settled:
+                quota.update(**shared, now=now)
 
     @contextmanager
     def _lock(self) -> Iterator[bool]:

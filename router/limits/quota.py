@@ -54,7 +54,8 @@ class TokenBucket:
         self.rate = rate
         self._level = float(rate.amount)
         self._updated_at = -math.inf
-        self._unreported = 0.0
+        # Taken so far in all, now, at the last report, and at the last one that was confirmed.
+        self._total = self._reported = self._confirmed = 0.0
 
     def available(self, now: float) -> float:
         """Return the current level; below 0 while one request holds more than a full bucket."""
@@ -63,17 +64,27 @@ class TokenBucket:
 
     def take(self, cost: float, now: float) -> None:
         """Take `cost`; a negative cost returns it."""
-        self._unreported += cost
+        self._total += cost
         self._level, self._updated_at = min(float(self.rate.amount), self.available(now) - cost), now
 
     def report(self) -> dict[str, float]:
-        """Return the rate and what was taken since the last report, for the account that routers share."""
-        taken, self._unreported = self._unreported, 0.0
-        return {**vars(self.rate), "taken": taken}
+        """Return the rate and what was taken so far, for the account that routers share.
+
+        The account charges what it has not seen in an earlier report: an exchange that fails, or whose answer is lost, is
+        simply repeated. An account that knows of no earlier report charges what was taken since the last confirmed one.
+        """
+        self._reported = self._total
+        return {**vars(self.rate), "total": self._total, "confirmed": self._confirmed}
+
+    @property
+    def is_confirmed(self) -> bool:
+        """True if the account has been charged for everything."""
+        return self._confirmed == self._total
 
     def update(self, available: float, now: float) -> None:
-        """Set the level to the shared account's, less what was taken here since the last report."""
-        self._level, self._updated_at = min(float(self.rate.amount), available - self._unreported), now
+        """Confirm the last report: set the level to the shared account's, less what was taken here since then."""
+        self._confirmed = self._reported
+        self._level, self._updated_at = min(float(self.rate.amount), available - (self._total - self._confirmed)), now
 
     def wait(self, cost: float, now: float) -> float:
         """Return the seconds until `cost` is available; a cost above the capacity needs a full bucket."""
@@ -109,7 +120,8 @@ class Quota:
     @property
     def needs_sync(self) -> bool:
         """True if the use may have changed, here or on another router, since the last exchange."""
-        return self._used_since_report or self.choices + self.remote_choices > 0
+        is_confirmed = all(bucket.is_confirmed for _, bucket in self._buckets())
+        return self._used_since_report or not is_confirmed or self.choices + self.remote_choices > 0
 
     def refusal(self, choices: int, tokens: int, now: float) -> RequestError | None:
         """Return the error for a request that exceeds a limit, with the seconds until a retry can succeed, or None."""
@@ -154,9 +166,13 @@ class Quota:
         return {name: value for unit, bucket in self._buckets() for name, value in bucket.headers(unit, now).items()}
 
     def report(self) -> dict[str, object]:
-        """Return the use since the last report, for the account that routers share."""
+        """Return the use so far, for the account that routers share. Confirmed by `update`, or else repeated."""
         self._used_since_report = False
         return {"choices": self.choices, "rates": {unit: bucket.report() for unit, bucket in self._buckets()}}
+
+    def keep(self) -> None:
+        """Count the last report as failed: another follows, and until then the choices of other routers are unknown."""
+        self._used_since_report, self.remote_choices = True, 0
 
     def update(self, choices: int, left: Mapping[str, float], now: float) -> None:
         """Apply the shared account: the choices on other routers and the level of each rate."""

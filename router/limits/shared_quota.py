@@ -5,7 +5,8 @@
 A router decides from its local copies, so no request waits for Redis. Ten times a second it reports what was taken from keys
 in use and receives the new levels. Between exchanges it does not see the latest use on other routers, so at worst each
 router admits a full bucket. The account then goes negative and no router admits further requests until it has refilled:
-over longer periods a key gets its rate and no more. Without Redis each router counts for itself.
+over longer periods a key gets its rate and no more. Without Redis each router counts for itself, and reports what was taken
+meanwhile when Redis answers again: each token is charged once, whatever answers were lost.
 """
 
 import asyncio
@@ -14,10 +15,10 @@ import time
 from collections.abc import Mapping
 
 from pdserve.control.registry import LEASE_S, NOW, Registry
+from pdserve.router.limits.account import TOTALS_TTL_S
 from pdserve.router.limits.quota import Quota
 
 SYNC_INTERVAL_S = 0.1
-NO_ACCOUNT = '{"choices": 0, "left": {}}'  # stands for the account when Redis does not answer
 ACCOUNT_TTL_S = 86400  # an unused account expires after this time
 # KEYS: accounts. ARGV: router id, lease in seconds, one report (`Quota.report`) per account. Returns one update per account.
 SYNC_SCRIPT = f"""{NOW}
@@ -30,10 +31,18 @@ for i, name in ipairs(KEYS) do
     if entry[1] == 0 or entry[2] < now then account.choices[router] = nil
     elseif router ~= ARGV[1] then answer.choices = answer.choices + entry[1] end
   end
+  local totals = account.totals or {{}}
+  local seen = totals[ARGV[1]] or {{}}
   for unit, rate in pairs(report.rates) do
     local left, at = unpack(account[unit] or {{rate.amount, now}})
-    left = math.min(rate.amount, left + (now - at) * rate.amount / rate.seconds) - rate.taken
+    left = math.min(rate.amount, left + (now - at) * rate.amount / rate.seconds)
+    left = left - (rate.total - (seen[unit] or rate.confirmed))
+    seen[unit] = rate.total
     account[unit], answer.left[unit] = {{math.min(rate.amount, left), now}}, left
+  end
+  seen.at, totals[ARGV[1]], account.totals = now, seen, totals
+  for router, entry in pairs(totals) do
+    if entry.at < now - {TOTALS_TTL_S} then totals[router] = nil end
   end
   redis.call('SET', name, cjson.encode(account), 'EX', {ACCOUNT_TTL_S})
   answers[i] = cjson.encode(answer)
@@ -62,6 +71,10 @@ class SharedQuotas:
             return
         reports = [json.dumps(quota.report()) for quota in changed.values()]
         answers = await self._registry.run_script(SYNC_SCRIPT, list(changed), [self._router_id, LEASE_S, *reports])
+        if answers is None:
+            for quota in changed.values():
+                quota.keep()
+            return
         now = time.monotonic()
-        for quota, answer in zip(changed.values(), answers or [NO_ACCOUNT] * len(changed), strict=True):
+        for quota, answer in zip(changed.values(), answers, strict=True):
             quota.update(**json.loads(answer), now=now)

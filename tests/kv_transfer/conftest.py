@@ -1,10 +1,13 @@
 """Fixtures for connectors: pools of random bytes, one URL per scheme, direct access to stored values, broken connectors."""
 
+import contextlib
 import importlib.util
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -301,3 +304,24 @@ def command() -> Callable[..., Any]:
         return CliRunner().invoke(app, ["connector", *arguments])
 
     return run
+
+
+@pytest.fixture
+def memcached_address() -> Iterator[str]:
+    """host:port of a memcached server of 128 MiB."""
+    program = shutil.which("memcached")
+    if program is None:
+        pytest.skip("memcached is not installed: apt-get install memcached")
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    server = subprocess.Popen([program, "-l", "127.0.0.1", "-p", str(port), "-m", "128", "-I", "2m", "-u", "nobody"])
+    try:
+        give_up_at = time.monotonic() + 60
+        while time.monotonic() < give_up_at:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            time.sleep(0.02)
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()

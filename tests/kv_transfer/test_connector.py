@@ -273,3 +273,28 @@ def test_close_may_be_called_twice_and_other_calls_raise_afterwards(
     instance.connector.close()
     with pytest.raises(RuntimeError, match="closed"):
         instance.connector.match(new_keys(1))
+
+
+def test_a_verdict_does_not_delete_what_was_stored_since(
+    url: str, attach: Attach, store_access: Callable[..., Any], new_keys: NewKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a load that finds a block corrupt and the deletion, another instance deletes it and stores it again."""
+    one, other, (key, corrupt) = attach(url), attach(url), new_keys(2)
+    one.store([key, corrupt], [0, 1])
+    access = store_access(url, one.layout)
+    for damaged in (key, corrupt):
+        value = bytearray(access.read(damaged))
+        value[60] ^= 1  # in the checksum
+        access.write(damaged, bytes(value))
+    assert one.load([corrupt], [8]).outcomes == [Outcome.CORRUPT] and one.match([corrupt]) == 0
+    delete_corrupt = one.connector.delete_corrupt
+
+    def delete_late(blocks: Any) -> None:
+        other.connector.delete_many([key])
+        assert other.store([key], [2]).leading == 1
+        delete_corrupt(blocks)
+
+    monkeypatch.setattr(one.connector, "delete_corrupt", delete_late)
+    assert one.load([key], [8]).outcomes == [Outcome.CORRUPT]
+    assert other.load([key], [9]).leading == 1
+    np.testing.assert_array_equal(other.rows[9], other.rows[2])

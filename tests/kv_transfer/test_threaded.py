@@ -355,3 +355,32 @@ def test_a_private_attribute_of_the_base_is_refused(hook: str, layout_of: Callab
     connector = type("Mine", (MemoryConnector,), {hook: replace_lock})("memory://test-shadow")
     with pytest.raises(TypeError, match=r"Mine\._lock replaces"):
         connector.attach(PoolMemory(np.zeros((1, 4096), np.uint8), layout_of(4096)))
+
+
+def test_a_bug_at_the_end_of_an_operation_does_not_end_the_thread(
+    attach: Callable[..., Any], new_keys: NewKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance, (key,) = attach("memory://test-bug-at-end?threads=1"), new_keys(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(instance.connector._stats, "count", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            instance.store([key], [0])
+    assert instance.store([key], [0]).leading == 1
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_close_waits_for_shut_until_its_deadline(
+    attach: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hangs: bool
+) -> None:
+    instance, resume, ended = attach("memory://test-shut?timeout=0.2"), threading.Event(), threading.Event()
+
+    def shut() -> None:
+        if hangs:
+            resume.wait(60)
+        ended.set()
+
+    monkeypatch.setattr(instance.connector, "shut", shut)
+    instance.connector.close()
+    assert ended.is_set() != hangs and ("background work still waits" in caplog.text) == hangs
+    resume.set()
+    assert ended.wait(60)

@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import stat
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.connectors import file
 from pdserve.kv_transfer.connectors.file import Evictor, FileConnector
+from pdserve.kv_transfer.threaded import MAX_LEASE_S
 
 Attach = Callable[..., Any]
 LayoutOf = Callable[..., Layout]
@@ -217,3 +219,158 @@ def test_the_size_is_bounded_between_two_sweeps(tmp_path: Path, attach: Attach, 
         time.sleep(0.005)
         max_blocks = max(max_blocks, len(blocks_in(tmp_path / "kv")))
     assert max_blocks <= 16 + 2 * 8
+
+
+# What others leave in the store.
+
+
+@pytest.mark.parametrize("thing", ["fifo", "link", "socket", "folder", "foreign"])
+def test_what_is_no_file_of_this_user_is_no_block(
+    tmp_path: Path, attach: Attach, new_keys: NewKeys, thing: str
+) -> None:
+    instance, (key, other) = attach(f"file://{tmp_path}/kv?timeout=2&max_bytes=1MiB"), new_keys(2)
+    instance.store([key, other], [0, 1])
+    path, kept = (blocks_of(instance, tmp_path / "kv", one) for one in (key, other))
+    value = path.read_bytes()
+    path.unlink()
+    if thing == "fifo":
+        os.mkfifo(path)
+    elif thing == "link":
+        (tmp_path / "elsewhere").write_bytes(value)
+        path.symlink_to(tmp_path / "elsewhere")
+    elif thing == "socket":
+        os.mknod(path, stat.S_IFSOCK | 0o600)
+    elif thing == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(value)
+        instance.connector._owners = {os.getuid() + 1}  # as if it were of another user
+    if thing != "foreign":
+        assert instance.load([key, other], [8, 9]).outcomes == [Outcome.MISSING, Outcome.OK]
+    else:
+        assert instance.load([key], [8]).outcomes == [Outcome.MISSING]
+    assert instance.match([key]) == 0
+    stored = instance.store([key], [0]).outcomes
+    assert stored == [Outcome.UNAVAILABLE if thing == "folder" else Outcome.OK]
+    if thing not in ("folder", "foreign"):
+        assert instance.load([key], [8]).leading == 1 and not path.is_symlink()
+    assert kept.exists()
+
+
+def blocks_of(instance: Any, root: Path, key: bytes) -> Path:
+    namespace: str = instance.layout.namespace.hex()
+    return root / namespace / key.hex()[:2] / key.hex()
+
+
+@pytest.mark.parametrize(("mode", "warnings"), [(0o700, 0), (0o755, 0), (0o770, 1), (0o777, 1)])
+def test_a_folder_that_others_may_write_is_named(
+    tmp_path: Path, attach: Attach, caplog: pytest.LogCaptureFixture, mode: int, warnings: int
+) -> None:
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv").chmod(mode)
+    attach(f"file://{tmp_path}/kv")
+    named = [record for record in caplog.records if "others may write to" in record.getMessage()]
+    assert len(named) == warnings
+
+
+def test_a_corrupt_file_is_deleted_and_not_one_that_took_its_place(
+    tmp_path: Path, attach: Attach, new_keys: NewKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another instance deletes the corrupt file and stores the block again, between the read and the deletion."""
+    one, other, keys = attach(f"file://{tmp_path}/kv"), attach(f"file://{tmp_path}/kv"), new_keys(2)
+    other.rows[:] = one.rows
+    one.store(keys, [0, 1])
+    for key in keys:
+        with open(blocks_of(one, tmp_path / "kv", key), "r+b") as corrupted:
+            corrupted.write(b"x")
+    assert one.load(keys[:1], [8]).outcomes == [Outcome.CORRUPT] and one.match(keys[:1]) == 0
+
+    real = one.connector._read
+
+    def read_late(block: Any, fd: int) -> Outcome:
+        outcome: Outcome = real(block, fd)
+        other.connector.delete_many([block.key])
+        assert other.store([block.key], [1]).leading == 1
+        return outcome
+
+    monkeypatch.setattr(one.connector, "_read", read_late)
+    assert one.load(keys[1:], [8]).outcomes == [Outcome.CORRUPT]
+    assert other.load(keys[1:], [8]).leading == 1
+
+
+# Eviction.
+
+
+def sparse_block(path: Path, mtime: float) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bytes(1000))
+    os.utime(path, (mtime, mtime))
+    return path
+
+
+@pytest.mark.parametrize("ahead_s", [MAX_LEASE_S + 60, 86_400, 1e9])
+def test_times_of_a_wrong_clock_are_no_lease(tmp_path: Path, ahead_s: float) -> None:
+    folder, now = tmp_path / ("a" * 32) / "00", time.time()
+    ahead = [sparse_block(folder / f"ahead{i}", now + ahead_s) for i in range(20)]
+    leased = [sparse_block(folder / f"leased{i}", now + 1000) for i in range(5)]
+    used = [sparse_block(folder / f"used{i}", now - 1000) for i in range(10)]
+    Evictor(str(tmp_path), 20_000, None).sweep()
+    assert sum(path.exists() for path in ahead) == 5 and all(path.exists() for path in used + leased)
+    Evictor(str(tmp_path), None, 5000.0).sweep()
+    assert not any(path.exists() for path in ahead) and all(path.exists() for path in used + leased)
+
+
+def test_a_use_mends_the_time_of_a_wrong_clock(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> None:
+    instance, (loaded, stored) = attach(f"file://{tmp_path}/kv?max_bytes=1MiB"), new_keys(2)
+    instance.store([loaded, stored], [0, 1], lease_s=0.0)
+    paths = [blocks_of(instance, tmp_path / "kv", key) for key in (loaded, stored)]
+    for path in paths:
+        os.utime(path, (0, time.time() + 86_400))
+    instance.load([loaded], [8])
+    instance.store([stored], [1], lease_s=60.0)
+    assert all(path.stat().st_mtime < time.time() + 100 for path in paths)
+
+
+def test_eviction_passes_over_what_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, now = tmp_path / ("a" * 32) / "00", time.time()
+    blocks = [sparse_block(folder / f"block{i}", now - 100 + i) for i in range(10)]
+    (folder / "a-folder").mkdir()
+    os.utime(folder / "a-folder", (0, 0))
+    real, errors = os.unlink, {"block0": errno.EBUSY, "block1": errno.EACCES}
+
+    def unlink(path: str) -> None:
+        if code := errors.get(os.path.basename(path)):
+            raise OSError(code, os.strerror(code))
+        real(path)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    connector = FileConnector(f"file://{tmp_path}?max_bytes=5000")
+    connector._evictor.sweep()
+    assert [path.exists() for path in blocks].count(True) <= 5
+    assert connector.stats().failures == {("evict", Outcome.UNAVAILABLE): 3}
+    assert {error.split(": ")[-1] for error in caplog.messages} >= {"Device or resource busy", "Permission denied"}
+
+
+def test_a_sweep_that_ends_by_an_exception_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    evictor = Evictor(str(tmp_path), 5_000, None)
+    monkeypatch.setattr(evictor, "sweep", lambda: 1 / 0)
+    evictor.start_if_due()
+    evictor.join()
+    assert evictor.failures == 1 and "ended early" in caplog.text
+
+
+def test_close_does_not_wait_for_a_sweep_that_hangs(
+    tmp_path: Path, attach: Attach, new_keys: NewKeys, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    instance, resume = attach(f"file://{tmp_path}/kv?max_bytes=1KiB&timeout=0.3"), threading.Event()
+    instance.connector._evictor.join()
+    monkeypatch.setattr(file, "_scan", lambda path: resume.wait(60) and [])
+    instance.store(new_keys(1), [0], lease_s=0.0)
+    instance.connector.close()
+    assert instance.connector._evictor._thread.is_alive() and "background work" in caplog.text
+    resume.set()
+    instance.connector._evictor.join()

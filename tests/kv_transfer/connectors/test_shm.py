@@ -160,3 +160,27 @@ def test_a_segment_unlinked_while_attached_is_no_longer_shared(small: str, attac
 def test_invalid_names_are_refused(url: str) -> None:
     with pytest.raises(SetupError, match="must have a plain name"):
         ShmConnector(url)
+
+
+def test_a_slot_that_is_reused_before_it_is_read_is_no_corrupt_block(
+    name: str, attach: Attach, new_keys: NewKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slot gets another key's block, and the first key another slot, after the reader has looked the slot up."""
+    writer, reader, (key, other) = attach(f"shm://{name}?size=512KiB"), attach(f"shm://{name}"), new_keys(2)
+    reader.rows[:] = writer.rows
+    writer.store([key], [0])
+    slab, find = reader.connector._slab, reader.connector._slab.find
+
+    def find_then_pause(name: bytes) -> int | None:
+        slot: int | None = find(name)
+        monkeypatch.setattr(slab, "find", find)
+        with writer.connector._slab.locked(1.0):
+            row = writer.rows[1]
+            writer.connector._slab.payload(slot)[: len(row)] = row
+            writer.connector._slab.publish(slot, writer.connector.header_format.pack(other, row), 0.0)
+        writer.store([key], [0])
+        return slot
+
+    monkeypatch.setattr(slab, "find", find_then_pause)
+    assert reader.load([key], [8]).outcomes == [Outcome.MISSING]
+    assert reader.load([key], [8]).leading == 1

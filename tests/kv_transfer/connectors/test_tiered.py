@@ -5,6 +5,7 @@ import shutil
 import signal
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -390,3 +391,26 @@ def test_invalid_arguments_raise_at_once(fast: str, slow: str, attach: Attach, n
     instance = attach(f"tiered://{fast},{slow}", blocks=4)
     with pytest.raises(ValueError, match="between 0 and 3"):
         instance.connector.load(new_keys(2), [0, 4])
+
+
+def test_close_does_not_wait_for_a_tier_that_cannot_be_attached(
+    tmp_path: Path, attach: Attach, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    resume = threading.Event()
+    for name in ("_ATTACH_RETRY_S", "_DRAIN_TIMEOUT_S"):
+        monkeypatch.setattr(tiered, name, 0.01)
+    url = f"tiered://memory://test-{uuid.uuid4().hex}?timeout=0.1,file://{tmp_path}/no/folder?timeout=0.1"
+    (tmp_path / "no").write_text("a file")
+    instance = attach(url, blocks=1)
+    hangs = threading.Event()
+
+    def hang(*_: object) -> None:
+        hangs.set()
+        resume.wait(60)
+
+    monkeypatch.setattr(instance.connector._tiers[1], "attach", hang)
+    assert hangs.wait(60)
+    instance.connector.close()
+    assert instance.connector._thread.is_alive() and "background work still waits for a tier" in caplog.text
+    resume.set()
+    instance.connector._thread.join(60)

@@ -1,8 +1,12 @@
 """Limits of one key, over arbitrary sequences of requests and times."""
 
+from copy import deepcopy
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.router.limits.account import settle
 from pdserve.router.limits.quota import Limits, Quota, Rate, TokenBucket
 
 STEPS = st.lists(st.tuples(st.integers(1, 300), st.floats(0, 1), st.floats(0, 5), st.floats(0, 50)), max_size=40)
@@ -62,3 +66,41 @@ def test_each_limit_refuses_with_its_code_and_retry_time() -> None:
         "x-ratelimit-remaining-tokens": "30",
         "x-ratelimit-reset-tokens": "42.000s",
     }
+
+
+ACCOUNT: dict[str, Any] = {"choices": {}, "rates": {}}
+
+
+@given(
+    exchanges=st.lists(st.tuples(st.integers(0, 100), st.sampled_from(["ok", "lost request", "lost answer"]))),
+)
+def test_the_account_is_charged_once_whatever_is_lost(exchanges: list[tuple[int, str]]) -> None:
+    """Each exchange: what was taken before it, and what happened to it. Then one succeeds. Nothing refills."""
+    rate, account = Rate(10**6, 1e30), deepcopy(ACCOUNT)
+    quota, taken = Quota(Limits(tokens=rate)), 0
+    for cost, happens in exchanges:
+        quota.take(0, cost, 0.0)
+        taken += cost
+        assert not cost or quota.needs_sync
+        report = quota.report()
+        if happens == "lost request":
+            quota.keep()
+            continue
+        answer = settle(account, "router", report, 0.0)
+        if happens == "ok":
+            quota.update(**answer, now=0.0)
+        else:
+            quota.keep()
+    quota.update(**settle(account, "router", quota.report(), 0.0), now=0.0)
+    assert account["rates"]["tokens"][0] == 10**6 - taken
+    assert not quota.needs_sync
+
+
+def test_an_account_that_was_lost_is_charged_only_with_what_it_was_not_told() -> None:
+    quota = Quota(Limits(tokens=Rate(1000, 1e30)))
+    quota.take(0, 600, 0.0)
+    quota.update(**settle(deepcopy(ACCOUNT), "router", quota.report(), 0.0), now=0.0)
+    quota.take(0, 100, 0.0)
+    new_account = deepcopy(ACCOUNT)
+    quota.update(**settle(new_account, "router", quota.report(), 0.0), now=0.0)
+    assert new_account["rates"]["tokens"][0] == 900

@@ -181,3 +181,33 @@ def test_without_redis_each_router_counts_for_itself(start_redis: Callable[..., 
         assert (one.quota.remote_choices, two.quota.remote_choices) == (8, 8)
 
     asyncio.run(play(server.url, "m", scenario))
+
+
+@pytest.mark.parametrize("lost", ["request", "answer"])
+def test_use_in_a_failed_exchange_is_charged_once(
+    on_redis: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    async def scenario(routers: list[Router]) -> None:
+        one, two, _ = routers
+        run_script = one.registry.run_script
+
+        async def fail(*arguments: Any) -> None:
+            if lost == "answer":
+                await run_script(*arguments)
+
+        for _ in range(4):
+            assert not one.admit(tokens=150)
+            one.end()
+            monkeypatch.setattr(one.registry, "run_script", fail)
+            await one.sync()
+            monkeypatch.setattr(one.registry, "run_script", run_script)
+            assert one.quota.needs_sync
+            await one.sync()
+        assert one.admit(tokens=401) == "rate_limit_tokens" and not one.admit(tokens=400)
+        one.end(unused=400)
+        for router in (one, two):
+            router.missing()
+            await router.sync()
+        assert two.admit(tokens=401) == "rate_limit_tokens" and not two.admit(tokens=400)
+
+    on_redis(scenario)
